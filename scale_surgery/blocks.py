@@ -1,0 +1,230 @@
+"""The linear algebra of an expansion: how new tensors get their values from base tensors.
+
+    [ y    ]   [ W    W12 ] [ x    ]      W12 = 0     the up stream does not write into the base stream
+    [ y_up ] = [ W21  W22 ] [ x_up ]      W21 = U_r^T W = S_r V_r^T,   W = U S V^T,   r = added outputs
+
+SCALE (arXiv 2511.03270, section 3.2) names SVD for W21 and zero for W22 as the best pair, and gives no
+formula; the one above is ours (docs/concepts.md). It needs only the leading eigenvectors of the smaller of
+W^T W and W W^T, never a full SVD. Everything is computed in float32 or better and cast once, at the end.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from scale_surgery.errors import CheckpointError
+
+Method = Literal["exact", "fast"]
+CHUNK_ELEMENTS = 1 << 23
+# extra directions and passes of the randomized range finder (Halko, Martinsson and Tropp 2011)
+OVERSAMPLING = 32
+POWER_PASSES = 2
+# singular values below this share of the largest are rounding noise of a float32 matrix
+RANK_TOLERANCE = 1e-6
+
+
+def seeded_generator(seed: int, name: str) -> torch.Generator:
+    """A random generator for one tensor, independent of the order in which tensors are made."""
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+
+def check_finite(weight: Tensor, name: str) -> None:
+    """Refuse a weight that cannot be decomposed.
+
+    Raises:
+        CheckpointError: If it holds NaN or infinity.
+    """
+    bad = sum(int((~torch.isfinite(chunk)).sum()) for chunk in _chunks(weight, 0))
+    if bad:
+        raise CheckpointError(
+            f"{name}: holds {bad} NaN or infinite values of {weight.numel()}, expected finite numbers to decompose. "
+            "Check the checkpoint, leave out its layer, or choose --init-w21 random."
+        )
+
+
+def _chunks(weight: Tensor, axis: int) -> Iterator[Tensor]:
+    size = max(1, CHUNK_ELEMENTS // max(1, weight.shape[1 - axis])) if weight.dim() == 2 else CHUNK_ELEMENTS
+    return iter(weight.split(size, dim=axis))
+
+
+def _work_dtype(method: Method) -> torch.dtype:
+    return torch.float64 if method == "exact" else torch.float32
+
+
+def gram(weight: Tensor, method: Method) -> Tensor:
+    """The smaller of W^T W and W W^T, added up chunk by chunk along the longer axis.
+
+    Args:
+        weight: Base weight, shape (d_out, d_in).
+        method: "exact" works in float64, "fast" in float32.
+
+    Returns:
+        The Gram matrix, shape (n, n) with n = min(d_out, d_in).
+    """
+    axis = 0 if weight.shape[0] >= weight.shape[1] else 1
+    n = min(weight.shape)
+    total = torch.zeros(n, n, dtype=_work_dtype(method), device=weight.device)
+    for chunk in _chunks(weight, axis):
+        part = chunk.to(total.dtype)
+        total += part.T @ part if axis == 0 else part @ part.T
+    return total
+
+
+def leading_eigenvectors(matrix: Tensor, count: int, method: Method, generator: torch.Generator) -> Tensor:
+    """Leading eigenvectors of a symmetric positive semi-definite matrix.
+
+    "exact" is a full eigendecomposition. "fast" is a randomized range finder with power passes; it gives way
+    to the eigendecomposition where it would look for more than half of the directions.
+
+    Args:
+        matrix: Shape (n, n).
+        count: How many, 1 to n.
+        method: "exact" or "fast".
+        generator: Source of the random start of "fast".
+
+    Returns:
+        Orthonormal columns, shape (n, count), by descending eigenvalue.
+    """
+    n = matrix.shape[0]
+    width = min(n, count + OVERSAMPLING)
+    if method == "exact" or 2 * width > n:
+        return torch.linalg.eigh(matrix).eigenvectors[:, -count:].flip(1)
+    start = torch.randn(n, width, generator=generator, dtype=torch.float32).to(matrix)
+    basis = torch.linalg.qr(matrix @ start).Q
+    for _ in range(POWER_PASSES):
+        basis = torch.linalg.qr(matrix @ basis).Q
+    small = torch.linalg.eigh(basis.T @ matrix @ basis).eigenvectors
+    return basis @ small[:, -count:].flip(1)
+
+
+def mean_row_norm(weight: Tensor) -> float:
+    """Mean Euclidean norm of the rows, computed in float32."""
+    norms = [chunk.float().norm(dim=1).sum().item() for chunk in _chunks(weight, 0)]
+    return float(sum(norms) / weight.shape[0])
+
+
+def principal_rows(weight: Tensor, count: int, method: Method, generator: torch.Generator) -> Tensor:
+    """The leading principal coordinates of the outputs: U_r^T W = S_r V_r^T.
+
+    The sign of each row is fixed (its largest entry is positive), so that equal inputs give equal files.
+
+    Args:
+        weight: Base weight, shape (d_out, d_in).
+        count: How many rows, r, at most min(d_out, d_in).
+        method: "exact" or "fast".
+        generator: Source of randomness of "fast".
+
+    Returns:
+        Shape (r, d_in), by descending singular value; the norm of row i is singular value i.
+    """
+    vectors = leading_eigenvectors(gram(weight, method), count, method, generator)
+    if weight.shape[0] >= weight.shape[1]:
+        images = torch.cat([chunk.to(vectors.dtype) @ vectors for chunk in _chunks(weight, 0)])
+        rows = images.norm(dim=0)[:, None] * vectors.T
+    else:
+        rows = torch.cat([vectors.T @ chunk.to(vectors.dtype) for chunk in _chunks(weight, 1)], dim=1)
+    return _fix_signs(rows)
+
+
+def _fix_signs(rows: Tensor) -> Tensor:
+    largest = rows.gather(1, rows.abs().argmax(dim=1, keepdim=True))
+    return rows * torch.where(largest < 0, -1.0, 1.0).to(rows)
+
+
+def _random_rows(rows: int, columns: int, norm: float, generator: torch.Generator) -> Tensor:
+    random = torch.randn(rows, columns, generator=generator, dtype=torch.float32)
+    return random * (norm / random.norm(dim=1, keepdim=True).clamp_min(1e-30))
+
+
+def _rescale_and_fill(rows: Tensor, rank: int, norm: float, generator: torch.Generator) -> Tensor:
+    """Scale the first `rank` rows to the mean norm `norm`, and make the others random rows of that norm."""
+    kept = rows[:rank].float()
+    scale = norm / max(float(kept.norm(dim=1).mean()), 1e-30) if rank else 0.0
+    random = _random_rows(rows.shape[0] - rank, rows.shape[1], norm, generator).to(kept.device)
+    return torch.cat((kept * scale, random))
+
+
+def svd_w21(weight: Tensor, up_out: int, method: Method, generator: torch.Generator) -> Tensor:
+    """Build W21, through which the up stream reads the base stream.
+
+        W = U S V^T,   W21 = c U_r^T W = c S_r V_r^T,   r = up_out
+
+    c makes the mean row norm that of W, so new outputs have the size of old ones. Where r exceeds the rank of
+    W, the remaining rows are random, of the same norm. No promise depends on this block.
+
+    Args:
+        weight: Base weight, shape (d_out, d_in); read, never written.
+        up_out: Added outputs, 1 or more.
+        method: "exact" (the reference) or "fast".
+        generator: Source of randomness.
+
+    Returns:
+        W21, shape (up_out, d_in), float32, rows by descending singular value.
+    """
+    rows = principal_rows(weight, min(up_out, *weight.shape), method, generator)
+    norms = rows.norm(dim=1)
+    rank = int((norms > RANK_TOLERANCE * norms[0]).sum())
+    padded = torch.nn.functional.pad(rows, (0, 0, 0, up_out - rows.shape[0]))
+    return _rescale_and_fill(padded, rank, mean_row_norm(weight), generator)
+
+
+def svd_w22(weight: Tensor, up_out: int, up_in: int, method: Method, generator: torch.Generator) -> Tensor:
+    """Build W22 as W seen in its own leading coordinates on both sides: c U_r^T W V_c = c diag(S).
+
+    This repeats the paper's (0, SVD) pair, which also names no formula; the choice is ours.
+
+    Args:
+        weight: Base weight, shape (d_out, d_in).
+        up_out: Added outputs.
+        up_in: Added inputs.
+        method: "exact" or "fast".
+        generator: Source of randomness.
+
+    Returns:
+        W22, shape (up_out, up_in), float32; rows without a singular value are random, of the same norm.
+    """
+    count = min(up_out, up_in, *weight.shape)
+    values = principal_rows(weight, count, method, generator).norm(dim=1)
+    rank = int((values > RANK_TOLERANCE * values[0]).sum())
+    block = torch.zeros(up_out, up_in, device=weight.device)
+    block[range(count), range(count)] = values.float()
+    return _rescale_and_fill(block, rank, mean_row_norm(weight), generator)
+
+
+def random_block(up_out: int, inputs: int, generator: torch.Generator) -> Tensor:
+    """A block with He's normal initialisation: standard deviation sqrt(2 / inputs), float32."""
+    return torch.randn(up_out, inputs, generator=generator) * (2.0 / inputs) ** 0.5
+
+
+def svd_embedding(weight: Tensor, up: int, method: Method, generator: torch.Generator) -> Tensor:
+    """New columns of the embedding: E V_r, rescaled to the embedding's mean row norm.
+
+    Args:
+        weight: Embedding E, shape (v, d).
+        up: Added columns, u.
+        method: "exact" or "fast".
+        generator: Source of randomness.
+
+    Returns:
+        Shape (v, u), float32; columns beyond the rank of E are zero.
+    """
+    axis = 0 if weight.shape[0] >= weight.shape[1] else 1
+    if axis == 0:
+        directions = _fix_signs(leading_eigenvectors(gram(weight, method), min(up, weight.shape[1]), method, generator).T)
+    else:
+        rows = principal_rows(weight, min(up, weight.shape[0]), method, generator)
+        directions = rows / rows.norm(dim=1, keepdim=True).clamp_min(1e-30)
+    columns = torch.cat([(chunk.to(directions.dtype) @ directions.T).float() for chunk in _chunks(weight, 0)])
+    scale = mean_row_norm(weight) / max(mean_row_norm(columns), 1e-30)
+    return torch.nn.functional.pad(columns * scale, (0, up - columns.shape[1]))
+
+
+def join_blocks(weight: Tensor, w12: Tensor, w21: Tensor, w22: Tensor) -> Tensor:
+    """The block matrix [[W, W12], [W21, W22]] as one matrix, shape (d_out + u_out, d_in + u_in)."""
+    return torch.cat((torch.cat((weight, w12), dim=1), torch.cat((w21, w22), dim=1)))

@@ -1,0 +1,317 @@
+"""Safetensors checkpoints as they lie on disk: headers, index, side files, and reading one tensor at a time.
+
+`open_checkpoint` turns a folder into a `Checkpoint`, a value that knows every tensor's name, dtype, shape and
+place without having read a weight. All problems that headers and index can show are found here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
+
+from scale_surgery.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+CONFIG_FILE = "config.json"
+MANIFEST_FILE = "surgery.json"
+CHUNK_BYTES = 1 << 22
+MAX_HEADER_BYTES = 100_000_000
+
+DTYPE_BYTES = {
+    "F64": 8,
+    "F32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "I64": 8,
+    "I32": 4,
+    "I16": 2,
+    "I8": 1,
+    "U64": 8,
+    "U32": 4,
+    "U16": 2,
+    "U8": 1,
+    "BOOL": 1,
+}
+FLOAT_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+# the same weights in a format that this program does not read; transformers prefers safetensors to them
+OTHER_WEIGHT_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx")
+# version control and download bookkeeping, no part of a checkpoint
+IGNORED_FOLDERS = (".git", ".cache", "__pycache__")
+
+Progress = Callable[[int], None]
+
+
+def no_progress(advance: int) -> None:
+    """Report nothing."""
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Where a tensor lies: file, dtype (safetensors' name), shape, first byte in the file and byte count."""
+
+    name: str
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    bytes: int
+
+    @property
+    def elements(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint whose headers have been read and checked.
+
+    Attributes:
+        path: The folder.
+        config: Parsed config.json.
+        tensors: Every tensor by name.
+        shards: Names of the safetensors files that hold them, in order.
+        side_files: Names of all other files that belong to it, relative, in order.
+        left_out: Files that hold weights in another format and are not taken along.
+    """
+
+    path: Path
+    config: Mapping[str, Any]
+    tensors: Mapping[str, TensorInfo]
+    shards: tuple[str, ...]
+    side_files: tuple[str, ...]
+    left_out: tuple[str, ...]
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether an index file names the shards."""
+        return INDEX_FILE in self.side_files
+
+    @cached_property
+    def manifest(self) -> Mapping[str, Any] | None:
+        """Parsed surgery.json, or None where there is none."""
+        file = self.path / MANIFEST_FILE
+        return read_json(file) if file.is_file() else None
+
+    @property
+    def dtype(self) -> str:
+        """Dtype of most of the parameters, in safetensors' name."""
+        counts: dict[str, int] = {}
+        for info in self.tensors.values():
+            counts[info.dtype] = counts.get(info.dtype, 0) + info.elements
+        return max(counts, key=lambda dtype: counts[dtype])
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Read a JSON object.
+
+    Raises:
+        CheckpointError: If the file is missing, is not JSON or is not an object.
+    """
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{file}: not found. Is this a model folder?") from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file}: not readable as JSON ({error}). Download it again.") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{file}: found {type(content).__name__}, expected a JSON object.")
+    return content
+
+
+def read_header(path: Path, file: str) -> dict[str, TensorInfo]:
+    """Read the header of one safetensors file: 8 bytes of length, then JSON.
+
+    Args:
+        path: Folder of the checkpoint.
+        file: Name of the file in it.
+
+    Returns:
+        Every tensor of the file by name.
+
+    Raises:
+        CheckpointError: If the file is missing, truncated or not safetensors.
+    """
+    try:
+        size = (path / file).stat().st_size
+        with (path / file).open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            if size < 8 or not 2 <= length <= min(size - 8, MAX_HEADER_BYTES):
+                raise CheckpointError(
+                    f"{file}: its first 8 bytes promise a header of {length} bytes in a file of {size} bytes. "
+                    "It is truncated or not a safetensors file: download it again."
+                )
+            header = json.loads(stream.read(length))
+            return _parse_header(file, header, 8 + length, size)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{file}: shard not found in {path}. Download it again.") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{file}: its header is not that of a safetensors file ({error}). Download it again."
+        ) from error
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read ({error}).") from error
+
+
+def _parse_header(file: str, header: Mapping[str, Any], data_start: int, size: int) -> dict[str, TensorInfo]:
+    tensors = {}
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        begin, end = entry["data_offsets"]
+        info = TensorInfo(name, file, entry["dtype"], tuple(entry["shape"]), data_start + begin, end - begin)
+        if data_start + end > size:
+            raise CheckpointError(
+                f"{file}: {name} ends at byte {data_start + end}, the file has {size} bytes. "
+                "It is truncated: download it again."
+            )
+        if info.bytes != info.elements * DTYPE_BYTES.get(info.dtype, 0) and info.dtype in DTYPE_BYTES:
+            raise CheckpointError(
+                f"{file}: {name} has {info.bytes} bytes, expected {info.elements * DTYPE_BYTES[info.dtype]} "
+                f"for shape {info.shape} in {info.dtype}. Download it again."
+            )
+        tensors[name] = info
+    return tensors
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Read config, index and headers of a checkpoint, and check them against each other.
+
+    Args:
+        path: Folder with config.json and safetensors weights.
+
+    Returns:
+        The checkpoint; no weight has been read.
+
+    Raises:
+        CheckpointError: If the folder is missing or empty, has no config or no safetensors weights, a shard is
+            missing or damaged, or index and shards disagree. Every problem found is listed.
+    """
+    files = list_files(path)
+    config = read_json(path / CONFIG_FILE)
+    shards, declared = _find_shards(path, files)
+    tensors, problems = _read_shards(path, shards)
+    problems += _index_problems(declared, tensors) if declared is not None and not problems else []
+    if problems:
+        raise CheckpointError.from_problems(problems)
+    others = [file for file in files if not file.endswith(".safetensors")]
+    left_out = tuple(file for file in others if file.endswith(OTHER_WEIGHT_SUFFIXES))
+    left_out += tuple(file for file in files if file.endswith(".safetensors") and file not in shards)
+    side_files = tuple(file for file in others if file not in left_out and file != MANIFEST_FILE)
+    return Checkpoint(path, config, tensors, tuple(shards), side_files, left_out)
+
+
+def list_files(path: Path) -> list[str]:
+    """List the files of a folder, relative, sorted, without version control and download bookkeeping.
+
+    Raises:
+        CheckpointError: If the folder is missing, is not a folder or holds no file.
+    """
+    if not path.exists():
+        raise CheckpointError(f"{path}: not found. Give a model folder or a Hub id such as org/name.")
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: is a file, expected a model folder.")
+    files = (file.relative_to(path) for file in sorted(path.rglob("*")) if file.is_file())
+    kept = [file.as_posix() for file in files if not set(file.parts).intersection(IGNORED_FOLDERS)]
+    if not kept:
+        raise CheckpointError(f"{path}: the folder is empty, expected config.json and safetensors weights.")
+    return kept
+
+
+def _find_shards(path: Path, files: list[str]) -> tuple[list[str], dict[str, str] | None]:
+    # transformers takes model.safetensors before the index when both are there, and so do we
+    if SINGLE_FILE in files:
+        return [SINGLE_FILE], None
+    if INDEX_FILE in files:
+        weight_map = read_json(path / INDEX_FILE).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise CheckpointError(f"{INDEX_FILE}: has no weight_map, expected tensor names to shards.")
+        _refuse_escapes(weight_map)
+        return sorted(set(weight_map.values())), weight_map
+    raise CheckpointError(_no_weights(path, files))
+
+
+def _no_weights(path: Path, files: list[str]) -> str:
+    pickles = [file for file in files if file.endswith((".bin", ".pt", ".pth", ".ckpt"))]
+    if pickles:
+        return (
+            f"{path}: found only pickled weights ({pickles[0]}), expected {SINGLE_FILE} or {INDEX_FILE}. "
+            "Pickles can run code when they are read; convert them once, where you trust them: "
+            "AutoModelForCausalLM.from_pretrained(OLD).save_pretrained(NEW)."
+        )
+    return f"{path}: no weights, expected {SINGLE_FILE} or {INDEX_FILE}."
+
+
+def _refuse_escapes(weight_map: Mapping[str, str]) -> None:
+    outside = [
+        f"{INDEX_FILE}: {name} is said to lie in {file!r}, expected a file inside the folder. "
+        "Do not use this checkpoint before you know who made it."
+        for name, file in weight_map.items()
+        if not isinstance(file, str) or PurePosixPath(file).is_absolute() or ".." in file or "\\" in file
+    ]
+    if outside:
+        raise CheckpointError.from_problems(outside[:10])
+
+
+def _read_shards(path: Path, shards: list[str]) -> tuple[dict[str, TensorInfo], list[str]]:
+    tensors: dict[str, TensorInfo] = {}
+    problems = []
+    for shard in shards:
+        try:
+            header = read_header(path, shard)
+        except CheckpointError as error:
+            problems.append(str(error))
+            continue
+        problems += [f"{name}: stored in {tensors[name].file} and in {shard}." for name in header if name in tensors]
+        tensors |= header
+    return tensors, problems
+
+
+def _index_problems(declared: Mapping[str, str], tensors: Mapping[str, TensorInfo]) -> list[str]:
+    problems = []
+    for name, file in declared.items():
+        found = tensors[name].file if name in tensors else "no shard"
+        if found != file:
+            problems.append(f"{INDEX_FILE}: {name} is said to lie in {file}, found in {found}. Download it again.")
+    unlisted = [name for name in tensors if name not in declared]
+    problems += [f"{INDEX_FILE}: {name} lies in {tensors[name].file} but is not listed." for name in unlisted]
+    return problems
+
+
+def read_tensor(checkpoint: Checkpoint, name: str) -> Tensor:
+    """Read one tensor; nothing else of its shard is touched or stays mapped.
+
+    Args:
+        checkpoint: The checkpoint.
+        name: Name of the tensor.
+
+    Returns:
+        The tensor in its stored dtype, on the CPU.
+    """
+    from safetensors import safe_open
+
+    info = checkpoint.tensors[name]
+    with safe_open(checkpoint.path / info.file, framework="pt") as shard:
+        tensor: Tensor = shard.get_tensor(name)
+    return tensor
+
+
+def read_chunks(file: Path, start: int = 0, length: int | None = None) -> Iterator[bytes]:
+    """Read a range of a file in chunks of a few MB."""
+    left = file.stat().st_size - start if length is None else length
+    with file.open("rb") as stream:
+        stream.seek(start)
+        while left > 0 and (chunk := stream.read(min(CHUNK_BYTES, left))):
+            left -= len(chunk)
+            yield chunk

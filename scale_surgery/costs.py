@@ -1,0 +1,122 @@
+"""What an expansion costs: parameters, bytes, forward cost, training depth, and estimates of time and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from scale_surgery.checkpoint import DTYPE_BYTES, Checkpoint
+from scale_surgery.families import Family, Sizes
+
+if TYPE_CHECKING:
+    from scale_surgery.plan import TensorPlan
+
+# one ordinary CPU core; estimates are meant to be right within a factor of a few
+FLOPS_PER_SECOND = {"exact": 15e9, "fast": 40e9}
+BYTES_PER_SECOND = 1e9
+# interpreter with torch and transformers imported
+PROCESS_BYTES = 500_000_000
+# passes of the randomized range finder over a matrix, see blocks.py
+FAST_PASSES = 6
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What an expansion adds, and what it takes.
+
+    Attributes:
+        parameters_before: Parameters of the base model as stored.
+        parameters_added: Parameters added in all.
+        bytes_added: Bytes of the new shards.
+        parameters_per_layer: Parameters added in each expanded layer.
+        forward_factor: Multiply-adds of all linears and the head, expanded over base.
+        up_stream_from: Lowest layer through which training backpropagates the up stream.
+        base_stream_from: Lowest layer through which training backpropagates the base stream, None for none.
+        peak_memory_bytes: Estimated peak memory of the expansion.
+        seconds: Estimated time of the expansion, without copying base files.
+    """
+
+    parameters_before: int
+    parameters_added: int
+    bytes_added: int
+    parameters_per_layer: int
+    forward_factor: float
+    up_stream_from: int
+    base_stream_from: int | None
+    peak_memory_bytes: int
+    seconds: float
+
+
+def estimate(
+    family: Family,
+    sizes: Sizes,
+    specs: Mapping[str, Any],
+    tensors: Sequence[TensorPlan],
+    checkpoint: Checkpoint,
+    svd: str,
+) -> Costs:
+    """Add up what a plan costs.
+
+    Args:
+        family: Facts of the architecture.
+        sizes: Sizes of the base model.
+        specs: Module specifications of the plan.
+        tensors: New tensors of the plan.
+        checkpoint: The base model.
+        svd: "exact" or "fast".
+
+    Returns:
+        Counts, which are exact, and estimates of time and memory, which are not.
+    """
+    added = sum(tensor.elements for tensor in tensors)
+    first = specs["expanded_layers"][0]
+    collaborative = specs["collaborative"]["layers"]
+    decomposed = [tensor for tensor in tensors if tensor.init == "svd"]
+    base_bytes = sum(info.bytes for info in checkpoint.tensors.values())
+    flops = sum(_svd_flops(tensor, checkpoint, svd) for tensor in decomposed)
+    return Costs(
+        parameters_before=sum(info.elements for info in checkpoint.tensors.values()),
+        parameters_added=added,
+        bytes_added=sum(tensor.bytes for tensor in tensors),
+        parameters_per_layer=sum(tensor.elements for tensor in tensors if tensor.layer == first),
+        forward_factor=_forward_factor(family, sizes, tensors, checkpoint),
+        up_stream_from=first,
+        base_stream_from=min(collaborative) if collaborative else None,
+        peak_memory_bytes=_peak_memory(decomposed, tensors, checkpoint, svd),
+        seconds=flops / FLOPS_PER_SECOND[svd] + 2 * base_bytes / BYTES_PER_SECOND,
+    )
+
+
+def _forward_factor(
+    family: Family, sizes: Sizes, tensors: Sequence[TensorPlan], checkpoint: Checkpoint
+) -> float:
+    linears = tuple(f".{linear.name}.weight" for linear in family.linears)
+    base = sum(info.elements for name, info in checkpoint.tensors.items() if name.endswith(linears))
+    base += sizes.vocabulary * sizes.hidden
+    is_product = [t for t in tensors if len(t.shape) == 2 and not t.source.endswith(f"{family.embedding}.weight")]
+    return (base + sum(tensor.elements for tensor in is_product)) / base
+
+
+def _svd_flops(tensor: TensorPlan, checkpoint: Checkpoint, svd: str) -> float:
+    rows, columns = checkpoint.tensors[tensor.source].shape
+    small = min(rows, columns)
+    if svd == "exact":
+        return 2.0 * rows * columns * small + 10.0 * small**3
+    return 2.0 * FAST_PASSES * rows * columns * min(small, max(tensor.shape[0], tensor.shape[-1]))
+
+
+def _peak_memory(
+    decomposed: Sequence[TensorPlan], tensors: Sequence[TensorPlan], checkpoint: Checkpoint, svd: str
+) -> int:
+    shards: dict[str, int] = {}
+    for tensor in tensors:
+        shards[tensor.shard] = shards.get(tensor.shard, 0) + tensor.bytes
+    working = 0
+    for tensor in decomposed:
+        info = checkpoint.tensors[tensor.source]
+        small = min(info.shape)
+        width = 8 if svd == "exact" else 4
+        matrices = 4 * small * small if svd == "exact" else info.elements
+        working = max(working, info.elements * DTYPE_BYTES[info.dtype] + width * matrices)
+    return PROCESS_BYTES + working + 2 * max(shards.values(), default=0)

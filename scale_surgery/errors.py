@@ -1,0 +1,40 @@
+"""Every error that a user can meet, as one tree.
+
+    SurgeryError                     base class; the command line catches it once
+    ├── PlanError                    the request cannot be met (layers, widths, variant)
+    │   └── UnsupportedFamilyError   the model's architecture is not in families.py
+    ├── CheckpointError              files missing, unreadable, inconsistent, or the target exists
+    └── VerificationError            a promise that was asked for does not hold
+
+A message names the thing, what was found, what was expected and what to do. Several problems of one
+request are reported together, one a line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class SurgeryError(Exception):
+    """Something the user can act on; shown without a traceback."""
+
+    @classmethod
+    def from_problems(cls, problems: Iterable[str]) -> SurgeryError:
+        """One error that lists every problem, each on its own line."""
+        return cls("\n".join(problems))
+
+
+class PlanError(SurgeryError):
+    """The request cannot be met by this model."""
+
+
+class UnsupportedFamilyError(PlanError):
+    """The model's architecture is not in `families.py`."""
+
+
+class CheckpointError(SurgeryError):
+    """Files are missing, unreadable or inconsistent, or a target exists already."""
+
+
+class VerificationError(SurgeryError):
+    """A promise that was asked for does not hold."""

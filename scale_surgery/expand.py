@@ -1,0 +1,282 @@
+"""Execute a plan: a base checkpoint and a plan become an expanded checkpoint beside it.
+
+    base shards   --as files-->        model-*.safetensors       (same bytes)
+    plan          --tensor by tensor-> expansion-*.safetensors   (new tensors only)
+    config.json   --edited-->          config.json, *.py         (own model_type, own classes)
+    everything else --as files-->      everything else
+                                       model.safetensors.index.json, surgery.json   (last)
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from scale_surgery import manifest as manifests
+from scale_surgery import modeling
+from scale_surgery.checkpoint import (
+    CONFIG_FILE,
+    INDEX_FILE,
+    MANIFEST_FILE,
+    SINGLE_FILE,
+    Checkpoint,
+    Progress,
+    no_progress,
+    open_checkpoint,
+)
+from scale_surgery.errors import CheckpointError, PlanError
+from scale_surgery.families import Family, get_family
+from scale_surgery.manifest import BaseFile, Manifest, hash_files, hash_tensors
+from scale_surgery.plan import Plan, Request, check_same_plan, load_request, make_plan
+from scale_surgery.sources import Source, find_source
+from scale_surgery.staging import BaseWeights, check_space, check_target, finished_file, staged, take_over
+from scale_surgery.staging import write_json, write_text
+
+NUMBERED_SINGLE_FILE = "model-00001-of-00001.safetensors"
+TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
+
+# a progress bar: given what is done and how much of it there is, yields a function that reports advance
+Track = Callable[[str, int], AbstractContextManager[Progress]]
+
+
+def no_track(label: str, total: int) -> AbstractContextManager[Progress]:
+    """Show no progress bar."""
+    return nullcontext(no_progress)
+
+
+@dataclass(frozen=True)
+class Expansion:
+    """What `expand` did.
+
+    Attributes:
+        path: The expanded checkpoint.
+        plan: The plan that was executed.
+        base_bytes_written: Bytes of base shards that were written; 0 with hard links.
+        left_out: Base files that were not taken along: weights in another format.
+        pinned_tokenizer: The tokenizer class that tokenizer_config.json now names, where it had to.
+    """
+
+    path: Path
+    plan: Plan
+    base_bytes_written: int
+    left_out: tuple[str, ...]
+    pinned_tokenizer: str | None
+
+
+def plan(model: str | Path, request: Request, *, revision: str | None = None) -> Plan:
+    """Decide everything that `expand` would do, from headers and config only.
+
+    Args:
+        model: A folder or a Hub id.
+        request: What is asked for.
+        revision: Branch, tag or commit of a Hub repository.
+
+    Returns:
+        The plan.
+
+    Raises:
+        SurgeryError: If the model cannot be read or the request does not fit it.
+    """
+    source = find_source(model, revision)
+    return make_plan(open_checkpoint(source.path), request, name=source.name, revision=source.revision)
+
+
+def default_output(source: Source) -> Path:
+    """Where an expanded model goes when nothing is said: `<name>-scale` in the current folder."""
+    return Path(f"{source.name.rsplit('/', 1)[-1]}-scale")
+
+
+def expand(
+    model: str | Path,
+    request: Request | None = None,
+    output: str | Path | None = None,
+    *,
+    plan_file: Path | None = None,
+    revision: str | None = None,
+    base_weights: BaseWeights = "auto",
+    device: str = "cpu",
+    overwrite: bool = False,
+    trust_remote_code: bool = False,
+    track: Track = no_track,
+) -> Expansion:
+    """Widen chosen layers of a checkpoint; every base tensor keeps its bytes.
+
+    Args:
+        model: A folder or a Hub id.
+        request: What is asked for; left out where `plan_file` is given.
+        output: Folder to be; default `<name>-scale` in the current folder.
+        plan_file: A saved plan to execute exactly.
+        revision: Branch, tag or commit of a Hub repository.
+        base_weights: How base files are taken over: "auto", "copy" or "link".
+        device: Where the decompositions are computed, such as "cpu" or "cuda".
+        overwrite: Whether an existing output folder may be replaced.
+        trust_remote_code: Whether a custom tokenizer of the base may run its own code.
+        track: Makes progress bars.
+
+    Returns:
+        What was done.
+
+    Raises:
+        PlanError: If the request does not fit the model, or the saved plan not this model.
+        CheckpointError: If the model cannot be read or the output cannot be written.
+    """
+    source = find_source(model, revision)
+    checkpoint = open_checkpoint(source.path)
+    if (request is None) == (plan_file is None):
+        raise PlanError("Give a request (--layers ...) or a saved plan (--plan), one of the two.")
+    request = request or load_request(plan_file)  # type: ignore[arg-type]
+    made = make_plan(checkpoint, request, name=source.name, revision=source.revision)
+    if plan_file is not None:
+        check_same_plan(made, plan_file)
+    target = Path(output) if output is not None else default_output(source)
+    check_target(target, [source.path], overwrite=overwrite)
+    _check_clashes(checkpoint, made)
+    check_space(target, _needed_bytes(checkpoint, made, base_weights))
+    state = {"plan": made.to_json(), "base_weights": base_weights, "tool": manifests.tool_versions()}
+    with staged(target, state, overwrite=overwrite) as partial:
+        _write_expansion(made, checkpoint, partial, device, track)
+        written = _take_over_base(checkpoint, partial, base_weights, track)
+        pinned = _write_code_and_config(made, checkpoint, partial, trust_remote_code)
+        _write_index_and_manifest(made, checkpoint, partial, track)
+    return Expansion(target, made, written, checkpoint.left_out, pinned)
+
+
+def _needed_bytes(checkpoint: Checkpoint, plan: Plan, base_weights: BaseWeights) -> int:
+    # a reflink takes no space either, but whether it works is only known when it is tried
+    base = 0 if base_weights != "copy" else sum(info.bytes for info in checkpoint.tensors.values())
+    return base + plan.costs.bytes_added
+
+
+def _check_clashes(checkpoint: Checkpoint, plan: Plan) -> None:
+    ours = {*get_family(plan.family).code_files, *plan.shards, MANIFEST_FILE, NUMBERED_SINGLE_FILE}
+    names = [tensor.name for tensor in plan.tensors if tensor.name in checkpoint.tensors]
+    problems = [f"{name}: the base model has a tensor of this name already." for name in names]
+    clashing = sorted(ours.intersection(checkpoint.side_files, checkpoint.shards))
+    problems += [f"{file}: the base model has a file of this name, which the expansion needs." for file in clashing]
+    if problems:
+        raise CheckpointError.from_problems(problems)
+
+
+def _write_expansion(plan: Plan, checkpoint: Checkpoint, partial: Path, device: str, track: Track) -> None:
+    from safetensors.torch import save_file
+
+    from scale_surgery.initialise import make_tensor
+
+    with track("new tensors", plan.costs.parameters_added) as advance:
+        for shard in plan.shards:
+            planned = [tensor for tensor in plan.tensors if tensor.shard == shard]
+            if not (partial / shard).exists():
+                tensors = {}
+                for tensor in planned:
+                    tensors[tensor.name] = make_tensor(plan, tensor, checkpoint, device)
+                    advance(tensor.elements)
+                with finished_file(partial / shard) as temporary:
+                    save_file(tensors, temporary, metadata={"format": "pt"})
+            else:
+                advance(sum(tensor.elements for tensor in planned))
+
+
+def stored_shard(shard: str) -> str:
+    """Name that a base shard has in the expanded folder: a single file becomes a numbered one."""
+    return NUMBERED_SINGLE_FILE if shard == SINGLE_FILE else shard
+
+
+def _take_over_base(checkpoint: Checkpoint, partial: Path, how: BaseWeights, track: Track) -> int:
+    sizes = {shard: (checkpoint.path / shard).stat().st_size for shard in checkpoint.shards}
+    with track("base shards", sum(sizes.values())) as advance:
+        for shard, size in sizes.items():
+            take_over(checkpoint.path / shard, partial / stored_shard(shard), how)
+            advance(size)
+    for file in checkpoint.side_files:
+        if file not in (CONFIG_FILE, INDEX_FILE):
+            # small, and a program may edit them in place: always copies
+            take_over(checkpoint.path / file, partial / file, "copy")
+    return 0 if how == "link" else sum(sizes.values())
+
+
+def expanded_config(config: Mapping[str, Any], plan: Plan, family: Family, dtype: str) -> dict[str, Any]:
+    """Edit a base model's config.json: own model type and classes, our plan, everything else as it was.
+
+    Args:
+        config: Parsed config.json of the base.
+        plan: The plan.
+        family: Facts of the architecture.
+        dtype: Dtype of the base model, written where the config names none, since the first shard that a
+            loader opens may now be one of ours.
+
+    Returns:
+        The new config.
+    """
+    edited = dict(config) | {
+        "architectures": [f"Scale{family.stem}ForCausalLM"],
+        "model_type": family.expanded_type,
+        "auto_map": {**config.get("auto_map", {}), **modeling.auto_map(family)},
+        "scale_surgery": dict(plan.specs),
+    }
+    if not {"dtype", "torch_dtype"}.intersection(config):
+        edited["torch_dtype"] = dtype
+    return edited
+
+
+def _write_code_and_config(
+    plan: Plan, checkpoint: Checkpoint, partial: Path, trust_remote_code: bool
+) -> str | None:
+    from scale_surgery.initialise import TORCH_DTYPES
+    from scale_surgery.tokens import pin_tokenizer_class
+
+    family = get_family(plan.family)
+    for file in family.code_files:
+        write_text(partial / file, modeling.code_text(file))
+    dtype = str(TORCH_DTYPES[checkpoint.dtype]).removeprefix("torch.")
+    write_json(partial / CONFIG_FILE, expanded_config(checkpoint.config, plan, family, dtype))
+    return pin_tokenizer_class(checkpoint.path, partial, trust_remote_code=trust_remote_code)
+
+
+def _write_index_and_manifest(plan: Plan, checkpoint: Checkpoint, partial: Path, track: Track) -> None:
+    weight_map = {name: stored_shard(info.file) for name, info in checkpoint.tensors.items()}
+    weight_map |= {tensor.name: tensor.shard for tensor in plan.tensors}
+    total = sum(info.bytes for info in checkpoint.tensors.values()) + plan.costs.bytes_added
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    write_json(partial / INDEX_FILE, index)
+    expanded = open_checkpoint(partial)
+    write_json(partial / MANIFEST_FILE, asdict(_make_manifest(plan, checkpoint, expanded, track)))
+
+
+def _make_manifest(plan: Plan, checkpoint: Checkpoint, expanded: Checkpoint, track: Track) -> Manifest:
+    files = [*checkpoint.shards, *checkpoint.side_files]
+    sizes = {file: (checkpoint.path / file).stat().st_size for file in files}
+    tensor_bytes = sum(info.bytes for info in checkpoint.tensors.values())
+    with track("base hashes", sum(sizes.values()) + tensor_bytes) as advance:
+        hashes = hash_files(checkpoint.path, files, advance)
+        tensors = hash_tensors(checkpoint, list(checkpoint.tensors), advance)
+    replaced = {
+        file: (checkpoint.path / file).read_bytes().decode("utf-8")
+        for file in checkpoint.side_files
+        if file in (CONFIG_FILE, INDEX_FILE) or not _is_same_file(checkpoint.path / file, expanded.path / file)
+    }
+    return Manifest(
+        base_name=plan.base_name,
+        base_revision=plan.base_revision,
+        base_fingerprint=plan.base_fingerprint,
+        base_files={
+            file: BaseFile(hashes[file], sizes[file], None if file in replaced else stored_shard(file))
+            for file in files
+        },
+        base_tensors=tensors,
+        left_out=checkpoint.left_out,
+        replaced=replaced,
+        expansion_tensors=hash_tensors(expanded, [tensor.name for tensor in plan.tensors]),
+        code={file: modeling.code_hash(file) for file in get_family(plan.family).code_files},
+        plan=plan.to_json(),
+        tool=manifests.tool_versions(),
+    )
+
+
+def _is_same_file(one: Path, other: Path) -> bool:
+    return one.stat().st_size == other.stat().st_size and one.read_bytes() == other.read_bytes()
+
+

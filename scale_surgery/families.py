@@ -1,0 +1,367 @@
+"""Facts about the supported architectures, as data: what a layer is made of and how wide its parts are.
+
+One `Family` for each `model_type` of a base model. Names are those of the stock transformers modules, which
+are the names on disk. `tests/test_families.py` checks every fact against a tiny model, in both directions:
+each fact names a real module of the stated shape, and each tensor of the model is covered by a fact.
+To add a family, see docs/families.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from scale_surgery.errors import PlanError, UnsupportedFamilyError
+
+Role = Literal["q", "k", "v", "o", "gate", "up_proj", "down"]
+Group = Literal["attn", "ffn"]
+
+# role -> (what it reads, what it writes); a stream is a pair of a base width and an up width
+STREAMS: Mapping[Role, tuple[str, str]] = {
+    "q": ("residual", "query"),
+    "k": ("residual", "key_value"),
+    "v": ("residual", "key_value"),
+    "o": ("query", "residual"),
+    "gate": ("residual", "inner"),
+    "up_proj": ("residual", "inner"),
+    "down": ("inner", "residual"),
+}
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A linear of a layer.
+
+    Attributes:
+        name: Module name inside the layer.
+        roles: What it computes; several roles are one fused projection.
+        fused_by: How fused roles share the rows: all of q, then all of k, ... (`section`), or q, k, v of
+            head 0, then of head 1, ... (`head`).
+    """
+
+    name: str
+    roles: tuple[Role, ...]
+    fused_by: Literal["section", "head"] = "section"
+
+    @property
+    def group(self) -> Group:
+        """Whether it belongs to attention or to the feed-forward network."""
+        return "ffn" if self.roles[0] in ("gate", "up_proj", "down") else "attn"
+
+    @property
+    def reads(self) -> str:
+        """Name of the stream it reads."""
+        return STREAMS[self.roles[0]][0]
+
+    def writes(self) -> tuple[str, ...]:
+        """Names of the streams it writes, one for each role."""
+        return tuple(STREAMS[role][1] for role in self.roles)
+
+
+@dataclass(frozen=True)
+class InnerNorm:
+    """A norm on queries or keys: over the whole projection, or inside each head on axis `head_axis`."""
+
+    name: str
+    stream: Literal["query", "key_value"]
+    head_axis: int | None = None
+
+
+@dataclass(frozen=True)
+class Family:
+    """What scale-surgery knows about one architecture.
+
+    Attributes:
+        model_type: `model_type` of the base model's config.json.
+        stem: Stem of our class names, `Scale<stem>ForCausalLM`.
+        base_model: Attribute of the language model that holds the model without its head.
+        layers: Module list of the layers, inside the base model.
+        embedding: Token embedding, inside the base model.
+        position_embedding: Learned position embedding, inside the base model, where there is one.
+        final_norm: Norm after the last layer, inside the base model.
+        linears: The linears of a layer.
+        pre_norms: Norms of a layer that read the residual stream.
+        post_norms: Norms of a layer whose output is added to the residual stream.
+        inner_norms: Norms on queries or keys.
+        activation: The activation module of the feed-forward network.
+        norm_style: "rms" (gain w), "rms_plus_one" (gain 1 + w) or "layer".
+        transposed: Linears store (inputs, outputs), as transformers' Conv1D does.
+        keys: Our name of a size to its key in config.json, where the two differ.
+        defaults: Values that config.json may leave out.
+        attention: The attention module of a layer.
+        attention_attributes: Attributes that its stock forward reads, each to the name of a size.
+        attention_config: Keys of its config that its stock forward reads, each to the name of a size.
+        refused: Keys of config.json whose stated values this family does not support, with the reason.
+    """
+
+    model_type: str
+    stem: str
+    linears: tuple[Linear, ...]
+    activation: str
+    pre_norms: tuple[str, ...]
+    base_model: str = "model"
+    layers: str = "layers"
+    embedding: str = "embed_tokens"
+    position_embedding: str | None = None
+    final_norm: str = "norm"
+    head: str = "lm_head"
+    post_norms: tuple[str, ...] = ()
+    inner_norms: tuple[InnerNorm, ...] = ()
+    norm_style: Literal["rms", "rms_plus_one", "layer"] = "rms"
+    transposed: bool = False
+    keys: Mapping[str, str] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    attention: str = "self_attn"
+    attention_attributes: Mapping[str, str] = field(default_factory=dict)
+    attention_config: Mapping[str, str] = field(default_factory=dict)
+    refused: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def expanded_type(self) -> str:
+        """`model_type` of the expanded model."""
+        return f"scale_{self.model_type}"
+
+    @property
+    def code_files(self) -> tuple[str, ...]:
+        """Names of the Python files that an expanded checkpoint carries."""
+        return (f"configuration_{self.expanded_type}.py", f"modeling_{self.expanded_type}.py", "expanded_modules.py")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of a base model, in features, heads, layers or tokens."""
+
+    hidden: int
+    layers: int
+    query_heads: int
+    key_value_heads: int
+    head_size: int
+    inner: int
+    vocabulary: int
+    epsilon: float
+    is_tied: bool
+
+    @property
+    def queries_per_key_value(self) -> int:
+        """Query heads that share one key/value head."""
+        return self.query_heads // self.key_value_heads
+
+
+CONFIG_KEYS = {
+    "hidden": "hidden_size",
+    "layers": "num_hidden_layers",
+    "query_heads": "num_attention_heads",
+    "key_value_heads": "num_key_value_heads",
+    "head_size": "head_dim",
+    "inner": "intermediate_size",
+    "vocabulary": "vocab_size",
+    "epsilon": "rms_norm_eps",
+    "is_tied": "tie_word_embeddings",
+}
+
+
+def read_sizes(family: Family, config: Mapping[str, Any]) -> Sizes:
+    """Read the sizes of a base model from its config.json, with the family's defaults for what it leaves out.
+
+    Args:
+        family: The model's family.
+        config: Parsed config.json.
+
+    Returns:
+        The sizes; a missing number of key/value heads is that of the query heads, a missing head size is
+        hidden size over query heads, as in transformers.
+
+    Raises:
+        PlanError: If a size is missing or is not a positive number, or the heads do not divide evenly.
+    """
+    found = {name: _read_key(family, config, name) for name in CONFIG_KEYS}
+    found["key_value_heads"] = found["key_value_heads"] or found["query_heads"]
+    if found["head_size"] is None and found["hidden"] and found["query_heads"]:
+        found["head_size"] = found["hidden"] // found["query_heads"]
+    if found["inner"] is None and family.model_type == "gpt2" and found["hidden"]:
+        found["inner"] = 4 * found["hidden"]
+    _check_sizes(family, found)
+    return Sizes(**found)
+
+
+def _read_key(family: Family, config: Mapping[str, Any], name: str) -> Any:
+    key = family.keys.get(name, CONFIG_KEYS[name])
+    return config.get(key, family.defaults.get(name))
+
+
+def _check_sizes(family: Family, found: Mapping[str, Any]) -> None:
+    problems = [
+        f"config.json: {family.keys.get(name, CONFIG_KEYS[name])} is {value!r}, expected a positive number. "
+        "Is this config.json complete?"
+        for name, value in found.items()
+        if name != "is_tied" and (isinstance(value, bool) or not isinstance(value, int | float) or value <= 0)
+    ]
+    if not problems and found["query_heads"] % found["key_value_heads"]:
+        problems.append(
+            f"config.json: {found['query_heads']} query heads, expected a multiple of the "
+            f"{found['key_value_heads']} key/value heads. Is this config.json from this checkpoint?"
+        )
+    if problems:
+        raise PlanError.from_problems(problems)
+
+
+LLAMA_LINEARS = (
+    Linear("self_attn.q_proj", ("q",)),
+    Linear("self_attn.k_proj", ("k",)),
+    Linear("self_attn.v_proj", ("v",)),
+    Linear("self_attn.o_proj", ("o",)),
+    Linear("mlp.gate_proj", ("gate",)),
+    Linear("mlp.up_proj", ("up_proj",)),
+    Linear("mlp.down_proj", ("down",)),
+)
+LLAMA_NORMS = ("input_layernorm", "post_attention_layernorm")
+GEMMA_PRE_NORMS = ("input_layernorm", "pre_feedforward_layernorm")
+GEMMA_POST_NORMS = ("post_attention_layernorm", "post_feedforward_layernorm")
+LAYER_NORM_KEYS = {"epsilon": "layer_norm_eps"}
+
+
+def _llama_like(model_type: str, stem: str, **facts: Any) -> Family:
+    common = {"linears": LLAMA_LINEARS, "activation": "mlp.act_fn", "pre_norms": LLAMA_NORMS}
+    return Family(model_type, stem, **{**common, **facts})
+
+
+def _head_norms(axis: int) -> tuple[InnerNorm, ...]:
+    return (InnerNorm("self_attn.q_norm", "query", axis), InnerNorm("self_attn.k_norm", "key_value", axis))
+
+
+FAMILIES: Mapping[str, Family] = {
+    family.model_type: family
+    for family in (
+        _llama_like("llama", "Llama", defaults={"epsilon": 1e-6, "is_tied": False}),
+        _llama_like("mistral", "Mistral", defaults={"epsilon": 1e-6, "is_tied": False, "key_value_heads": 8}),
+        _llama_like("qwen2", "Qwen2", defaults={"epsilon": 1e-6, "is_tied": False, "key_value_heads": 32}),
+        _llama_like(
+            "qwen3",
+            "Qwen3",
+            inner_norms=_head_norms(-2),
+            defaults={"epsilon": 1e-6, "is_tied": False, "key_value_heads": 32, "head_size": 128},
+        ),
+        _llama_like(
+            "gemma2",
+            "Gemma2",
+            pre_norms=GEMMA_PRE_NORMS,
+            post_norms=GEMMA_POST_NORMS,
+            norm_style="rms_plus_one",
+            defaults={"epsilon": 1e-6, "is_tied": True, "key_value_heads": 4, "head_size": 256},
+        ),
+        _llama_like(
+            "gemma3_text",
+            "Gemma3Text",
+            pre_norms=GEMMA_PRE_NORMS,
+            post_norms=GEMMA_POST_NORMS,
+            inner_norms=_head_norms(1),
+            norm_style="rms_plus_one",
+            defaults={
+                "epsilon": 1e-6,
+                "is_tied": True,
+                "key_value_heads": 4,
+                "head_size": 256,
+                "vocabulary": 262_208,
+                "query_heads": 8,
+            },
+        ),
+        _llama_like(
+            "olmo2",
+            "Olmo2",
+            pre_norms=(),
+            post_norms=GEMMA_POST_NORMS,
+            inner_norms=(InnerNorm("self_attn.q_norm", "query"), InnerNorm("self_attn.k_norm", "key_value")),
+            defaults={"epsilon": 1e-5, "is_tied": False},
+        ),
+        Family(
+            "gpt_neox",
+            "GPTNeoX",
+            linears=(
+                Linear("attention.query_key_value", ("q", "k", "v"), fused_by="head"),
+                Linear("attention.dense", ("o",)),
+                Linear("mlp.dense_h_to_4h", ("up_proj",)),
+                Linear("mlp.dense_4h_to_h", ("down",)),
+            ),
+            activation="mlp.act",
+            pre_norms=LLAMA_NORMS,
+            attention="attention",
+            base_model="gpt_neox",
+            embedding="embed_in",
+            final_norm="final_layer_norm",
+            head="embed_out",
+            norm_style="layer",
+            keys=LAYER_NORM_KEYS,
+            defaults={"epsilon": 1e-5, "is_tied": False},
+        ),
+        _llama_like(
+            "phi3",
+            "Phi3",
+            linears=(
+                Linear("self_attn.qkv_proj", ("q", "k", "v")),
+                Linear("self_attn.o_proj", ("o",)),
+                Linear("mlp.gate_up_proj", ("gate", "up_proj")),
+                Linear("mlp.down_proj", ("down",)),
+            ),
+            activation="mlp.activation_fn",
+            defaults={"epsilon": 1e-5, "is_tied": False},
+            attention_attributes={"num_key_value_heads": "key_value_heads"},
+            attention_config={"num_attention_heads": "query_heads"},
+        ),
+        Family(
+            "gpt2",
+            "GPT2",
+            linears=(
+                Linear("attn.c_attn", ("q", "k", "v")),
+                Linear("attn.c_proj", ("o",)),
+                Linear("mlp.c_fc", ("up_proj",)),
+                Linear("mlp.c_proj", ("down",)),
+            ),
+            activation="mlp.act",
+            pre_norms=("ln_1", "ln_2"),
+            base_model="transformer",
+            layers="h",
+            embedding="wte",
+            position_embedding="wpe",
+            final_norm="ln_f",
+            norm_style="layer",
+            transposed=True,
+            keys={
+                "hidden": "n_embd",
+                "layers": "n_layer",
+                "query_heads": "n_head",
+                "inner": "n_inner",
+                "epsilon": "layer_norm_epsilon",
+            },
+            defaults={"epsilon": 1e-5, "is_tied": True},
+            attention="attn",
+            attention_attributes={"split_size": "query_features", "num_heads": "query_heads"},
+            refused={
+                "add_cross_attention": "cross-attention layers are not supported",
+                "reorder_and_upcast_attn": "this form of attention is not supported, set it to false",
+            },
+        ),
+    )
+}
+
+
+def get_family(model_type: object) -> Family:
+    """Find the facts of an architecture.
+
+    Args:
+        model_type: `model_type` of a base model's config.json.
+
+    Returns:
+        The family.
+
+    Raises:
+        UnsupportedFamilyError: If the architecture is not supported; the message lists those that are.
+    """
+    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    if family is None:
+        known = ", ".join(sorted(FAMILIES))
+        raise UnsupportedFamilyError(
+            f"config.json: model_type is {model_type!r}, expected one of: {known}. "
+            "docs/families.md says how to add a family."
+        )
+    return family

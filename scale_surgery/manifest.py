@@ -1,0 +1,122 @@
+"""surgery.json: what an expanded checkpoint stands on, what was done, and how to take it back.
+
+It records sha256 of every base file and tensor, the text of each base file that the expansion replaces, the
+plan, the versions, and the last verification. It is enough to verify and to strip without the base at hand.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from scale_surgery.checkpoint import (
+    MANIFEST_FILE,
+    Checkpoint,
+    Progress,
+    TensorInfo,
+    no_progress,
+    read_chunks,
+    read_json,
+)
+from scale_surgery.errors import CheckpointError
+
+MANIFEST_FORMAT = 1
+HASH_THREADS = 2
+
+
+@dataclass(frozen=True)
+class BaseFile:
+    """A file of the base model: its sha256, its size, and the name it has in the expanded folder.
+
+    `stored_as` is None for a file that the expansion replaces; its text then stands in `Manifest.replaced`.
+    """
+
+    sha256: str
+    bytes: int
+    stored_as: str | None
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The content of surgery.json."""
+
+    base_name: str
+    base_revision: str | None
+    base_fingerprint: str
+    base_files: Mapping[str, BaseFile]
+    base_tensors: Mapping[str, str]
+    left_out: tuple[str, ...]
+    replaced: Mapping[str, str]
+    expansion_tensors: Mapping[str, str]
+    code: Mapping[str, str]
+    plan: Mapping[str, Any]
+    tool: Mapping[str, str] = field(default_factory=dict)
+    verification: Mapping[str, Any] | None = None
+    format: int = MANIFEST_FORMAT
+
+
+def tool_versions() -> dict[str, str]:
+    """Versions of this program and of what it stands on."""
+    names = ("scale-surgery", "torch", "transformers", "safetensors")
+    return {name: version(name) for name in names} | {"python": platform.python_version()}
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Read surgery.json of an expanded checkpoint.
+
+    Raises:
+        CheckpointError: If it is missing, is of another format or is incomplete.
+    """
+    file = path / MANIFEST_FILE
+    if path.is_dir() and not file.is_file():
+        raise CheckpointError(f"{path}: has no {MANIFEST_FILE}, expected a model made by scale-surgery expand.")
+    content = read_json(file)
+    if content.get("format") != MANIFEST_FORMAT:
+        raise CheckpointError(
+            f"{file}: format {content.get('format')!r}, expected {MANIFEST_FORMAT}. Use the release that made it."
+        )
+    try:
+        files = {name: BaseFile(**entry) for name, entry in content["base_files"].items()}
+        return Manifest(**{**content, "base_files": files, "left_out": tuple(content["left_out"])})
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{file}: is incomplete ({error}). Restore it from where you got it.") from error
+
+
+def hash_file(file: Path, advance: Progress = no_progress) -> str:
+    """sha256 of a file; `advance` is called with the bytes done."""
+    digest = hashlib.sha256()
+    for chunk in read_chunks(file):
+        digest.update(chunk)
+        advance(len(chunk))
+    return digest.hexdigest()
+
+
+def hash_tensor(path: Path, info: TensorInfo, advance: Progress = no_progress) -> str:
+    """sha256 of a tensor's bytes on disk."""
+    digest = hashlib.sha256()
+    for chunk in read_chunks(path / info.file, info.offset, info.bytes):
+        digest.update(chunk)
+        advance(len(chunk))
+    return digest.hexdigest()
+
+
+def hash_files(path: Path, names: list[str], advance: Progress = no_progress) -> dict[str, str]:
+    """sha256 of several files of a folder, by name."""
+    return _in_threads(lambda name: hash_file(path / name, advance), names)
+
+
+def hash_tensors(checkpoint: Checkpoint, names: list[str], advance: Progress = no_progress) -> dict[str, str]:
+    """sha256 of the bytes of several tensors, by name."""
+    return _in_threads(lambda name: hash_tensor(checkpoint.path, checkpoint.tensors[name], advance), names)
+
+
+def _in_threads(work: Callable[[str], str], names: list[str]) -> dict[str, str]:
+    # hashing releases the interpreter lock, so threads use the cores
+    with ThreadPoolExecutor(HASH_THREADS) as pool:
+        return dict(zip(names, pool.map(work, names), strict=True))

@@ -1,0 +1,59 @@
+"""The code that travels with expanded checkpoints, and its registration for use without remote code."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from scale_surgery.families import FAMILIES, Family
+
+FOLDER = Path(__file__).parent
+
+
+def code_text(file: str) -> str:
+    """Text of one exported code file."""
+    return (FOLDER / file).read_text(encoding="utf-8")
+
+
+def code_hash(file: str) -> str:
+    """sha256 of one exported code file."""
+    return hashlib.sha256((FOLDER / file).read_bytes()).hexdigest()
+
+
+def model_classes(family: Family) -> tuple[Any, Any, Any]:
+    """The configuration, model and language-model classes of a family, from this package."""
+    configuration = import_module(f"scale_surgery.modeling.configuration_{family.expanded_type}")
+    modeling = import_module(f"scale_surgery.modeling.modeling_{family.expanded_type}")
+    return (
+        getattr(configuration, f"Scale{family.stem}Config"),
+        getattr(modeling, f"Scale{family.stem}Model"),
+        getattr(modeling, f"Scale{family.stem}ForCausalLM"),
+    )
+
+
+def auto_map(family: Family) -> dict[str, str]:
+    """The `auto_map` of an expanded model's config.json: local files only."""
+    return {
+        "AutoConfig": f"configuration_{family.expanded_type}.Scale{family.stem}Config",
+        "AutoModel": f"modeling_{family.expanded_type}.Scale{family.stem}Model",
+        "AutoModelForCausalLM": f"modeling_{family.expanded_type}.Scale{family.stem}ForCausalLM",
+    }
+
+
+@cache
+def register() -> None:
+    """Register every expanded family with transformers, so that no remote code is needed to load one."""
+    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+    for family in FAMILIES.values():
+        config, model, language_model = model_classes(family)
+        AutoConfig.register(family.expanded_type, config, exist_ok=True)
+        AutoModel.register(config, model, exist_ok=True)
+        AutoModelForCausalLM.register(config, language_model, exist_ok=True)
+        # save_pretrained then writes the code files along, as it does for a model loaded as remote code
+        config.register_for_auto_class("AutoConfig")
+        model.register_for_auto_class("AutoModel")
+        language_model.register_for_auto_class("AutoModelForCausalLM")

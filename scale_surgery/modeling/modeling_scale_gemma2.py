@@ -1,0 +1,18 @@
+"""An expanded gemma2 model: the stock classes, with the modules that the configuration names expanded."""
+
+from transformers import Gemma2ForCausalLM, Gemma2Model
+
+from .configuration_scale_gemma2 import ScaleGemma2Config
+from .expanded_modules import ExpandedPreTrainedModel
+
+
+class ScaleGemma2Model(ExpandedPreTrainedModel, Gemma2Model):
+    """The stock model without a head; its hidden states are [base stream, up stream]."""
+
+    config_class = ScaleGemma2Config
+
+
+class ScaleGemma2ForCausalLM(ExpandedPreTrainedModel, Gemma2ForCausalLM):
+    """The stock language model; logits = head x + head_up x_up."""
+
+    config_class = ScaleGemma2Config

@@ -1,0 +1,18 @@
+"""An expanded gemma3_text model: the stock classes, with the modules that the configuration names expanded."""
+
+from transformers import Gemma3ForCausalLM, Gemma3TextModel
+
+from .configuration_scale_gemma3_text import ScaleGemma3TextConfig
+from .expanded_modules import ExpandedPreTrainedModel
+
+
+class ScaleGemma3TextModel(ExpandedPreTrainedModel, Gemma3TextModel):
+    """The stock model without a head; its hidden states are [base stream, up stream]."""
+
+    config_class = ScaleGemma3TextConfig
+
+
+class ScaleGemma3TextForCausalLM(ExpandedPreTrainedModel, Gemma3ForCausalLM):
+    """The stock language model; logits = head x + head_up x_up."""
+
+    config_class = ScaleGemma3TextConfig

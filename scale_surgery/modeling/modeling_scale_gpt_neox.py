@@ -1,0 +1,22 @@
+"""An expanded gpt_neox model: the stock classes, with the modules that the configuration names expanded."""
+
+from transformers import GPTNeoXForCausalLM, GPTNeoXModel
+
+from .configuration_scale_gpt_neox import ScaleGPTNeoXConfig
+from .expanded_modules import ExpandedPreTrainedModel
+
+
+class ScaleGPTNeoXModel(ExpandedPreTrainedModel, GPTNeoXModel):
+    """The stock model without a head; its hidden states are [base stream, up stream]."""
+
+    config_class = ScaleGPTNeoXConfig
+
+
+class ScaleGPTNeoXForCausalLM(ExpandedPreTrainedModel, GPTNeoXForCausalLM):
+    """The stock language model; logits = head x + head_up x_up."""
+
+    config_class = ScaleGPTNeoXConfig
+    # the head is embed_out on disk and in transformers 4, lm_head in the modules of transformers 5
+    renamed_modules = (
+        {r"^embed_out\.": "lm_head."} if "lm_head.weight" in GPTNeoXForCausalLM._tied_weights_keys else {}
+    )

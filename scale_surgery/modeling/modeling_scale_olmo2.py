@@ -1,0 +1,18 @@
+"""An expanded olmo2 model: the stock classes, with the modules that the configuration names expanded."""
+
+from transformers import Olmo2ForCausalLM, Olmo2Model
+
+from .configuration_scale_olmo2 import ScaleOlmo2Config
+from .expanded_modules import ExpandedPreTrainedModel
+
+
+class ScaleOlmo2Model(ExpandedPreTrainedModel, Olmo2Model):
+    """The stock model without a head; its hidden states are [base stream, up stream]."""
+
+    config_class = ScaleOlmo2Config
+
+
+class ScaleOlmo2ForCausalLM(ExpandedPreTrainedModel, Olmo2ForCausalLM):
+    """The stock language model; logits = head x + head_up x_up."""
+
+    config_class = ScaleOlmo2Config

@@ -1,0 +1,18 @@
+"""An expanded qwen2 model: the stock classes, with the modules that the configuration names expanded."""
+
+from transformers import Qwen2ForCausalLM, Qwen2Model
+
+from .configuration_scale_qwen2 import ScaleQwen2Config
+from .expanded_modules import ExpandedPreTrainedModel
+
+
+class ScaleQwen2Model(ExpandedPreTrainedModel, Qwen2Model):
+    """The stock model without a head; its hidden states are [base stream, up stream]."""
+
+    config_class = ScaleQwen2Config
+
+
+class ScaleQwen2ForCausalLM(ExpandedPreTrainedModel, Qwen2ForCausalLM):
+    """The stock language model; logits = head x + head_up x_up."""
+
+    config_class = ScaleQwen2Config

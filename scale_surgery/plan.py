@@ -1,0 +1,451 @@
+"""From a request to a plan: everything that `expand` will write, decided before any weight is read.
+
+    Request + config.json + headers  ->  Plan   (print it, save it, review it, execute it)
+
+A plan is a value. Saved as JSON it can be executed later; `expand --plan` plans again from the same request
+and refuses if anything differs, so what was reviewed is what is done.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from scale_surgery import costs
+from scale_surgery.checkpoint import DTYPE_BYTES, FLOAT_DTYPES, Checkpoint, TensorInfo, read_json
+from scale_surgery.errors import CheckpointError, PlanError
+from scale_surgery.families import Family, Sizes, get_family, read_sizes
+from scale_surgery.selection import select_layers
+from scale_surgery.specs import Collaboration, NewTensor, Widths, build_specs, new_tensors, stream_widths
+
+Init = Literal["svd", "random", "zero"]
+SHARD_BYTES = 512 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the user asks for; None means the default that the plan resolves and prints.
+
+    Attributes:
+        layers: Layers to expand, such as "20-31"; see `select_layers`.
+        variant: "preserve" (no W12 anywhere) or "adapt" (W12 in the collaborative layers).
+        collaborative_layers: Layers with W12; default: all expanded layers. Only for adapt.
+        collaborate: Where W12 stands in them: "attn" (default), "ffn" or "both". Only for adapt.
+        ratio: Added width as a share of the base's, for what is not set below.
+        up_width: Features added to the residual stream; 0 adds none.
+        up_kv_heads: Key/value heads added, each with its query heads; 0 adds none.
+        up_inner_width: Features added inside the MLP; 0 adds none.
+        init_w21: How W21 starts.
+        init_w22: How W22 starts.
+        init_embedding: How the embedding's new columns start, "svd" or "zero".
+        svd: "exact" (eigenvectors of the smaller Gram matrix, float64) or "fast" (randomized range finder).
+        seed: Seed of everything random.
+        dtype: Dtype of the new tensors; default: that of the tensor each stands beside.
+    """
+
+    layers: str
+    variant: Literal["preserve", "adapt"] = "preserve"
+    collaborative_layers: str | None = None
+    collaborate: Literal["attn", "ffn", "both"] | None = None
+    ratio: float = 0.125
+    up_width: int | None = None
+    up_kv_heads: int | None = None
+    up_inner_width: int | None = None
+    init_w21: Init = "svd"
+    init_w22: Init = "zero"
+    init_embedding: Literal["svd", "zero"] = "svd"
+    svd: Literal["exact", "fast"] = "fast"
+    seed: int = 0
+    dtype: Literal["float32", "float16", "bfloat16"] | None = None
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """One new tensor: where it goes, and how its values are made from the base tensor `source`."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    block: str
+    layer: int | None
+    shard: str
+    init: Literal["svd", "random", "zero", "mean"]
+    source: str
+
+    @property
+    def elements(self) -> int:
+        """Number of parameters."""
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+    @property
+    def bytes(self) -> int:
+        """Bytes on disk."""
+        return self.elements * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that `expand` will do.
+
+    Attributes:
+        base_name: Hub id, or name of the base model's folder.
+        base_revision: Commit of the Hub repository, where known.
+        base_fingerprint: sha256 over the base's config and the names, dtypes and shapes of its tensors.
+        family: `model_type` of the base model.
+        request: What was asked for.
+        sizes: Sizes of the base model.
+        widths: What is added.
+        layers: Expanded layers.
+        collaboration: Where W12 exists.
+        prefix: What stands before the base model's names on disk.
+        specs: Module specifications, the key `scale_surgery` of the new config.json.
+        tensors: Every new tensor.
+        shards: Names of the new shards.
+        costs: Parameters, bytes, forward cost, training depth, and estimates of time and memory.
+    """
+
+    base_name: str
+    base_revision: str | None
+    base_fingerprint: str
+    family: str
+    request: Request
+    sizes: Sizes
+    widths: Widths
+    layers: tuple[int, ...]
+    collaboration: Collaboration
+    prefix: str
+    specs: Mapping[str, Any]
+    tensors: tuple[TensorPlan, ...]
+    shards: tuple[str, ...]
+    costs: costs.Costs
+
+    @property
+    def variant(self) -> str:
+        """The variant that was asked for."""
+        return self.request.variant
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as plain JSON values."""
+        plain: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        return plain
+
+
+def make_plan(checkpoint: Checkpoint, request: Request, *, name: str, revision: str | None = None) -> Plan:
+    """Decide everything that an expansion will do; no weight is read.
+
+    Args:
+        checkpoint: The base model.
+        request: What the user asks for.
+        name: Hub id or folder name of the base model.
+        revision: Commit of the Hub repository, where known.
+
+    Returns:
+        The plan.
+
+    Raises:
+        UnsupportedFamilyError: If the architecture is not supported.
+        PlanError: If the request does not fit the model; every problem is listed.
+        CheckpointError: If the model is expanded already, or a base tensor is missing or has a wrong shape.
+    """
+    _refuse_expanded(checkpoint)
+    family = get_family(checkpoint.config.get("model_type"))
+    sizes = read_sizes(family, checkpoint.config)
+    prefix = find_prefix(family, checkpoint.tensors)
+    _check_base(family, sizes, prefix, checkpoint)
+    layers, widths, collaboration = _resolve(family, sizes, checkpoint, request)
+    specs = build_specs(family, sizes, widths, layers, collaboration)
+    specs |= {"variant": request.variant, "dtype": "float32" if request.dtype == "float32" else None}
+    head = _find_head(family, checkpoint.tensors)
+    biased = frozenset(tensor.removesuffix(".bias") for tensor in checkpoint.tensors if tensor.endswith(".bias"))
+    found = tuple(new_tensors(family, sizes, specs, prefix, head, biased))
+    embedding = checkpoint.tensors[f"{prefix}{family.embedding}.weight"]
+    tensors, shards = _place(found, request, checkpoint.tensors, embedding)
+    return Plan(
+        base_name=name,
+        base_revision=revision,
+        base_fingerprint=fingerprint(checkpoint),
+        family=family.model_type,
+        request=request,
+        sizes=sizes,
+        widths=widths,
+        layers=layers,
+        collaboration=collaboration,
+        prefix=prefix,
+        specs=specs,
+        tensors=tensors,
+        shards=shards,
+        costs=costs.estimate(family, sizes, specs, tensors, checkpoint, request.svd),
+    )
+
+
+def fingerprint(checkpoint: Checkpoint) -> str:
+    """Identify a base model by its config and the names, dtypes and shapes of its tensors, as a sha256."""
+    tensors = sorted((info.name, info.dtype, list(info.shape)) for info in checkpoint.tensors.values())
+    text = json.dumps([checkpoint.config, tensors], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def find_prefix(family: Family, tensors: Mapping[str, TensorInfo]) -> str:
+    """Find what stands before the base model's names on disk: `model.`, or nothing where it was saved alone."""
+    with_prefix = f"{family.base_model}."
+    return with_prefix if f"{with_prefix}{family.embedding}.weight" in tensors else ""
+
+
+def _find_head(family: Family, tensors: Mapping[str, TensorInfo]) -> str:
+    # transformers 5 renamed GPT-NeoX's head; a checkpoint saved by either release is taken as it is
+    return "lm_head" if "lm_head.weight" in tensors else family.head
+
+
+def _refuse_expanded(checkpoint: Checkpoint) -> None:
+    if "scale_surgery" in checkpoint.config or checkpoint.manifest is not None:
+        raise CheckpointError(
+            f"{checkpoint.path}: this model is expanded already. Strip it first (scale-surgery strip), or expand "
+            "its base model."
+        )
+
+
+def _check_base(family: Family, sizes: Sizes, prefix: str, checkpoint: Checkpoint) -> None:
+    problems = [
+        f"config.json: {key} is {checkpoint.config[key]!r}: {reason}."
+        for key, reason in family.refused.items()
+        if checkpoint.config.get(key)
+    ]
+    for name, shape in expected_shapes(family, sizes, prefix).items():
+        info = checkpoint.tensors.get(name)
+        if info is None:
+            problems.append(f"{name}: no such tensor, expected one of shape {shape}. Is the checkpoint complete?")
+        elif info.shape != shape:
+            problems.append(
+                f"{name}: shape {info.shape}, expected {shape} from config.json. Is config.json from this checkpoint?"
+            )
+        elif info.dtype not in FLOAT_DTYPES.values():
+            problems.append(
+                f"{name}: dtype {info.dtype}, expected one of {', '.join(FLOAT_DTYPES.values())}. "
+                "A quantised checkpoint must be dequantised first."
+            )
+    if problems:
+        raise CheckpointError.from_problems(problems)
+
+
+def expected_shapes(family: Family, sizes: Sizes, prefix: str) -> dict[str, tuple[int, ...]]:
+    """Shapes that the weights of a base model must have on disk, by the family's facts and the config's sizes."""
+    streams = stream_widths(sizes, Widths(0, 0, 0))
+    hidden = (sizes.hidden,)
+    shapes: dict[str, tuple[int, ...]] = {f"{prefix}{family.embedding}.weight": (sizes.vocabulary, sizes.hidden)}
+    shapes[f"{prefix}{family.final_norm}.weight"] = hidden
+    for layer in range(sizes.layers):
+        path = f"{prefix}{family.layers}.{layer}."
+        for norm in family.pre_norms + family.post_norms:
+            shapes[f"{path}{norm}.weight"] = hidden
+        for inner in family.inner_norms:
+            size = sizes.head_size if inner.head_axis is not None else streams[inner.stream][0]
+            shapes[f"{path}{inner.name}.weight"] = (size,)
+        for linear in family.linears:
+            shape = (sum(streams[stream][0] for stream in linear.writes()), streams[linear.reads][0])
+            shapes[f"{path}{linear.name}.weight"] = shape[::-1] if family.transposed else shape
+    return shapes
+
+
+def _resolve(
+    family: Family, sizes: Sizes, checkpoint: Checkpoint, request: Request
+) -> tuple[tuple[int, ...], Widths, Collaboration]:
+    problems: list[str] = []
+    layers: tuple[int, ...] = ()
+    try:
+        layers = select_layers(request.layers, sizes.layers)
+    except PlanError as error:
+        problems.append(str(error))
+    widths = _resolve_widths(sizes, request)
+    problems += _width_problems(sizes, request, widths)
+    collaboration, found = _resolve_collaboration(sizes, request, layers, widths)
+    problems += found
+    if problems:
+        raise PlanError.from_problems(problems)
+    return layers, widths, collaboration
+
+
+def _resolve_widths(sizes: Sizes, request: Request) -> Widths:
+    def given(value: int | None, default: int) -> int:
+        return default if value is None else value
+
+    kv_heads = given(request.up_kv_heads, max(1, round(sizes.key_value_heads * request.ratio)))
+    width = given(request.up_width, kv_heads * sizes.queries_per_key_value * sizes.head_size)
+    inner = given(request.up_inner_width, max(8, round(sizes.inner * request.ratio / 8) * 8))
+    return Widths(width, kv_heads, inner)
+
+
+def _width_problems(sizes: Sizes, request: Request, widths: Widths) -> list[str]:
+    problems = []
+    if not 0 < request.ratio <= 4:
+        problems.append(f"--ratio is {request.ratio}, expected more than 0 and at most 4 (0.125 is the default).")
+    for option, value in asdict(widths).items():
+        if value < 0:
+            problems.append(f"--{option.replace('_', '-')} is {value}, expected 0 or more.")
+    if widths.up_width > 0 and widths.up_width % sizes.head_size:
+        problems.append(
+            f"--up-width is {widths.up_width}, expected a multiple of the head size {sizes.head_size}, "
+            f"such as {-(-widths.up_width // sizes.head_size) * sizes.head_size}."
+        )
+    if not any(asdict(widths).values()):
+        problems.append("--up-width, --up-kv-heads and --up-inner-width are all 0: there is nothing to add.")
+    return problems
+
+
+def _resolve_collaboration(
+    sizes: Sizes, request: Request, layers: tuple[int, ...], widths: Widths
+) -> tuple[Collaboration, list[str]]:
+    if request.variant == "preserve":
+        return Collaboration((), ()), _preserve_problems(request, widths)
+    problems: list[str] = []
+    chosen = layers
+    if request.collaborative_layers is not None:
+        try:
+            chosen = select_layers(request.collaborative_layers, sizes.layers, "--collaborative-layers")
+        except PlanError as error:
+            problems.append(str(error))
+    groups = _resolve_groups(request, widths)
+    outside = sorted(set(chosen) - set(layers))
+    if layers and outside:
+        problems.append(
+            f"--collaborative-layers {request.collaborative_layers}: layers {', '.join(map(str, outside))} are not "
+            f"expanded. Choose among --layers {request.layers}."
+        )
+    problems += _sealed_problems(layers, chosen, groups, widths)
+    return Collaboration(chosen, groups), problems
+
+
+def _resolve_groups(request: Request, widths: Widths) -> tuple[str, ...]:
+    if request.collaborate == "both":
+        return ("attn", "ffn")
+    if request.collaborate is not None:
+        return (request.collaborate,)
+    if widths.up_width:
+        return ("attn",)
+    # without an up stream W12 is the only way out of what is added
+    return _needed_groups(widths)
+
+
+def _needed_groups(widths: Widths) -> tuple[str, ...]:
+    return (("attn",) if widths.up_kv_heads else ()) + (("ffn",) if widths.up_inner_width else ())
+
+
+def _preserve_problems(request: Request, widths: Widths) -> list[str]:
+    problems = []
+    if widths.up_width == 0:
+        problems.append(
+            "--up-width is 0 with --variant preserve: without an up stream, W12 is the only way out of the new "
+            "heads and the new inner features, and preserve has none. Use --variant adapt, or an --up-width."
+        )
+    for option, value in (
+        ("--collaborative-layers", request.collaborative_layers),
+        ("--collaborate", request.collaborate),
+    ):
+        if value is not None:
+            problems.append(f"{option} {value} with --variant preserve: it has no W12. Use --variant adapt.")
+    return problems
+
+
+def _sealed_problems(
+    layers: tuple[int, ...], chosen: tuple[int, ...], groups: tuple[str, ...], widths: Widths
+) -> list[str]:
+    if widths.up_width:
+        return []
+    problems = []
+    if set(layers) - set(chosen):
+        problems.append("--up-width is 0: every expanded layer must be in --collaborative-layers.")
+    missing = [group for group in _needed_groups(widths) if group not in groups]
+    if missing:
+        problems.append(
+            f"--up-width is 0 and --collaborate leaves out {' and '.join(missing)}: what is added there would have "
+            "no way out. Use --collaborate both, or add nothing there."
+        )
+    return problems
+
+
+def _place(
+    found: tuple[NewTensor, ...], request: Request, base: Mapping[str, TensorInfo], embedding: TensorInfo
+) -> tuple[tuple[TensorPlan, ...], tuple[str, ...]]:
+    # a tied head has no tensor of its own on disk: it lies with the embedding
+    beside = [base.get(tensor.source, embedding).dtype for tensor in found]
+    dtypes = [FLOAT_DTYPES[request.dtype] for _ in found] if request.dtype else beside
+    numbers = _shard_numbers(found, dtypes)
+    count = max(numbers)
+    names = [f"expansion-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+    tensors = tuple(
+        TensorPlan(
+            name=tensor.name,
+            shape=tensor.shape,
+            dtype=dtype,
+            block=tensor.block,
+            layer=tensor.layer,
+            shard=names[number - 1],
+            init=_init(tensor, request),
+            source=tensor.source,
+        )
+        for tensor, dtype, number in zip(found, dtypes, numbers, strict=True)
+    )
+    return tensors, tuple(names)
+
+
+def _shard_numbers(found: tuple[NewTensor, ...], dtypes: list[str]) -> list[int]:
+    numbers, number, filled = [], 1, 0
+    for tensor, dtype in zip(found, dtypes, strict=True):
+        size = DTYPE_BYTES[dtype]
+        for width in tensor.shape:
+            size *= width
+        if filled and filled + size > SHARD_BYTES:
+            number, filled = number + 1, 0
+        filled += size
+        numbers.append(number)
+    return numbers
+
+
+def _init(tensor: NewTensor, request: Request) -> Literal["svd", "random", "zero", "mean"]:
+    if tensor.block == "w21":
+        return request.init_w21
+    if tensor.block == "w22":
+        return request.init_w22
+    if tensor.block == "up_weight" and tensor.kind == "norm":
+        return "mean"
+    if tensor.block == "up_weight" and tensor.kind == "embedding":
+        return request.init_embedding
+    return "zero"
+
+
+def save_plan(plan: Plan, file: Path) -> None:
+    """Write a plan as JSON."""
+    file.write_text(json.dumps(plan.to_json(), indent=2) + "\n", encoding="utf-8")
+
+
+def load_request(file: Path) -> Request:
+    """Read the request of a saved plan.
+
+    Raises:
+        PlanError: If the file is not a plan of this program.
+    """
+    try:
+        return Request(**read_json(file)["request"])
+    except (KeyError, TypeError) as error:
+        raise PlanError(f"{file}: is not a plan of scale-surgery ({error}). Make one with plan -o.") from error
+
+
+def check_same_plan(plan: Plan, file: Path) -> None:
+    """Refuse to execute a saved plan that this base model and this release would not make.
+
+    Raises:
+        PlanError: If the saved plan differs; the keys that differ are named.
+    """
+    saved, made = read_json(file), plan.to_json()
+    differing = sorted(key for key in made if key != "costs" and saved.get(key) != made[key])
+    if differing:
+        raise PlanError(
+            f"{file}: this plan was made for another base model or by another release; it differs in "
+            f"{', '.join(differing)}. Make it again with plan -o."
+        )

@@ -1,0 +1,230 @@
+"""Whole or absent: write a folder under a temporary name, and give it its final name when it is complete.
+
+Also how a file of the base model gets into such a folder: as a reflink, a copy or a hard link, never by being
+read and written again as tensors. Inputs are never opened for writing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from scale_surgery.errors import CheckpointError
+
+BaseWeights = Literal["auto", "copy", "link"]
+STATE_FILE = ".unfinished.json"
+FICLONE = 0x40049409  # Linux ioctl: share the blocks of another file until one of the two is written
+
+
+def check_target(target: Path, sources: list[Path], *, overwrite: bool) -> None:
+    """Check that a folder can be written, before any work is done.
+
+    Args:
+        target: The folder to be.
+        sources: Folders that are read.
+        overwrite: Whether an existing folder may be replaced.
+
+    Raises:
+        CheckpointError: If the target exists, lies in a source or contains one, or cannot be written.
+    """
+    problems = []
+    resolved = target.resolve()
+    for source in sources:
+        read = source.resolve()
+        if resolved == read or resolved.is_relative_to(read) or read.is_relative_to(resolved):
+            problems.append(f"{target}: lies inside, around or at the input {source}. Choose another output folder.")
+    if target.exists() and not overwrite and not problems:
+        problems.append(f"{target}: exists already. Choose another output folder, or give --overwrite.")
+    if target.exists() and not target.is_dir():
+        problems.append(f"{target}: is a file, expected a folder to be.")
+    parent = next(folder for folder in resolved.parents if folder.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        problems.append(f"{target}: {parent} is not a folder you may write to. Choose another output folder.")
+    if problems:
+        raise CheckpointError.from_problems(problems)
+
+
+def check_space(target: Path, needed_bytes: int) -> None:
+    """Check that the disk has room.
+
+    Raises:
+        CheckpointError: If it has not.
+    """
+    parent = next(folder for folder in target.resolve().parents if folder.exists())
+    free = shutil.disk_usage(parent).free
+    if free < needed_bytes:
+        raise CheckpointError(
+            f"{target}: needs {needed_bytes:,} bytes, {parent} has {free:,} free. Free some space, choose another "
+            "output folder, or give --base-weights link."
+        )
+
+
+@contextlib.contextmanager
+def staged(target: Path, state: Mapping[str, Any], *, overwrite: bool) -> Iterator[Path]:
+    """Give a folder to write into; when the block ends well it becomes `target`, otherwise `target` is untouched.
+
+    The folder is `<target>.partial`. After an interruption it stays, and a next run with the same `state` finds
+    the files that were finished; with another state it starts clean.
+
+    Args:
+        target: The folder to be.
+        state: What is being made; decides whether an unfinished folder may be continued.
+        overwrite: Whether an existing target is replaced.
+
+    Yields:
+        The folder to write into.
+
+    Raises:
+        CheckpointError: If another process is writing it, the disk is full, or a file cannot be written.
+    """
+    partial = target.parent / f"{target.name}.partial"
+    try:
+        with _locked(partial):
+            _prepare(partial, state)
+            yield partial
+            (partial / STATE_FILE).unlink()
+            sync_folder(partial)
+            _rename(partial, target, overwrite=overwrite)
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        hint = "Free some space, or give --base-weights link" if full else "Check the folder and its permissions"
+        raise CheckpointError(
+            f"{target}: not written, {error.strerror or error} ({error.filename or partial}). {hint}; a second run "
+            f"continues from what is finished in {partial.name}."
+        ) from error
+
+
+@contextlib.contextmanager
+def _locked(partial: Path) -> Iterator[None]:
+    partial.parent.mkdir(parents=True, exist_ok=True)
+    lock = partial.parent / f".{partial.name}.lock"
+    with lock.open("w") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise CheckpointError(f"{partial}: another process is writing it. Wait until it is done.") from error
+        try:
+            yield
+        finally:
+            lock.unlink(missing_ok=True)
+
+
+def _prepare(partial: Path, state: Mapping[str, Any]) -> None:
+    wanted = json.dumps(state, sort_keys=True)
+    state_file = partial / STATE_FILE
+    if not (state_file.is_file() and state_file.read_text(encoding="utf-8") == wanted):
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        state_file.write_text(wanted, encoding="utf-8")
+    for unfinished in partial.rglob("*.tmp"):
+        unfinished.unlink()
+
+
+def _rename(partial: Path, target: Path, *, overwrite: bool) -> None:
+    if not target.exists():
+        partial.rename(target)
+    elif overwrite:
+        replaced = target.parent / f"{target.name}.replaced"
+        shutil.rmtree(replaced, ignore_errors=True)
+        target.rename(replaced)
+        partial.rename(target)
+        shutil.rmtree(replaced)
+    else:
+        raise CheckpointError(f"{target}: appeared while it was being made. The result is in {partial}.")
+    _sync(target.parent)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until every file of a folder, and their names, are on disk."""
+    for path in sorted(folder.rglob("*")):
+        _sync(path)
+    _sync(folder)
+
+
+@contextlib.contextmanager
+def finished_file(file: Path) -> Iterator[Path]:
+    """Give a temporary sibling to write; when the block ends well it becomes `file`, on disk, readable as usual."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    temporary = file.parent / f"{file.name}.tmp"
+    temporary.unlink(missing_ok=True)
+    yield temporary
+    if temporary.stat().st_nlink == 1:
+        # safetensors writes 0600; a hard link shares its mode with the base, which is not ours to change
+        temporary.chmod(0o666 & ~_umask())
+    _sync(temporary)
+    temporary.rename(file)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def write_text(file: Path, text: str) -> None:
+    """Write a small text file, whole or not at all, without translating line ends."""
+    with finished_file(file) as temporary:
+        temporary.write_bytes(text.encode("utf-8"))
+
+
+def write_json(file: Path, content: Mapping[str, Any]) -> None:
+    """Write a JSON object, whole or not at all."""
+    write_text(file, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+
+
+def take_over(source: Path, file: Path, how: BaseWeights) -> None:
+    """Take a file over as a file.
+
+    Args:
+        source: The file; a symbolic link is followed, as in the Hub's cache.
+        file: What it becomes; left alone if it is there already, from an interrupted run.
+        how: "auto" shares blocks where the file system can (a reflink) and copies otherwise; "copy" copies;
+            "link" makes a hard link.
+
+    Raises:
+        CheckpointError: If a hard link is asked for across file systems.
+    """
+    real = source.resolve()
+    if file.exists() and (file.stat().st_size == real.stat().st_size):
+        return
+    with finished_file(file) as temporary:
+        if how == "link":
+            _link(real, temporary)
+        elif how == "copy" or not _reflink(real, temporary):
+            shutil.copyfile(real, temporary)
+
+
+def _link(source: Path, file: Path) -> None:
+    try:
+        os.link(source, file)
+    except OSError as error:
+        raise CheckpointError(
+            f"{source}: cannot be hard-linked to {file.parent} ({error.strerror}). Hard links need one file system "
+            "and your own files: give --base-weights copy."
+        ) from error
+
+
+def _reflink(source: Path, file: Path) -> bool:
+    try:
+        with source.open("rb") as read, file.open("wb") as written:
+            fcntl.ioctl(written, FICLONE, read.fileno())
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        return False
+    return True

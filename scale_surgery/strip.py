@@ -1,0 +1,102 @@
+"""Take an expansion off again: the base checkpoint, every file byte for byte."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from scale_surgery.errors import CheckpointError
+from scale_surgery.expand import Track, no_track
+from scale_surgery.manifest import Manifest, hash_file, read_manifest
+from scale_surgery.staging import BaseWeights, check_space, check_target, staged, take_over, write_text
+
+
+@dataclass(frozen=True)
+class Stripped:
+    """What `strip` did.
+
+    Attributes:
+        path: The base checkpoint.
+        base_name: What the base model is called.
+        files: Its files, each with the sha256 that was checked.
+        left_out: Files of the original folder that the expansion had not taken along.
+    """
+
+    path: Path
+    base_name: str
+    files: dict[str, str]
+    left_out: tuple[str, ...]
+
+
+def strip(
+    expanded: str | Path,
+    output: str | Path,
+    *,
+    base_weights: BaseWeights = "auto",
+    overwrite: bool = False,
+    track: Track = no_track,
+) -> Stripped:
+    """Write the base checkpoint that an expanded checkpoint stands on, and check every file by hash.
+
+    Args:
+        expanded: Folder of the expanded checkpoint.
+        output: Folder to be.
+        base_weights: How files are taken over: "auto", "copy" or "link".
+        overwrite: Whether an existing output folder may be replaced.
+        track: Makes progress bars.
+
+    Returns:
+        What was written.
+
+    Raises:
+        CheckpointError: If this is no expanded checkpoint, the output cannot be written, or a file is not what
+            it was; then nothing is written, and every such file is named.
+    """
+    path, target = Path(expanded), Path(output)
+    manifest = read_manifest(path)
+    check_target(target, [path], overwrite=overwrite)
+    total = sum(file.bytes for file in manifest.base_files.values())
+    check_space(target, total if base_weights == "copy" else 0)
+    _check_present(path, manifest)
+    state = {"strip": manifest.base_fingerprint, "base_weights": base_weights}
+    with staged(target, state, overwrite=overwrite) as partial:
+        restore(path, partial, manifest, base_weights)
+        files = _check_files(partial, manifest, track, total)
+    return Stripped(target, manifest.base_name, files, manifest.left_out)
+
+
+def restore(expanded: Path, folder: Path, manifest: Manifest, how: BaseWeights) -> None:
+    """Put the base model's files into a folder, under their own names."""
+    for name, file in manifest.base_files.items():
+        if file.stored_as is None:
+            write_text(folder / name, manifest.replaced[name])
+        else:
+            take_over(expanded / file.stored_as, folder / name, how)
+
+
+def _check_present(expanded: Path, manifest: Manifest) -> None:
+    missing = [
+        f"{file.stored_as}: not found in {expanded}, it holds the base's {name}. Restore it from where you got it."
+        for name, file in manifest.base_files.items()
+        if file.stored_as is not None and not (expanded / file.stored_as).is_file()
+    ]
+    if missing:
+        raise CheckpointError.from_problems(missing)
+
+
+def _check_files(folder: Path, manifest: Manifest, track: Track, total: int) -> dict[str, str]:
+    hashes = {}
+    with track("check by hash", total) as advance:
+        for name in manifest.base_files:
+            hashes[name] = hash_file(folder / name, advance)
+    changed = [
+        f"{name}: sha256 {hashes[name]}, expected {file.sha256} from surgery.json. The file was changed after the "
+        "expansion: the base cannot be given back from this folder."
+        for name, file in manifest.base_files.items()
+        if hashes[name] != file.sha256
+    ]
+    if changed:
+        raise CheckpointError.from_problems(changed)
+    return hashes
+
+
