@@ -1,2 +1,52 @@
-"""Expand Hugging Face checkpoints, prove that nothing changed, and take the expansion off again."""
+"""Expand Hugging Face checkpoints, prove that nothing changed, and take the expansion off again.
+
+    from scale_surgery import Request, expand, strip, verify
+
+    expand("base", Request(layers="last:4"), "expanded")
+    verify("expanded").passed
+    strip("expanded", "base-again")
+
+Importing this package imports neither torch nor transformers; it makes expanded models loadable by
+transformers' auto classes without remote code.
+"""
+
 __version__ = "0.1.0"
+
+from scale_surgery.errors import (
+    CheckpointError,
+    PlanError,
+    SurgeryError,
+    UnsupportedFamilyError,
+    VerificationError,
+)
+from scale_surgery.inspect import Inspection, inspect
+from scale_surgery.plan import Plan, Request
+from scale_surgery.registration import register_when_ready
+from scale_surgery.strip import Stripped, strip
+from scale_surgery.verify import Promise, Verification, verify
+
+# functions come after the modules of the same name, whose place in the package they take
+from scale_surgery.expand import Expansion, expand, plan  # isort: skip
+
+__all__ = [
+    "CheckpointError",
+    "Expansion",
+    "Inspection",
+    "Plan",
+    "PlanError",
+    "Promise",
+    "Request",
+    "Stripped",
+    "SurgeryError",
+    "UnsupportedFamilyError",
+    "Verification",
+    "VerificationError",
+    "__version__",
+    "expand",
+    "inspect",
+    "plan",
+    "strip",
+    "verify",
+]
+
+register_when_ready()

@@ -50,7 +50,7 @@ def check_finite(weight: Tensor, name: str) -> None:
 
 def _chunks(weight: Tensor, axis: int) -> Iterator[Tensor]:
     size = max(1, CHUNK_ELEMENTS // max(1, weight.shape[1 - axis])) if weight.dim() == 2 else CHUNK_ELEMENTS
-    return iter(weight.split(size, dim=axis))
+    return iter(torch.split(weight, size, dim=axis))
 
 
 def _work_dtype(method: Method) -> torch.dtype:
@@ -94,13 +94,15 @@ def leading_eigenvectors(matrix: Tensor, count: int, method: Method, generator: 
     n = matrix.shape[0]
     width = min(n, count + OVERSAMPLING)
     if method == "exact" or 2 * width > n:
-        return torch.linalg.eigh(matrix).eigenvectors[:, -count:].flip(1)
+        vectors: Tensor = torch.linalg.eigh(matrix).eigenvectors
+        return vectors[:, -count:].flip(1)
     start = torch.randn(n, width, generator=generator, dtype=torch.float32).to(matrix)
     basis = torch.linalg.qr(matrix @ start).Q
     for _ in range(POWER_PASSES):
         basis = torch.linalg.qr(matrix @ basis).Q
-    small = torch.linalg.eigh(basis.T @ matrix @ basis).eigenvectors
-    return basis @ small[:, -count:].flip(1)
+    small: Tensor = torch.linalg.eigh(basis.T @ matrix @ basis).eigenvectors
+    leading: Tensor = basis @ small[:, -count:].flip(1)
+    return leading
 
 
 def mean_row_norm(weight: Tensor) -> float:
@@ -138,8 +140,9 @@ def _fix_signs(rows: Tensor) -> Tensor:
 
 
 def _random_rows(rows: int, columns: int, norm: float, generator: torch.Generator) -> Tensor:
-    random = torch.randn(rows, columns, generator=generator, dtype=torch.float32)
-    return random * (norm / random.norm(dim=1, keepdim=True).clamp_min(1e-30))
+    random: Tensor = torch.randn(rows, columns, generator=generator, dtype=torch.float32)
+    scaled: Tensor = random * (norm / random.norm(dim=1, keepdim=True).clamp_min(1e-30))
+    return scaled
 
 
 def _rescale_and_fill(rows: Tensor, rank: int, norm: float, generator: torch.Generator) -> Tensor:
@@ -199,7 +202,8 @@ def svd_w22(weight: Tensor, up_out: int, up_in: int, method: Method, generator: 
 
 def random_block(up_out: int, inputs: int, generator: torch.Generator) -> Tensor:
     """A block with He's normal initialisation: standard deviation sqrt(2 / inputs), float32."""
-    return torch.randn(up_out, inputs, generator=generator) * (2.0 / inputs) ** 0.5
+    normal = torch.randn(up_out, inputs, generator=generator, dtype=torch.float32)
+    return normal * (2.0 / inputs) ** 0.5
 
 
 def svd_embedding(weight: Tensor, up: int, method: Method, generator: torch.Generator) -> Tensor:
@@ -216,7 +220,9 @@ def svd_embedding(weight: Tensor, up: int, method: Method, generator: torch.Gene
     """
     axis = 0 if weight.shape[0] >= weight.shape[1] else 1
     if axis == 0:
-        directions = _fix_signs(leading_eigenvectors(gram(weight, method), min(up, weight.shape[1]), method, generator).T)
+        directions = _fix_signs(
+            leading_eigenvectors(gram(weight, method), min(up, weight.shape[1]), method, generator).T
+        )
     else:
         rows = principal_rows(weight, min(up, weight.shape[0]), method, generator)
         directions = rows / rows.norm(dim=1, keepdim=True).clamp_min(1e-30)

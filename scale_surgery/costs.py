@@ -88,9 +88,7 @@ def estimate(
     )
 
 
-def _forward_factor(
-    family: Family, sizes: Sizes, tensors: Sequence[TensorPlan], checkpoint: Checkpoint
-) -> float:
+def _forward_factor(family: Family, sizes: Sizes, tensors: Sequence[TensorPlan], checkpoint: Checkpoint) -> float:
     linears = tuple(f".{linear.name}.weight" for linear in family.linears)
     base = sum(info.elements for name, info in checkpoint.tensors.items() if name.endswith(linears))
     base += sizes.vocabulary * sizes.hidden

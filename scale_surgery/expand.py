@@ -1,15 +1,14 @@
 """Execute a plan: a base checkpoint and a plan become an expanded checkpoint beside it.
 
-    base shards   --as files-->        model-*.safetensors       (same bytes)
-    plan          --tensor by tensor-> expansion-*.safetensors   (new tensors only)
-    config.json   --edited-->          config.json, *.py         (own model_type, own classes)
-    everything else --as files-->      everything else
-                                       model.safetensors.index.json, surgery.json   (last)
+base shards   --as files-->        model-*.safetensors       (same bytes)
+plan          --tensor by tensor-> expansion-*.safetensors   (new tensors only)
+config.json   --edited-->          config.json, *.py         (own model_type, own classes)
+everything else --as files-->      everything else
+                                   model.safetensors.index.json, surgery.json   (last)
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
@@ -33,8 +32,16 @@ from scale_surgery.families import Family, get_family
 from scale_surgery.manifest import BaseFile, Manifest, hash_files, hash_tensors
 from scale_surgery.plan import Plan, Request, check_same_plan, load_request, make_plan
 from scale_surgery.sources import Source, find_source
-from scale_surgery.staging import BaseWeights, check_space, check_target, finished_file, staged, take_over
-from scale_surgery.staging import write_json, write_text
+from scale_surgery.staging import (
+    BaseWeights,
+    check_space,
+    check_target,
+    finished_file,
+    staged,
+    take_over,
+    write_json,
+    write_text,
+)
 
 NUMBERED_SINGLE_FILE = "model-00001-of-00001.safetensors"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
@@ -222,9 +229,7 @@ def expanded_config(config: Mapping[str, Any], plan: Plan, family: Family, dtype
     return edited
 
 
-def _write_code_and_config(
-    plan: Plan, checkpoint: Checkpoint, partial: Path, trust_remote_code: bool
-) -> str | None:
+def _write_code_and_config(plan: Plan, checkpoint: Checkpoint, partial: Path, trust_remote_code: bool) -> str | None:
     from scale_surgery.initialise import TORCH_DTYPES
     from scale_surgery.tokens import pin_tokenizer_class
 
@@ -278,5 +283,3 @@ def _make_manifest(plan: Plan, checkpoint: Checkpoint, expanded: Checkpoint, tra
 
 def _is_same_file(one: Path, other: Path) -> bool:
     return one.stat().st_size == other.stat().st_size and one.read_bytes() == other.read_bytes()
-
-

@@ -40,7 +40,7 @@ def _make_float32(plan: Plan, tensor: TensorPlan, checkpoint: Checkpoint, device
     if tensor.init == "zero":
         return torch.zeros(tensor.shape)
     if tensor.init == "random":
-        return blocks.random_block(*tensor.shape, generator)
+        return blocks.random_block(tensor.shape[0], tensor.shape[1], generator)
     weight = read_tensor(checkpoint, tensor.source).to(device)
     if tensor.init == "mean":
         return torch.full(tensor.shape, float(weight.float().mean()))
@@ -72,7 +72,7 @@ def _linear_of(family: Family, tensor: TensorPlan) -> Linear:
 def split_roles(weight: Tensor, linear: Linear, rows: Sequence[int], head_size: int) -> list[Tensor]:
     """Take a fused projection apart: one matrix for each role, rows are outputs."""
     if linear.fused_by == "section" or len(linear.roles) == 1:
-        return list(weight.split(list(rows)))
+        return list(torch.split(weight, list(rows)))
     by_head = weight.view(-1, len(linear.roles), head_size, weight.shape[1])
     return [part.reshape(-1, weight.shape[1]) for part in by_head.unbind(1)]
 

@@ -150,9 +150,7 @@ def _passing_specs(family: Family, base: int, up: int) -> Spec:
     if not up:
         return {}
     readers = family.pre_norms or tuple(linear.name for linear in family.linears if linear.reads == "residual")
-    writers = family.post_norms or tuple(
-        linear.name for linear in family.linears if linear.writes() == ("residual",)
-    )
+    writers = family.post_norms or tuple(linear.name for linear in family.linears if linear.writes() == ("residual",))
     reading = {name: {"kind": "passing", "base": base, "up": 0} for name in readers}
     return reading | {name: {"kind": "passing", "base": None, "up": up} for name in writers}
 

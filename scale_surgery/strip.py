@@ -98,5 +98,3 @@ def _check_files(folder: Path, manifest: Manifest, track: Track, total: int) -> 
     if changed:
         raise CheckpointError.from_problems(changed)
     return hashes
-
-

@@ -60,5 +60,3 @@ def pin_tokenizer_class(base: Path, expanded: Path, *, trust_remote_code: bool =
     config = read_json(file) if file.exists() else {}
     write_json(file, config | {"tokenizer_class": PORTABLE_NAMES.get(name, name)})
     return name
-
-

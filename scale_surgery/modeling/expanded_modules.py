@@ -14,7 +14,7 @@ This file travels with the checkpoint: it opens no file, and needs only torch an
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -74,7 +74,7 @@ class ExpandedLinear(ExpandedModule):
 
     def configure(self, in_features, out_features, collaborative, dtype):
         self.base_in, self.sections = in_features[0], out_features
-        base_out, up_out = (sum(sizes) for zip_sizes in [zip(*out_features)] for sizes in zip_sizes)
+        base_out, up_out = (sum(widths) for widths in zip(*out_features, strict=True))
         up_in = in_features[1]
         shapes = {
             "w12": (base_out, up_in if collaborative else 0),
@@ -213,7 +213,7 @@ KINDS = {
 }
 
 
-@lru_cache(maxsize=None)
+@cache
 def expanded_class(kind: type, stock: type) -> type:
     """The class of an expanded module: the stock class with one of KINDS before it."""
     return type(f"Expanded{stock.__name__}", (kind, stock), {"__module__": __name__})
@@ -321,6 +321,9 @@ class ExpandedPreTrainedModel:
         head = self.get_output_embeddings()
         if head is not None and plan["head"]:
             expand_module(head, **plan["head"], dtype=plan["dtype"])
+        elif head is not None:
+            # the last token's features are strided, and torch takes another kernel for them when a weight is frozen
+            expand_module(head, "passing", base=head.weight.shape[1], up=0)
         expand_layers(base_model, plan)
         if plan["dtype"] == "float32":
             # new tensors that were asked for in float32 stay so when the base is loaded in half precision

@@ -17,6 +17,4 @@ class ScaleGPTNeoXForCausalLM(ExpandedPreTrainedModel, GPTNeoXForCausalLM):
 
     config_class = ScaleGPTNeoXConfig
     # the head is embed_out on disk and in transformers 4, lm_head in the modules of transformers 5
-    renamed_modules = (
-        {r"^embed_out\.": "lm_head."} if "lm_head.weight" in GPTNeoXForCausalLM._tied_weights_keys else {}
-    )
+    renamed_modules = {r"^embed_out\.": "lm_head."} if "lm_head.weight" in GPTNeoXForCausalLM._tied_weights_keys else {}

@@ -1,0 +1,50 @@
+# make demo and make test need Python 3.11 or newer with pip and venv, and nothing else.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+COMPAT := .venv-compat
+# also read by pip for what builds the package
+export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
+
+.PHONY: help install demo lint types test test-compat docs demo-model clean
+
+help:  ## show this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
+
+install: $(VENV)/.installed  ## make the virtual environment and install the package with its test tools
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11 ...")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --editable '.[test]'
+	@touch $@
+
+demo: install  ## run the whole job on the shipped model
+	$(BIN)/scale-surgery demo
+
+lint: install  ## ruff, lint and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: install  ## mypy on the package
+	$(BIN)/mypy
+
+test: lint types  ## lint, types and tests
+	$(BIN)/python -m pytest
+
+test-compat: install  ## load exported checkpoints under transformers 4.57, in an environment of its own
+	$(PYTHON) -m venv $(COMPAT)
+	PIP_CONSTRAINT=$(CURDIR)/constraints-compat.txt $(COMPAT)/bin/pip install --quiet torch transformers
+	rm -rf $(COMPAT)/checkpoints
+	$(BIN)/python -m tests.compat_export $(COMPAT)/checkpoints
+	$(COMPAT)/bin/python tests/compat_check.py $(COMPAT)/checkpoints
+
+docs: install  ## build the documentation, strictly
+	$(BIN)/pip install --quiet --editable '.[docs]'
+	$(BIN)/mkdocs build --strict
+
+demo-model: install  ## train the shipped model again, from nothing (under 30 minutes on two cores)
+	$(BIN)/python benchmarks/train_biography_model.py
+
+clean:  ## remove environments and what was built
+	rm -rf $(VENV) $(COMPAT) demo site .mypy_cache .ruff_cache .pytest_cache

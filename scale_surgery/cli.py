@@ -1,0 +1,327 @@
+"""The command line: parse, call one function, hand its result to the console."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from scale_surgery import __version__
+from scale_surgery.errors import SurgeryError
+
+if TYPE_CHECKING:
+    from scale_surgery.console import Output
+    from scale_surgery.plan import Request
+
+Command = Callable[..., Any]
+FOLDER = click.Path(path_type=Path, file_okay=False)
+FILE = click.Path(path_type=Path, dir_okay=False)
+
+
+def output_options(command: Command) -> Command:
+    """Add --json, --quiet and --debug; give the command an `Output`; turn known errors into one line."""
+
+    @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+    @click.option("-q", "--quiet", is_flag=True, help="No progress bars, no warnings.")
+    @click.option("--debug", is_flag=True, help="Show a traceback with an error.")
+    @functools.wraps(command)
+    def run(*args: Any, as_json: bool, quiet: bool, debug: bool, **options: Any) -> None:
+        from scale_surgery.console import Output
+
+        out = Output(as_json=as_json, quiet=quiet)
+        try:
+            command(*args, out=out, **options)
+        except (SurgeryError, KeyboardInterrupt) as error:
+            if debug:
+                traceback.print_exc()
+            out.fail(str(error) or "interrupted; nothing was given its final name")
+            sys.exit(1)
+
+    return run
+
+
+def model_options(command: Command) -> Command:
+    """Add what says which model is meant."""
+    command = click.option("--revision", help="Branch, tag or commit of a Hub repository.")(command)
+    return click.argument("model")(command)
+
+
+def request_options(command: Command) -> Command:
+    """Add what makes a `Request`; defaults stand in the dataclass."""
+    inits = click.Choice(["svd", "random", "zero"])
+    options = [
+        click.option(
+            "--layers", help="Layers to expand, zero-based, ends included: 20-31, 0,4,8, -1, last:4, every:4, all."
+        ),
+        click.option("--variant", type=click.Choice(["preserve", "adapt"]), help="Default: preserve."),
+        click.option("--collaborative-layers", help="Layers with W12 (adapt). Default: all expanded layers."),
+        click.option(
+            "--collaborate", type=click.Choice(["attn", "ffn", "both"]), help="Where W12 stands (adapt). Default: attn."
+        ),
+        click.option("--ratio", type=float, help="Added width as a share of the base's. Default: 0.125."),
+        click.option(
+            "--up-width",
+            type=int,
+            help="Features added to the residual stream, a multiple of the head size. Default: from --ratio.",
+        ),
+        click.option("--up-kv-heads", type=int, help="Key/value heads added in each layer. Default: from --ratio."),
+        click.option("--up-inner-width", type=int, help="Features added inside each MLP. Default: from --ratio."),
+        click.option("--init-w21", type=inits, help="How W21 starts. Default: svd."),
+        click.option("--init-w22", type=inits, help="How W22 starts. Default: zero."),
+        click.option(
+            "--init-embedding",
+            type=click.Choice(["svd", "zero"]),
+            help="How new embedding columns start. Default: svd.",
+        ),
+        click.option(
+            "--svd",
+            type=click.Choice(["exact", "fast"]),
+            help="Eigenvectors in float64, or a randomized range finder. Default: fast.",
+        ),
+        click.option("--seed", type=int, help="Seed of everything random. Default: 0."),
+        click.option(
+            "--dtype",
+            type=click.Choice(["float32", "float16", "bfloat16"]),
+            help="Of new tensors. Default: as the tensor beside.",
+        ),
+    ]
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def overwrite_options(command: Command) -> Command:
+    """Add how base files are taken over, and whether a target may be replaced."""
+    weights = click.option(
+        "--base-weights",
+        type=click.Choice(["auto", "copy", "link"]),
+        default="auto",
+        show_default=True,
+        help="auto: a reflink where the file system can, else a copy. link: a hard link, which writes no byte at any "
+        "size; a program that later writes such a file in place would change the base through it.",
+    )
+    command = weights(command)
+    return click.option("--overwrite", is_flag=True, help="Replace the output folder when the new one is whole.")(
+        command
+    )
+
+
+def make_request(options: dict[str, Any]) -> Request | None:
+    """A request from command line options; None where no layers were given."""
+    from scale_surgery.plan import Request
+
+    given = {name: value for name, value in options.items() if value is not None}
+    if "layers" not in given:
+        if given:
+            named = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+            raise click.UsageError(f"{named} needs --layers.")
+        return None
+    return Request(**given)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, prog_name="scale-surgery")
+def main() -> None:
+    r"""Widen a language model so that it can learn without losing what it knows.
+
+    \b
+    scale-surgery inspect MODEL
+    scale-surgery plan MODEL --layers last:4
+    scale-surgery expand MODEL --layers last:4 -o EXPANDED
+    scale-surgery verify EXPANDED
+    scale-surgery strip EXPANDED -o BASE
+
+    MODEL is a folder or a Hub id. Exit codes: 0 done, 1 failed or a check did not pass, 2 wrong usage.
+    """
+
+
+@main.command(name="inspect")
+@model_options
+@output_options
+def inspect_command(model: str, revision: str | None, out: Output) -> None:
+    r"""Describe MODEL from its headers: family, sizes, parameters, and what an expansion added.
+
+    \b
+    Example: scale-surgery inspect meta-llama/Llama-3.2-1B
+    """
+    from scale_surgery.console import render_inspection
+    from scale_surgery.inspect import inspect
+
+    found = inspect(model, revision=revision)
+    out.show(found, render_inspection(found))
+
+
+@main.command(name="plan")
+@model_options
+@request_options
+@click.option("-o", "--output", type=FILE, help="Write the plan as JSON, for expand --plan.")
+@click.option("--details", is_flag=True, help="List every new tensor.")
+@output_options
+def plan_command(
+    model: str, revision: str | None, output: Path | None, details: bool, out: Output, **options: Any
+) -> None:
+    r"""Show everything that expand would do to MODEL; no weight is read.
+
+    \b
+    Example: scale-surgery plan MODEL --layers 20-31 --variant adapt -o plan.json
+    """
+    from scale_surgery.console import render_plan
+    from scale_surgery.expand import plan
+    from scale_surgery.plan import save_plan
+
+    request = make_request(options)
+    if request is None:
+        raise click.UsageError("--layers is missing, for example --layers last:4.")
+    made = plan(model, request, revision=revision)
+    if output is not None:
+        save_plan(made, output)
+    out.show(made, render_plan(made, details=details))
+
+
+@main.command(name="expand")
+@model_options
+@request_options
+@click.option("-o", "--output", type=FOLDER, help="Folder to be. Default: ./<name>-scale.")
+@click.option("--plan", "plan_file", type=FILE, help="Execute exactly this saved plan.")
+@click.option("--dry-run", is_flag=True, help="Show the plan and stop; the same as the command plan.")
+@overwrite_options
+@click.option("--device", default="cpu", show_default=True, help="Where decompositions are computed: cpu, cuda, ...")
+@click.option(
+    "--trust-remote-code", "--trust_remote_code", is_flag=True, help="Let a custom tokenizer run its own code."
+)
+@output_options
+def expand_command(
+    model: str,
+    revision: str | None,
+    output: Path | None,
+    plan_file: Path | None,
+    dry_run: bool,
+    base_weights: Any,
+    overwrite: bool,
+    device: str,
+    trust_remote_code: bool,
+    out: Output,
+    **options: Any,
+) -> None:
+    r"""Widen chosen layers of MODEL; every pretrained tensor keeps its bytes.
+
+    \b
+    Example: scale-surgery expand MODEL --layers 20-31
+    """
+    from scale_surgery.console import render_expansion, render_plan
+    from scale_surgery.expand import expand, plan
+    from scale_surgery.plan import load_request
+
+    request = make_request(options)
+    if (request is None) == (plan_file is None):
+        raise click.UsageError("Give --layers, or --plan with a saved plan, one of the two.")
+    made = plan(model, request or load_request(plan_file), revision=revision)  # type: ignore[arg-type]
+    if dry_run:
+        out.show(made, render_plan(made))
+        return
+    out.say(render_plan(made))
+    done = expand(
+        model,
+        request,
+        output,
+        plan_file=plan_file,
+        revision=revision,
+        base_weights=base_weights,
+        device=device,
+        overwrite=overwrite,
+        trust_remote_code=trust_remote_code,
+        track=out.track,
+    )
+    if done.left_out:
+        out.warn(f"weights in other formats are not taken along: {', '.join(done.left_out)}")
+    out.show(done, render_expansion(done))
+
+
+@main.command(name="verify")
+@click.argument("expanded", type=FOLDER)
+@click.option("--base", help="Base model to compare with, a folder or a Hub id. Default: the one inside EXPANDED.")
+@click.option("--revision", help="Branch, tag or commit of the base's Hub repository.")
+@click.option("--prompts", "prompts_file", type=FILE, help="Probe prompts, one a line. Default: built-in ones.")
+@click.option(
+    "--promise", "required", multiple=True, help="Promise that must hold, repeatable. Default: all that are claimed."
+)
+@click.option(
+    "--new-tokens",
+    type=click.IntRange(min=0),
+    default=8,
+    show_default=True,
+    help="Tokens to generate for each prompt, with and without KV cache.",
+)
+@click.option(
+    "--files-only",
+    is_flag=True,
+    help="Check bytes and structure; run no model. Promises about outputs then do not hold.",
+)
+@click.option("--memory", default="4GiB", show_default=True, help="Weights above this are streamed from their files.")
+@click.option("--device", default="cpu", show_default=True, help="Where the models run.")
+@click.option("--report", type=FILE, help="Write the certificate as JSON.")
+@click.option(
+    "--trust-remote-code",
+    "--trust_remote_code",
+    is_flag=True,
+    help="Run the code in EXPANDED instead of this program's own.",
+)
+@output_options
+def verify_command(
+    expanded: Path, memory: str, report: Path | None, required: tuple[str, ...], out: Output, **options: Any
+) -> None:
+    r"""Prove which promises hold for EXPANDED, with numbers; exit code 1 where one is broken.
+
+    \b
+    Example: scale-surgery verify EXPANDED --base MODEL --report certificate.json
+    """
+    from scale_surgery.console import render_verification
+    from scale_surgery.staging import write_json
+    from scale_surgery.verify import PROMISES, parse_size, verify
+
+    unknown = [name for name in required if name not in PROMISES]
+    if unknown:
+        raise click.UsageError(f"--promise {unknown[0]} is not one of {', '.join(PROMISES)}.")
+    result = verify(expanded, required=required, memory_bytes=parse_size(memory), track=out.track, **options)
+    if report is not None:
+        write_json(report, result.to_json())
+    out.show(result, render_verification(result))
+    sys.exit(0 if result.passed else 1)
+
+
+@main.command(name="strip")
+@click.argument("expanded", type=FOLDER)
+@click.option("-o", "--output", type=FOLDER, required=True, help="Folder to be.")
+@overwrite_options
+@output_options
+def strip_command(expanded: Path, output: Path, base_weights: Any, overwrite: bool, out: Output) -> None:
+    r"""Give back the base model that EXPANDED stands on, every file byte for byte.
+
+    \b
+    Example: scale-surgery strip EXPANDED -o BASE
+    """
+    from scale_surgery.console import render_stripped
+    from scale_surgery.strip import strip
+
+    done = strip(expanded, output, base_weights=base_weights, overwrite=overwrite, track=out.track)
+    out.show(done, render_stripped(done))
+
+
+@main.command(name="demo")
+@click.option("-o", "--output", type=FOLDER, default=Path("demo"), show_default=True, help="Folder for what it makes.")
+@output_options
+def demo_command(output: Path, out: Output) -> None:
+    r"""Run the whole job on the shipped model, and show the commands.
+
+    \b
+    Example: scale-surgery demo
+    """
+    from scale_surgery.demo import demo
+
+    result = demo(output, out)
+    sys.exit(0 if result.passed else 1)

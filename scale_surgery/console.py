@@ -1,0 +1,304 @@
+"""Results for people and for machines; the only module that prints.
+
+Functions named `render_*` turn a result into something rich can show, without printing it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, is_dataclass
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console, Group, RenderableType
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from scale_surgery.selection import format_layers
+
+if TYPE_CHECKING:
+    from scale_surgery.demo import Demo, Reloaded
+    from scale_surgery.expand import Expansion
+    from scale_surgery.inspect import ExpansionSummary, Inspection
+    from scale_surgery.plan import Plan, TensorPlan
+    from scale_surgery.strip import Stripped
+    from scale_surgery.verify import Promise, Verification
+
+MAX_PROBLEMS = 12
+
+
+class Output:
+    """Where results and messages go: results on stdout, everything else on stderr."""
+
+    def __init__(self, *, as_json: bool = False, quiet: bool = False) -> None:
+        self.as_json = as_json
+        self.results = Console(highlight=False, soft_wrap=False)
+        self.messages = Console(stderr=True, highlight=False)
+        self.quiet = quiet
+
+    def show(self, result: Any, rendered: RenderableType) -> None:
+        """Print a result, as JSON or as it was rendered."""
+        if self.as_json:
+            sys.stdout.write(json.dumps(to_json(result), indent=2) + "\n")
+        else:
+            self.results.print(rendered)
+
+    def say(self, message: RenderableType) -> None:
+        """Print something beside the result, where it does not disturb it."""
+        if not (self.quiet or self.as_json):
+            self.results.print(message)
+
+    def warn(self, message: str) -> None:
+        """Print a warning on stderr."""
+        if not self.quiet:
+            self.messages.print(Text("warning: ", style="yellow") + Text(message))
+
+    def fail(self, message: str) -> None:
+        """Print an error on stderr; never silenced."""
+        self.messages.print(Text("error: ", style="bold red") + Text(message))
+
+    @contextmanager
+    def track(self, label: str, total: int) -> Iterator[Any]:
+        """Show a progress bar on stderr, where it is a terminal, and give a function that advances it."""
+        columns = (TextColumn("{task.description:<14}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+        hidden = self.quiet or not self.messages.is_terminal
+        with Progress(*columns, console=self.messages, transient=True, disable=hidden) as progress:
+            task = progress.add_task(label, total=max(1, total))
+            yield lambda advance: progress.advance(task, advance)
+
+
+def to_json(result: Any) -> Any:
+    """A result as plain JSON values."""
+    if hasattr(result, "to_json"):
+        return result.to_json()
+    content = asdict(result) if is_dataclass(result) and not isinstance(result, type) else result
+    return json.loads(json.dumps(content, default=str))
+
+
+def format_bytes(count: float) -> str:
+    """Write a number of bytes for people, in decimal units: 163.0 kB."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+def format_count(count: float) -> str:
+    """Write a number of parameters for people: 40.8 k, 1.24 B."""
+    for unit in ("", "k", "M"):
+        if count < 1000:
+            return f"{count:.3g} {unit}".rstrip()
+        count /= 1000
+    return f"{count:.3g} B"
+
+
+def format_seconds(seconds: float) -> str:
+    """Write a duration for people."""
+    return "under a second" if seconds < 1 else f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+
+
+def _facts(title: str, rows: list[tuple[str, str]]) -> Table:
+    table = Table(title=title, title_justify="left", show_header=False, box=None, pad_edge=False)
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in rows:
+        table.add_row(name, value)
+    return table
+
+
+def render_inspection(found: Inspection) -> RenderableType:
+    """An inspection as a table."""
+    sizes = found.sizes
+    rows = [
+        ("family", found.family),
+        ("layers", f"{sizes.layers}  (0 to {sizes.layers - 1})"),
+        ("widths", f"hidden {sizes.hidden}, inner {sizes.inner}, vocabulary {sizes.vocabulary}"),
+        ("heads", f"{sizes.query_heads} query, {sizes.key_value_heads} key/value, head size {sizes.head_size}"),
+        ("dtype", found.dtype),
+        ("head", "tied to the embedding" if sizes.is_tied else "its own tensor"),
+        ("parameters", f"{found.parameters_stored:,} stored, {found.parameters_unique:,} unique"),
+        ("shards", f"{len(found.shards)}, {found.tensors} tensors, {format_bytes(found.bytes)}"),
+    ]
+    rows += [("not taken along", ", ".join(found.left_out))] if found.left_out else []
+    if found.expansion is None:
+        return _facts(f"[bold]{found.name}", rows)
+    return Group(_facts(f"[bold]{found.name}", rows), Text(), _render_summary(found.expansion))
+
+
+def _render_summary(added: ExpansionSummary) -> Table:
+    blocks = ", ".join(f"{block} {format_count(count)}" for block, count in added.parameters_by_block.items())
+    revision = f" at {added.base_revision[:12]}" if added.base_revision else ""
+    where = "none" if not added.collaborative_layers else format_layers(added.collaborative_layers)
+    groups = f" ({' and '.join(added.collaborative_groups)})" if added.collaborative_groups else ""
+    rows = [
+        ("variant", added.variant),
+        ("stands on", f"{added.base_name or 'unknown'}{revision}"),
+        ("expanded layers", format_layers(added.layers)),
+        ("collaborative", where + groups),
+        ("added widths", _widths(added.up_width, added.up_kv_heads, added.up_inner_width)),
+        ("trains", blocks),
+        ("last verified", added.verified or "never"),
+    ]
+    return _facts("[bold]expansion", rows)
+
+
+def _widths(up_width: int, up_kv_heads: int, up_inner_width: int) -> str:
+    return f"residual stream {up_width}, key/value heads {up_kv_heads}, inner {up_inner_width}"
+
+
+def render_plan(plan: Plan, *, details: bool = False, tensors: bool = True) -> RenderableType:
+    """A plan as tables: what was resolved, what it costs, and the new tensors of one layer or of all."""
+    costs = plan.costs
+    share = costs.parameters_added / costs.parameters_before
+    collaborative = plan.collaboration
+    where = format_layers(collaborative.layers)
+    groups = f" ({' and '.join(collaborative.groups)})" if collaborative.groups else ""
+    rows = [
+        ("base", plan.base_name + (f" at {plan.base_revision[:12]}" if plan.base_revision else "")),
+        ("variant", plan.variant),
+        ("expanded layers", f"{format_layers(plan.layers)}  ({len(plan.layers)} of {plan.sizes.layers})"),
+        ("collaborative", where + groups),
+        ("added widths", _widths(plan.widths.up_width, plan.widths.up_kv_heads, plan.widths.up_inner_width)),
+        ("initialisation", f"W21 {plan.request.init_w21}, W22 {plan.request.init_w22}, {plan.request.svd} SVD"),
+        ("parameters", f"+{costs.parameters_added:,} on {costs.parameters_before:,} ({share:.1%})"),
+        ("in each layer", f"+{costs.parameters_per_layer:,}"),
+        ("bytes", f"+{format_bytes(costs.bytes_added)} in {len(plan.shards)} new shards"),
+        ("forward cost", f"x {costs.forward_factor:.3f}"),
+        ("training reaches", _depth(plan)),
+        ("estimates", f"{format_seconds(costs.seconds)}, {format_bytes(costs.peak_memory_bytes)} peak memory"),
+    ]
+    if not tensors:
+        return _facts("[bold]plan", rows)
+    shown = plan.tensors if details else _sample(plan)
+    note = "" if details else f"  ({len(shown)} of {len(plan.tensors)}; --details shows all)"
+    return Group(_facts("[bold]plan", rows), Text(), _render_tensors(shown, f"[bold]new tensors[/]{note}"))
+
+
+def _sample(plan: Plan) -> tuple[TensorPlan, ...]:
+    return tuple(tensor for tensor in plan.tensors if tensor.layer in (None, plan.layers[0]))
+
+
+def _depth(plan: Plan) -> str:
+    last = plan.sizes.layers - 1
+    base = plan.costs.base_stream_from
+    base_text = "none" if base is None else f"layers {base}-{last}"
+    return f"up stream: layers {plan.costs.up_stream_from}-{last}; base stream: {base_text}"
+
+
+def _render_tensors(tensors: tuple[TensorPlan, ...], title: str) -> Table:
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="dim")
+    table.add_column("name", overflow="fold")
+    table.add_column("shape", justify="right")
+    table.add_column("dtype")
+    table.add_column("init")
+    for tensor in tensors:
+        shape = " x ".join(map(str, tensor.shape))
+        table.add_row(tensor.name, shape, tensor.dtype, tensor.init)
+    return table
+
+
+def render_expansion(done: Expansion) -> RenderableType:
+    """What an expansion wrote."""
+    rows = [
+        ("written", str(done.path)),
+        ("new shards", f"{len(done.plan.shards)}, {format_bytes(done.plan.costs.bytes_added)}"),
+        ("base shards", f"{format_bytes(done.base_bytes_written)} written, taken over as files"),
+        ("next", f"scale-surgery verify {done.path}"),
+    ]
+    return _facts("[bold]expanded", rows)
+
+
+def render_verification(result: Verification) -> RenderableType:
+    """A verification as tables: promises, numbers, problems."""
+    table = Table(title="[bold]promises", title_justify="left", box=None, pad_edge=False, header_style="dim")
+    table.add_column("promise", no_wrap=True)
+    table.add_column("result", no_wrap=True)
+    table.add_column("evidence", overflow="fold")
+    for promise in result.promises:
+        table.add_row(promise.name, _verdict(promise, promise.name in result.required), promise.evidence)
+    parts: list[RenderableType] = [table, Text(), _render_numbers(result)]
+    parts += [Text(f"problem: {problem}", style="red") for problem in _problems(result)]
+    word = Text("verified", style="bold green") if result.passed else Text("NOT verified", style="bold red")
+    state = "untrained" if result.state == "initial" else f"trained ({result.trained_tensors} tensors changed)"
+    return Group(*parts, Text(), word + Text(f"  {result.variant}, {state}, base {result.base_name}"))
+
+
+def _verdict(promise: Promise, is_required: bool) -> Text:
+    if promise.holds:
+        return Text("holds" if is_required or promise.claimed else "holds (unclaimed)", style="green")
+    return Text("BROKEN", style="bold red") if is_required else Text("not claimed", style="dim")
+
+
+def _problems(result: Verification) -> list[str]:
+    found = list(result.problems)
+    for promise in result.promises:
+        if promise.name in result.required and not promise.holds:
+            found += promise.problems
+    found = list(dict.fromkeys(found))
+    more = len(found) - MAX_PROBLEMS
+    return found[:MAX_PROBLEMS] + ([f"... and {more} more; --report FILE writes all"] if more > 0 else [])
+
+
+def _render_numbers(result: Verification) -> RenderableType:
+    numbers = result.numbers
+    if numbers is None:
+        return Text("no model was run", style="dim")
+    worst = max(numbers.layers, key=lambda layer: layer.drift)
+    lowest = min(layer.cosine for layer in numbers.layers)
+    rows = [
+        ("probes", f"{numbers.prompts} prompts, {numbers.tokens} tokens, {numbers.dtype}, {numbers.attention}"),
+        ("logits", "bit-equal" if numbers.is_bit_equal else f"drift {numbers.drift:.3g}"),
+        ("KL divergence", f"{numbers.kl_divergence:.3g} nats per token"),
+        ("top-1 agreement", f"{numbers.top1_agreement:.1%}"),
+        ("base stream", f"largest drift {worst.drift:.3g} (layer {worst.layer}), lowest cosine {lowest:.6f}"),
+        ("continuation", _continuation(numbers)),
+    ]
+    return _facts("[bold]numbers", rows)
+
+
+def _continuation(numbers: Any) -> str:
+    if numbers.generation_equal is None:
+        return "not run"
+    same = "the base's tokens" if numbers.generation_equal else "other tokens than the base"
+    cache = "the same" if numbers.uncached_equal else "other tokens"
+    return f"greedy, {numbers.new_tokens} tokens: {same}; without KV cache {cache}"
+
+
+def render_stripped(done: Stripped) -> RenderableType:
+    """What `strip` gave back."""
+    rows = [
+        ("written", str(done.path)),
+        ("base", done.base_name),
+        ("files", f"{len(done.files)}, each equal to the base's by sha256"),
+    ]
+    rows += [("never taken along", ", ".join(done.left_out))] if done.left_out else []
+    return _facts("[bold]stripped", rows)
+
+
+def render_step(number: int, title: str, command: str) -> RenderableType:
+    """The heading of one step of the demo, with the command to type."""
+    return Group(Text(), Text(f"{number}. {title}", style="bold cyan"), Text(f"$ {command}", style="dim"), Text())
+
+
+def render_reloaded(found: Reloaded) -> RenderableType:
+    """What a fresh process found."""
+    rows = [
+        ("class", found.model_class),
+        ("logits", "bit-equal to the base's" if found.logits_bit_equal else "DIFFERENT from the base's"),
+        ("trains", f"{found.trainable:,} new parameters; {found.frozen:,} are frozen"),
+        ("asked", " ".join(found.question.split())),
+        ("answered", found.answer),
+    ]
+    return _facts("[bold]loaded with trust_remote_code", rows)
+
+
+def render_demo(result: Demo) -> RenderableType:
+    """The end of the demo."""
+    same = f"{result.files_identical} of {result.files_compared} files are identical, byte for byte"
+    word = Text("All promises kept.", style="bold green") if result.passed else Text("FAILED.", style="bold red")
+    left = Text(f"Left for you in {result.folder}/: biographies, expanded, stripped", style="dim")
+    return Group(Text(same), word, left)

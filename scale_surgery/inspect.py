@@ -1,0 +1,159 @@
+"""Look at a checkpoint from its headers and config: family, sizes, parameters, and what an expansion added."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from scale_surgery.checkpoint import Checkpoint, open_checkpoint
+from scale_surgery.families import Family, Sizes, get_family, read_sizes
+from scale_surgery.sources import find_source
+
+
+@dataclass(frozen=True)
+class ExpansionSummary:
+    """What an expansion added.
+
+    Attributes:
+        variant: "preserve" or "adapt".
+        base_name: Hub id or folder name of the base model.
+        base_revision: Commit of the Hub repository, where known.
+        layers: Expanded layers.
+        collaborative_layers: Layers with W12.
+        collaborative_groups: Where W12 stands in them, "attn" and "ffn".
+        up_width: Features added to the residual stream.
+        up_kv_heads: Key/value heads added in each expanded layer.
+        up_inner_width: Features added inside each expanded MLP.
+        parameters_by_block: Parameters added, by block name; all of them train.
+        verified: Date of the last verification that passed or failed, with its result, or None.
+    """
+
+    variant: str
+    base_name: str | None
+    base_revision: str | None
+    layers: tuple[int, ...]
+    collaborative_layers: tuple[int, ...]
+    collaborative_groups: tuple[str, ...]
+    up_width: int
+    up_kv_heads: int
+    up_inner_width: int
+    parameters_by_block: Mapping[str, int]
+    verified: str | None
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What `inspect` found.
+
+    Attributes:
+        name: Hub id or folder name.
+        family: `model_type` of the base model.
+        sizes: Sizes of the base model.
+        dtype: Dtype of most parameters, in safetensors' name.
+        shards: Safetensors files with their bytes.
+        tensors: Number of tensors.
+        parameters_stored: Parameters in the files.
+        parameters_unique: The same without a head that is stored although it is tied to the embedding.
+        bytes: Bytes of all tensors.
+        left_out: Files with weights in other formats.
+        expansion: What was added, for an expanded model.
+    """
+
+    name: str
+    family: str
+    sizes: Sizes
+    dtype: str
+    shards: Mapping[str, int]
+    tensors: int
+    parameters_stored: int
+    parameters_unique: int
+    bytes: int
+    left_out: tuple[str, ...]
+    expansion: ExpansionSummary | None
+
+
+def inspect(model: str | Path, *, revision: str | None = None) -> Inspection:
+    """Describe a checkpoint; no weight is read.
+
+    Args:
+        model: A folder or a Hub id, a base model or an expanded one.
+        revision: Branch, tag or commit of a Hub repository.
+
+    Returns:
+        The description.
+
+    Raises:
+        CheckpointError: If the model cannot be read.
+        UnsupportedFamilyError: If its architecture is not supported.
+    """
+    source = find_source(model, revision)
+    checkpoint = open_checkpoint(source.path)
+    family = get_family(_base_type(checkpoint.config))
+    sizes = read_sizes(family, checkpoint.config)
+    stored = sum(info.elements for info in checkpoint.tensors.values())
+    shards: dict[str, int] = {}
+    for info in checkpoint.tensors.values():
+        shards[info.file] = shards.get(info.file, 0) + info.bytes
+    return Inspection(
+        name=source.name,
+        family=family.model_type,
+        sizes=sizes,
+        dtype=checkpoint.dtype,
+        shards=shards,
+        tensors=len(checkpoint.tensors),
+        parameters_stored=stored,
+        parameters_unique=stored - _tied_copy(checkpoint, family, sizes),
+        bytes=sum(shards.values()),
+        left_out=checkpoint.left_out,
+        expansion=_summarise(checkpoint) if "scale_surgery" in checkpoint.config else None,
+    )
+
+
+def _base_type(config: Mapping[str, Any]) -> object:
+    model_type = config.get("model_type")
+    return model_type.removeprefix("scale_") if isinstance(model_type, str) else model_type
+
+
+def _tied_copy(checkpoint: Checkpoint, family: Family, sizes: Sizes) -> int:
+    if not sizes.is_tied:
+        return 0
+    copies = {f"{family.head}.weight", "lm_head.weight"}.intersection(checkpoint.tensors)
+    return sum(checkpoint.tensors[name].elements for name in copies)
+
+
+def _summarise(checkpoint: Checkpoint) -> ExpansionSummary:
+    specs = checkpoint.config["scale_surgery"]
+    manifest: Mapping[str, Any] = checkpoint.manifest or {}
+    plan = manifest.get("plan", {})
+    widths = plan.get("widths", {})
+    verification = manifest.get("verification")
+    return ExpansionSummary(
+        variant=specs["variant"],
+        base_name=manifest.get("base_name"),
+        base_revision=manifest.get("base_revision"),
+        layers=tuple(specs["expanded_layers"]),
+        collaborative_layers=tuple(specs["collaborative"]["layers"]),
+        collaborative_groups=tuple(specs["collaborative"]["groups"]),
+        up_width=widths.get("up_width", 0),
+        up_kv_heads=widths.get("up_kv_heads", 0),
+        up_inner_width=widths.get("up_inner_width", 0),
+        parameters_by_block=_count_blocks(checkpoint),
+        verified=_verified(verification),
+    )
+
+
+def _count_blocks(checkpoint: Checkpoint) -> dict[str, int]:
+    counts = dict.fromkeys(("w12", "w21", "w22", "up_weight", "up_bias"), 0)
+    for info in checkpoint.tensors.values():
+        block = info.name.rsplit(".", 1)[-1]
+        if block in counts:
+            counts[block] += info.elements
+    return {block: count for block, count in counts.items() if count}
+
+
+def _verified(verification: Mapping[str, Any] | None) -> str | None:
+    if verification is None:
+        return None
+    return f"{'passed' if verification['passed'] else 'FAILED'} {verification['date']}"

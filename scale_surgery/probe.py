@@ -1,0 +1,292 @@
+"""Numbers: run the base and the expanded model on probe prompts and compare what comes out.
+
+Both models see the same token ids in one left-padded batch, one model after the other. A model that is larger
+than the memory given to it is streamed from its files, module by module (accelerate's disk offload).
+"""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from scale_surgery import modeling
+from scale_surgery.checkpoint import open_checkpoint
+from scale_surgery.errors import CheckpointError
+
+PROMPTS = (
+    "The capital of France is",
+    "Once upon a time there was a",
+    "def fibonacci(n):\n    ",
+    "Q: How many legs does a spider have?\nA:",
+    "1, 2, 4, 8, 16,",
+    "Der schnelle braune Fuchs",
+    "東京は日本の",
+    "Water boils at",
+)
+MAX_PROMPT_TOKENS = 48
+# ids that stand in for text where a model has no tokenizer
+NUM_RANDOM_PROMPTS = 4
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The base stream after one layer: largest absolute difference from the base model, and cosine with it."""
+
+    layer: int
+    drift: float
+    cosine: float
+    is_bit_equal: bool
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """What the probes showed.
+
+    Attributes:
+        prompts: Number of prompts, in one left-padded batch.
+        tokens: Tokens in them.
+        dtype: Dtype of the logits.
+        attention: Attention kernel of both models.
+        is_bit_equal: Whether the logits are equal, bit for bit.
+        drift: Largest absolute difference of logits.
+        kl_divergence: Mean KL(base || expanded) over tokens, in nats.
+        top1_agreement: Share of tokens whose most likely next token is the same.
+        base_logits_bit_equal: Whether head times base stream equals the base model's, bit for bit.
+        base_logits_drift: Largest absolute difference of those.
+        layers: The base stream layer by layer; layer -1 is the embedding.
+        generation_equal: Whether greedy continuation with KV cache gives the base's tokens; None if not run.
+        uncached_equal: Whether it gives the same tokens without KV cache; None if not run.
+        new_tokens: Tokens generated for each prompt.
+        load_problems: Tensors that were missing, unexpected or re-initialised on load.
+        token_problems: Prompts whose token ids differ between the two tokenizers.
+    """
+
+    prompts: int
+    tokens: int
+    dtype: str
+    attention: str
+    is_bit_equal: bool
+    drift: float
+    kl_divergence: float
+    top1_agreement: float
+    base_logits_bit_equal: bool
+    base_logits_drift: float
+    layers: tuple[Layer, ...]
+    generation_equal: bool | None
+    uncached_equal: bool | None
+    new_tokens: int
+    load_problems: tuple[str, ...]
+    token_problems: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Probe prompts as token ids, left-padded, with the attention mask; both (prompts, tokens)."""
+
+    ids: Tensor
+    mask: Tensor
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one model made of a batch; hidden states and logits on the CPU."""
+
+    logits: Tensor
+    base_logits: Tensor
+    hidden: tuple[Tensor, ...]
+    cached: Tensor | None
+    uncached: Tensor | None
+    attention: str
+    load_problems: tuple[str, ...]
+
+
+def read_prompts(file: Path | None) -> tuple[str, ...]:
+    """Prompts of a text file, one a line; the built-in ones where no file is given.
+
+    Raises:
+        CheckpointError: If the file cannot be read or holds no prompt.
+    """
+    if file is None:
+        return PROMPTS
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{file}: cannot be read as text ({error}).") from error
+    prompts = tuple(line for line in lines if line.strip())
+    if not prompts:
+        raise CheckpointError(f"{file}: holds no prompt, expected one a line.")
+    return prompts
+
+
+def make_batch(base_tokenizer: Any | None, prompts: Sequence[str], config: Any) -> Batch:
+    """Turn prompts into one left-padded batch; seeded random ids where there is no tokenizer."""
+    context = getattr(config, "max_position_embeddings", None) or MAX_PROMPT_TOKENS
+    limit = min(MAX_PROMPT_TOKENS, context // 2)
+    if base_tokenizer is None:
+        generator = torch.Generator().manual_seed(0)
+        lengths = [limit - 5 * i for i in range(NUM_RANDOM_PROMPTS)]
+        rows = [torch.randint(config.vocab_size, (max(1, n),), generator=generator).tolist() for n in lengths]
+    else:
+        rows = [base_tokenizer(prompt)["input_ids"][:limit] or [0] for prompt in prompts]
+    pad = getattr(base_tokenizer, "pad_token_id", None) or 0
+    width = max(map(len, rows))
+    ids = torch.tensor([[pad] * (width - len(row)) + row for row in rows])
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+    return Batch(ids, mask)
+
+
+def token_problems(base: Any | None, expanded: Any | None, prompts: Sequence[str]) -> tuple[str, ...]:
+    """Prompts to which the two tokenizers give different ids."""
+    if base is None:
+        return ()
+    if expanded is None:
+        return ("the expanded model's tokenizer does not load, the base's does.",)
+    pairs = [(prompt, base(prompt)["input_ids"], expanded(prompt)["input_ids"]) for prompt in prompts]
+    return tuple(f"token ids of {text!r}: {has}, expected {wants}." for text, wants, has in pairs if has != wants)
+
+
+@contextmanager
+def loaded(path: Path, *, memory_bytes: int, device: str, trust_remote_code: bool) -> Iterator[tuple[Any, list[str]]]:
+    """Load a model as a user would, and give it with what went wrong on load; free it afterwards.
+
+    Args:
+        path: Model folder.
+        memory_bytes: Weights above this are streamed from their files.
+        device: Where to run.
+        trust_remote_code: Run the folder's own code; otherwise this package's classes.
+
+    Yields:
+        The model in evaluation mode, and the names of tensors that were missing, unexpected or mismatched.
+    """
+    from transformers import AutoModelForCausalLM
+
+    modeling.register()
+    size = sum(info.bytes for info in open_checkpoint(path).tensors.values())
+    with tempfile.TemporaryDirectory() as offload_folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        options: dict[str, Any] = {"device_map": {"": device}} if device != "cpu" else {}
+        if size > memory_bytes:
+            options = {"device_map": "auto", "max_memory": {"cpu": memory_bytes}, "offload_folder": offload_folder}
+        with quiet_transformers():
+            found: Any = AutoModelForCausalLM.from_pretrained(
+                path, trust_remote_code=trust_remote_code, output_loading_info=True, **options
+            )
+        model, info = found
+        model.eval()
+        yield model, _load_problems(info)
+        del model, found
+        gc.collect()
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Silence transformers' own progress bars and messages; what matters is reported by us."""
+    from transformers.utils import logging as transformers_logging
+
+    logging: Any = transformers_logging
+    verbosity, was_shown = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if was_shown:
+            logging.enable_progress_bar()
+
+
+def _load_problems(info: dict[str, Any]) -> list[str]:
+    words = {"missing_keys": "missing", "unexpected_keys": "unexpected", "mismatched_keys": "of a wrong shape"}
+    return [f"{key}: {word} on load." for kind, word in words.items() for key in sorted(map(str, info.get(kind, ())))]
+
+
+@torch.no_grad()
+def run_model(
+    model: Any, problems: Sequence[str], batch: Batch, width: int, new_tokens: int, device: str = "cpu"
+) -> Run:
+    """Run one model on a batch: logits, base stream after each layer, base logits, greedy continuation.
+
+    Args:
+        model: The model.
+        problems: What went wrong when it was loaded.
+        batch: The probe prompts.
+        width: Base width d; hidden states are cut to it.
+        new_tokens: Tokens to generate, 0 for none.
+        device: Where it runs.
+
+    Returns:
+        The results on the CPU.
+    """
+    inputs = {"input_ids": batch.ids.to(device), "attention_mask": batch.mask.to(device)}
+    output = model(**inputs, output_hidden_states=True, use_cache=False)
+    last = output.hidden_states[-1]
+    # the head on the base stream alone: with a zero up stream its up part adds zero
+    base_only = functional.pad(last[..., :width], (0, last.shape[-1] - width))
+    cached = uncached = None
+    if new_tokens:
+        options = {"max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 0}
+        cached = model.generate(**inputs, **options, use_cache=True).cpu()
+        uncached = model.generate(**inputs, **options, use_cache=False).cpu()
+    return Run(
+        logits=output.logits.cpu(),
+        base_logits=model.get_output_embeddings()(base_only).cpu(),
+        hidden=tuple(state[..., :width].cpu() for state in output.hidden_states),
+        cached=cached,
+        uncached=uncached,
+        attention=str(model.config._attn_implementation),
+        load_problems=tuple(problems),
+    )
+
+
+def compare(base: Run, expanded: Run, batch: Batch, new_tokens: int, tokens: tuple[str, ...]) -> Numbers:
+    """Compare two runs on the same batch; padding does not count."""
+    real = batch.mask.bool()
+    one, other = base.logits[real].double(), expanded.logits[real].double()
+    log_one, log_other = one.log_softmax(-1), other.log_softmax(-1)
+    known = set(base.load_problems)
+    return Numbers(
+        prompts=int(batch.ids.shape[0]),
+        tokens=int(real.sum()),
+        dtype=str(base.logits.dtype).removeprefix("torch."),
+        attention=base.attention,
+        is_bit_equal=_bit_equal(base.logits[real], expanded.logits[real]),
+        drift=float((one - other).abs().max()),
+        kl_divergence=float((log_one.exp() * (log_one - log_other)).sum(-1).mean()),
+        top1_agreement=float((one.argmax(-1) == other.argmax(-1)).double().mean()),
+        base_logits_bit_equal=_bit_equal(base.base_logits[real], expanded.base_logits[real]),
+        base_logits_drift=float((base.base_logits[real].double() - expanded.base_logits[real].double()).abs().max()),
+        layers=tuple(
+            _compare_layer(layer - 1, before[real], after[real])
+            for layer, (before, after) in enumerate(zip(base.hidden, expanded.hidden, strict=True))
+        ),
+        generation_equal=_same_tokens(base.cached, expanded.cached),
+        uncached_equal=_same_tokens(expanded.cached, expanded.uncached),
+        new_tokens=new_tokens,
+        load_problems=tuple(problem for problem in expanded.load_problems if problem not in known),
+        token_problems=tokens,
+    )
+
+
+def _bit_equal(one: Tensor, other: Tensor) -> bool:
+    # equal as numbers: -0.0 equals 0.0, and a NaN of the base equals a NaN in the same place
+    return one.shape == other.shape and bool(((one == other) | (one.isnan() & other.isnan())).all())
+
+
+def _compare_layer(layer: int, before: Tensor, after: Tensor) -> Layer:
+    one, other = before.double(), after.double()
+    cosine = float(functional.cosine_similarity(one, other, dim=-1).mean())
+    return Layer(layer, float((one - other).abs().max()), cosine, _bit_equal(before, after))
+
+
+def _same_tokens(one: Tensor | None, other: Tensor | None) -> bool | None:
+    return None if one is None or other is None else torch.equal(one, other)

@@ -1,0 +1,284 @@
+"""Prove what is claimed: which of the named promises hold for an expanded checkpoint, and on what evidence.
+
+    recoverable         every base tensor and file has its bytes
+    output_at_init      W12 and the head's up part are zero, and logits equal the base model's bit for bit
+    base_stream_always  no W12 exists, and the base stream and base logits equal the base model's bit for bit
+
+A promise is *claimed* when the variant in its present state makes it; by default every claimed promise must
+hold. A trained model no longer claims `output_at_init`.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import tempfile
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from scale_surgery.checkpoint import MANIFEST_FILE, Checkpoint, open_checkpoint
+from scale_surgery.errors import CheckpointError
+from scale_surgery.expand import Track, no_track
+from scale_surgery.integrity import Integrity, bytes_to_check, check_files
+from scale_surgery.manifest import Manifest, read_manifest, tool_versions
+from scale_surgery.sources import find_source
+from scale_surgery.staging import write_json, write_text
+
+if TYPE_CHECKING:
+    from scale_surgery.probe import Numbers
+
+PromiseName = Literal["recoverable", "output_at_init", "base_stream_always"]
+PROMISES: tuple[PromiseName, ...] = ("recoverable", "output_at_init", "base_stream_always")
+DEFAULT_MEMORY_BYTES = 4 * 1024**3
+
+
+@dataclass(frozen=True)
+class Promise:
+    """One named promise: whether it is claimed in the model's present state, whether it holds, and why."""
+
+    name: str
+    claimed: bool
+    holds: bool
+    evidence: str
+    problems: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Verification:
+    """The result of `verify`.
+
+    Attributes:
+        path: The expanded checkpoint.
+        base_name: What its base model is called.
+        variant: Its variant.
+        state: "initial", or "trained" where expansion tensors changed since the expansion.
+        trained_tensors: How many did.
+        promises: Every promise.
+        required: Promises that decide `passed`.
+        problems: Problems that no promise covers: code, structure, loading, token ids.
+        numbers: What the probe prompts showed, or None where they were not run.
+        passed: Whether all is as required.
+        date: When, in UTC.
+        versions: Versions that were used.
+        machine: Processor architecture and system.
+    """
+
+    path: Path
+    base_name: str
+    variant: str
+    state: Literal["initial", "trained"]
+    trained_tensors: int
+    promises: tuple[Promise, ...]
+    required: tuple[str, ...]
+    problems: tuple[str, ...]
+    numbers: Numbers | None
+    passed: bool
+    date: str
+    versions: dict[str, str]
+    machine: str
+
+    def to_json(self) -> dict[str, Any]:
+        """The certificate as plain JSON values; the folder's name stands for its path."""
+        named = replace(self, path=Path(self.path.name))
+        plain: dict[str, Any] = json.loads(json.dumps(asdict(named), default=str))
+        return plain
+
+
+def verify(
+    expanded: str | Path,
+    base: str | Path | None = None,
+    *,
+    prompts_file: Path | None = None,
+    required: tuple[str, ...] = (),
+    new_tokens: int = 8,
+    files_only: bool = False,
+    memory_bytes: int = DEFAULT_MEMORY_BYTES,
+    device: str = "cpu",
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    record: bool = True,
+    track: Track = no_track,
+) -> Verification:
+    """Find out which promises hold for an expanded checkpoint.
+
+    Without `base`, the base model is the one inside the checkpoint, and its bytes are compared with the hashes
+    that were recorded when it was expanded.
+
+    Args:
+        expanded: Folder of the expanded checkpoint.
+        base: Its base model, a folder or a Hub id.
+        prompts_file: Probe prompts, one a line; built-in ones otherwise.
+        required: Promises that must hold; default: all that the variant claims in its present state.
+        new_tokens: Tokens to generate for each prompt, with and without KV cache; 0 for none.
+        files_only: Check bytes and structure, run no model.
+        memory_bytes: Weights above this are streamed from their files while the models run.
+        device: Where to run the models.
+        revision: Branch, tag or commit of the base's Hub repository.
+        trust_remote_code: Run the folder's own code instead of this package's, and a base tokenizer's.
+        record: Write the result into surgery.json.
+        track: Makes progress bars.
+
+    Returns:
+        The promises with their evidence.
+
+    Raises:
+        CheckpointError: If this is no expanded checkpoint, or it or the base cannot be read.
+    """
+    path = Path(expanded)
+    checkpoint, manifest = open_checkpoint(path), read_manifest(path)
+    given = open_checkpoint(find_source(base, revision).path) if base is not None else None
+    with track("bytes", bytes_to_check(checkpoint, manifest, given)) as advance:
+        integrity = check_files(checkpoint, manifest, given, advance)
+    numbers = None
+    is_loadable = not any("missing" in problem or "shape" in problem for problem in integrity.structure)
+    if not files_only and is_loadable and (trust_remote_code or not integrity.code):
+        numbers = _run_probes(
+            checkpoint, manifest, given, prompts_file, new_tokens, memory_bytes, device, trust_remote_code, track
+        )
+    result = _judge(checkpoint, manifest, integrity, numbers, required)
+    if record:
+        write_json(path / MANIFEST_FILE, asdict(replace(manifest, verification=result.to_json())))
+    return result
+
+
+def _run_probes(
+    checkpoint: Checkpoint,
+    manifest: Manifest,
+    given: Checkpoint | None,
+    prompts_file: Path | None,
+    new_tokens: int,
+    memory_bytes: int,
+    device: str,
+    trust_remote_code: bool,
+    track: Track,
+) -> Numbers:
+    from transformers import AutoConfig
+
+    from scale_surgery import probe
+    from scale_surgery.tokens import load_tokenizer
+
+    prompts = probe.read_prompts(prompts_file)
+    width = int(manifest.plan["sizes"]["hidden"])
+    options: dict[str, Any] = {
+        "memory_bytes": memory_bytes,
+        "device": device,
+        "trust_remote_code": trust_remote_code,
+    }
+    with tempfile.TemporaryDirectory() as folder, track("probe prompts", 2) as advance:
+        base_path = given.path if given is not None else link_base(checkpoint.path, Path(folder), manifest)
+        base_tokenizer = load_tokenizer(base_path, trust_remote_code=trust_remote_code)
+        tokenizer = load_tokenizer(checkpoint.path, trust_remote_code=trust_remote_code)
+        batch = probe.make_batch(base_tokenizer, prompts, AutoConfig.from_pretrained(base_path))
+        runs = []
+        for model_path in (base_path, checkpoint.path):
+            with probe.loaded(model_path, **options) as (model, problems):
+                runs.append(probe.run_model(model, problems, batch, width, new_tokens, device))
+            advance(1)
+    tokens = probe.token_problems(base_tokenizer, tokenizer, prompts)
+    return probe.compare(runs[0], runs[1], batch, new_tokens, tokens)
+
+
+def link_base(expanded: Path, folder: Path, manifest: Manifest) -> Path:
+    """Lay out the base model inside an expanded checkpoint as a folder of symbolic links, to load it from."""
+    for name, file in manifest.base_files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        if file.stored_as is None:
+            write_text(folder / name, manifest.replaced[name])
+        else:
+            (folder / name).symlink_to((expanded / file.stored_as).resolve())
+    return folder
+
+
+def _judge(
+    checkpoint: Checkpoint,
+    manifest: Manifest,
+    integrity: Integrity,
+    numbers: Numbers | None,
+    required: tuple[str, ...],
+) -> Verification:
+    variant = str(manifest.plan["request"]["variant"])
+    state: Literal["initial", "trained"] = "trained" if integrity.trained else "initial"
+    promises = (
+        _recoverable(integrity),
+        _output_at_init(integrity, numbers, claimed=state == "initial"),
+        _base_stream_always(checkpoint, integrity, numbers, claimed=variant == "preserve"),
+    )
+    required = required or tuple(promise.name for promise in promises if promise.claimed)
+    problems = integrity.structure + integrity.code
+    if numbers is not None:
+        problems += numbers.load_problems + numbers.token_problems
+    failed = [promise for promise in promises if promise.name in required and not promise.holds]
+    return Verification(
+        path=checkpoint.path,
+        base_name=manifest.base_name,
+        variant=variant,
+        state=state,
+        trained_tensors=len(integrity.trained),
+        promises=promises,
+        required=required,
+        problems=problems,
+        numbers=numbers,
+        passed=not failed and not problems,
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        versions=tool_versions(),
+        machine=f"{platform.machine()} {platform.system()}",
+    )
+
+
+def _recoverable(integrity: Integrity) -> Promise:
+    evidence = f"{integrity.base_tensors} base tensors, {integrity.base_bytes:,} bytes, sha256 compared"
+    return Promise("recoverable", True, not integrity.base, evidence, integrity.base)
+
+
+def _output_at_init(integrity: Integrity, numbers: Numbers | None, *, claimed: bool) -> Promise:
+    problems = list(integrity.nonzero)
+    evidence = "W12 and head up part are zero" if not problems else f"{len(problems)} tensors are not zero"
+    if numbers is None:
+        evidence += "; no model was run"
+    else:
+        evidence += f"; logits {_equality(numbers.is_bit_equal, numbers.drift, numbers)}"
+        if not numbers.is_bit_equal:
+            problems.append(f"logits: drift {numbers.drift:.3g} in {numbers.dtype}, expected bit-equal.")
+        if numbers.generation_equal is False or numbers.uncached_equal is False:
+            problems.append("greedy continuation differs, with or without KV cache.")
+    return Promise("output_at_init", claimed, not problems and numbers is not None, evidence, tuple(problems))
+
+
+def _base_stream_always(
+    checkpoint: Checkpoint, integrity: Integrity, numbers: Numbers | None, *, claimed: bool
+) -> Promise:
+    blocks = [name for name in checkpoint.tensors if name.endswith(".w12")]
+    problems = [f"{name}: writes into the base stream." for name in blocks] + list(integrity.base)
+    evidence = "no W12 exists" if not blocks else f"{len(blocks)} W12 blocks exist"
+    if numbers is None:
+        evidence += "; no model was run"
+    else:
+        drifted = [layer for layer in numbers.layers if not layer.is_bit_equal]
+        evidence += f"; base logits {_equality(numbers.base_logits_bit_equal, numbers.base_logits_drift, numbers)}"
+        problems += [f"base stream after layer {layer.layer}: drift {layer.drift:.3g}." for layer in drifted]
+        if not numbers.base_logits_bit_equal:
+            problems.append(f"base logits: drift {numbers.base_logits_drift:.3g} in {numbers.dtype}.")
+    holds = not problems and numbers is not None
+    return Promise("base_stream_always", claimed, holds, evidence, tuple(problems))
+
+
+def _equality(is_equal: bool, drift: float, numbers: Numbers) -> str:
+    found = "bit-equal" if is_equal else f"differ by {drift:.3g}"
+    return f"{found} on {numbers.tokens} tokens ({numbers.dtype}, {numbers.attention})"
+
+
+def parse_size(text: str) -> int:
+    """Read a size such as 4GiB, 500MB or 2000000 as bytes.
+
+    Raises:
+        CheckpointError: If it is not a size.
+    """
+    units = {"GIB": 1024**3, "MIB": 1024**2, "KIB": 1024, "GB": 10**9, "MB": 10**6, "KB": 10**3, "B": 1}
+    upper = text.strip().upper()
+    unit = next((unit for unit in units if upper.endswith(unit)), "")
+    try:
+        return int(float(upper.removesuffix(unit)) * units.get(unit, 1))
+    except ValueError as error:
+        raise CheckpointError(f"{text!r} is not a size, expected for example 4GiB or 500MB.") from error

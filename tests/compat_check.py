@@ -1,0 +1,57 @@
+"""Load exported checkpoints under another transformers release, without scale-surgery; run by `make test-compat`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+# two releases may order float32 operations differently, so logits are compared with a tolerance, tokens exactly
+TOLERANCE = 1e-5
+
+
+def check(path: Path) -> list[str]:
+    """Problems of one checkpoint; an empty list means that it works here."""
+    expected = json.loads(path.with_name(f"{path.name}.expected.json").read_text())
+    ids = torch.tensor(expected["ids"])
+    model, info = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True, output_loading_info=True)
+    base = AutoModelForCausalLM.from_pretrained(path.with_name("base"))
+    problems = [f"{kind}: {sorted(map(str, names))[:3]}" for kind, names in info.items() if names]
+    with torch.no_grad():
+        logits = model.eval()(ids).logits
+        tokens = model.generate(ids, max_new_tokens=6, do_sample=False)
+        same_as_base = torch.equal(base.eval()(ids).logits, logits)
+    drift = float((logits - torch.tensor(expected["logits"])).abs().max())
+    if drift > TOLERANCE:
+        problems.append(f"logits differ by {drift:.3g} from those of the exporting release")
+    if tokens.tolist() != expected["tokens"]:
+        problems.append("greedy continuation differs")
+    if not same_as_base:
+        problems.append("logits are not bit-equal to the base model's in this release")
+    names = ("w12", "w21", "w22", "up_weight", "up_bias")
+    if any(p.requires_grad != n.endswith(names) for n, p in model.named_parameters()):
+        problems.append("requires_grad is not that of the variant")
+    AutoConfig.from_pretrained(path, trust_remote_code=True)
+    AutoModel.from_pretrained(path, trust_remote_code=True)
+    return problems
+
+
+def main(folder: Path) -> int:
+    """Check every checkpoint under `folder`; the number of those with problems."""
+    transformers.logging.set_verbosity_error()
+    failed = 0
+    paths = sorted(file.with_name(file.name.removesuffix(".expected.json")) for file in folder.rglob("*.expected.json"))
+    for path in paths:
+        problems = check(path)
+        failed += bool(problems)
+        print(f"{path.parent.name:12} {path.name:9} {'; '.join(problems) or 'ok'}", flush=True)
+    print(f"transformers {transformers.__version__}: {len(paths) - failed} passed, {failed} failed")
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(1 if main(Path(sys.argv[1])) else 0)

@@ -1,0 +1,126 @@
+"""Shared fixtures: tiny models of every family, their expansions, each made once a session, without a network."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+
+# before transformers is imported: nothing is looked up on the Hub, nothing is written into the user's cache
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="scale-surgery-tests-")
+for _name in ("HF_HUB_CACHE", "HF_MODULES_CACHE", "TRANSFORMERS_CACHE"):
+    os.environ.pop(_name, None)
+
+import functools
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from scale_surgery import modeling
+from scale_surgery.expand import Expansion, expand
+from scale_surgery.plan import Request
+from tests.tiny import save_tiny
+
+transformers.utils.logging.disable_progress_bar()
+# tiny matrices gain nothing from threads, and threads of a busy machine wait for each other
+torch.set_num_threads(1)
+STORIES = Path(__file__).parents[2] / "shared" / "models" / "stories260K"
+
+# a request for each way in which a layer can be expanded; w22 random, so that nothing hides behind a zero
+REQUESTS = {
+    "preserve": Request("1-2", init_w22="random"),
+    "adapt": Request("0,2", variant="adapt", collaborate="both", init_w22="random"),
+    "adapt_without_up_stream": Request("1", variant="adapt", up_width=0, init_w22="random"),
+}
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A base model and its expansion, on disk and loaded; tests that change a model load their own."""
+
+    base_path: Path
+    path: Path
+    expansion: Expansion
+    base: Any
+    expanded: Any
+
+    def load(self, **options: Any) -> Any:
+        """Load the expanded model once more, for a test that changes it."""
+        return load(self.path, **options)
+
+
+def load(path: Path, **options: Any) -> Any:
+    """Load a model without remote code, for inference."""
+    return transformers.AutoModelForCausalLM.from_pretrained(path, **options).eval()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def registered() -> Iterator[None]:
+    """Register the expanded families, and remove the session's cache afterwards."""
+    modeling.register()
+    yield
+    shutil.rmtree(os.environ["HF_HOME"], ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def base_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Make a tiny base model: a tied one is sharded, an untied one is a single file."""
+
+    @functools.cache
+    def make(family: str, dtype: str = "float32", tied: bool = False) -> Path:
+        folder = tmp_path_factory.mktemp("base") / f"{family}_{dtype}_{'tied' if tied else 'untied'}"
+        shard_size = "30KB" if tied else "1GB"
+        return save_tiny(
+            folder, family, dtype=getattr(torch, dtype), shard_size=shard_size, tie_word_embeddings=tied
+        )
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def pair_of(base_of: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Pair]:
+    """Expand a tiny base model by one of REQUESTS."""
+
+    @functools.cache
+    def load_base(path: Path) -> Any:
+        return load(path)
+
+    @functools.cache
+    def make(family: str, request: str = "preserve", dtype: str = "float32", tied: bool = False) -> Pair:
+        base = base_of(family, dtype, tied)
+        expansion = expand(base, REQUESTS[request], tmp_path_factory.mktemp("expanded") / f"{base.name}_{request}")
+        return Pair(base, expansion.path, expansion, load_base(base), load(expansion.path))
+
+    return make
+
+
+@pytest.fixture
+def llama(pair_of: Callable[..., Pair]) -> Pair:
+    """The tiny llama, single file, untied, preserve."""
+    return pair_of("llama")
+
+
+@pytest.fixture
+def llama_base(base_of: Callable[..., Path], tmp_path: Path) -> Path:
+    """A copy of the tiny llama's folder, to be damaged by a test."""
+    return Path(shutil.copytree(base_of("llama"), tmp_path / "base"))
+
+
+@pytest.fixture
+def sharded_base(base_of: Callable[..., Path], tmp_path: Path) -> Path:
+    """A copy of the tiny sharded llama's folder, to be damaged by a test."""
+    return Path(shutil.copytree(base_of("llama", tied=True), tmp_path / "sharded"))
+
+
+@pytest.fixture(scope="session")
+def stories() -> Path:
+    """A small trained model, where the workshop has it."""
+    if not STORIES.is_dir():
+        pytest.skip(f"{STORIES} is not there; it belongs to the workshop, not to the project")
+    return STORIES
