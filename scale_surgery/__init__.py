@@ -6,8 +6,8 @@
     verify("expanded").passed
     strip("expanded", "base-again")
 
-Importing this package imports neither torch nor transformers; it makes expanded models loadable by
-transformers' auto classes without remote code.
+Importing this package imports neither torch nor transformers. After `scale_surgery.register()` expanded models
+load by transformers' auto classes without remote code.
 """
 
 __version__ = "0.1.0"
@@ -20,8 +20,8 @@ from scale_surgery.errors import (
     VerificationError,
 )
 from scale_surgery.inspect import Inspection, inspect
+from scale_surgery.modeling import register
 from scale_surgery.plan import Plan, Request
-from scale_surgery.registration import register_when_ready
 from scale_surgery.strip import Stripped, strip
 from scale_surgery.verify import Promise, Verification, verify
 
@@ -45,8 +45,7 @@ __all__ = [
     "expand",
     "inspect",
     "plan",
+    "register",
     "strip",
     "verify",
 ]
-
-register_when_ready()

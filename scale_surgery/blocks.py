@@ -203,7 +203,8 @@ def svd_w22(weight: Tensor, up_out: int, up_in: int, method: Method, generator: 
 def random_block(up_out: int, inputs: int, generator: torch.Generator) -> Tensor:
     """A block with He's normal initialisation: standard deviation sqrt(2 / inputs), float32."""
     normal = torch.randn(up_out, inputs, generator=generator, dtype=torch.float32)
-    return normal * (2.0 / inputs) ** 0.5
+    scaled: Tensor = normal * (2.0 / inputs) ** 0.5
+    return scaled
 
 
 def svd_embedding(weight: Tensor, up: int, method: Method, generator: torch.Generator) -> Tensor:

@@ -127,7 +127,7 @@ def make_request(options: dict[str, Any]) -> Request | None:
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, prog_name="scale-surgery")
 def main() -> None:
-    r"""Widen a language model so that it can learn without losing what it knows.
+    """Widen a language model so that it can learn without losing what it knows.
 
     \b
     scale-surgery inspect MODEL
@@ -144,7 +144,7 @@ def main() -> None:
 @model_options
 @output_options
 def inspect_command(model: str, revision: str | None, out: Output) -> None:
-    r"""Describe MODEL from its headers: family, sizes, parameters, and what an expansion added.
+    """Describe MODEL from its headers: family, sizes, parameters, and what an expansion added.
 
     \b
     Example: scale-surgery inspect meta-llama/Llama-3.2-1B
@@ -165,7 +165,7 @@ def inspect_command(model: str, revision: str | None, out: Output) -> None:
 def plan_command(
     model: str, revision: str | None, output: Path | None, details: bool, out: Output, **options: Any
 ) -> None:
-    r"""Show everything that expand would do to MODEL; no weight is read.
+    """Show everything that expand would do to MODEL; no weight is read.
 
     \b
     Example: scale-surgery plan MODEL --layers 20-31 --variant adapt -o plan.json
@@ -208,7 +208,7 @@ def expand_command(
     out: Output,
     **options: Any,
 ) -> None:
-    r"""Widen chosen layers of MODEL; every pretrained tensor keeps its bytes.
+    """Widen chosen layers of MODEL; every pretrained tensor keeps its bytes.
 
     \b
     Example: scale-surgery expand MODEL --layers 20-31
@@ -275,7 +275,7 @@ def expand_command(
 def verify_command(
     expanded: Path, memory: str, report: Path | None, required: tuple[str, ...], out: Output, **options: Any
 ) -> None:
-    r"""Prove which promises hold for EXPANDED, with numbers; exit code 1 where one is broken.
+    """Prove which promises hold for EXPANDED, with numbers; exit code 1 where one is broken.
 
     \b
     Example: scale-surgery verify EXPANDED --base MODEL --report certificate.json
@@ -300,7 +300,7 @@ def verify_command(
 @overwrite_options
 @output_options
 def strip_command(expanded: Path, output: Path, base_weights: Any, overwrite: bool, out: Output) -> None:
-    r"""Give back the base model that EXPANDED stands on, every file byte for byte.
+    """Give back the base model that EXPANDED stands on, every file byte for byte.
 
     \b
     Example: scale-surgery strip EXPANDED -o BASE
@@ -316,7 +316,7 @@ def strip_command(expanded: Path, output: Path, base_weights: Any, overwrite: bo
 @click.option("-o", "--output", type=FOLDER, default=Path("demo"), show_default=True, help="Folder for what it makes.")
 @output_options
 def demo_command(output: Path, out: Output) -> None:
-    r"""Run the whole job on the shipped model, and show the commands.
+    """Run the whole job on the shipped model, and show the commands.
 
     \b
     Example: scale-surgery demo

@@ -1,6 +1,6 @@
 """The whole job on the shipped model, step by step, with the commands to type it by hand.
 
-    inspect -> plan -> expand -> verify -> reload in a fresh process -> strip -> compare bytes
+inspect -> plan -> expand -> verify -> reload in a fresh process -> strip -> compare bytes
 """
 
 from __future__ import annotations

@@ -156,9 +156,10 @@ def _run_probes(
 ) -> Numbers:
     from transformers import AutoConfig
 
-    from scale_surgery import probe
+    from scale_surgery import modeling, probe
     from scale_surgery.tokens import load_tokenizer
 
+    modeling.register()
     prompts = probe.read_prompts(prompts_file)
     width = int(manifest.plan["sizes"]["hidden"])
     options: dict[str, Any] = {

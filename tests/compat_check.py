@@ -18,8 +18,12 @@ def check(path: Path) -> list[str]:
     """Problems of one checkpoint; an empty list means that it works here."""
     expected = json.loads(path.with_name(f"{path.name}.expected.json").read_text())
     ids = torch.tensor(expected["ids"])
-    model, info = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True, output_loading_info=True)
-    base = AutoModelForCausalLM.from_pretrained(path.with_name("base"))
+    # eager: the releases differ in the kernel that they choose for gemma2
+    options = {"attn_implementation": "eager"}
+    model, info = AutoModelForCausalLM.from_pretrained(
+        path, trust_remote_code=True, output_loading_info=True, **options
+    )
+    base = AutoModelForCausalLM.from_pretrained(path.with_name("base"), **options)
     problems = [f"{kind}: {sorted(map(str, names))[:3]}" for kind, names in info.items() if names]
     with torch.no_grad():
         logits = model.eval()(ids).logits
@@ -43,6 +47,7 @@ def check(path: Path) -> list[str]:
 def main(folder: Path) -> int:
     """Check every checkpoint under `folder`; the number of those with problems."""
     transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     failed = 0
     paths = sorted(file.with_name(file.name.removesuffix(".expected.json")) for file in folder.rglob("*.expected.json"))
     for path in paths:

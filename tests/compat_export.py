@@ -27,7 +27,7 @@ def main(folder: Path) -> None:
         base = save_tiny(folder / family / "base", family, tie_word_embeddings=family in ("gpt2", "gemma2"))
         for name, request in REQUESTS.items():
             path = expand(base, request, folder / family / name).path
-            model = AutoModelForCausalLM.from_pretrained(path).eval()
+            model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
             with torch.no_grad():
                 logits = model(ids).logits
                 tokens = model.generate(ids, max_new_tokens=6, do_sample=False)

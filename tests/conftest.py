@@ -12,6 +12,7 @@ for _name in ("HF_HUB_CACHE", "HF_MODULES_CACHE", "TRANSFORMERS_CACHE"):
     os.environ.pop(_name, None)
 
 import functools
+import hashlib
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -53,6 +54,12 @@ class Pair:
     def load(self, **options: Any) -> Any:
         """Load the expanded model once more, for a test that changes it."""
         return load(self.path, **options)
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """sha256 of every file of a folder, by relative name."""
+    files = (file for file in sorted(folder.rglob("*")) if file.is_file())
+    return {file.relative_to(folder).as_posix(): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
 def load(path: Path, **options: Any) -> Any:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +15,7 @@ from scale_surgery.manifest import hash_tensors
 from scale_surgery.modeling import expanded_modules
 from scale_surgery.plan import Request
 from scale_surgery.strip import strip
-from tests.conftest import REQUESTS, Pair, load
+from tests.conftest import REQUESTS, Pair, digests, load
 from tests.tiny import FAMILIES
 
 DTYPES = ("float32", "bfloat16")
@@ -89,6 +87,18 @@ def test_output_at_init(pair_of, family, request_name, dtype, tied):
     assert pair.expanded.dtype == pair.base.dtype == getattr(torch, dtype)
     assert unequal(pair.base, pair.expanded) == []
     assert base_bytes(pair.base, pair.expanded) == []
+
+
+@each_dtype
+def test_output_at_init_with_several_threads(pair_of, dtype):
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        for name in REQUESTS:
+            pair = pair_of("qwen3", name, dtype)
+            assert unequal(pair.base, pair.expanded) == []
+    finally:
+        torch.set_num_threads(threads)
 
 
 @each_dtype
@@ -172,12 +182,6 @@ def test_recoverable(pair_of, tmp_path, family, tied):
     wanted, found = hash_tensors(base, list(stored)), hash_tensors(saved, list(stored.values()))
     assert wanted == {name: found[now] for name, now in stored.items()}
     assert len(saved.tensors) == len(base.tensors) + len(pair.expansion.plan.tensors)
-
-
-def digests(folder: Path) -> dict[str, str]:
-    """sha256 of every file of a folder, by relative name."""
-    files = (file for file in sorted(folder.rglob("*")) if file.is_file())
-    return {file.relative_to(folder).as_posix(): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
 @each_family

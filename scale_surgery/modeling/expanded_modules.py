@@ -357,14 +357,18 @@ class ExpandedPreTrainedModel:
         raise NotImplementedError("Resize the base model's embeddings first, then expand it.")
 
     @torch.no_grad()
-    def _init_weights(self, module):
+    def initialize_weights(self):
         """Initialise as the stock model does; expansion tensors that no file gave are zero.
 
-        A weight that was loaded is never touched, even where an expansion tensor beside it is missing.
+        transformers lets the stock base model initialise its own modules, and it knows no expansion tensors.
         """
-        if not getattr(getattr(module, "weight", None), "_is_hf_initialized", False):
-            super()._init_weights(module)
-        if isinstance(module, ExpandedModule):
-            for parameter in module.expansion_parameters().values():
-                if not getattr(parameter, "_is_hf_initialized", False):
-                    nn.init.zeros_(parameter)
+        missing = [
+            parameter
+            for module in self.modules()
+            if isinstance(module, ExpandedModule) and not getattr(module, "_is_hf_initialized", False)
+            for parameter in module.expansion_parameters().values()
+            if not getattr(parameter, "_is_hf_initialized", False)
+        ]
+        super().initialize_weights()
+        for parameter in missing:
+            parameter.zero_()
