@@ -291,7 +291,7 @@ def render_reloaded(found: Reloaded) -> RenderableType:
         ("logits", "bit-equal to the base's" if found.logits_bit_equal else "DIFFERENT from the base's"),
         ("trains", f"{found.trainable:,} new parameters; {found.frozen:,} are frozen"),
         ("asked", " ".join(found.question.split())),
-        ("answered", found.answer),
+        ("answered", f"{found.answer}  (right: {found.expected})"),
     ]
     return _facts("[bold]loaded with trust_remote_code", rows)
 

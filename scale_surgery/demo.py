@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from scale_surgery.biographies import SHIPPED_MODEL, people, questions
 from scale_surgery.checkpoint import list_files
 from scale_surgery.errors import CheckpointError
 from scale_surgery.expand import expand, plan
@@ -24,7 +25,6 @@ from scale_surgery.verify import verify
 if TYPE_CHECKING:
     from scale_surgery.console import Output
 
-SHIPPED_MODEL = Path(__file__).parent / "models" / "biographies"
 MARKER = ".scale-surgery-demo"
 LAYERS = "last:2"
 
@@ -59,6 +59,7 @@ class Reloaded:
     logits_bit_equal: bool
     question: str
     answer: str
+    expected: str
     trainable: int
     frozen: int
     imported_scale_surgery: bool
@@ -133,10 +134,8 @@ def _is_identical(one: Path, other: Path) -> bool:
 
 
 def _reload(base: Path, expanded: Path) -> Reloaded:
-    from scale_surgery.biographies import people, questions
-
-    question = questions(people(1)[0])[1].prompt
-    arguments = [str(base.resolve()), str(expanded.resolve()), question]
+    question = questions(people(1)[0])[1]
+    arguments = [str(base.resolve()), str(expanded.resolve()), question.prompt]
     # -P keeps the current folder off the path, so a checkout of this package is not picked up by accident
     run = subprocess.run(
         [sys.executable, "-P", "-c", RELOAD, *arguments], capture_output=True, text=True, cwd=base.resolve()
@@ -147,8 +146,9 @@ def _reload(base: Path, expanded: Path) -> Reloaded:
     return Reloaded(
         model_class=found["class"],
         logits_bit_equal=found["logits_bit_equal"],
-        question=question,
+        question=question.prompt,
         answer=found["answer"],
+        expected=question.answer,
         trainable=found["trainable"],
         frozen=found["frozen"],
         imported_scale_surgery=found["imported_scale_surgery"],

@@ -36,10 +36,10 @@ from scale_surgery.staging import (
     BaseWeights,
     check_space,
     check_target,
-    finished_file,
     staged,
     take_over,
     write_json,
+    write_tensors,
     write_text,
 )
 
@@ -169,8 +169,6 @@ def _check_clashes(checkpoint: Checkpoint, plan: Plan) -> None:
 
 
 def _write_expansion(plan: Plan, checkpoint: Checkpoint, partial: Path, device: str, track: Track) -> None:
-    from safetensors.torch import save_file
-
     from scale_surgery.initialise import make_tensor
 
     with track("new tensors", plan.costs.parameters_added) as advance:
@@ -181,8 +179,7 @@ def _write_expansion(plan: Plan, checkpoint: Checkpoint, partial: Path, device: 
                 for tensor in planned:
                     tensors[tensor.name] = make_tensor(plan, tensor, checkpoint, device)
                     advance(tensor.elements)
-                with finished_file(partial / shard) as temporary:
-                    save_file(tensors, temporary, metadata={"format": "pt"})
+                write_tensors(partial / shard, tensors)
             else:
                 advance(sum(tensor.elements for tensor in planned))
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from scale_surgery import modeling
-from scale_surgery.checkpoint import open_checkpoint
+from scale_surgery.checkpoint import Checkpoint, open_checkpoint
 from scale_surgery.errors import CheckpointError
 
 PROMPTS = (
@@ -168,19 +168,16 @@ def loaded(path: Path, *, memory_bytes: int, device: str, trust_remote_code: boo
     Yields:
         The model in evaluation mode, and the names of tensors that were missing, unexpected or mismatched.
     """
-    from transformers import AutoModelForCausalLM
-
-    modeling.register()
-    size = sum(info.bytes for info in open_checkpoint(path).tensors.values())
+    checkpoint = open_checkpoint(path)
+    size = sum(info.bytes for info in checkpoint.tensors.values())
+    model_class = _model_class(checkpoint, trust_remote_code=trust_remote_code)
     with tempfile.TemporaryDirectory() as offload_folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         options: dict[str, Any] = {"device_map": {"": device}} if device != "cpu" else {}
         if size > memory_bytes:
             options = {"device_map": "auto", "max_memory": {"cpu": memory_bytes}, "offload_folder": offload_folder}
         with quiet_transformers():
-            found: Any = AutoModelForCausalLM.from_pretrained(
-                path, trust_remote_code=trust_remote_code, output_loading_info=True, **options
-            )
+            found = model_class.from_pretrained(path, output_loading_info=True, **options)
         model, info = found
         model.eval()
         yield model, _load_problems(info)
@@ -203,6 +200,17 @@ def quiet_transformers() -> Iterator[None]:
         logging.set_verbosity(verbosity)
         if was_shown:
             logging.enable_progress_bar()
+
+
+def _model_class(checkpoint: Checkpoint, *, trust_remote_code: bool) -> Any:
+    """The auto class, which knows our model types, or the class in the folder itself."""
+    from transformers import AutoModelForCausalLM
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+    modeling.register()
+    if trust_remote_code and "scale_surgery" in checkpoint.config:
+        return get_class_from_dynamic_module(checkpoint.config["auto_map"]["AutoModelForCausalLM"], checkpoint.path)
+    return AutoModelForCausalLM
 
 
 def _load_problems(info: dict[str, Any]) -> list[str]:

@@ -11,12 +11,16 @@ import errno
 import fcntl
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from scale_surgery.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 BaseWeights = Literal["auto", "copy", "link"]
 STATE_FILE = ".unfinished.json"
@@ -185,6 +189,21 @@ def write_text(file: Path, text: str) -> None:
 def write_json(file: Path, content: Mapping[str, Any]) -> None:
     """Write a JSON object, whole or not at all."""
     write_text(file, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+
+
+def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write a safetensors file, whole or not at all."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    with finished_file(file) as temporary:
+        try:
+            save_file(dict(tensors), temporary, metadata={"format": "pt"})
+        except SafetensorError as error:
+            # it tells of a full disk, or of any other error of the system, in its text only
+            found = re.search(r"os error (\d+)", str(error))
+            number = int(found[1]) if found else errno.EIO
+            raise OSError(number, os.strerror(number), str(file)) from error
 
 
 def take_over(source: Path, file: Path, how: BaseWeights) -> None:

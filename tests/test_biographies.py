@@ -132,10 +132,7 @@ def test_no_questions_are_refused(model, tokenizer) -> None:
 
 
 def test_batches_do_not_change_the_score(model, tokenizer, new_questions) -> None:
-    scores = {
-        first_token_accuracy(model, tokenizer, new_questions[:20], batch_size=size)
-        for size in (1, 7, 512)
-    }
+    scores = {first_token_accuracy(model, tokenizer, new_questions[:20], batch_size=size) for size in (1, 7, 512)}
     assert len(scores) == 1
 
 

@@ -1,0 +1,35 @@
+"""The demo: the whole job on the shipped model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from scale_surgery import CheckpointError
+from scale_surgery.biographies import SHIPPED_MODEL
+from scale_surgery.console import Output
+from scale_surgery.demo import demo
+from tests.conftest import digests
+
+
+def test_the_demo_keeps_every_promise_and_can_be_repeated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = demo(Path("demo"), Output())
+    assert result.passed and result.verified and result.files_compared == result.files_identical == 6
+    assert result.reloaded.logits_bit_equal and not result.reloaded.imported_scale_surgery
+    assert result.reloaded.answer == result.reloaded.expected
+    assert digests(tmp_path / "demo" / "stripped") == digests(SHIPPED_MODEL)
+    text = capsys.readouterr().out
+    for command in ("inspect demo/biographies", "expand demo/biographies --layers last:2", "strip demo/expanded"):
+        assert f"$ scale-surgery {command}" in text
+    assert "All promises kept." in text
+
+
+def test_the_demo_replaces_only_what_a_demo_made(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(CheckpointError, match=r"mine: exists and was not made by a demo\. Choose another folder"):
+        demo(tmp_path / "mine", Output())
+    assert list((tmp_path / "mine").iterdir()) == []

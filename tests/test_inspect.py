@@ -1,0 +1,58 @@
+"""Inspection of base and expanded models."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from scale_surgery import CheckpointError, Request, UnsupportedFamilyError, expand, inspect, verify
+from tests.tiny import save_tiny
+
+
+def test_a_base_model(tmp_path: Path) -> None:
+    base = save_tiny(tmp_path / "base", "llama", shard_size="30KB")
+    found = inspect(base)
+    assert (found.name, found.family, found.dtype, found.expansion) == ("base", "llama", "F32", None)
+    sizes = found.sizes
+    assert (sizes.hidden, sizes.layers, sizes.query_heads, sizes.key_value_heads) == (40, 3, 4, 2)
+    assert (sizes.head_size, sizes.inner, sizes.vocabulary, sizes.is_tied) == (10, 52, 97, False)
+    # embedding and head; q, o; k, v; gate, up, down; two norms a layer; their biases; final norm
+    weights = 2 * 97 * 40 + 3 * (2 * 40 * 40 + 2 * 20 * 40 + 3 * 52 * 40 + 80) + 40
+    biases = 3 * (40 + 20 + 20 + 40 + 52 + 52 + 40)
+    assert found.parameters_stored == found.parameters_unique == weights + biases
+    assert found.bytes == 4 * found.parameters_stored == sum(found.shards.values()) and len(found.shards) > 1
+
+
+def test_a_tied_head_that_is_stored_counts_once(tmp_path: Path) -> None:
+    base = save_tiny(tmp_path / "base", "llama")
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    found = inspect(base)
+    assert found.parameters_stored - found.parameters_unique == 97 * 40
+
+
+def test_an_expanded_model(tmp_path: Path) -> None:
+    base = save_tiny(tmp_path / "base", "llama")
+    done = expand(base, Request("1-2", variant="adapt", collaborative_layers="2"), tmp_path / "expanded")
+    found = inspect(done.path)
+    added = found.expansion
+    assert added is not None and found.family == "llama"
+    assert (added.variant, added.base_name, added.layers) == ("adapt", "base", (1, 2))
+    assert (added.collaborative_layers, added.collaborative_groups) == ((2,), ("attn",))
+    assert (added.up_width, added.up_kv_heads, added.up_inner_width) == (20, 1, 8)
+    assert sum(added.parameters_by_block.values()) == done.plan.costs.parameters_added
+    assert added.parameters_by_block["w12"] == 20 * (40 + 20 + 20) + 20 * 40
+    assert added.verified is None
+    verify(done.path, files_only=True, required=("recoverable",))
+    assert inspect(done.path).expansion.verified.startswith("passed 20")  # type: ignore[union-attr]
+
+
+def test_not_a_model(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"nowhere: not found\. Give a model folder or a Hub id"):
+        inspect(tmp_path / "nowhere")
+    base = save_tiny(tmp_path / "base", "llama")
+    (base / "config.json").write_text('{"model_type": "t5"}')
+    with pytest.raises(UnsupportedFamilyError, match=r"model_type is 't5', expected one of: gemma2, gemma3_text"):
+        inspect(base)
