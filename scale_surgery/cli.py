@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -34,6 +35,9 @@ def output_options(command: Command) -> Command:
         from scale_surgery.console import Output
 
         out = Output(as_json=as_json, quiet=quiet)
+        if quiet or not sys.stderr.isatty():
+            # the Hub's client shows bars of its own, and reads this when it is imported
+            os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
         try:
             command(*args, out=out, **options)
         except (SurgeryError, KeyboardInterrupt) as error:

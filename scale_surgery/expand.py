@@ -31,7 +31,7 @@ from scale_surgery.errors import CheckpointError, PlanError
 from scale_surgery.families import Family, get_family
 from scale_surgery.manifest import BaseFile, Manifest, hash_files, hash_tensors
 from scale_surgery.plan import Plan, Request, check_same_plan, load_request, make_plan
-from scale_surgery.sources import Source, find_source
+from scale_surgery.sources import Source, find_source, open_model
 from scale_surgery.staging import (
     BaseWeights,
     check_space,
@@ -88,8 +88,8 @@ def plan(model: str | Path, request: Request, *, revision: str | None = None) ->
     Raises:
         SurgeryError: If the model cannot be read or the request does not fit it.
     """
-    source = find_source(model, revision)
-    return make_plan(open_checkpoint(source.path), request, name=source.name, revision=source.revision)
+    source, checkpoint = open_model(model, revision)
+    return make_plan(checkpoint, request, name=source.name, revision=source.revision)
 
 
 def default_output(source: Source) -> Path:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scale_surgery.checkpoint import Checkpoint, open_checkpoint
+from scale_surgery.checkpoint import Checkpoint
 from scale_surgery.families import Family, Sizes, get_family, read_sizes
-from scale_surgery.sources import find_source
+from scale_surgery.sources import open_model
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,7 @@ def inspect(model: str | Path, *, revision: str | None = None) -> Inspection:
         CheckpointError: If the model cannot be read.
         UnsupportedFamilyError: If its architecture is not supported.
     """
-    source = find_source(model, revision)
-    checkpoint = open_checkpoint(source.path)
+    source, checkpoint = open_model(model, revision)
     family = get_family(_base_type(checkpoint.config))
     sizes = read_sizes(family, checkpoint.config)
     stored = sum(info.elements for info in checkpoint.tensors.values())

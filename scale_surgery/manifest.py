@@ -20,6 +20,7 @@ from scale_surgery.checkpoint import (
     Checkpoint,
     Progress,
     TensorInfo,
+    is_inside,
     no_progress,
     read_chunks,
     read_json,
@@ -83,9 +84,27 @@ def read_manifest(path: Path) -> Manifest:
         )
     try:
         files = {name: BaseFile(**entry) for name, entry in content["base_files"].items()}
+        _check_names(file, files, content["replaced"])
         return Manifest(**{**content, "base_files": files, "left_out": tuple(content["left_out"])})
     except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{file}: is incomplete ({error}). Restore it from where you got it.") from error
+
+
+def _check_names(file: Path, files: Mapping[str, BaseFile], replaced: Mapping[str, str]) -> None:
+    names = [*files, *(entry.stored_as for entry in files.values() if entry.stored_as is not None)]
+    problems = [
+        f"{file}: {name!r} is said to be a file of the base, expected a name inside the folder. "
+        "Do not use this checkpoint before you know who made it."
+        for name in names
+        if not is_inside(name)
+    ]
+    problems += [
+        f"{file}: is incomplete, the text of {name} is missing. Restore it from where you got it."
+        for name, entry in files.items()
+        if entry.stored_as is None and not isinstance(replaced.get(name), str)
+    ]
+    if problems:
+        raise CheckpointError.from_problems(problems)
 
 
 def hash_file(file: Path, advance: Progress = no_progress) -> str:

@@ -1,0 +1,138 @@
+"""Models on a Hub: a loopback server that speaks the parts of its protocol that reading needs, and the real client."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import digests
+from tests.tiny import save_tiny
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+REPO = "org/tiny"
+
+
+@dataclass
+class Hub:
+    """A running server: its address, and the bytes that it sent of each file."""
+
+    address: str
+    sent: dict[str, int] = field(default_factory=dict)
+
+
+def make_handler(folder: Path, hub: Hub) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            self.answer(with_body=False)
+
+        def do_GET(self) -> None:
+            self.answer(with_body=True)
+
+        def answer(self, *, with_body: bool) -> None:
+            path = self.path.split("?")[0]
+            if path.startswith(f"/api/models/{REPO}/tree/"):
+                files = [(name, (folder / name).stat().st_size, digest) for name, digest in digests(folder).items()]
+                tree = [{"type": "file", "path": name, "size": size, "oid": oid} for name, size, oid in files]
+                self.reply(json.dumps(tree).encode(), with_body)
+            elif path.startswith(f"/api/models/{REPO}"):
+                siblings = [{"rfilename": name} for name in digests(folder)]
+                self.reply(json.dumps({"id": REPO, "sha": COMMIT, "siblings": siblings}).encode(), with_body)
+            elif path.startswith(f"/{REPO}/resolve/") and (folder / path.split("/", 5)[5]).is_file():
+                self.send_file(path.split("/", 5)[5], with_body)
+            else:
+                self.send_response(404)
+                self.send_header("X-Error-Code", "RepoNotFound" if REPO not in path else "EntryNotFound")
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+
+        def send_file(self, name: str, with_body: bool) -> None:
+            content = (folder / name).read_bytes()
+            part, status = content, 200
+            if wanted := self.headers.get("Range"):
+                first, _, last = wanted.removeprefix("bytes=").partition("-")
+                part, status = content[int(first) : int(last or len(content)) + 1], 206
+            if with_body:
+                hub.sent[name] = hub.sent.get(name, 0) + len(part)
+            self.reply(part, with_body, status, hashlib.sha256(content).hexdigest())
+
+        def reply(self, body: bytes, with_body: bool, status: int = 200, etag: str = "info") -> None:
+            self.send_response(status)
+            self.send_header("X-Repo-Commit", COMMIT)
+            self.send_header("ETag", f'"{etag}"')
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            if with_body:
+                self.wfile.write(body)
+
+        def log_message(self, *arguments: object) -> None:
+            """Keep the test output clean."""
+
+    return Handler
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("repository") / "tiny", "llama", shard_size="40KB")
+
+
+@pytest.fixture
+def hub(base: Path) -> Iterator[Hub]:
+    found = Hub("")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), make_handler(base, found))
+    found.address = f"http://127.0.0.1:{server.server_port}"
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield found
+    server.shutdown()
+    server.server_close()
+
+
+def run(hub: Hub, home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the command line with its Hub at the server and an empty cache."""
+    own = {"HF_ENDPOINT": hub.address, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_TELEMETRY": "1"}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")} | own
+    command = [sys.executable, "-m", "scale_surgery", *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+
+
+def test_a_plan_downloads_headers_only(hub: Hub, base: Path, tmp_path: Path) -> None:
+    result = run(hub, tmp_path, "plan", REPO, "--layers", "last:1", "--json")
+    assert result.returncode == 0, result.stderr
+    plan = json.loads(result.stdout)
+    assert (plan["base_name"], plan["base_revision"], plan["layers"]) == (REPO, COMMIT, [2])
+    downloaded = list(tmp_path.rglob("*.safetensors"))
+    assert downloaded == [] and result.stderr == ""
+    inspected = run(hub, tmp_path, "inspect", REPO, "--json")
+    local = run(hub, tmp_path, "inspect", str(base), "--json")
+    assert json.loads(inspected.stdout) | {"name": "tiny"} == json.loads(local.stdout)
+
+
+def test_an_expansion_downloads_once_and_records_the_commit(hub: Hub, base: Path, tmp_path: Path) -> None:
+    result = run(hub, tmp_path / "home", "expand", REPO, "--layers", "last:1", "-o", str(tmp_path / "e"), "--json")
+    assert result.returncode == 0, result.stderr
+    manifest = json.loads((tmp_path / "e" / "surgery.json").read_text())
+    assert (manifest["base_name"], manifest["base_revision"]) == (REPO, COMMIT)
+    again = run(hub, tmp_path / "home", "plan", REPO, "--layers", "last:1", "--json")
+    assert again.returncode == 0, again.stderr
+    assert json.loads(again.stdout)["tensors"] == manifest["plan"]["tensors"]
+    stripped = run(hub, tmp_path / "home", "strip", str(tmp_path / "e"), "-o", str(tmp_path / "back"))
+    assert stripped.returncode == 0, stripped.stderr
+    assert digests(tmp_path / "back") == digests(base)
+
+
+def test_a_repository_that_is_not_there(hub: Hub, tmp_path: Path) -> None:
+    for verb in ("plan", "expand"):
+        result = run(hub, tmp_path, verb, "org/none", "--layers", "0")
+        message = " ".join(result.stderr.split())
+        assert result.returncode == 1 and "Traceback" not in message
+        assert message.startswith("error: org/none: no such folder, and the Hub does not give it (")
+        assert "Check the name, your access (hf auth login), the network, and HF_HUB_OFFLINE." in message
