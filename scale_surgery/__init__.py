@@ -21,7 +21,8 @@ from scale_surgery.errors import (
 )
 from scale_surgery.inspect import Inspection, inspect
 from scale_surgery.modeling import register
-from scale_surgery.plan import Plan, Request
+from scale_surgery.plan import Plan
+from scale_surgery.request import Request
 from scale_surgery.strip import Stripped, strip
 from scale_surgery.verify import Promise, Verification, verify
 

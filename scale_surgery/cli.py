@@ -17,7 +17,7 @@ from scale_surgery.errors import SurgeryError
 
 if TYPE_CHECKING:
     from scale_surgery.console import Output
-    from scale_surgery.plan import Request
+    from scale_surgery.request import Request
 
 Command = Callable[..., Any]
 FOLDER = click.Path(path_type=Path, file_okay=False)
@@ -117,7 +117,7 @@ def overwrite_options(command: Command) -> Command:
 
 def make_request(options: dict[str, Any]) -> Request | None:
     """A request from command line options; None where no layers were given."""
-    from scale_surgery.plan import Request
+    from scale_surgery.request import Request
 
     given = {name: value for name, value in options.items() if value is not None}
     if "layers" not in given:

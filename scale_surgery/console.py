@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from scale_surgery.expand import Expansion
     from scale_surgery.inspect import ExpansionSummary, Inspection
     from scale_surgery.plan import Plan, TensorPlan
+    from scale_surgery.probe import Layer
     from scale_surgery.strip import Stripped
     from scale_surgery.verify import Promise, Verification
 
@@ -257,7 +258,19 @@ def _render_numbers(result: Verification) -> RenderableType:
         ("base stream", f"largest drift {worst.drift:.3g} (layer {worst.layer}), lowest cosine {lowest:.6f}"),
         ("continuation", _continuation(numbers)),
     ]
-    return _facts("[bold]numbers", rows)
+    facts = _facts("[bold]numbers", rows)
+    return facts if worst.drift == 0 else Group(facts, Text(), _render_layers(numbers.layers))
+
+
+def _render_layers(layers: tuple[Layer, ...]) -> Table:
+    title = "[bold]base stream against the base model's"
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="dim")
+    for name in ("after", "drift", "cosine"):
+        table.add_column(name, justify="right")
+    for layer in layers:
+        after = "embedding" if layer.layer < 0 else f"layer {layer.layer}"
+        table.add_row(after, "bit-equal" if layer.is_bit_equal else f"{layer.drift:.3g}", f"{layer.cosine:.6f}")
+    return table
 
 
 def _continuation(numbers: Any) -> str:

@@ -30,7 +30,8 @@ from scale_surgery.checkpoint import (
 from scale_surgery.errors import CheckpointError, PlanError
 from scale_surgery.families import Family, get_family
 from scale_surgery.manifest import BaseFile, Manifest, hash_files, hash_tensors
-from scale_surgery.plan import Plan, Request, check_same_plan, load_request, make_plan
+from scale_surgery.plan import Plan, check_same_plan, load_request, make_plan
+from scale_surgery.request import Request
 from scale_surgery.sources import Source, find_source, open_model
 from scale_surgery.staging import (
     BaseWeights,

@@ -3,6 +3,7 @@
     recoverable         every base tensor and file has its bytes
     output_at_init      W12 and the head's up part are zero, and logits equal the base model's bit for bit
     base_stream_always  no W12 exists, and the base stream and base logits equal the base model's bit for bit
+    bounded_forgetting  only a routed model can make it
 
 A promise is *claimed* when the variant in its present state makes it; by default every claimed promise must
 hold. A trained model no longer claims `output_at_init`.
@@ -29,8 +30,7 @@ from scale_surgery.staging import write_json, write_text
 if TYPE_CHECKING:
     from scale_surgery.probe import Numbers
 
-PromiseName = Literal["recoverable", "output_at_init", "base_stream_always"]
-PROMISES: tuple[PromiseName, ...] = ("recoverable", "output_at_init", "base_stream_always")
+PROMISES = ("recoverable", "output_at_init", "base_stream_always", "bounded_forgetting")
 DEFAULT_MEMORY_BYTES = 4 * 1024**3
 
 
@@ -205,6 +205,7 @@ def _judge(
         _recoverable(integrity),
         _output_at_init(integrity, numbers, claimed=state == "initial"),
         _base_stream_always(checkpoint, integrity, numbers, claimed=variant == "preserve"),
+        Promise("bounded_forgetting", False, False, "this model does not route", ("this model does not route.",)),
     )
     required = required or tuple(promise.name for promise in promises if promise.claimed)
     problems = integrity.structure + integrity.code

@@ -84,6 +84,7 @@ def test_json_is_all_that_stdout_holds(base: Path, expanded: Path, tmp_path: Pat
         "recoverable",
         "output_at_init",
         "base_stream_always",
+        "bounded_forgetting",
     ]
     assert json.loads(run("strip", expanded, "-o", tmp_path / "s", "--json").stdout)["base_name"] == "base"
 
