@@ -250,8 +250,9 @@ def _render_numbers(result: Verification) -> RenderableType:
         return Text("no model was run", style="dim")
     worst = max(numbers.layers, key=lambda layer: layer.drift)
     lowest = min(layer.cosine for layer in numbers.layers)
+    kind = "tokens" if numbers.is_text else "random ids (no tokenizer)"
     rows = [
-        ("probes", f"{numbers.prompts} prompts, {numbers.tokens} tokens, {numbers.dtype}, {numbers.attention}"),
+        ("probes", f"{numbers.prompts} prompts, {numbers.tokens} {kind}, {numbers.dtype}, {numbers.attention}"),
         ("logits", "bit-equal" if numbers.is_bit_equal else f"drift {numbers.drift:.3g}"),
         ("KL divergence", f"{numbers.kl_divergence:.3g} nats per token"),
         ("top-1 agreement", f"{numbers.top1_agreement:.1%}"),

@@ -144,13 +144,24 @@ def expand(
     check_target(target, [source.path], overwrite=overwrite)
     _check_clashes(checkpoint, made)
     check_space(target, _needed_bytes(checkpoint, made, base_weights))
-    state = {"plan": made.to_json(), "base_weights": base_weights, "tool": manifests.tool_versions()}
+    state = {
+        "plan": made.to_json(),
+        "base_weights": base_weights,
+        "tool": manifests.tool_versions(),
+        # an unfinished folder is continued only while the base's files are the ones it was begun with
+        "base": {file: _stamp(source.path / file) for file in (*checkpoint.shards, *checkpoint.side_files)},
+    }
     with staged(target, state, overwrite=overwrite) as partial:
         _write_expansion(made, checkpoint, partial, device, track)
         written = _take_over_base(checkpoint, partial, base_weights, track)
         pinned = _write_code_and_config(made, checkpoint, partial, trust_remote_code)
         _write_index_and_manifest(made, checkpoint, partial, track)
     return Expansion(target, made, written, checkpoint.left_out, pinned)
+
+
+def _stamp(file: Path) -> list[int]:
+    found = file.stat()
+    return [found.st_size, found.st_mtime_ns]
 
 
 def _needed_bytes(checkpoint: Checkpoint, plan: Plan, base_weights: BaseWeights) -> int:
@@ -160,10 +171,10 @@ def _needed_bytes(checkpoint: Checkpoint, plan: Plan, base_weights: BaseWeights)
 
 
 def _check_clashes(checkpoint: Checkpoint, plan: Plan) -> None:
-    ours = {*get_family(plan.family).code_files, *plan.shards, MANIFEST_FILE, NUMBERED_SINGLE_FILE}
+    ours = {*get_family(plan.family).code_files, *plan.shards}
     names = [tensor.name for tensor in plan.tensors if tensor.name in checkpoint.tensors]
     problems = [f"{name}: the base model has a tensor of this name already." for name in names]
-    clashing = sorted(ours.intersection(checkpoint.side_files, checkpoint.shards))
+    clashing = sorted(ours.intersection([*checkpoint.side_files, *checkpoint.shards]))
     problems += [f"{file}: the base model has a file of this name, which the expansion needs." for file in clashing]
     if problems:
         raise CheckpointError.from_problems(problems)

@@ -55,6 +55,7 @@ class Numbers:
     Attributes:
         prompts: Number of prompts, in one left-padded batch.
         tokens: Tokens in them.
+        is_text: Whether they are text; seeded random ids otherwise, where the base has no tokenizer that loads.
         dtype: Dtype of the logits.
         attention: Attention kernel of both models.
         is_bit_equal: Whether the logits are equal, bit for bit.
@@ -73,6 +74,7 @@ class Numbers:
 
     prompts: int
     tokens: int
+    is_text: bool
     dtype: str
     attention: str
     is_bit_equal: bool
@@ -177,11 +179,10 @@ def loaded(path: Path, *, memory_bytes: int, device: str, trust_remote_code: boo
         if size > memory_bytes:
             options = {"device_map": "auto", "max_memory": {"cpu": memory_bytes}, "offload_folder": offload_folder}
         with quiet_transformers():
-            found = model_class.from_pretrained(path, output_loading_info=True, **options)
-        model, info = found
-        model.eval()
-        yield model, _load_problems(info)
-        del model, found
+            model, info = model_class.from_pretrained(path, output_loading_info=True, **options)
+            model.eval()
+            yield model, _load_problems(info)
+            del model
         gc.collect()
 
 
@@ -256,7 +257,9 @@ def run_model(
     )
 
 
-def compare(base: Run, expanded: Run, batch: Batch, new_tokens: int, tokens: tuple[str, ...]) -> Numbers:
+def compare(
+    base: Run, expanded: Run, batch: Batch, new_tokens: int, tokens: tuple[str, ...], *, is_text: bool
+) -> Numbers:
     """Compare two runs on the same batch; padding does not count."""
     real = batch.mask.bool()
     one, other = base.logits[real].double(), expanded.logits[real].double()
@@ -265,6 +268,7 @@ def compare(base: Run, expanded: Run, batch: Batch, new_tokens: int, tokens: tup
     return Numbers(
         prompts=int(batch.ids.shape[0]),
         tokens=int(real.sum()),
+        is_text=is_text,
         dtype=str(base.logits.dtype).removeprefix("torch."),
         attention=base.attention,
         is_bit_equal=_bit_equal(base.logits[real], expanded.logits[real]),

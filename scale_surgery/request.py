@@ -82,9 +82,11 @@ def _resolve_widths(sizes: Sizes, request: Request) -> Widths:
     def given(value: int | None, default: int) -> int:
         return default if value is None else value
 
-    kv_heads = given(request.up_kv_heads, max(1, round(sizes.key_value_heads * request.ratio)))
+    # any other ratio, NaN too, is reported as a problem of the widths
+    ratio = request.ratio if 0 < request.ratio <= 4 else 1.0
+    kv_heads = given(request.up_kv_heads, max(1, round(sizes.key_value_heads * ratio)))
     width = given(request.up_width, kv_heads * sizes.queries_per_key_value * sizes.head_size)
-    inner = given(request.up_inner_width, max(8, round(sizes.inner * request.ratio / 8) * 8))
+    inner = given(request.up_inner_width, max(8, round(sizes.inner * ratio / 8) * 8))
     return Widths(width, kv_heads, inner)
 
 

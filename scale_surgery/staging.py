@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from scale_surgery.checkpoint import CONFIG_FILE
 from scale_surgery.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -48,11 +49,23 @@ def check_target(target: Path, sources: list[Path], *, overwrite: bool) -> None:
         problems.append(f"{target}: exists already. Choose another output folder, or give --overwrite.")
     if target.exists() and not target.is_dir():
         problems.append(f"{target}: is a file, expected a folder to be.")
+    for folder, word in ((target, "replace"), (_partial(target), "continue")):
+        if folder.is_dir() and not _is_model_folder(folder) and (overwrite or folder != target):
+            problems.append(f"{folder}: is no model folder, will not {word} it. Choose another output folder.")
     parent = next(folder for folder in resolved.parents if folder.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         problems.append(f"{target}: {parent} is not a folder you may write to. Choose another output folder.")
     if problems:
         raise CheckpointError.from_problems(problems)
+
+
+def _partial(target: Path) -> Path:
+    return target.parent / f"{target.name}.partial"
+
+
+def _is_model_folder(folder: Path) -> bool:
+    names = {path.name for path in folder.iterdir()}
+    return not names or bool(names.intersection((STATE_FILE, CONFIG_FILE)))
 
 
 def check_space(target: Path, needed_bytes: int) -> None:
@@ -88,7 +101,7 @@ def staged(target: Path, state: Mapping[str, Any], *, overwrite: bool) -> Iterat
     Raises:
         CheckpointError: If another process is writing it, the disk is full, or a file cannot be written.
     """
-    partial = target.parent / f"{target.name}.partial"
+    partial = _partial(target)
     try:
         with _locked(partial):
             _prepare(partial, state)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from scale_surgery.errors import CheckpointError
 from scale_surgery.expand import Track, no_track
-from scale_surgery.manifest import Manifest, hash_file, read_manifest
+from scale_surgery.manifest import Manifest, hash_files, read_manifest
 from scale_surgery.staging import BaseWeights, check_space, check_target, staged, take_over, write_text
 
 
@@ -85,10 +85,8 @@ def _check_present(expanded: Path, manifest: Manifest) -> None:
 
 
 def _check_files(folder: Path, manifest: Manifest, track: Track, total: int) -> dict[str, str]:
-    hashes = {}
     with track("check by hash", total) as advance:
-        for name in manifest.base_files:
-            hashes[name] = hash_file(folder / name, advance)
+        hashes = hash_files(folder, list(manifest.base_files), advance)
     changed = [
         f"{name}: sha256 {hashes[name]}, expected {file.sha256} from surgery.json. The file was changed after the "
         "expansion: the base cannot be given back from this folder."

@@ -133,7 +133,8 @@ def verify(
         integrity = check_files(checkpoint, manifest, given, advance)
     numbers = None
     is_loadable = not any("missing" in problem or "shape" in problem for problem in integrity.structure)
-    if not files_only and is_loadable and (trust_remote_code or not integrity.code):
+    is_comparable = given is None or _same_shapes(checkpoint, manifest, given)
+    if not files_only and is_loadable and is_comparable and (trust_remote_code or not integrity.code):
         numbers = _run_probes(
             checkpoint, manifest, given, prompts_file, new_tokens, memory_bytes, device, trust_remote_code, track
         )
@@ -141,6 +142,12 @@ def verify(
     if record:
         write_json(path / MANIFEST_FILE, asdict(replace(manifest, verification=result.to_json())))
     return result
+
+
+def _same_shapes(checkpoint: Checkpoint, manifest: Manifest, given: Checkpoint) -> bool:
+    """Whether the given base's tensors have the names and shapes of the base inside an expanded checkpoint."""
+    inside = {name: checkpoint.tensors[name].shape for name in manifest.base_tensors if name in checkpoint.tensors}
+    return inside == {name: info.shape for name, info in given.tensors.items()}
 
 
 def _run_probes(
@@ -178,7 +185,8 @@ def _run_probes(
                 runs.append(probe.run_model(model, problems, batch, width, new_tokens, device))
             advance(1)
     tokens = probe.token_problems(base_tokenizer, tokenizer, prompts)
-    return probe.compare(runs[0], runs[1], batch, new_tokens, tokens)
+    is_text = base_tokenizer is not None
+    return probe.compare(runs[0], runs[1], batch, new_tokens, tokens, is_text=is_text)
 
 
 def link_base(expanded: Path, folder: Path, manifest: Manifest) -> Path:

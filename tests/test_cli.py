@@ -139,3 +139,18 @@ def test_weights_in_other_formats_are_warned_of(base: Path, tmp_path: Path) -> N
         assert run("expand", base, "--layers", "0", "-o", tmp_path / "q", "--quiet").stderr == ""
     finally:
         (base / "pytorch_model.bin").unlink()
+
+
+def test_overwrite_replaces_a_model_folder_and_nothing_else(base: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("years of work")
+    result = run("expand", base, "--layers", "0", "-o", tmp_path / "mine", "--overwrite", code=1)
+    assert "mine: is no model folder, will not replace it." in " ".join(result.stderr.split())
+    assert (tmp_path / "mine" / "thesis.txt").read_text() == "years of work"
+    (tmp_path / "e.partial").mkdir()
+    (tmp_path / "e.partial" / "thesis.txt").write_text("more work")
+    result = run("expand", base, "--layers", "0", "-o", tmp_path / "e", code=1)
+    assert "e.partial: is no model folder, will not continue it." in " ".join(result.stderr.split())
+    run("expand", base, "--layers", "0", "-o", tmp_path / "f")
+    run("expand", base, "--layers", "1", "-o", tmp_path / "f", "--overwrite")
+    assert json.loads((tmp_path / "f" / "surgery.json").read_text())["plan"]["layers"] == [1]

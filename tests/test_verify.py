@@ -165,7 +165,12 @@ def test_a_joint_norm_is_caught(copy) -> None:
     """A norm over both streams together changes the base stream; code that does so differs from ours."""
     path = copy("preserve")
     code = (path / "expanded_modules.py").read_text()
-    split = "        x_base, x_up = split(x, self.base_in)\n        y_base = super().forward(x_base)\n        return torch.cat((y_base, self"
+    lines = (
+        "x_base, x_up = split(x, self.base_in)",
+        "y_base = super().forward(x_base)",
+        "return torch.cat((y_base, self",
+    )
+    split = "\n".join(f"        {line}" for line in lines)
     assert split in code
     joint = split.replace("super().forward(x_base)", "super().forward(x_base) * x_base.norm() / x.norm()")
     (path / "expanded_modules.py").write_text(code.replace(split, joint))
@@ -190,6 +195,13 @@ def test_the_wrong_base_is_refused_by_tensor(made: Path, tmp_path: Path) -> None
     assert not result.passed
     problems = promise(result, "recoverable").problems
     assert len(problems) == 1 and problems[0].startswith("model.norm.weight: ") and str(other) in problems[0]
+
+
+def test_a_base_of_another_shape_is_no_base_and_runs_no_model(made: Path, tmp_path: Path) -> None:
+    other = save_tiny(tmp_path / "other", "llama", vocab_size=101)
+    result = verify(made / "preserve", other, record=False)
+    assert not result.passed and result.numbers is None
+    assert any("model.embed_tokens.weight" in problem for problem in promise(result, "recoverable").problems)
 
 
 def test_files_only_runs_no_model(made: Path) -> None:
