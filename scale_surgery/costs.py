@@ -12,13 +12,11 @@ from scale_surgery.families import Family, Sizes
 if TYPE_CHECKING:
     from scale_surgery.plan import TensorPlan
 
-# one ordinary CPU core; estimates are meant to be right within a factor of a few
-FLOPS_PER_SECOND = {"exact": 15e9, "fast": 40e9}
+# two ordinary CPU cores (docs/benchmarks.md); estimates are meant to be right within a factor of a few
+FLOPS_PER_SECOND = {"exact": 40e9, "fast": 100e9}
 BYTES_PER_SECOND = 1e9
 # interpreter with torch and transformers imported
 PROCESS_BYTES = 500_000_000
-# passes of the randomized range finder over a matrix, see blocks.py
-FAST_PASSES = 6
 
 
 @dataclass(frozen=True)
@@ -97,11 +95,12 @@ def _forward_factor(family: Family, sizes: Sizes, tensors: Sequence[TensorPlan],
 
 
 def _svd_flops(tensor: TensorPlan, checkpoint: Checkpoint, svd: str) -> float:
+    """Gram matrix and images of the directions, then the directions themselves; see blocks.py."""
     rows, columns = checkpoint.tensors[tensor.source].shape
     small = min(rows, columns)
-    if svd == "exact":
-        return 2.0 * rows * columns * small + 10.0 * small**3
-    return 2.0 * FAST_PASSES * rows * columns * min(small, max(tensor.shape[0], tensor.shape[-1]))
+    count = min(small, *tensor.shape)
+    products = 2.0 * rows * columns * (small + count)
+    return products + (10.0 * small**3 if svd == "exact" else 16.0 * small**2 * count)
 
 
 def _peak_memory(

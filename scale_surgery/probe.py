@@ -7,6 +7,7 @@ than the memory given to it is streamed from its files, module by module (accele
 from __future__ import annotations
 
 import gc
+import logging
 import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
@@ -188,19 +189,23 @@ def loaded(path: Path, *, memory_bytes: int, device: str, trust_remote_code: boo
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Silence transformers' own progress bars and messages; what matters is reported by us."""
+    """Silence the progress bars and messages of transformers and accelerate; what matters is reported by us."""
     from transformers.utils import logging as transformers_logging
 
-    logging: Any = transformers_logging
-    verbosity, was_shown = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    transformers: Any = transformers_logging
+    accelerate = logging.getLogger("accelerate")
+    levels = transformers.get_verbosity(), accelerate.level
+    was_shown = transformers.is_progress_bar_enabled()
+    transformers.set_verbosity_error()
+    transformers.disable_progress_bar()
+    accelerate.setLevel(logging.ERROR)
     try:
         yield
     finally:
-        logging.set_verbosity(verbosity)
+        transformers.set_verbosity(levels[0])
+        accelerate.setLevel(levels[1])
         if was_shown:
-            logging.enable_progress_bar()
+            transformers.enable_progress_bar()
 
 
 def _model_class(checkpoint: Checkpoint, *, trust_remote_code: bool) -> Any:
