@@ -83,7 +83,8 @@ class Checkpoint:
         tensors: Every tensor by name.
         shards: Names of the safetensors files that hold them, in order.
         side_files: Names of all other files that belong to it, relative, in order.
-        left_out: Files that hold weights in another format and are not taken along.
+        left_out: Files that hold weights in another form (pickles, shards that no index names) and are not
+            taken along.
     """
 
     path: Path
@@ -92,11 +93,6 @@ class Checkpoint:
     shards: tuple[str, ...]
     side_files: tuple[str, ...]
     left_out: tuple[str, ...]
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether an index file names the shards."""
-        return INDEX_FILE in self.side_files
 
     @cached_property
     def manifest(self) -> Mapping[str, Any] | None:
@@ -182,7 +178,23 @@ def _parse_header(file: str, header: Mapping[str, Any], data_start: int, size: i
                 f"for shape {info.shape} in {info.dtype}. Download it again."
             )
         tensors[name] = info
+    _check_offsets(file, tensors, data_start, size)
     return tensors
+
+
+def _check_offsets(file: str, tensors: Mapping[str, TensorInfo], data_start: int, size: int) -> None:
+    expected = data_start
+    for info in sorted(tensors.values(), key=lambda info: (info.offset, info.bytes)):
+        if info.offset != expected or info.bytes < 0:
+            raise CheckpointError(
+                f"{file}: {info.name} begins at byte {info.offset}, expected {expected}, where the tensor before it "
+                "ends. It is damaged: download it again."
+            )
+        expected += info.bytes
+    if expected != size:
+        raise CheckpointError(
+            f"{file}: its tensors end at byte {expected}, the file has {size} bytes. It is damaged: download it again."
+        )
 
 
 def open_checkpoint(path: Path) -> Checkpoint:

@@ -24,6 +24,14 @@ FOLDER = click.Path(path_type=Path, file_okay=False)
 FILE = click.Path(path_type=Path, dir_okay=False)
 
 
+def stop(out: Output, message: str, *, debug: bool) -> None:
+    """Say what went wrong and exit with 1."""
+    if debug:
+        traceback.print_exc()
+    out.fail(message)
+    sys.exit(1)
+
+
 def output_options(command: Command) -> Command:
     """Add --json, --quiet and --debug; give the command an `Output`; turn known errors into one line."""
 
@@ -40,11 +48,15 @@ def output_options(command: Command) -> Command:
             os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
         try:
             command(*args, out=out, **options)
-        except (SurgeryError, KeyboardInterrupt) as error:
-            if debug:
-                traceback.print_exc()
-            out.fail(str(error) or "interrupted; nothing was given its final name")
-            sys.exit(1)
+        except click.ClickException:
+            raise
+        except SurgeryError as error:
+            stop(out, str(error), debug=debug)
+        except KeyboardInterrupt:
+            stop(out, "interrupted; nothing was given its final name", debug=debug)
+        except Exception as error:
+            # other programs' errors: a device that is not there, memory that ran out, a file that cannot be written
+            stop(out, f"{type(error).__name__}: {error}. --debug shows where.", debug=debug)
 
     return run
 
@@ -113,6 +125,17 @@ def overwrite_options(command: Command) -> Command:
     return click.option("--overwrite", is_flag=True, help="Replace the output folder when the new one is whole.")(
         command
     )
+
+
+def parse_size(text: str) -> int:
+    """Read a size such as 4GiB, 500MB or 2000000 as bytes."""
+    units = {"GIB": 1024**3, "MIB": 1024**2, "KIB": 1024, "GB": 10**9, "MB": 10**6, "KB": 10**3, "B": 1}
+    upper = text.strip().upper()
+    unit = next((unit for unit in units if upper.endswith(unit)), "")
+    try:
+        return int(float(upper.removesuffix(unit)) * units.get(unit, 1))
+    except ValueError as error:
+        raise click.UsageError(f"--memory {text} is not a size, expected for example 4GiB or 500MB.") from error
 
 
 def make_request(options: dict[str, Any]) -> Request | None:
@@ -219,12 +242,14 @@ def expand_command(
     """
     from scale_surgery.console import render_expansion, render_plan
     from scale_surgery.expand import expand, plan
-    from scale_surgery.plan import load_request
+    from scale_surgery.plan import check_same_plan, load_request
 
     request = make_request(options)
     if (request is None) == (plan_file is None):
         raise click.UsageError("Give --layers, or --plan with a saved plan, one of the two.")
     made = plan(model, request or load_request(plan_file), revision=revision)  # type: ignore[arg-type]
+    if plan_file is not None:
+        check_same_plan(made, plan_file)
     if dry_run:
         out.show(made, render_plan(made))
         return
@@ -264,9 +289,11 @@ def expand_command(
 @click.option(
     "--files-only",
     is_flag=True,
-    help="Check bytes and structure; run no model. Promises about outputs then do not hold.",
+    help="Check bytes and structure; run no model. Promises about outputs are then not checked.",
 )
-@click.option("--memory", default="4GiB", show_default=True, help="Weights above this are streamed from their files.")
+@click.option(
+    "--memory", default="4GiB", show_default=True, help="On the CPU, weights above this are streamed from their files."
+)
 @click.option("--device", default="cpu", show_default=True, help="Where the models run.")
 @click.option("--report", type=FILE, help="Write the certificate as JSON.")
 @click.option(
@@ -286,12 +313,14 @@ def verify_command(
     """
     from scale_surgery.console import render_verification
     from scale_surgery.staging import write_json
-    from scale_surgery.verify import PROMISES, parse_size, verify
+    from scale_surgery.verify import PROMISES, verify
 
     unknown = [name for name in required if name not in PROMISES]
     if unknown:
         raise click.UsageError(f"--promise {unknown[0]} is not one of {', '.join(PROMISES)}.")
     result = verify(expanded, required=required, memory_bytes=parse_size(memory), track=out.track, **options)
+    if not result.recorded:
+        out.warn(f"{expanded} is read-only: the result is not recorded in its surgery.json")
     if report is not None:
         write_json(report, result.to_json())
     out.show(result, render_verification(result))

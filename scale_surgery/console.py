@@ -37,7 +37,7 @@ class Output:
     def __init__(self, *, as_json: bool = False, quiet: bool = False) -> None:
         self.as_json = as_json
         self.results = Console(highlight=False, soft_wrap=False)
-        self.messages = Console(stderr=True, highlight=False)
+        self.messages = Console(stderr=True, highlight=False, soft_wrap=True)
         self.quiet = quiet
 
     def show(self, result: Any, rendered: RenderableType) -> None:
@@ -53,8 +53,8 @@ class Output:
             self.results.print(message)
 
     def warn(self, message: str) -> None:
-        """Print a warning on stderr."""
-        if not self.quiet:
+        """Print a warning on stderr, where it is a terminal: what a script must know stands in the result."""
+        if self.messages.is_terminal and not self.quiet:
             self.messages.print(Text("warning: ", style="yellow") + Text(message))
 
     def fail(self, message: str) -> None:
@@ -210,6 +210,7 @@ def render_expansion(done: Expansion) -> RenderableType:
         ("base shards", f"{format_bytes(done.base_bytes_written)} written, taken over as files"),
         ("next", f"scale-surgery verify {done.path}"),
     ]
+    rows += [("not taken along", ", ".join(done.left_out))] if done.left_out else []
     return _facts("[bold]expanded", rows)
 
 
@@ -229,6 +230,8 @@ def render_verification(result: Verification) -> RenderableType:
 
 
 def _verdict(promise: Promise, is_required: bool) -> Text:
+    if promise.holds is None:
+        return Text("not checked", style="bold red" if is_required else "yellow")
     if promise.holds:
         return Text("holds" if is_required or promise.claimed else "holds (unclaimed)", style="green")
     return Text("BROKEN", style="bold red") if is_required else Text("not claimed", style="dim")

@@ -214,12 +214,12 @@ def _take_over_base(checkpoint: Checkpoint, partial: Path, how: BaseWeights, tra
     return 0 if how == "link" else sum(sizes.values())
 
 
-def expanded_config(config: Mapping[str, Any], plan: Plan, family: Family, dtype: str) -> dict[str, Any]:
+def expanded_config(config: Mapping[str, Any], specs: Mapping[str, Any], family: Family, dtype: str) -> dict[str, Any]:
     """Edit a base model's config.json: own model type and classes, our plan, everything else as it was.
 
     Args:
         config: Parsed config.json of the base.
-        plan: The plan.
+        specs: Module specifications of the plan.
         family: Facts of the architecture.
         dtype: Dtype of the base model, written where the config names none, since the first shard that a
             loader opens may now be one of ours.
@@ -230,8 +230,8 @@ def expanded_config(config: Mapping[str, Any], plan: Plan, family: Family, dtype
     edited = dict(config) | {
         "architectures": [f"Scale{family.stem}ForCausalLM"],
         "model_type": family.expanded_type,
-        "auto_map": {**config.get("auto_map", {}), **modeling.auto_map(family)},
-        "scale_surgery": dict(plan.specs),
+        "auto_map": {**(config.get("auto_map") or {}), **modeling.auto_map(family)},
+        "scale_surgery": dict(specs),
     }
     if not {"dtype", "torch_dtype"}.intersection(config):
         edited["torch_dtype"] = dtype
@@ -246,7 +246,7 @@ def _write_code_and_config(plan: Plan, checkpoint: Checkpoint, partial: Path, tr
     for file in family.code_files:
         write_text(partial / file, modeling.code_text(file))
     dtype = str(TORCH_DTYPES[checkpoint.dtype]).removeprefix("torch.")
-    write_json(partial / CONFIG_FILE, expanded_config(checkpoint.config, plan, family, dtype))
+    write_json(partial / CONFIG_FILE, expanded_config(checkpoint.config, plan.specs, family, dtype))
     return pin_tokenizer_class(checkpoint.path, partial, trust_remote_code=trust_remote_code)
 
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from scale_surgery import modeling
-from scale_surgery.checkpoint import Checkpoint, Progress, no_progress, read_tensor
+from scale_surgery.checkpoint import CONFIG_FILE, Checkpoint, Progress, no_progress, read_tensor
+from scale_surgery.expand import expanded_config
 from scale_surgery.families import Family, get_family
 from scale_surgery.manifest import Manifest, hash_file, hash_tensors
-
-EXPANSION_BLOCKS = ("w12", "w21", "w22", "up_weight", "up_bias")
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,10 @@ class Integrity:
     Attributes:
         base: Base tensors and files that are not what they were, or not the given base's.
         structure: Expansion tensors that are missing, unexpected, of a wrong shape, or where no W12 may be.
-        code: Code files that differ from this release's.
+        config: Keys of config.json that are not what the expansion wrote.
+        code: Code files that are missing, unknown, or not what the expansion wrote.
+        foreign_code: Code files that the expansion wrote, by another release than this.
+        is_loadable: Whether every tensor that the model needs is there in its shape.
         nonzero: Tensors that must be zero for the output to be the base's: W12 and the head's up part.
         trained: Expansion tensors that changed since the expansion.
         base_tensors: Number of base tensors compared.
@@ -31,16 +34,14 @@ class Integrity:
 
     base: tuple[str, ...]
     structure: tuple[str, ...]
+    config: tuple[str, ...]
     code: tuple[str, ...]
+    foreign_code: tuple[str, ...]
+    is_loadable: bool
     nonzero: tuple[str, ...]
     trained: tuple[str, ...]
     base_tensors: int
     base_bytes: int
-
-
-def is_expansion_tensor(name: str) -> bool:
-    """Whether a tensor's name is that of an expansion tensor."""
-    return name.rsplit(".", 1)[-1] in EXPANSION_BLOCKS
 
 
 def check_files(
@@ -62,13 +63,18 @@ def check_files(
     hashes = hash_tensors(checkpoint, present, advance)
     found = [name for name in planned if name in checkpoint.tensors]
     expansion = hash_tensors(checkpoint, found, advance)
+    damaged = _damaged(checkpoint, planned)
+    family = get_family(manifest.plan["family"])
     return Integrity(
         base=(
-            *_tensor_problems(manifest, hashes, base, advance),
-            *_file_problems(checkpoint.path, manifest, advance),
+            *_tensor_problems(checkpoint, manifest, hashes, base, advance),
+            *_file_problems(checkpoint, manifest, advance),
         ),
-        structure=tuple(_structure_problems(checkpoint, manifest, planned)),
-        code=tuple(_code_problems(checkpoint.path, get_family(manifest.plan["family"]))),
+        structure=(*damaged, *_unexpected_tensors(checkpoint, manifest, planned)),
+        config=tuple(_config_problems(checkpoint, manifest, base, family)),
+        code=tuple(_code_problems(checkpoint, manifest, family)),
+        foreign_code=tuple(file for file, digest in manifest.code.items() if digest != modeling.code_hash(file)),
+        is_loadable=not damaged and len(present) == len(manifest.base_tensors),
         nonzero=tuple(_nonzero(checkpoint)),
         trained=tuple(name for name, digest in expansion.items() if manifest.expansion_tensors.get(name) != digest),
         base_tensors=len(manifest.base_tensors),
@@ -84,7 +90,11 @@ def bytes_to_check(checkpoint: Checkpoint, manifest: Manifest, base: Checkpoint 
 
 
 def _tensor_problems(
-    manifest: Manifest, hashes: Mapping[str, str], base: Checkpoint | None, advance: Progress
+    checkpoint: Checkpoint,
+    manifest: Manifest,
+    hashes: Mapping[str, str],
+    base: Checkpoint | None,
+    advance: Progress,
 ) -> list[str]:
     problems = []
     for name, digest in manifest.base_tensors.items():
@@ -96,28 +106,36 @@ def _tensor_problems(
         return problems
     given = hash_tensors(base, list(base.tensors), advance)
     for name in sorted(set(given) | set(hashes)):
-        if given.get(name) != hashes.get(name):
-            has, wants = hashes.get(name, "no such tensor")[:16], given.get(name, "no such tensor")[:16]
+        has, wants = _described(checkpoint, hashes, name), _described(base, given, name)
+        if has != wants:
             problems.append(f"{name}: {has}, expected {wants} as in the base model {base.path}.")
     return problems
 
 
-def _file_problems(path: Path, manifest: Manifest, advance: Progress) -> list[str]:
+def _described(checkpoint: Checkpoint, hashes: Mapping[str, str], name: str) -> str:
+    if name not in hashes:
+        return "no such tensor"
+    info = checkpoint.tensors[name]
+    return f"{info.dtype} {list(info.shape)} with sha256 {hashes[name][:16]}..."
+
+
+def _file_problems(checkpoint: Checkpoint, manifest: Manifest, advance: Progress) -> list[str]:
     problems = []
     for name, file in manifest.base_files.items():
         if file.stored_as is None:
-            continue
-        stored = path / file.stored_as
-        if not stored.is_file():
+            if hashlib.sha256(manifest.replaced[name].encode("utf-8")).hexdigest() != file.sha256:
+                problems.append(f"surgery.json: its text of the base's {name} is not what it was.")
+        elif not (checkpoint.path / file.stored_as).is_file():
             problems.append(f"{file.stored_as}: file is missing, it holds the base's {name}.")
-        elif hash_file(stored, advance) != file.sha256:
+        elif hash_file(checkpoint.path / file.stored_as, advance) != file.sha256:
             problems.append(f"{file.stored_as}: bytes differ from the base's {name}.")
+    stored = {file.stored_as for file in manifest.base_files.values()}
+    shards = {checkpoint.tensors[name].file for name in manifest.base_tensors if name in checkpoint.tensors}
+    problems += [f"{shard}: holds base tensors and is not among the base's files." for shard in sorted(shards - stored)]
     return problems
 
 
-def _structure_problems(
-    checkpoint: Checkpoint, manifest: Manifest, planned: Mapping[str, Mapping[str, Any]]
-) -> list[str]:
+def _damaged(checkpoint: Checkpoint, planned: Mapping[str, Mapping[str, Any]]) -> list[str]:
     problems = []
     for name, tensor in planned.items():
         info = checkpoint.tensors.get(name)
@@ -125,11 +143,25 @@ def _structure_problems(
             problems.append(f"{name}: expansion tensor is missing.")
         elif list(info.shape) != list(tensor["shape"]):
             problems.append(f"{name}: shape {info.shape}, expected {tuple(tensor['shape'])} from the plan.")
-    for name in checkpoint.tensors:
-        if name not in planned and name not in manifest.base_tensors:
-            problems.append(_unexpected(checkpoint, name))
-    if checkpoint.config.get("scale_surgery") != manifest.plan["specs"]:
-        problems.append("config.json: its key scale_surgery differs from the plan in surgery.json.")
+    return problems
+
+
+def _unexpected_tensors(
+    checkpoint: Checkpoint, manifest: Manifest, planned: Mapping[str, Mapping[str, Any]]
+) -> list[str]:
+    known = {*planned, *manifest.base_tensors}
+    return [_unexpected(checkpoint, name) for name in checkpoint.tensors if name not in known]
+
+
+def _config_problems(checkpoint: Checkpoint, manifest: Manifest, base: Checkpoint | None, family: Family) -> list[str]:
+    """Compare config.json with what `expand` makes of the base's."""
+    recorded = json.loads(manifest.replaced[CONFIG_FILE])
+    written = expanded_config(recorded, manifest.plan["specs"], family, dtype=checkpoint.config.get("torch_dtype", ""))
+    differing = sorted(key for key in {*written, *checkpoint.config} if written.get(key) != checkpoint.config.get(key))
+    problems = [f"config.json: {key} is not what the expansion wrote." for key in differing]
+    if base is not None:
+        keys = sorted(key for key in {*recorded, *base.config} if recorded.get(key) != base.config.get(key))
+        problems += [f"config.json: {key} differs from that of the base model {base.path}." for key in keys]
     return problems
 
 
@@ -140,14 +172,16 @@ def _unexpected(checkpoint: Checkpoint, name: str) -> str:
     return f"{name}: this layer's W12 is frozen at zero and must not exist, found one with {count} non-zero entries."
 
 
-def _code_problems(path: Path, family: Family) -> list[str]:
+def _code_problems(checkpoint: Checkpoint, manifest: Manifest, family: Family) -> list[str]:
     problems = []
     for file in family.code_files:
-        if not (path / file).is_file():
+        if not (checkpoint.path / file).is_file():
             problems.append(f"{file}: code file is missing.")
-        elif hash_file(path / file) != modeling.code_hash(file):
-            problems.append(f"{file}: differs from this release's file; read it before you trust it.")
-    return problems
+        elif hash_file(checkpoint.path / file) != manifest.code.get(file):
+            problems.append(f"{file}: is not the code that the expansion wrote. Read it before you trust it.")
+    known = {*family.code_files, *(file.stored_as for file in manifest.base_files.values())}
+    unknown = [file for file in checkpoint.side_files if file.endswith(".py") and file not in known]
+    return problems + [f"{file}: unknown code file. Read it before you trust it." for file in unknown]
 
 
 def _nonzero(checkpoint: Checkpoint) -> list[str]:

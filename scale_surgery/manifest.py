@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from scale_surgery.checkpoint import (
+    CONFIG_FILE,
     MANIFEST_FILE,
     Checkpoint,
     Progress,
@@ -25,7 +26,8 @@ from scale_surgery.checkpoint import (
     read_chunks,
     read_json,
 )
-from scale_surgery.errors import CheckpointError
+from scale_surgery.errors import CheckpointError, PlanError
+from scale_surgery.families import get_family
 
 MANIFEST_FORMAT = 1
 HASH_THREADS = 2
@@ -84,10 +86,18 @@ def read_manifest(path: Path) -> Manifest:
         )
     try:
         files = {name: BaseFile(**entry) for name, entry in content["base_files"].items()}
+        _check_plan(content["plan"])
         _check_names(file, files, content["replaced"])
         return Manifest(**{**content, "base_files": files, "left_out": tuple(content["left_out"])})
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError, PlanError) as error:
         raise CheckpointError(f"{file}: is incomplete ({error}). Restore it from where you got it.") from error
+
+
+def _check_plan(plan: Mapping[str, Any]) -> None:
+    """Touch what other rooms read from the recorded plan, so that a spoiled one is noticed here."""
+    get_family(plan["family"])
+    _ = plan["sizes"]["hidden"], plan["request"]["variant"], plan["specs"]["expanded_layers"]
+    _ = [(tensor["name"], tensor["shape"]) for tensor in plan["tensors"]]
 
 
 def _check_names(file: Path, files: Mapping[str, BaseFile], replaced: Mapping[str, str]) -> None:
@@ -103,6 +113,10 @@ def _check_names(file: Path, files: Mapping[str, BaseFile], replaced: Mapping[st
         for name, entry in files.items()
         if entry.stored_as is None and not isinstance(replaced.get(name), str)
     ]
+    if CONFIG_FILE not in files:
+        problems.append(
+            f"{file}: is incomplete, the base's {CONFIG_FILE} is missing. Restore it from where you got it."
+        )
     if problems:
         raise CheckpointError.from_problems(problems)
 

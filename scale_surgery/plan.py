@@ -179,7 +179,9 @@ def _check_base(family: Family, sizes: Sizes, prefix: str, checkpoint: Checkpoin
         for key, reason in family.refused.items()
         if checkpoint.config.get(key)
     ]
-    for name, shape in expected_shapes(family, sizes, prefix).items():
+    problems += _missing_biases(family, sizes, prefix, checkpoint)
+    shapes = expected_shapes(family, sizes, prefix) | _optional_shapes(family, sizes, prefix, checkpoint)
+    for name, shape in shapes.items():
         info = checkpoint.tensors.get(name)
         if info is None:
             problems.append(f"{name}: no such tensor, expected one of shape {shape}. Is the checkpoint complete?")
@@ -213,6 +215,36 @@ def expected_shapes(family: Family, sizes: Sizes, prefix: str) -> dict[str, tupl
             shape = (sum(streams[stream][0] for stream in linear.writes()), streams[linear.reads][0])
             shapes[f"{path}{linear.name}.weight"] = shape[::-1] if family.transposed else shape
     return shapes
+
+
+def _optional_shapes(family: Family, sizes: Sizes, prefix: str, checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
+    """Shapes of what only some models of a family store: a head of its own, position embeddings, biases."""
+    tensors = checkpoint.tensors
+    head = f"{_find_head(family, tensors)}.weight"
+    shapes: dict[str, tuple[int, ...]] = {}
+    if head in tensors or not sizes.is_tied:
+        shapes[head] = (sizes.vocabulary, sizes.hidden)
+    if family.position_embedding and "n_positions" in checkpoint.config:
+        shapes[f"{prefix}{family.position_embedding}.weight"] = (checkpoint.config["n_positions"], sizes.hidden)
+    for name, shape in expected_shapes(family, sizes, prefix).items():
+        bias = f"{name.removesuffix('.weight')}.bias"
+        if bias in tensors:
+            shapes[bias] = (shape[-1] if family.transposed else shape[0],)
+    return shapes
+
+
+def _missing_biases(family: Family, sizes: Sizes, prefix: str, checkpoint: Checkpoint) -> list[str]:
+    """A bias that stands in some layers must stand in all: the model has one switch for it."""
+    problems = []
+    modules = (*(linear.name for linear in family.linears), *family.pre_norms, *family.post_norms)
+    for module in modules:
+        names = [f"{prefix}{family.layers}.{layer}.{module}.bias" for layer in range(sizes.layers)]
+        missing = [name for name in names if name not in checkpoint.tensors]
+        if 0 < len(missing) < len(names):
+            problems += [
+                f"{name}: no such tensor, other layers have one. Is the checkpoint complete?" for name in missing
+            ]
+    return problems
 
 
 def _place(

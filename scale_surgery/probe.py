@@ -35,6 +35,7 @@ PROMPTS = (
     "Water boils at",
 )
 MAX_PROMPT_TOKENS = 48
+MAX_PROMPTS = 64
 # ids that stand in for text where a model has no tokenizer
 NUM_RANDOM_PROMPTS = 4
 
@@ -67,7 +68,7 @@ class Numbers:
         base_logits_drift: Largest absolute difference of those.
         layers: The base stream layer by layer; layer -1 is the embedding.
         generation_equal: Whether greedy continuation with KV cache gives the base's tokens; None if not run.
-        uncached_equal: Whether it gives the same tokens without KV cache; None if not run.
+        uncached_equal: The same without KV cache.
         new_tokens: Tokens generated for each prompt.
         load_problems: Tensors that were missing, unexpected or re-initialised on load.
         token_problems: Prompts whose token ids differ between the two tokenizers.
@@ -126,15 +127,26 @@ def read_prompts(file: Path | None) -> tuple[str, ...]:
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{file}: cannot be read as text ({error}).") from error
     prompts = tuple(line for line in lines if line.strip())
+    if len(prompts) > MAX_PROMPTS:
+        raise CheckpointError(
+            f"{file}: holds {len(prompts)} prompts, expected at most {MAX_PROMPTS}. They run as one batch, and equal "
+            "bits need few; they do not measure quality."
+        )
     if not prompts:
         raise CheckpointError(f"{file}: holds no prompt, expected one a line.")
     return prompts
 
 
-def make_batch(base_tokenizer: Any | None, prompts: Sequence[str], config: Any) -> Batch:
-    """Turn prompts into one left-padded batch; seeded random ids where there is no tokenizer."""
-    context = getattr(config, "max_position_embeddings", None) or MAX_PROMPT_TOKENS
-    limit = min(MAX_PROMPT_TOKENS, context // 2)
+def make_batch(base_tokenizer: Any | None, prompts: Sequence[str], config: Any, new_tokens: int) -> Batch:
+    """Turn prompts into one left-padded batch; seeded random ids where there is no tokenizer.
+
+    Raises:
+        CheckpointError: If the tokens to generate leave no room for a prompt in the model's context.
+    """
+    context = getattr(config, "max_position_embeddings", None) or 2 * MAX_PROMPT_TOKENS + new_tokens
+    limit = min(MAX_PROMPT_TOKENS, context // 2, context - new_tokens)
+    if limit < 1:
+        raise CheckpointError(f"--new-tokens is {new_tokens}, expected fewer than the model's context of {context}.")
     if base_tokenizer is None:
         generator = torch.Generator().manual_seed(0)
         lengths = [limit - 5 * i for i in range(NUM_RANDOM_PROMPTS)]
@@ -164,7 +176,7 @@ def loaded(path: Path, *, memory_bytes: int, device: str, trust_remote_code: boo
 
     Args:
         path: Model folder.
-        memory_bytes: Weights above this are streamed from their files.
+        memory_bytes: On the CPU, weights above this are streamed from their files.
         device: Where to run.
         trust_remote_code: Run the folder's own code; otherwise this package's classes.
 
@@ -177,7 +189,7 @@ def loaded(path: Path, *, memory_bytes: int, device: str, trust_remote_code: boo
     with tempfile.TemporaryDirectory() as offload_folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         options: dict[str, Any] = {"device_map": {"": device}} if device != "cpu" else {}
-        if size > memory_bytes:
+        if device == "cpu" and size > memory_bytes:
             options = {"device_map": "auto", "max_memory": {"cpu": memory_bytes}, "offload_folder": offload_folder}
         with quiet_transformers():
             model, info = model_class.from_pretrained(path, output_loading_info=True, **options)
@@ -287,7 +299,7 @@ def compare(
             for layer, (before, after) in enumerate(zip(base.hidden, expanded.hidden, strict=True))
         ),
         generation_equal=_same_tokens(base.cached, expanded.cached),
-        uncached_equal=_same_tokens(expanded.cached, expanded.uncached),
+        uncached_equal=_same_tokens(base.uncached, expanded.uncached),
         new_tokens=new_tokens,
         load_problems=tuple(problem for problem in expanded.load_problems if problem not in known),
         token_problems=tokens,
@@ -295,8 +307,8 @@ def compare(
 
 
 def _bit_equal(one: Tensor, other: Tensor) -> bool:
-    # equal as numbers: -0.0 equals 0.0, and a NaN of the base equals a NaN in the same place
-    return one.shape == other.shape and bool(((one == other) | (one.isnan() & other.isnan())).all())
+    # equal as numbers, so -0.0 equals 0.0 (adding a zero product may turn one into the other); NaN equals nothing
+    return torch.equal(one, other)
 
 
 def _compare_layer(layer: int, before: Tensor, after: Tensor) -> Layer:

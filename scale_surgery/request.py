@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from types import NoneType
 from typing import Literal
 
 from scale_surgery.errors import PlanError
@@ -11,6 +12,34 @@ from scale_surgery.selection import select_layers
 from scale_surgery.specs import Collaboration, Widths
 
 Init = Literal["svd", "random", "zero"]
+
+
+# what a request may hold; the command line asks the same, a saved plan may have been edited
+CHOICES: dict[str, tuple[str | None, ...]] = {
+    "variant": ("preserve", "adapt"),
+    "collaborate": ("attn", "ffn", "both", None),
+    "init_w21": ("svd", "random", "zero"),
+    "init_w22": ("svd", "random", "zero"),
+    "init_embedding": ("svd", "zero"),
+    "svd": ("exact", "fast"),
+    "dtype": ("float32", "float16", "bfloat16", None),
+}
+KINDS: dict[str, tuple[type, ...]] = {
+    "layers": (str,),
+    "collaborative_layers": (str, NoneType),
+    "ratio": (int, float),
+    "up_width": (int, NoneType),
+    "up_kv_heads": (int, NoneType),
+    "up_inner_width": (int, NoneType),
+    "seed": (int,),
+}
+KIND_NAMES = {
+    (str,): "text",
+    (str, NoneType): "text",
+    (int, float): "a number",
+    (int, NoneType): "a whole number",
+    (int,): "a whole number",
+}
 
 
 @dataclass(frozen=True)
@@ -63,7 +92,9 @@ def resolve(sizes: Sizes, request: Request) -> tuple[tuple[int, ...], Widths, Co
     Raises:
         PlanError: If the request does not fit the model; every problem is listed.
     """
-    problems: list[str] = []
+    problems = _choice_problems(request)
+    if problems:
+        raise PlanError.from_problems(problems)
     layers: tuple[int, ...] = ()
     try:
         layers = select_layers(request.layers, sizes.layers)
@@ -76,6 +107,20 @@ def resolve(sizes: Sizes, request: Request) -> tuple[tuple[int, ...], Widths, Co
     if problems:
         raise PlanError.from_problems(problems)
     return layers, widths, collaboration
+
+
+def _choice_problems(request: Request) -> list[str]:
+    problems = []
+    for name, choices in CHOICES.items():
+        value = getattr(request, name)
+        if value not in choices:
+            listed = ", ".join(str(choice) for choice in choices if choice is not None)
+            problems.append(f"--{name.replace('_', '-')} is {value!r}, expected one of: {listed}.")
+    for name, kinds in KINDS.items():
+        value = getattr(request, name)
+        if isinstance(value, bool) or not isinstance(value, kinds):
+            problems.append(f"--{name.replace('_', '-')} is {value!r}, expected {KIND_NAMES[kinds]}.")
+    return problems
 
 
 def _resolve_widths(sizes: Sizes, request: Request) -> Widths:

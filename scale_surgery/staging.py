@@ -13,6 +13,7 @@ import json
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -24,48 +25,69 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 BaseWeights = Literal["auto", "copy", "link"]
-STATE_FILE = ".unfinished.json"
 FICLONE = 0x40049409  # Linux ioctl: share the blocks of another file until one of the two is written
 
 
 def check_target(target: Path, sources: list[Path], *, overwrite: bool) -> None:
-    """Check that a folder can be written, before any work is done.
+    """Check that a folder can be written without touching anything else, before any work is done.
 
     Args:
         target: The folder to be.
         sources: Folders that are read.
-        overwrite: Whether an existing folder may be replaced.
+        overwrite: Whether an existing model folder may be replaced.
 
     Raises:
-        CheckpointError: If the target exists, lies in a source or contains one, or cannot be written.
+        CheckpointError: If the target exists or cannot be written, or if it or the name for its unfinished
+            form belongs to something else, an input above all.
     """
-    problems = []
-    resolved = target.resolve()
-    for source in sources:
-        read = source.resolve()
-        if resolved == read or resolved.is_relative_to(read) or read.is_relative_to(resolved):
-            problems.append(f"{target}: lies inside, around or at the input {source}. Choose another output folder.")
-    if target.exists() and not overwrite and not problems:
-        problems.append(f"{target}: exists already. Choose another output folder, or give --overwrite.")
-    if target.exists() and not target.is_dir():
-        problems.append(f"{target}: is a file, expected a folder to be.")
-    for folder, word in ((target, "replace"), (_partial(target), "continue")):
-        if folder.is_dir() and not _is_model_folder(folder) and (overwrite or folder != target):
-            problems.append(f"{folder}: is no model folder, will not {word} it. Choose another output folder.")
-    parent = next(folder for folder in resolved.parents if folder.exists())
+    partial = _partial(target)
+    problems = [
+        f"{path}: lies inside, around or at the input {source}. Choose another output folder."
+        for source in sources
+        for path in (target, partial)
+        if _touches(path, source)
+    ]
+    if not problems:
+        problems = _occupied(target, partial, overwrite=overwrite)
+    parent = next(folder for folder in target.resolve().parents if folder.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         problems.append(f"{target}: {parent} is not a folder you may write to. Choose another output folder.")
     if problems:
         raise CheckpointError.from_problems(problems)
 
 
+def _touches(path: Path, source: Path) -> bool:
+    written, read = path.resolve(), source.resolve()
+    if written == read or written.is_relative_to(read) or read.is_relative_to(written):
+        return True
+    # files of the input may be links, as in the Hub's cache
+    return written.is_dir() and any(file.resolve().is_relative_to(written) for file in source.rglob("*"))
+
+
+def _occupied(target: Path, partial: Path, *, overwrite: bool) -> list[str]:
+    if target.is_symlink():
+        return [f"{target}: is a symbolic link, expected a folder to be. Choose another output folder."]
+    if target.exists() and not target.is_dir():
+        return [f"{target}: is a file, expected a folder to be. Choose another output folder."]
+    if target.exists() and not overwrite:
+        return [f"{target}: exists already. Choose another output folder, or give --overwrite."]
+    problems = []
+    if target.exists() and any(target.iterdir()) and not (target / CONFIG_FILE).is_file():
+        problems.append(f"{target}: is no model folder, will not replace it. Choose another output folder.")
+    if partial.exists() and not _state_file(target).exists():
+        problems.append(
+            f"{partial}: was not begun by this program, will not continue it. Choose another output folder."
+        )
+    return problems
+
+
 def _partial(target: Path) -> Path:
     return target.parent / f"{target.name}.partial"
 
 
-def _is_model_folder(folder: Path) -> bool:
-    names = {path.name for path in folder.iterdir()}
-    return not names or bool(names.intersection((STATE_FILE, CONFIG_FILE)))
+def _state_file(target: Path) -> Path:
+    # beside the unfinished folder, so that no name in it is reserved
+    return target.parent / f".{target.name}.partial.json"
 
 
 def check_space(target: Path, needed_bytes: int) -> None:
@@ -104,11 +126,11 @@ def staged(target: Path, state: Mapping[str, Any], *, overwrite: bool) -> Iterat
     partial = _partial(target)
     try:
         with _locked(partial):
-            _prepare(partial, state)
+            _prepare(target, state)
             yield partial
-            (partial / STATE_FILE).unlink()
             sync_folder(partial)
             _rename(partial, target, overwrite=overwrite)
+            _state_file(target).unlink()
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         hint = "Free some space, or give --base-weights link" if full else "Check the folder and its permissions"
@@ -133,13 +155,14 @@ def _locked(partial: Path) -> Iterator[None]:
             lock.unlink(missing_ok=True)
 
 
-def _prepare(partial: Path, state: Mapping[str, Any]) -> None:
+def _prepare(target: Path, state: Mapping[str, Any]) -> None:
     wanted = json.dumps(state, sort_keys=True)
-    state_file = partial / STATE_FILE
+    partial, state_file = _partial(target), _state_file(target)
     if not (state_file.is_file() and state_file.read_text(encoding="utf-8") == wanted):
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
+        if state_file.exists():
+            shutil.rmtree(partial, ignore_errors=True)
         state_file.write_text(wanted, encoding="utf-8")
+    partial.mkdir(exist_ok=True)
     for unfinished in partial.rglob("*.tmp"):
         unfinished.unlink()
 
@@ -148,8 +171,8 @@ def _rename(partial: Path, target: Path, *, overwrite: bool) -> None:
     if not target.exists():
         partial.rename(target)
     elif overwrite:
-        replaced = target.parent / f"{target.name}.replaced"
-        shutil.rmtree(replaced, ignore_errors=True)
+        # the old folder moves to a name that nobody has, and goes when the new one is in its place
+        replaced = Path(tempfile.mkdtemp(prefix=f".{target.name}.replaced-", dir=target.parent))
         target.rename(replaced)
         partial.rename(target)
         shutil.rmtree(replaced)
@@ -226,7 +249,7 @@ def take_over(source: Path, file: Path, how: BaseWeights) -> None:
         source: The file; a symbolic link is followed, as in the Hub's cache.
         file: What it becomes; left alone if it is there already, from an interrupted run.
         how: "auto" shares blocks where the file system can (a reflink) and copies otherwise; "copy" copies;
-            "link" makes a hard link.
+            "link" makes a hard link of a shard, and copies small files, which programs edit in place.
 
     Raises:
         CheckpointError: If a hard link is asked for across file systems.
@@ -235,7 +258,7 @@ def take_over(source: Path, file: Path, how: BaseWeights) -> None:
     if file.exists() and (file.stat().st_size == real.stat().st_size):
         return
     with finished_file(file) as temporary:
-        if how == "link":
+        if how == "link" and file.suffix == ".safetensors":
             _link(real, temporary)
         elif how == "copy" or not _reflink(real, temporary):
             shutil.copyfile(real, temporary)

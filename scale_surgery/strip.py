@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,20 +59,30 @@ def strip(
     total = sum(file.bytes for file in manifest.base_files.values())
     check_space(target, total if base_weights == "copy" else 0)
     _check_present(path, manifest)
-    state = {"strip": manifest.base_fingerprint, "base_weights": base_weights}
+    state = {
+        "strip": {name: file.sha256 for name, file in manifest.base_files.items()},
+        "base_weights": base_weights,
+    }
     with staged(target, state, overwrite=overwrite) as partial:
-        restore(path, partial, manifest, base_weights)
+        restore(path, partial, manifest, lambda source, file: take_over(source, file, base_weights))
         files = _check_files(partial, manifest, track, total)
     return Stripped(target, manifest.base_name, files, manifest.left_out)
 
 
-def restore(expanded: Path, folder: Path, manifest: Manifest, how: BaseWeights) -> None:
-    """Put the base model's files into a folder, under their own names."""
+def restore(expanded: Path, folder: Path, manifest: Manifest, place: Callable[[Path, Path], None]) -> None:
+    """Put the base model's files into a folder, under their own names.
+
+    Args:
+        expanded: Folder of the expanded checkpoint.
+        folder: Where the files go.
+        manifest: Its surgery.json.
+        place: Gets a stored file and the path that it is to have, and puts it there.
+    """
     for name, file in manifest.base_files.items():
         if file.stored_as is None:
             write_text(folder / name, manifest.replaced[name])
         else:
-            take_over(expanded / file.stored_as, folder / name, how)
+            place(expanded / file.stored_as, folder / name)
 
 
 def _check_present(expanded: Path, manifest: Manifest) -> None:
@@ -94,5 +105,8 @@ def _check_files(folder: Path, manifest: Manifest, track: Track, total: int) -> 
         if hashes[name] != file.sha256
     ]
     if changed:
+        for name, file in manifest.base_files.items():
+            if hashes[name] != file.sha256:
+                (folder / name).unlink()  # a second run takes it over anew
         raise CheckpointError.from_problems(changed)
     return hashes

@@ -20,12 +20,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from scale_surgery.checkpoint import MANIFEST_FILE, Checkpoint, open_checkpoint
-from scale_surgery.errors import CheckpointError
+from scale_surgery.errors import PlanError
 from scale_surgery.expand import Track, no_track
 from scale_surgery.integrity import Integrity, bytes_to_check, check_files
 from scale_surgery.manifest import Manifest, read_manifest, tool_versions
 from scale_surgery.sources import find_source
-from scale_surgery.staging import write_json, write_text
+from scale_surgery.staging import write_json
+from scale_surgery.strip import restore
 
 if TYPE_CHECKING:
     from scale_surgery.probe import Numbers
@@ -36,11 +37,14 @@ DEFAULT_MEMORY_BYTES = 4 * 1024**3
 
 @dataclass(frozen=True)
 class Promise:
-    """One named promise: whether it is claimed in the model's present state, whether it holds, and why."""
+    """One named promise: whether the model claims it in its present state, whether it holds, and why.
+
+    `holds` is None where files alone cannot show it and no model was run.
+    """
 
     name: str
     claimed: bool
-    holds: bool
+    holds: bool | None
     evidence: str
     problems: tuple[str, ...]
 
@@ -63,6 +67,7 @@ class Verification:
         date: When, in UTC.
         versions: Versions that were used.
         machine: Processor architecture and system.
+        recorded: Whether the result stands in surgery.json.
     """
 
     path: Path
@@ -78,11 +83,14 @@ class Verification:
     date: str
     versions: dict[str, str]
     machine: str
+    recorded: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """The certificate as plain JSON values; the folder's name stands for its path."""
-        named = replace(self, path=Path(self.path.name))
-        plain: dict[str, Any] = json.loads(json.dumps(asdict(named), default=str))
+        content = asdict(replace(self, path=Path(self.path.name)))
+        del content["recorded"]
+        # JSON has no NaN: a drift that is none becomes the text "NaN"
+        plain: dict[str, Any] = json.loads(json.dumps(content, default=str), parse_constant=str)
         return plain
 
 
@@ -126,22 +134,31 @@ def verify(
     Raises:
         CheckpointError: If this is no expanded checkpoint, or it or the base cannot be read.
     """
+    unknown = [name for name in required if name not in PROMISES]
+    if unknown:
+        raise PlanError(f"--promise {unknown[0]} is unknown, expected one of: {', '.join(PROMISES)}.")
     path = Path(expanded)
     checkpoint, manifest = open_checkpoint(path), read_manifest(path)
     given = open_checkpoint(find_source(base, revision).path) if base is not None else None
     with track("bytes", bytes_to_check(checkpoint, manifest, given)) as advance:
         integrity = check_files(checkpoint, manifest, given, advance)
     numbers = None
-    is_loadable = not any("missing" in problem or "shape" in problem for problem in integrity.structure)
     is_comparable = given is None or _same_shapes(checkpoint, manifest, given)
-    if not files_only and is_loadable and is_comparable and (trust_remote_code or not integrity.code):
+    is_trusted = trust_remote_code or not (integrity.code or integrity.foreign_code or integrity.config)
+    if not files_only and integrity.is_loadable and is_comparable and is_trusted:
         numbers = _run_probes(
             checkpoint, manifest, given, prompts_file, new_tokens, memory_bytes, device, trust_remote_code, track
         )
     result = _judge(checkpoint, manifest, integrity, numbers, required)
-    if record:
+    return replace(result, recorded=record and _record(path, manifest, result))
+
+
+def _record(path: Path, manifest: Manifest, result: Verification) -> bool:
+    try:
         write_json(path / MANIFEST_FILE, asdict(replace(manifest, verification=result.to_json())))
-    return result
+    except OSError:
+        return False  # a read-only model can be verified too
+    return True
 
 
 def _same_shapes(checkpoint: Checkpoint, manifest: Manifest, given: Checkpoint) -> bool:
@@ -175,10 +192,15 @@ def _run_probes(
         "trust_remote_code": trust_remote_code,
     }
     with tempfile.TemporaryDirectory() as folder, track("probe prompts", 2) as advance:
-        base_path = given.path if given is not None else link_base(checkpoint.path, Path(folder), manifest)
+        base_path = Path(folder)
+        if given is None:
+            restore(checkpoint.path, base_path, manifest, lambda source, file: file.symlink_to(source.resolve()))
+        else:
+            base_path = given.path
         base_tokenizer = load_tokenizer(base_path, trust_remote_code=trust_remote_code)
         tokenizer = load_tokenizer(checkpoint.path, trust_remote_code=trust_remote_code)
-        batch = probe.make_batch(base_tokenizer, prompts, AutoConfig.from_pretrained(base_path))
+        config = AutoConfig.from_pretrained(base_path)
+        batch = probe.make_batch(base_tokenizer, prompts, config, new_tokens)
         runs = []
         for model_path in (base_path, checkpoint.path):
             with probe.loaded(model_path, **options) as (model, problems):
@@ -187,17 +209,6 @@ def _run_probes(
     tokens = probe.token_problems(base_tokenizer, tokenizer, prompts)
     is_text = base_tokenizer is not None
     return probe.compare(runs[0], runs[1], batch, new_tokens, tokens, is_text=is_text)
-
-
-def link_base(expanded: Path, folder: Path, manifest: Manifest) -> Path:
-    """Lay out the base model inside an expanded checkpoint as a folder of symbolic links, to load it from."""
-    for name, file in manifest.base_files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        if file.stored_as is None:
-            write_text(folder / name, manifest.replaced[name])
-        else:
-            (folder / name).symlink_to((expanded / file.stored_as).resolve())
-    return folder
 
 
 def _judge(
@@ -209,17 +220,19 @@ def _judge(
 ) -> Verification:
     variant = str(manifest.plan["request"]["variant"])
     state: Literal["initial", "trained"] = "trained" if integrity.trained else "initial"
-    promises = (
-        _recoverable(integrity),
-        _output_at_init(integrity, numbers, claimed=state == "initial"),
-        _base_stream_always(checkpoint, integrity, numbers, claimed=variant == "preserve"),
-        Promise("bounded_forgetting", False, False, "this model does not route", ("this model does not route.",)),
-    )
-    required = required or tuple(promise.name for promise in promises if promise.claimed)
-    problems = integrity.structure + integrity.code
+    problems = integrity.structure + integrity.config + integrity.code
     if numbers is not None:
         problems += numbers.load_problems + numbers.token_problems
-    failed = [promise for promise in promises if promise.name in required and not promise.holds]
+    promises = (
+        Promise("recoverable", True, not integrity.base, _recoverable_evidence(integrity), integrity.base),
+        _output_at_init(integrity, numbers, problems, claimed=state == "initial"),
+        _base_stream_always(checkpoint, integrity, numbers, problems, claimed=variant == "preserve"),
+        Promise("bounded_forgetting", False, False, "this model does not route", ("this model does not route.",)),
+    )
+    # what no model was run for is neither kept nor broken, unless it was asked for by name
+    defaults = (promise for promise in promises if promise.claimed and promise.holds is not None)
+    decisive = required or tuple(promise.name for promise in defaults)
+    failed = [promise for promise in promises if promise.name in decisive and not promise.holds]
     return Verification(
         path=checkpoint.path,
         base_name=manifest.base_name,
@@ -227,24 +240,27 @@ def _judge(
         state=state,
         trained_tensors=len(integrity.trained),
         promises=promises,
-        required=required,
+        required=decisive,
         problems=problems,
         numbers=numbers,
-        passed=not failed and not problems,
+        passed=not failed and not (problems and not required),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         versions=tool_versions(),
         machine=f"{platform.machine()} {platform.system()}",
     )
 
 
-def _recoverable(integrity: Integrity) -> Promise:
-    evidence = f"{integrity.base_tensors} base tensors, {integrity.base_bytes:,} bytes, sha256 compared"
-    return Promise("recoverable", True, not integrity.base, evidence, integrity.base)
+def _recoverable_evidence(integrity: Integrity) -> str:
+    return f"{integrity.base_tensors} base tensors, {integrity.base_bytes:,} bytes, sha256 compared"
 
 
-def _output_at_init(integrity: Integrity, numbers: Numbers | None, *, claimed: bool) -> Promise:
-    problems = list(integrity.nonzero)
-    evidence = "W12 and head up part are zero" if not problems else f"{len(problems)} tensors are not zero"
+def _output_at_init(
+    integrity: Integrity, numbers: Numbers | None, general: tuple[str, ...], *, claimed: bool
+) -> Promise:
+    problems = [*integrity.nonzero, *general]
+    evidence = (
+        f"{len(integrity.nonzero)} tensors are not zero" if integrity.nonzero else "W12 and head up part are zero"
+    )
     if numbers is None:
         evidence += "; no model was run"
     else:
@@ -253,15 +269,20 @@ def _output_at_init(integrity: Integrity, numbers: Numbers | None, *, claimed: b
             problems.append(f"logits: drift {numbers.drift:.3g} in {numbers.dtype}, expected bit-equal.")
         if numbers.generation_equal is False or numbers.uncached_equal is False:
             problems.append("greedy continuation differs, with or without KV cache.")
-    return Promise("output_at_init", claimed, not problems and numbers is not None, evidence, tuple(problems))
+    return Promise("output_at_init", claimed, _holds(problems, numbers), evidence, tuple(problems))
 
 
 def _base_stream_always(
-    checkpoint: Checkpoint, integrity: Integrity, numbers: Numbers | None, *, claimed: bool
+    checkpoint: Checkpoint,
+    integrity: Integrity,
+    numbers: Numbers | None,
+    general: tuple[str, ...],
+    *,
+    claimed: bool,
 ) -> Promise:
     blocks = [name for name in checkpoint.tensors if name.endswith(".w12")]
-    problems = [f"{name}: writes into the base stream." for name in blocks] + list(integrity.base)
-    evidence = "no W12 exists" if not blocks else f"{len(blocks)} W12 blocks exist"
+    problems = [f"{name}: writes into the base stream." for name in blocks] + [*integrity.base, *general]
+    evidence = f"{len(blocks)} W12 blocks exist" if blocks else "no W12 exists"
     if numbers is None:
         evidence += "; no model was run"
     else:
@@ -270,25 +291,13 @@ def _base_stream_always(
         problems += [f"base stream after layer {layer.layer}: drift {layer.drift:.3g}." for layer in drifted]
         if not numbers.base_logits_bit_equal:
             problems.append(f"base logits: drift {numbers.base_logits_drift:.3g} in {numbers.dtype}.")
-    holds = not problems and numbers is not None
-    return Promise("base_stream_always", claimed, holds, evidence, tuple(problems))
+    return Promise("base_stream_always", claimed, _holds(problems, numbers), evidence, tuple(problems))
+
+
+def _holds(problems: list[str], numbers: Numbers | None) -> bool | None:
+    return None if numbers is None and not problems else not problems
 
 
 def _equality(is_equal: bool, drift: float, numbers: Numbers) -> str:
     found = "bit-equal" if is_equal else f"differ by {drift:.3g}"
     return f"{found} on {numbers.tokens} tokens ({numbers.dtype}, {numbers.attention})"
-
-
-def parse_size(text: str) -> int:
-    """Read a size such as 4GiB, 500MB or 2000000 as bytes.
-
-    Raises:
-        CheckpointError: If it is not a size.
-    """
-    units = {"GIB": 1024**3, "MIB": 1024**2, "KIB": 1024, "GB": 10**9, "MB": 10**6, "KB": 10**3, "B": 1}
-    upper = text.strip().upper()
-    unit = next((unit for unit in units if upper.endswith(unit)), "")
-    try:
-        return int(float(upper.removesuffix(unit)) * units.get(unit, 1))
-    except ValueError as error:
-        raise CheckpointError(f"{text!r} is not a size, expected for example 4GiB or 500MB.") from error

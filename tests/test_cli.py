@@ -11,7 +11,7 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from scale_surgery.cli import main
+from scale_surgery.cli import main, parse_size
 from tests.conftest import digests
 from tests.tiny import save_tiny
 
@@ -102,9 +102,9 @@ def test_expand_names_its_output_after_the_model(base: Path, tmp_path: Path, mon
 
 
 def test_verify_exits_with_1_when_a_promise_is_broken(expanded: Path) -> None:
-    assert "BROKEN" not in run("verify", expanded, "--files-only", "--promise", "recoverable").stdout
-    shown = run("verify", expanded, "--files-only", "--promise", "output_at_init", code=1).stdout
-    assert "NOT verified" in shown and "BROKEN" in shown
+    shown = run("verify", expanded, "--files-only").stdout
+    assert "BROKEN" not in shown and "not checked" in shown
+    assert "NOT verified" in run("verify", expanded, "--files-only", "--promise", "output_at_init", code=1).stdout
 
 
 def test_a_known_error_is_one_line_on_stderr_and_exit_code_1(base: Path, tmp_path: Path) -> None:
@@ -123,6 +123,7 @@ def test_a_known_error_is_one_line_on_stderr_and_exit_code_1(base: Path, tmp_pat
         (["plan", "BASE"], "--layers is missing, for example --layers last:4."),
         (["plan", "BASE", "--seed", "1"], "--seed needs --layers."),
         (["verify", "BASE", "--promise", "preserved"], "--promise preserved is not one of recoverable"),
+        (["verify", "BASE", "--memory", "four"], "--memory four is not a size, expected for example 4GiB or 500MB."),
         (["strip", "BASE"], "Missing option '-o'"),
     ],
 )
@@ -131,14 +132,29 @@ def test_wrong_usage_exits_with_2(base: Path, arguments: list[str], message: str
     assert message in result.stderr
 
 
-def test_weights_in_other_formats_are_warned_of(base: Path, tmp_path: Path) -> None:
+def test_weights_in_other_formats_are_said_to_stay_behind(base: Path, tmp_path: Path) -> None:
     (base / "pytorch_model.bin").write_bytes(b"pickle")
     try:
         result = run("expand", base, "--layers", "0", "-o", tmp_path / "e")
-        assert "not taken along: pytorch_model.bin" in " ".join(result.stderr.split())
-        assert run("expand", base, "--layers", "0", "-o", tmp_path / "q", "--quiet").stderr == ""
+        assert "not taken along  pytorch_model.bin" in result.stdout
+        assert result.stderr == ""  # no terminal, no warnings
     finally:
         (base / "pytorch_model.bin").unlink()
+
+
+def test_errors_of_others_are_one_line_too(base: Path, tmp_path: Path) -> None:
+    result = run("expand", base, "--layers", "0", "-o", tmp_path / "e", "--device", "cuda:7", code=1)
+    assert result.stderr.startswith("error: ") and "--debug shows where." in result.stderr
+    assert "Traceback" not in result.stderr and not (tmp_path / "e").exists()
+    result = run("plan", base, "--layers", "0", "-o", tmp_path / "none" / "plan.json", code=1)
+    assert "plan.json" in result.stderr and "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("4GiB", 4 * 1024**3), ("500MB", 500_000_000), ("77", 77), ("1.5 KB", 1500)]
+)
+def test_sizes(text: str, size: int) -> None:
+    assert parse_size(text) == size
 
 
 def test_overwrite_replaces_a_model_folder_and_nothing_else(base: Path, tmp_path: Path) -> None:
@@ -150,7 +166,7 @@ def test_overwrite_replaces_a_model_folder_and_nothing_else(base: Path, tmp_path
     (tmp_path / "e.partial").mkdir()
     (tmp_path / "e.partial" / "thesis.txt").write_text("more work")
     result = run("expand", base, "--layers", "0", "-o", tmp_path / "e", code=1)
-    assert "e.partial: is no model folder, will not continue it." in " ".join(result.stderr.split())
+    assert "e.partial: was not begun by this program, will not continue it." in " ".join(result.stderr.split())
     run("expand", base, "--layers", "0", "-o", tmp_path / "f")
     run("expand", base, "--layers", "1", "-o", tmp_path / "f", "--overwrite")
     assert json.loads((tmp_path / "f" / "surgery.json").read_text())["plan"]["layers"] == [1]

@@ -12,9 +12,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import scale_surgery
-from scale_surgery import CheckpointError, Request, Verification, expand, verify
+from scale_surgery import CheckpointError, PlanError, Request, Verification, expand, verify
 from scale_surgery.checkpoint import open_checkpoint
-from scale_surgery.verify import parse_size
 from tests.tiny import save_tiny
 
 W21 = "model.layers.1.self_attn.q_proj.w21"
@@ -176,7 +175,10 @@ def test_a_joint_norm_is_caught(copy) -> None:
     (path / "expanded_modules.py").write_text(code.replace(split, joint))
     unread = verify(path)
     assert not unread.passed and unread.numbers is None
-    assert unread.problems == ("expanded_modules.py: differs from this release's file; read it before you trust it.",)
+    assert unread.problems == (
+        "expanded_modules.py: is not the code that the expansion wrote. Read it before you trust it.",
+    )
+    assert verify(path, files_only=True, required=("recoverable",)).passed
     run = verify(path, trust_remote_code=True)
     assert run.numbers is not None and not run.numbers.is_bit_equal and run.numbers.drift > 1e-3
     assert not promise(run, "output_at_init").holds and not promise(run, "base_stream_always").holds
@@ -204,10 +206,68 @@ def test_a_base_of_another_shape_is_no_base_and_runs_no_model(made: Path, tmp_pa
     assert any("model.embed_tokens.weight" in problem for problem in promise(result, "recoverable").problems)
 
 
+def test_code_and_config_that_the_expansion_did_not_write_are_named(copy) -> None:
+    path = copy("preserve")
+    (path / "evil.py").write_text("class X: ...")
+    config = json.loads((path / "config.json").read_text())
+    config["auto_map"]["AutoModelForCausalLM"] = "evil.X"
+    (path / "config.json").write_text(json.dumps(config | {"rope_theta": 5.0}))
+    result = verify(path)
+    assert not result.passed and result.numbers is None
+    assert set(result.problems) == {
+        "evil.py: unknown code file. Read it before you trust it.",
+        "config.json: auto_map is not what the expansion wrote.",
+        "config.json: rope_theta is not what the expansion wrote.",
+    }
+
+
+def test_a_manifest_whose_text_of_the_base_was_changed_is_no_base(copy) -> None:
+    path = copy("preserve")
+    manifest = json.loads((path / "surgery.json").read_text())
+    manifest["replaced"]["config.json"] += "\n"
+    (path / "surgery.json").write_text(json.dumps(manifest))
+    result = verify(path, files_only=True)
+    assert promise(result, "recoverable").problems == (
+        "surgery.json: its text of the base's config.json is not what it was.",
+    )
+
+
+def test_a_base_of_another_dtype_over_the_same_bytes_is_another_base(made: Path, tmp_path: Path) -> None:
+    other = Path(shutil.copytree(made / "base", tmp_path / "other"))
+    content = (other / "model.safetensors").read_bytes()
+    (other / "model.safetensors").write_bytes(content.replace(b'"F32"', b'"I32"'))
+    result = verify(made / "preserve", other, files_only=True, record=False)
+    assert any("F32" in problem and "I32" in problem for problem in promise(result, "recoverable").problems)
+
+
+def test_a_model_that_computes_nan_keeps_no_promise_and_gives_valid_json(tmp_path: Path) -> None:
+    base = save_tiny(tmp_path / "base", "llama")
+    tensors = load_file(base / "model.safetensors")
+    tensors["model.norm.weight"][0] = float("nan")
+    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+    expand(base, Request("1"), tmp_path / "expanded")
+    result = verify(tmp_path / "expanded")
+    assert not result.passed and not promise(result, "output_at_init").holds
+    json.loads(json.dumps(result.to_json(), allow_nan=False))
+
+
+def test_an_unknown_promise_is_refused(made: Path) -> None:
+    with pytest.raises(PlanError, match="--promise base_stream_alwys is unknown, expected one of: recoverable"):
+        verify(made / "preserve", required=("base_stream_alwys",))
+
+
+def test_a_read_only_folder_is_verified_and_not_recorded(made: Path, copy) -> None:
+    path = copy("preserve")
+    assert verify(path, files_only=True).recorded
+    assert not verify(path, files_only=True, record=False).recorded
+
+
 def test_files_only_runs_no_model(made: Path) -> None:
-    result = verify(made / "preserve", files_only=True, required=("recoverable",), record=False)
-    assert result.passed and result.numbers is None
+    result = verify(made / "preserve", files_only=True, record=False)
+    assert result.passed and result.numbers is None and result.required == ("recoverable",)
+    assert promise(result, "output_at_init").holds is None
     assert "no model was run" in promise(result, "output_at_init").evidence
+    assert not verify(made / "preserve", files_only=True, required=("output_at_init",), record=False).passed
 
 
 def test_prompts_of_a_file_and_without_a_tokenizer(made: Path, tmp_path: Path) -> None:
@@ -222,15 +282,3 @@ def test_prompts_of_a_file_and_without_a_tokenizer(made: Path, tmp_path: Path) -
 def test_not_an_expanded_model(made: Path) -> None:
     with pytest.raises(CheckpointError, match=r"has no surgery\.json, expected a model made by scale-surgery expand"):
         verify(made / "base")
-
-
-@pytest.mark.parametrize(
-    ("text", "size"), [("4GiB", 4 * 1024**3), ("500MB", 500_000_000), ("77", 77), ("1.5 KB", 1500)]
-)
-def test_sizes(text: str, size: int) -> None:
-    assert parse_size(text) == size
-
-
-def test_a_size_that_is_none() -> None:
-    with pytest.raises(CheckpointError, match="'four' is not a size, expected for example 4GiB or 500MB"):
-        parse_size("four")

@@ -237,12 +237,12 @@ class View:
         return getattr(self.viewed, name)
 
 
-def own_heads(states: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+def own_heads(states: Tensor, heads: int, kernel: str) -> tuple[Tensor, Tensor]:
     """Split queries, keys or values (b, heads, t, head size) into old and new heads.
 
     The old heads get the strides and the alignment that they have in the base model, because matrix kernels
     choose their path by both. In a cache, where each head lies by itself, nothing needs to be copied for the
-    usual head sizes.
+    usual head sizes, except for eager attention, whose batched product would copy them into another order.
     """
     old, new = states[:, :heads], states[:, heads:]
     batch, _, rows, size = states.shape
@@ -252,7 +252,7 @@ def own_heads(states: Tensor, heads: int) -> tuple[Tensor, Tensor]:
         start = states.storage_offset() % head_stride
         beside = states.new_empty(batch, rows, heads, head_stride)
         old = beside[..., start : start + size].transpose(1, 2).copy_(old)
-    elif batch > 1 and head_stride * states.element_size() % ALIGNMENT:
+    elif batch > 1 and (kernel == "eager" or head_stride * states.element_size() % ALIGNMENT):
         old = old.clone()
     return old, new
 
@@ -263,8 +263,8 @@ def split_attention(module, query, key, value, attention_mask, **kwargs):
     name = config._attn_implementation
     run = module.eager_attention if name == "eager" else ALL_ATTENTION_FUNCTIONS[name]
     seen = View(module, {"config": config})
-    queries, keys = own_heads(query, module.base_heads), own_heads(key, module.base_kv_heads)
-    values = own_heads(value, module.base_kv_heads)
+    queries, keys = own_heads(query, module.base_heads, name), own_heads(key, module.base_kv_heads, name)
+    values = own_heads(value, module.base_kv_heads, name)
     parts = [run(seen, *states, attention_mask, **kwargs) for states in zip(queries, keys, values, strict=True)]
     (old, old_weights), (new, new_weights) = parts
     weights = None if old_weights is None else torch.cat((old_weights, new_weights), dim=1)
