@@ -25,7 +25,7 @@ import transformers
 
 from scale_surgery import modeling
 from scale_surgery.expand import Expansion, expand
-from scale_surgery.plan import Request
+from scale_surgery.request import Request
 from tests.tiny import save_tiny
 
 transformers.utils.logging.disable_progress_bar()
@@ -83,9 +83,7 @@ def base_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     def make(family: str, dtype: str = "float32", tied: bool = False) -> Path:
         folder = tmp_path_factory.mktemp("base") / f"{family}_{dtype}_{'tied' if tied else 'untied'}"
         shard_size = "30KB" if tied else "1GB"
-        return save_tiny(
-            folder, family, dtype=getattr(torch, dtype), shard_size=shard_size, tie_word_embeddings=tied
-        )
+        return save_tiny(folder, family, dtype=getattr(torch, dtype), shard_size=shard_size, tie_word_embeddings=tied)
 
     return make
 

@@ -20,7 +20,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 from scale_surgery.blocks import join_blocks
 from scale_surgery.expand import expand
 from scale_surgery.modeling.expanded_modules import ExpandedModule, PassingModule, expand_module
-from scale_surgery.plan import Request
+from scale_surgery.request import Request
 from tests.conftest import Pair, load
 from tests.tiny import FAMILIES, save_tiny
 
@@ -117,11 +117,12 @@ def test_without_remote_code_it_refuses(fresh):
         assert "trust_remote_code=True" in message
 
 
-def test_importing_the_package_replaces_remote_code(pair_of, tmp_path):
+def test_registration_replaces_remote_code(pair_of, tmp_path):
     script = """
 import sys
 import scale_surgery
 assert "transformers" not in sys.modules and "torch" not in sys.modules
+scale_surgery.register()
 from transformers import AutoModelForCausalLM
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
 print(type(model).__module__)
@@ -270,9 +271,7 @@ def expanded_linear(inputs: list[int], outputs: list[list[int]], *, collaborativ
     """An expanded linear with random blocks."""
     torch.manual_seed(2)
     linear = nn.Linear(inputs[0], sum(base for base, _ in outputs))
-    expand_module(
-        linear, "linear", in_features=inputs, out_features=outputs, collaborative=collaborative, dtype=None
-    )
+    expand_module(linear, "linear", in_features=inputs, out_features=outputs, collaborative=collaborative, dtype=None)
     with torch.no_grad():
         for parameter in linear.parameters():
             parameter.normal_()

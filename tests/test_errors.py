@@ -1,0 +1,44 @@
+"""The tree of errors: as drawn in its docstring, each caught by its base, none a programming error."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from pathlib import Path
+
+import pytest
+
+from scale_surgery import errors
+from scale_surgery.errors import CheckpointError, PlanError, SurgeryError, UnsupportedFamilyError, VerificationError
+
+PACKAGE = Path(errors.__file__).parent
+
+
+def test_the_tree_is_the_one_that_is_drawn():
+    assert UnsupportedFamilyError.__bases__ == (PlanError,)
+    for error in (PlanError, CheckpointError, VerificationError):
+        assert error.__bases__ == (SurgeryError,)
+    assert SurgeryError.__bases__ == (Exception,)
+    classes = {name for name, value in vars(errors).items() if inspect.isclass(value) and issubclass(value, Exception)}
+    drawn = {line.strip(" │├└─").split()[0] for line in errors.__doc__.splitlines() if "Error " in line}
+    assert drawn == classes
+
+
+@pytest.mark.parametrize("kind", (SurgeryError, PlanError, CheckpointError, VerificationError))
+def test_several_problems_are_one_error_of_the_same_kind(kind):
+    error = kind.from_problems(iter(["one: a.", "two: b."]))
+    assert type(error) is kind
+    assert str(error) == "one: a.\ntwo: b."
+
+
+def test_what_the_package_raises_is_in_the_tree():
+    """A bare ValueError, KeyError or RuntimeError would reach the user as a traceback."""
+    known = {name for name in vars(errors) if name.endswith("Error")}
+    # caught inside the package, or a mistake of who calls a function that no command gives a user's values to
+    elsewhere = {"selection.py": {"ValueError"}, "staging.py": {"OSError"}, "biographies.py": {"ValueError"}}
+    for file in PACKAGE.glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+                name = ast.unparse(node.exc.func).removesuffix(".from_problems")
+                is_click = name.startswith(("click.", "SystemExit"))
+                assert name in known or is_click or name in elsewhere.get(file.name, set()), f"{file.name}: {name}"
