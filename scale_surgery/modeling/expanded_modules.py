@@ -28,14 +28,6 @@ ALIGNMENT = 64
 EXPANSION_NAMES = ("w12", "w21", "w22", "up_weight", "up_bias")
 
 
-def split(x: Tensor, base: int) -> tuple[Tensor, Tensor]:
-    """Split the last axis into base part and up part.
-
-    The base part is a copy of its own, because kernels may choose their path by the strides of an operand.
-    """
-    return x[..., :base].clone(), x[..., base:]
-
-
 def product(x: Tensor, block: Tensor, like: Tensor) -> Tensor:
     """Multiply by an expansion block in the block's dtype; the result has the dtype of `like`."""
     return functional.linear(x.to(block.dtype), block).to(like.dtype)
@@ -51,7 +43,21 @@ def join(base: Tensor, up: Tensor, sections: list[list[int]]) -> Tensor:
 
 
 class ExpandedModule:
-    """A stock module with an up stream; the second base class of every expanded module."""
+    """A stock module with an up stream; the second base class of every expanded module.
+
+    Below the first collaborative layer nothing that trains reaches the base stream, so no gradient has to pass
+    through it: there `base_detached` is set, and training costs what the up stream costs.
+    """
+
+    base_detached = False
+
+    def split(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Split the last axis into base part and up part.
+
+        The base part is a copy of its own, because kernels may choose their path by the strides of an operand.
+        """
+        base = x[..., : self.base_in]
+        return (base.detach() if self.base_detached else base).clone(), x[..., self.base_in :]
 
     def add_parameter(self, name: str, *shape: int, dtype: str | None) -> None:
         """Add one expansion tensor, zero until it is loaded, in `dtype` or in the dtype of the stock weight."""
@@ -89,7 +95,7 @@ class ExpandedLinear(ExpandedModule):
                 self.add_parameter(name, *shape, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        x_base, x_up = split(x, self.base_in)
+        x_base, x_up = self.split(x)
         y_base = super().forward(x_base)
         y_up = self.forward_up(x_base, x_up, y_base)
         if self.w12 is not None:
@@ -114,7 +120,7 @@ class ExpandedHead(ExpandedModule):
         self.add_parameter("up_weight", self.weight.shape[0], up, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        x_base, x_up = split(x, self.base_in)
+        x_base, x_up = self.split(x)
         logits = super().forward(x_base)
         return logits + product(x_up, self.up_weight, logits)
 
@@ -145,7 +151,7 @@ class ExpandedNorm(ExpandedModule):
             self.add_parameter("up_bias", up, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        x_base, x_up = split(x, self.base_in)
+        x_base, x_up = self.split(x)
         y_base = super().forward(x_base)
         return torch.cat((y_base, self.forward_up(x_up).to(y_base.dtype)), dim=-1)
 
@@ -169,7 +175,9 @@ class ExpandedHeadNorm(ExpandedModule):
     def forward(self, x: Tensor) -> Tensor:
         sizes = [self.base_heads, x.shape[self.head_axis] - self.base_heads]
         # clone() keeps the order of strides, so the old heads lie in memory as they do in the base model
-        parts = [super(ExpandedHeadNorm, self).forward(part.clone()) for part in x.split(sizes, self.head_axis)]
+        old, new = x.split(sizes, self.head_axis)
+        old = old.detach() if self.base_detached else old
+        parts = [super(ExpandedHeadNorm, self).forward(part.clone()) for part in (old, new)]
         by_row = [part.movedim(self.head_axis, -2) for part in parts]
         return torch.cat(by_row, dim=-2).movedim(-2, self.head_axis)
 
@@ -183,6 +191,7 @@ class ExpandedActivation(ExpandedModule):
     def forward(self, x: Tensor) -> Tensor:
         x_base, x_up = x[..., : self.base_in], x[..., self.base_in :]
         # a chunk of a fused projection is strided in the base model too, and must stay so here
+        x_base = x_base.detach() if self.base_detached else x_base
         x_base = x_base.clone() if x.is_contiguous() else x_base
         return torch.cat((super().forward(x_base), super().forward(x_up)), dim=-1)
 
@@ -198,7 +207,7 @@ class PassingModule(ExpandedModule):
         self.base_in, self.up_out = base, up
 
     def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x if self.base_in is None else x[..., : self.base_in].clone())
+        y = super().forward(x if self.base_in is None else self.split(x)[0])
         return functional.pad(y, (0, self.up_out)) if self.up_out else y
 
 
@@ -216,7 +225,7 @@ KINDS = {
 @cache
 def expanded_class(kind: type, stock: type) -> type:
     """The class of an expanded module: the stock class with one of KINDS before it."""
-    return type(f"Expanded{stock.__name__}", (kind, stock), {"__module__": __name__})
+    return type(f"{stock.__name__}WithUpStream", (kind, stock), {"__module__": __name__})
 
 
 def expand_module(module: nn.Module, kind: str, **sizes: Any) -> None:
@@ -237,7 +246,7 @@ class View:
         return getattr(self.viewed, name)
 
 
-def own_heads(states: Tensor, heads: int, kernel: str) -> tuple[Tensor, Tensor]:
+def own_heads(states: Tensor, heads: int, is_eager: bool, is_detached: bool) -> tuple[Tensor, Tensor]:
     """Split queries, keys or values (b, heads, t, head size) into old and new heads.
 
     The old heads get the strides and the alignment that they have in the base model, because matrix kernels
@@ -245,6 +254,7 @@ def own_heads(states: Tensor, heads: int, kernel: str) -> tuple[Tensor, Tensor]:
     usual head sizes, except for eager attention, whose batched product would copy them into another order.
     """
     old, new = states[:, :heads], states[:, heads:]
+    old = old.detach() if is_detached else old
     batch, _, rows, size = states.shape
     _, head_stride, row_stride, _ = states.stride()
     if row_stride > head_stride:
@@ -252,7 +262,7 @@ def own_heads(states: Tensor, heads: int, kernel: str) -> tuple[Tensor, Tensor]:
         start = states.storage_offset() % head_stride
         beside = states.new_empty(batch, rows, heads, head_stride)
         old = beside[..., start : start + size].transpose(1, 2).copy_(old)
-    elif batch > 1 and (kernel == "eager" or head_stride * states.element_size() % ALIGNMENT):
+    elif batch > 1 and (is_eager or head_stride * states.element_size() % ALIGNMENT):
         old = old.clone()
     return old, new
 
@@ -263,8 +273,10 @@ def split_attention(module, query, key, value, attention_mask, **kwargs):
     name = config._attn_implementation
     run = module.eager_attention if name == "eager" else ALL_ATTENTION_FUNCTIONS[name]
     seen = View(module, {"config": config})
-    queries, keys = own_heads(query, module.base_heads, name), own_heads(key, module.base_kv_heads, name)
-    values = own_heads(value, module.base_kv_heads, name)
+    is_eager, is_detached = name == "eager", module.base_detached
+    queries = own_heads(query, module.base_heads, is_eager, is_detached)
+    keys = own_heads(key, module.base_kv_heads, is_eager, is_detached)
+    values = own_heads(value, module.base_kv_heads, is_eager, is_detached)
     parts = [run(seen, *states, attention_mask, **kwargs) for states in zip(queries, keys, values, strict=True)]
     (old, old_weights), (new, new_weights) = parts
     weights = None if old_weights is None else torch.cat((old_weights, new_weights), dim=1)
@@ -277,7 +289,7 @@ ALL_ATTENTION_FUNCTIONS.register(SPLIT_ATTENTION, split_attention)
 
 def expand_attention(module: nn.Module, heads: int, kv_heads: int, attributes: dict, config: dict) -> None:
     """Tell an attention module of its new heads: what its stock forward reads from itself and from its config."""
-    module.base_heads, module.base_kv_heads = heads, kv_heads
+    module.base_heads, module.base_kv_heads, module.base_detached = heads, kv_heads, False
     module.eager_attention = vars(import_module(type(module).__module__))["eager_attention_forward"]
     module.config = View(module.config, {**config, "_attn_implementation": SPLIT_ATTENTION})
     for name, value in attributes.items():
@@ -308,6 +320,19 @@ def expand_layers(base_model: nn.Module, plan: dict[str, Any]) -> None:
             expand_attention(layer.get_submodule(name), **spec)
 
 
+def detach_base(model: nn.Module, base_model: nn.Module, plan: dict[str, Any]) -> None:
+    """Let no gradient pass through the base stream where nothing that trains reaches it.
+
+    That is below the first collaborative layer; without one it is the whole model, final norm and head included.
+    """
+    collaborative = plan["collaborative"]["layers"]
+    layers = base_model.get_submodule(plan["layers"])
+    parts = layers[: min(collaborative)] if collaborative else [model]
+    for module in (module for part in parts for module in part.modules()):
+        if hasattr(module, "base_detached"):
+            module.base_detached = True
+
+
 class ExpandedPreTrainedModel:
     """Mixin before a stock model class: expands its modules as `config.scale_surgery` says, and freezes the base."""
 
@@ -325,10 +350,12 @@ class ExpandedPreTrainedModel:
             # the last token's features are strided, and torch takes another kernel for them when a weight is frozen
             expand_module(head, "passing", base=head.weight.shape[1], up=0)
         expand_layers(base_model, plan)
+        detach_base(self, base_model, plan)
         if plan["dtype"] == "float32":
             # new tensors that were asked for in float32 stay so when the base is loaded in half precision
             self._keep_in_fp32_modules_strict = set(self.expansion_names())
         self.post_init()
+        self.freeze_base()
 
     # names on disk to names of modules, as patterns, where this transformers release renamed a module
     renamed_modules: dict[str, str] = {}

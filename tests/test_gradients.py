@@ -1,0 +1,76 @@
+"""Gradients: nothing is backpropagated through a base stream that cannot learn, and the blocks get what they should."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from scale_surgery.modeling.expanded_modules import ExpandedModule
+from tests.tiny import FAMILIES
+
+
+def gradients(model: Any) -> tuple[dict[str, torch.Tensor], int]:
+    """Gradients of the new tensors on fixed tokens, and how many tensors autograd had to keep for them."""
+    kept = []
+    torch.manual_seed(3)
+    ids = torch.randint(3, 97, (2, 9))
+    model.zero_grad()
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(1) or tensor, lambda tensor: tensor):
+        loss = model(ids, labels=ids).loss
+    loss.backward()
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad and p.grad is not None}
+    return found, len(kept)
+
+
+def set_detached(model: Any, value: dict[str, bool] | bool) -> dict[str, bool]:
+    """Set `base_detached` everywhere, or as it was; returns what it was."""
+    before = {}
+    for name, module in model.named_modules():
+        if hasattr(module, "base_detached"):
+            before[name] = module.base_detached
+            module.base_detached = value if isinstance(value, bool) else value[name]
+    return before
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("request_name", ["preserve", "adapt"])
+def test_detaching_changes_no_gradient_and_keeps_less(pair_of: Any, family: str, request_name: str) -> None:
+    model = pair_of(family, request_name, "float32", True).load()
+    with torch.no_grad():  # as after some training: nothing hides behind a zero
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and not name.endswith("norm.up_weight"):
+                parameter.add_(torch.randn_like(parameter) * 0.05)
+    detached, few = gradients(model)
+    before = set_detached(model, False)
+    attached, many = gradients(model)
+    set_detached(model, before)
+    assert detached.keys() == attached.keys() and len(detached) > 20
+    for name, gradient in detached.items():
+        torch.testing.assert_close(gradient, attached[name], rtol=1e-4, atol=1e-6, msg=name)
+    if request_name == "preserve":
+        assert all(before.values()) and few < many
+    else:  # layer 0 collaborates: the base stream can learn everywhere above it
+        assert not any(before.values()) and few == many
+
+
+def test_detaching_above_a_collaborative_layer_would_lose_gradients(pair_of: Any) -> None:
+    """The negative control: where W12 trains, the base stream must carry gradients."""
+    model = pair_of("llama", "adapt", "float32", True).load()
+    with torch.no_grad():
+        model.lm_head.up_weight.normal_()
+    right, _ = gradients(model)
+    set_detached(model, True)
+    wrong, _ = gradients(model)
+    name = "model.layers.0.self_attn.o_proj.w12"
+    assert right[name].abs().max() > 0
+    assert name not in wrong or not torch.allclose(right[name], wrong[name])
+
+
+def test_the_base_part_of_a_preservation_layer_needs_no_gradient(pair_of: Any) -> None:
+    model = pair_of("llama", "preserve", "float32", True).load()
+    module = model.get_submodule("model.layers.2.self_attn.q_proj")
+    assert isinstance(module, ExpandedModule)
+    base, up = module.split(torch.randn(1, 2, 60, requires_grad=True))
+    assert not base.requires_grad and up.requires_grad
