@@ -17,17 +17,14 @@ from scale_surgery.errors import (
     PlanError,
     SurgeryError,
     UnsupportedFamilyError,
-    VerificationError,
 )
+from scale_surgery.expand import Expansion, expand
 from scale_surgery.inspect import Inspection, inspect
 from scale_surgery.modeling import register
-from scale_surgery.plan import Plan
+from scale_surgery.plan import Plan, plan
 from scale_surgery.request import Request
 from scale_surgery.strip import Stripped, strip
 from scale_surgery.verify import Promise, Verification, verify
-
-# functions come after the modules of the same name, whose place in the package they take
-from scale_surgery.expand import Expansion, expand, plan  # isort: skip
 
 __all__ = [
     "CheckpointError",
@@ -41,7 +38,6 @@ __all__ = [
     "SurgeryError",
     "UnsupportedFamilyError",
     "Verification",
-    "VerificationError",
     "__version__",
     "expand",
     "inspect",

@@ -7,7 +7,7 @@ place without having read a weight. All problems that headers and index can show
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -48,12 +48,6 @@ FLOAT_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 OTHER_WEIGHT_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx")
 # version control and download bookkeeping, no part of a checkpoint
 IGNORED_FOLDERS = (".git", ".cache", "__pycache__")
-
-Progress = Callable[[int], None]
-
-
-def no_progress(advance: int) -> None:
-    """Report nothing."""
 
 
 @dataclass(frozen=True)

@@ -198,8 +198,7 @@ def plan_command(
     Example: scale-surgery plan MODEL --layers 20-31 --variant adapt -o plan.json
     """
     from scale_surgery.console import render_plan
-    from scale_surgery.expand import plan
-    from scale_surgery.plan import save_plan
+    from scale_surgery.plan import plan, save_plan
 
     request = make_request(options)
     if request is None:
@@ -241,8 +240,8 @@ def expand_command(
     Example: scale-surgery expand MODEL --layers 20-31
     """
     from scale_surgery.console import render_expansion, render_plan
-    from scale_surgery.expand import expand, plan
-    from scale_surgery.plan import check_same_plan, load_request
+    from scale_surgery.expand import expand
+    from scale_surgery.plan import check_same_plan, load_request, plan
 
     request = make_request(options)
     if (request is None) == (plan_file is None):

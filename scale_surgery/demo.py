@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING
 from scale_surgery.biographies import SHIPPED_MODEL, people, questions
 from scale_surgery.checkpoint import list_files
 from scale_surgery.errors import CheckpointError
-from scale_surgery.expand import expand, plan
+from scale_surgery.expand import expand
 from scale_surgery.inspect import inspect
+from scale_surgery.plan import plan
 from scale_surgery.request import Request
 from scale_surgery.strip import strip
 from scale_surgery.verify import verify

@@ -3,8 +3,9 @@
     SurgeryError                     base class; the command line catches it once
     ├── PlanError                    the request cannot be met (layers, widths, variant)
     │   └── UnsupportedFamilyError   the model's architecture is not in families.py
-    ├── CheckpointError              files missing, unreadable, inconsistent, or the target exists
-    └── VerificationError            a promise that was asked for does not hold
+    └── CheckpointError              files missing, unreadable, inconsistent, or the target exists
+
+A broken promise is no error: it is the result of `verify`.
 
 A message names the thing, what was found, what was expected and what to do. Several problems of one
 request are reported together, one a line.
@@ -34,7 +35,3 @@ class UnsupportedFamilyError(PlanError):
 
 class CheckpointError(SurgeryError):
     """Files are missing, unreadable or inconsistent, or a target exists already."""
-
-
-class VerificationError(SurgeryError):
-    """A promise that was asked for does not hold."""

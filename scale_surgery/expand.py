@@ -9,8 +9,7 @@ everything else --as files-->      everything else
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,16 +22,15 @@ from scale_surgery.checkpoint import (
     MANIFEST_FILE,
     SINGLE_FILE,
     Checkpoint,
-    Progress,
-    no_progress,
     open_checkpoint,
 )
 from scale_surgery.errors import CheckpointError, PlanError
 from scale_surgery.families import Family, get_family
 from scale_surgery.manifest import BaseFile, Manifest, hash_files, hash_tensors
 from scale_surgery.plan import Plan, check_same_plan, load_request, make_plan
+from scale_surgery.progress import Track, no_track
 from scale_surgery.request import Request
-from scale_surgery.sources import Source, find_source, open_model
+from scale_surgery.sources import Source, find_source
 from scale_surgery.staging import (
     BaseWeights,
     check_space,
@@ -45,15 +43,6 @@ from scale_surgery.staging import (
 )
 
 NUMBERED_SINGLE_FILE = "model-00001-of-00001.safetensors"
-TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
-
-# a progress bar: given what is done and how much of it there is, yields a function that reports advance
-Track = Callable[[str, int], AbstractContextManager[Progress]]
-
-
-def no_track(label: str, total: int) -> AbstractContextManager[Progress]:
-    """Show no progress bar."""
-    return nullcontext(no_progress)
 
 
 @dataclass(frozen=True)
@@ -73,24 +62,6 @@ class Expansion:
     base_bytes_written: int
     left_out: tuple[str, ...]
     pinned_tokenizer: str | None
-
-
-def plan(model: str | Path, request: Request, *, revision: str | None = None) -> Plan:
-    """Decide everything that `expand` would do, from headers and config only.
-
-    Args:
-        model: A folder or a Hub id.
-        request: What is asked for.
-        revision: Branch, tag or commit of a Hub repository.
-
-    Returns:
-        The plan.
-
-    Raises:
-        SurgeryError: If the model cannot be read or the request does not fit it.
-    """
-    source, checkpoint = open_model(model, revision)
-    return make_plan(checkpoint, request, name=source.name, revision=source.revision)
 
 
 def default_output(source: Source) -> Path:

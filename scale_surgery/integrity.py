@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from scale_surgery import modeling
-from scale_surgery.checkpoint import CONFIG_FILE, Checkpoint, Progress, no_progress, read_tensor
+from scale_surgery.checkpoint import CONFIG_FILE, Checkpoint, read_tensor
 from scale_surgery.expand import expanded_config
 from scale_surgery.families import Family, get_family
 from scale_surgery.manifest import Manifest, hash_file, hash_tensors
+from scale_surgery.progress import Progress, no_progress
 
 
 @dataclass(frozen=True)

@@ -19,15 +19,14 @@ from scale_surgery.checkpoint import (
     CONFIG_FILE,
     MANIFEST_FILE,
     Checkpoint,
-    Progress,
     TensorInfo,
     is_inside,
-    no_progress,
     read_chunks,
     read_json,
 )
 from scale_surgery.errors import CheckpointError, PlanError
 from scale_surgery.families import get_family
+from scale_surgery.progress import Progress, no_progress
 
 MANIFEST_FORMAT = 1
 HASH_THREADS = 2

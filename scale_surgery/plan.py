@@ -20,6 +20,7 @@ from scale_surgery.checkpoint import DTYPE_BYTES, FLOAT_DTYPES, Checkpoint, Tens
 from scale_surgery.errors import CheckpointError, PlanError
 from scale_surgery.families import Family, Sizes, get_family, read_sizes
 from scale_surgery.request import Request, resolve
+from scale_surgery.sources import open_model
 from scale_surgery.specs import Collaboration, NewTensor, Widths, build_specs, new_tensors, stream_widths
 
 SHARD_BYTES = 512 * 1024 * 1024
@@ -97,6 +98,24 @@ class Plan:
         """The plan as plain JSON values."""
         plain: dict[str, Any] = json.loads(json.dumps(asdict(self)))
         return plain
+
+
+def plan(model: str | Path, request: Request, *, revision: str | None = None) -> Plan:
+    """Decide everything that `expand` would do, from headers and config only.
+
+    Args:
+        model: A folder or a Hub id.
+        request: What is asked for.
+        revision: Branch, tag or commit of a Hub repository.
+
+    Returns:
+        The plan.
+
+    Raises:
+        SurgeryError: If the model cannot be read or the request does not fit it.
+    """
+    source, checkpoint = open_model(model, revision)
+    return make_plan(checkpoint, request, name=source.name, revision=source.revision)
 
 
 def make_plan(checkpoint: Checkpoint, request: Request, *, name: str, revision: str | None = None) -> Plan:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from scale_surgery.families import Family, Linear, Sizes
+from scale_surgery.families import Family, Sizes
 
 FORMAT = 1
 Spec = dict[str, Any]
@@ -44,7 +44,6 @@ class NewTensor:
         kind: Kind of module it belongs to: linear, norm, embedding or head.
         layer: Its layer, or None outside the layers.
         source: Base tensor that it stands beside.
-        linear: Facts of the linear, for blocks.
     """
 
     name: str
@@ -53,7 +52,6 @@ class NewTensor:
     kind: str
     layer: int | None
     source: str
-    linear: Linear | None = None
 
 
 def stream_widths(sizes: Sizes, widths: Widths) -> dict[str, list[int]]:
@@ -226,7 +224,6 @@ def _linear_tensors(
         "w22": (up_out, up_in),
         "up_bias": (up_out if path in biased else 0,),
     }
-    linear = next(linear for linear in family.linears if linear.name == name)
     for block, shape in shapes.items():
         if 0 not in shape:
-            yield NewTensor(f"{path}.{block}", shape, block, "linear", layer, f"{path}.weight", linear)
+            yield NewTensor(f"{path}.{block}", shape, block, "linear", layer, f"{path}.weight")

@@ -144,11 +144,14 @@ def staged(target: Path, state: Mapping[str, Any], *, overwrite: bool) -> Iterat
 def _locked(partial: Path) -> Iterator[None]:
     partial.parent.mkdir(parents=True, exist_ok=True)
     lock = partial.parent / f".{partial.name}.lock"
+    busy = f"{partial}: another process is writing it. Wait until it is done."
     with lock.open("w") as stream:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise CheckpointError(f"{partial}: another process is writing it. Wait until it is done.") from error
+            raise CheckpointError(busy) from error
+        if not lock.exists() or os.fstat(stream.fileno()).st_ino != lock.stat().st_ino:
+            raise CheckpointError(busy)  # the file that we locked is no longer the one that others see
         try:
             yield
         finally:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scale_surgery.errors import CheckpointError
-from scale_surgery.expand import Track, no_track
 from scale_surgery.manifest import Manifest, hash_files, read_manifest
+from scale_surgery.progress import Track, no_track
 from scale_surgery.staging import BaseWeights, check_space, check_target, staged, take_over, write_text
 
 

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from scale_surgery.checkpoint import MANIFEST_FILE, Checkpoint, open_checkpoint
 from scale_surgery.errors import PlanError
-from scale_surgery.expand import Track, no_track
 from scale_surgery.integrity import Integrity, bytes_to_check, check_files
 from scale_surgery.manifest import Manifest, read_manifest, tool_versions
+from scale_surgery.progress import Track, no_track
 from scale_surgery.sources import find_source
 from scale_surgery.staging import write_json
 from scale_surgery.strip import restore

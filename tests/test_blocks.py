@@ -10,9 +10,9 @@ from scale_surgery import blocks
 from scale_surgery.blocks import check_finite, seeded_generator, svd_embedding, svd_w21, svd_w22
 from scale_surgery.checkpoint import open_checkpoint, read_tensor
 from scale_surgery.errors import CheckpointError
-from scale_surgery.expand import plan
 from scale_surgery.families import FAMILIES
 from scale_surgery.initialise import join_roles, make_tensor, split_roles
+from scale_surgery.plan import plan
 from scale_surgery.request import Request
 
 SHAPES = ((48, 20), (20, 48), (30, 30))

@@ -19,10 +19,10 @@ from transformers import AutoConfig
 from scale_surgery import modeling
 from scale_surgery.checkpoint import open_checkpoint
 from scale_surgery.errors import CheckpointError, PlanError
-from scale_surgery.expand import expand, plan
+from scale_surgery.expand import expand
 from scale_surgery.families import FAMILIES
 from scale_surgery.manifest import hash_tensors, read_manifest
-from scale_surgery.plan import save_plan
+from scale_surgery.plan import plan, save_plan
 from scale_surgery.request import Request
 from scale_surgery.strip import strip
 from tests.conftest import digests

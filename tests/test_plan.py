@@ -14,8 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from scale_surgery.checkpoint import open_checkpoint
 from scale_surgery.errors import CheckpointError, PlanError, UnsupportedFamilyError
-from scale_surgery.expand import plan
-from scale_surgery.plan import check_same_plan, load_request, make_plan, save_plan
+from scale_surgery.plan import check_same_plan, load_request, make_plan, plan, save_plan
 from scale_surgery.request import Request
 from scale_surgery.specs import Widths
 

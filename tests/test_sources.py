@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from scale_surgery.errors import CheckpointError
-from scale_surgery.expand import expand, plan
+from scale_surgery.expand import expand
 from scale_surgery.manifest import read_manifest
+from scale_surgery.plan import plan
 from scale_surgery.request import Request
 from scale_surgery.sources import find_source, open_model
 from scale_surgery.strip import strip

@@ -165,7 +165,7 @@ def test_a_joint_norm_is_caught(copy) -> None:
     path = copy("preserve")
     code = (path / "expanded_modules.py").read_text()
     lines = (
-        "x_base, x_up = split(x, self.base_in)",
+        "x_base, x_up = self.split(x)",
         "y_base = super().forward(x_base)",
         "return torch.cat((y_base, self",
     )
