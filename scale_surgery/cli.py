@@ -207,6 +207,8 @@ def plan_command(
     if output is not None:
         save_plan(made, output)
     out.show(made, render_plan(made, details=details))
+    if output is not None:
+        out.say(f"\nwritten to {output}; execute it with scale-surgery expand {model} --plan {output}")
 
 
 @main.command(name="expand")

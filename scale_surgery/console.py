@@ -158,6 +158,7 @@ def render_plan(plan: Plan, *, details: bool = False, tensors: bool = True) -> R
     collaborative = plan.collaboration
     where = format_layers(collaborative.layers)
     groups = f" ({' and '.join(collaborative.groups)})" if collaborative.groups else ""
+    is_mixed = 0 < len(collaborative.layers) < len(plan.layers)
     rows = [
         ("base", plan.base_name + (f" at {plan.base_revision[:12]}" if plan.base_revision else "")),
         ("variant", plan.variant),
@@ -166,7 +167,7 @@ def render_plan(plan: Plan, *, details: bool = False, tensors: bool = True) -> R
         ("added widths", _widths(plan.widths.up_width, plan.widths.up_kv_heads, plan.widths.up_inner_width)),
         ("initialisation", f"W21 {plan.request.init_w21}, W22 {plan.request.init_w22}, {plan.request.svd} SVD"),
         ("parameters", f"+{costs.parameters_added:,} on {costs.parameters_before:,} ({share:.1%})"),
-        ("in each layer", f"+{costs.parameters_per_layer:,}"),
+        ("in one layer", f"+{costs.parameters_per_layer:,}" + (" at most" if is_mixed else "")),
         ("bytes", f"+{format_bytes(costs.bytes_added)} in {len(plan.shards)} new shards"),
         ("forward cost", f"x {costs.forward_factor:.3f}"),
         ("training reaches", _depth(plan)),
@@ -180,14 +181,16 @@ def render_plan(plan: Plan, *, details: bool = False, tensors: bool = True) -> R
 
 
 def _sample(plan: Plan) -> tuple[TensorPlan, ...]:
-    return tuple(tensor for tensor in plan.tensors if tensor.layer in (None, plan.layers[0]))
+    # a collaborative layer has everything that a preservation layer has
+    shown = (plan.collaboration.layers or plan.layers)[0]
+    return tuple(tensor for tensor in plan.tensors if tensor.layer in (None, shown))
 
 
 def _depth(plan: Plan) -> str:
-    last = plan.sizes.layers - 1
-    base = plan.costs.base_stream_from
-    base_text = "none" if base is None else f"layers {base}-{last}"
-    return f"up stream: layers {plan.costs.up_stream_from}-{last}; base stream: {base_text}"
+    def down_to(first: int | None) -> str:
+        return "none" if first is None else format_layers(tuple(range(first, plan.sizes.layers)))
+
+    return f"up stream: {down_to(plan.costs.up_stream_from)}; base stream: {down_to(plan.costs.base_stream_from)}"
 
 
 def _render_tensors(tensors: tuple[TensorPlan, ...], title: str) -> Table:
@@ -259,11 +262,17 @@ def _render_numbers(result: Verification) -> RenderableType:
         ("logits", "bit-equal" if numbers.is_bit_equal else f"drift {numbers.drift:.3g}"),
         ("KL divergence", f"{numbers.kl_divergence:.3g} nats per token"),
         ("top-1 agreement", f"{numbers.top1_agreement:.1%}"),
-        ("base stream", f"largest drift {worst.drift:.3g} (layer {worst.layer}), lowest cosine {lowest:.6f}"),
+        ("base stream", f"{_drift_of(worst)}, lowest cosine {lowest:.6f}"),
         ("continuation", _continuation(numbers)),
     ]
     facts = _facts("[bold]numbers", rows)
     return facts if worst.drift == 0 else Group(facts, Text(), _render_layers(numbers.layers))
+
+
+def _drift_of(worst: Layer) -> str:
+    if worst.is_bit_equal:
+        return "bit-equal after every layer"
+    return f"largest drift {worst.drift:.3g}, after {'the embedding' if worst.layer < 0 else f'layer {worst.layer}'}"
 
 
 def _render_layers(layers: tuple[Layer, ...]) -> Table:
@@ -280,9 +289,10 @@ def _render_layers(layers: tuple[Layer, ...]) -> Table:
 def _continuation(numbers: Any) -> str:
     if numbers.generation_equal is None:
         return "not run"
-    same = "the base's tokens" if numbers.generation_equal else "other tokens than the base"
-    cache = "the same" if numbers.uncached_equal else "other tokens"
-    return f"greedy, {numbers.new_tokens} tokens: {same}; without KV cache {cache}"
+    cached, uncached = numbers.generation_equal, numbers.uncached_equal
+    with_cache = "the base's tokens" if cached else "other tokens than the base's"
+    without = "too" if cached == uncached else "the base's tokens" if uncached else "other tokens than the base's"
+    return f"greedy, {numbers.new_tokens} tokens: {with_cache}; without KV cache {without}"
 
 
 def render_stripped(done: Stripped) -> RenderableType:

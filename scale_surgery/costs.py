@@ -27,7 +27,7 @@ class Costs:
         parameters_before: Parameters of the base model as stored.
         parameters_added: Parameters added in all.
         bytes_added: Bytes of the new shards.
-        parameters_per_layer: Parameters added in each expanded layer.
+        parameters_per_layer: Parameters added in the expanded layer that gets most.
         forward_factor: Multiply-adds of all linears and the head, expanded over base.
         up_stream_from: Lowest layer through which training backpropagates the up stream.
         base_stream_from: Lowest layer through which training backpropagates the base stream, None for none.
@@ -77,7 +77,9 @@ def estimate(
         parameters_before=sum(info.elements for info in checkpoint.tensors.values()),
         parameters_added=added,
         bytes_added=sum(tensor.bytes for tensor in tensors),
-        parameters_per_layer=sum(tensor.elements for tensor in tensors if tensor.layer == first),
+        parameters_per_layer=max(
+            sum(tensor.elements for tensor in tensors if tensor.layer == layer) for layer in specs["expanded_layers"]
+        ),
         forward_factor=_forward_factor(family, sizes, tensors, checkpoint),
         up_stream_from=first,
         base_stream_from=min(collaborative) if collaborative else None,

@@ -125,8 +125,7 @@ def _tied_copy(checkpoint: Checkpoint, family: Family, sizes: Sizes) -> int:
 def _summarise(checkpoint: Checkpoint) -> ExpansionSummary:
     specs = checkpoint.config["scale_surgery"]
     manifest: Mapping[str, Any] = checkpoint.manifest or {}
-    plan = manifest.get("plan", {})
-    widths = plan.get("widths", {})
+    widths = specs["widths"]
     verification = manifest.get("verification")
     return ExpansionSummary(
         variant=specs["variant"],
@@ -135,9 +134,9 @@ def _summarise(checkpoint: Checkpoint) -> ExpansionSummary:
         layers=tuple(specs["expanded_layers"]),
         collaborative_layers=tuple(specs["collaborative"]["layers"]),
         collaborative_groups=tuple(specs["collaborative"]["groups"]),
-        up_width=widths.get("up_width", 0),
-        up_kv_heads=widths.get("up_kv_heads", 0),
-        up_inner_width=widths.get("up_inner_width", 0),
+        up_width=widths["up_width"],
+        up_kv_heads=widths["up_kv_heads"],
+        up_inner_width=widths["up_inner_width"],
         parameters_by_block=_count_blocks(checkpoint),
         verified=_verified(verification),
     )

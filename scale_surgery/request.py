@@ -168,8 +168,8 @@ def _resolve_collaboration(
     outside = sorted(set(chosen) - set(layers))
     if layers and outside:
         problems.append(
-            f"--collaborative-layers {request.collaborative_layers}: layers {', '.join(map(str, outside))} are not "
-            f"expanded. Choose among --layers {request.layers}."
+            f"--collaborative-layers {request.collaborative_layers}: {', '.join(map(str, outside))} not among the "
+            f"expanded layers. Choose among --layers {request.layers}."
         )
     problems += _sealed_problems(layers, chosen, groups, widths)
     return Collaboration(chosen, groups), problems

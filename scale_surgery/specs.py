@@ -7,7 +7,7 @@ exported modeling code executes, and the list of new tensors that belong to it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from scale_surgery.families import Family, Sizes
@@ -87,6 +87,7 @@ def build_specs(
         "base_model": family.base_model,
         "layers": family.layers,
         "expanded_layers": list(layers),
+        "widths": asdict(widths),
         "collaborative": {"layers": list(collaboration.layers), "groups": list(collaboration.groups)},
         "model": _model_specs(family, sizes, widths.up_width, is_embedding_widened=0 in layers),
         "head": {"kind": "head", "base": sizes.hidden, "up": widths.up_width} if widths.up_width else {},

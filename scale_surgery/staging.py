@@ -73,7 +73,7 @@ def _occupied(target: Path, partial: Path, *, overwrite: bool) -> list[str]:
         return [f"{target}: exists already. Choose another output folder, or give --overwrite."]
     problems = []
     if target.exists() and any(target.iterdir()) and not (target / CONFIG_FILE).is_file():
-        problems.append(f"{target}: is no model folder, will not replace it. Choose another output folder.")
+        problems.append(f"{target}: is no model folder, --overwrite will not replace it. Choose another output folder.")
     if partial.exists() and not _state_file(target).exists():
         problems.append(
             f"{partial}: was not begun by this program, will not continue it. Choose another output folder."

@@ -251,19 +251,23 @@ def _judge(
 
 
 def _recoverable_evidence(integrity: Integrity) -> str:
-    return f"{integrity.base_tensors} base tensors, {integrity.base_bytes:,} bytes, sha256 compared"
+    evidence = f"{integrity.base_tensors} base tensors, {integrity.base_bytes:,} bytes, sha256 compared"
+    return f"{evidence}; {len(integrity.base)} problems" if integrity.base else evidence
 
 
 def _output_at_init(
     integrity: Integrity, numbers: Numbers | None, general: tuple[str, ...], *, claimed: bool
 ) -> Promise:
-    problems = [*integrity.nonzero, *general]
+    problems = [*integrity.nonzero]
     evidence = (
-        f"{len(integrity.nonzero)} tensors are not zero" if integrity.nonzero else "W12 and head up part are zero"
+        f"{len(integrity.nonzero)} of W12 and head up part are not zero"
+        if integrity.nonzero
+        else "W12 and head up part are zero"
     )
     if numbers is None:
         evidence += "; no model was run"
     else:
+        problems += general
         evidence += f"; logits {_equality(numbers.is_bit_equal, numbers.drift, numbers)}"
         if not numbers.is_bit_equal:
             problems.append(f"logits: drift {numbers.drift:.3g} in {numbers.dtype}, expected bit-equal.")
@@ -281,11 +285,12 @@ def _base_stream_always(
     claimed: bool,
 ) -> Promise:
     blocks = [name for name in checkpoint.tensors if name.endswith(".w12")]
-    problems = [f"{name}: writes into the base stream." for name in blocks] + [*integrity.base, *general]
+    problems = [f"{name}: writes into the base stream." for name in blocks] + [*integrity.base]
     evidence = f"{len(blocks)} W12 blocks exist" if blocks else "no W12 exists"
     if numbers is None:
         evidence += "; no model was run"
     else:
+        problems += general
         drifted = [layer for layer in numbers.layers if not layer.is_bit_equal]
         evidence += f"; base logits {_equality(numbers.base_logits_bit_equal, numbers.base_logits_drift, numbers)}"
         problems += [f"base stream after layer {layer.layer}: drift {layer.drift:.3g}." for layer in drifted]

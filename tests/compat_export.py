@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from scale_surgery import Request, expand
+from scale_surgery import Request, expand, register
 from tests.tiny import FAMILIES, save_tiny
 
 REQUESTS = {
@@ -21,6 +21,7 @@ REQUESTS = {
 
 def main(folder: Path) -> None:
     """Write base and expanded models under `folder`, each expanded one with what it computes beside it."""
+    register()
     torch.manual_seed(0)
     ids = torch.randint(3, 97, (2, 7))
     for family in FAMILIES:

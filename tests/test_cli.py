@@ -161,7 +161,7 @@ def test_overwrite_replaces_a_model_folder_and_nothing_else(base: Path, tmp_path
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("years of work")
     result = run("expand", base, "--layers", "0", "-o", tmp_path / "mine", "--overwrite", code=1)
-    assert "mine: is no model folder, will not replace it." in " ".join(result.stderr.split())
+    assert "mine: is no model folder, --overwrite will not replace it." in " ".join(result.stderr.split())
     assert (tmp_path / "mine" / "thesis.txt").read_text() == "years of work"
     (tmp_path / "e.partial").mkdir()
     (tmp_path / "e.partial" / "thesis.txt").write_text("more work")

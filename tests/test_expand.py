@@ -179,7 +179,7 @@ def test_a_target_that_exists_is_refused_before_any_work(llama_base, tmp_path):
     assert refusal(llama_base, REQUEST, target) == wanted
     (target / "precious").write_text("x")
     message = refusal(llama_base, REQUEST, target, overwrite=True)
-    assert message == f"{target}: is no model folder, will not replace it. Choose another output folder."
+    assert message == f"{target}: is no model folder, --overwrite will not replace it. Choose another output folder."
     assert (target / "precious").read_text() == "x"
     shutil.rmtree(target)
     shutil.copytree(llama_base, target)

@@ -101,7 +101,7 @@ def test_without_up_stream_w12_stands_where_something_was_added(base_of):
         ),
         (
             Request("0-1", variant="adapt", collaborative_layers="1-2"),
-            ["--collaborative-layers 1-2: layers 2 are not expanded. Choose among --layers 0-1."],
+            ["--collaborative-layers 1-2: 2 not among the expanded layers. Choose among --layers 0-1."],
         ),
         (
             Request("0-1", variant="adapt", up_width=0, collaborative_layers="1"),

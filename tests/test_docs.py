@@ -1,0 +1,236 @@
+"""The documentation says what is: trees, options, defaults, links, and every example with its output.
+
+`python -m tests.test_docs` writes the outputs in docs/commands.md anew, where a command prints something else now.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.util
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from benchmarks import make_checkpoint, pipeline, svd
+from scale_surgery import Request
+from scale_surgery.cli import main
+from scale_surgery.errors import SurgeryError
+from scale_surgery.families import FAMILIES
+from tests.tiny import save_tiny
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "scale_surgery"
+SHIPPED = PACKAGE / "models" / "biographies"
+README = ROOT / "README.md"
+COMMANDS = ROOT / "docs" / "commands.md"
+PAGES = (README, ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md")))
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+OPTION = re.compile(r"(?<![\w-])--[a-z][\w-]*|(?<=`)-[a-z](?=`)")
+BENCHMARKS = (make_checkpoint.main, pipeline.main, svd.main)
+OTHER_PROGRAMS = {"--strict"}  # mkdocs
+OTHER_PROGRAMS |= {option for script in BENCHMARKS for parameter in script.params for option in parameter.opts}
+GROUP = {"--help", "-h", "--version"}
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+each_command = pytest.mark.parametrize("name", sorted(main.commands))
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return [body for found, body in BLOCK.findall(page.read_text(encoding="utf-8")) if found == language]
+
+
+def sections(page: Path) -> dict[str, str]:
+    """Texts of a page's second-level sections, by heading."""
+    parts = re.split(r"^## (.*)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
+    return dict(zip(parts[::2], parts[1::2], strict=True))
+
+
+def options_of(name: str) -> set[str]:
+    return {option for parameter in main.commands[name].params for option in parameter.opts if option.startswith("-")}
+
+
+def run(command: str) -> str:
+    """What `scale-surgery ...` prints, on both streams, in a terminal of 80 columns."""
+    arguments = shlex.split(command, comments=True)
+    assert arguments[0] == "scale-surgery", command
+    environment = {"COLUMNS": "80", "TERM": "dumb", "NO_COLOR": "1"}
+    result = CliRunner(env=environment).invoke(main, arguments[1:])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return "\n".join(line.rstrip() for line in result.output.rstrip().splitlines())
+
+
+def run_python(code: str) -> None:
+    exec(compile(code, "<documentation>", "exec"), {"__name__": "documentation"})
+
+
+def rewrite_examples(page: Path) -> str:
+    """Run a page's Python and console blocks in order; gives the page with the outputs of now."""
+
+    def again(found: re.Match[str]) -> str:
+        language, body = found.groups()
+        if language == "python":
+            run_python(body)
+        if language != "console":
+            return found[0]
+        command = body.splitlines()[0]
+        return f"```console\n{command}\n{run(command.removeprefix('$ '))}\n```"
+
+    return BLOCK.sub(again, page.read_text(encoding="utf-8"))
+
+
+@contextlib.contextmanager
+def workplace(folder: Path):
+    """The folder in which the examples of docs/commands.md run: it holds a copy of the shipped model."""
+    shutil.copytree(SHIPPED, folder / SHIPPED.name)
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)
+
+
+def without_chance(text: str) -> list[str]:
+    """Words of a page, without what differs from day to day and from machine to machine: dates, drift of training."""
+    text = re.sub(r"\d{4}-\d\d-\d\dT[\d:+]+", "DATE", " ".join(text.split()))
+    return re.sub(r"(differ by|drift|KL divergence|agreement|lowest cosine) [\d.e%-]+", r"\1 NUMBER", text).split()
+
+
+def test_examples_in_commands_print_what_is_shown(tmp_path):
+    with workplace(tmp_path):
+        found = rewrite_examples(COMMANDS)
+    assert without_chance(found) == without_chance(COMMANDS.read_text(encoding="utf-8")), "python -m tests.test_docs"
+
+
+def test_readme_quick_start(tmp_path, monkeypatch):
+    """The commands of the quick start, on a tiny model of the same family in place of the Hub's."""
+    start = sections(README)["Quick start"]
+    (shell,) = [body for language, body in BLOCK.findall(start) if language == "sh"]
+    (python,) = [body for language, body in BLOCK.findall(start) if language == "python"]
+    (model,) = set(re.findall(r"\b\w+/[\w.-]+(?= --layers)", shell))
+    base = save_tiny(tmp_path / "base", "qwen3", num_hidden_layers=5)
+    monkeypatch.chdir(tmp_path)
+    for line in shell.splitlines():
+        if line.startswith("python "):
+            run_python(python)
+        else:
+            assert "error" not in run(line.replace(model, "base")).lower(), line
+    stripped = next(word for word in shlex.split(shell.splitlines()[-1], comments=True)[::-1])
+    names = {file.name for file in base.iterdir()}
+    assert {file.name for file in (tmp_path / stripped).iterdir()} == names
+    assert all((tmp_path / stripped / name).read_bytes() == (base / name).read_bytes() for name in names)
+
+
+def test_readme_tree_is_the_package():
+    (tree,) = [body for body in blocks(README, "text") if body.startswith("scale_surgery/")]
+    named, folders = set(), []
+    for line in tree.splitlines():
+        depth, name = (len(line) - len(line.lstrip())) // 2, line.split()[0]
+        folders = [*folders[:depth], name]
+        path = "".join(folders)
+        assert len(line.split(maxsplit=1)) == 2 or depth == 0, f"{name}: has no description"
+        if not name.endswith("/"):
+            named |= {path.replace("<family>", family) for family in FAMILIES} if "<family>" in path else {path}
+        else:
+            assert (ROOT / path).is_dir(), path
+    files = (file for file in PACKAGE.rglob("*") if file.is_file() and "__pycache__" not in file.parts)
+    present = {file.relative_to(ROOT).as_posix() for file in files if not file.is_relative_to(SHIPPED)}
+    assert sorted(named) == sorted(present)
+
+
+@each_page
+def test_options_exist(page):
+    known = set().union(*(options_of(name) for name in main.commands)) | GROUP | OTHER_PROGRAMS
+    if page.stem == "benchmarks":
+        known |= set(OPTION.findall("".join(file.read_text() for file in (ROOT / "benchmarks").glob("*.py"))))
+    assert set(OPTION.findall(page.read_text(encoding="utf-8"))) <= known
+
+
+@each_page
+def test_commands_have_the_options_they_are_given(page):
+    lines = re.findall(r"^(?:\$ )?scale-surgery +(\w+)(.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    for name, rest in lines:
+        given = {word.split("=")[0] for word in shlex.split(rest, comments=True) if word.startswith("-")}
+        assert given <= options_of(name), f"{name}{rest}"
+
+
+@each_command
+def test_every_option_is_documented(name):
+    page = sections(COMMANDS)
+    shared = set(OPTION.findall(page["Options of every command"])) | {"--trust_remote_code"}
+    described = set(re.findall(r"`(--?[\w-]+)`", "".join(re.findall(r"^\| (`-.*?) \|", page[name], re.MULTILINE))))
+    if name == "expand":
+        described |= set(re.findall(r"^\| `(--[\w-]+)` \|", page["plan"], re.MULTILINE)) - {"--details"}
+    assert described <= options_of(name), "described, but not there"
+    assert options_of(name) <= described | shared, "there, but not described"
+
+
+@each_command
+def test_defaults_are_documented(name):
+    rows = dict(re.findall(r"^\| (?:`-\w`, )?`(--[\w-]+)` \| (.*?) \|", sections(COMMANDS)[name], re.MULTILINE))
+    defaults = {field.name: field.default for field in dataclasses.fields(Request)} if name == "plan" else {}
+    defaults |= {
+        parameter.name: parameter.default
+        for parameter in main.commands[name].params
+        if isinstance(parameter.default, str | int | float | Path) and not getattr(parameter, "is_flag", False)
+    }
+    shown = {option.removeprefix("--").replace("-", "_"): text.strip("`") for option, text in rows.items()}
+    for option in shown.keys() & defaults.keys():
+        default = defaults[option]
+        if isinstance(default, str | int | float | Path):
+            assert shown[option] == str(default), option
+
+
+@each_page
+def test_links_resolve(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        if target.startswith("https://"):
+            continue
+        path, _, anchor = target.partition("#")
+        file = page.parent / path if path else page
+        assert file.is_file(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", file.read_text(encoding="utf-8"), re.MULTILINE)
+            slugs = {re.sub(r"[^\w\- ]", "", heading).lower().replace(" ", "-") for heading in headings}
+            assert anchor in slugs, target
+
+
+@each_page
+def test_words(page):
+    text = page.read_text(encoding="utf-8")
+    assert not re.findall(r"(?i)\bpreserved\b(?! depth)", text), "name the promise"
+    assert not re.findall(r"/(?:work|tmp|home|root)/", text), "a path of one machine"
+
+
+def test_every_family_and_error_is_documented():
+    families = (ROOT / "docs" / "families.md").read_text(encoding="utf-8")
+    assert [name for name in FAMILIES if f"`{name}`" not in families] == []
+    errors = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
+    classes = [SurgeryError, *SurgeryError.__subclasses__()]
+    classes += [below for known in SurgeryError.__subclasses__() for below in known.__subclasses__()]
+    assert set(re.findall(r"\b[A-Z]\w+Error\b", errors)) == {known.__name__ for known in classes}
+
+
+@pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="mkdocs is not installed: pip install .[docs]")
+def test_site_builds(tmp_path):
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stdout + built.stderr
+    assert (tmp_path / "site" / "commands" / "index.html").is_file()
+
+
+if __name__ == "__main__":
+    import tests.conftest  # noqa: F401  (no network, no cache of the user's)
+
+    with tempfile.TemporaryDirectory() as place, workplace(Path(place)):
+        page = rewrite_examples(COMMANDS)
+    COMMANDS.write_text(page, encoding="utf-8")
