@@ -127,7 +127,8 @@ def test_a_full_disk_says_what_helps(tmp_path, number):
 
 
 def test_what_is_not_ours_is_neither_replaced_nor_continued(tmp_path):
-    for name, message in (("out", "is no model folder, --overwrite will not replace it"), ("out.partial", "was not begun by this")):
+    foreign, unfinished = "is no model folder, --overwrite will not replace it", "was not begun by this"
+    for name, message in (("out", foreign), ("out.partial", unfinished)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "precious").write_text("x")
         with pytest.raises(CheckpointError, match=f"{tmp_path}/{name}: {message}"):
