@@ -256,10 +256,15 @@ def test_an_unknown_promise_is_refused(made: Path) -> None:
         verify(made / "preserve", required=("base_stream_alwys",))
 
 
-def test_a_read_only_folder_is_verified_and_not_recorded(made: Path, copy) -> None:
+def test_a_folder_that_cannot_be_written_is_verified_and_not_recorded(copy) -> None:
     path = copy("preserve")
     assert verify(path, files_only=True).recorded
     assert not verify(path, files_only=True, record=False).recorded
+    before = (path / "surgery.json").read_bytes()
+    (path / "surgery.json.tmp").mkdir()  # in the way of the new surgery.json, also for a user who may write anywhere
+    result = verify(path, files_only=True)
+    assert result.passed and not result.recorded
+    assert (path / "surgery.json").read_bytes() == before
 
 
 def test_files_only_runs_no_model(made: Path) -> None:
