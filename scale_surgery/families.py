@@ -125,7 +125,8 @@ class Family:
     @property
     def code_files(self) -> tuple[str, ...]:
         """Names of the Python files that an expanded checkpoint carries."""
-        return (f"configuration_{self.expanded_type}.py", f"modeling_{self.expanded_type}.py", "expanded_modules.py")
+        own = (f"configuration_{self.expanded_type}.py", f"modeling_{self.expanded_type}.py")
+        return (*own, "expanded_model.py", "expanded_modules.py", "expanded_attention.py")
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,8 @@ def test_what_stands_in_the_folder(pair_of):
     assert files == {
         "config.json",
         "configuration_scale_llama.py",
+        "expanded_attention.py",
+        "expanded_model.py",
         "expanded_modules.py",
         "expansion-00001-of-00001.safetensors",
         "generation_config.json",

@@ -12,7 +12,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from scale_surgery.checkpoint import open_checkpoint
 from scale_surgery.expand import expand
 from scale_surgery.manifest import hash_tensors
-from scale_surgery.modeling import expanded_modules
+from scale_surgery.modeling import expanded_attention, expanded_modules
 from scale_surgery.request import Request
 from scale_surgery.strip import strip
 from tests.conftest import REQUESTS, Pair, digests, load
@@ -263,7 +263,7 @@ def test_a_joint_norm_breaks_the_output(pair_of, monkeypatch):
         return torch.nn.functional.rms_norm(x, gain.shape, gain, self.up_epsilon)
 
     pair = pair_of("llama", "adapt")
-    monkeypatch.setattr(expanded_modules.ExpandedNorm, "forward", joint)
+    monkeypatch.setattr(expanded_modules.ExpandedNorm, "forward_expanded", joint)
     with torch.no_grad():
         drift = (pair.base(**prompts()[0]).logits - pair.expanded(**prompts()[0]).logits).abs().max()
     assert drift > 1e-2, "not a matter of rounding"
@@ -271,9 +271,9 @@ def test_a_joint_norm_breaks_the_output(pair_of, monkeypatch):
 
 def test_an_activation_on_the_joined_tensor_breaks_the_bits(pair_of, monkeypatch):
     def joint(self, x):
-        return super(expanded_modules.ExpandedActivation, self).forward(x)
+        return self.forward_stock(x)
 
-    monkeypatch.setattr(expanded_modules.ExpandedActivation, "forward", joint)
+    monkeypatch.setattr(expanded_modules.ExpandedActivation, "forward_expanded", joint)
     check_some_family_breaks(pair_of)
 
 
@@ -283,7 +283,7 @@ def test_attention_on_joined_heads_breaks_the_bits(pair_of, monkeypatch):
         run = module.eager_attention if name == "eager" else ALL_ATTENTION_FUNCTIONS[name]
         return run(module, *states_and_mask, **kwargs)
 
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, expanded_modules.SPLIT_ATTENTION, joint)
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, expanded_attention.SPLIT_ATTENTION, joint)
     check_some_family_breaks(pair_of)
 
 

@@ -166,12 +166,12 @@ def test_a_joint_norm_is_caught(copy) -> None:
     code = (path / "expanded_modules.py").read_text()
     lines = (
         "x_base, x_up = self.split(x)",
-        "y_base = super().forward(x_base)",
+        "y_base = self.forward_stock(x_base)",
         "return torch.cat((y_base, self",
     )
     split = "\n".join(f"        {line}" for line in lines)
     assert split in code
-    joint = split.replace("super().forward(x_base)", "super().forward(x_base) * x_base.norm() / x.norm()")
+    joint = split.replace("forward_stock(x_base)", "forward_stock(x_base) * x_base.norm() / x.norm()")
     (path / "expanded_modules.py").write_text(code.replace(split, joint))
     unread = verify(path)
     assert not unread.passed and unread.numbers is None

@@ -9,22 +9,18 @@ on the base part alone, computes the up part from the expansion blocks, and join
 
 Because the stock forward sees the same values in the same shapes as in the base model, its results are
 the base model's, bit for bit. What is expanded, and how wide, stands in `config.scale_surgery`.
-This file travels with the checkpoint: it opens no file, and needs only torch and transformers.
+This file travels with the checkpoint: it opens no file, and needs only torch.
 """
 
 from __future__ import annotations
 
 from functools import cache
-from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-# bytes; kernels may treat rows that begin at a multiple of a vector register differently
-ALIGNMENT = 64
 EXPANSION_NAMES = ("w12", "w21", "w22", "up_weight", "up_bias")
 
 
@@ -46,10 +42,24 @@ class ExpandedModule:
     """A stock module with an up stream; the second base class of every expanded module.
 
     Below the first collaborative layer nothing that trains reaches the base stream, so no gradient has to pass
-    through it: there `base_detached` is set, and training costs what the up stream costs.
+    through it: there `base_detached` is set, and training costs what the up stream costs. Where `is_enabled` is
+    not set, the module is the stock module.
     """
 
     base_detached = False
+    is_enabled = True
+    # elementwise modules see the strides that they see in the base model
+    keeps_strides = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.is_enabled:
+            return self.forward_expanded(x)
+        # the last token's features are strided, and torch takes another kernel for them when a weight is frozen
+        return self.forward_stock(x if self.keeps_strides else x.contiguous())
+
+    def forward_stock(self, x: Tensor) -> Tensor:
+        """The stock module's own forward."""
+        return super().forward(x)
 
     def split(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Split the last axis into base part and up part.
@@ -78,6 +88,8 @@ class ExpandedLinear(ExpandedModule):
     only in collaborative layers: in a preservation layer it is exactly zero by not existing.
     """
 
+    groups = {"w12": "w12", "w21": "w21", "w22": "w22", "up_bias": "biases"}
+
     def configure(self, in_features, out_features, collaborative, dtype):
         self.base_in, self.sections = in_features[0], out_features
         base_out, up_out = (sum(widths) for widths in zip(*out_features, strict=True))
@@ -94,9 +106,9 @@ class ExpandedLinear(ExpandedModule):
             else:
                 self.add_parameter(name, *shape, dtype=dtype)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward_expanded(self, x: Tensor) -> Tensor:
         x_base, x_up = self.split(x)
-        y_base = super().forward(x_base)
+        y_base = self.forward_stock(x_base)
         y_up = self.forward_up(x_base, x_up, y_base)
         if self.w12 is not None:
             y_base = y_base + product(x_up, self.w12, y_base)
@@ -115,24 +127,28 @@ class ExpandedLinear(ExpandedModule):
 class ExpandedHead(ExpandedModule):
     """The head: logits = head x + head_up x_up, where head_up is `up_weight`, zero at first, never tied."""
 
+    groups = {"up_weight": "head"}
+
     def configure(self, base, up, dtype):
         self.base_in = base
         self.add_parameter("up_weight", self.weight.shape[0], up, dtype=dtype)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward_expanded(self, x: Tensor) -> Tensor:
         x_base, x_up = self.split(x)
-        logits = super().forward(x_base)
+        logits = self.forward_stock(x_base)
         return logits + product(x_up, self.up_weight, logits)
 
 
 class ExpandedEmbedding(ExpandedModule):
     """An embedding with added columns, which take the same scale as the stock ones where there is one."""
 
+    groups = {"up_weight": "embedding"}
+
     def configure(self, up, dtype):
         self.add_parameter("up_weight", self.weight.shape[0], up, dtype=dtype)
 
-    def forward(self, ids: Tensor) -> Tensor:
-        base = super().forward(ids)
+    def forward_expanded(self, ids: Tensor) -> Tensor:
+        base = self.forward_stock(ids)
         up = functional.embedding(ids, self.up_weight, self.padding_idx).to(base.dtype)
         scale = getattr(self, "embed_scale", None)
         return torch.cat((base, up if scale is None else up * scale.to(up.dtype)), dim=-1)
@@ -144,15 +160,17 @@ class ExpandedNorm(ExpandedModule):
     `style` is "rms" (gain w), "rms_plus_one" (gain 1 + w) or "layer" (mean, variance, gain, bias).
     """
 
+    groups = {"up_weight": "norms", "up_bias": "norms"}
+
     def configure(self, base, up, style, epsilon, dtype):
         self.base_in, self.up_style, self.up_epsilon = base, style, epsilon
         self.add_parameter("up_weight", up, dtype=dtype)
         if getattr(self, "bias", None) is not None:
             self.add_parameter("up_bias", up, dtype=dtype)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward_expanded(self, x: Tensor) -> Tensor:
         x_base, x_up = self.split(x)
-        y_base = super().forward(x_base)
+        y_base = self.forward_stock(x_base)
         return torch.cat((y_base, self.forward_up(x_up).to(y_base.dtype)), dim=-1)
 
     def forward_up(self, x_up: Tensor) -> Tensor:
@@ -172,12 +190,12 @@ class ExpandedHeadNorm(ExpandedModule):
     def configure(self, heads, axis):
         self.base_heads, self.head_axis = heads, axis
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward_expanded(self, x: Tensor) -> Tensor:
         sizes = [self.base_heads, x.shape[self.head_axis] - self.base_heads]
         # clone() keeps the order of strides, so the old heads lie in memory as they do in the base model
         old, new = x.split(sizes, self.head_axis)
         old = old.detach() if self.base_detached else old
-        parts = [super(ExpandedHeadNorm, self).forward(part.clone()) for part in (old, new)]
+        parts = [self.forward_stock(part.clone()) for part in (old, new)]
         by_row = [part.movedim(self.head_axis, -2) for part in parts]
         return torch.cat(by_row, dim=-2).movedim(-2, self.head_axis)
 
@@ -185,15 +203,17 @@ class ExpandedHeadNorm(ExpandedModule):
 class ExpandedActivation(ExpandedModule):
     """An activation run on each stream alone: vector and tail lanes of one kernel may round differently."""
 
+    keeps_strides = True
+
     def configure(self, base):
         self.base_in = base
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward_expanded(self, x: Tensor) -> Tensor:
         x_base, x_up = x[..., : self.base_in], x[..., self.base_in :]
         # a chunk of a fused projection is strided in the base model too, and must stay so here
         x_base = x_base.detach() if self.base_detached else x_base
         x_base = x_base.clone() if x.is_contiguous() else x_base
-        return torch.cat((super().forward(x_base), super().forward(x_up)), dim=-1)
+        return torch.cat((self.forward_stock(x_base), self.forward_stock(x_up)), dim=-1)
 
 
 class PassingModule(ExpandedModule):
@@ -206,8 +226,8 @@ class PassingModule(ExpandedModule):
     def configure(self, base, up):
         self.base_in, self.up_out = base, up
 
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x if self.base_in is None else self.split(x)[0])
+    def forward_expanded(self, x: Tensor) -> Tensor:
+        y = self.forward_stock(x if self.base_in is None else self.split(x)[0])
         return functional.pad(y, (0, self.up_out)) if self.up_out else y
 
 
@@ -232,170 +252,3 @@ def expand_module(module: nn.Module, kind: str, **sizes: Any) -> None:
     """Turn a stock module into an expanded one in place; its stock parameters keep their names."""
     module.__class__ = expanded_class(KINDS[kind], type(module))
     module.configure(**sizes)
-
-
-class View:
-    """An object seen with some values of its own; everything else is read live from the object."""
-
-    def __init__(self, viewed: Any, own: dict[str, Any]) -> None:
-        self.__dict__.update(own, viewed=viewed)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "viewed":
-            raise AttributeError(name)
-        return getattr(self.viewed, name)
-
-
-def own_heads(states: Tensor, heads: int, is_eager: bool, is_detached: bool) -> tuple[Tensor, Tensor]:
-    """Split queries, keys or values (b, heads, t, head size) into old and new heads.
-
-    The old heads get the strides and the alignment that they have in the base model, because matrix kernels
-    choose their path by both. In a cache, where each head lies by itself, nothing needs to be copied for the
-    usual head sizes, except for eager attention, whose batched product would copy them into another order.
-    """
-    old, new = states[:, :heads], states[:, heads:]
-    old = old.detach() if is_detached else old
-    batch, _, rows, size = states.shape
-    _, head_stride, row_stride, _ = states.stride()
-    if row_stride > head_stride:
-        # a head may be part of a fused projection, at some distance from its start
-        start = states.storage_offset() % head_stride
-        beside = states.new_empty(batch, rows, heads, head_stride)
-        old = beside[..., start : start + size].transpose(1, 2).copy_(old)
-    elif batch > 1 and (is_eager or head_stride * states.element_size() % ALIGNMENT):
-        old = old.clone()
-    return old, new
-
-
-def split_attention(module, query, key, value, attention_mask, **kwargs):
-    """Attention of old and new heads, one after the other, by the kernel that the model's config names."""
-    config = module.config.viewed
-    name = config._attn_implementation
-    run = module.eager_attention if name == "eager" else ALL_ATTENTION_FUNCTIONS[name]
-    seen = View(module, {"config": config})
-    is_eager, is_detached = name == "eager", module.base_detached
-    queries = own_heads(query, module.base_heads, is_eager, is_detached)
-    keys = own_heads(key, module.base_kv_heads, is_eager, is_detached)
-    values = own_heads(value, module.base_kv_heads, is_eager, is_detached)
-    parts = [run(seen, *states, attention_mask, **kwargs) for states in zip(queries, keys, values, strict=True)]
-    (old, old_weights), (new, new_weights) = parts
-    weights = None if old_weights is None else torch.cat((old_weights, new_weights), dim=1)
-    return torch.cat((old, new), dim=2), weights
-
-
-SPLIT_ATTENTION = "scale_surgery_split_heads"
-ALL_ATTENTION_FUNCTIONS.register(SPLIT_ATTENTION, split_attention)
-
-
-def expand_attention(module: nn.Module, heads: int, kv_heads: int, attributes: dict, config: dict) -> None:
-    """Tell an attention module of its new heads: what its stock forward reads from itself and from its config."""
-    module.base_heads, module.base_kv_heads, module.base_detached = heads, kv_heads, False
-    module.eager_attention = vars(import_module(type(module).__module__))["eager_attention_forward"]
-    module.config = View(module.config, {**config, "_attn_implementation": SPLIT_ATTENTION})
-    for name, value in attributes.items():
-        setattr(module, name, value)
-
-
-def expand_layer(layer: nn.Module, specs: dict[str, dict], collaborative_groups: list[str], dtype: str | None) -> None:
-    """Expand the modules of one layer as `specs` say: module name to kind and sizes."""
-    for name, spec in specs.items():
-        sizes = {key: value for key, value in spec.items() if key != "group"}
-        if spec["kind"] == "linear":
-            sizes["collaborative"] = spec["group"] in collaborative_groups
-        if spec["kind"] in ("linear", "norm"):
-            sizes["dtype"] = dtype
-        expand_module(layer.get_submodule(name), **sizes)
-
-
-def expand_layers(base_model: nn.Module, plan: dict[str, Any]) -> None:
-    """Expand the chosen layers, and let the up stream pass through the others."""
-    collaborative = plan["collaborative"]
-    for index, layer in enumerate(base_model.get_submodule(plan["layers"])):
-        if index not in plan["expanded_layers"]:
-            expand_layer(layer, plan["passing"], [], None)
-            continue
-        groups = collaborative["groups"] if index in collaborative["layers"] else []
-        expand_layer(layer, plan["expanded"], groups, plan["dtype"])
-        for name, spec in plan["attention"].items():
-            expand_attention(layer.get_submodule(name), **spec)
-
-
-def detach_base(model: nn.Module, base_model: nn.Module, plan: dict[str, Any]) -> None:
-    """Let no gradient pass through the base stream where nothing that trains reaches it.
-
-    That is below the first collaborative layer; without one it is the whole model, final norm and head included.
-    """
-    collaborative = plan["collaborative"]["layers"]
-    layers = base_model.get_submodule(plan["layers"])
-    parts = layers[: min(collaborative)] if collaborative else [model]
-    for module in (module for part in parts for module in part.modules()):
-        if hasattr(module, "base_detached"):
-            module.base_detached = True
-
-
-class ExpandedPreTrainedModel:
-    """Mixin before a stock model class: expands its modules as `config.scale_surgery` says, and freezes the base."""
-
-    def __init__(self, config, *args, **kwargs):
-        super().__init__(config, *args, **kwargs)
-        plan = config.scale_surgery
-        base_model = getattr(self, plan["base_model"], self)
-        for name, spec in plan["model"].items():
-            own_dtype = {} if spec["kind"] == "passing" else {"dtype": plan["dtype"]}
-            expand_module(base_model.get_submodule(name), **spec, **own_dtype)
-        head = self.get_output_embeddings()
-        if head is not None and plan["head"]:
-            expand_module(head, **plan["head"], dtype=plan["dtype"])
-        elif head is not None:
-            # the last token's features are strided, and torch takes another kernel for them when a weight is frozen
-            expand_module(head, "passing", base=head.weight.shape[1], up=0)
-        expand_layers(base_model, plan)
-        detach_base(self, base_model, plan)
-        if plan["dtype"] == "float32":
-            # new tensors that were asked for in float32 stay so when the base is loaded in half precision
-            self._keep_in_fp32_modules_strict = set(self.expansion_names())
-        self.post_init()
-        self.freeze_base()
-
-    # names on disk to names of modules, as patterns, where this transformers release renamed a module
-    renamed_modules: dict[str, str] = {}
-
-    @classmethod
-    def from_pretrained(cls, *args, **kwargs):
-        """Load as transformers does, then freeze the base: loading itself resets `requires_grad`."""
-        if cls.renamed_modules:
-            kwargs.setdefault("key_mapping", cls.renamed_modules)
-        loaded = super().from_pretrained(*args, **kwargs)
-        (loaded[0] if isinstance(loaded, tuple) else loaded).freeze_base()
-        return loaded
-
-    def freeze_base(self) -> None:
-        """Let the expansion tensors train, and nothing else."""
-        for name, parameter in self.named_parameters():
-            parameter.requires_grad_(name.rsplit(".", 1)[-1] in EXPANSION_NAMES)
-
-    def expansion_names(self) -> set[str]:
-        """Last parts of the names of this model's expansion tensors."""
-        last_parts = {name.rsplit(".", 1)[-1] for name, _ in self.named_parameters()}
-        return last_parts.intersection(EXPANSION_NAMES)
-
-    def resize_token_embeddings(self, *args, **kwargs):
-        """Refuse: embedding and head have an up part that stock code does not resize."""
-        raise NotImplementedError("Resize the base model's embeddings first, then expand it.")
-
-    @torch.no_grad()
-    def initialize_weights(self):
-        """Initialise as the stock model does; expansion tensors that no file gave are zero.
-
-        transformers lets the stock base model initialise its own modules, and it knows no expansion tensors.
-        """
-        missing = [
-            parameter
-            for module in self.modules()
-            if isinstance(module, ExpandedModule) and not getattr(module, "_is_hf_initialized", False)
-            for parameter in module.expansion_parameters().values()
-            if not getattr(parameter, "_is_hf_initialized", False)
-        ]
-        super().initialize_weights()
-        for parameter in missing:
-            parameter.zero_()

@@ -3,7 +3,7 @@
 from transformers import Gemma2ForCausalLM, Gemma2Model
 
 from .configuration_scale_gemma2 import ScaleGemma2Config
-from .expanded_modules import ExpandedPreTrainedModel
+from .expanded_model import ExpandedPreTrainedModel
 
 
 class ScaleGemma2Model(ExpandedPreTrainedModel, Gemma2Model):

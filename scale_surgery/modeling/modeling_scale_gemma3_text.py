@@ -3,7 +3,7 @@
 from transformers import Gemma3ForCausalLM, Gemma3TextModel
 
 from .configuration_scale_gemma3_text import ScaleGemma3TextConfig
-from .expanded_modules import ExpandedPreTrainedModel
+from .expanded_model import ExpandedPreTrainedModel
 
 
 class ScaleGemma3TextModel(ExpandedPreTrainedModel, Gemma3TextModel):

@@ -3,7 +3,7 @@
 from transformers import GPT2LMHeadModel, GPT2Model
 
 from .configuration_scale_gpt2 import ScaleGPT2Config
-from .expanded_modules import ExpandedPreTrainedModel
+from .expanded_model import ExpandedPreTrainedModel
 
 
 class ScaleGPT2Model(ExpandedPreTrainedModel, GPT2Model):

@@ -3,7 +3,7 @@
 from transformers import GPTNeoXForCausalLM, GPTNeoXModel
 
 from .configuration_scale_gpt_neox import ScaleGPTNeoXConfig
-from .expanded_modules import ExpandedPreTrainedModel
+from .expanded_model import ExpandedPreTrainedModel
 
 
 class ScaleGPTNeoXModel(ExpandedPreTrainedModel, GPTNeoXModel):

@@ -3,7 +3,7 @@
 from transformers import LlamaForCausalLM, LlamaModel
 
 from .configuration_scale_llama import ScaleLlamaConfig
-from .expanded_modules import ExpandedPreTrainedModel
+from .expanded_model import ExpandedPreTrainedModel
 
 
 class ScaleLlamaModel(ExpandedPreTrainedModel, LlamaModel):

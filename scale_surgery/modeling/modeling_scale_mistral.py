@@ -3,7 +3,7 @@
 from transformers import MistralForCausalLM, MistralModel
 
 from .configuration_scale_mistral import ScaleMistralConfig
-from .expanded_modules import ExpandedPreTrainedModel
+from .expanded_model import ExpandedPreTrainedModel
 
 
 class ScaleMistralModel(ExpandedPreTrainedModel, MistralModel):

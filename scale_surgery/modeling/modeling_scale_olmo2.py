@@ -3,7 +3,7 @@
 from transformers import Olmo2ForCausalLM, Olmo2Model
 
 from .configuration_scale_olmo2 import ScaleOlmo2Config
-from .expanded_modules import ExpandedPreTrainedModel
+from .expanded_model import ExpandedPreTrainedModel
 
 
 class ScaleOlmo2Model(ExpandedPreTrainedModel, Olmo2Model):

@@ -3,7 +3,7 @@
 from transformers import Phi3ForCausalLM, Phi3Model
 
 from .configuration_scale_phi3 import ScalePhi3Config
-from .expanded_modules import ExpandedPreTrainedModel
+from .expanded_model import ExpandedPreTrainedModel
 
 
 class ScalePhi3Model(ExpandedPreTrainedModel, Phi3Model):

@@ -3,7 +3,7 @@
 from transformers import Qwen2ForCausalLM, Qwen2Model
 
 from .configuration_scale_qwen2 import ScaleQwen2Config
-from .expanded_modules import ExpandedPreTrainedModel
+from .expanded_model import ExpandedPreTrainedModel
 
 
 class ScaleQwen2Model(ExpandedPreTrainedModel, Qwen2Model):

@@ -3,7 +3,7 @@
 from transformers import Qwen3ForCausalLM, Qwen3Model
 
 from .configuration_scale_qwen3 import ScaleQwen3Config
-from .expanded_modules import ExpandedPreTrainedModel
+from .expanded_model import ExpandedPreTrainedModel
 
 
 class ScaleQwen3Model(ExpandedPreTrainedModel, Qwen3Model):

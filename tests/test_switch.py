@@ -1,0 +1,106 @@
+"""The expansion switched off: the base model's results, bit for bit, whatever was trained."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from scale_surgery.modeling.expanded_modules import ExpandedModule
+from tests.conftest import load
+from tests.tiny import FAMILIES
+
+IDS = torch.arange(3, 29).reshape(2, 13)
+
+
+def trained(pair: Any) -> Any:
+    """The expanded model after what stands for any training: every tensor that may train has moved."""
+    model = pair.load()
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
+
+
+def logits(model: Any, **options: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(IDS, **options).logits
+
+
+def generated(model: Any, **options: Any) -> torch.Tensor:
+    return model.generate(IDS, max_new_tokens=5, do_sample=False, pad_token_id=0, **options)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("request_name", ["preserve", "adapt", "adapt_without_up_stream"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_disabled_is_the_base_bit_for_bit(pair_of: Any, family: str, request_name: str, dtype: str) -> None:
+    pair = pair_of(family, request_name, dtype)
+    model = trained(pair)
+    wanted = logits(pair.base)
+    assert not torch.equal(logits(model), wanted), "the control: training has changed the output"
+    with model.expansion_disabled():
+        assert torch.equal(logits(model), wanted)
+        assert torch.equal(logits(model, logits_to_keep=1), logits(pair.base, logits_to_keep=1))
+        assert torch.equal(generated(model), generated(pair.base))
+    assert not torch.equal(logits(model), wanted), "the switch goes back"
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_disabled_with_each_attention_kernel(pair_of: Any, attention: str) -> None:
+    pair = pair_of("llama", "adapt")
+    model = trained(pair)
+    base = load(pair.base_path, attn_implementation=attention)
+    model.set_attn_implementation(attention)
+    with model.expansion_disabled():
+        assert torch.equal(logits(model), logits(base))
+
+
+def test_on_again_gives_the_same_logits(pair_of: Any) -> None:
+    model = trained(pair_of("gemma3_text", "adapt"))
+    before = logits(model)
+    with model.expansion_disabled(), model.expansion_disabled():
+        assert not model.is_expansion_enabled
+    assert model.is_expansion_enabled and torch.equal(logits(model), before)
+
+
+def test_an_error_inside_switches_it_on_again(pair_of: Any) -> None:
+    model = pair_of("llama").load()
+    with pytest.raises(ZeroDivisionError), model.expansion_disabled():
+        _ = 1 / 0
+    assert model.is_expansion_enabled
+
+
+def test_disabled_for_good_when_it_is_loaded(pair_of: Any) -> None:
+    pair = pair_of("qwen3", "adapt")
+    model = load(pair.path, expansion_enabled=False)
+    assert torch.equal(logits(model), logits(pair.base)) and not model.is_expansion_enabled
+    with model.expansion_disabled():
+        pass
+    assert not model.is_expansion_enabled, "what was off before stays off"
+
+
+def test_trainable_parameters_are_those_that_require_gradients(pair_of: Any, capsys: Any) -> None:
+    model = pair_of("llama", "adapt").load()
+    counts = model.trainable_parameters()
+    wanted = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    assert sum(sum(row.values()) for row in counts.values()) == wanted
+    assert set(counts) == {"outside", "layer 0", "layer 2"}
+    assert set(counts["layer 0"]) == {"w12", "w21", "w22", "norms", "biases"}
+    assert set(counts["outside"]) == {"norms", "embedding", "head"}
+    w21 = [module.w21 for name, module in model.named_modules() if "layers.2." in name and hasattr(module, "w21")]
+    assert counts["layer 2"]["w21"] == sum(block.numel() for block in w21 if block is not None)
+    model.print_trainable_parameters()
+    printed = capsys.readouterr().out
+    assert f"trains {wanted:,} of" in printed and "layer 2" in printed
+
+
+def test_what_is_frozen_by_hand_is_not_counted(pair_of: Any) -> None:
+    model = pair_of("llama").load()
+    for module in model.modules():
+        if isinstance(module, ExpandedModule) and getattr(module, "w22", None) is not None:
+            module.w22.requires_grad_(False)
+    assert sum(row.get("w22", 0) for row in model.trainable_parameters().values()) == 0
