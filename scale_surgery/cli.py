@@ -176,8 +176,8 @@ def inspect_command(model: str, revision: str | None, out: Output) -> None:
     \b
     Example: scale-surgery inspect meta-llama/Llama-3.2-1B
     """
-    from scale_surgery.console import render_inspection
     from scale_surgery.inspect import inspect
+    from scale_surgery.tables import render_inspection
 
     found = inspect(model, revision=revision)
     out.show(found, render_inspection(found))
@@ -197,8 +197,8 @@ def plan_command(
     \b
     Example: scale-surgery plan MODEL --layers 20-31 --variant adapt -o plan.json
     """
-    from scale_surgery.console import render_plan
     from scale_surgery.plan import plan, save_plan
+    from scale_surgery.tables import render_plan
 
     request = make_request(options)
     if request is None:
@@ -241,9 +241,9 @@ def expand_command(
     \b
     Example: scale-surgery expand MODEL --layers 20-31
     """
-    from scale_surgery.console import render_expansion, render_plan
     from scale_surgery.expand import expand
     from scale_surgery.plan import check_same_plan, load_request, plan
+    from scale_surgery.tables import render_expansion, render_plan
 
     request = make_request(options)
     if (request is None) == (plan_file is None):
@@ -312,8 +312,8 @@ def verify_command(
     \b
     Example: scale-surgery verify EXPANDED --base MODEL --report certificate.json
     """
-    from scale_surgery.console import render_verification
     from scale_surgery.staging import write_json
+    from scale_surgery.tables import render_verification
     from scale_surgery.verify import PROMISES, verify
 
     unknown = [name for name in required if name not in PROMISES]
@@ -339,8 +339,8 @@ def strip_command(expanded: Path, output: Path, base_weights: Any, overwrite: bo
     \b
     Example: scale-surgery strip EXPANDED -o BASE
     """
-    from scale_surgery.console import render_stripped
     from scale_surgery.strip import strip
+    from scale_surgery.tables import render_stripped
 
     done = strip(expanded, output, base_weights=base_weights, overwrite=overwrite, track=out.track)
     out.show(done, render_stripped(done))

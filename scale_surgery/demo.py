@@ -91,33 +91,33 @@ def demo(folder: Path, out: Output) -> Demo:
     Raises:
         CheckpointError: If the folder exists and no demo made it, or a step fails.
     """
-    from scale_surgery import console
+    from scale_surgery import tables
 
     _prepare(folder)
     base, expanded, stripped = folder / "biographies", folder / "expanded", folder / "stripped"
     request = Request(layers=LAYERS)
-    out.say(console.render_step(1, "Look at the model", f"scale-surgery inspect {base}"))
-    out.say(console.render_inspection(inspect(base)))
-    out.say(console.render_step(2, "Plan: nothing is written", f"scale-surgery plan {base} --layers {LAYERS}"))
-    out.say(console.render_plan(plan(base, request), tensors=False))
+    out.say(tables.render_step(1, "Look at the model", f"scale-surgery inspect {base}"))
+    out.say(tables.render_inspection(inspect(base)))
+    out.say(tables.render_step(2, "Plan: nothing is written", f"scale-surgery plan {base} --layers {LAYERS}"))
+    out.say(tables.render_plan(plan(base, request), tensors=False))
     command = f"scale-surgery expand {base} --layers {LAYERS} -o {expanded}"
-    out.say(console.render_step(3, "Widen its last two layers", command))
-    out.say(console.render_expansion(expand(base, request, expanded, track=out.track)))
-    out.say(console.render_step(4, "Prove that nothing changed", f"scale-surgery verify {expanded} --base {base}"))
+    out.say(tables.render_step(3, "Widen its last two layers", command))
+    out.say(tables.render_expansion(expand(base, request, expanded, track=out.track)))
+    out.say(tables.render_step(4, "Prove that nothing changed", f"scale-surgery verify {expanded} --base {base}"))
     verification = verify(expanded, base, track=out.track)
-    out.say(console.render_verification(verification))
+    out.say(tables.render_verification(verification))
     command = 'AutoModelForCausalLM.from_pretrained("' + str(expanded) + '", trust_remote_code=True)'
-    out.say(console.render_step(5, "Load it in a fresh process, without scale-surgery", command))
+    out.say(tables.render_step(5, "Load it in a fresh process, without scale-surgery", command))
     reloaded = _reload(base, expanded)
-    out.say(console.render_reloaded(reloaded))
-    out.say(console.render_step(6, "Take it back", f"scale-surgery strip {expanded} -o {stripped}"))
-    out.say(console.render_stripped(strip(expanded, stripped, track=out.track)))
+    out.say(tables.render_reloaded(reloaded))
+    out.say(tables.render_step(6, "Take it back", f"scale-surgery strip {expanded} -o {stripped}"))
+    out.say(tables.render_stripped(strip(expanded, stripped, track=out.track)))
     files = sorted(set(list_files(base)) | set(list_files(stripped)))
     identical = [file for file in files if _is_identical(base / file, stripped / file)]
     passed = verification.passed and reloaded.logits_bit_equal and identical == files
     result = Demo(folder, verification.passed, reloaded, len(files), len(identical), passed)
-    out.say(console.render_step(7, "Compare every byte", f"diff -r {base} {stripped}"))
-    out.show(result, console.render_demo(result))
+    out.say(tables.render_step(7, "Compare every byte", f"diff -r {base} {stripped}"))
+    out.show(result, tables.render_demo(result))
     return result
 
 

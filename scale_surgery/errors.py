@@ -3,7 +3,8 @@
     SurgeryError                     base class; the command line catches it once
     ├── PlanError                    the request cannot be met (layers, widths, variant)
     │   └── UnsupportedFamilyError   the model's architecture is not in families.py
-    └── CheckpointError              files missing, unreadable, inconsistent, or the target exists
+    ├── CheckpointError              files missing, unreadable, inconsistent, or the target exists
+    └── DataError                    texts to train on or to measure with: empty, wrong fields, too long
 
 A broken promise is no error: it is the result of `verify`.
 
@@ -35,3 +36,7 @@ class UnsupportedFamilyError(PlanError):
 
 class CheckpointError(SurgeryError):
     """Files are missing, unreadable or inconsistent, or a target exists already."""
+
+
+class DataError(SurgeryError):
+    """Texts to train on or to measure with are missing, empty, in another form or too long."""

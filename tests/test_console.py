@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 
 from scale_surgery import Request, expand, inspect, strip, verify
-from scale_surgery.console import (
-    Output,
+from scale_surgery.console import Output
+from scale_surgery.tables import (
     format_bytes,
     format_count,
     format_seconds,

@@ -1,0 +1,301 @@
+"""Texts to train on and to measure with: files become documents, documents become token sequences.
+
+    FILE.jsonl   an object a line: {"text"}, {"question", "answer"} or {"prompt", "completion"}
+    FILE.*       any other file is one document of plain text
+    FOLDER       a dataset saved by the library `datasets`, with the same fields as columns
+
+Of a question and its answer the answer alone is learned and scored. Tokens lie in flat arrays, so that a corpus
+takes eight bytes a token in memory and nothing else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice, pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from scale_surgery.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# label of a token that is read and not scored, as in torch's cross-entropy
+IGNORED = -100
+MAX_PROBLEMS = 12
+DOCUMENTS_AT_ONCE = 1000
+FIELDS = (("text",), ("question", "answer"), ("prompt", "completion"))
+EXPECTED = 'expected {"text"}, {"question", "answer"} or {"prompt", "completion"}, each a text'
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text: `prompt` is read only and may be empty, `text` is learned and scored; `source` says where it stands."""
+
+    prompt: str
+    text: str
+    source: str
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Token sequences of any length, one after the other.
+
+    Attributes:
+        ids: Token ids of all sequences, int32, (tokens,).
+        labels: The same, IGNORED where a token is read and not scored, int32, (tokens,).
+        starts: Where each sequence begins, and where the last one ends; (sequences + 1,).
+    """
+
+    ids: Tensor
+    labels: Tensor
+    starts: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        start, end = self.starts[index], self.starts[index + 1]
+        return {"input_ids": self.ids[start:end].long(), "labels": self.labels[start:end].long()}
+
+    @property
+    def scored(self) -> int:
+        """Tokens that are scored; the first of a sequence never is, since nothing predicts it."""
+        firsts = torch.tensor(self.starts[:-1])
+        return int((self.labels != IGNORED).sum() - (self.labels[firsts] != IGNORED).sum())
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return max(end - start for start, end in pairwise(self.starts))
+
+    def fingerprint(self) -> str:
+        """sha256 of the tokens, the labels and where sequences begin."""
+        digest = hashlib.sha256(self.ids.numpy().tobytes())
+        digest.update(self.labels.numpy().tobytes())
+        digest.update(repr(self.starts).encode())
+        return digest.hexdigest()
+
+
+def read_documents(paths: Sequence[Path]) -> Iterator[Document]:
+    """Read documents from files and from saved datasets.
+
+    Args:
+        paths: Files and folders, in this order.
+
+    Yields:
+        The documents, those without any text left out.
+
+    Raises:
+        DataError: If a file cannot be read or has other fields; every problem of the file is named.
+    """
+    for path in paths:
+        if path.is_dir():
+            yield from _from_rows(_read_dataset(path), f"{path}, row")
+        elif path.suffix in (".jsonl", ".json"):
+            yield from _from_rows(_read_lines(path), f"{path}, line")
+        else:
+            yield from _documents({"text": _read_text(path)}, str(path))
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(
+            f"{path}: cannot be read as text ({error}). Give UTF-8 text, JSONL or a saved dataset."
+        ) from error
+
+
+def _read_lines(path: Path) -> Iterator[Any]:
+    for line in _read_text(path).splitlines():
+        try:
+            yield json.loads(line) if line.strip() else {"text": ""}
+        except ValueError as error:
+            yield f"is not JSON ({error})"
+
+
+def _read_dataset(path: Path) -> Iterable[Any]:
+    try:
+        import datasets
+    except ImportError as error:
+        raise DataError(
+            f"{path}: a saved dataset needs the library datasets: pip install 'scale-surgery[datasets]'."
+        ) from error
+    try:
+        found = datasets.load_from_disk(path)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: is no saved dataset ({error}). Give a folder that save_to_disk wrote.") from error
+    if isinstance(found, datasets.DatasetDict):
+        raise DataError(
+            f"{path}: holds the splits {', '.join(found)}. Give the folder of one, {path}/{next(iter(found))}."
+        )
+    rows: Iterable[Any] = found
+    return rows
+
+
+def _from_rows(rows: Iterable[Any], where: str) -> Iterator[Document]:
+    problems = []
+    for number, row in enumerate(rows, start=1):
+        problem = _problem(row)
+        if problem:
+            problems.append(f"{where} {number}: {problem}.")
+        else:
+            yield from _documents(row, f"{where} {number}")
+    if problems:
+        more = [f"... and {len(problems) - MAX_PROBLEMS} more."] if len(problems) > MAX_PROBLEMS else []
+        raise DataError.from_problems(problems[:MAX_PROBLEMS] + more)
+
+
+def _problem(row: Any) -> str | None:
+    if isinstance(row, str):
+        return row
+    if not isinstance(row, Mapping):
+        return f"found {type(row).__name__}, {EXPECTED}"
+    if not any(all(isinstance(row.get(name), str) for name in names) for names in FIELDS):
+        return f"has the fields {', '.join(map(str, row)) or 'none'}; {EXPECTED}"
+    return None
+
+
+def _documents(row: Mapping[str, Any], source: str) -> Iterator[Document]:
+    if isinstance(row.get("text"), str):
+        prompt, text = "", row["text"]
+    elif isinstance(row.get("question"), str):
+        # the answer follows the question after a space
+        prompt, text = row["question"], f" {row['answer'].lstrip()}"
+    else:
+        prompt, text = row["prompt"], row["completion"]
+    if text.strip():
+        yield Document(prompt, text, source)
+
+
+def tokenize(
+    documents: Iterable[Document], tokenizer: PreTrainedTokenizerBase, *, learn_prompts: bool = False
+) -> Sequences:
+    """Turn documents into token sequences, with the tokenizer's own start token and an end token after each.
+
+    Args:
+        documents: The documents.
+        tokenizer: The model's tokenizer.
+        learn_prompts: Whether prompts are scored too.
+
+    Returns:
+        One sequence a document.
+
+    Raises:
+        DataError: If there is no document.
+    """
+    ids, labels, starts = [], [], [0]
+    for some in _groups(documents):
+        for prompt, text in _tokenize_some(some, tokenizer):
+            ids.append(torch.tensor(prompt + text, dtype=torch.int32))
+            labels.append(ids[-1].clone())
+            labels[-1][: 0 if learn_prompts else len(prompt)] = IGNORED
+            starts.append(starts[-1] + len(ids[-1]))
+    if not ids:
+        raise DataError("The data hold no text: every file is empty. Give at least one document.")
+    return Sequences(torch.cat(ids), torch.cat(labels), tuple(starts))
+
+
+def _groups(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    rest = iter(documents)
+    while some := list(islice(rest, DOCUMENTS_AT_ONCE)):
+        yield some
+
+
+def _tokenize_some(
+    documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase
+) -> Iterator[tuple[list[int], list[int]]]:
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    options: dict[str, Any] = {"return_attention_mask": False, "verbose": False}
+    # a tokenizer puts its start token before an empty prompt too
+    prompts = tokenizer([document.prompt for document in documents], **options)["input_ids"]
+    texts = tokenizer([document.text for document in documents], add_special_tokens=False, **options)["input_ids"]
+    special = {tokenizer.eos_token_id, tokenizer.sep_token_id} - {tokenizer.bos_token_id}
+    for prompt, text in zip(prompts, texts, strict=True):
+        while prompt and prompt[-1] in special:
+            prompt.pop()  # some tokenizers end every text themselves
+        yield prompt, [*text, *end]
+
+
+def pack(sequences: Sequences, length: int) -> Sequences:
+    """Cut all sequences, one after the other, into windows of equal length; the last may be shorter.
+
+    Args:
+        sequences: What to cut.
+        length: Tokens of a window.
+
+    Returns:
+        The windows; a document may begin in one and end in the next.
+    """
+    total = len(sequences.ids)
+    return Sequences(sequences.ids, sequences.labels, (*range(0, total, length), total))
+
+
+def check_length(sequences: Sequences, documents: Sequence[Document], length: int) -> None:
+    """Check that every sequence fits.
+
+    Raises:
+        DataError: If one is longer than `length` tokens; every such document is named.
+    """
+    sizes = [end - start for start, end in pairwise(sequences.starts)]
+    problems = [
+        f"{document.source}: {size} tokens, expected at most {length}."
+        for document, size in zip(documents, sizes, strict=True)
+        if size > length
+    ]
+    if problems:
+        more = [f"... and {len(problems) - MAX_PROBLEMS} more."] if len(problems) > MAX_PROBLEMS else []
+        advice = "Pack the documents (--packing), raise --sequence-length, or split them."
+        raise DataError.from_problems([*problems[:MAX_PROBLEMS], *more, advice])
+
+
+def stride(sequences: Sequences, length: int, step: int) -> Sequences:
+    """Cut long sequences into overlapping windows, in which each token is scored once.
+
+    A token after the first window is predicted from at least `length - step` tokens before it.
+
+    Args:
+        sequences: What to cut.
+        length: Tokens of a window.
+        step: Tokens from one window to the next.
+
+    Returns:
+        The windows.
+    """
+    ids, labels, starts = [], [], [0]
+    for start, end in pairwise(sequences.starts):
+        for left in range(start, max(start + 1, end - length + step), step):
+            window = slice(left, min(left + length, end))
+            ids.append(sequences.ids[window])
+            labels.append(sequences.labels[window].clone())
+            if left > start:
+                labels[-1][: length - step] = IGNORED
+            starts.append(starts[-1] + len(ids[-1]))
+    return Sequences(torch.cat(ids), torch.cat(labels), tuple(starts))
+
+
+def collate(rows: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Join sequences into a right-padded batch.
+
+    Args:
+        rows: Items of `Sequences`.
+
+    Returns:
+        `input_ids`, `labels` and `attention_mask`, each (rows, tokens of the longest).
+    """
+    # which id stands in the padding does not matter: nothing attends to it, nothing is scored
+    padding = {"input_ids": 0, "labels": IGNORED}
+    batch = {
+        name: torch.nn.utils.rnn.pad_sequence([row[name] for row in rows], batch_first=True, padding_value=value)
+        for name, value in padding.items()
+    }
+    lengths = torch.tensor([len(row["input_ids"]) for row in rows])
+    batch["attention_mask"] = (torch.arange(batch["labels"].shape[1]) < lengths[:, None]).long()
+    return batch

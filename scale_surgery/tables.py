@@ -1,0 +1,274 @@
+"""What results look like: functions named `render_*` turn a result into something that rich can show."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from scale_surgery.selection import format_layers
+
+if TYPE_CHECKING:
+    from scale_surgery.demo import Demo, Reloaded
+    from scale_surgery.expand import Expansion
+    from scale_surgery.inspect import ExpansionSummary, Inspection
+    from scale_surgery.plan import Plan, TensorPlan
+    from scale_surgery.probe import Layer
+    from scale_surgery.strip import Stripped
+    from scale_surgery.verify import Promise, Verification
+
+MAX_PROBLEMS = 12
+
+
+def format_bytes(count: float) -> str:
+    """Write a number of bytes for people, in decimal units: 163.0 kB."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+def format_count(count: float) -> str:
+    """Write a number of parameters for people: 40.8 k, 1.24 B."""
+    for unit in ("", "k", "M"):
+        if count < 1000:
+            return f"{count:.3g} {unit}".rstrip()
+        count /= 1000
+    return f"{count:.3g} B"
+
+
+def format_seconds(seconds: float) -> str:
+    """Write a duration for people."""
+    return "under a second" if seconds < 1 else f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+
+
+def _facts(title: str, rows: list[tuple[str, str]]) -> Table:
+    table = Table(title=title, title_justify="left", show_header=False, box=None, pad_edge=False)
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in rows:
+        table.add_row(name, value)
+    return table
+
+
+def render_inspection(found: Inspection) -> RenderableType:
+    """An inspection as a table."""
+    sizes = found.sizes
+    rows = [
+        ("family", found.family),
+        ("layers", f"{sizes.layers}  (0 to {sizes.layers - 1})"),
+        ("widths", f"hidden {sizes.hidden}, inner {sizes.inner}, vocabulary {sizes.vocabulary}"),
+        ("heads", f"{sizes.query_heads} query, {sizes.key_value_heads} key/value, head size {sizes.head_size}"),
+        ("dtype", found.dtype),
+        ("head", "tied to the embedding" if sizes.is_tied else "its own tensor"),
+        ("parameters", f"{found.parameters_stored:,} stored, {found.parameters_unique:,} unique"),
+        ("shards", f"{len(found.shards)}, {found.tensors} tensors, {format_bytes(found.bytes)}"),
+    ]
+    rows += [("not taken along", ", ".join(found.left_out))] if found.left_out else []
+    if found.expansion is None:
+        return _facts(f"[bold]{found.name}", rows)
+    return Group(_facts(f"[bold]{found.name}", rows), Text(), _render_summary(found.expansion))
+
+
+def _render_summary(added: ExpansionSummary) -> Table:
+    blocks = ", ".join(f"{block} {format_count(count)}" for block, count in added.parameters_by_block.items())
+    revision = f" at {added.base_revision[:12]}" if added.base_revision else ""
+    where = "none" if not added.collaborative_layers else format_layers(added.collaborative_layers)
+    groups = f" ({' and '.join(added.collaborative_groups)})" if added.collaborative_groups else ""
+    rows = [
+        ("variant", added.variant),
+        ("stands on", f"{added.base_name or 'unknown'}{revision}"),
+        ("expanded layers", format_layers(added.layers)),
+        ("collaborative", where + groups),
+        ("added widths", _widths(added.up_width, added.up_kv_heads, added.up_inner_width)),
+        ("trains", blocks),
+        ("last verified", added.verified or "never"),
+    ]
+    return _facts("[bold]expansion", rows)
+
+
+def _widths(up_width: int, up_kv_heads: int, up_inner_width: int) -> str:
+    return f"residual stream {up_width}, key/value heads {up_kv_heads}, inner {up_inner_width}"
+
+
+def render_plan(plan: Plan, *, details: bool = False, tensors: bool = True) -> RenderableType:
+    """A plan as tables: what was resolved, what it costs, and the new tensors of one layer or of all."""
+    costs = plan.costs
+    share = costs.parameters_added / costs.parameters_before
+    collaborative = plan.collaboration
+    where = format_layers(collaborative.layers)
+    groups = f" ({' and '.join(collaborative.groups)})" if collaborative.groups else ""
+    is_mixed = 0 < len(collaborative.layers) < len(plan.layers)
+    rows = [
+        ("base", plan.base_name + (f" at {plan.base_revision[:12]}" if plan.base_revision else "")),
+        ("variant", plan.variant),
+        ("expanded layers", f"{format_layers(plan.layers)}  ({len(plan.layers)} of {plan.sizes.layers})"),
+        ("collaborative", where + groups),
+        ("added widths", _widths(plan.widths.up_width, plan.widths.up_kv_heads, plan.widths.up_inner_width)),
+        ("initialisation", f"W21 {plan.request.init_w21}, W22 {plan.request.init_w22}, {plan.request.svd} SVD"),
+        ("parameters", f"+{costs.parameters_added:,} on {costs.parameters_before:,} ({share:.1%})"),
+        ("in one layer", f"+{costs.parameters_per_layer:,}" + (" at most" if is_mixed else "")),
+        ("bytes", f"+{format_bytes(costs.bytes_added)} in {len(plan.shards)} new shards"),
+        ("forward cost", f"x {costs.forward_factor:.3f}"),
+        ("training reaches", _depth(plan)),
+        ("estimates", f"{format_seconds(costs.seconds)}, {format_bytes(costs.peak_memory_bytes)} peak memory"),
+    ]
+    if not tensors:
+        return _facts("[bold]plan", rows)
+    shown = plan.tensors if details else _sample(plan)
+    note = "" if details else f"  ({len(shown)} of {len(plan.tensors)}; --details shows all)"
+    return Group(_facts("[bold]plan", rows), Text(), _render_tensors(shown, f"[bold]new tensors[/]{note}"))
+
+
+def _sample(plan: Plan) -> tuple[TensorPlan, ...]:
+    # a collaborative layer has everything that a preservation layer has
+    shown = (plan.collaboration.layers or plan.layers)[0]
+    return tuple(tensor for tensor in plan.tensors if tensor.layer in (None, shown))
+
+
+def _depth(plan: Plan) -> str:
+    def down_to(first: int | None) -> str:
+        return "none" if first is None else format_layers(tuple(range(first, plan.sizes.layers)))
+
+    return f"up stream: {down_to(plan.costs.up_stream_from)}; base stream: {down_to(plan.costs.base_stream_from)}"
+
+
+def _render_tensors(tensors: tuple[TensorPlan, ...], title: str) -> Table:
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="dim")
+    table.add_column("name", overflow="fold")
+    table.add_column("shape", justify="right")
+    table.add_column("dtype")
+    table.add_column("init")
+    for tensor in tensors:
+        shape = " x ".join(map(str, tensor.shape))
+        table.add_row(tensor.name, shape, tensor.dtype, tensor.init)
+    return table
+
+
+def render_expansion(done: Expansion) -> RenderableType:
+    """What an expansion wrote."""
+    rows = [
+        ("written", str(done.path)),
+        ("new shards", f"{len(done.plan.shards)}, {format_bytes(done.plan.costs.bytes_added)}"),
+        ("base shards", f"{format_bytes(done.base_bytes_written)} written, taken over as files"),
+        ("next", f"scale-surgery verify {done.path}"),
+    ]
+    rows += [("not taken along", ", ".join(done.left_out))] if done.left_out else []
+    return _facts("[bold]expanded", rows)
+
+
+def render_verification(result: Verification) -> RenderableType:
+    """A verification as tables: promises, numbers, problems."""
+    table = Table(title="[bold]promises", title_justify="left", box=None, pad_edge=False, header_style="dim")
+    table.add_column("promise", no_wrap=True)
+    table.add_column("result", no_wrap=True)
+    table.add_column("evidence", overflow="fold")
+    for promise in result.promises:
+        table.add_row(promise.name, _verdict(promise, promise.name in result.required), promise.evidence)
+    parts: list[RenderableType] = [table, Text(), _render_numbers(result)]
+    parts += [Text(f"problem: {problem}", style="red") for problem in _problems(result)]
+    word = Text("verified", style="bold green") if result.passed else Text("NOT verified", style="bold red")
+    state = "untrained" if result.state == "initial" else f"trained ({result.trained_tensors} tensors changed)"
+    return Group(*parts, Text(), word + Text(f"  {result.variant}, {state}, base {result.base_name}"))
+
+
+def _verdict(promise: Promise, is_required: bool) -> Text:
+    if promise.holds is None:
+        return Text("not checked", style="bold red" if is_required else "yellow")
+    if promise.holds:
+        return Text("holds" if is_required or promise.claimed else "holds (unclaimed)", style="green")
+    return Text("BROKEN", style="bold red") if is_required else Text("not claimed", style="dim")
+
+
+def _problems(result: Verification) -> list[str]:
+    found = list(result.problems)
+    for promise in result.promises:
+        if promise.name in result.required and not promise.holds:
+            found += promise.problems
+    found = list(dict.fromkeys(found))
+    more = len(found) - MAX_PROBLEMS
+    return found[:MAX_PROBLEMS] + ([f"... and {more} more; --report FILE writes all"] if more > 0 else [])
+
+
+def _render_numbers(result: Verification) -> RenderableType:
+    numbers = result.numbers
+    if numbers is None:
+        return Text("no model was run", style="dim")
+    worst = max(numbers.layers, key=lambda layer: layer.drift)
+    lowest = min(layer.cosine for layer in numbers.layers)
+    kind = "tokens" if numbers.is_text else "random ids (no tokenizer)"
+    rows = [
+        ("probes", f"{numbers.prompts} prompts, {numbers.tokens} {kind}, {numbers.dtype}, {numbers.attention}"),
+        ("logits", "bit-equal" if numbers.is_bit_equal else f"drift {numbers.drift:.3g}"),
+        ("KL divergence", f"{numbers.kl_divergence:.3g} nats per token"),
+        ("top-1 agreement", f"{numbers.top1_agreement:.1%}"),
+        ("base stream", f"{_drift_of(worst)}, lowest cosine {lowest:.6f}"),
+        ("continuation", _continuation(numbers)),
+    ]
+    facts = _facts("[bold]numbers", rows)
+    return facts if worst.drift == 0 else Group(facts, Text(), _render_layers(numbers.layers))
+
+
+def _drift_of(worst: Layer) -> str:
+    if worst.is_bit_equal:
+        return "bit-equal after every layer"
+    return f"largest drift {worst.drift:.3g}, after {'the embedding' if worst.layer < 0 else f'layer {worst.layer}'}"
+
+
+def _render_layers(layers: tuple[Layer, ...]) -> Table:
+    title = "[bold]base stream against the base model's"
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="dim")
+    for name in ("after", "drift", "cosine"):
+        table.add_column(name, justify="right")
+    for layer in layers:
+        after = "embedding" if layer.layer < 0 else f"layer {layer.layer}"
+        table.add_row(after, "bit-equal" if layer.is_bit_equal else f"{layer.drift:.3g}", f"{layer.cosine:.6f}")
+    return table
+
+
+def _continuation(numbers: Any) -> str:
+    if numbers.generation_equal is None:
+        return "not run"
+    cached, uncached = numbers.generation_equal, numbers.uncached_equal
+    with_cache = "the base's tokens" if cached else "other tokens than the base's"
+    without = "too" if cached == uncached else "the base's tokens" if uncached else "other tokens than the base's"
+    return f"greedy, {numbers.new_tokens} tokens: {with_cache}; without KV cache {without}"
+
+
+def render_stripped(done: Stripped) -> RenderableType:
+    """What `strip` gave back."""
+    rows = [
+        ("written", str(done.path)),
+        ("base", done.base_name),
+        ("files", f"{len(done.files)}, each equal to the base's by sha256"),
+    ]
+    rows += [("never taken along", ", ".join(done.left_out))] if done.left_out else []
+    return _facts("[bold]stripped", rows)
+
+
+def render_step(number: int, title: str, command: str) -> RenderableType:
+    """The heading of one step of the demo, with the command to type."""
+    return Group(Text(), Text(f"{number}. {title}", style="bold cyan"), Text(f"$ {command}", style="dim"), Text())
+
+
+def render_reloaded(found: Reloaded) -> RenderableType:
+    """What a fresh process found."""
+    rows = [
+        ("class", found.model_class),
+        ("logits", "bit-equal to the base's" if found.logits_bit_equal else "DIFFERENT from the base's"),
+        ("trains", f"{found.trainable:,} new parameters; {found.frozen:,} are frozen"),
+        ("asked", " ".join(found.question.split())),
+        ("answered", f"{found.answer}  (right: {found.expected})"),
+    ]
+    return _facts("[bold]loaded with trust_remote_code", rows)
+
+
+def render_demo(result: Demo) -> RenderableType:
+    """The end of the demo."""
+    same = f"{result.files_identical} of {result.files_compared} files are identical, byte for byte"
+    word = Text("All promises kept.", style="bold green") if result.passed else Text("FAILED.", style="bold red")
+    left = Text(f"Left for you in {result.folder}/: biographies, expanded, stripped", style="dim")
+    return Group(Text(same), word, left)
