@@ -14,8 +14,10 @@ __version__ = "0.1.0"
 
 from scale_surgery.errors import (
     CheckpointError,
+    DataError,
     PlanError,
     SurgeryError,
+    TrainingError,
     UnsupportedFamilyError,
 )
 from scale_surgery.expand import Expansion, expand
@@ -23,11 +25,14 @@ from scale_surgery.inspect import Inspection, inspect
 from scale_surgery.modeling import register
 from scale_surgery.plan import Plan, plan
 from scale_surgery.request import Request
+from scale_surgery.settings import TrainingSettings
 from scale_surgery.strip import Stripped, strip
+from scale_surgery.train import Training, train
 from scale_surgery.verify import Promise, Verification, verify
 
 __all__ = [
     "CheckpointError",
+    "DataError",
     "Expansion",
     "Inspection",
     "Plan",
@@ -36,6 +41,9 @@ __all__ = [
     "Request",
     "Stripped",
     "SurgeryError",
+    "Training",
+    "TrainingError",
+    "TrainingSettings",
     "UnsupportedFamilyError",
     "Verification",
     "__version__",
@@ -44,5 +52,6 @@ __all__ = [
     "plan",
     "register",
     "strip",
+    "train",
     "verify",
 ]

@@ -47,11 +47,13 @@ class Output:
     @contextmanager
     def track(self, label: str, total: int) -> Iterator[Any]:
         """Show a progress bar on stderr, where it is a terminal, and give a function that advances it."""
-        columns = (TextColumn("{task.description:<14}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+        bar = (TextColumn("{task.description:<14}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+        columns = (*bar, TextColumn("{task.fields[note]}"))
         hidden = self.quiet or not self.messages.is_terminal
         with Progress(*columns, console=self.messages, transient=True, disable=hidden) as progress:
-            task = progress.add_task(label, total=max(1, total))
-            yield lambda advance: progress.advance(task, advance)
+            task = progress.add_task(label, total=max(1, total), note="")
+            yield lambda advance, note="": progress.update(task, advance=advance, note=note)
+
 
 
 def to_json(result: Any) -> Any:

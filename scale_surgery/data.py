@@ -26,8 +26,10 @@ from scale_surgery.errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# label of a token that is read and not scored, as in torch's cross-entropy
+# labels of tokens that are read and not scored: any, as in torch's cross-entropy, and those of a prompt, after which
+# an answer begins; `collate` makes them one
 IGNORED = -100
+PROMPT = -101
 MAX_PROBLEMS = 12
 DOCUMENTS_AT_ONCE = 1000
 FIELDS = (("text",), ("question", "answer"), ("prompt", "completion"))
@@ -49,7 +51,7 @@ class Sequences:
 
     Attributes:
         ids: Token ids of all sequences, int32, (tokens,).
-        labels: The same, IGNORED where a token is read and not scored, int32, (tokens,).
+        labels: The same, IGNORED or PROMPT where a token is read and not scored, int32, (tokens,).
         starts: Where each sequence begins, and where the last one ends; (sequences + 1,).
     """
 
@@ -67,8 +69,9 @@ class Sequences:
     @property
     def scored(self) -> int:
         """Tokens that are scored; the first of a sequence never is, since nothing predicts it."""
-        firsts = torch.tensor(self.starts[:-1])
-        return int((self.labels != IGNORED).sum() - (self.labels[firsts] != IGNORED).sum())
+        is_scored = self.labels >= 0
+        is_scored[list(self.starts[:-1])] = False
+        return int(is_scored.sum())
 
     @property
     def longest(self) -> int:
@@ -193,10 +196,11 @@ def tokenize(
     """
     ids, labels, starts = [], [], [0]
     for some in _groups(documents):
-        for prompt, text in _tokenize_some(some, tokenizer):
+        for document, (prompt, text) in zip(some, _tokenize_some(some, tokenizer), strict=True):
             ids.append(torch.tensor(prompt + text, dtype=torch.int32))
             labels.append(ids[-1].clone())
-            labels[-1][: 0 if learn_prompts else len(prompt)] = IGNORED
+            # without a prompt there is at most a start token
+            labels[-1][: 0 if learn_prompts else len(prompt)] = PROMPT if document.prompt else IGNORED
             starts.append(starts[-1] + len(ids[-1]))
     if not ids:
         raise DataError("The data hold no text: every file is empty. Give at least one document.")
@@ -276,7 +280,8 @@ def stride(sequences: Sequences, length: int, step: int) -> Sequences:
             ids.append(sequences.ids[window])
             labels.append(sequences.labels[window].clone())
             if left > start:
-                labels[-1][: length - step] = IGNORED
+                again = labels[-1][: length - step]
+                again[again >= 0] = IGNORED  # scored in the window before; the end of a prompt stays known
             starts.append(starts[-1] + len(ids[-1]))
     return Sequences(torch.cat(ids), torch.cat(labels), tuple(starts))
 
@@ -290,12 +295,14 @@ def collate(rows: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     Returns:
         `input_ids`, `labels` and `attention_mask`, each (rows, tokens of the longest).
     """
-    # which id stands in the padding does not matter: nothing attends to it, nothing is scored
-    padding = {"input_ids": 0, "labels": IGNORED}
-    batch = {
-        name: torch.nn.utils.rnn.pad_sequence([row[name] for row in rows], batch_first=True, padding_value=value)
-        for name, value in padding.items()
-    }
+    ids, labels = pad(rows, "input_ids"), pad(rows, "labels")
     lengths = torch.tensor([len(row["input_ids"]) for row in rows])
-    batch["attention_mask"] = (torch.arange(batch["labels"].shape[1]) < lengths[:, None]).long()
-    return batch
+    mask = (torch.arange(ids.shape[1]) < lengths[:, None]).long()
+    return {"input_ids": ids, "labels": labels.masked_fill(labels < 0, IGNORED), "attention_mask": mask}
+
+
+def pad(rows: Sequence[Mapping[str, Tensor]], name: str) -> Tensor:
+    """Join the ids or the labels of sequences, as they stand, into one right-padded tensor."""
+    # which id stands in the padding does not matter: nothing attends to it, nothing is scored
+    value = IGNORED if name == "labels" else 0
+    return torch.nn.utils.rnn.pad_sequence([row[name] for row in rows], batch_first=True, padding_value=value)

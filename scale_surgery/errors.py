@@ -4,7 +4,8 @@
     ├── PlanError                    the request cannot be met (layers, widths, variant)
     │   └── UnsupportedFamilyError   the model's architecture is not in families.py
     ├── CheckpointError              files missing, unreadable, inconsistent, or the target exists
-    └── DataError                    texts to train on or to measure with: empty, wrong fields, too long
+    ├── DataError                    texts to train on or to measure with: empty, wrong fields, too long
+    └── TrainingError                training cannot begin, cannot be resumed, or had to stop
 
 A broken promise is no error: it is the result of `verify`.
 
@@ -40,3 +41,7 @@ class CheckpointError(SurgeryError):
 
 class DataError(SurgeryError):
     """Texts to train on or to measure with are missing, empty, in another form or too long."""
+
+
+class TrainingError(SurgeryError):
+    """Training cannot begin, cannot be resumed, or had to stop."""

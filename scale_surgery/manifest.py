@@ -60,6 +60,8 @@ class Manifest:
     plan: Mapping[str, Any]
     tool: Mapping[str, str] = field(default_factory=dict)
     verification: Mapping[str, Any] | None = None
+    # one entry a training run: settings, data, steps, what was measured
+    training: tuple[Mapping[str, Any], ...] = ()
     format: int = MANIFEST_FORMAT
 
 
@@ -90,7 +92,8 @@ def read_manifest(path: Path) -> Manifest:
         files = {name: BaseFile(**entry) for name, entry in content["base_files"].items()}
         _check_plan(content["plan"])
         _check_names(file, files, content["replaced"])
-        return Manifest(**{**content, "base_files": files, "left_out": tuple(content["left_out"])})
+        lists = {"left_out": tuple(content["left_out"]), "training": tuple(content.get("training", ()))}
+        return Manifest(**{**content, "base_files": files, **lists})
     except (KeyError, TypeError, AttributeError, ValueError, PlanError) as error:
         raise CheckpointError(f"{file}: is incomplete ({error}). Restore it from where you got it.") from error
 

@@ -171,7 +171,9 @@ def token_problems(base: Any | None, expanded: Any | None, prompts: Sequence[str
 
 
 @contextmanager
-def loaded(path: Path, *, memory_bytes: int, device: str, trust_remote_code: bool) -> Iterator[tuple[Any, list[str]]]:
+def loaded(
+    path: Path, *, memory_bytes: int, device: str, trust_remote_code: bool, dtype: str | None = None
+) -> Iterator[tuple[Any, list[str]]]:
     """Load a model as a user would, and give it with what went wrong on load; free it afterwards.
 
     Args:
@@ -179,20 +181,22 @@ def loaded(path: Path, *, memory_bytes: int, device: str, trust_remote_code: boo
         memory_bytes: On the CPU, weights above this are streamed from their files.
         device: Where to run.
         trust_remote_code: Run the folder's own code; otherwise this package's classes.
+        dtype: What weights are cast to; as stored where it is None.
 
     Yields:
         The model in evaluation mode, and the names of tensors that were missing, unexpected or mismatched.
     """
     checkpoint = open_checkpoint(path)
     size = sum(info.bytes for info in checkpoint.tensors.values())
-    model_class = _model_class(checkpoint, trust_remote_code=trust_remote_code)
+    auto_class = model_class(checkpoint, trust_remote_code=trust_remote_code)
     with tempfile.TemporaryDirectory() as offload_folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         options: dict[str, Any] = {"device_map": {"": device}} if device != "cpu" else {}
         if device == "cpu" and size > memory_bytes:
             options = {"device_map": "auto", "max_memory": {"cpu": memory_bytes}, "offload_folder": offload_folder}
+        options |= {"dtype": dtype or "auto", "trust_remote_code": trust_remote_code}
         with quiet_transformers():
-            model, info = model_class.from_pretrained(path, output_loading_info=True, **options)
+            model, info = auto_class.from_pretrained(path, output_loading_info=True, **options)
             model.eval()
             yield model, _load_problems(info)
             del model
@@ -220,7 +224,7 @@ def quiet_transformers() -> Iterator[None]:
             transformers.enable_progress_bar()
 
 
-def _model_class(checkpoint: Checkpoint, *, trust_remote_code: bool) -> Any:
+def model_class(checkpoint: Checkpoint, *, trust_remote_code: bool) -> Any:
     """The auto class, which knows our model types, or the class in the folder itself."""
     from transformers import AutoModelForCausalLM
     from transformers.dynamic_module_utils import get_class_from_dynamic_module

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
 
-# called with an amount that was just done, in bytes or in parameters
-Progress = Callable[[int], None]
+
+class Progress(Protocol):
+    """Called with an amount that was just done, in the unit of the total, and with a note to show beside it."""
+
+    def __call__(self, advance: int, note: str = "") -> None:
+        """Report."""
+
+
 # given what is done and how much of it there is, yields such a function; a progress bar, say
 Track = Callable[[str, int], AbstractContextManager[Progress]]
 
 
-def no_progress(advance: int) -> None:
+def no_progress(advance: int, note: str = "") -> None:
     """Report nothing."""
 
 

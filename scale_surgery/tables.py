@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from scale_surgery.plan import Plan, TensorPlan
     from scale_surgery.probe import Layer
     from scale_surgery.strip import Stripped
+    from scale_surgery.train import Training
     from scale_surgery.verify import Promise, Verification
 
 MAX_PROBLEMS = 12
@@ -247,6 +248,24 @@ def render_stripped(done: Stripped) -> RenderableType:
     ]
     rows += [("never taken along", ", ".join(done.left_out))] if done.left_out else []
     return _facts("[bold]stripped", rows)
+
+
+def render_training(done: Training) -> RenderableType:
+    """What a training run did."""
+    rows = [
+        ("written", str(done.path)),
+        ("steps", f"{done.steps:,} in {format_seconds(done.seconds)}"),
+        ("trained", f"{done.trained_parameters:,} parameters, none of the base"),
+        ("loss", "none logged" if done.loss is None else f"{done.loss:.4f} nats per token, last of the log"),
+    ]
+    measured = done.measured
+    for side, change in (("old", "forgetting"), ("new", "learning")):
+        if f"{side}_nats_per_token" in measured:
+            accuracy = f", accuracy {measured[f'{side}_accuracy']:.1%}" if f"{side}_accuracy" in measured else ""
+            loss = f"{measured[f'{side}_nats_per_token']:.4f} nats per token{accuracy}"
+            rows.append((f"{side} text", f"{loss}; {change} {measured[change]:+.4f}"))
+    rows += [("curves", str(done.curves)), ("next", f"scale-surgery verify {done.path}")]
+    return _facts("[bold]trained", rows)
 
 
 def render_step(number: int, title: str, command: str) -> RenderableType:

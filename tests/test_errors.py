@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from scale_surgery import errors
-from scale_surgery.errors import CheckpointError, DataError, PlanError, SurgeryError, UnsupportedFamilyError
+from scale_surgery.errors import CheckpointError, DataError, PlanError, SurgeryError, TrainingError, UnsupportedFamilyError
 
 PACKAGE = Path(errors.__file__).parent
 
 
 def test_the_tree_is_the_one_that_is_drawn():
     assert UnsupportedFamilyError.__bases__ == (PlanError,)
-    for error in (PlanError, CheckpointError, DataError):
+    for error in (PlanError, CheckpointError, DataError, TrainingError):
         assert error.__bases__ == (SurgeryError,)
     assert SurgeryError.__bases__ == (Exception,)
     classes = {name for name, value in vars(errors).items() if inspect.isclass(value) and issubclass(value, Exception)}
@@ -24,7 +24,7 @@ def test_the_tree_is_the_one_that_is_drawn():
     assert drawn == classes
 
 
-@pytest.mark.parametrize("kind", (SurgeryError, PlanError, CheckpointError, DataError))
+@pytest.mark.parametrize("kind", (SurgeryError, PlanError, CheckpointError, DataError, TrainingError))
 def test_several_problems_are_one_error_of_the_same_kind(kind):
     error = kind.from_problems(iter(["one: a.", "two: b."]))
     assert type(error) is kind

@@ -41,8 +41,8 @@ def own_heads(states: Tensor, heads: int, is_eager: bool, is_detached: bool) -> 
     batch, _, rows, size = states.shape
     _, head_stride, row_stride, _ = states.stride()
     if row_stride > head_stride:
-        # a head may be part of a fused projection, at some distance from its start
-        start = states.storage_offset() % head_stride
+        # a head may be part of a fused projection, at some distance from its start; a graph cannot hold that number
+        start = 0 if torch.compiler.is_compiling() else states.storage_offset() % head_stride
         beside = states.new_empty(batch, rows, heads, head_stride)
         old = beside[..., start : start + size].transpose(1, 2).copy_(old)
     elif batch > 1 and (is_eager or head_stride * states.element_size() % ALIGNMENT):

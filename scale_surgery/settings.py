@@ -1,0 +1,96 @@
+"""How to train: what the user sets, and the defaults of the paper."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from scale_surgery.errors import TrainingError
+
+GROUPS = ("w12", "w21", "w22", "biases", "norms", "embedding", "head")
+SCHEDULES = ("linear", "cosine", "constant")
+LEAST = {
+    "sequence_length": 2,
+    "steps": 1,
+    "epochs": 0,
+    "batch_size": 1,
+    "gradient_accumulation": 1,
+    "learning_rate": 0,
+    "warmup": 0,
+    "weight_decay": 0,
+    "max_gradient_norm": 0,
+    "save_every": 1,
+    "eval_every": 1,
+    "log_every": 1,
+}
+
+
+@dataclass(frozen=True)
+class TrainingSettings:
+    """How to train; learning rate, schedule and warm-up default to those of the paper (arXiv 2511.03270, section 5).
+
+    Attributes:
+        sequence_length: Tokens of a sequence; default: the model's context, at most 1024.
+        packing: Cut all documents, one after the other, into full sequences; otherwise a document is a sequence.
+        learn_prompts: Learn questions and prompts too, not answers alone.
+        steps: Optimizer steps; default: as many as `epochs` take.
+        epochs: Passes over the data, where `steps` is not given.
+        batch_size: Sequences in one forward pass of one process.
+        gradient_accumulation: Forward passes in one optimizer step.
+        learning_rate: Highest learning rate.
+        schedule: How the learning rate falls after the warm-up: "linear", "cosine" or "constant".
+        warmup: Share of the steps in which the learning rate rises from zero.
+        weight_decay: Weight decay of AdamW.
+        max_gradient_norm: Gradients are clipped to this norm; 0 clips nothing.
+        groups: What trains; see `GROUPS`.
+        seed: Seed of the order of the data and of everything random.
+        bf16: Compute in bfloat16 (autocast); default: where the base is stored in it.
+        gradient_checkpointing: Compute activations again in the backward pass instead of keeping them.
+        save_every: Steps between checkpoints; default: a tenth of the run.
+        eval_every: Steps between measurements; default: a tenth of the run.
+        log_every: Steps between entries of the log.
+    """
+
+    sequence_length: int | None = None
+    packing: bool = True
+    learn_prompts: bool = False
+    steps: int | None = None
+    epochs: float = 1.0
+    batch_size: int = 8
+    gradient_accumulation: int = 1
+    learning_rate: float = 1e-3
+    schedule: Literal["linear", "cosine", "constant"] = "linear"
+    warmup: float = 0.06
+    weight_decay: float = 0.0
+    max_gradient_norm: float = 1.0
+    groups: tuple[str, ...] = GROUPS
+    seed: int = 0
+    bf16: bool | None = None
+    gradient_checkpointing: bool = False
+    save_every: int | None = None
+    eval_every: int | None = None
+    log_every: int = 10
+
+
+def check_settings(settings: TrainingSettings) -> None:
+    """Check that settings make sense, on any model.
+
+    Raises:
+        TrainingError: If not; every setting that does not is named.
+    """
+    problems = [
+        f"{name.replace('_', '-')}: {value}, expected at least {least}."
+        for name, least in LEAST.items()
+        if (value := getattr(settings, name)) is not None and not value >= least
+    ]
+    if settings.warmup >= 1:
+        problems.append(f"warmup: {settings.warmup}, expected a share of the steps, less than 1.")
+    if settings.schedule not in SCHEDULES:
+        problems.append(f"schedule: {settings.schedule}, expected one of {', '.join(SCHEDULES)}.")
+    problems += [
+        f"train-only: {name} is no group of expansion tensors, expected some of {', '.join(GROUPS)}."
+        for name in settings.groups
+        if name not in GROUPS
+    ]
+    if problems:
+        raise TrainingError.from_problems(problems)

@@ -1,0 +1,157 @@
+"""The Hugging Face Trainer, taught three things: to save the expansion alone, to measure forgetting, to report.
+
+Everything else is the Trainer's: batches, optimizer, schedule, accumulation, precision, several processes, resume.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from scale_surgery.data import IGNORED, Sequences
+from scale_surgery.errors import TrainingError
+from scale_surgery.measure import Measurement, measure
+from scale_surgery.progress import Progress
+from scale_surgery.run import EXPANSION_FILE, Run
+from scale_surgery.staging import write_tensors
+
+SHOWN = ("loss", "forgetting", "learning")
+
+
+def full_tensor(parameter: Tensor) -> Tensor:
+    """A parameter as one tensor on the CPU, gathered from all processes where it is sharded."""
+    whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+    return whole.detach().cpu().contiguous()
+
+
+class ExpansionTrainer(Trainer):
+    """A Trainer whose checkpoints hold expansion tensors and optimizer state, and no base tensor.
+
+    Args:
+        sides: Sequences to measure on during the run, by "old" and "new".
+        eval_batch: Sequences in one forward pass of a measurement.
+        options: As for Trainer.
+    """
+
+    def __init__(self, *, sides: Mapping[str, Sequences], eval_batch: int, **options: Any) -> None:
+        # the Trainer wants a data set where it is to evaluate; what is measured stands in `sides`
+        super().__init__(**options, eval_dataset=dict(sides) or None)
+        self.remove_callback(PrinterCallback)
+        self.sides, self.eval_batch = sides, eval_batch
+        self.base_nats: dict[str, float] = {}
+        self.measured_at: int | None = None
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the expansion tensors; every process takes part, because a tensor may be sharded over them."""
+        model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+        tensors = {
+            f"{path}.{name}": full_tensor(parameter)
+            for path, module in model.named_modules()
+            for name, parameter in getattr(module, "expansion_parameters", dict)().items()
+        }
+        if self.args.should_save:
+            write_tensors(Path(output_dir or str(self.args.output_dir)) / EXPANSION_FILE, tensors)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Load the expansion tensors of a checkpoint; the base is loaded already."""
+        model = self.accelerator.unwrap_model(model or self.model, keep_torch_compile=False)
+        load_whole(model, load_file(Path(resume_from_checkpoint) / EXPANSION_FILE))
+
+    def evaluate(self, *args: Any, metric_key_prefix: str = "eval", **options: Any) -> dict[str, float]:
+        """Measure loss and accuracy on old and new text, and what was forgotten and learned against the base."""
+        if not self.base_nats:
+            with self.accelerator.unwrap_model(self.model).expansion_disabled():
+                self.base_nats = {side: self.measure_side(side).nats_per_token for side in self.sides}
+        found = {side: self.measure_side(side) for side in self.sides}
+        metrics = {f"{side}_nats_per_token": measured.nats_per_token for side, measured in found.items()}
+        metrics |= {
+            f"{side}_accuracy": measured.accuracy for side, measured in found.items() if measured.accuracy is not None
+        }
+        if "old" in found:
+            metrics["forgetting"] = found["old"].nats_per_token - self.base_nats["old"]
+        if "new" in found:
+            metrics["learning"] = self.base_nats["new"] - found["new"].nats_per_token
+        self.measured_at = self.state.global_step
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
+
+    def measure_side(self, side: str) -> Measurement:
+        """Measure on the old or on the new text, each process on its share."""
+        share = share_of(self.sides[side], self.accelerator.process_index, self.accelerator.num_processes)
+        found = measure(self.model, share, self.eval_batch)
+        sums = torch.tensor([found.nats, found.scored, found.questions, found.answered], dtype=torch.float64)
+        nats, *counts = self.accelerator.reduce(sums.to(self.accelerator.device)).tolist()
+        return Measurement(nats, *map(int, counts))
+
+
+def load_whole(model: Any, tensors: Mapping[str, Tensor]) -> None:
+    """Load whole tensors into parameters, which may be sharded over processes."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+    options = StateDictOptions(full_state_dict=True, strict=False)
+    set_model_state_dict(model, dict(tensors), options=options)
+
+
+def share_of(sequences: Sequences, rank: int, processes: int) -> Sequences:
+    """Every `processes`-th sequence; where one is missing at the end, one that is read and not scored.
+
+    All processes then make the same number of forward passes, which a sharded model needs.
+    """
+    if processes == 1:
+        return sequences
+    rows = math.ceil(len(sequences) / processes)
+    taken = [rank + row * processes for row in range(rows)]
+    parts = [sequences[index % len(sequences)] for index in taken]
+    labels = [
+        part["labels"] if index < len(sequences) else torch.full_like(part["labels"], IGNORED)
+        for index, part in zip(taken, parts, strict=True)
+    ]
+    lengths = torch.tensor([0, *(len(part["input_ids"]) for part in parts)])
+    ids = torch.cat([part["input_ids"] for part in parts])
+    return Sequences(ids.int(), torch.cat(labels).int(), tuple(lengths.cumsum(0).tolist()))
+
+
+class RunReport(TrainerCallback):
+    """Tells how a run goes, and makes its folder follow.
+
+    Args:
+        advance: Called after each step, with a note.
+        run: The run.
+    """
+
+    def __init__(self, advance: Progress, run: Run) -> None:
+        self.advance, self.run = advance, run
+        self.note: dict[str, float] = {}
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: TrainerControl, **__: Any) -> None:
+        """Show what a resumed run has done already."""
+        self.advance(state.global_step)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, *_: TrainerControl, **__: Any) -> None:
+        """Advance the bar."""
+        self.advance(1, "  ".join(f"{name} {value:.3f}" for name, value in self.note.items()))
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, *_: TrainerControl, **__: Any) -> None:
+        """Write the log, and stop where the loss is no number."""
+        latest = state.log_history[-1]
+        self.note |= {name: latest[name] for name in SHOWN if name in latest}
+        if state.is_world_process_zero:
+            self.run.write_log(state.log_history)
+        if not math.isfinite(latest.get("loss", 0.0)):
+            raise TrainingError(
+                f"{self.run.target}: the loss is {latest['loss']} at step {state.global_step}. Lower --learning-rate; "
+                "the folder holds the last whole checkpoint."
+            )
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, *_: TrainerControl, **__: Any) -> None:
+        """Publish a checkpoint that is whole now."""
+        if state.is_world_process_zero:
+            self.run.publish(self.run.folder / f"checkpoint-{state.global_step}", state.log_history)
