@@ -20,6 +20,7 @@ from scale_surgery.errors import (
     TrainingError,
     UnsupportedFamilyError,
 )
+from scale_surgery.evaluate import Evaluation, evaluate
 from scale_surgery.expand import Expansion, expand
 from scale_surgery.inspect import Inspection, inspect
 from scale_surgery.modeling import register
@@ -33,6 +34,7 @@ from scale_surgery.verify import Promise, Verification, verify
 __all__ = [
     "CheckpointError",
     "DataError",
+    "Evaluation",
     "Expansion",
     "Inspection",
     "Plan",
@@ -47,6 +49,7 @@ __all__ = [
     "UnsupportedFamilyError",
     "Verification",
     "__version__",
+    "evaluate",
     "expand",
     "inspect",
     "plan",

@@ -2,7 +2,7 @@
 
 The people follow the biography benchmark of knowledge-memorisation studies: a name and six
 attributes, told in sentences whose wording and order vary, and asked about one by one.  The
-module needs only the standard library; `first_token_accuracy` imports torch when called.
+module needs only the standard library; `first_token_accuracy` imports what measures when called.
 """
 
 from __future__ import annotations
@@ -223,7 +223,7 @@ def first_token_accuracy(
 
     Args:
         model: A causal language model of transformers, on any device.
-        tokenizer: Its tokenizer, with a padding token.
+        tokenizer: Its tokenizer.
         questions: What to ask; at least one question.
         batch_size: Questions per forward pass.
 
@@ -235,26 +235,11 @@ def first_token_accuracy(
     """
     if not questions:
         raise ValueError("there are no questions to score")
-    starts = range(0, len(questions), batch_size)
-    batches = (questions[start : start + batch_size] for start in starts)
-    return sum(_answered(model, tokenizer, batch) for batch in batches) / len(questions)
+    from scale_surgery.data import Document, tokenize
+    from scale_surgery.measure import measure
 
-
-def _answered(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, questions: Sequence[Question]) -> int:
-    import torch
-
-    prompts = tokenizer(
-        [question.prompt for question in questions],
-        padding=True,
-        padding_side="right",
-        return_tensors="pt",
-    ).to(model.device)
-    answers = tokenizer([f" {q.answer}" for q in questions], add_special_tokens=False)["input_ids"]
-    last = prompts["attention_mask"].sum(dim=1) - 1
-    with torch.inference_mode():
-        logits = model(**prompts).logits
-    guesses = logits[torch.arange(len(questions)), last].argmax(dim=-1)
-    return sum(guess == answer[0] for guess, answer in zip(guesses.tolist(), answers, strict=True))
+    documents = [Document(question.prompt, f" {question.answer}", question.attribute) for question in questions]
+    return measure(model, tokenize(documents, tokenizer), batch_size).answered / len(questions)
 
 
 def _person(index: int, seed: int) -> Person:

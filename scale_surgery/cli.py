@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 Command = Callable[..., Any]
 FOLDER = click.Path(path_type=Path, file_okay=False)
 FILE = click.Path(path_type=Path, dir_okay=False)
+TEXTS = click.Path(path_type=Path)
 
 
 def stop(out: Output, message: str, *, debug: bool) -> None:
@@ -162,6 +163,7 @@ def main() -> None:
     scale-surgery expand MODEL --layers last:4 -o EXPANDED
     scale-surgery verify EXPANDED
     scale-surgery train EXPANDED --data domain.jsonl
+    scale-surgery evaluate EXPANDED --old general.txt --new domain.jsonl
     scale-surgery strip EXPANDED -o BASE
 
     MODEL is a folder or a Hub id. Exit codes: 0 done, 1 failed or a check did not pass, 2 wrong usage.
@@ -448,6 +450,69 @@ def train_command(
         track=out.track,
     )
     out.show(done, render_training(done))
+
+
+@main.command(name="evaluate")
+@click.argument("models", nargs=-1, required=True)
+@click.option("--old", multiple=True, type=TEXTS, help="Text that tells what the base knows, repeatable.")
+@click.option("--new", multiple=True, type=TEXTS, help="Text with what was to be learned, repeatable.")
+@click.option(
+    "--sequence-length",
+    type=click.IntRange(min=2),
+    help="Most tokens that are read at once. Default: the shortest context of MODELS, at most 1024.",
+)
+@click.option(
+    "--step",
+    type=click.IntRange(min=1),
+    help="Tokens from one window of a longer text to the next. Default: half of --sequence-length.",
+)
+@click.option(
+    "--batch-size", type=click.IntRange(min=1), default=8, show_default=True, help="Windows in one forward pass."
+)
+@click.option("--plot", type=FILE, help="Draw old loss against new loss, a point for each model, as PNG.")
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "float16", "bfloat16"]),
+    help="Cast weights to it. Default: as they are stored.",
+)
+@click.option("--device", default="cpu", show_default=True, help="Where the models run: cpu, cuda, ...")
+@click.option("--revision", help="Branch, tag or commit of Hub repositories.")
+@click.option(
+    "--trust-remote-code",
+    "--trust_remote_code",
+    is_flag=True,
+    help="Run the code in MODELS instead of this program's own.",
+)
+@output_options
+def evaluate_command(
+    models: tuple[str, ...],
+    old: tuple[Path, ...],
+    new: tuple[Path, ...],
+    plot: Path | None,
+    out: Output,
+    **options: Any,
+) -> None:
+    """Show what MODELS forgot and learned: loss, perplexity and first-token accuracy on old and on new text.
+
+    Of an expanded model, its base and the model with its expansion disabled are measured too. Texts are as for
+    train: text files, JSONL, folders that the library datasets saved. Of a question the answer alone is scored.
+
+    \b
+    Example: scale-surgery evaluate EXPANDED --old general.txt --new domain.jsonl
+    """
+    from scale_surgery.evaluate import evaluate
+    from scale_surgery.plots import plot_plane
+    from scale_surgery.tables import render_evaluation
+
+    if not (old or new):
+        raise click.UsageError("--old and --new are missing, give one of them or both.")
+    if plot is not None and not (old and new):
+        raise click.UsageError("--plot needs --old and --new: the plane has an axis for each.")
+    result = evaluate(models, old, new, track=out.track, **options)
+    out.show(result, render_evaluation(result))
+    if plot is not None:
+        plot_plane(result, plot)
+        out.say(f"\ndrawn to {plot}")
 
 
 @main.command(name="strip")

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
@@ -32,7 +33,8 @@ IGNORED = -100
 PROMPT = -101
 MAX_PROBLEMS = 12
 DOCUMENTS_AT_ONCE = 1000
-FIELDS = (("text",), ("question", "answer"), ("prompt", "completion"))
+QUESTION = ("question", "answer")
+FIELDS = (("text",), QUESTION, ("prompt", "completion"))
 EXPECTED = 'expected {"text"}, {"question", "answer"} or {"prompt", "completion"}, each a text'
 
 
@@ -104,12 +106,12 @@ def read_documents(paths: Sequence[Path]) -> Iterator[Document]:
         elif path.suffix in (".jsonl", ".json"):
             yield from _from_rows(_read_lines(path), f"{path}, line")
         else:
-            yield from _documents({"text": _read_text(path)}, str(path))
+            yield from _documents([_read_text(path)], str(path))
 
 
 def _read_text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")  # a byte order mark is no text
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(
             f"{path}: cannot be read as text ({error}). Give UTF-8 text, JSONL or a saved dataset."
@@ -117,11 +119,12 @@ def _read_text(path: Path) -> str:
 
 
 def _read_lines(path: Path) -> Iterator[Any]:
-    for line in _read_text(path).splitlines():
+    # texts in JSON may hold other line ends, at which splitlines would cut
+    for line in _read_text(path).split("\n"):
         try:
             yield json.loads(line) if line.strip() else {"text": ""}
         except ValueError as error:
-            yield f"is not JSON ({error})"
+            yield error
 
 
 def _read_dataset(path: Path) -> Iterable[Any]:
@@ -146,36 +149,36 @@ def _read_dataset(path: Path) -> Iterable[Any]:
 def _from_rows(rows: Iterable[Any], where: str) -> Iterator[Document]:
     problems = []
     for number, row in enumerate(rows, start=1):
-        problem = _problem(row)
-        if problem:
-            problems.append(f"{where} {number}: {problem}.")
+        names = _fields_of(row)
+        if names is None:
+            problems.append(f"{where} {number}: {_problem(row)}.")
         else:
-            yield from _documents(row, f"{where} {number}")
+            yield from _documents([row[name] for name in names], f"{where} {number}", is_question=names == QUESTION)
     if problems:
         more = [f"... and {len(problems) - MAX_PROBLEMS} more."] if len(problems) > MAX_PROBLEMS else []
         raise DataError.from_problems(problems[:MAX_PROBLEMS] + more)
 
 
-def _problem(row: Any) -> str | None:
-    if isinstance(row, str):
-        return row
+def _fields_of(row: Any) -> tuple[str, ...] | None:
+    if not isinstance(row, Mapping):
+        return None
+    return next((names for names in FIELDS if all(isinstance(row.get(name), str) for name in names)), None)
+
+
+def _problem(row: Any) -> str:
+    if isinstance(row, ValueError):
+        return f"is not JSON ({row})"
     if not isinstance(row, Mapping):
         return f"found {type(row).__name__}, {EXPECTED}"
-    if not any(all(isinstance(row.get(name), str) for name in names) for names in FIELDS):
-        return f"has the fields {', '.join(map(str, row)) or 'none'}; {EXPECTED}"
-    return None
+    return f"has the fields {', '.join(map(str, row)) or 'none'}; {EXPECTED}"
 
 
-def _documents(row: Mapping[str, Any], source: str) -> Iterator[Document]:
-    if isinstance(row.get("text"), str):
-        prompt, text = "", row["text"]
-    elif isinstance(row.get("question"), str):
-        # the answer follows the question after a space
-        prompt, text = row["question"], f" {row['answer'].lstrip()}"
-    else:
-        prompt, text = row["prompt"], row["completion"]
+def _documents(texts: Sequence[str], source: str, *, is_question: bool = False) -> Iterator[Document]:
+    """The document of a text, or of a prompt and a text; nothing where there is no text."""
+    *prompt, text = texts
     if text.strip():
-        yield Document(prompt, text, source)
+        # the answer follows the question after a space
+        yield Document("".join(prompt), f" {text.lstrip()}" if is_question else text, source)
 
 
 def tokenize(
@@ -192,19 +195,24 @@ def tokenize(
         One sequence a document.
 
     Raises:
-        DataError: If there is no document.
+        DataError: If there is no document, or one becomes no token.
     """
-    ids, labels, starts = [], [], [0]
+    ids, labels, starts = array("i"), array("i"), [0]
     for some in _groups(documents):
         for document, (prompt, text) in zip(some, _tokenize_some(some, tokenizer), strict=True):
-            ids.append(torch.tensor(prompt + text, dtype=torch.int32))
-            labels.append(ids[-1].clone())
+            if not prompt + text:
+                raise DataError(f"{document.source}: becomes no token in this model's tokenizer. Leave it out.")
             # without a prompt there is at most a start token
-            labels[-1][: 0 if learn_prompts else len(prompt)] = PROMPT if document.prompt else IGNORED
-            starts.append(starts[-1] + len(ids[-1]))
+            read_only = PROMPT if document.prompt else IGNORED
+            ids.extend(prompt + text)
+            labels.extend(prompt if learn_prompts and document.prompt else [read_only] * len(prompt))
+            labels.extend(text)
+            starts.append(len(ids))
     if not ids:
         raise DataError("The data hold no text: every file is empty. Give at least one document.")
-    return Sequences(torch.cat(ids), torch.cat(labels), tuple(starts))
+    return Sequences(
+        torch.frombuffer(ids, dtype=torch.int32), torch.frombuffer(labels, dtype=torch.int32), tuple(starts)
+    )
 
 
 def _groups(documents: Iterable[Document]) -> Iterator[list[Document]]:

@@ -1,6 +1,6 @@
 """The whole job on the shipped model, step by step, with the commands to type it by hand.
 
-inspect -> plan -> expand -> verify -> reload in a fresh process -> strip -> compare bytes
+inspect -> plan -> expand -> verify -> reload in a fresh process -> train -> verify -> evaluate -> strip -> compare
 """
 
 from __future__ import annotations
@@ -9,25 +9,33 @@ import json
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from scale_surgery.biographies import SHIPPED_MODEL, people, questions
+from scale_surgery.biographies import SHIPPED_MODEL, SHIPPED_PEOPLE, Person, biography, people, questions
 from scale_surgery.checkpoint import list_files
 from scale_surgery.errors import CheckpointError
+from scale_surgery.evaluate import Evaluation, evaluate
 from scale_surgery.expand import expand
 from scale_surgery.inspect import inspect
 from scale_surgery.plan import plan
 from scale_surgery.request import Request
+from scale_surgery.settings import TrainingSettings
+from scale_surgery.staging import write_text
 from scale_surgery.strip import strip
+from scale_surgery.train import train
 from scale_surgery.verify import verify
 
 if TYPE_CHECKING:
     from scale_surgery.console import Output
 
 MARKER = ".scale-surgery-demo"
-LAYERS = "last:2"
+LAYERS = "all"
+NEW_PEOPLE, OLD_PEOPLE = 20, 100
+STYLES = 4
+STEPS, SEQUENCE_LENGTH = 120, 128
+LEARNING_RATES = {"preserve": 1e-2, "adapt": 3e-3, "full": 1e-3}
 
 # what a stranger does who has never heard of scale-surgery: a fresh process, transformers only
 RELOAD = """
@@ -73,17 +81,20 @@ class Demo:
     folder: Path
     verified: bool
     reloaded: Reloaded
+    lesson: Evaluation
+    verified_after_training: bool
     files_compared: int
     files_identical: int
     passed: bool
 
 
-def demo(folder: Path, out: Output) -> Demo:
+def demo(folder: Path, out: Output, *, steps: int = STEPS) -> Demo:
     """Run the whole job on the shipped model and leave the folders for a look.
 
     Args:
-        folder: Where base, expanded and stripped model go; replaced if an earlier demo made it.
+        folder: Where every model goes; replaced if an earlier demo made it.
         out: Where it is told.
+        steps: Optimizer steps of each training.
 
     Returns:
         What was shown.
@@ -94,31 +105,119 @@ def demo(folder: Path, out: Output) -> Demo:
     from scale_surgery import tables
 
     _prepare(folder)
-    base, expanded, stripped = folder / "biographies", folder / "expanded", folder / "stripped"
+    tell = Teller(out)
+    base, expanded, trained, stripped = (folder / name for name in ("biographies", "expanded", "trained", "stripped"))
     request = Request(layers=LAYERS)
-    out.say(tables.render_step(1, "Look at the model", f"scale-surgery inspect {base}"))
+    tell(f"inspect {base}", "Look at the model")
     out.say(tables.render_inspection(inspect(base)))
-    out.say(tables.render_step(2, "Plan: nothing is written", f"scale-surgery plan {base} --layers {LAYERS}"))
+    tell(f"plan {base} --layers {LAYERS}", "Plan: nothing is written")
     out.say(tables.render_plan(plan(base, request), tensors=False))
-    command = f"scale-surgery expand {base} --layers {LAYERS} -o {expanded}"
-    out.say(tables.render_step(3, "Widen its last two layers", command))
+    tell(f"expand {base} --layers {LAYERS} -o {expanded}", "Widen all its layers")
     out.say(tables.render_expansion(expand(base, request, expanded, track=out.track)))
-    out.say(tables.render_step(4, "Prove that nothing changed", f"scale-surgery verify {expanded} --base {base}"))
+    tell(f"verify {expanded} --base {base}", "Prove that nothing changed")
     verification = verify(expanded, base, track=out.track)
     out.say(tables.render_verification(verification))
-    command = 'AutoModelForCausalLM.from_pretrained("' + str(expanded) + '", trust_remote_code=True)'
-    out.say(tables.render_step(5, "Load it in a fresh process, without scale-surgery", command))
+    command = f'AutoModelForCausalLM.from_pretrained("{expanded}", trust_remote_code=True)'
+    tell(None, "Load it in a fresh process, without scale-surgery", command)
     reloaded = _reload(base, expanded)
     out.say(tables.render_reloaded(reloaded))
-    out.say(tables.render_step(6, "Take it back", f"scale-surgery strip {expanded} -o {stripped}"))
-    out.say(tables.render_stripped(strip(expanded, stripped, track=out.track)))
+    lesson = _teach(folder, steps, out, tell)
+    tell(f"verify {trained} --base {base}", "Prove that the base has stayed what it was")
+    after = verify(trained, base, track=out.track)
+    out.say(tables.render_verification(after))
+    tell(f"strip {trained} -o {stripped}", "Take it back")
+    out.say(tables.render_stripped(strip(trained, stripped, track=out.track)))
     files = sorted(set(list_files(base)) | set(list_files(stripped)))
     identical = [file for file in files if _is_identical(base / file, stripped / file)]
-    passed = verification.passed and reloaded.logits_bit_equal and identical == files
-    result = Demo(folder, verification.passed, reloaded, len(files), len(identical), passed)
-    out.say(tables.render_step(7, "Compare every byte", f"diff -r {base} {stripped}"))
-    out.show(result, tables.render_demo(result))
+    passed = verification.passed and after.passed and reloaded.logits_bit_equal and identical == files
+    result = Demo(folder, verification.passed, reloaded, lesson, after.passed, len(files), len(identical), passed)
+    tell(None, "Compare every byte", f"diff -r {base} {stripped}")
+    out.say(tables.render_demo(result))
+    out.say(tables.render_step(tell.number + 1, "What it learned, and what it forgot", None))
+    out.show(result, tables.render_lesson(lesson, NEW_PEOPLE))
     return result
+
+
+class Teller:
+    """Says what comes next, with the command to type."""
+
+    def __init__(self, out: Output) -> None:
+        self.out, self.number = out, 0
+
+    def __call__(self, arguments: str | None, title: str, command: str | None = None) -> None:
+        """Say the next step: arguments of this program, or another command."""
+        from scale_surgery import tables
+
+        self.number += 1
+        self.out.say(tables.render_step(self.number, title, command or f"scale-surgery {arguments}"))
+
+
+def _teach(folder: Path, steps: int, out: Output, tell: Teller) -> Evaluation:
+    """Train on new people in three ways, and ask for old and new people."""
+    from scale_surgery import tables
+
+    base, data = folder / "biographies", folder / "new_people.jsonl"
+    _write_people(folder)
+    settings = TrainingSettings(steps=steps, sequence_length=SEQUENCE_LENGTH, learning_rate=LEARNING_RATES["preserve"])
+    options = f"--steps {steps} --sequence-length {SEQUENCE_LENGTH}"
+    tell(
+        f"train {folder / 'expanded'} --data {data} -o {folder / 'trained'} {options} --learning-rate 0.01",
+        f"Teach it {NEW_PEOPLE} new people: preserve",
+    )
+    out.say(tables.render_training(train(folder / "expanded", [data], folder / "trained", settings, track=out.track)))
+    adapt = Request(layers=LAYERS, variant="adapt", collaborative_layers="2-3")
+    expand(base, adapt, folder / "expanded_adapt", track=out.track)
+    settings = replace(settings, learning_rate=LEARNING_RATES["adapt"])
+    tell(
+        f"train {folder / 'expanded_adapt'} --data {data} -o {folder / 'adapt'} {options} --learning-rate 0.003",
+        "The same people: adapt, with W12 in the attention of the two upper layers",
+    )
+    done = train(folder / "expanded_adapt", [data], folder / "adapt", settings, track=out.track)
+    out.say(tables.render_training(done))
+    tell(None, "The same people: full fine-tuning, which overwrites the model", "(the Trainer of transformers)")
+    _fine_tune(base, data, folder / "fine-tuned", replace(settings, learning_rate=LEARNING_RATES["full"]), out)
+    models = [folder / name for name in ("trained", "adapt", "fine-tuned")]
+    old, new = folder / "old_questions.jsonl", folder / "new_questions.jsonl"
+    tell(f"evaluate {' '.join(map(str, models))} --old {old} --new {new}", "Ask for old and new people")
+    found = evaluate(models, [old], [new], batch_size=64, track=out.track)
+    out.say(tables.render_evaluation(found))
+    return found
+
+
+def _write_people(folder: Path) -> None:
+    new = people(NEW_PEOPLE, start=SHIPPED_PEOPLE)
+    texts = [{"text": biography(person, style)} for person in new for style in range(STYLES)]
+    files = {
+        "new_people.jsonl": _ask(new) + texts,
+        "new_questions.jsonl": _ask(new),
+        "old_questions.jsonl": _ask(people(OLD_PEOPLE)),
+    }
+    for name, rows in files.items():
+        write_text(folder / name, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def _ask(asked: tuple[Person, ...]) -> list[dict[str, str]]:
+    return [
+        {"question": question.prompt, "answer": question.answer} for person in asked for question in questions(person)
+    ]
+
+
+def _fine_tune(base: Path, data: Path, output: Path, settings: TrainingSettings, out: Output) -> None:
+    """Train every parameter of the base on the same sequences, for comparison."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer
+
+    from scale_surgery.data import collate, pack, read_documents, tokenize
+    from scale_surgery.probe import quiet_transformers
+    from scale_surgery.train import make_arguments
+
+    with quiet_transformers():
+        model, tokenizer = AutoModelForCausalLM.from_pretrained(base), AutoTokenizer.from_pretrained(base)
+        sequences = pack(tokenize(read_documents([data]), tokenizer), SEQUENCE_LENGTH)
+        arguments = make_arguments(settings, output, settings.steps or STEPS, "cpu", bf16=False, is_measured=False)
+        arguments.save_strategy = "no"
+        Trainer(model=model, args=arguments, train_dataset=sequences, data_collator=collate).train()
+        model.save_pretrained(output)
+        tokenizer.save_pretrained(output)
 
 
 def _prepare(folder: Path) -> None:

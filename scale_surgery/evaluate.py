@@ -28,6 +28,11 @@ if TYPE_CHECKING:
 
 Dtype = Literal["float32", "float16", "bfloat16"]
 Kind = Literal["base", "expanded", "disabled", "other"]
+MAX_PROBLEMS = 12
+# what transformers and torch raise for a folder or a device that is not right
+LOADING_ERRORS = (
+    ImportError, OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, AssertionError
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -234,10 +239,14 @@ def _loaded(path: Path, name: str, options: Mapping[str, Any]) -> Iterator[Any]:
         try:
             # streamed weights would be read again for every batch
             model, problems = stack.enter_context(loaded(path, memory_bytes=sys.maxsize, **options))
-        except (ImportError, OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
-            raise CheckpointError(f"{name}: cannot be loaded ({type(error).__name__}: {error}).") from error
+        except LOADING_ERRORS as error:
+            raise CheckpointError(
+                f"{name}: cannot be loaded ({type(error).__name__}: {error}). Check --device, and whether transformers "
+                "alone loads it."
+            ) from error
         if problems:
-            raise CheckpointError.from_problems([f"{name}: its tensors do not fit its class.", *problems[:12]])
+            advice = f"{name}: its tensors do not fit its class, so another model would be measured."
+            raise CheckpointError.from_problems([*problems[:MAX_PROBLEMS], advice])
         yield model
 
 

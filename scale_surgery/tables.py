@@ -12,8 +12,10 @@ from scale_surgery.selection import format_layers
 
 if TYPE_CHECKING:
     from scale_surgery.demo import Demo, Reloaded
+    from scale_surgery.evaluate import Evaluation
     from scale_surgery.expand import Expansion
     from scale_surgery.inspect import ExpansionSummary, Inspection
+    from scale_surgery.measure import Measurement
     from scale_surgery.plan import Plan, TensorPlan
     from scale_surgery.probe import Layer
     from scale_surgery.strip import Stripped
@@ -268,9 +270,39 @@ def render_training(done: Training) -> RenderableType:
     return _facts("[bold]trained", rows)
 
 
-def render_step(number: int, title: str, command: str) -> RenderableType:
+def render_evaluation(result: Evaluation) -> RenderableType:
+    """What models scored, a table for old text and one for new text."""
+    sides = (
+        ("old text", "forgetting", [(score.name, score.old, score.forgetting) for score in result.scores]),
+        ("new text", "learning", [(score.name, score.new, score.learning) for score in result.scores]),
+    )
+    parts: list[RenderableType] = []
+    for title, change, scores in sides:
+        rows = [(name, found, value) for name, found, value in scores if found is not None]
+        if rows:
+            parts += [_render_side(title, change, rows), Text()]
+    return Group(*parts[:-1], *(Text(f"note: {note}", style="yellow") for note in result.notes))
+
+
+def _render_side(title: str, change: str, rows: list[tuple[str, Measurement, float | None]]) -> Table:
+    first = rows[0][1]
+    counts = f"{first.scored:,} tokens scored" + (f", {first.questions:,} questions" if first.questions else "")
+    table = Table(title=f"[bold]{title}[/]  ({counts})", title_justify="left", box=None, pad_edge=False)
+    table.add_column("", overflow="fold")
+    for name in ("nats per token", "perplexity", *(["accuracy"] if first.questions else []), change):
+        table.add_column(name, justify="right", header_style="dim", no_wrap=True)
+    for name, found, value in rows:
+        accuracy = [] if found.accuracy is None else [f"{found.accuracy:.1%}"]
+        # equal to the last bit is more than equal to four digits
+        gained = "" if value is None else "0" if value == 0 else f"{value:+.4f}"
+        table.add_row(name, f"{found.nats_per_token:.4f}", f"{found.perplexity:.4g}", *accuracy, gained)
+    return table
+
+
+def render_step(number: int, title: str, command: str | None) -> RenderableType:
     """The heading of one step of the demo, with the command to type."""
-    return Group(Text(), Text(f"{number}. {title}", style="bold cyan"), Text(f"$ {command}", style="dim"), Text())
+    shown = [Text(f"$ {command}", style="dim"), Text()] if command else []
+    return Group(Text(), Text(f"{number}. {title}", style="bold cyan"), *shown)
 
 
 def render_reloaded(found: Reloaded) -> RenderableType:
@@ -286,8 +318,23 @@ def render_reloaded(found: Reloaded) -> RenderableType:
 
 
 def render_demo(result: Demo) -> RenderableType:
-    """The end of the demo."""
+    """What the demo proved."""
     same = f"{result.files_identical} of {result.files_compared} files are identical, byte for byte"
     word = Text("All promises kept.", style="bold green") if result.passed else Text("FAILED.", style="bold red")
-    left = Text(f"Left for you in {result.folder}/: biographies, expanded, stripped", style="dim")
+    left = Text(f"Left for you in {result.folder}/: every model of the demo, and its data", style="dim")
     return Group(Text(same), word, left)
+
+
+def render_lesson(lesson: Evaluation, new_people: int) -> RenderableType:
+    """The end of the demo: who is known after each way to learn."""
+    names = {"trained": "preserve", "adapt": "adapt", "fine-tuned": "full fine-tuning"}
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column("")
+    for side in ("old people known", f"{new_people} new people known", "base bytes"):
+        table.add_column(side, justify="right")
+    for score in lesson.scores:
+        if score.kind != "disabled" and score.old is not None and score.new is not None:
+            name = "base" if score.kind == "base" else names[score.name]
+            kept = "overwritten" if score.kind == "other" else "all there"
+            table.add_row(name, f"{score.old.accuracy or 0:.1%}", f"{score.new.accuracy or 0:.1%}", kept)
+    return table

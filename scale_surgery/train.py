@@ -284,7 +284,7 @@ def _make_trainer(
     bf16 = is_half if settings.bf16 is None else settings.bf16
     return ExpansionTrainer(
         model=model,
-        args=_arguments(settings, run.folder, steps, device, bf16=bf16, is_measured=bool(sides)),
+        args=make_arguments(settings, run.folder, steps, device, bf16=bf16, is_measured=bool(sides)),
         train_dataset=texts["learn"],
         data_collator=collate,
         sides=sides,
@@ -292,9 +292,22 @@ def _make_trainer(
     )
 
 
-def _arguments(
+def make_arguments(
     settings: TrainingSettings, folder: Path, steps: int, device: str, *, bf16: bool, is_measured: bool
 ) -> TrainingArguments:
+    """Say to the Trainer how to train.
+
+    Args:
+        settings: What the user set.
+        folder: Where it puts checkpoints.
+        steps: Optimizer steps.
+        device: "auto" or "cpu".
+        bf16: Whether to compute in bfloat16.
+        is_measured: Whether there is text to measure on during the run.
+
+    Returns:
+        The Trainer's arguments.
+    """
     from transformers import TrainingArguments
 
     tenth = math.ceil(steps / PARTS_OF_A_RUN)

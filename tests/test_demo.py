@@ -17,13 +17,22 @@ def test_the_demo_keeps_every_promise_and_can_be_repeated(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    result = demo(Path("demo"), Output())
+    result = demo(Path("demo"), Output(), steps=2)
     assert result.passed and result.verified and result.files_compared == result.files_identical == 6
+    assert result.verified_after_training and len(result.lesson.scores) == 6
+    base, *others = result.lesson.scores
+    assert base.old.accuracy == 1.0
+    assert [score.old == base.old for score in others if score.kind == "disabled"] == [True, True]
     assert result.reloaded.logits_bit_equal and not result.reloaded.imported_scale_surgery
     assert result.reloaded.answer == result.reloaded.expected
     assert digests(tmp_path / "demo" / "stripped") == digests(SHIPPED_MODEL)
     text = capsys.readouterr().out
-    for command in ("inspect demo/biographies", "expand demo/biographies --layers last:2", "strip demo/expanded"):
+    for command in (
+        "inspect demo/biographies",
+        "expand demo/biographies --layers all",
+        "train demo/expanded",
+        "strip demo/trained",
+    ):
         assert f"$ scale-surgery {command}" in text
     assert "All promises kept." in text
 

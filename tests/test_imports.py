@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from transformers.dynamic_module_utils import get_relative_imports
 
 from scale_surgery import modeling
 from scale_surgery.families import FAMILIES
@@ -79,6 +80,14 @@ def test_every_code_file_belongs_to_a_family():
         classes = modeling.model_classes(family)
         assert classes[0].model_type == family.expanded_type
         assert issubclass(classes[1].config_class, classes[0])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_modeling_file_imports_every_file_itself(family):
+    """transformers 4 copies what the file that it loads imports itself, and nothing that those import."""
+    _, modeling_file, *shared = FAMILIES[family].code_files
+    own = get_relative_imports(modeling.FOLDER / modeling_file)
+    assert {f"{name}.py" for name in own} == {FAMILIES[family].code_files[0], *shared}
 
 
 @pytest.mark.parametrize("family", FAMILIES)

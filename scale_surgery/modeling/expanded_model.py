@@ -101,6 +101,15 @@ class ExpandedPreTrainedModel:
         for name, parameter in self.named_parameters():
             parameter.requires_grad_(name.rsplit(".", 1)[-1] in EXPANSION_NAMES)
 
+    def _set_gradient_checkpointing(self, enable=True, **kwargs):
+        """As transformers; some of its releases let no gradient into a layer whose input requires none.
+
+        Reentrant checkpointing is like that, and below the first expanded layer nothing requires a gradient.
+        """
+        super()._set_gradient_checkpointing(enable=enable, **kwargs)
+        if enable:
+            self.enable_input_require_grads()
+
     def enable_expansion(self, is_enabled: bool = True) -> None:
         """Switch the expansion on, or off for good: then the stock modules run alone, and the model is its base.
 

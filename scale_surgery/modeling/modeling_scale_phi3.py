@@ -3,7 +3,11 @@
 from transformers import Phi3ForCausalLM, Phi3Model
 
 from .configuration_scale_phi3 import ScalePhi3Config
+
+# transformers 4 copies the files that this one imports itself, and no others
+from .expanded_attention import SPLIT_ATTENTION  # noqa: F401
 from .expanded_model import ExpandedPreTrainedModel
+from .expanded_modules import EXPANSION_NAMES  # noqa: F401
 
 
 class ScalePhi3Model(ExpandedPreTrainedModel, Phi3Model):
