@@ -81,7 +81,7 @@ def read_manifest(path: Path) -> Manifest:
     if path.is_dir() and not file.is_file():
         raise CheckpointError(
             f"{path}: has no {MANIFEST_FILE}, expected a model made by scale-surgery expand. A trainer does not save "
-            "it: docs/commands.md, After training, says how to bring trained blocks back."
+            "it: docs/commands.md, Other trainers, says how to bring trained blocks back."
         )
     content = read_json(file)
     if content.get("format") != MANIFEST_FORMAT:

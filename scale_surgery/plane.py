@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from scale_surgery.errors import DataError
+from scale_surgery.plots import GREY, tidy
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from scale_surgery.evaluate import Evaluation, Score
 
 FIGURE_SIZE = (6.4, 4.8)
-INK, GREY = "#222222", "#767676"
+INK = "#222222"
 # colours that people with any colour vision tell apart (Okabe and Ito); shapes tell the same
 MARKERS: dict[str, dict[str, Any]] = {
     "base": {"marker": "*", "s": 190, "color": INK, "zorder": 4},
@@ -118,18 +119,15 @@ def _join(scores: Sequence[Score], old_reach: float, new_reach: float) -> list[P
 def _draw_axes(axes: Axes) -> None:
     axes.set_xlabel("loss on old text, nats per token      forgets \N{RIGHTWARDS ARROW}")
     axes.set_ylabel("\N{LEFTWARDS ARROW} learns      loss on new text, nats per token")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(GREY)
-    axes.tick_params(color=GREY, labelsize=9)
-    axes.grid(color="#ECECEC", linewidth=0.6)
-    axes.set_axisbelow(True)
+    tidy(axes)
 
 
 def _draw_points(axes: Axes, points: Sequence[Point]) -> None:
+    bases = {score.base for point in points for score in point.scores}
     for point in points:
         for score in point.scores:
             axes.scatter(point.old, point.new, **MARKERS[score.kind])
-        if any(score.kind == "base" for score in point.scores):
+        if any(score.name in bases for score in point.scores):
             axes.axvline(point.old, color=GREY, linewidth=0.9, linestyle=(0, (2, 3)), zorder=1)
             axes.axhline(point.new, color=GREY, linewidth=0.9, linestyle=(0, (2, 3)), zorder=1)
     for start, end in _moves(points):
@@ -149,27 +147,45 @@ def _place_labels(axes: Axes, points: Sequence[Point]) -> None:
     """Write each label near its point, where it covers no marker, no arrow and no other label."""
     markers = [_box(axes, point.old, point.new, 7) for point in points]
     taken = [*markers, *_arrow_boxes(axes, points)]
+    offsets = [(distance * across, distance * up) for distance in DISTANCES for across, up in DIRECTIONS]
     for point, marker in zip(points, markers, strict=True):
-        offsets = [(distance * across, distance * up) for distance in DISTANCES for across, up in DIRECTIONS]
+        boxes = _label_boxes(axes, point, offsets)
         others = [other for other in markers if other is not marker]
-        clashes = [_clashes(axes, point, offset, taken, others) for offset in offsets]
-        chosen = offsets[clashes.index(min(clashes))]
-        taken.append(_write(axes, point, chosen).get_window_extent())
-        if math.hypot(*chosen) > LINE_FROM:
-            _draw_line(axes, point, chosen)
+        clashes = [_clashes(axes, box, marker, taken, others) for box in boxes]
+        chosen = clashes.index(min(clashes))
+        taken.append(boxes[chosen])
+        _write(axes, point, offsets[chosen])
+        if math.hypot(*offsets[chosen]) > LINE_FROM:
+            _draw_line(axes, point, offsets[chosen])
 
 
-def _clashes(
-    axes: Axes, point: Point, offset: tuple[float, float], taken: Sequence[Bbox], others: Sequence[Bbox]
-) -> int:
-    """How many things a label would cover there; the edge, and being nearer to another marker, count as one."""
-    label = _write(axes, point, offset)
-    box = label.get_window_extent().padded(2)
-    label.remove()
-    corners = axes.bbox.count_contains(box.corners())
-    own = _gap(box, _box(axes, point.old, point.new, 7))
-    is_misread = any(_gap(box, other) <= own for other in others)
-    return int(box.count_overlaps(taken)) + (corners < 4) + is_misread
+def _label_boxes(axes: Axes, point: Point, offsets: Sequence[tuple[float, float]]) -> list[Bbox]:
+    """What a label would cover at some offsets, in pixels."""
+    from matplotlib.transforms import Bbox
+
+    trial = _write(axes, point, (0, 0))
+    size = trial.get_window_extent()
+    trial.remove()
+    x, y = axes.transData.transform((point.old, point.new))
+    pixels = axes.figure.dpi / 72
+    boxes = []
+    for across, up in offsets:
+        # the side of the label that is nearest to the point has the offset
+        left = x + across * pixels - size.width * (1 - _sign(across)) / 2
+        bottom = y + up * pixels - size.height * (1 - _sign(up)) / 2
+        boxes.append(Bbox.from_bounds(left, bottom, size.width, size.height).padded(2))
+    return boxes
+
+
+def _sign(number: float) -> int:
+    return (number > 0) - (number < 0)
+
+
+def _clashes(axes: Axes, box: Bbox, own: Bbox, taken: Sequence[Bbox], others: Sequence[Bbox]) -> int:
+    """How many things a label would cover; the edge, and being nearer to another marker, count as one."""
+    is_outside = axes.bbox.count_contains(box.corners()) < 4
+    is_misread = any(_gap(box, other) <= _gap(box, own) for other in others)
+    return int(box.count_overlaps(taken)) + is_outside + is_misread
 
 
 def _gap(one: Bbox, other: Bbox) -> float:
@@ -179,7 +195,7 @@ def _gap(one: Bbox, other: Bbox) -> float:
 
 
 def _write(axes: Axes, point: Point, offset: tuple[float, float]) -> Annotation:
-    across, up = ((part > 0) - (part < 0) for part in offset)
+    across, up = map(_sign, offset)
     return axes.annotate(
         point.label,
         (point.old, point.new),

@@ -91,7 +91,7 @@ def _draw_panel(axes: Axes, label: str, curves: Sequence[tuple[tuple[list[float]
         axes.plot(steps, running_mean(values), color=colour, label=name, linewidth=1.6, marker=marker, markersize=4)
         if is_noisy:
             axes.plot(steps, values, color=colour, linewidth=0.6, alpha=0.35, zorder=1)
-    _tidy(axes)
+    tidy(axes)
     axes.set_ylabel(label)
     if label == "accuracy":
         axes.set_ylim(-0.04, 1.04)
@@ -111,7 +111,8 @@ def running_mean(values: Sequence[float]) -> list[float]:
     return [sum(window) / len(window) for window in windows]
 
 
-def _tidy(axes: Axes) -> None:
+def tidy(axes: Axes) -> None:
+    """Leave of the frame and the grid what helps to read values."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(GREY)
     axes.tick_params(color=GREY, labelsize=9)
