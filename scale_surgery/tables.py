@@ -287,9 +287,10 @@ def render_evaluation(result: Evaluation) -> RenderableType:
 def _render_side(title: str, change: str, rows: list[tuple[str, Measurement, float | None]]) -> Table:
     first = rows[0][1]
     counts = f"{first.scored:,} tokens scored" + (f", {first.questions:,} questions" if first.questions else "")
-    table = Table(title=f"[bold]{title}[/]  ({counts})", title_justify="left", box=None, pad_edge=False)
+    title = f"[bold]{title}[/]  ({counts}; losses in nats per token)"
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     table.add_column("", overflow="fold")
-    for name in ("nats per token", "perplexity", *(["accuracy"] if first.questions else []), change):
+    for name in ("loss", "perplexity", *(["accuracy"] if first.questions else []), change):
         table.add_column(name, justify="right", header_style="dim", no_wrap=True)
     for name, found, value in rows:
         accuracy = [] if found.accuracy is None else [f"{found.accuracy:.1%}"]

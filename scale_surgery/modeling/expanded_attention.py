@@ -47,7 +47,8 @@ def own_heads(states: Tensor, heads: int, is_eager: bool, is_detached: bool) -> 
         old = beside[..., start : start + size].transpose(1, 2).copy_(old)
     elif batch > 1 and (is_eager or head_stride * states.element_size() % ALIGNMENT):
         old = old.clone()
-    return old, new
+    # backward keeps a copy of the new heads instead of all heads
+    return old, new.clone() if new.requires_grad else new
 
 
 def split_attention(module, query, key, value, attention_mask, **kwargs):

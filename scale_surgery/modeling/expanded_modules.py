@@ -29,10 +29,49 @@ def product(x: Tensor, block: Tensor, like: Tensor) -> Tensor:
     return functional.linear(x.to(block.dtype), block).to(like.dtype)
 
 
+class AddProduct(torch.autograd.Function):
+    """y + x block^T, written into the memory of y; autograd's own way through a view would copy the gradient."""
+
+    @staticmethod
+    def forward(context, y: Tensor, x: Tensor, block: Tensor) -> Tensor:
+        context.save_for_backward(x, block)
+        context.mark_dirty(y)
+        y.flatten(0, -2).addmm_(x.flatten(0, -2), block.t())
+        return y
+
+    @staticmethod
+    def backward(context, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x, block = context.saved_tensors
+        rows = gradient.flatten(0, -2)
+        return gradient, gradient @ block, rows.t() @ x.flatten(0, -2)
+
+
+def add_product(y: Tensor, x: Tensor, block: Tensor) -> Tensor:
+    """Add the product of x and an expansion block to y, a tensor that nothing else reads."""
+    has_one_dtype = y.dtype == x.dtype == block.dtype and not torch.is_autocast_enabled(y.device.type)
+    if not has_one_dtype or torch.compiler.is_compiling():
+        return y + product(x, block, y)
+    return AddProduct.apply(y, x, block)
+
+
+def join_streams(base: Tensor, up: Tensor) -> Tensor:
+    """Join both streams; while training the result remembers them, so that the next module need not copy them."""
+    joined = torch.cat((base, up), dim=-1)
+    if joined.requires_grad and not torch.compiler.is_compiling():
+        joined.streams = (base, up, joined._version)
+    return joined
+
+
+def streams_of(x: Tensor, base_in: int) -> tuple[Tensor, Tensor] | None:
+    """Streams that x was joined from, unless it was changed since, or has others."""
+    base, up, version = getattr(x, "streams", (None, None, None))
+    return (base, up) if base is not None and version == x._version and base.shape[-1] == base_in else None
+
+
 def join(base: Tensor, up: Tensor, sections: list[list[int]]) -> Tensor:
     """Join base and up outputs; a fused projection is joined section by section: q, q_up, k, k_up, ..."""
     if len(sections) == 1:
-        return torch.cat((base, up), dim=-1)
+        return join_streams(base, up)
     base_parts = base.split([size for size, _ in sections], dim=-1)
     up_parts = up.split([size for _, size in sections], dim=-1)
     return torch.cat([part for pair in zip(base_parts, up_parts, strict=True) for part in pair], dim=-1)
@@ -66,8 +105,13 @@ class ExpandedModule:
 
         The base part is a copy of its own, because kernels may choose their path by the strides of an operand.
         """
-        base = x[..., : self.base_in]
-        return (base.detach() if self.base_detached else base).clone(), x[..., self.base_in :]
+        known = streams_of(x, self.base_in)
+        base, up = known or (x[..., : self.base_in], x[..., self.base_in :])
+        base = base.detach() if self.base_detached else base
+        if known:
+            return base, up
+        # backward keeps a copy of the up part instead of the whole joined tensor
+        return base.clone(), up.contiguous() if x.requires_grad else up
 
     def add_parameter(self, name: str, *shape: int, dtype: str | None) -> None:
         """Add one expansion tensor, zero until it is loaded, in `dtype` or in the dtype of the stock weight."""
@@ -120,7 +164,7 @@ class ExpandedLinear(ExpandedModule):
             return None
         y_up = product(x_base, self.w21, like)
         if self.w22 is not None:
-            y_up = y_up + product(x_up, self.w22, like)
+            y_up = add_product(y_up, x_up, self.w22)
         return y_up if self.up_bias is None else y_up + self.up_bias.to(like.dtype)
 
 
@@ -135,8 +179,7 @@ class ExpandedHead(ExpandedModule):
 
     def forward_expanded(self, x: Tensor) -> Tensor:
         x_base, x_up = self.split(x)
-        logits = self.forward_stock(x_base)
-        return logits + product(x_up, self.up_weight, logits)
+        return add_product(self.forward_stock(x_base), x_up, self.up_weight)
 
 
 class ExpandedEmbedding(ExpandedModule):
@@ -151,7 +194,7 @@ class ExpandedEmbedding(ExpandedModule):
         base = self.forward_stock(ids)
         up = functional.embedding(ids, self.up_weight, self.padding_idx).to(base.dtype)
         scale = getattr(self, "embed_scale", None)
-        return torch.cat((base, up if scale is None else up * scale.to(up.dtype)), dim=-1)
+        return join_streams(base, up if scale is None else up * scale.to(up.dtype))
 
 
 class ExpandedNorm(ExpandedModule):
@@ -171,7 +214,7 @@ class ExpandedNorm(ExpandedModule):
     def forward_expanded(self, x: Tensor) -> Tensor:
         x_base, x_up = self.split(x)
         y_base = self.forward_stock(x_base)
-        return torch.cat((y_base, self.forward_up(x_up).to(y_base.dtype)), dim=-1)
+        return join_streams(y_base, self.forward_up(x_up).to(y_base.dtype))
 
     def forward_up(self, x_up: Tensor) -> Tensor:
         """Norm of the up stream, computed in float32."""
@@ -209,11 +252,13 @@ class ExpandedActivation(ExpandedModule):
         self.base_in = base
 
     def forward_expanded(self, x: Tensor) -> Tensor:
-        x_base, x_up = x[..., : self.base_in], x[..., self.base_in :]
-        # a chunk of a fused projection is strided in the base model too, and must stay so here
-        x_base = x_base.detach() if self.base_detached else x_base
-        x_base = x_base.clone() if x.is_contiguous() else x_base
-        return torch.cat((self.forward_stock(x_base), self.forward_stock(x_up)), dim=-1)
+        if x.is_contiguous():
+            x_base, x_up = self.split(x)
+        else:
+            # a chunk of a fused projection is strided in the base model too, and must stay so here
+            x_base, x_up = x[..., : self.base_in], x[..., self.base_in :]
+            x_base = x_base.detach() if self.base_detached else x_base
+        return join_streams(self.forward_stock(x_base), self.forward_stock(x_up))
 
 
 class PassingModule(ExpandedModule):
