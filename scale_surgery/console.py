@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,10 +22,14 @@ class Output:
         self.as_json = as_json
         self.results = Console(highlight=False, soft_wrap=False)
         self.messages = Console(stderr=True, highlight=False, soft_wrap=True)
-        self.quiet = quiet
+        # of several processes that a launcher started, the first one speaks
+        self.is_first = os.environ.get("RANK", "0") == "0"
+        self.quiet = quiet or not self.is_first
 
     def show(self, result: Any, rendered: RenderableType) -> None:
         """Print a result, as JSON or as it was rendered."""
+        if not self.is_first:
+            return
         if self.as_json:
             sys.stdout.write(json.dumps(to_json(result), indent=2) + "\n")
         else:
@@ -53,7 +58,6 @@ class Output:
         with Progress(*columns, console=self.messages, transient=True, disable=hidden) as progress:
             task = progress.add_task(label, total=max(1, total), note="")
             yield lambda advance, note="": progress.update(task, advance=advance, note=note)
-
 
 
 def to_json(result: Any) -> Any:

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -93,22 +93,19 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Row:
-    """A score, and the tokens that it was measured on."""
+    """A score, and what it was measured on: sha256 of token ids and windows, by side.
+
+    Where those are equal, losses can be compared.
+    """
 
     score: Score
-    texts: Mapping[str, Sequences]
-
-    def reads_as(self, other: Row) -> bool:
-        """Whether two models read the same token ids in the same windows, so that their losses can be compared."""
-        return {side: text.fingerprint() for side, text in self.texts.items()} == {
-            side: text.fingerprint() for side, text in other.texts.items()
-        }
+    fingerprints: Mapping[str, str]
 
 
 def evaluate(
     models: str | Path | Sequence[str | Path],
-    old: Sequence[str | Path] = (),
-    new: Sequence[str | Path] = (),
+    old: str | Path | Sequence[str | Path] = (),
+    new: str | Path | Sequence[str | Path] = (),
     *,
     sequence_length: int | None = None,
     step: int | None = None,
@@ -126,7 +123,7 @@ def evaluate(
 
     Args:
         models: A folder or Hub id, or several.
-        old: Files and saved datasets that tell what the base knows, as for `data.read_documents`.
+        old: A file or saved dataset that tells what the base knows, or several, as for `data.read_documents`.
         new: The same with what was to be learned; of the two one must be given.
         sequence_length: Most tokens that are read at once; by default the shortest context, at most 1024.
         step: Tokens from one window of a longer text to the next; by default half of that.
@@ -145,24 +142,28 @@ def evaluate(
             tokenizer that loads.
         CheckpointError: If a model cannot be found or loaded.
     """
-    documents = {"old": _read(old, "old"), "new": _read(new, "new")}
+    old_files, new_files = _listed(old), _listed(new)
+    documents = {"old": _read(old_files, "old"), "new": _read(new_files, "new")}
     if not any(documents.values()):
         raise DataError("There is no text to measure on. Give files with --old, with --new or with both.")
-    given = [models] if isinstance(models, str | Path) else models
-    subjects = open_subjects(given, revision=revision, trust_remote_code=trust_remote_code)
+    subjects = open_subjects(_listed(models), revision=revision, trust_remote_code=trust_remote_code)
     length, step = choose_lengths(subjects, sequence_length, step)
     options = {"device": device, "dtype": dtype, "trust_remote_code": trust_remote_code}
     meters = [Meter(read_texts(subject, documents, length, step), batch_size, options) for subject in subjects]
     rows = _measure_all(subjects, meters, track)
     return Evaluation(
         scores=tuple(_compare(row, rows) for row in rows),
-        old=tuple(map(str, old)),
-        new=tuple(map(str, new)),
+        old=tuple(map(str, old_files)),
+        new=tuple(map(str, new_files)),
         sequence_length=length,
         step=step,
         dtype=dtype,
         notes=tuple(_notes(subjects, rows)),
     )
+
+
+def _listed(given: str | Path | Sequence[str | Path]) -> list[str | Path]:
+    return [given] if isinstance(given, str | Path) else list(given)
 
 
 def _read(files: Sequence[str | Path], side: str) -> list[Document]:
@@ -187,6 +188,11 @@ class Meter:
     texts: Mapping[str, Sequences]
     batch_size: int
     options: Mapping[str, Any]
+
+    @cached_property
+    def fingerprints(self) -> dict[str, str]:
+        """sha256 of the windows, by side."""
+        return {side: text.fingerprint() for side, text in self.texts.items()}
 
     def tokens(self, subject: Subject, *, with_base: bool) -> int:
         """Tokens that will be read to measure a model, and its base where that is to be measured with it."""
@@ -213,7 +219,7 @@ class Meter:
     def _measure(self, model: Any, score: Score, advance: Progress) -> Row:
         report = partial(advance, note=score.name)
         found = {side: measure(model, text, self.batch_size, report) for side, text in self.texts.items()}
-        return Row(replace(score, old=found.get("old"), new=found.get("new")), self.texts)
+        return Row(replace(score, old=found.get("old"), new=found.get("new")), self.fingerprints)
 
 
 def _measure_all(subjects: Sequence[Subject], meters: Sequence[Meter], track: Track) -> list[Row]:
@@ -253,8 +259,9 @@ def _loaded(path: Path, name: str, options: Mapping[str, Any]) -> Iterator[Any]:
 def _compare(row: Row, rows: Sequence[Row]) -> Score:
     """Add forgetting and learning against the base, where there is one that reads the same tokens."""
     score = row.score
-    base = next((other for other in rows if other.score.name == _base_of(row, rows) and other.reads_as(row)), None)
-    if base is None:
+    name = _base_of(row, rows)
+    base = next((other for other in rows if other.score.name == name), None)
+    if base is None or base.fingerprints != row.fingerprints:
         return replace(score, base=None)
     return replace(
         score,
@@ -284,7 +291,7 @@ def _notes(subjects: Sequence[Subject], rows: Sequence[Row]) -> Iterator[str]:
             )
     first, *others = rows
     for other in others:
-        if other.score.kind in ("expanded", "other") and not other.reads_as(first):
+        if other.score.kind in ("expanded", "other") and other.fingerprints != first.fingerprints:
             yield (
                 f"{other.score.name}: reads other tokens than {first.score.name}; their losses cannot be compared, "
                 "accuracies can."

@@ -59,10 +59,12 @@ def open_subjects(
         The models; two folders of the same name are called by the paths that were given.
 
     Raises:
-        CheckpointError: If a model cannot be found or read.
+        CheckpointError: If no model is given, or one cannot be found or read.
         DataError: If one has no tokenizer that loads.
     """
     given = list(dict.fromkeys(map(str, models)))
+    if not given:
+        raise CheckpointError("There is no model to measure. Give a folder or a Hub id such as org/name.")
     subjects = [_open(model, revision, trust_remote_code=trust_remote_code) for model in given]
     uses = Counter(subject.name for subject in subjects)
     named = [

@@ -281,14 +281,16 @@ def render_evaluation(result: Evaluation) -> RenderableType:
         rows = [(name, found, value) for name, found, value in scores if found is not None]
         if rows:
             parts += [_render_side(title, change, rows), Text()]
-    return Group(*parts[:-1], *(Text(f"note: {note}", style="yellow") for note in result.notes))
+    notes = [Text(f"note: {note}", style="yellow") for note in result.notes]
+    return Group(*(parts if notes else parts[:-1]), *notes)
 
 
-def _render_side(title: str, change: str, rows: list[tuple[str, Measurement, float | None]]) -> Table:
+def _render_side(title: str, change: str, rows: list[tuple[str, Measurement, float | None]]) -> RenderableType:
     first = rows[0][1]
     counts = f"{first.scored:,} tokens scored" + (f", {first.questions:,} questions" if first.questions else "")
-    title = f"[bold]{title}[/]  ({counts}; losses in nats per token)"
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    # a table's own title would be wrapped at the table's width
+    heading = Text(title, style="bold") + Text(f"  ({counts}; losses in nats per token)", style="not bold")
+    table = Table(box=None, pad_edge=False)
     table.add_column("", overflow="fold")
     for name in ("loss", "perplexity", *(["accuracy"] if first.questions else []), change):
         table.add_column(name, justify="right", header_style="dim", no_wrap=True)
@@ -297,7 +299,7 @@ def _render_side(title: str, change: str, rows: list[tuple[str, Measurement, flo
         # equal to the last bit is more than equal to four digits
         gained = "" if value is None else "0" if value == 0 else f"{value:+.4f}"
         table.add_row(name, f"{found.nats_per_token:.4f}", f"{found.perplexity:.4g}", *accuracy, gained)
-    return table
+    return Group(heading, table)
 
 
 def render_step(number: int, title: str, command: str | None) -> RenderableType:

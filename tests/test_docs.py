@@ -37,6 +37,7 @@ BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 OPTION = re.compile(r"(?<![\w-])--[a-z][\w-]*|(?<=`)-[a-z](?=`)")
 BENCHMARKS = (make_checkpoint.main, pipeline.main, svd.main)
 OTHER_PROGRAMS = {"--strict", "--num_processes", "--config_file"}  # mkdocs, accelerate
+OTHER_PROGRAMS |= {"--model", "--model_args", "--tasks"}  # lm_eval
 OTHER_PROGRAMS |= {option for script in BENCHMARKS for parameter in script.params for option in parameter.opts}
 GROUP = {"--help", "-h", "--version"}
 
@@ -103,6 +104,7 @@ def workplace(folder: Path):
 
 def without_chance(text: str) -> list[str]:
     """Words of a page, without what differs from day to day and from machine to machine: dates, drift of training."""
+    text = re.sub(r"(?m)^(wide-trained) +[\d.].*$", r"\1 NUMBERS", text)
     text = re.sub(r"\d{4}-\d\d-\d\dT[\d:+]+", "DATE", " ".join(text.split()))
     text = re.sub(r"(?<=steps )(.*?) in [\w ]+? trained", r"\1 in SECONDS trained", text)
     text = re.sub(r"(forgetting|learning|accuracy|loss|text) [+-]?[\d.]+%?", r"\1 NUMBER", text)

@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 
 from scale_surgery import errors
-from scale_surgery.errors import CheckpointError, DataError, PlanError, SurgeryError, TrainingError, UnsupportedFamilyError
+from scale_surgery.errors import (
+    CheckpointError,
+    DataError,
+    PlanError,
+    SurgeryError,
+    TrainingError,
+    UnsupportedFamilyError,
+)
 
 PACKAGE = Path(errors.__file__).parent
 

@@ -420,7 +420,10 @@ def test_lengths_that_are_refused(place: Path) -> None:
 
 @pytest.mark.usefixtures("unloaded")
 def test_models_that_are_refused(place: Path, tmp_path: Path) -> None:
-    old = [place / "old.txt"]
+    old = place / "old.txt"
+    assert refusal([], old, error=CheckpointError) == (
+        "There is no model to measure. Give a folder or a Hub id such as org/name."
+    )
     assert refusal(tmp_path / "none", old, error=CheckpointError) == (
         f"{tmp_path}/none: not found. Give a model folder or a Hub id such as org/name."
     )
@@ -489,8 +492,8 @@ def test_command_shows_a_table_for_each_side(place: Path, tmp_path: Path, result
     texts = ("--old", place / "old.txt", "--new", place / "new.jsonl")
     shown = run(place / "wide", *texts, "--plot", tmp_path / "plane.png", "--batch-size", "2").stdout
     old, new = shown.split("\n\n")[:2]
-    assert old.splitlines()[0].rstrip() == "old text  (55 tokens scored)"
-    assert new.splitlines()[0].rstrip() == "new text  (14 tokens scored, 3 questions)"
+    assert old.splitlines()[0].rstrip() == "old text  (55 tokens scored; losses in nats per token)"
+    assert new.splitlines()[0].rstrip() == "new text  (14 tokens scored, 3 questions; losses in nats per token)"
     wide = row(result, "wide")
     assert f"{wide.old.nats_per_token:.4f}" in old and f"{wide.forgetting:+.4f}" in old
     assert f"{wide.new.perplexity:.4g}" in new and f"{wide.learning:+.4f}" in new

@@ -167,7 +167,7 @@ def test_a_joint_norm_is_caught(copy) -> None:
     lines = (
         "x_base, x_up = self.split(x)",
         "y_base = self.forward_stock(x_base)",
-        "return torch.cat((y_base, self",
+        "return join_streams(y_base, self",
     )
     split = "\n".join(f"        {line}" for line in lines)
     assert split in code
