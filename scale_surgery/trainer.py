@@ -22,6 +22,7 @@ from scale_surgery.progress import Progress
 from scale_surgery.run import EXPANSION_FILE, Run
 from scale_surgery.staging import write_tensors
 
+OPTIMIZER_NAME, SCHEDULER_NAME = "optimizer.pt", "scheduler.pt"
 SHOWN = ("loss", "forgetting", "learning")
 
 
@@ -64,6 +65,31 @@ class ExpansionTrainer(Trainer):
         model = self.accelerator.unwrap_model(model or self.model, keep_torch_compile=False)
         load_whole(model, load_file(Path(resume_from_checkpoint) / EXPANSION_FILE))
 
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """As the Trainer, but for FSDP, with which it would write the whole model, base and all."""
+        if not self.is_fsdp_enabled:
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        optimizer, schedule = self._optimizer_and_schedule()
+        state = whole_optimizer_state(self.model, optimizer)
+        if self.args.should_save:
+            torch.save(state, Path(output_dir) / OPTIMIZER_NAME)
+            torch.save(schedule.state_dict(), Path(output_dir) / SCHEDULER_NAME)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """The reverse; tensors and plain values only are read, no code."""
+        if not self.is_fsdp_enabled or checkpoint is None:
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        options: dict[str, Any] = {"map_location": "cpu", "weights_only": True}
+        optimizer, schedule = self._optimizer_and_schedule()
+        load_whole_optimizer_state(self.model, optimizer, torch.load(Path(checkpoint) / OPTIMIZER_NAME, **options))
+        schedule.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER_NAME, **options))
+
+    def _optimizer_and_schedule(self) -> tuple[Any, Any]:
+        prepared: Any = self.optimizer
+        return prepared.optimizer, self.lr_scheduler
+
     def evaluate(self, *args: Any, metric_key_prefix: str = "eval", **options: Any) -> dict[str, float]:
         """Measure loss and accuracy on old and new text, and what was forgotten and learned against the base."""
         if not self.base_nats:
@@ -98,6 +124,20 @@ def load_whole(model: Any, tensors: Mapping[str, Tensor]) -> None:
 
     options = StateDictOptions(full_state_dict=True, strict=False)
     set_model_state_dict(model, dict(tensors), options=options)
+
+
+def whole_optimizer_state(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """State of an optimizer whose parameters may be sharded over processes, gathered on the CPU of the first."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+
+    return get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+
+
+def load_whole_optimizer_state(model: Any, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Give an optimizer what `whole_optimizer_state` gathered."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
+
+    set_optimizer_state_dict(model, optimizer, state, options=StateDictOptions(full_state_dict=True))
 
 
 def share_of(sequences: Sequences, rank: int, processes: int) -> Sequences:
