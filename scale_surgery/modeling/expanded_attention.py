@@ -40,15 +40,16 @@ def own_heads(states: Tensor, heads: int, is_eager: bool, is_detached: bool) -> 
     old = old.detach() if is_detached else old
     batch, _, rows, size = states.shape
     _, head_stride, row_stride, _ = states.stride()
-    if row_stride > head_stride:
+    is_transposed = row_stride > head_stride
+    if is_transposed:
         # a head may be part of a fused projection, at some distance from its start; a graph cannot hold that number
         start = 0 if torch.compiler.is_compiling() else states.storage_offset() % head_stride
         beside = states.new_empty(batch, rows, heads, head_stride)
         old = beside[..., start : start + size].transpose(1, 2).copy_(old)
     elif batch > 1 and (is_eager or head_stride * states.element_size() % ALIGNMENT):
         old = old.clone()
-    # backward keeps a copy of the new heads instead of all heads
-    return old, new.clone() if new.requires_grad else new
+    # a copy of the new heads is what backward keeps, and not all heads
+    return old, new.clone() if is_transposed or new.requires_grad else new
 
 
 def split_attention(module, query, key, value, attention_mask, **kwargs):

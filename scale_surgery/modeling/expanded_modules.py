@@ -30,42 +30,43 @@ def product(x: Tensor, block: Tensor, like: Tensor) -> Tensor:
 
 
 class AddProduct(torch.autograd.Function):
-    """y + x block^T, written into the memory of y; autograd's own way through a view would copy the gradient."""
+    """y + x block^T in the memory of y; through a view of y, autograd would copy the whole gradient."""
 
     @staticmethod
-    def forward(context, y: Tensor, x: Tensor, block: Tensor) -> Tensor:
-        context.save_for_backward(x, block)
+    def forward(context: Any, y: Tensor, x: Tensor, block: Tensor) -> Tensor:
         context.mark_dirty(y)
+        context.save_for_backward(x, block)
         y.flatten(0, -2).addmm_(x.flatten(0, -2), block.t())
         return y
 
     @staticmethod
-    def backward(context, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, block = context.saved_tensors
-        rows = gradient.flatten(0, -2)
-        return gradient, gradient @ block, rows.t() @ x.flatten(0, -2)
+        _, needs_x, needs_block = context.needs_input_grad
+        x_gradient = gradient @ block if needs_x else None
+        return gradient, x_gradient, gradient.flatten(0, -2).t() @ x.flatten(0, -2) if needs_block else None
 
 
 def add_product(y: Tensor, x: Tensor, block: Tensor) -> Tensor:
-    """Add the product of x and an expansion block to y, a tensor that nothing else reads."""
-    has_one_dtype = y.dtype == x.dtype == block.dtype and not torch.is_autocast_enabled(y.device.type)
-    if not has_one_dtype or torch.compiler.is_compiling():
+    """Add the product by an expansion block to y: in place where nothing has to be cast, since logits are large."""
+    is_cast = not y.dtype == x.dtype == block.dtype or torch.is_autocast_enabled(y.device.type)
+    if is_cast or torch.compiler.is_compiling() or not y.is_contiguous():
         return y + product(x, block, y)
     return AddProduct.apply(y, x, block)
 
 
 def join_streams(base: Tensor, up: Tensor) -> Tensor:
-    """Join both streams; while training the result remembers them, so that the next module need not copy them."""
+    """Join both streams; what training joins remembers them, so that the next module need not copy them out of it."""
     joined = torch.cat((base, up), dim=-1)
     if joined.requires_grad and not torch.compiler.is_compiling():
         joined.streams = (base, up, joined._version)
     return joined
 
 
-def streams_of(x: Tensor, base_in: int) -> tuple[Tensor, Tensor] | None:
-    """Streams that x was joined from, unless it was changed since, or has others."""
+def streams_of(x: Any) -> tuple[Tensor, Tensor] | None:
+    """The streams that a tensor was joined from, or None where they are not known or it was changed since."""
     base, up, version = getattr(x, "streams", (None, None, None))
-    return (base, up) if base is not None and version == x._version and base.shape[-1] == base_in else None
+    return None if base is None or version != x._version else (base, up)
 
 
 def join(base: Tensor, up: Tensor, sections: list[list[int]]) -> Tensor:
@@ -87,7 +88,7 @@ class ExpandedModule:
 
     base_detached = False
     is_enabled = True
-    # elementwise modules see the strides that they see in the base model
+    # some modules see the strides that they see in the base model
     keeps_strides = False
 
     def forward(self, x: Tensor) -> Tensor:
@@ -103,15 +104,13 @@ class ExpandedModule:
     def split(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Split the last axis into base part and up part.
 
-        The base part is a copy of its own, because kernels may choose their path by the strides of an operand.
+        The base part has memory of its own, because kernels may choose their path by the strides of an operand.
         """
-        known = streams_of(x, self.base_in)
+        known = streams_of(x)
         base, up = known or (x[..., : self.base_in], x[..., self.base_in :])
         base = base.detach() if self.base_detached else base
-        if known:
-            return base, up
-        # backward keeps a copy of the up part instead of the whole joined tensor
-        return base.clone(), up.contiguous() if x.requires_grad else up
+        # a copy of the up part is what backward keeps, and not the joined tensor
+        return (base, up) if known else (base.clone(), up.contiguous())
 
     def add_parameter(self, name: str, *shape: int, dtype: str | None) -> None:
         """Add one expansion tensor, zero until it is loaded, in `dtype` or in the dtype of the stock weight."""
@@ -194,7 +193,7 @@ class ExpandedEmbedding(ExpandedModule):
         base = self.forward_stock(ids)
         up = functional.embedding(ids, self.up_weight, self.padding_idx).to(base.dtype)
         scale = getattr(self, "embed_scale", None)
-        return join_streams(base, up if scale is None else up * scale.to(up.dtype))
+        return torch.cat((base, up if scale is None else up * scale.to(up.dtype)), dim=-1)
 
 
 class ExpandedNorm(ExpandedModule):
@@ -230,6 +229,9 @@ class ExpandedNorm(ExpandedModule):
 class ExpandedHeadNorm(ExpandedModule):
     """A norm inside each head, shared by old and new heads; `heads` old ones come first on axis `axis`."""
 
+    # its result lies in memory as its input does, and attention chooses its path by that
+    keeps_strides = True
+
     def configure(self, heads, axis):
         self.base_heads, self.head_axis = heads, axis
 
@@ -252,13 +254,14 @@ class ExpandedActivation(ExpandedModule):
         self.base_in = base
 
     def forward_expanded(self, x: Tensor) -> Tensor:
+        return join_streams(*(self.forward_stock(part) for part in self.split(x)))
+
+    def split(self, x: Tensor) -> tuple[Tensor, Tensor]:
         if x.is_contiguous():
-            x_base, x_up = self.split(x)
-        else:
-            # a chunk of a fused projection is strided in the base model too, and must stay so here
-            x_base, x_up = x[..., : self.base_in], x[..., self.base_in :]
-            x_base = x_base.detach() if self.base_detached else x_base
-        return join_streams(self.forward_stock(x_base), self.forward_stock(x_up))
+            return super().split(x)
+        # a chunk of a fused projection is strided in the base model too, and must stay so here
+        base = x[..., : self.base_in]
+        return base.detach() if self.base_detached else base, x[..., self.base_in :]
 
 
 class PassingModule(ExpandedModule):
