@@ -6,7 +6,7 @@ COMPAT := .venv-compat
 # also read by pip for what builds the package
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 
-.PHONY: help install demo lint types test test-compat docs demo-model clean
+.PHONY: help install demo lint types test test-slow test-compat docs demo-model clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -31,6 +31,9 @@ types: install  ## mypy on the package
 
 test: lint types  ## lint, types and tests
 	$(BIN)/python -m pytest
+
+test-slow: install  ## the tests that take minutes: torch.compile on more families, several processes
+	$(BIN)/python -m pytest -m slow
 
 test-compat: install  ## load exported checkpoints under transformers 4.57, in an environment of its own
 	$(PYTHON) -m venv $(COMPAT)

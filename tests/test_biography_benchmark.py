@@ -1,0 +1,176 @@
+"""The continual-learning benchmark, on runs that take seconds: methods start right, records resume, rules hold."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from rich.console import Console
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from benchmarks import biography, biography_report
+from benchmarks.biography_methods import INITS, METHODS, PRESERVE, Method
+from benchmarks.biography_runs import Examination, Point, Run, new_batches, read_records, share_of_rate, train
+from scale_surgery.biographies import ATTRIBUTES, SHIPPED_MODEL, SHIPPED_PEOPLE, people
+
+ADAPTERS = ("LoRA", "PiSSA")
+MATCHED = [method for method in METHODS if method.name != "full"]
+PARAMETERS = 295_552
+QUICK = biography.QUICK
+QUIET = Console(quiet=True)
+TOKENS = torch.arange(3, 63).view(2, 30)
+
+
+def named(name: str) -> Method:
+    (found,) = (method for method in METHODS if method.name == name)
+    return found
+
+
+def make(method: Method) -> Any:
+    if method.name in ADAPTERS:
+        pytest.importorskip("peft")
+    return method.make(SHIPPED_MODEL, 0)
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.inference_mode():
+        return model.eval()(input_ids=TOKENS).logits
+
+
+@pytest.fixture(scope="module")
+def base_logits() -> torch.Tensor:
+    return logits(AutoModelForCausalLM.from_pretrained(SHIPPED_MODEL))
+
+
+@pytest.fixture(scope="module")
+def examination() -> Examination:
+    return Examination(AutoTokenizer.from_pretrained(SHIPPED_MODEL), QUICK)
+
+
+@pytest.mark.parametrize("method", [*METHODS, *INITS.values()], ids=lambda method: method.name)
+def test_every_method_starts_at_the_base(method: Method, base_logits: torch.Tensor) -> None:
+    found = logits(make(method))
+    tolerance = 1e-4 if method.name == "PiSSA" else 0.0  # its residual and its factors are rounded
+    assert torch.allclose(found, base_logits, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("method", MATCHED, ids=lambda method: method.name)
+def test_trained_parameters_match(method: Method) -> None:
+    trained = sum(parameter.numel() for parameter in make(method).parameters() if parameter.requires_grad)
+    assert trained == pytest.approx(PARAMETERS, rel=0.02)
+
+
+@pytest.mark.parametrize("method", [named("freeze"), PRESERVE], ids=lambda method: method.name)
+def test_what_is_frozen_stays(method: Method, examination: Examination) -> None:
+    model = make(method)
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    list(train(model, 1e-3, new_batches(examination.tokenizer, QUICK, 0), examination, QUICK))
+    after = model.state_dict()
+    changed = {name for name, value in before.items() if not torch.equal(value, after[name])}
+    assert frozen and changed and not frozen & changed
+
+
+def test_pissa_trains_the_principal_directions() -> None:
+    weight = AutoModelForCausalLM.from_pretrained(SHIPPED_MODEL).model.layers[0].self_attn.q_proj.weight
+    layer = make(named("PiSSA")).base_model.model.model.layers[0].self_attn.q_proj
+    singular = torch.linalg.svdvals(weight)
+    # what is left of W beside the adapter has lost as many of the leading singular values as the rank
+    assert torch.linalg.svdvals(layer.weight)[0].item() == pytest.approx(singular[layer.r["default"]].item(), rel=1e-3)
+
+
+def test_quick_run_learns_and_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    records = tmp_path / "records.jsonl"
+    arguments = ["--quick", "--method", "full", "--seeds", "2", "-o", str(records)]
+    first = CliRunner().invoke(biography.main, arguments, catch_exceptions=False)
+    done = read_records(records)
+    assert first.exit_code == 0
+    assert max(map(len, first.output.splitlines())) <= 80
+    assert {found.points[0].old_accuracy for found in done} == {1.0}
+    best = biography.choose([found for found in done if found.seed == 0])
+    assert best.end.new_loss < best.points[0].new_loss - 0.1
+    assert {found.seed for found in done if found.rate == best.rate} == {0, 1}
+
+    monkeypatch.setattr(biography, "run", None)  # calling it would fail
+    again = CliRunner().invoke(biography.main, arguments, catch_exceptions=False)
+    assert again.output and first.output.endswith(again.output)
+    assert read_records(records) == done
+
+
+def test_an_interrupted_benchmark_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    records, wanted = tmp_path / "records.jsonl", []
+    bench = biography.Bench(QUICK, records, QUIET)
+    method = named("full")
+    found = bench.run(method, 1e-3, 0)
+    monkeypatch.setattr(biography, "run", lambda *given: wanted.append(given[2]) or dataclasses.replace(found, seed=1))
+    again = biography.Bench(QUICK, records, QUIET)
+    assert again.seeds(method, 1e-3, 2)[0] == found
+    assert wanted == [1]
+
+
+def scored(rate: float, new: float, old: float) -> Run:
+    points = (Point(0, 1.0, 0.0, 0.4, 1.5), Point(4, 0.9, 0.5 * new, 0.4, 1.2), Point(8, old, new, 0.6, 0.5))
+    return Run("full", rate, 0, QUICK, 100, 1.0, points)
+
+
+def test_rule_is_the_lowest_rate_that_learns_all() -> None:
+    assert biography.choose([scored(1, 0.98, 0.9), scored(2, 1.0, 0.2), scored(3, 1.0, 0.3)]).rate == 2
+    assert biography.choose([scored(1, 0.995, 0.2), scored(2, 1.0, 0.9)]).rate == 1
+
+
+@pytest.mark.parametrize("best", [1e-4, 1e-3, 3e-2])
+def test_sweep_widens_until_the_best_is_inside(best: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    tried = []
+
+    def fake(method: Method, rate: float, *rest: object) -> Run:
+        tried.append(rate)
+        return scored(rate, 1 / (1 + abs(torch.tensor(rate / best).log().item())), 0.5)
+
+    monkeypatch.setattr(biography, "run", fake)
+    chosen = biography.Bench(QUICK, tmp_path / "records", QUIET).sweep(named("full"))
+    assert chosen.rate == best
+    assert min(tried) < best < max(tried)
+    assert biography.HALF_A_STEP_BELOW[best] in tried
+
+
+def test_measures() -> None:
+    run = scored(1, 1.0, 0.5)
+    assert biography_report.matched_accuracy(run, 0.75) == pytest.approx(70.0)
+    assert biography_report.matched_accuracy(scored(1, 0.7, 0.5), 0.75) is None
+    assert biography_report.forgetting(run) == pytest.approx(0.2)
+    assert biography_report.learning(run) == pytest.approx(1.0)
+    assert biography_report.spread([1.0, 3.0]) == biography_report.Spread(2.0, 1.0, 3.0)
+    assert biography_report.spread([1.0, None]) is None
+
+
+def test_learning_rate_rises_then_falls_to_zero() -> None:
+    shares = [share_of_rate(step, 100) for step in range(101)]
+    assert shares[5] == 1.0 == max(shares)
+    assert shares[0] == pytest.approx(1 / 6)
+    assert shares[100] == 0.0
+    assert sorted(shares[6:], reverse=True) == shares[6:]
+
+
+def test_examination_asks_about_old_and_new_people(examination: Examination) -> None:
+    assert len({question.prompt for question in examination.old_questions}) == QUICK.old_questions
+    assert {question.attribute for question in examination.old_questions[:6]} == set(ATTRIBUTES)
+    new = people(QUICK.new_people, start=SHIPPED_PEOPLE)
+    assert all(any(person.name in question.prompt for person in new) for question in examination.new_questions)
+
+
+def test_figures_are_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from benchmarks.biography_figures import draw, spread_out
+
+    placed = spread_out({"b": 0.51, "a": 0.5, "c": 0.9, "d": 0.1}, 0.2)
+    assert placed == pytest.approx({"c": 0.9, "b": 0.605, "a": 0.405, "d": 0.1})
+
+    runs = [dataclasses.replace(scored(1, 1.0, 0.5), seed=seed) for seed in range(2)]
+    for figure, names in (("methods", [method.name for method in METHODS]), ("inits", list(INITS))):
+        file = draw(figure, dict.fromkeys(names, runs), tmp_path)
+        assert file.read_bytes().startswith(b"\x89PNG")
+        assert file.stat().st_size < 200_000
