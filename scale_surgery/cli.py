@@ -377,7 +377,9 @@ def training_options(command: Command) -> Command:
         ),
         click.option("--save-every", type=int, help="Steps between checkpoints. Default: a tenth of the run."),
         click.option("--eval-every", type=int, help="Steps between measurements. Default: a tenth of the run."),
-        click.option("--log-every", type=int, help="Steps between entries of the log. Default: 10."),
+        click.option(
+            "--log-every", type=int, help="Steps between entries of the log. Default: 10, at most a tenth of the run."
+        ),
     ]
     for option in reversed(options):
         command = option(command)

@@ -1,6 +1,7 @@
 """Texts to train on and to measure with: files become documents, documents become token sequences.
 
     FILE.jsonl   an object a line: {"text"}, {"question", "answer"} or {"prompt", "completion"}
+    FILE.json    the same, or an array of such objects
     FILE.*       any other file is one document of plain text
     FOLDER       a dataset saved by the library `datasets`, with the same fields as columns
 
@@ -12,10 +13,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice, pairwise
+from itertools import accumulate, islice, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 # an answer begins; `collate` makes them one
 IGNORED = -100
 PROMPT = -101
+HALF_A_CHARACTER = re.compile("[\ud800-\udfff]")
 MAX_PROBLEMS = 12
 DOCUMENTS_AT_ONCE = 1000
 QUESTION = ("question", "answer")
@@ -104,7 +107,8 @@ def read_documents(paths: Sequence[Path]) -> Iterator[Document]:
         if path.is_dir():
             yield from _from_rows(_read_dataset(path), f"{path}, row")
         elif path.suffix in (".jsonl", ".json"):
-            yield from _from_rows(_read_lines(path), f"{path}, line")
+            rows = _read_array(path) if path.suffix == ".json" else None
+            yield from _from_rows(rows, f"{path}, entry") if rows else _from_rows(_read_lines(path), f"{path}, line")
         else:
             yield from _documents([_read_text(path)], str(path))
 
@@ -125,6 +129,15 @@ def _read_lines(path: Path) -> Iterator[Any]:
             yield json.loads(line) if line.strip() else {"text": ""}
         except ValueError as error:
             yield error
+
+
+def _read_array(path: Path) -> list[Any] | None:
+    """The objects of a file that is one JSON array, or None where it is none."""
+    try:
+        found = json.loads(_read_text(path))
+    except ValueError:
+        return None
+    return found if isinstance(found, list) else None
 
 
 def _read_dataset(path: Path) -> Iterable[Any]:
@@ -162,7 +175,16 @@ def _from_rows(rows: Iterable[Any], where: str) -> Iterator[Document]:
 def _fields_of(row: Any) -> tuple[str, ...] | None:
     if not isinstance(row, Mapping):
         return None
-    return next((names for names in FIELDS if all(isinstance(row.get(name), str) for name in names)), None)
+    return next((names for names in FIELDS if all(_is_text(row.get(name)) for name in names)), None)
+
+
+def _is_text(value: Any) -> bool:
+    # JSON can name halves of a character, which are no Unicode
+    return isinstance(value, str) and not _has_half_characters(value)
+
+
+def _has_half_characters(text: str) -> bool:
+    return HALF_A_CHARACTER.search(text) is not None
 
 
 def _problem(row: Any) -> str:
@@ -170,6 +192,8 @@ def _problem(row: Any) -> str:
         return f"is not JSON ({row})"
     if not isinstance(row, Mapping):
         return f"found {type(row).__name__}, {EXPECTED}"
+    if any(isinstance(value, str) and _has_half_characters(value) for value in row.values()):
+        return "holds half a character (a lone surrogate), expected Unicode text"
     return f"has the fields {', '.join(map(str, row)) or 'none'}; {EXPECTED}"
 
 
@@ -248,6 +272,28 @@ def pack(sequences: Sequences, length: int) -> Sequences:
     """
     total = len(sequences.ids)
     return Sequences(sequences.ids, sequences.labels, (*range(0, total, length), total))
+
+
+def without_unscored(sequences: Sequences) -> Sequences:
+    """Leave out sequences in which nothing is scored, such as a window that lies inside a long prompt.
+
+    Args:
+        sequences: Any sequences.
+
+    Returns:
+        Those with at least one scored token.
+
+    Raises:
+        DataError: If none is left.
+    """
+    bounds = list(pairwise(sequences.starts))
+    kept = [(start, end) for start, end in bounds if bool((sequences.labels[start + 1 : end] >= 0).any())]
+    if not kept:
+        raise DataError("The data hold nothing to learn: every sequence is a prompt, or one token. Give longer texts.")
+    if len(kept) == len(bounds):
+        return sequences
+    ids, labels = (torch.cat([part[start:end] for start, end in kept]) for part in (sequences.ids, sequences.labels))
+    return Sequences(ids, labels, (0, *accumulate(end - start for start, end in kept)))
 
 
 def check_length(sequences: Sequences, documents: Sequence[Document], length: int) -> None:

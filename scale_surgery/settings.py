@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,7 +23,9 @@ LEAST = {
     "save_every": 1,
     "eval_every": 1,
     "log_every": 1,
+    "seed": 0,
 }
+ABOVE_ZERO = ("epochs", "learning_rate")
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ class TrainingSettings:
         gradient_checkpointing: Compute activations again in the backward pass instead of keeping them.
         save_every: Steps between checkpoints; default: a tenth of the run.
         eval_every: Steps between measurements; default: a tenth of the run.
-        log_every: Steps between entries of the log.
+        log_every: Steps between entries of the log; default: 10, at most a tenth of the run.
     """
 
     sequence_length: int | None = None
@@ -69,7 +72,7 @@ class TrainingSettings:
     gradient_checkpointing: bool = False
     save_every: int | None = None
     eval_every: int | None = None
-    log_every: int = 10
+    log_every: int | None = None
 
 
 def check_settings(settings: TrainingSettings) -> None:
@@ -81,8 +84,9 @@ def check_settings(settings: TrainingSettings) -> None:
     problems = [
         f"{name.replace('_', '-')}: {value}, expected at least {least}."
         for name, least in LEAST.items()
-        if (value := getattr(settings, name)) is not None and not value >= least
+        if (value := getattr(settings, name)) is not None and not least <= value < math.inf
     ]
+    problems += [f"{name.replace('_', '-')}: 0, expected more." for name in ABOVE_ZERO if getattr(settings, name) == 0]
     if settings.warmup >= 1:
         problems.append(f"warmup: {settings.warmup}, expected a share of the steps, less than 1.")
     if settings.schedule not in SCHEDULES:

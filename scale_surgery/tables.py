@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
@@ -200,8 +201,9 @@ def _render_numbers(result: Verification) -> RenderableType:
     numbers = result.numbers
     if numbers is None:
         return Text("no model was run", style="dim")
-    worst = max(numbers.layers, key=lambda layer: layer.drift)
-    lowest = min(layer.cosine for layer in numbers.layers)
+    # a drift that is no number is the worst
+    worst = max(numbers.layers, key=lambda layer: math.inf if math.isnan(layer.drift) else layer.drift)
+    lowest = min((layer.cosine for layer in numbers.layers), key=lambda cosine: -2 if math.isnan(cosine) else cosine)
     kind = "tokens" if numbers.is_text else "random ids (no tokenizer)"
     rows = [
         ("probes", f"{numbers.prompts} prompts, {numbers.tokens} {kind}, {numbers.dtype}, {numbers.attention}"),

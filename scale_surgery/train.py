@@ -7,6 +7,7 @@ Batches, optimizer, schedule, precision and several processes are the Trainer's 
 
 from __future__ import annotations
 
+import hashlib
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -17,8 +18,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from scale_surgery.checkpoint import Checkpoint, open_checkpoint
 from scale_surgery.errors import CheckpointError, DataError, TrainingError
-from scale_surgery.integrity import bytes_to_check, check_files
-from scale_surgery.manifest import Manifest, read_manifest, tool_versions
+from scale_surgery.integrity import Integrity, bytes_to_check, check_files
+from scale_surgery.manifest import Manifest, hash_tensors, read_manifest, tool_versions
 from scale_surgery.progress import Track, no_track
 from scale_surgery.run import CURVES_FILE, LOG_FILE, Run, check_resumable, last_measured
 from scale_surgery.settings import TrainingSettings, check_settings
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 DEFAULT_SEQUENCE_LENGTH = 1024
 PARTS_OF_A_RUN = 10
+MOST_STEPS_BETWEEN_LOGS = 10
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,7 @@ def train(
     _check_files(checkpoint, manifest, processes, track, trust_remote_code=trust_remote_code)
     files = {"learn": data, "old": old, "new": new}
     texts = _read_texts(checkpoint, files, settings, trust_remote_code=trust_remote_code)
-    decisive = _decisive(settings, manifest, texts, processes.num_processes)
+    decisive = _decisive(settings, checkpoint, manifest, texts, processes.num_processes)
     if resume:
         check_resumable(target, decisive)
     model = _load(checkpoint, settings, trust_remote_code=trust_remote_code)
@@ -156,14 +158,23 @@ def _check_files(
     if processes.is_main_process:
         with track("bytes", bytes_to_check(checkpoint, manifest, None)) as advance:
             found = check_files(checkpoint, manifest, None, advance)
-        problems[0] = found.base + found.structure + (() if trust_remote_code else found.config + found.code)
-        if found.foreign_code and not trust_remote_code:
-            problems[0] += ("The code in this folder is of another release: give --trust-remote-code to run it.",)
+        problems[0] = _file_problems(checkpoint, found, trust_remote_code=trust_remote_code)
     if processes.num_processes > 1:
         broadcast_object_list(problems)
     if problems[0]:
+        raise CheckpointError.from_problems(problems[0])
+
+
+def _file_problems(checkpoint: Checkpoint, found: Integrity, *, trust_remote_code: bool) -> tuple[str, ...]:
+    problems = found.base + found.structure + (() if trust_remote_code else found.config + found.code)
+    if problems:
         advice = f"{checkpoint.path}: is not what the expansion wrote, so it is not trained. Expand the base again."
-        raise CheckpointError.from_problems([*problems[0], advice])
+        return (*problems, advice)
+    if found.foreign_code and not trust_remote_code:
+        return (
+            f"{checkpoint.path}: another release of this program wrote its code. Give --trust-remote-code to run that.",
+        )
+    return ()
 
 
 def _context(checkpoint: Checkpoint) -> int | None:
@@ -200,14 +211,15 @@ def _read_texts(
 
 
 def _read_learned(paths: Sequence[Path], tokenizer: Any, settings: TrainingSettings, length: int) -> Sequences:
-    from scale_surgery.data import check_length, pack, read_documents, tokenize
+    from scale_surgery.data import check_length, pack, read_documents, tokenize, without_unscored
 
     if settings.packing:
-        return pack(tokenize(read_documents(paths), tokenizer, learn_prompts=settings.learn_prompts), length)
+        tokens = tokenize(read_documents(paths), tokenizer, learn_prompts=settings.learn_prompts)
+        return without_unscored(pack(tokens, length))
     documents = list(read_documents(paths))
     sequences = tokenize(documents, tokenizer, learn_prompts=settings.learn_prompts)
     check_length(sequences, documents, length)
-    return sequences
+    return without_unscored(sequences)
 
 
 def _tokenizer(checkpoint: Checkpoint, *, trust_remote_code: bool) -> Any:
@@ -222,11 +234,18 @@ def _tokenizer(checkpoint: Checkpoint, *, trust_remote_code: bool) -> Any:
 
 
 def _decisive(
-    settings: TrainingSettings, manifest: Manifest, texts: Mapping[str, Sequences], processes: int
+    settings: TrainingSettings,
+    checkpoint: Checkpoint,
+    manifest: Manifest,
+    texts: Mapping[str, Sequences],
+    processes: int,
 ) -> dict[str, Any]:
     """What decides the result: a resumed run must have the same."""
+    names = [tensor["name"] for tensor in manifest.plan["tensors"]]
+    hashes = repr(sorted(hash_tensors(checkpoint, names).items()))
     return asdict(settings) | {
-        "base": manifest.base_fingerprint,
+        "base": hashlib.sha256(repr(sorted(manifest.base_tensors.items())).encode()).hexdigest(),
+        "expansion": hashlib.sha256(hashes.encode()).hexdigest(),
         "earlier_runs": len(manifest.training),
         "texts": {side: sequences.fingerprint() for side, sequences in texts.items()},
         "processes": processes,
@@ -333,7 +352,7 @@ def make_arguments(
         eval_strategy="steps" if is_measured else "no",
         eval_steps=(settings.eval_every or tenth) if is_measured else None,
         eval_on_start=is_measured,
-        logging_steps=settings.log_every,
+        logging_steps=settings.log_every or min(MOST_STEPS_BETWEEN_LOGS, tenth),
         # a loss that is not a number must be seen
         logging_nan_inf_filter=False,
         use_cpu=is_cpu,
@@ -349,6 +368,9 @@ def make_arguments(
 def _run(trainer: ExpansionTrainer, run: Run, *, resume: bool) -> None:
     """Train to the end, and measure there."""
     latest = run.whole_checkpoints()[-1:] if resume else []
+    if latest and run.step_of(latest[0]) >= trainer.args.max_steps:
+        trainer.restore(latest[0])  # it was stopped after its last step
+        return
     # the log of a resumed run begins with what was measured before its first step
     trainer.args.eval_on_start = trainer.args.eval_on_start and not latest
     try:

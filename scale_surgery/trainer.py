@@ -57,13 +57,26 @@ class ExpansionTrainer(Trainer):
             for path, module in model.named_modules()
             for name, parameter in getattr(module, "expansion_parameters", dict)().items()
         }
+        spoiled = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
+        if spoiled:
+            raise TrainingError(self._diverged(f"{len(spoiled)} tensors hold numbers that are not finite"))
         if self.args.should_save:
             write_tensors(Path(output_dir or str(self.args.output_dir)) / EXPANSION_FILE, tensors)
+
+    def _diverged(self, found: str) -> str:
+        target = Path(str(self.args.output_dir)).parent
+        step = self.state.global_step
+        return f"{target}: {found} at step {step}. Lower --learning-rate; the folder holds the last whole checkpoint."
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Load the expansion tensors of a checkpoint; the base is loaded already."""
         model = self.accelerator.unwrap_model(model or self.model, keep_torch_compile=False)
         load_whole(model, load_file(Path(resume_from_checkpoint) / EXPANSION_FILE))
+
+    def restore(self, checkpoint: Path) -> None:
+        """Take up the weights and the log of a checkpoint, to train no further."""
+        self._load_from_checkpoint(str(checkpoint))
+        self.state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """As the Trainer, but for FSDP, with which it would write the whole model, base and all."""

@@ -26,6 +26,7 @@ from scale_surgery.data import (
     read_documents,
     stride,
     tokenize,
+    without_unscored,
 )
 from scale_surgery.errors import DataError
 
@@ -336,3 +337,23 @@ def test_a_batch_is_padded_on_the_right() -> None:
     ignored = [IGNORED] * 4
     assert batch["labels"].tolist() == [[*ignored, *ids_of(" cd"), END], [IGNORED, *ids_of("ef"), END, *ignored]]
     assert {tensor.dtype for tensor in batch.values()} == {torch.int64}
+
+
+def test_a_json_array_is_read_too(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('[{"text": "one"}, {"question": "Q?", "answer": "A"}]')
+    assert [document.text for document in read_documents([tmp_path / "a.json"])] == ["one", " A"]
+
+
+def test_half_a_character_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "\\ud800 x"}\n')
+    with pytest.raises(DataError, match="line 1: holds half a character"):
+        list(read_documents([tmp_path / "a.jsonl"]))
+
+
+def test_sequences_without_anything_to_learn_are_left_out() -> None:
+    ids = torch.arange(10, dtype=torch.int32)
+    labels = torch.where(torch.arange(10) < 6, torch.tensor(IGNORED), ids).int()
+    kept = without_unscored(Sequences(ids, labels, (0, 3, 6, 8, 10)))
+    assert kept.starts == (0, 2, 4) and kept.ids.tolist() == [6, 7, 8, 9] and kept.scored == 2
+    with pytest.raises(DataError, match="nothing to learn"):
+        without_unscored(Sequences(ids[:6], labels[:6], (0, 3, 6)))

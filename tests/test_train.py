@@ -341,6 +341,68 @@ def test_a_loss_that_is_no_number_stops_the_run(place: Path, tmp_path: Path) -> 
     assert re.search(r"the loss is nan at step \d+. Lower --learning-rate; the folder holds the last whole", text)
 
 
+def test_weights_that_are_no_numbers_are_not_published(place: Path, tmp_path: Path) -> None:
+    settings = TrainingSettings(steps=4, save_every=1, **{**SHORT, "log_every": 4, "learning_rate": 1e30})
+    text = refusal(place / "adapt", [place / "texts.jsonl"], tmp_path / "out", settings, error=TrainingError)
+    assert "hold numbers that are not finite" in text or "the loss is nan" in text
+    assert all(tensor.isfinite().all() for tensor in expansion(tmp_path / "out").values())
+
+
+def test_resume_after_the_last_step_does_no_further_one(place: Path, tmp_path: Path) -> None:
+    data, sides = [place / "texts.jsonl"], {"old": [place / "old.jsonl"]}
+    settings = TrainingSettings(steps=4, save_every=2, schedule="constant", **SHORT)
+    whole = train(place / "adapt", data, tmp_path / "whole", settings, **sides)
+
+    def stop_at_the_end(folder: Path) -> None:
+        run = subprocess.run(
+            [sys.executable, "-c", STOPPED_IN_FINISH, str(place), str(folder)], capture_output=True, text=True
+        )
+        assert run.returncode == 9, run.stderr
+
+    stop_at_the_end(tmp_path / "out")
+    assert list((tmp_path / "out" / "training").glob("checkpoint-4"))
+    done = train(place / "adapt", data, tmp_path / "out", settings, **sides, resume=True)
+    assert done.steps == 4 and same(expansion(done.path), expansion(whole.path))
+    assert read_manifest(done.path).training[-1]["steps"] == 4
+
+
+# a process that dies between the last checkpoint and the end of the run
+STOPPED_IN_FINISH = """
+import os, sys
+from pathlib import Path
+from scale_surgery import TrainingSettings, train
+from scale_surgery.run import Run
+Run.finish = lambda self, log: os._exit(9)
+place, out = map(Path, sys.argv[1:])
+settings = TrainingSettings(
+    steps=4, save_every=2, schedule="constant", sequence_length=32, batch_size=2, learning_rate=3e-3, log_every=1
+)
+train(place / "adapt", [place / "texts.jsonl"], out, settings, old=[place / "old.jsonl"])
+"""
+
+
+def test_resume_of_another_expansion_of_the_same_base_is_refused(place: Path, tmp_path: Path) -> None:
+    data = [place / "texts.jsonl"]
+    with pytest.raises(TrainingError):
+        train(
+            place / "preserve",
+            data,
+            tmp_path / "out",
+            SETTINGS,
+            track=lambda label, total: stopping_at(3, label, total),
+        )
+    text = refusal(place / "adapt", data, tmp_path / "out", SETTINGS, error=TrainingError, resume=True)
+    assert "was begun with expansion" in text
+
+
+def test_windows_inside_a_long_question_are_left_out(place: Path, tmp_path: Path) -> None:
+    long = {"question": "What is the name of " + "the old friend of " * 40 + "Paula?", "answer": "Rosa"}
+    data = write_lines(tmp_path / "long.jsonl", [long])
+    settings = TrainingSettings(steps=2, **{**SHORT, "batch_size": 1, "sequence_length": 16})
+    done = train(place / "preserve", [data], tmp_path / "out", settings)
+    assert done.loss is not None and done.loss > 0
+
+
 # bad input, before any step
 
 
@@ -362,12 +424,16 @@ def test_bad_data_stops_before_anything_is_written(place: Path, tmp_path: Path) 
 
 
 def test_settings_that_make_no_sense_are_named_together(place: Path, tmp_path: Path) -> None:
-    settings = TrainingSettings(steps=0, batch_size=0, warmup=1.5, learning_rate=float("nan"), groups=("w13",))
+    settings = TrainingSettings(
+        steps=0, batch_size=0, warmup=1.5, learning_rate=float("nan"), groups=("w13",), epochs=0, seed=-1
+    )
     text = refusal(place / "preserve", [place / "texts.jsonl"], tmp_path / "out", settings, error=TrainingError)
     assert text.splitlines() == [
         "steps: 0, expected at least 1.",
         "batch-size: 0, expected at least 1.",
         "learning-rate: nan, expected at least 0.",
+        "seed: -1, expected at least 0.",
+        "epochs: 0, expected more.",
         "warmup: 1.5, expected a share of the steps, less than 1.",
         "train-only: w13 is no group of expansion tensors, expected some of w12, w21, w22, biases, norms, embedding, "
         "head.",
