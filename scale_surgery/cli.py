@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -435,6 +436,8 @@ def train_command(
     from scale_surgery.tables import render_training
     from scale_surgery.train import train
 
+    # a scheduler that ends a job is answered like somebody at the keyboard
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     given = {name: value for name, value in options.items() if value is not None}
     if train_only is not None:
         given["groups"] = tuple(name.strip() for name in train_only.split(","))

@@ -16,8 +16,9 @@ import json
 import re
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import accumulate, islice, pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -114,8 +115,14 @@ def read_documents(paths: Sequence[Path]) -> Iterator[Document]:
 
 
 def _read_text(path: Path) -> str:
-    try:
+    with _readable(path):
         return path.read_text(encoding="utf-8-sig")  # a byte order mark is no text
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    try:
+        yield
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(
             f"{path}: cannot be read as text ({error}). Give UTF-8 text, JSONL or a saved dataset."
@@ -123,12 +130,15 @@ def _read_text(path: Path) -> str:
 
 
 def _read_lines(path: Path) -> Iterator[Any]:
-    # texts in JSON may hold other line ends, at which splitlines would cut
-    for line in _read_text(path).split("\n"):
-        try:
-            yield json.loads(line) if line.strip() else {"text": ""}
-        except ValueError as error:
-            yield error
+    with _readable(path), path.open(encoding="utf-8-sig", newline="\n") as stream:
+        # texts in JSON may hold other line ends, which end no line here
+        for line in stream:
+            try:
+                yield json.loads(line.removesuffix("\n")) if line.strip() else {"text": ""}
+            except UnicodeDecodeError:
+                raise
+            except ValueError as error:
+                yield error
 
 
 def _read_array(path: Path) -> list[Any] | None:
@@ -286,14 +296,17 @@ def without_unscored(sequences: Sequences) -> Sequences:
     Raises:
         DataError: If none is left.
     """
-    bounds = list(pairwise(sequences.starts))
-    kept = [(start, end) for start, end in bounds if bool((sequences.labels[start + 1 : end] >= 0).any())]
-    if not kept:
+    starts = torch.tensor(sequences.starts)
+    lengths = starts.diff()
+    is_scored = sequences.labels >= 0
+    is_scored[starts[:-1][lengths > 0]] = False
+    before = torch.cat((torch.zeros(1, dtype=torch.long), is_scored.cumsum(0)))
+    kept = before[starts[1:]] > before[starts[:-1]]
+    if not kept.any():
         raise DataError("The data hold nothing to learn: every sequence is a prompt, or one token. Give longer texts.")
-    if len(kept) == len(bounds):
-        return sequences
-    ids, labels = (torch.cat([part[start:end] for start, end in kept]) for part in (sequences.ids, sequences.labels))
-    return Sequences(ids, labels, (0, *accumulate(end - start for start, end in kept)))
+    tokens = kept.repeat_interleave(lengths)
+    ends = lengths[kept].cumsum(0).tolist()
+    return Sequences(sequences.ids[tokens], sequences.labels[tokens], (0, *ends))
 
 
 def check_length(sequences: Sequences, documents: Sequence[Document], length: int) -> None:

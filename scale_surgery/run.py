@@ -40,7 +40,7 @@ Log = Sequence[Mapping[str, Any]]
 
 
 def check_resumable(target: Path, settings: Mapping[str, Any]) -> None:
-    """Check that a run can be continued with these settings.
+    """Check that a run can be continued with these settings, all that decide the result or some of them.
 
     Raises:
         TrainingError: If there is no run, it is finished, or it was begun with other settings; all are named.
@@ -52,7 +52,7 @@ def check_resumable(target: Path, settings: Mapping[str, Any]) -> None:
     if begun.get("finished"):
         raise TrainingError(f"{target}: this run is finished. Give the folder as EXPANDED to train it further.")
     now = json.loads(json.dumps(settings))
-    differing = sorted(name for name in {*begun, *now} if begun.get(name) != now.get(name))
+    differing = sorted(name for name in now if begun.get(name) != now[name])
     if differing:
         raise TrainingError.from_problems(
             f"{target}: was begun with {name} {begun.get(name)}, found {now.get(name)}. Resume with the same settings."

@@ -25,6 +25,7 @@ LEAST = {
     "log_every": 1,
     "seed": 0,
 }
+MOST_SEED = 2**32 - 1
 ABOVE_ZERO = ("epochs", "learning_rate")
 
 
@@ -87,6 +88,8 @@ def check_settings(settings: TrainingSettings) -> None:
         if (value := getattr(settings, name)) is not None and not least <= value < math.inf
     ]
     problems += [f"{name.replace('_', '-')}: 0, expected more." for name in ABOVE_ZERO if getattr(settings, name) == 0]
+    if settings.seed > MOST_SEED:
+        problems.append(f"seed: {settings.seed}, expected at most {MOST_SEED}.")
     if settings.warmup >= 1:
         problems.append(f"warmup: {settings.warmup}, expected a share of the steps, less than 1.")
     if settings.schedule not in SCHEDULES:

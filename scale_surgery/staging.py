@@ -125,7 +125,7 @@ def staged(target: Path, state: Mapping[str, Any], *, overwrite: bool) -> Iterat
     """
     partial = _partial(target)
     try:
-        with _locked(partial):
+        with locked(partial):
             _prepare(target, state)
             yield partial
             sync_folder(partial)
@@ -141,10 +141,15 @@ def staged(target: Path, state: Mapping[str, Any], *, overwrite: bool) -> Iterat
 
 
 @contextlib.contextmanager
-def _locked(partial: Path) -> Iterator[None]:
-    partial.parent.mkdir(parents=True, exist_ok=True)
-    lock = partial.parent / f".{partial.name}.lock"
-    busy = f"{partial}: another process is writing it. Wait until it is done."
+def locked(folder: Path) -> Iterator[None]:
+    """Let no other process of this program write a folder meanwhile.
+
+    Raises:
+        CheckpointError: If one does already.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    lock = folder.parent / f".{folder.name}.lock"
+    busy = f"{folder}: another process is writing it. Wait until it is done."
     with lock.open("w") as stream:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -62,7 +62,9 @@ def open_subjects(
         CheckpointError: If no model is given, or one cannot be found or read.
         DataError: If one has no tokenizer that loads.
     """
-    given = list(dict.fromkeys(map(str, models)))
+    # one folder has many spellings
+    places = {str(Path(model).resolve() if Path(model).exists() else model): str(model) for model in reversed(models)}
+    given = list(reversed(places.values()))
     if not given:
         raise CheckpointError("There is no model to measure. Give a folder or a Hub id such as org/name.")
     subjects = [_open(model, revision, trust_remote_code=trust_remote_code) for model in given]

@@ -11,8 +11,9 @@ import hashlib
 import math
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -23,7 +24,7 @@ from scale_surgery.manifest import Manifest, hash_tensors, read_manifest, tool_v
 from scale_surgery.progress import Track, no_track
 from scale_surgery.run import CURVES_FILE, LOG_FILE, Run, check_resumable, last_measured
 from scale_surgery.settings import TrainingSettings, check_settings
-from scale_surgery.staging import BaseWeights, check_space, check_target
+from scale_surgery.staging import BaseWeights, check_space, check_target, locked
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 DEFAULT_SEQUENCE_LENGTH = 1024
 PARTS_OF_A_RUN = 10
+LONGEST_WAIT = timedelta(hours=6)
 MOST_STEPS_BETWEEN_LOGS = 10
 
 
@@ -116,29 +118,35 @@ def train(
     target = Path(output) if output is not None else default_output(path)
     check_settings(settings)
     checkpoint, manifest = open_checkpoint(path), read_manifest(path)
-    if not resume:
+    if resume:
+        check_resumable(target, asdict(settings))
+    else:
         check_target(target, [path], overwrite=overwrite)
         check_space(target, sum(info.bytes for info in checkpoint.tensors.values()) if base_weights == "copy" else 0)
-    processes = PartialState(cpu=_is_cpu(device))
-    _check_files(checkpoint, manifest, processes, track, trust_remote_code=trust_remote_code)
-    files = {"learn": data, "old": old, "new": new}
-    texts = _read_texts(checkpoint, files, settings, trust_remote_code=trust_remote_code)
-    decisive = _decisive(settings, checkpoint, manifest, texts, processes.num_processes)
-    if resume:
-        check_resumable(target, decisive)
-    model = _load(checkpoint, settings, trust_remote_code=trust_remote_code)
-    run = Run(target, checkpoint, decisive, _record(model, settings, decisive), dict(model.renamed_modules))
-    if not resume and processes.is_main_process:
-        run.begin(base_weights, overwrite=overwrite)
-    processes.wait_for_everyone()
-    started = time.monotonic()
-    trainer = _make_trainer(model, run, texts, settings, device, is_half=checkpoint.dtype == "BF16")
-    with quiet_transformers(), track("training", trainer.args.max_steps) as advance:
-        trainer.add_callback(RunReport(advance, run))
-        _run(trainer, run, resume=resume)
-    if processes.is_main_process:
-        run.finish(trainer.state.log_history)
-    processes.wait_for_everyone()
+    if target.resolve() == path.resolve():
+        raise TrainingError(f"{target}: is the model to train, expected another output folder. Choose one with -o.")
+    # the others wait while the first process hashes the base and copies it
+    processes = PartialState(cpu=_is_cpu(device), timeout=LONGEST_WAIT)
+    with locked(target) if processes.is_main_process else nullcontext():
+        _check_files(checkpoint, manifest, processes, track, trust_remote_code=trust_remote_code)
+        files = {"learn": data, "old": old, "new": new}
+        texts = _read_texts(checkpoint, files, settings, trust_remote_code=trust_remote_code)
+        decisive = _decisive(settings, checkpoint, manifest, texts, processes.num_processes)
+        if resume:
+            check_resumable(target, decisive)
+        model = _load(checkpoint, settings, trust_remote_code=trust_remote_code)
+        run = Run(target, checkpoint, decisive, _record(model, settings, decisive), dict(model.renamed_modules))
+        if not resume and processes.is_main_process:
+            run.begin(base_weights, overwrite=overwrite)
+        processes.wait_for_everyone()
+        started = time.monotonic()
+        trainer = _make_trainer(model, run, texts, settings, device, is_half=checkpoint.dtype == "BF16")
+        with quiet_transformers(), track("training", trainer.args.max_steps) as advance:
+            trainer.add_callback(RunReport(advance, run))
+            _run(trainer, run, resume=resume)
+        if processes.is_main_process:
+            run.finish(trainer.state.log_history)
+        processes.wait_for_everyone()
     return _result(trainer, run, time.monotonic() - started)
 
 
@@ -370,19 +378,30 @@ def _run(trainer: ExpansionTrainer, run: Run, *, resume: bool) -> None:
     latest = run.whole_checkpoints()[-1:] if resume else []
     if latest and run.step_of(latest[0]) >= trainer.args.max_steps:
         trainer.restore(latest[0])  # it was stopped after its last step
-        return
+    else:
+        _step(trainer, run, latest)
+    if trainer.sides and trainer.measured_at != trainer.state.global_step:
+        trainer.evaluate()
+
+
+def _step(trainer: ExpansionTrainer, run: Run, latest: list[Path]) -> None:
     # the log of a resumed run begins with what was measured before its first step
     trainer.args.eval_on_start = trainer.args.eval_on_start and not latest
     try:
         trainer.train(resume_from_checkpoint=str(latest[0]) if latest else None)
     except KeyboardInterrupt as error:
-        kept = run.whole_checkpoints()[-1:]
-        state = f"it holds step {run.step_of(kept[0])}" if kept else "no checkpoint was reached, it holds step 0"
+        raise TrainingError(f"{run.target}: interrupted {_where(trainer, run)}. Continue with --resume.") from error
+    except OSError as error:
         raise TrainingError(
-            f"{run.target}: interrupted after step {trainer.state.global_step}; {state}. Continue with --resume."
+            f"{run.target}: not written, {error.strerror or error}, {_where(trainer, run)}. Free some space or check "
+            "the folder, and continue with --resume."
         ) from error
-    if trainer.sides and trainer.measured_at != trainer.state.global_step:
-        trainer.evaluate()
+
+
+def _where(trainer: ExpansionTrainer, run: Run) -> str:
+    kept = run.whole_checkpoints()[-1:]
+    state = f"it holds step {run.step_of(kept[0])}" if kept else "no checkpoint was reached, it holds step 0"
+    return f"after step {trainer.state.global_step}; {state}"
 
 
 def _result(trainer: ExpansionTrainer, run: Run, seconds: float) -> Training:

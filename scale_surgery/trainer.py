@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -27,9 +28,9 @@ SHOWN = ("loss", "forgetting", "learning")
 
 
 def full_tensor(parameter: Tensor) -> Tensor:
-    """A parameter as one tensor on the CPU, gathered from all processes where it is sharded."""
-    whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
-    return whole.detach().cpu().contiguous()
+    """A parameter as one tensor, gathered from all processes where it is sharded."""
+    whole: Tensor = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+    return whole.detach()
 
 
 class ExpansionTrainer(Trainer):
@@ -61,7 +62,8 @@ class ExpansionTrainer(Trainer):
         if spoiled:
             raise TrainingError(self._diverged(f"{len(spoiled)} tensors hold numbers that are not finite"))
         if self.args.should_save:
-            write_tensors(Path(output_dir or str(self.args.output_dir)) / EXPANSION_FILE, tensors)
+            whole = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+            write_tensors(Path(output_dir or str(self.args.output_dir)) / EXPANSION_FILE, whole)
 
     def _diverged(self, found: str) -> str:
         target = Path(str(self.args.output_dir)).parent
@@ -190,7 +192,7 @@ class RunReport(TrainerCallback):
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, *_: TrainerControl, **__: Any) -> None:
         """Advance the bar."""
-        self.advance(1, "  ".join(f"{name} {value:.3f}" for name, value in self.note.items()))
+        self.advance(1, "  ".join(f"{name} {self.note[name]:.3f}" for name in SHOWN if name in self.note))
 
     def on_log(self, args: TrainingArguments, state: TrainerState, *_: TrainerControl, **__: Any) -> None:
         """Write the log, and stop where the loss is no number."""
@@ -205,6 +207,7 @@ class RunReport(TrainerCallback):
             )
 
     def on_save(self, args: TrainingArguments, state: TrainerState, *_: TrainerControl, **__: Any) -> None:
-        """Publish a checkpoint that is whole now."""
+        """Publish a checkpoint that is whole now, also what the other processes have to write into it."""
+        PartialState().wait_for_everyone()
         if state.is_world_process_zero:
             self.run.publish(self.run.folder / f"checkpoint-{state.global_step}", state.log_history)

@@ -36,7 +36,13 @@ PAGES = (README, ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md")))
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 OPTION = re.compile(r"(?<![\w-])--[a-z][\w-]*|(?<=`)-[a-z](?=`)")
 BENCHMARKS = (make_checkpoint.main, pipeline.main, svd.main)
-OTHER_PROGRAMS = {"--strict", "--num_processes", "--config_file"}  # mkdocs, accelerate
+OTHER_PROGRAMS = {
+    "--strict",
+    "--num_processes",
+    "--config_file",
+    "--cpu",
+    "--nproc-per-node",
+}  # mkdocs, accelerate, torchrun
 OTHER_PROGRAMS |= {"--model", "--model_args", "--tasks"}  # lm_eval
 OTHER_PROGRAMS |= {option for script in BENCHMARKS for parameter in script.params for option in parameter.opts}
 GROUP = {"--help", "-h", "--version"}

@@ -36,6 +36,7 @@ from scale_surgery.checkpoint import open_checkpoint
 from scale_surgery.cli import main
 from scale_surgery.manifest import read_manifest
 from scale_surgery.run import module_names, publish_tensors
+from scale_surgery.staging import locked
 from tests.conftest import digests, load
 from tests.tiny import FAMILIES
 
@@ -401,6 +402,21 @@ def test_windows_inside_a_long_question_are_left_out(place: Path, tmp_path: Path
     settings = TrainingSettings(steps=2, **{**SHORT, "batch_size": 1, "sequence_length": 16})
     done = train(place / "preserve", [data], tmp_path / "out", settings)
     assert done.loss is not None and done.loss > 0
+
+
+def test_two_processes_do_not_train_in_one_folder(place: Path, tmp_path: Path) -> None:
+    with locked(tmp_path / "out"):
+        text = refusal(place / "preserve", [place / "texts.jsonl"], tmp_path / "out", SETTINGS, error=CheckpointError)
+    assert text == f"{tmp_path / 'out'}: another process is writing it. Wait until it is done."
+
+
+def test_the_output_cannot_be_the_input(place: Path) -> None:
+    path = place / "preserve"
+    for resume in (False, True):
+        with pytest.raises(
+            (CheckpointError, TrainingError), match=r"lies inside|another output folder|no training run"
+        ):
+            train(path, [place / "texts.jsonl"], path, SETTINGS, resume=resume)
 
 
 # bad input, before any step
