@@ -109,7 +109,7 @@ def train(
         DataError: If the data cannot be read, are empty or do not fit the model.
         TrainingError: If nothing would train, a run cannot be resumed, or it had to stop.
     """
-    from accelerate import PartialState
+    from accelerate import DistributedType, PartialState
 
     from scale_surgery.probe import quiet_transformers
     from scale_surgery.trainer import RunReport
@@ -127,6 +127,8 @@ def train(
         raise TrainingError(f"{target}: is the model to train, expected another output folder. Choose one with -o.")
     # the others wait while the first process hashes the base and copies it
     processes = PartialState(cpu=_is_cpu(device), timeout=LONGEST_WAIT)
+    if processes.distributed_type == DistributedType.DEEPSPEED:
+        raise TrainingError("DeepSpeed is not supported: it would write parts of tensors. Launch with FSDP2 or DDP.")
     with locked(target) if processes.is_main_process else nullcontext():
         _check_files(checkpoint, manifest, processes, track, trust_remote_code=trust_remote_code)
         files = {"learn": data, "old": old, "new": new}

@@ -14,6 +14,7 @@ import torch
 from accelerate import PartialState
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from scale_surgery.data import IGNORED, Sequences
@@ -24,6 +25,8 @@ from scale_surgery.run import EXPANSION_FILE, Run
 from scale_surgery.staging import write_tensors
 
 OPTIMIZER_NAME, SCHEDULER_NAME = "optimizer.pt", "scheduler.pt"
+# what torch puts into names of modules whose activations it computes again
+WRAPPED = "_checkpoint_wrapped_module."
 SHOWN = ("loss", "forgetting", "learning")
 
 
@@ -50,11 +53,18 @@ class ExpansionTrainer(Trainer):
         self.base_nats: dict[str, float] = {}
         self.measured_at: int | None = None
 
+    def create_accelerator_and_postprocess(self) -> None:
+        """As the Trainer; with FSDP2 in bfloat16, gradients are added and the loss is given in float32."""
+        super().create_accelerator_and_postprocess()
+        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
+        if plugin is not None and plugin.fsdp_version == 2 and plugin.mixed_precision_policy is not None:
+            plugin.mixed_precision_policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the expansion tensors; every process takes part, because a tensor may be sharded over them."""
         model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
         tensors = {
-            f"{path}.{name}": full_tensor(parameter)
+            f"{path}.{name}".replace(WRAPPED, ""): full_tensor(parameter)
             for path, module in model.named_modules()
             for name, parameter in getattr(module, "expansion_parameters", dict)().items()
         }
@@ -144,7 +154,12 @@ def load_whole(model: Any, tensors: Mapping[str, Tensor]) -> None:
 def whole_optimizer_state(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """State of an optimizer whose parameters may be sharded over processes, gathered on the CPU of the first."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+    from torch.distributed.fsdp import FSDPModule
 
+    for module in model.modules():
+        # after a measurement some units are whole still, and hold other tensors than the optimizer
+        if isinstance(module, FSDPModule):
+            module.reshard()
     return get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
 
 
