@@ -102,8 +102,12 @@ def demo(folder: Path, out: Output, *, steps: int = STEPS) -> Demo:
     Raises:
         CheckpointError: If the folder exists and no demo made it, or a step fails.
     """
+    import torch
+
     from scale_surgery import tables
 
+    # small matrices gain nothing from threads, and on a busy machine threads wait for each other
+    torch.set_num_threads(1)
     _prepare(folder)
     tell = Teller(out)
     base, expanded, trained, stripped = (folder / name for name in ("biographies", "expanded", "trained", "stripped"))
