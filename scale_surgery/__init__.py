@@ -26,6 +26,8 @@ from scale_surgery.inspect import Inspection, inspect
 from scale_surgery.modeling import register
 from scale_surgery.plan import Plan, plan
 from scale_surgery.request import Request
+from scale_surgery.route import Routed, route_export, set_routing, unroute
+from scale_surgery.routing_specs import Routing
 from scale_surgery.settings import TrainingSettings
 from scale_surgery.strip import Stripped, strip
 from scale_surgery.train import Training, train
@@ -41,6 +43,8 @@ __all__ = [
     "PlanError",
     "Promise",
     "Request",
+    "Routed",
+    "Routing",
     "Stripped",
     "SurgeryError",
     "Training",
@@ -54,7 +58,10 @@ __all__ = [
     "inspect",
     "plan",
     "register",
+    "route_export",
+    "set_routing",
     "strip",
     "train",
+    "unroute",
     "verify",
 ]

@@ -2,65 +2,20 @@
 
 from __future__ import annotations
 
-import functools
-import os
 import signal
 import sys
-import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from scale_surgery import __version__
-from scale_surgery.errors import SurgeryError
+from scale_surgery.cli_routing import route_export_command
+from scale_surgery.options import FILE, FOLDER, TEXTS, Command, output_options, overwrite_options
 
 if TYPE_CHECKING:
     from scale_surgery.console import Output
     from scale_surgery.request import Request
-
-Command = Callable[..., Any]
-FOLDER = click.Path(path_type=Path, file_okay=False)
-FILE = click.Path(path_type=Path, dir_okay=False)
-TEXTS = click.Path(path_type=Path)
-
-
-def stop(out: Output, message: str, *, debug: bool) -> None:
-    """Say what went wrong and exit with 1."""
-    if debug:
-        traceback.print_exc()
-    out.fail(message)
-    sys.exit(1)
-
-
-def output_options(command: Command) -> Command:
-    """Add --json, --quiet and --debug; give the command an `Output`; turn known errors into one line."""
-
-    @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
-    @click.option("-q", "--quiet", is_flag=True, help="No progress bars, no warnings.")
-    @click.option("--debug", is_flag=True, help="Show a traceback with an error.")
-    @functools.wraps(command)
-    def run(*args: Any, as_json: bool, quiet: bool, debug: bool, **options: Any) -> None:
-        from scale_surgery.console import Output
-
-        out = Output(as_json=as_json, quiet=quiet)
-        if quiet or not sys.stderr.isatty():
-            # the Hub's client shows bars of its own, and reads this when it is imported
-            os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-        try:
-            command(*args, out=out, **options)
-        except click.ClickException:
-            raise
-        except SurgeryError as error:
-            stop(out, str(error), debug=debug)
-        except KeyboardInterrupt:
-            stop(out, "interrupted; what was not finished has no final name", debug=debug)
-        except Exception as error:
-            # other programs' errors: a device that is not there, memory that ran out, a file that cannot be written
-            stop(out, f"{type(error).__name__}: {error}. --debug shows where.", debug=debug)
-
-    return run
 
 
 def model_options(command: Command) -> Command:
@@ -113,22 +68,6 @@ def request_options(command: Command) -> Command:
     return command
 
 
-def overwrite_options(command: Command) -> Command:
-    """Add how base files are taken over, and whether a target may be replaced."""
-    weights = click.option(
-        "--base-weights",
-        type=click.Choice(["auto", "copy", "link"]),
-        default="auto",
-        show_default=True,
-        help="auto: a reflink where the file system can, else a copy. link: a hard link, which writes no byte at any "
-        "size; a program that later writes such a file in place would change the base through it.",
-    )
-    command = weights(command)
-    return click.option("--overwrite", is_flag=True, help="Replace the output folder when the new one is whole.")(
-        command
-    )
-
-
 def parse_size(text: str) -> int:
     """Read a size such as 4GiB, 500MB or 2000000 as bytes."""
     units = {"GIB": 1024**3, "MIB": 1024**2, "KIB": 1024, "GB": 10**9, "MB": 10**6, "KB": 10**3, "B": 1}
@@ -165,6 +104,7 @@ def main() -> None:
     scale-surgery verify EXPANDED
     scale-surgery train EXPANDED --data domain.jsonl
     scale-surgery evaluate EXPANDED --old general.txt --new domain.jsonl
+    scale-surgery route-export EXPANDED -o ROUTED
     scale-surgery strip EXPANDED -o BASE
 
     MODEL is a folder or a Hub id. Exit codes: 0 done, 1 failed or a check did not pass, 2 wrong usage.
@@ -551,3 +491,7 @@ def demo_command(output: Path, out: Output) -> None:
 
     result = demo(output, out)
     sys.exit(0 if result.passed else 1)
+
+
+for command in (route_export_command,):
+    main.add_command(command)

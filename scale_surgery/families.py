@@ -17,6 +17,15 @@ from scale_surgery.errors import PlanError, UnsupportedFamilyError
 Role = Literal["q", "k", "v", "o", "gate", "up_proj", "down"]
 Group = Literal["attn", "ffn"]
 
+# code files that every expanded checkpoint carries, beside those of its family
+SHARED_CODE = (
+    "expanded_attention.py",
+    "expanded_causal_lm.py",
+    "expanded_model.py",
+    "expanded_modules.py",
+    "expanded_routing.py",
+)
+
 # role -> (what it reads, what it writes); a stream is a pair of a base width and an up width
 STREAMS: Mapping[Role, tuple[str, str]] = {
     "q": ("residual", "query"),
@@ -92,6 +101,7 @@ class Family:
         attention: The attention module of a layer.
         attention_attributes: Attributes that its stock forward reads, each to the name of a size.
         attention_config: Keys of its config that its stock forward reads, each to the name of a size.
+        softcap: Key of config.json that caps the logits after the head, and its default.
         refused: Keys of config.json whose stated values this family does not support, with the reason.
     """
 
@@ -115,6 +125,7 @@ class Family:
     attention: str = "self_attn"
     attention_attributes: Mapping[str, str] = field(default_factory=dict)
     attention_config: Mapping[str, str] = field(default_factory=dict)
+    softcap: tuple[str, float | None] | None = None
     refused: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -126,7 +137,7 @@ class Family:
     def code_files(self) -> tuple[str, ...]:
         """Names of the Python files that an expanded checkpoint carries."""
         own = (f"configuration_{self.expanded_type}.py", f"modeling_{self.expanded_type}.py")
-        return (*own, "expanded_model.py", "expanded_modules.py", "expanded_attention.py")
+        return (*own, *SHARED_CODE)
 
 
 @dataclass(frozen=True)
@@ -250,6 +261,7 @@ FAMILIES: Mapping[str, Family] = {
             post_norms=GEMMA_POST_NORMS,
             norm_style="rms_plus_one",
             defaults={"epsilon": 1e-6, "is_tied": True, "key_value_heads": 4, "head_size": 256},
+            softcap=("final_logit_softcapping", 30.0),
         ),
         _llama_like(
             "gemma3_text",
@@ -266,6 +278,7 @@ FAMILIES: Mapping[str, Family] = {
                 "vocabulary": 262_208,
                 "query_heads": 8,
             },
+            softcap=("final_logit_softcapping", None),
         ),
         _llama_like(
             "olmo2",

@@ -14,6 +14,7 @@ from scale_surgery.expand import expanded_config
 from scale_surgery.families import Family, get_family
 from scale_surgery.manifest import Manifest, hash_file, hash_tensors
 from scale_surgery.progress import Progress, no_progress
+from scale_surgery.route import routed_config
 
 
 @dataclass(frozen=True)
@@ -158,6 +159,8 @@ def _config_problems(checkpoint: Checkpoint, manifest: Manifest, base: Checkpoin
     """Compare config.json with what `expand` makes of the base's."""
     recorded = json.loads(manifest.replaced[CONFIG_FILE])
     written = expanded_config(recorded, manifest.plan["specs"], family, dtype=checkpoint.config.get("torch_dtype", ""))
+    if manifest.routing is not None:
+        written = routed_config(written, manifest)
     differing = sorted(key for key in {*written, *checkpoint.config} if written.get(key) != checkpoint.config.get(key))
     problems = [f"config.json: {key} is not what the expansion wrote." for key in differing]
     if base is not None:

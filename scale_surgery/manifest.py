@@ -62,6 +62,8 @@ class Manifest:
     verification: Mapping[str, Any] | None = None
     # one entry a training run: settings, data, steps, what was measured
     training: tuple[Mapping[str, Any], ...] = ()
+    # of a routed model: its router, and what config.json and the code were before
+    routing: Mapping[str, Any] | None = None
     format: int = MANIFEST_FORMAT
 
 

@@ -155,15 +155,28 @@ def _passing_specs(family: Family, base: int, up: int) -> Spec:
 
 
 def _attention_spec(family: Family, sizes: Sizes, widths: Widths) -> Spec:
-    query_heads = sizes.query_heads + widths.up_kv_heads * sizes.queries_per_key_value
+    heads = {"heads": sizes.query_heads, "kv_heads": sizes.key_value_heads}
+    added = widths.up_kv_heads * sizes.queries_per_key_value
+    return heads | attention_values(family, sizes, sizes.query_heads + added)
+
+
+def attention_values(family: Family, sizes: Sizes, query_heads: int) -> Spec:
+    """What an attention module's stock forward has to read where it has so many query heads.
+
+    Args:
+        family: Facts of the architecture.
+        sizes: Sizes of the base model.
+        query_heads: Query heads in all, a multiple of those that share one key/value head.
+
+    Returns:
+        Values of the module's attributes and of its config.
+    """
     values = {
         "query_heads": query_heads,
-        "key_value_heads": sizes.key_value_heads + widths.up_kv_heads,
+        "key_value_heads": query_heads // sizes.queries_per_key_value,
         "query_features": query_heads * sizes.head_size,
     }
     return {
-        "heads": sizes.query_heads,
-        "kv_heads": sizes.key_value_heads,
         "attributes": {key: values[name] for key, name in family.attention_attributes.items()},
         "config": {key: values[name] for key, name in family.attention_config.items()},
     }

@@ -230,9 +230,14 @@ def write_text(file: Path, text: str) -> None:
         temporary.write_bytes(text.encode("utf-8"))
 
 
+def as_json(content: Mapping[str, Any]) -> str:
+    """A JSON object as the text that this program writes."""
+    return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+
+
 def write_json(file: Path, content: Mapping[str, Any]) -> None:
     """Write a JSON object, whole or not at all."""
-    write_text(file, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+    write_text(file, as_json(content))
 
 
 def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:

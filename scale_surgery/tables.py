@@ -49,7 +49,8 @@ def format_seconds(seconds: float) -> str:
     return "under a second" if seconds < 1 else f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
 
 
-def _facts(title: str, rows: list[tuple[str, str]]) -> Table:
+def facts(title: str, rows: list[tuple[str, str]]) -> Table:
+    """Names and values, one pair a line."""
     table = Table(title=title, title_justify="left", show_header=False, box=None, pad_edge=False)
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
@@ -73,8 +74,8 @@ def render_inspection(found: Inspection) -> RenderableType:
     ]
     rows += [("not taken along", ", ".join(found.left_out))] if found.left_out else []
     if found.expansion is None:
-        return _facts(f"[bold]{found.name}", rows)
-    return Group(_facts(f"[bold]{found.name}", rows), Text(), _render_summary(found.expansion))
+        return facts(f"[bold]{found.name}", rows)
+    return Group(facts(f"[bold]{found.name}", rows), Text(), _render_summary(found.expansion))
 
 
 def _render_summary(added: ExpansionSummary) -> Table:
@@ -91,7 +92,7 @@ def _render_summary(added: ExpansionSummary) -> Table:
         ("trains", blocks),
         ("last verified", added.verified or "never"),
     ]
-    return _facts("[bold]expansion", rows)
+    return facts("[bold]expansion", rows)
 
 
 def _widths(up_width: int, up_kv_heads: int, up_inner_width: int) -> str:
@@ -121,10 +122,10 @@ def render_plan(plan: Plan, *, details: bool = False, tensors: bool = True) -> R
         ("estimates", f"{format_seconds(costs.seconds)}, {format_bytes(costs.peak_memory_bytes)} peak memory"),
     ]
     if not tensors:
-        return _facts("[bold]plan", rows)
+        return facts("[bold]plan", rows)
     shown = plan.tensors if details else _sample(plan)
     note = "" if details else f"  ({len(shown)} of {len(plan.tensors)}; --details shows all)"
-    return Group(_facts("[bold]plan", rows), Text(), _render_tensors(shown, f"[bold]new tensors[/]{note}"))
+    return Group(facts("[bold]plan", rows), Text(), _render_tensors(shown, f"[bold]new tensors[/]{note}"))
 
 
 def _sample(plan: Plan) -> tuple[TensorPlan, ...]:
@@ -161,7 +162,7 @@ def render_expansion(done: Expansion) -> RenderableType:
         ("next", f"scale-surgery verify {done.path}"),
     ]
     rows += [("not taken along", ", ".join(done.left_out))] if done.left_out else []
-    return _facts("[bold]expanded", rows)
+    return facts("[bold]expanded", rows)
 
 
 def render_verification(result: Verification) -> RenderableType:
@@ -213,8 +214,8 @@ def _render_numbers(result: Verification) -> RenderableType:
         ("base stream", f"{_drift_of(worst)}, lowest cosine {lowest:.6f}"),
         ("continuation", _continuation(numbers)),
     ]
-    facts = _facts("[bold]numbers", rows)
-    return facts if worst.drift == 0 else Group(facts, Text(), _render_layers(numbers.layers))
+    table = facts("[bold]numbers", rows)
+    return table if worst.drift == 0 else Group(table, Text(), _render_layers(numbers.layers))
 
 
 def _drift_of(worst: Layer) -> str:
@@ -251,7 +252,7 @@ def render_stripped(done: Stripped) -> RenderableType:
         ("files", f"{len(done.files)}, each equal to the base's by sha256"),
     ]
     rows += [("never taken along", ", ".join(done.left_out))] if done.left_out else []
-    return _facts("[bold]stripped", rows)
+    return facts("[bold]stripped", rows)
 
 
 def render_training(done: Training) -> RenderableType:
@@ -269,7 +270,7 @@ def render_training(done: Training) -> RenderableType:
             loss = f"{measured[f'{side}_nats_per_token']:.4f} nats per token{accuracy}"
             rows.append((f"{side} text", f"{loss}; {change} {measured[change]:+.4f}"))
     rows += [("curves", str(done.curves)), ("next", f"scale-surgery verify {done.path}")]
-    return _facts("[bold]trained", rows)
+    return facts("[bold]trained", rows)
 
 
 def render_evaluation(result: Evaluation) -> RenderableType:
@@ -319,7 +320,7 @@ def render_reloaded(found: Reloaded) -> RenderableType:
         ("asked", " ".join(found.question.split())),
         ("answered", f"{found.answer}  (right: {found.expected})"),
     ]
-    return _facts("[bold]loaded with trust_remote_code", rows)
+    return facts("[bold]loaded with trust_remote_code", rows)
 
 
 def render_demo(result: Demo) -> RenderableType:

@@ -7,7 +7,7 @@ the base model's, bit for bit. This file travels with the checkpoint.
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,60 +29,84 @@ class View:
         return getattr(self.viewed, name)
 
 
-def own_heads(states: Tensor, heads: int, is_eager: bool, is_detached: bool) -> tuple[Tensor, Tensor]:
-    """Split queries, keys or values (b, heads, t, head size) into old and new heads.
+class Part(NamedTuple):
+    """Heads that attend by themselves: how many, whether the base model has them, and whether gradients stop there."""
 
-    The old heads get the strides and the alignment that they have in the base model, because matrix kernels
+    heads: int
+    kv_heads: int
+    is_old: bool
+    is_detached: bool = False
+
+
+def own_heads(states: Tensor, sizes: list[int], parts: list[Part], is_eager: bool) -> list[Tensor]:
+    """Split queries, keys or values (b, heads, t, head size) into parts of so many heads.
+
+    Old heads get the strides and the alignment that they have in the base model, because matrix kernels
     choose their path by both. In a cache, where each head lies by itself, nothing needs to be copied for the
     usual head sizes, except for eager attention, whose batched product would copy them into another order.
     """
-    old, new = states[:, :heads], states[:, heads:]
-    old = old.detach() if is_detached else old
     batch, _, rows, size = states.shape
     _, head_stride, row_stride, _ = states.stride()
     is_transposed = row_stride > head_stride
-    if is_transposed:
-        # a head may be part of a fused projection, at some distance from its start; a graph cannot hold that number
-        start = 0 if torch.compiler.is_compiling() else states.storage_offset() % head_stride
-        beside = states.new_empty(batch, rows, heads, head_stride)
-        old = beside[..., start : start + size].transpose(1, 2).copy_(old)
-    elif batch > 1 and (is_eager or head_stride * states.element_size() % ALIGNMENT):
-        old = old.clone()
-    # a copy of the new heads is what backward keeps, and not all heads
-    return old, new.clone() if is_transposed or new.requires_grad else new
+    is_unaligned = is_eager or head_stride * states.element_size() % ALIGNMENT
+    found = []
+    for index, (part, own) in enumerate(zip(parts, states.split(sizes, dim=1), strict=True)):
+        own = own.detach() if part.is_detached else own
+        if part.is_old and is_transposed:
+            # a head may be part of a fused projection, at some distance from its start; a graph cannot hold that number
+            start = 0 if torch.compiler.is_compiling() else states.storage_offset() % head_stride
+            beside = states.new_empty(batch, rows, sizes[index], head_stride)
+            own = beside[..., start : start + size].transpose(1, 2).copy_(own)
+        # a copy of the new heads is what backward keeps, and not all heads
+        elif is_transposed or (is_unaligned and (batch > 1 or index) if part.is_old else own.requires_grad):
+            own = own.clone()
+        found.append(own)
+    return found
 
 
 def split_attention(module, query, key, value, attention_mask, **kwargs):
-    """Attention of old and new heads, one after the other, by the kernel that the model's config names."""
+    """Attention of each part of the heads, one after the other, by the kernel that the model's config names."""
     config = module.config.viewed
     name = config._attn_implementation
     run = module.eager_attention if name == "eager" else ALL_ATTENTION_FUNCTIONS[name]
     seen = View(module, {"config": config})
-    is_eager, is_detached = name == "eager", module.base_detached
-    queries = own_heads(query, module.base_heads, is_eager, is_detached)
-    keys = own_heads(key, module.base_kv_heads, is_eager, is_detached)
-    values = own_heads(value, module.base_kv_heads, is_eager, is_detached)
-    parts = [run(seen, *states, attention_mask, **kwargs) for states in zip(queries, keys, values, strict=True)]
-    (old, old_weights), (new, new_weights) = parts
-    weights = None if old_weights is None else torch.cat((old_weights, new_weights), dim=1)
-    return torch.cat((old, new), dim=2), weights
+    parts = [
+        part._replace(is_detached=part.is_detached or (part.is_old and module.base_detached)) for part in module.parts
+    ]
+    heads, kv_heads = [part.heads for part in parts], [part.kv_heads for part in parts]
+    states = [
+        own_heads(own, sizes, parts, name == "eager")
+        for own, sizes in ((query, heads), (key, kv_heads), (value, kv_heads))
+    ]
+    outputs = [run(seen, *own, attention_mask, **kwargs) for own in zip(*states, strict=True)]
+    attended, weights = zip(*outputs, strict=True)
+    return torch.cat(attended, dim=2), None if weights[0] is None else torch.cat(weights, dim=1)
 
 
 SPLIT_ATTENTION = "scale_surgery_split_heads"
 ALL_ATTENTION_FUNCTIONS.register(SPLIT_ATTENTION, split_attention)
 
 
-def expand_attention(module: nn.Module, heads: int, kv_heads: int, attributes: dict, config: dict) -> None:
-    """Tell an attention module of its new heads: what its stock forward reads from itself and from its config."""
-    module.base_heads, module.base_kv_heads, module.base_detached = heads, kv_heads, False
-    module.eager_attention = vars(import_module(type(module).__module__))["eager_attention_forward"]
-    own_config = View(module.config, {**config, "_attn_implementation": SPLIT_ATTENTION})
-    module.stock_values = {"config": module.config} | {name: getattr(module, name) for name in attributes}
-    module.expanded_values = {"config": own_config} | attributes
-    switch_attention(module, is_enabled=True)
+def expand_attention(module: nn.Module, mode: str, parts: list[Part], attributes: dict, config: dict) -> None:
+    """Tell an attention module of its heads in a mode: what its stock forward then reads from itself and its config.
+
+    Args:
+        module: The attention module.
+        mode: "expanded", one path, or "routed", two.
+        parts: Its heads, in the order in which they lie.
+        attributes: Values of the module's attributes.
+        config: Values of its config.
+    """
+    if not hasattr(module, "modes"):
+        module.base_detached = False
+        module.eager_attention = vars(import_module(type(module).__module__))["eager_attention_forward"]
+        module.modes = {"stock": {"config": module.config}}
+    module.modes["stock"] |= {name: getattr(module, name) for name in attributes}
+    own_config = View(module.modes["stock"]["config"], {**config, "_attn_implementation": SPLIT_ATTENTION})
+    module.modes[mode] = {"config": own_config, "parts": parts} | attributes
 
 
-def switch_attention(module: nn.Module, *, is_enabled: bool) -> None:
-    """Let an attention module see its new heads, or not."""
-    for name, value in (module.expanded_values if is_enabled else module.stock_values).items():
+def switch_attention(module: nn.Module, mode: str) -> None:
+    """Let an attention module see the heads of a mode; the stock ones where it has none of its own in that mode."""
+    for name, value in (module.modes["stock"] | module.modes.get(mode, {})).items():
         setattr(module, name, value)

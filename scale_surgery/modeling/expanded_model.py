@@ -1,19 +1,19 @@
 """The mixin before a stock model class: it expands the model's modules as its configuration says.
 
-It also freezes the base after loading, says what trains, and switches the expansion off and on.
+It also freezes the base after loading, says what trains, and switches the expansion and the routing off and on.
 This file travels with the checkpoint: it opens no file, and needs only torch and transformers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-from .expanded_attention import expand_attention, switch_attention
+from .expanded_attention import Part, expand_attention, switch_attention
 from .expanded_modules import EXPANSION_NAMES, ExpandedModule, expand_module
 
 
@@ -38,7 +38,61 @@ def expand_layers(base_model: nn.Module, plan: dict[str, Any]) -> None:
         groups = collaborative["groups"] if index in collaborative["layers"] else []
         expand_layer(layer, plan["expanded"], groups, plan["dtype"])
         for name, spec in plan["attention"].items():
-            expand_attention(layer.get_submodule(name), **spec)
+            parts = [Part(spec["heads"], spec["kv_heads"], is_old=True), new_heads(plan, spec)]
+            expand_attention(layer.get_submodule(name), "expanded", parts, spec["attributes"], spec["config"])
+
+
+def new_heads(plan: dict[str, Any], spec: dict[str, Any]) -> Part:
+    """The heads that an expansion adds to a layer."""
+    kv_heads = plan["widths"]["up_kv_heads"]
+    return Part(kv_heads * (spec["heads"] // spec["kv_heads"]), kv_heads, is_old=False)
+
+
+def fork(layer: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+    """Begin two paths with what enters the first collaborative layer; a hook, so that no stock forward is touched."""
+    if not layer.is_forking:
+        return None
+    hidden, *others = args or (kwargs["hidden_states"],)
+    both = torch.cat((hidden[..., : layer.preserve_width], hidden), dim=-1)
+    return ((both, *others), kwargs) if args else (args, kwargs | {"hidden_states": both})
+
+
+def route_layers(base_model: nn.Module, plan: dict[str, Any]) -> None:
+    """Let two paths pass through every module from the first collaborative layer to the last norm."""
+    routing, layers = plan["routing"], base_model.get_submodule(plan["layers"])
+    if routing["fork"] != min(plan["collaborative"]["layers"], default=None):
+        raise ValueError(
+            f"config.json: scale_surgery.routing.fork is {routing['fork']}, expected the first collaborative layer: "
+            "the preserve path would not be the base model's. Was it changed by hand?"
+        )
+    if routing["fork"] is None:
+        return
+    first = layers[routing["fork"]]
+    first.preserve_width, first.is_forking = routing["preserve_width"], False
+    first.register_forward_pre_hook(fork, with_kwargs=True)
+    for index, layer in enumerate(layers):
+        if index >= routing["fork"]:
+            route_layer(layer, plan, "expanded" if index in plan["expanded_layers"] else "passing")
+    for name, spec in routing["last"].items():
+        norm = base_model.get_submodule(name)
+        if not isinstance(norm, ExpandedModule):
+            expand_module(norm, **spec)
+        norm.can_route, norm.is_last, norm.keeps_up = True, True, routing["keeps_up"]
+
+
+def route_layer(layer: nn.Module, plan: dict[str, Any], kind: str) -> None:
+    """Let two paths pass through one layer, "expanded" or "passing"."""
+    routing = plan["routing"]
+    for name, spec in routing["modules"][kind].items():
+        expand_module(layer.get_submodule(name), **spec)
+    for module in layer.modules():
+        if isinstance(module, ExpandedModule):
+            module.can_route, module.keeps_up = True, routing["keeps_up"]
+    for name, spec in routing["attention"].items():
+        old = Part(spec["heads"], spec["kv_heads"], is_old=True)
+        new = [new_heads(plan, spec)] if kind == "expanded" and plan["attention"] else []
+        parts = [old._replace(is_detached=True), *(new if routing["keeps_up"] else []), old, *new]
+        expand_attention(layer.get_submodule(name), "routed", parts, **spec[kind])
 
 
 def detach_base(model: nn.Module, base_model: nn.Module, plan: dict[str, Any]) -> None:
@@ -65,16 +119,19 @@ class ExpandedPreTrainedModel:
             own_dtype = {} if spec["kind"] == "passing" else {"dtype": plan["dtype"]}
             expand_module(base_model.get_submodule(name), **spec, **own_dtype)
         head = self.get_output_embeddings()
-        if head is not None and plan["head"]:
-            expand_module(head, **plan["head"], dtype=plan["dtype"])
-        elif head is not None:
-            # the last token's features are strided, and torch takes another kernel for them when a weight is frozen
-            expand_module(head, "passing", base=head.weight.shape[1], up=0)
+        if head is not None:
+            without = {"kind": "head", "base": head.weight.shape[1], "up": 0}
+            expand_module(head, **(plan["head"] or without), dtype=plan["dtype"])
         expand_layers(base_model, plan)
         detach_base(self, base_model, plan)
+        if "routing" in plan:
+            route_layers(base_model, plan)
         if plan["dtype"] == "float32":
             # new tensors that were asked for in float32 stay so when the base is loaded in half precision
             self._keep_in_fp32_modules_strict = set(self.expansion_names())
+        # without a head there is nothing to route: then the model is the adapt path
+        self.switches = {"expansion": True, "routing": "routing" in plan and head is not None}
+        self.apply_switches()
         self.post_init()
         self.freeze_base()
 
@@ -85,15 +142,18 @@ class ExpandedPreTrainedModel:
     def from_pretrained(cls, *args, **kwargs):
         """Load as transformers does, then freeze the base: loading itself resets `requires_grad`.
 
-        `expansion_enabled=False` gives the base model: see `enable_expansion`.
+        `expansion_enabled=False` gives the base model, `routing_enabled=False` the adapt path alone: see
+        `enable_expansion` and `enable_routing`.
         """
         if cls.renamed_modules:
             kwargs.setdefault("key_mapping", cls.renamed_modules)
-        is_enabled = kwargs.pop("expansion_enabled", True)
+        is_enabled, is_routed = kwargs.pop("expansion_enabled", True), kwargs.pop("routing_enabled", True)
         loaded = super().from_pretrained(*args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         model.freeze_base()
         model.enable_expansion(is_enabled)
+        if not is_routed:
+            model.enable_routing(False)
         return loaded
 
     def freeze_base(self) -> None:
@@ -115,26 +175,59 @@ class ExpandedPreTrainedModel:
 
         A KV cache belongs to the state in which it was filled.
         """
-        for module in self.modules():
-            if isinstance(module, ExpandedModule):
-                module.is_enabled = is_enabled
-            elif hasattr(module, "expanded_values"):
-                switch_attention(module, is_enabled=is_enabled)
+        self.switches["expansion"] = is_enabled
+        self.apply_switches()
 
     @property
     def is_expansion_enabled(self) -> bool:
         """Whether the expansion takes part in a forward."""
-        return all(module.is_enabled for module in self.modules() if isinstance(module, ExpandedModule))
+        return self.switches["expansion"]
+
+    def expansion_disabled(self) -> AbstractContextManager[None]:
+        """Run the base model alone inside a `with` block."""
+        return self._switched_off("expansion")
+
+    def enable_routing(self, is_enabled: bool = True) -> None:
+        """Switch the routing on, or off for good: then the adapt path runs alone, as before the model was routed.
+
+        A KV cache belongs to the state in which it was filled.
+        """
+        if is_enabled and "routing" not in self.config.scale_surgery:
+            raise ValueError("This model has no router. Write one that has: scale-surgery route-export.")
+        self.switches["routing"] = is_enabled
+        self.apply_switches()
+
+    @property
+    def is_routing_enabled(self) -> bool:
+        """Whether the model routes: both paths run, and a router makes its logits."""
+        return self.switches["routing"] and self.switches["expansion"]
+
+    def routing_disabled(self) -> AbstractContextManager[None]:
+        """Run the adapt path alone inside a `with` block."""
+        return self._switched_off("routing")
 
     @contextmanager
-    def expansion_disabled(self) -> Iterator[None]:
-        """Run the base model alone inside a `with` block."""
-        was_enabled = self.is_expansion_enabled
-        self.enable_expansion(False)
+    def _switched_off(self, name: str) -> Iterator[None]:
+        before = self.switches[name]
+        self.switches[name] = False
+        self.apply_switches()
         try:
             yield
         finally:
-            self.enable_expansion(was_enabled)
+            self.switches[name] = before
+            self.apply_switches()
+
+    def apply_switches(self) -> None:
+        """Tell every module which of its forms runs."""
+        is_enabled, is_routed = self.is_expansion_enabled, self.is_routing_enabled
+        for module in self.modules():
+            if isinstance(module, ExpandedModule):
+                module.is_enabled, module.is_routed = is_enabled, is_routed and module.can_route
+            elif hasattr(module, "modes"):
+                is_two = is_routed and "routed" in module.modes
+                switch_attention(module, "routed" if is_two else "expanded" if is_enabled else "stock")
+            elif hasattr(module, "is_forking"):
+                module.is_forking = is_routed
 
     def trainable_parameters(self) -> dict[str, dict[str, int]]:
         """Count what trains: for each layer, and for what lies outside the layers, parameters by group."""

@@ -14,6 +14,7 @@ This file travels with the checkpoint: it opens no file, and needs only torch.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -55,27 +56,46 @@ def add_product(y: Tensor, x: Tensor, block: Tensor) -> Tensor:
     return AddProduct.apply(y, x, block)
 
 
-def join_streams(base: Tensor, up: Tensor) -> Tensor:
-    """Join both streams; what training joins remembers them, so that the next module need not copy them out of it."""
-    joined = torch.cat((base, up), dim=-1)
+# base stream and up stream of one path; None where the path has no up stream here
+Streams = tuple[Tensor, Tensor | None]
+
+
+def join_streams(*streams: Tensor) -> Tensor:
+    """Join streams; what training joins remembers them, so that the next module need not copy them out of it."""
+    if len(streams) == 1:
+        return streams[0]
+    joined = torch.cat(streams, dim=-1)
     if joined.requires_grad and not torch.compiler.is_compiling():
-        joined.streams = (base, up, joined._version)
+        joined.streams = (streams, joined._version)
     return joined
 
 
-def streams_of(x: Any) -> tuple[Tensor, Tensor] | None:
-    """The streams that a tensor was joined from, or None where they are not known or it was changed since."""
-    base, up, version = getattr(x, "streams", (None, None, None))
-    return None if base is None or version != x._version else (base, up)
+def streams_of(x: Any, widths: list[int]) -> tuple[Tensor, ...] | None:
+    """The streams of these widths that a tensor was joined from; None where it was not, or was changed since."""
+    streams, version = getattr(x, "streams", ((), None))
+    is_known = streams and version == x._version and [stream.shape[-1] for stream in streams] == widths
+    return streams if is_known else None
 
 
-def join(base: Tensor, up: Tensor, sections: list[list[int]]) -> Tensor:
-    """Join base and up outputs; a fused projection is joined section by section: q, q_up, k, k_up, ..."""
+def stack(paths: list[Streams]) -> Tensor:
+    """Lay paths one after the other along the batch, each as wide as the last one: [base, up], zeros for what lacks.
+
+    That is how they leave the last norm: stock code may have noted the width of the residual stream before the first
+    layer, and expects it there again.
+    """
+    joined = [join_streams(*(stream for stream in path if stream is not None)) for path in paths]
+    return torch.cat([functional.pad(path, (0, joined[-1].shape[-1] - path.shape[-1])) for path in joined])
+
+
+def join(paths: list[Streams], sections: list[list[int]]) -> Tensor:
+    """Join the streams of all paths; a fused projection is joined section by section: q, q_up, k, k_up, ..."""
     if len(sections) == 1:
-        return join_streams(base, up)
-    base_parts = base.split([size for size, _ in sections], dim=-1)
-    up_parts = up.split([size for _, size in sections], dim=-1)
-    return torch.cat([part for pair in zip(base_parts, up_parts, strict=True) for part in pair], dim=-1)
+        return join_streams(*(stream for path in paths for stream in path if stream is not None))
+    base_sizes, up_sizes = zip(*sections, strict=True)
+    columns = []
+    for base, up in paths:
+        columns += [base.split(base_sizes, dim=-1)] + ([] if up is None else [up.split(up_sizes, dim=-1)])
+    return torch.cat([part for parts in zip(*columns, strict=True) for part in parts], dim=-1)
 
 
 class ExpandedModule:
@@ -84,10 +104,23 @@ class ExpandedModule:
     Below the first collaborative layer nothing that trains reaches the base stream, so no gradient has to pass
     through it: there `base_detached` is set, and training costs what the up stream costs. Where `is_enabled` is
     not set, the module is the stock module.
+
+    From the first collaborative layer on, a routed model carries two paths side by side: [preserve | adapt]. The
+    preserve path is the base stream alone, or with an up stream of its own where `keeps_up` is set; W12 does not
+    exist for it.
     """
 
     base_detached = False
     is_enabled = True
+    # whether two paths pass through the module where the model routes, and whether they do now
+    can_route = False
+    is_routed = False
+    keeps_up = False
+    is_last = False
+    # features of the base stream that the module reads; None where all that it reads is one path
+    base_in: int | None = None
+    # widths of base and up outputs, section by section; only a fused projection has several
+    sections: list[list[int]] = [[]]
     # some modules see the strides that they see in the base model
     keeps_strides = False
 
@@ -101,16 +134,49 @@ class ExpandedModule:
         """The stock module's own forward."""
         return super().forward(x)
 
-    def split(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Split the last axis into base part and up part.
+    def forward_expanded(self, x: Tensor) -> Tensor:
+        """Each path by itself: no operation sees more of the base stream than in the base model."""
+        paths = self.split(x)
+        adapted = self.forward_streams(*paths[-1])
+        return self.join([self.forward_preserve(*paths[0]), adapted] if self.is_routed else [adapted])
 
-        The base part has memory of its own, because kernels may choose their path by the strides of an operand.
+    def forward_preserve(self, base: Tensor, up: Tensor) -> Streams:
+        """The preserve path, in which W12 does not exist."""
+        return self.forward_streams(base, up) if self.keeps_up else (self.forward_stock(base), None)
+
+    def forward_streams(self, base: Tensor, up: Tensor) -> Streams:
+        """One path with both streams."""
+        raise NotImplementedError
+
+    def join(self, paths: list[Streams]) -> Tensor:
+        """Put the results of all paths side by side; what leaves the last norm is stacked."""
+        return stack(paths) if self.is_last and self.is_routed else join(paths, self.sections)
+
+    def widths(self, width: int) -> list[int]:
+        """Widths of base and up part of each path, of all that the module reads."""
+        base = self.base_in or (width // 2 if self.is_routed else width)
+        if not self.is_routed:
+            return [base, width - base]
+        return [base, width // 2 - base] * 2 if self.keeps_up else [base, 0, base, width - 2 * base]
+
+    def split(self, x: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Split the last axis into base part and up part of each path.
+
+        A base part has memory of its own, because kernels may choose their path by the strides of an operand.
         """
-        known = streams_of(x)
-        base, up = known or (x[..., : self.base_in], x[..., self.base_in :])
-        base = base.detach() if self.base_detached else base
+        widths = self.widths(x.shape[-1])
+        known = streams_of(x, widths)
+        parts = known or x.split(widths, dim=-1)
         # a copy of the up part is what backward keeps, and not the joined tensor
-        return (base, up) if known else (base.clone(), up.contiguous())
+        copied = known or [part.contiguous() if index % 2 else part.clone() for index, part in enumerate(parts)]
+        return self.paired(copied)
+
+    def paired(self, parts: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """Base and up part of each path; no gradient goes where nothing that trains has been."""
+        bases = list(parts[::2])
+        if self.base_detached or self.is_routed:
+            bases[0] = bases[0].detach()
+        return list(zip(bases, parts[1::2], strict=True))
 
     def add_parameter(self, name: str, *shape: int, dtype: str | None) -> None:
         """Add one expansion tensor, zero until it is loaded, in `dtype` or in the dtype of the stock weight."""
@@ -149,13 +215,17 @@ class ExpandedLinear(ExpandedModule):
             else:
                 self.add_parameter(name, *shape, dtype=dtype)
 
-    def forward_expanded(self, x: Tensor) -> Tensor:
-        x_base, x_up = self.split(x)
-        y_base = self.forward_stock(x_base)
-        y_up = self.forward_up(x_base, x_up, y_base)
-        if self.w12 is not None:
-            y_base = y_base + product(x_up, self.w12, y_base)
-        return y_base if y_up is None else join(y_base, y_up, self.sections)
+    def forward_streams(self, base: Tensor, up: Tensor) -> Streams:
+        y_base, y_up = self.forward_preserve_streams(base, up)
+        return (y_base if self.w12 is None else y_base + product(up, self.w12, y_base)), y_up
+
+    def forward_preserve(self, base: Tensor, up: Tensor) -> Streams:
+        return self.forward_preserve_streams(base, up) if self.keeps_up else (self.forward_stock(base), None)
+
+    def forward_preserve_streams(self, base: Tensor, up: Tensor) -> Streams:
+        """Both streams without W12."""
+        y_base = self.forward_stock(base)
+        return y_base, self.forward_up(base, up, y_base)
 
     def forward_up(self, x_base: Tensor, x_up: Tensor, like: Tensor) -> Tensor | None:
         """Up part of the output, W21 x + W22 x_up + bias, or None where the output is not widened."""
@@ -168,17 +238,38 @@ class ExpandedLinear(ExpandedModule):
 
 
 class ExpandedHead(ExpandedModule):
-    """The head: logits = head x + head_up x_up, where head_up is `up_weight`, zero at first, never tied."""
+    """The head: logits = head x + head_up x_up, where head_up is `up_weight`, zero at first, never tied.
+
+    Where a model routes, the head is asked for other than the logits of one path: `answer` gets the head and the
+    features of both paths, one after the other along the batch. `softcap` is set where the stock model would cap the
+    logits after the head, which is too late for a router.
+    """
 
     groups = {"up_weight": "head"}
+    answer: Callable[[ExpandedHead, Tensor], Tensor] | None = None
+    softcap: float | None = None
 
     def configure(self, base, up, dtype):
         self.base_in = base
-        self.add_parameter("up_weight", self.weight.shape[0], up, dtype=dtype)
+        if up:
+            self.add_parameter("up_weight", self.weight.shape[0], up, dtype=dtype)
+        else:
+            self.register_parameter("up_weight", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.answer(self, x) if self.answer is not None else self.capped(super().forward(x))
 
     def forward_expanded(self, x: Tensor) -> Tensor:
-        x_base, x_up = self.split(x)
-        return add_product(self.forward_stock(x_base), x_up, self.up_weight)
+        ((base, up),) = self.split(x)
+        return self.add_up(self.forward_stock(base), up)
+
+    def add_up(self, logits: Tensor, up: Tensor) -> Tensor:
+        """Add head_up x_up to the logits of the base stream."""
+        return logits if self.up_weight is None else add_product(logits, up, self.up_weight)
+
+    def capped(self, logits: Tensor) -> Tensor:
+        """Cap logits as the stock model does."""
+        return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
 
 
 class ExpandedEmbedding(ExpandedModule):
@@ -210,10 +301,9 @@ class ExpandedNorm(ExpandedModule):
         if getattr(self, "bias", None) is not None:
             self.add_parameter("up_bias", up, dtype=dtype)
 
-    def forward_expanded(self, x: Tensor) -> Tensor:
-        x_base, x_up = self.split(x)
-        y_base = self.forward_stock(x_base)
-        return join_streams(y_base, self.forward_up(x_up).to(y_base.dtype))
+    def forward_streams(self, base: Tensor, up: Tensor) -> Streams:
+        y_base = self.forward_stock(base)
+        return y_base, self.forward_up(up).to(y_base.dtype)
 
     def forward_up(self, x_up: Tensor) -> Tensor:
         """Norm of the up stream, computed in float32."""
@@ -233,16 +323,19 @@ class ExpandedHeadNorm(ExpandedModule):
     keeps_strides = True
 
     def configure(self, heads, axis):
-        self.base_heads, self.head_axis = heads, axis
+        self.base_in, self.head_axis = heads, axis
 
-    def forward_expanded(self, x: Tensor) -> Tensor:
-        sizes = [self.base_heads, x.shape[self.head_axis] - self.base_heads]
+    def split(self, x: Tensor) -> list[tuple[Tensor, Tensor]]:
+        parts = x.split(self.widths(x.shape[self.head_axis]), self.head_axis)
         # clone() keeps the order of strides, so the old heads lie in memory as they do in the base model
-        old, new = x.split(sizes, self.head_axis)
-        old = old.detach() if self.base_detached else old
-        parts = [self.forward_stock(part.clone()) for part in (old, new)]
-        by_row = [part.movedim(self.head_axis, -2) for part in parts]
-        return torch.cat(by_row, dim=-2).movedim(-2, self.head_axis)
+        return self.paired([part.clone() for part in parts])
+
+    def forward_streams(self, base: Tensor, up: Tensor) -> Streams:
+        return self.forward_stock(base), self.forward_stock(up)
+
+    def join(self, paths: list[Streams]) -> Tensor:
+        parts = [part.movedim(self.head_axis, -2) for path in paths for part in path if part is not None]
+        return torch.cat(parts, dim=-2).movedim(-2, self.head_axis)
 
 
 class ExpandedActivation(ExpandedModule):
@@ -253,30 +346,38 @@ class ExpandedActivation(ExpandedModule):
     def configure(self, base):
         self.base_in = base
 
-    def forward_expanded(self, x: Tensor) -> Tensor:
-        return join_streams(*(self.forward_stock(part) for part in self.split(x)))
+    def forward_streams(self, base: Tensor, up: Tensor) -> Streams:
+        return self.forward_stock(base), self.forward_stock(up)
 
-    def split(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def split(self, x: Tensor) -> list[tuple[Tensor, Tensor]]:
         if x.is_contiguous():
             return super().split(x)
         # a chunk of a fused projection is strided in the base model too, and must stay so here
-        base = x[..., : self.base_in]
-        return base.detach() if self.base_detached else base, x[..., self.base_in :]
+        return self.paired(x.split(self.widths(x.shape[-1]), dim=-1))
 
 
 class PassingModule(ExpandedModule):
-    """A stock module at the border of the residual stream in a layer that was not chosen.
+    """A stock module that has no block of its own.
 
-    It reads only the `base` features (None: reads something else) and writes `up` zeros, so the up stream
-    passes through the layer's residual connection unchanged.
+    At the border of the residual stream in a layer that was not chosen it reads only the `base` features (None: all
+    that it reads is base) and writes `up` zeros, so the up stream passes through the layer's residual connection
+    unchanged. Where a model routes, every module of a layer has to take both paths; `sections` are then the parts of
+    a fused projection.
     """
 
-    def configure(self, base, up):
+    def configure(self, base, up, sections=None):
         self.base_in, self.up_out = base, up
+        self.sections = [[size, 0] for size in sections] if sections else [[]]
 
     def forward_expanded(self, x: Tensor) -> Tensor:
-        y = self.forward_stock(x if self.base_in is None else self.split(x)[0])
+        if self.is_routed:
+            return super().forward_expanded(x)
+        y = self.forward_stock(x if self.base_in is None else self.split(x)[0][0])
         return functional.pad(y, (0, self.up_out)) if self.up_out else y
+
+    def forward_streams(self, base: Tensor, up: Tensor) -> Streams:
+        y = self.forward_stock(base)
+        return y, y.new_zeros(*y.shape[:-1], self.up_out) if self.up_out else None
 
 
 KINDS = {

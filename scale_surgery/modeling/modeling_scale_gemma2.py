@@ -6,8 +6,10 @@ from .configuration_scale_gemma2 import ScaleGemma2Config
 
 # transformers 4 copies the files that this one imports itself, and no others
 from .expanded_attention import SPLIT_ATTENTION  # noqa: F401
+from .expanded_causal_lm import ExpandedForCausalLM
 from .expanded_model import ExpandedPreTrainedModel
 from .expanded_modules import EXPANSION_NAMES  # noqa: F401
+from .expanded_routing import RouterState  # noqa: F401
 
 
 class ScaleGemma2Model(ExpandedPreTrainedModel, Gemma2Model):
@@ -16,7 +18,7 @@ class ScaleGemma2Model(ExpandedPreTrainedModel, Gemma2Model):
     config_class = ScaleGemma2Config
 
 
-class ScaleGemma2ForCausalLM(ExpandedPreTrainedModel, Gemma2ForCausalLM):
+class ScaleGemma2ForCausalLM(ExpandedForCausalLM, Gemma2ForCausalLM):
     """The stock language model; logits = head x + head_up x_up."""
 
     config_class = ScaleGemma2Config

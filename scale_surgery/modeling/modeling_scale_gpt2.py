@@ -6,8 +6,10 @@ from .configuration_scale_gpt2 import ScaleGPT2Config
 
 # transformers 4 copies the files that this one imports itself, and no others
 from .expanded_attention import SPLIT_ATTENTION  # noqa: F401
+from .expanded_causal_lm import ExpandedForCausalLM
 from .expanded_model import ExpandedPreTrainedModel
 from .expanded_modules import EXPANSION_NAMES  # noqa: F401
+from .expanded_routing import RouterState  # noqa: F401
 
 
 class ScaleGPT2Model(ExpandedPreTrainedModel, GPT2Model):
@@ -16,7 +18,7 @@ class ScaleGPT2Model(ExpandedPreTrainedModel, GPT2Model):
     config_class = ScaleGPT2Config
 
 
-class ScaleGPT2ForCausalLM(ExpandedPreTrainedModel, GPT2LMHeadModel):
+class ScaleGPT2ForCausalLM(ExpandedForCausalLM, GPT2LMHeadModel):
     """The stock language model; logits = head x + head_up x_up."""
 
     config_class = ScaleGPT2Config

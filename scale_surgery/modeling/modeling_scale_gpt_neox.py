@@ -6,8 +6,10 @@ from .configuration_scale_gpt_neox import ScaleGPTNeoXConfig
 
 # transformers 4 copies the files that this one imports itself, and no others
 from .expanded_attention import SPLIT_ATTENTION  # noqa: F401
+from .expanded_causal_lm import ExpandedForCausalLM
 from .expanded_model import ExpandedPreTrainedModel
 from .expanded_modules import EXPANSION_NAMES  # noqa: F401
+from .expanded_routing import RouterState  # noqa: F401
 
 
 class ScaleGPTNeoXModel(ExpandedPreTrainedModel, GPTNeoXModel):
@@ -16,7 +18,7 @@ class ScaleGPTNeoXModel(ExpandedPreTrainedModel, GPTNeoXModel):
     config_class = ScaleGPTNeoXConfig
 
 
-class ScaleGPTNeoXForCausalLM(ExpandedPreTrainedModel, GPTNeoXForCausalLM):
+class ScaleGPTNeoXForCausalLM(ExpandedForCausalLM, GPTNeoXForCausalLM):
     """The stock language model; logits = head x + head_up x_up."""
 
     config_class = ScaleGPTNeoXConfig

@@ -6,8 +6,10 @@ from .configuration_scale_llama import ScaleLlamaConfig
 
 # transformers 4 copies the files that this one imports itself, and no others
 from .expanded_attention import SPLIT_ATTENTION  # noqa: F401
+from .expanded_causal_lm import ExpandedForCausalLM
 from .expanded_model import ExpandedPreTrainedModel
 from .expanded_modules import EXPANSION_NAMES  # noqa: F401
+from .expanded_routing import RouterState  # noqa: F401
 
 
 class ScaleLlamaModel(ExpandedPreTrainedModel, LlamaModel):
@@ -16,7 +18,7 @@ class ScaleLlamaModel(ExpandedPreTrainedModel, LlamaModel):
     config_class = ScaleLlamaConfig
 
 
-class ScaleLlamaForCausalLM(ExpandedPreTrainedModel, LlamaForCausalLM):
+class ScaleLlamaForCausalLM(ExpandedForCausalLM, LlamaForCausalLM):
     """The stock language model; logits = head x + head_up x_up."""
 
     config_class = ScaleLlamaConfig

@@ -6,8 +6,10 @@ from .configuration_scale_mistral import ScaleMistralConfig
 
 # transformers 4 copies the files that this one imports itself, and no others
 from .expanded_attention import SPLIT_ATTENTION  # noqa: F401
+from .expanded_causal_lm import ExpandedForCausalLM
 from .expanded_model import ExpandedPreTrainedModel
 from .expanded_modules import EXPANSION_NAMES  # noqa: F401
+from .expanded_routing import RouterState  # noqa: F401
 
 
 class ScaleMistralModel(ExpandedPreTrainedModel, MistralModel):
@@ -16,7 +18,7 @@ class ScaleMistralModel(ExpandedPreTrainedModel, MistralModel):
     config_class = ScaleMistralConfig
 
 
-class ScaleMistralForCausalLM(ExpandedPreTrainedModel, MistralForCausalLM):
+class ScaleMistralForCausalLM(ExpandedForCausalLM, MistralForCausalLM):
     """The stock language model; logits = head x + head_up x_up."""
 
     config_class = ScaleMistralConfig

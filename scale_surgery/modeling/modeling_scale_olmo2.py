@@ -6,8 +6,10 @@ from .configuration_scale_olmo2 import ScaleOlmo2Config
 
 # transformers 4 copies the files that this one imports itself, and no others
 from .expanded_attention import SPLIT_ATTENTION  # noqa: F401
+from .expanded_causal_lm import ExpandedForCausalLM
 from .expanded_model import ExpandedPreTrainedModel
 from .expanded_modules import EXPANSION_NAMES  # noqa: F401
+from .expanded_routing import RouterState  # noqa: F401
 
 
 class ScaleOlmo2Model(ExpandedPreTrainedModel, Olmo2Model):
@@ -16,7 +18,7 @@ class ScaleOlmo2Model(ExpandedPreTrainedModel, Olmo2Model):
     config_class = ScaleOlmo2Config
 
 
-class ScaleOlmo2ForCausalLM(ExpandedPreTrainedModel, Olmo2ForCausalLM):
+class ScaleOlmo2ForCausalLM(ExpandedForCausalLM, Olmo2ForCausalLM):
     """The stock language model; logits = head x + head_up x_up."""
 
     config_class = ScaleOlmo2Config

@@ -6,8 +6,10 @@ from .configuration_scale_phi3 import ScalePhi3Config
 
 # transformers 4 copies the files that this one imports itself, and no others
 from .expanded_attention import SPLIT_ATTENTION  # noqa: F401
+from .expanded_causal_lm import ExpandedForCausalLM
 from .expanded_model import ExpandedPreTrainedModel
 from .expanded_modules import EXPANSION_NAMES  # noqa: F401
+from .expanded_routing import RouterState  # noqa: F401
 
 
 class ScalePhi3Model(ExpandedPreTrainedModel, Phi3Model):
@@ -16,7 +18,7 @@ class ScalePhi3Model(ExpandedPreTrainedModel, Phi3Model):
     config_class = ScalePhi3Config
 
 
-class ScalePhi3ForCausalLM(ExpandedPreTrainedModel, Phi3ForCausalLM):
+class ScalePhi3ForCausalLM(ExpandedForCausalLM, Phi3ForCausalLM):
     """The stock language model; logits = head x + head_up x_up."""
 
     config_class = ScalePhi3Config

@@ -6,8 +6,10 @@ from .configuration_scale_qwen2 import ScaleQwen2Config
 
 # transformers 4 copies the files that this one imports itself, and no others
 from .expanded_attention import SPLIT_ATTENTION  # noqa: F401
+from .expanded_causal_lm import ExpandedForCausalLM
 from .expanded_model import ExpandedPreTrainedModel
 from .expanded_modules import EXPANSION_NAMES  # noqa: F401
+from .expanded_routing import RouterState  # noqa: F401
 
 
 class ScaleQwen2Model(ExpandedPreTrainedModel, Qwen2Model):
@@ -16,7 +18,7 @@ class ScaleQwen2Model(ExpandedPreTrainedModel, Qwen2Model):
     config_class = ScaleQwen2Config
 
 
-class ScaleQwen2ForCausalLM(ExpandedPreTrainedModel, Qwen2ForCausalLM):
+class ScaleQwen2ForCausalLM(ExpandedForCausalLM, Qwen2ForCausalLM):
     """The stock language model; logits = head x + head_up x_up."""
 
     config_class = ScaleQwen2Config

@@ -6,8 +6,10 @@ from .configuration_scale_qwen3 import ScaleQwen3Config
 
 # transformers 4 copies the files that this one imports itself, and no others
 from .expanded_attention import SPLIT_ATTENTION  # noqa: F401
+from .expanded_causal_lm import ExpandedForCausalLM
 from .expanded_model import ExpandedPreTrainedModel
 from .expanded_modules import EXPANSION_NAMES  # noqa: F401
+from .expanded_routing import RouterState  # noqa: F401
 
 
 class ScaleQwen3Model(ExpandedPreTrainedModel, Qwen3Model):
@@ -16,7 +18,7 @@ class ScaleQwen3Model(ExpandedPreTrainedModel, Qwen3Model):
     config_class = ScaleQwen3Config
 
 
-class ScaleQwen3ForCausalLM(ExpandedPreTrainedModel, Qwen3ForCausalLM):
+class ScaleQwen3ForCausalLM(ExpandedForCausalLM, Qwen3ForCausalLM):
     """The stock language model; logits = head x + head_up x_up."""
 
     config_class = ScaleQwen3Config

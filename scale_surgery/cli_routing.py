@@ -1,0 +1,76 @@
+"""The commands about routing: parse, call one function, hand its result to the console."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from scale_surgery.options import FOLDER, Command, output_options, overwrite_options
+
+if TYPE_CHECKING:
+    from scale_surgery.console import Output
+    from scale_surgery.routing_specs import Routing
+
+
+def routing_options(command: Command) -> Command:
+    """Add the numbers of both routers; defaults stand in the dataclass."""
+    options = [
+        click.option("--threshold", type=float, help="Cosine above which a token is preserved, -1 to 1. Default: 0.5."),
+        click.option("--prior", type=float, help="Weight of the base at the start of a text, 0 to 1. Default: 0.5."),
+        click.option(
+            "--switch-rate",
+            type=float,
+            help="Share of its weight that each path gives to the other at every token. Default: 0.01.",
+        ),
+        click.option("--strict", is_flag=True, help="The preserve side is the base's output alone; posterior: always."),
+    ]
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def make_routing(router: Any, options: dict[str, Any]) -> Routing:
+    """How to route, from command line options; an option of the other router is refused."""
+    from scale_surgery.routing_specs import Routing
+
+    given = {name: value for name, value in options.items() if value is not None and value is not False}
+    foreign = {"cosine": ("prior", "switch_rate"), "posterior": ("threshold",)}[router]
+    named = [f"--{name.replace('_', '-')}" for name in foreign if name in given]
+    if named:
+        raise click.UsageError(f"{', '.join(named)} is not of the {router} router.")
+    return Routing(router, **given)
+
+
+@click.command(name="route-export")
+@click.argument("expanded", type=FOLDER)
+@click.option("-o", "--output", type=FOLDER, required=True, help="Folder to be.")
+@click.option(
+    "--router",
+    type=click.Choice(["posterior", "cosine", "none"]),
+    default="posterior",
+    show_default=True,
+    help="posterior: by how well each path predicted the text so far. cosine: by the cosine of both paths' logits, as "
+    "in the paper. none: take the router of EXPANDED away.",
+)
+@routing_options
+@overwrite_options
+@output_options
+def route_export_command(
+    expanded: Path, output: Path, router: str, base_weights: Any, overwrite: bool, out: Output, **options: Any
+) -> None:
+    """Give EXPANDED a router: one forward pass, two paths, and each token from the one that knows it.
+
+    \b
+    Example: scale-surgery route-export EXPANDED -o ROUTED
+    """
+    from scale_surgery.route import route_export, unroute
+    from scale_surgery.routing_tables import render_routed
+
+    taking: Any = {"base_weights": base_weights, "overwrite": overwrite, "track": out.track}
+    if router == "none":
+        done = unroute(expanded, output, **taking)
+    else:
+        done = route_export(expanded, output, make_routing(router, options), **taking)
+    out.show(done, render_routed(done))

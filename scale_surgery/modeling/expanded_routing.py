@@ -1,0 +1,443 @@
+"""Routers: from the features of both paths to one set of logits, token by token.
+
+    Z_p, Z_a     logits of the base stream on the preserve path and on the adapt path (Z_p are the base model's)
+    Z_up         what the up stream adds to the logits of its path
+
+cosine      if cos(Z_p, Z_a) > threshold: (Z_p + Z_a) / 2 + Z_up_p, else Z_a + Z_up_a  (SCALE, arXiv 2511.03270, eq. 5);
+            strict: Z_p alone instead of the first
+posterior   log(w p_P + (1 - w) p_A), where w is the posterior probability that the preserve path explains the tokens
+            read so far: log odds += log p_P(y) - log p_A(y) for each token y, mixed with a fixed-share rate
+            (Herbster and Warmuth 1998); p_P = softmax(Z_p), p_A = softmax(Z_a + Z_up_a)
+
+This file travels with the checkpoint: it opens no file, and needs only torch and transformers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicLayer
+
+# logits that are taken to float32 at a time, and that are made only to score tokens at a time
+AT_ONCE, SCORED_AT_ONCE = 2**20, 2**23
+# log odds beyond this change no probability that float32 can tell from 0 or 1
+MOST_LOG_ODDS = 60.0
+# differences of log-probabilities beyond this would overflow when they are exponentiated
+LARGEST = 80.0
+# positions of one call to which assisted generation may go back
+MOST_KEPT = 24
+
+
+class TokenScores(NamedTuple):
+    """What routing made of each token but the first; all (b, t - 1), natural logarithms.
+
+    Attributes:
+        base: Log-probability of the token under the base model.
+        preserve: The same under what the router gives out on the preserve side.
+        adapt: The same under the adapt path.
+        routed: The same under the routed output.
+        cosine: cos(Z_p, Z_a) where the token is predicted.
+        weight: Weight of the adapt path there, from 0 to 1; 0 or 1 for a decision.
+    """
+
+    base: Tensor
+    preserve: Tensor
+    adapt: Tensor
+    routed: Tensor
+    cosine: Tensor
+    weight: Tensor
+
+
+class RouterState(DynamicLayer):
+    """What the posterior router remembers, as one more layer of the KV cache, which reorders and crops it.
+
+    `keys` are log p_P - log p_A of every possible next token at the last positions (b, 1, positions, v), `values` the
+    log odds there (b, 1, positions, 1). Without a position it knows nothing.
+    """
+
+    def __init__(self, is_sliding: bool) -> None:
+        super().__init__()
+        self.is_sliding, self.seen = is_sliding, 0
+
+    def set(self, evidence: Tensor, odds: Tensor, tokens: int) -> None:
+        """Remember the state after so many more tokens."""
+        self.keys, self.values = evidence.unsqueeze(1), odds[:, None, :, None]
+        self.dtype, self.device, self.is_initialized = evidence.dtype, evidence.device, True
+        self.seen += tokens
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last tokens; before transformers 5 the argument is a positive number of tokens to keep."""
+        removed = -tokens_to_remove if tokens_to_remove <= 0 else max(0, self.seen - tokens_to_remove)
+        if removed and self.is_initialized:
+            kept = max(0, self.keys.shape[-2] - removed)
+            self.keys, self.values = self.keys[..., :kept, :], self.values[..., :kept, :]
+            self.seen -= removed
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.keys = self.values = None
+        self.is_initialized, self.seen = False, 0
+
+
+def state_of(cache: Cache | None) -> RouterState | None:
+    """The router's state in a KV cache, or None."""
+    layers = getattr(cache, "layers", [])
+    return next((layer for layer in layers if isinstance(layer, RouterState)), None)
+
+
+@dataclass
+class Tokens:
+    """What a router must know of a call beside the features.
+
+    Attributes:
+        ids: Token ids (b, t), or None.
+        restarts: Where a sequence begins and where padding stands (b, t).
+        state: State after the tokens before, or None where there are none.
+        keep: Positions whose logits are wanted.
+        result: State after the last token, made by the posterior router.
+    """
+
+    ids: Tensor | None
+    restarts: Tensor
+    state: RouterState | None
+    keep: slice | Tensor
+    result: tuple[Tensor, Tensor] | None = None
+
+
+def find_restarts(mask: Tensor | None, positions: Tensor | None, past: int, like: Tensor) -> Tensor:
+    """Find where a sequence begins and where padding stands: there the router knows nothing of what came before.
+
+    Args:
+        mask: 2-dimensional attention mask (b, past + t) or None; any other mask is not read.
+        positions: Position ids (b or 1, t) or None.
+        past: Tokens in the KV cache.
+        like: Features or ids (b, t, ...).
+
+    Returns:
+        (b, t), bool.
+    """
+    rows, length = like.shape[:2]
+    restarts = torch.zeros(rows, length, dtype=torch.bool, device=like.device)
+    if positions is not None and positions.dim() == 2:
+        restarts[:, 1:] |= positions[:, 1:] != positions[:, :-1] + 1
+        restarts[:, 0] |= positions[:, 0] == 0
+    if isinstance(mask, Tensor) and mask.dim() == 2:
+        padded = torch.nn.functional.pad(mask == 0, (1, 0), value=False)
+        restarts |= padded[:, -length:] | padded[:, -length - 1 : -1]
+    if past == 0:
+        restarts[:, 0] = True
+    return restarts
+
+
+def in_chunks(rows: int, width: int, at_once: int) -> Iterator[slice]:
+    """Ranges of rows of so many numbers at a time."""
+    step = max(1, at_once // width)
+    return (slice(start, start + step) for start in range(0, rows, step))
+
+
+def by_row(function: Callable[..., Tensor], *logits: Tensor) -> Tensor:
+    """Apply a function of logits to a number a row in float32, without a copy of all the logits."""
+    flat = [tensor.flatten(0, -2) for tensor in logits]
+    chunks = in_chunks(*flat[0].shape, at_once=AT_ONCE)
+    found = [function(*(tensor[rows].float() for tensor in flat)) for rows in chunks]
+    return torch.cat(found).view(logits[0].shape[:-1])
+
+
+def normalizers(logits: Tensor) -> Tensor:
+    """Take log sum exp of each row, float32."""
+    return by_row(lambda rows: rows.logsumexp(-1), logits)
+
+
+def cosines(one: Tensor, other: Tensor) -> Tensor:
+    """Cosine of each pair of rows, float32."""
+    return by_row(lambda a, b: torch.nn.functional.cosine_similarity(a, b, dim=-1), one, other)
+
+
+def chosen(logits: Tensor, ids: Tensor) -> Tensor:
+    """Log-probability of one token a row, float32."""
+    return logits.gather(-1, ids[..., None]).squeeze(-1).float() - normalizers(logits)
+
+
+def follow(odds: Tensor | None, evidence: Tensor, restarts: Tensor, prior: float, rate: float) -> Tensor:
+    """Log odds of the preserve path after each token.
+
+    Each token multiplies the weights (w, 1 - w) by its likelihoods and by [[1 - rate, rate], [rate, 1 - rate]]; a
+    restart sets them to the prior. Both are linear, so all prefixes are products of 2 x 2 matrices, taken here in
+    log2(t) steps.
+
+    Args:
+        odds: Log odds before the first token (b,), or None where there is nothing before it.
+        evidence: log p_P(y) - log p_A(y) of each token (b, t), float32.
+        restarts: Where a sequence begins (b, t).
+        prior: Weight of the preserve path at a start.
+        rate: Fixed-share rate.
+
+    Returns:
+        Log odds (b, t), float32.
+    """
+    stay, switch = _log(1 - rate), _log(rate)
+    gain = evidence.float()
+    rows = [torch.stack((gain + stay, torch.full_like(gain, switch)), -1)]
+    rows += [torch.stack((gain + switch, torch.full_like(gain, stay)), -1)]
+    begin = evidence.new_tensor([[_log(prior)] * 2, [_log(1 - prior)] * 2], dtype=torch.float32)
+    steps = torch.where(restarts[..., None, None], begin, torch.stack(rows, -2))  # (b, t, written, read)
+    distance = 1
+    while distance < evidence.shape[1]:
+        later, earlier = steps[:, distance:], steps[:, :-distance]
+        through = (later.unsqueeze(-1) + earlier.unsqueeze(-3)).logsumexp(-2)
+        # only ratios count
+        through = through - through.amax((-2, -1), keepdim=True)
+        steps = torch.cat((steps[:, :distance], through), 1)
+        distance *= 2
+    before = evidence.new_zeros(len(evidence)) if odds is None else odds
+    weights = torch.stack((before, torch.zeros_like(before)), -1)[:, None, None]
+    after = (steps + weights).logsumexp(-1)
+    return after[..., 0] - after[..., 1]
+
+
+def _log(share: float) -> float:
+    return math.log(share) if share > 0 else -math.inf
+
+
+def _mix_rows(z_p: Tensor, z_a: Tensor, shift: Tensor, odds: Tensor) -> Tensor:
+    """Mixture of some rows; the path with more weight gives the scale, and alone it gives its own logits back."""
+    is_preserve = odds >= 0
+    lighter = torch.sigmoid(-odds.abs())
+    ahead = torch.where(is_preserve, z_a - z_p + shift, z_p - z_a - shift)
+    small = (lighter * torch.expm1(ahead.clamp(max=LARGEST))).log1p_()
+    return torch.where(is_preserve, z_p, z_a) + small + (ahead - LARGEST).relu_()
+
+
+class Mixture(torch.autograd.Function):
+    """Logits of w softmax(z_p) + (1 - w) softmax(z_a), written over z_p; only z_a has a gradient.
+
+    With r = (1 - w) p_A / mixture, the share of the adapt path in each probability, and the gradient G of the
+    mixture's logits, the gradient of z_a is G r - p_A sum(G r), but for what shifts a whole row of logits, which no
+    loss sees.
+    """
+
+    @staticmethod
+    def forward(context: Any, z_p: Tensor, z_a: Tensor, shift: Tensor, odds: Tensor, norm: Tensor) -> Tensor:
+        context.mark_dirty(z_p)
+        for rows in in_chunks(*z_p.shape, at_once=AT_ONCE):
+            z_p[rows] = _mix_rows(z_p[rows].float(), z_a[rows].float(), shift[rows, None], odds[rows, None]).to(
+                z_p.dtype
+            )
+        context.save_for_backward(z_p, z_a, shift, odds, norm)
+        return z_p
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        mixed, z_a, shift, odds, norm = context.saved_tensors
+        weight = torch.nn.functional.logsigmoid(-odds) + torch.where(odds >= 0, shift, 0)
+        own = torch.empty_like(gradient)
+        for rows in in_chunks(*gradient.shape, at_once=AT_ONCE):
+            adapt = z_a[rows].float()
+            share = gradient[rows].float() * (adapt - mixed[rows].float() + weight[rows, None]).clamp(max=0).exp()
+            likely = (adapt - norm[rows, None]).exp()
+            own[rows] = (share - likely * share.sum(-1, keepdim=True)).to(own.dtype)
+        return None, own, None, None, None
+
+
+@dataclass(frozen=True)
+class Paths:
+    """Features of both paths before the head, each (..., d + u); one tensor twice where the paths do not part."""
+
+    head: Any
+    preserve: Tensor
+    adapt: Tensor
+
+    @classmethod
+    def of(cls, head: Any, features: Tensor, *, is_forked: bool) -> Paths:
+        """Split what leaves the last norm."""
+        return cls(head, *(features.chunk(2) if is_forked else (features, features)))
+
+    def at(self, keep: Any) -> Paths:
+        """The same at some positions (b, positions, d + u)."""
+        if isinstance(keep, slice) and keep == slice(None):
+            return self
+        # one copy, so that paths that are one stay one
+        preserve = self.preserve[:, keep]
+        return Paths(self.head, preserve, preserve if self.adapt is self.preserve else self.adapt[:, keep])
+
+    def chunks(self, width: int) -> Iterator[Paths]:
+        """The same, some positions at a time, in order; each (1, positions, d + u)."""
+        flat = [path.flatten(0, -2)[None] for path in (self.preserve, self.adapt)]
+        for rows in in_chunks(flat[0].shape[1], width, SCORED_AT_ONCE):
+            yield Paths(self.head, *(path[:, rows] for path in flat))
+
+    def base_logits(self) -> tuple[Tensor, Tensor]:
+        """Z_p and Z_a, by the stock head, in memory of their own."""
+        width = self.head.base_in
+        z_p = self.head.forward_stock(self.preserve[..., :width].detach().contiguous())
+        if self.adapt is self.preserve:
+            return z_p, z_p.clone()
+        return z_p, self.head.forward_stock(self.adapt[..., :width].contiguous())
+
+    def up(self) -> tuple[Tensor, Tensor]:
+        """Up streams of both paths."""
+        width = self.head.base_in
+        return self.preserve[..., width:].contiguous(), self.adapt[..., width:].contiguous()
+
+    def logits(self) -> tuple[Tensor, Tensor]:
+        """What each path alone gives out: the base model's logits, and those of the model that does not route."""
+        z_p, z_a = self.base_logits()
+        return self.head.capped(z_p), self.head.capped(self.head.add_up(z_a, self.up()[1]))
+
+
+@dataclass(frozen=True)
+class CosineRouter:
+    """The paper's router, on the base part of the logits; see the module."""
+
+    threshold: float
+    strict: bool
+    needs_ids = False
+
+    def logits(self, paths: Paths, tokens: Tokens) -> Tensor:
+        """Routed logits (b, kept, v); no gradient passes through the decision."""
+        kept = paths.at(tokens.keep)
+        z_p, z_a = kept.base_logits()
+        is_preserve = (cosines(z_p.detach(), z_a.detach()) > self.threshold)[..., None]
+        up_p, up_a = kept.up()
+        if self.strict:
+            return kept.head.capped(_where(is_preserve, z_p, kept.head.add_up(z_a, up_a)))
+        mean = (z_p + z_a) / 2 if z_a.requires_grad else z_p.add_(z_a).div_(2)
+        return kept.head.capped(kept.head.add_up(_where(is_preserve, mean, z_a), torch.where(is_preserve, up_p, up_a)))
+
+    def preserve_side(self, paths: Paths, z_p: Tensor, z_a: Tensor) -> Tensor:
+        """What the router gives out where it takes the preserve path."""
+        return z_p if self.strict else paths.head.add_up((z_p + z_a) / 2, paths.up()[0])
+
+    def weigh(self, scores: TokenScores, tokens: Tokens) -> TokenScores:
+        """Decide for each token that was scored on both sides."""
+        is_adapt = scores.cosine <= self.threshold
+        routed = torch.where(is_adapt, scores.adapt, scores.preserve)
+        return scores._replace(routed=routed, weight=is_adapt.to(routed.dtype))
+
+
+@dataclass(frozen=True)
+class PosteriorRouter:
+    """The Bayes mixture of both paths; see the module."""
+
+    prior: float
+    switch_rate: float
+    strict = True
+    needs_ids = True
+
+    def logits(self, paths: Paths, tokens: Tokens) -> Tensor:
+        """Logits of the mixture (b, kept, v); no gradient passes through the weights."""
+        kept = paths.at(tokens.keep)
+        z_p, z_a = kept.logits()
+        with torch.no_grad():
+            norms = normalizers(z_p), normalizers(z_a)
+            odds = self.odds(self.evidence(paths, kept, (z_p, z_a), norms, tokens), tokens)
+            self.remember(paths, (z_p, z_a), norms, odds, tokens)
+            shift = norms[0] - norms[1]
+            wanted = odds[:, tokens.keep].clamp(-MOST_LOG_ODDS, MOST_LOG_ODDS)
+        flat = [tensor.flatten(0, 1) for tensor in (z_p, z_a, shift, wanted, norms[1])]
+        return Mixture.apply(*flat).view_as(z_a)
+
+    def evidence(
+        self, paths: Paths, kept: Paths, logits: tuple[Tensor, Tensor], norms: tuple[Tensor, Tensor], tokens: Tokens
+    ) -> Tensor:
+        """Evidence log p_P - log p_A of each token but the first of the call (b, t - 1)."""
+        following = tokens.ids[:, 1:, None]
+        if kept is paths:
+            found = [
+                own[:, :-1].gather(-1, following)[..., 0].float() - norm[:, :-1]
+                for own, norm in zip(logits, norms, strict=True)
+            ]
+            return found[0] - found[1]
+        # a prompt is scored some positions at a time, so its logits never stand in memory together
+        earlier, ids = paths.at(slice(None, -1)), following.reshape(1, -1)
+        found, start = [logits[0].new_zeros(1, 0, dtype=torch.float32)], 0
+        for part in earlier.chunks(logits[0].shape[-1]) if ids.shape[1] else ():
+            z_p, z_a = part.logits()
+            own = ids[:, start : start + z_p.shape[1]]
+            found.append(chosen(z_p, own) - chosen(z_a, own))
+            start += z_p.shape[1]
+        return torch.cat(found, 1).view(following.shape[:2])
+
+    def odds(self, evidence: Tensor, tokens: Tokens) -> Tensor:
+        """Log odds of the preserve path after each token of the call (b, t)."""
+        state = tokens.state
+        if state is None:
+            first, before = evidence.new_zeros(len(tokens.ids), 1), None
+        else:
+            first, before = state.keys[:, 0, -1].gather(-1, tokens.ids[:, :1]), state.values[:, 0, -1, 0]
+        return follow(before, torch.cat((first, evidence), 1), tokens.restarts, self.prior, self.switch_rate)
+
+    def remember(
+        self, paths: Paths, logits: tuple[Tensor, Tensor], norms: tuple[Tensor, Tensor], odds: Tensor, tokens: Tokens
+    ) -> None:
+        """Note the state after the last token; after a few more where only a few were asked for."""
+        z_p, z_a = logits
+        if isinstance(tokens.keep, Tensor):
+            z_p, z_a = paths.at(slice(-1, None)).logits()
+            norms = normalizers(z_p), normalizers(z_a)
+        kept = z_p.shape[1] if z_p.shape[1] <= MOST_KEPT else 1
+        one, other = (
+            own[:, -kept:].float() - norm[:, -kept:, None] for own, norm in zip((z_p, z_a), norms, strict=True)
+        )
+        tokens.result = one - other, odds[:, -kept:]
+
+    def preserve_side(self, paths: Paths, z_p: Tensor, z_a: Tensor) -> Tensor:
+        """What the router gives out where it takes the preserve path."""
+        return z_p
+
+    def weigh(self, scores: TokenScores, tokens: Tokens) -> TokenScores:
+        """Mix what was scored on both sides."""
+        odds = self.odds(scores.base - scores.adapt, tokens)[:, :-1]
+        log_w, log_rest = torch.nn.functional.logsigmoid(odds), torch.nn.functional.logsigmoid(-odds)
+        routed = torch.logaddexp(log_w + scores.base, log_rest + scores.adapt)
+        return scores._replace(routed=routed, weight=torch.sigmoid(-odds))
+
+
+def _where(is_preserve: Tensor, z_p: Tensor, z_a: Tensor) -> Tensor:
+    """Rows of z_p or of z_a; in the memory of z_a where nothing trains."""
+    if z_a.requires_grad:
+        return torch.where(is_preserve, z_p, z_a)
+    flat, own, mask = z_a.flatten(0, -2), z_p.flatten(0, -2), is_preserve.flatten(0, -2)
+    for rows in in_chunks(*flat.shape, at_once=AT_ONCE):
+        flat[rows] = torch.where(mask[rows], own[rows], flat[rows])
+    return z_a
+
+
+def score_tokens(router: CosineRouter | PosteriorRouter, paths: Paths, tokens: Tokens) -> TokenScores:
+    """Score each token but the first on both sides; see `TokenScores`."""
+    columns: list[list[Tensor]] = [[], [], [], []]
+    following, start = tokens.ids[:, 1:], 0
+    flat = following.reshape(1, -1)
+    for part in paths.at(slice(None, -1)).chunks(paths.head.weight.shape[0]):
+        z_p, z_a = part.base_logits()
+        ids = flat[:, start : start + z_p.shape[1]]
+        start += z_p.shape[1]
+        side = router.preserve_side(part, z_p, z_a)
+        columns[3].append(cosines(z_p, z_a))
+        adapt = part.head.add_up(z_a, part.up()[1])
+        for column, logits in zip(columns, (z_p, side, adapt), strict=False):
+            column.append(chosen(part.head.capped(logits), ids))
+    base, preserve, adapt, cosine = (torch.cat(column, 1).view_as(following) for column in columns)
+    return router.weigh(TokenScores(base, preserve, adapt, base, cosine, base), tokens)
+
+
+def make_router(settings: dict[str, Any]) -> CosineRouter | PosteriorRouter:
+    """Make the router that config.json names.
+
+    Raises:
+        ValueError: If there is no such router, or one of its numbers is out of range.
+    """
+    name = settings.get("router")
+    if name == "cosine" and -1 <= settings["threshold"] <= 1:
+        return CosineRouter(settings["threshold"], settings["strict"])
+    if name == "posterior" and 0 < settings["prior"] < 1 and 0 <= settings["switch_rate"] < 1:
+        return PosteriorRouter(settings["prior"], settings["switch_rate"])
+    raise ValueError(
+        f"config.json: scale_surgery.routing is {settings}, expected router cosine with a threshold in [-1, 1], or "
+        "posterior with a prior in (0, 1) and a switch_rate in [0, 1). Was it made by another release, or by hand?"
+    )

@@ -1,0 +1,76 @@
+"""Options that several commands share, and what turns errors into one line."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from scale_surgery.errors import SurgeryError
+
+if TYPE_CHECKING:
+    from scale_surgery.console import Output
+
+Command = Callable[..., Any]
+FOLDER = click.Path(path_type=Path, file_okay=False)
+FILE = click.Path(path_type=Path, dir_okay=False)
+TEXTS = click.Path(path_type=Path)
+
+
+def stop(out: Output, message: str, *, debug: bool) -> None:
+    """Say what went wrong and exit with 1."""
+    if debug:
+        traceback.print_exc()
+    out.fail(message)
+    sys.exit(1)
+
+
+def output_options(command: Command) -> Command:
+    """Add --json, --quiet and --debug; give the command an `Output`; turn known errors into one line."""
+
+    @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+    @click.option("-q", "--quiet", is_flag=True, help="No progress bars, no warnings.")
+    @click.option("--debug", is_flag=True, help="Show a traceback with an error.")
+    @functools.wraps(command)
+    def run(*args: Any, as_json: bool, quiet: bool, debug: bool, **options: Any) -> None:
+        from scale_surgery.console import Output
+
+        out = Output(as_json=as_json, quiet=quiet)
+        if quiet or not sys.stderr.isatty():
+            # the Hub's client shows bars of its own, and reads this when it is imported
+            os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+        try:
+            command(*args, out=out, **options)
+        except click.ClickException:
+            raise
+        except SurgeryError as error:
+            stop(out, str(error), debug=debug)
+        except KeyboardInterrupt:
+            stop(out, "interrupted; what was not finished has no final name", debug=debug)
+        except Exception as error:
+            # other programs' errors: a device that is not there, memory that ran out, a file that cannot be written
+            stop(out, f"{type(error).__name__}: {error}. --debug shows where.", debug=debug)
+
+    return run
+
+
+def overwrite_options(command: Command) -> Command:
+    """Add how base files are taken over, and whether a target may be replaced."""
+    weights = click.option(
+        "--base-weights",
+        type=click.Choice(["auto", "copy", "link"]),
+        default="auto",
+        show_default=True,
+        help="auto: a reflink where the file system can, else a copy. link: a hard link, which writes no byte at any "
+        "size; a program that later writes such a file in place would change the base through it.",
+    )
+    command = weights(command)
+    return click.option("--overwrite", is_flag=True, help="Replace the output folder when the new one is whole.")(
+        command
+    )

@@ -1,0 +1,36 @@
+"""What results about routing look like; see `tables`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.console import RenderableType
+
+from scale_surgery.tables import facts, format_bytes
+
+if TYPE_CHECKING:
+    from scale_surgery.route import Routed
+    from scale_surgery.routing_specs import Routing
+
+
+def describe_routing(routing: Routing) -> str:
+    """A router and its numbers in one line."""
+    if routing.router == "cosine":
+        return f"cosine, threshold {routing.threshold:g}" + (", strict" if routing.strict else "")
+    return f"posterior, prior {routing.prior:g}, switch rate {routing.switch_rate:g}"
+
+
+def render_routed(done: Routed) -> RenderableType:
+    """A routed checkpoint, or one whose router was taken away."""
+    parts = "in the head alone" if done.fork is None else f"from layer {done.fork} of {done.layers} on"
+    rows = [("base", done.base_name)]
+    if done.routing is None:
+        rows.append(("router", "none; as before route-export, and what was trained since"))
+    else:
+        rows += [
+            ("router", describe_routing(done.routing)),
+            ("two paths", parts),
+            ("cost", f"at most {done.cost:.2f} x the forward of the model without a router"),
+        ]
+    rows.append(("shards written", format_bytes(done.bytes_written)))
+    return facts(f"[bold]{done.path}", rows)
