@@ -308,6 +308,9 @@ def training_options(command: Command) -> Command:
         click.option("--weight-decay", type=float, help="Of AdamW. Default: 0."),
         click.option("--max-gradient-norm", type=float, help="Gradients are clipped to it; 0: not. Default: 1."),
         click.option("--train-only", help="Groups that train, such as w12,w21. Default: every expansion tensor."),
+        click.option(
+            "--routed", is_flag=True, default=None, help="Loss on the routed output, not on the adapt path alone."
+        ),
         click.option("--seed", type=int, help="Seed of the order of the data. Default: 0."),
         click.option("--bf16/--no-bf16", default=None, help="Compute in bfloat16. Default: as the base is stored."),
         click.option(

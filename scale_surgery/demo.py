@@ -1,6 +1,6 @@
 """The whole job on the shipped model, step by step, with the commands to type it by hand.
 
-inspect -> plan -> expand -> verify -> reload in a fresh process -> train -> verify -> evaluate -> strip -> compare
+inspect -> plan -> expand -> verify -> reload in a fresh process -> train -> route -> evaluate -> verify -> strip
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from scale_surgery.expand import expand
 from scale_surgery.inspect import inspect
 from scale_surgery.plan import plan
 from scale_surgery.request import Request
+from scale_surgery.route import route_export
 from scale_surgery.settings import TrainingSettings
 from scale_surgery.staging import write_text
 from scale_surgery.strip import strip
@@ -157,8 +158,9 @@ class Teller:
 
 
 def _teach(folder: Path, steps: int, out: Output, tell: Teller) -> Evaluation:
-    """Train on new people in three ways, and ask for old and new people."""
+    """Train on new people in three ways, route one, and ask for old and new people."""
     from scale_surgery import tables
+    from scale_surgery.routing_tables import render_routed
 
     base, data = folder / "biographies", folder / "new_people.jsonl"
     _write_people(folder)
@@ -169,18 +171,20 @@ def _teach(folder: Path, steps: int, out: Output, tell: Teller) -> Evaluation:
         f"Teach it {NEW_PEOPLE} new people: preserve",
     )
     out.say(tables.render_training(train(folder / "expanded", [data], folder / "trained", settings, track=out.track)))
-    adapt = Request(layers=LAYERS, variant="adapt", collaborative_layers="2-3")
+    adapt = Request(layers=LAYERS, variant="adapt", collaborative_layers="2-3", collaborate="both")
     expand(base, adapt, folder / "expanded_adapt", track=out.track)
     settings = replace(settings, learning_rate=LEARNING_RATES["adapt"])
     tell(
         f"train {folder / 'expanded_adapt'} --data {data} -o {folder / 'adapt'} {options} --learning-rate 0.003",
-        "The same people: adapt, with W12 in the attention of the two upper layers",
+        "The same people: adapt, with W12 in the two upper layers",
     )
     done = train(folder / "expanded_adapt", [data], folder / "adapt", settings, track=out.track)
     out.say(tables.render_training(done))
+    tell(f"route-export {folder / 'adapt'} -o {folder / 'routed'}", "Let every token take the path that knows it")
+    out.say(render_routed(route_export(folder / "adapt", folder / "routed", track=out.track)))
     tell(None, "The same people: full fine-tuning, which overwrites the model", "(the Trainer of transformers)")
     _fine_tune(base, data, folder / "fine-tuned", replace(settings, learning_rate=LEARNING_RATES["full"]), out)
-    models = [folder / name for name in ("trained", "adapt", "fine-tuned")]
+    models = [folder / name for name in ("trained", "routed", "fine-tuned")]
     old, new = folder / "old_questions.jsonl", folder / "new_questions.jsonl"
     tell(f"evaluate {' '.join(map(str, models))} --old {old} --new {new}", "Ask for old and new people")
     found = evaluate(models, [old], [new], batch_size=64, track=out.track)

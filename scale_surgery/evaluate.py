@@ -1,7 +1,8 @@
 """Forgetting and learning side by side: what several models score on old and on new text.
 
 An expanded model is measured three times: its base model, by the stock class; as it is; and with its expansion
-disabled. Every model reads with its own tokenizer, and long texts are read in overlapping windows.
+disabled. One that routes is also measured with its routing disabled, which is its adapt path alone. Every model reads
+with its own tokenizer, and long texts are read in overlapping windows.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from scale_surgery.data import Document, Sequences
 
 Dtype = Literal["float32", "float16", "bfloat16"]
-Kind = Literal["base", "expanded", "disabled", "other"]
+Kind = Literal["base", "expanded", "adapt", "disabled", "other"]
 MAX_PROBLEMS = 12
 # what transformers and torch raise for a folder or a device that is not right
 LOADING_ERRORS = (
@@ -41,8 +42,8 @@ class Score:
 
     Attributes:
         name: What it is called.
-        kind: "base", the base model of an expanded one; "expanded"; "disabled", an expanded model with its expansion
-            disabled; or "other", a model without expansion.
+        kind: "base", the base model of an expanded one; "expanded"; "adapt", a routed model with its routing disabled;
+            "disabled", an expanded model with its expansion disabled; or "other", a model without expansion.
         base: Name of the row that it is compared with, or None.
         old: What it scored on old text, or None where none was given.
         new: The same on new text.
@@ -196,7 +197,9 @@ class Meter:
 
     def tokens(self, subject: Subject, *, with_base: bool) -> int:
         """Tokens that will be read to measure a model, and its base where that is to be measured with it."""
-        return sum(len(text.ids) for text in self.texts.values()) * (1 + subject.is_expanded + with_base)
+        return sum(len(text.ids) for text in self.texts.values()) * (
+            1 + subject.is_expanded + subject.is_routed + with_base
+        )
 
     def measure_base(self, subject: Subject, advance: Progress) -> Row:
         """Measure the base model inside an expanded one, by the stock class."""
@@ -207,14 +210,19 @@ class Meter:
                 return self._measure(model, Score(subject.base, "base", None), advance)
 
     def measure_subject(self, subject: Subject, advance: Progress) -> list[Row]:
-        """Measure a model, and an expanded one again with its expansion disabled."""
+        """Measure a model, a routed one again with its routing disabled, and an expanded one as its base."""
         disabled = f"{subject.name}, expansion disabled"
         with _loaded(subject.path, subject.name, self.options) as model:
             if not subject.is_expanded:
                 return [self._measure(model, Score(subject.name, "other", None), advance)]
-            row = self._measure(model, Score(subject.name, "expanded", subject.base or disabled), advance)
+            base = subject.base or disabled
+            rows = [self._measure(model, Score(subject.name, "expanded", base), advance)]
+            if subject.is_routed:
+                with model.routing_disabled():
+                    alone = Score(f"{subject.name}, routing disabled", "adapt", base)
+                    rows.append(self._measure(model, alone, advance))
             with model.expansion_disabled():
-                return [row, self._measure(model, Score(disabled, "disabled", subject.base), advance)]
+                return [*rows, self._measure(model, Score(disabled, "disabled", subject.base), advance)]
 
     def _measure(self, model: Any, score: Score, advance: Progress) -> Row:
         report = partial(advance, note=score.name)

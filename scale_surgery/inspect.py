@@ -9,6 +9,7 @@ from typing import Any
 
 from scale_surgery.checkpoint import Checkpoint
 from scale_surgery.families import Family, Sizes, get_family, read_sizes
+from scale_surgery.routing_specs import Routing, read_routing
 from scale_surgery.sources import open_model
 
 
@@ -23,6 +24,7 @@ class ExpansionSummary:
         layers: Expanded layers.
         collaborative_layers: Layers with W12.
         collaborative_groups: Where W12 stands in them, "attn" and "ffn".
+        routing: How it routes, or None.
         up_width: Features added to the residual stream.
         up_kv_heads: Key/value heads added in each expanded layer.
         up_inner_width: Features added inside each expanded MLP.
@@ -36,6 +38,7 @@ class ExpansionSummary:
     layers: tuple[int, ...]
     collaborative_layers: tuple[int, ...]
     collaborative_groups: tuple[str, ...]
+    routing: Routing | None
     up_width: int
     up_kv_heads: int
     up_inner_width: int
@@ -134,6 +137,7 @@ def _summarise(checkpoint: Checkpoint) -> ExpansionSummary:
         layers=tuple(specs["expanded_layers"]),
         collaborative_layers=tuple(specs["collaborative"]["layers"]),
         collaborative_groups=tuple(specs["collaborative"]["groups"]),
+        routing=read_routing(specs),
         up_width=widths["up_width"],
         up_kv_heads=widths["up_kv_heads"],
         up_inner_width=widths["up_inner_width"],

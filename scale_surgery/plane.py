@@ -24,6 +24,7 @@ INK = "#222222"
 MARKERS: dict[str, dict[str, Any]] = {
     "base": {"marker": "*", "s": 190, "color": INK, "zorder": 4},
     "expanded": {"marker": "o", "s": 70, "color": "#0072B2", "zorder": 3},
+    "adapt": {"marker": "^", "s": 70, "color": "#CC79A7", "zorder": 3},
     "disabled": {"marker": "o", "s": 330, "facecolor": "none", "edgecolor": "#009E73", "linewidth": 1.6, "zorder": 2},
     "other": {"marker": "s", "s": 60, "color": "#D55E00", "zorder": 3},
 }

@@ -57,6 +57,7 @@ class Numbers:
     Attributes:
         prompts: Number of prompts, in one left-padded batch.
         tokens: Tokens in them.
+        longest: Tokens of the longest.
         is_text: Whether they are text; seeded random ids otherwise, where the base has no tokenizer that loads.
         dtype: Dtype of the logits.
         attention: Attention kernel of both models.
@@ -64,8 +65,11 @@ class Numbers:
         drift: Largest absolute difference of logits.
         kl_divergence: Mean KL(base || expanded) over tokens, in nats.
         top1_agreement: Share of tokens whose most likely next token is the same.
-        base_logits_bit_equal: Whether head times base stream equals the base model's, bit for bit.
+        base_logits_bit_equal: Whether head times base stream equals the base model's, bit for bit; of a routed model,
+            what its preserve path gives out.
         base_logits_drift: Largest absolute difference of those.
+        excess: Loss of a prompt above that of the base, for the prompt where it is largest, in nats.
+        rounding: What of the excess the rounding of logits in their dtype can explain, in nats.
         layers: The base stream layer by layer; layer -1 is the embedding.
         generation_equal: Whether greedy continuation with KV cache gives the base's tokens; None if not run.
         uncached_equal: The same without KV cache.
@@ -76,6 +80,7 @@ class Numbers:
 
     prompts: int
     tokens: int
+    longest: int
     is_text: bool
     dtype: str
     attention: str
@@ -85,6 +90,8 @@ class Numbers:
     top1_agreement: float
     base_logits_bit_equal: bool
     base_logits_drift: float
+    excess: float
+    rounding: float
     layers: tuple[Layer, ...]
     generation_equal: bool | None
     uncached_equal: bool | None
@@ -259,9 +266,6 @@ def run_model(
     """
     inputs = {"input_ids": batch.ids.to(device), "attention_mask": batch.mask.to(device)}
     output = model(**inputs, output_hidden_states=True, use_cache=False)
-    last = output.hidden_states[-1]
-    # the head on the base stream alone: with a zero up stream its up part adds zero
-    base_only = functional.pad(last[..., :width], (0, last.shape[-1] - width))
     cached = uncached = None
     if new_tokens:
         options = {"max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 0}
@@ -269,13 +273,32 @@ def run_model(
         uncached = model.generate(**inputs, **options, use_cache=False).cpu()
     return Run(
         logits=output.logits.cpu(),
-        base_logits=model.get_output_embeddings()(base_only).cpu(),
-        hidden=tuple(state[..., :width].cpu() for state in output.hidden_states),
+        base_logits=_base_logits(model, inputs, output.hidden_states[-1], width).cpu(),
+        # of a routed model, the preserve path comes first, among features and after the last norm in the batch
+        hidden=tuple(state[: len(batch.ids), ..., :width].cpu() for state in output.hidden_states),
         cached=cached,
         uncached=uncached,
         attention=str(model.config._attn_implementation),
         load_problems=tuple(problems),
     )
+
+
+def _base_logits(model: Any, inputs: dict[str, Tensor], last: Tensor, width: int) -> Tensor:
+    """Logits of the base stream: what the preserve path gives out where the model routes."""
+    if getattr(model, "is_routing_enabled", False):
+        logits: Tensor = model.path_logits(**inputs)[0]
+        return logits
+    # with a zero up stream the head's up part adds zero
+    base_only = functional.pad(last[..., :width], (0, last.shape[-1] - width))
+    found: Tensor = model.get_output_embeddings()(base_only)
+    return found
+
+
+def _prompt_losses(run: Run, batch: Batch) -> Tensor:
+    """Sum of -log p over the tokens of each prompt but its first, in nats, float64."""
+    scores = run.logits[:, :-1].double().log_softmax(-1)
+    losses = -scores.gather(-1, batch.ids[:, 1:, None]).squeeze(-1)
+    return losses.masked_fill(batch.mask[:, :-1] == 0, 0).sum(-1)
 
 
 def compare(
@@ -286,9 +309,11 @@ def compare(
     one, other = base.logits[real].double(), expanded.logits[real].double()
     log_one, log_other = one.log_softmax(-1), other.log_softmax(-1)
     known = set(base.load_problems)
+    largest = float(one.abs().max()) * torch.finfo(base.logits.dtype).eps
     return Numbers(
         prompts=int(batch.ids.shape[0]),
         tokens=int(real.sum()),
+        longest=batch.ids.shape[1],
         is_text=is_text,
         dtype=str(base.logits.dtype).removeprefix("torch."),
         attention=base.attention,
@@ -298,6 +323,8 @@ def compare(
         top1_agreement=float((one.argmax(-1) == other.argmax(-1)).double().mean()),
         base_logits_bit_equal=_bit_equal(base.base_logits[real], expanded.base_logits[real]),
         base_logits_drift=float((base.base_logits[real].double() - expanded.base_logits[real].double()).abs().max()),
+        excess=float((_prompt_losses(expanded, batch) - _prompt_losses(base, batch)).max()),
+        rounding=2 * largest * batch.ids.shape[1],
         layers=tuple(
             _compare_layer(layer - 1, before[real], after[real])
             for layer, (before, after) in enumerate(zip(base.hidden, expanded.hidden, strict=True))

@@ -39,12 +39,26 @@ class Routing:
         """Whether the preserve path is the base model alone, without an up stream of its own."""
         return self.strict or self.router == "posterior"
 
+    @property
+    def description(self) -> str:
+        """The router and its numbers in one line."""
+        if self.router == "cosine":
+            return f"cosine, threshold {self.threshold:g}" + (", strict" if self.strict else "")
+        return f"posterior, prior {self.prior:g}, switch rate {self.switch_rate:g}"
+
 
 def router_settings(routing: Routing) -> Spec:
     """The numbers that config.json keeps: those of the chosen router."""
     names = ("threshold",) if routing.router == "cosine" else ("prior", "switch_rate")
     kept = {name: value for name, value in asdict(routing).items() if name in names}
     return {"router": routing.router, **kept, "strict": routing.is_strict}
+
+
+def read_routing(specs: Mapping[str, Any]) -> Routing | None:
+    """How a model routes, by the module specifications in its config.json; None where it does not."""
+    own = specs.get("routing")
+    names = ("router", "threshold", "prior", "switch_rate", "strict")
+    return None if own is None else Routing(**{name: own[name] for name in names if name in own})
 
 
 def build_routing(

@@ -10,14 +10,6 @@ from scale_surgery.tables import facts, format_bytes
 
 if TYPE_CHECKING:
     from scale_surgery.route import Routed
-    from scale_surgery.routing_specs import Routing
-
-
-def describe_routing(routing: Routing) -> str:
-    """A router and its numbers in one line."""
-    if routing.router == "cosine":
-        return f"cosine, threshold {routing.threshold:g}" + (", strict" if routing.strict else "")
-    return f"posterior, prior {routing.prior:g}, switch rate {routing.switch_rate:g}"
 
 
 def render_routed(done: Routed) -> RenderableType:
@@ -28,7 +20,7 @@ def render_routed(done: Routed) -> RenderableType:
         rows.append(("router", "none; as before route-export, and what was trained since"))
     else:
         rows += [
-            ("router", describe_routing(done.routing)),
+            ("router", done.routing.description),
             ("two paths", parts),
             ("cost", f"at most {done.cost:.2f} x the forward of the model without a router"),
         ]

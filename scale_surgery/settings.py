@@ -47,6 +47,8 @@ class TrainingSettings:
         weight_decay: Weight decay of AdamW.
         max_gradient_norm: Gradients are clipped to this norm; 0 clips nothing.
         groups: What trains; see `GROUPS`.
+        routed: Take the loss on what the router gives out, so that the adapt path learns where it is responsible;
+            otherwise on the adapt path alone. For routed models.
         seed: Seed of the order of the data and of everything random.
         bf16: Compute in bfloat16 (autocast); default: where the base is stored in it.
         gradient_checkpointing: Compute activations again in the backward pass instead of keeping them.
@@ -68,6 +70,7 @@ class TrainingSettings:
     weight_decay: float = 0.0
     max_gradient_norm: float = 1.0
     groups: tuple[str, ...] = GROUPS
+    routed: bool = False
     seed: int = 0
     bf16: bool | None = None
     gradient_checkpointing: bool = False

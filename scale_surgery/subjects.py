@@ -28,6 +28,7 @@ class Subject:
         path: Its folder.
         name: What it is called.
         is_expanded: Whether it has an expansion, which can be disabled.
+        is_routed: Whether it has a router, which can be disabled.
         manifest: Its surgery.json, which gives its base back; None where it has none.
         base: What the base inside it is called, the same for models that share one; None without surgery.json.
         tokenizer: Its tokenizer.
@@ -38,6 +39,7 @@ class Subject:
     path: Path
     name: str
     is_expanded: bool
+    is_routed: bool
     manifest: Manifest | None
     base: str | None
     tokenizer: Any
@@ -107,6 +109,7 @@ def _open(model: str, revision: str | None, *, trust_remote_code: bool) -> Subje
         path=source.path,
         name=source.name,
         is_expanded=is_expanded,
+        is_routed=is_expanded and "routing" in checkpoint.config["scale_surgery"],
         manifest=read_manifest(source.path) if has_manifest else None,
         base=None,
         tokenizer=tokenizer,

@@ -88,6 +88,7 @@ def _render_summary(added: ExpansionSummary) -> Table:
         ("stands on", f"{added.base_name or 'unknown'}{revision}"),
         ("expanded layers", format_layers(added.layers)),
         ("collaborative", where + groups),
+        ("router", "none" if added.routing is None else added.routing.description),
         ("added widths", _widths(added.up_width, added.up_kv_heads, added.up_inner_width)),
         ("trains", blocks),
         ("last verified", added.verified or "never"),
@@ -177,7 +178,8 @@ def render_verification(result: Verification) -> RenderableType:
     parts += [Text(f"problem: {problem}", style="red") for problem in _problems(result)]
     word = Text("verified", style="bold green") if result.passed else Text("NOT verified", style="bold red")
     state = "untrained" if result.state == "initial" else f"trained ({result.trained_tensors} tensors changed)"
-    return Group(*parts, Text(), word + Text(f"  {result.variant}, {state}, base {result.base_name}"))
+    kind = result.variant if result.routing is None else f"{result.variant}, routed ({result.routing.description})"
+    return Group(*parts, Text(), word + Text(f"  {kind}, {state}, base {result.base_name}"))
 
 
 def _verdict(promise: Promise, is_required: bool) -> Text:
@@ -333,12 +335,18 @@ def render_demo(result: Demo) -> RenderableType:
 
 def render_lesson(lesson: Evaluation, new_people: int) -> RenderableType:
     """The end of the demo: who is known after each way to learn."""
-    names = {"trained": "preserve", "adapt": "adapt", "fine-tuned": "full fine-tuning"}
+    names = {
+        "trained": "preserve",
+        "routed, routing disabled": "adapt",
+        "routed": "adapt, routed",
+        "fine-tuned": "full fine-tuning",
+    }
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("")
     for side in ("old people known", f"{new_people} new people known", "base bytes"):
         table.add_column(side, justify="right")
-    for score in lesson.scores:
+    order = {"base": 0, **{name: index for index, name in enumerate(names, 1)}}
+    for score in sorted(lesson.scores, key=lambda score: 0 if score.kind == "base" else order.get(score.name, 0)):
         if score.kind != "disabled" and score.old is not None and score.new is not None:
             name = "base" if score.kind == "base" else names[score.name]
             kept = "overwritten" if score.kind == "other" else "all there"

@@ -118,6 +118,10 @@ def train(
     target = Path(output) if output is not None else default_output(path)
     check_settings(settings)
     checkpoint, manifest = open_checkpoint(path), read_manifest(path)
+    if settings.routed and manifest.routing is None:
+        raise TrainingError(
+            f"{path}: has no router, expected a routed model for --routed. Write one first: scale-surgery route-export."
+        )
     if resume:
         check_resumable(target, asdict(settings))
     else:
@@ -291,6 +295,8 @@ def _load(checkpoint: Checkpoint, settings: TrainingSettings, *, trust_remote_co
             parameter.requires_grad_(module.groups[name] in settings.groups)
             # an update of less than a 256th of a bfloat16 number would be lost
             parameter.data = parameter.data.to(torch.float32)
+    if "routing" in checkpoint.config["scale_surgery"]:
+        model.enable_routing(settings.routed)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         chosen = ", ".join(settings.groups) or "none"
         raise TrainingError(

@@ -6,7 +6,8 @@ Everything else is the Trainer's: batches, optimizer, schedule, accumulation, pr
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -135,12 +136,25 @@ class ExpansionTrainer(Trainer):
         return {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
 
     def measure_side(self, side: str) -> Measurement:
-        """Measure on the old or on the new text, each process on its share."""
+        """Measure on the old or on the new text, each process on its share; a model with a router routes."""
         share = share_of(self.sides[side], self.accelerator.process_index, self.accelerator.num_processes)
-        found = measure(self.model, share, self.eval_batch)
+        with routing_enabled(self.accelerator.unwrap_model(self.model, keep_torch_compile=False)):
+            found = measure(self.model, share, self.eval_batch)
         sums = torch.tensor([found.nats, found.scored, found.questions, found.answered], dtype=torch.float64)
         nats, *counts = self.accelerator.reduce(sums.to(self.accelerator.device)).tolist()
         return Measurement(nats, *map(int, counts))
+
+
+@contextmanager
+def routing_enabled(model: Any) -> Iterator[None]:
+    """Let a model route inside a `with` block, if it has a router."""
+    before = model.switches["routing"]
+    if "routing" in model.config.scale_surgery:
+        model.enable_routing(True)
+    try:
+        yield
+    finally:
+        model.enable_routing(before)
 
 
 def load_whole(model: Any, tensors: Mapping[str, Tensor]) -> None:

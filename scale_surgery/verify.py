@@ -2,8 +2,10 @@
 
     recoverable         every base tensor and file has its bytes
     output_at_init      W12 and the head's up part are zero, and logits equal the base model's bit for bit
-    base_stream_always  no W12 exists, and the base stream and base logits equal the base model's bit for bit
-    bounded_forgetting  only a routed model can make it
+    base_stream_always  the base stream and base logits equal the base model's bit for bit: where no W12 exists, or on
+                        the preserve path of a routed model, which has none
+    bounded_forgetting  a model routed by posterior without switching loses at most -ln(prior) nats a text, ln 2 by
+                        default: its output is a Bayes mixture, one part of which is the base model
 
 A promise is *claimed* when the variant in its present state makes it; by default every claimed promise must
 hold. A trained model no longer claims `output_at_init`.
@@ -12,6 +14,7 @@ hold. A trained model no longer claims `output_at_init`.
 from __future__ import annotations
 
 import json
+import math
 import platform
 import tempfile
 from dataclasses import asdict, dataclass, replace
@@ -24,6 +27,8 @@ from scale_surgery.errors import PlanError
 from scale_surgery.integrity import Integrity, bytes_to_check, check_files
 from scale_surgery.manifest import Manifest, read_manifest, tool_versions
 from scale_surgery.progress import Track, no_track
+from scale_surgery.route import routing_of
+from scale_surgery.routing_specs import Routing
 from scale_surgery.sources import find_source
 from scale_surgery.staging import write_json
 from scale_surgery.strip import restore
@@ -57,6 +62,7 @@ class Verification:
         path: The expanded checkpoint.
         base_name: What its base model is called.
         variant: Its variant.
+        routing: How it routes, or None.
         state: "initial", or "trained" where expansion tensors changed since the expansion.
         trained_tensors: How many did.
         promises: Every promise.
@@ -73,6 +79,7 @@ class Verification:
     path: Path
     base_name: str
     variant: str
+    routing: Routing | None
     state: Literal["initial", "trained"]
     trained_tensors: int
     promises: tuple[Promise, ...]
@@ -218,7 +225,8 @@ def _judge(
     numbers: Numbers | None,
     required: tuple[str, ...],
 ) -> Verification:
-    variant = str(manifest.plan["request"]["variant"])
+    variant, routing = str(manifest.plan["request"]["variant"]), routing_of(manifest)
+    is_always = variant == "preserve" or routing is not None
     state: Literal["initial", "trained"] = "trained" if integrity.trained else "initial"
     problems = integrity.structure + integrity.config + integrity.code
     if numbers is not None:
@@ -226,8 +234,8 @@ def _judge(
     promises = (
         Promise("recoverable", True, not integrity.base, _recoverable_evidence(integrity), integrity.base),
         _output_at_init(integrity, numbers, problems, claimed=state == "initial"),
-        _base_stream_always(checkpoint, integrity, numbers, problems, claimed=variant == "preserve"),
-        Promise("bounded_forgetting", False, False, "this model does not route", ("this model does not route.",)),
+        _base_stream_always(checkpoint, integrity, numbers, problems, claimed=is_always, is_routed=routing is not None),
+        _bounded_forgetting(routing, numbers, problems),
     )
     # what no model was run for is neither kept nor broken, unless it was asked for by name
     defaults = (promise for promise in promises if promise.claimed and promise.holds is not None)
@@ -237,6 +245,7 @@ def _judge(
         path=checkpoint.path,
         base_name=manifest.base_name,
         variant=variant,
+        routing=routing,
         state=state,
         trained_tensors=len(integrity.trained),
         promises=promises,
@@ -283,10 +292,12 @@ def _base_stream_always(
     general: tuple[str, ...],
     *,
     claimed: bool,
+    is_routed: bool,
 ) -> Promise:
     blocks = [name for name in checkpoint.tensors if name.endswith(".w12")]
-    problems = [f"{name}: writes into the base stream." for name in blocks] + [*integrity.base]
+    problems = [f"{name}: writes into the base stream." for name in blocks if not is_routed] + [*integrity.base]
     evidence = f"{len(blocks)} W12 blocks exist" if blocks else "no W12 exists"
+    evidence += ", on the adapt path alone" if blocks and is_routed else ""
     if numbers is None:
         evidence += "; no model was run"
     else:
@@ -297,6 +308,26 @@ def _base_stream_always(
         if not numbers.base_logits_bit_equal:
             problems.append(f"base logits: drift {numbers.base_logits_drift:.3g} in {numbers.dtype}.")
     return Promise("base_stream_always", claimed, _holds(problems, numbers), evidence, tuple(problems))
+
+
+def _bounded_forgetting(routing: Routing | None, numbers: Numbers | None, general: tuple[str, ...]) -> Promise:
+    """Claimed without switching; with it, what a text can lose grows with its length."""
+    name = "bounded_forgetting"
+    if routing is None or routing.router != "posterior":
+        reason = "this model does not route" if routing is None else "the cosine router promises no bound"
+        return Promise(name, False, False, reason, (f"{reason}.",))
+    bound, each = -math.log(routing.prior), -math.log1p(-routing.switch_rate)
+    evidence = f"at most {bound:.3g} nats a text" + (f" and {each:.2g} nats a token" if each else "")
+    problems = [] if not each else [f"switch rate {routing.switch_rate:g}: the bound grows with the text, expected 0."]
+    if numbers is not None:
+        problems += general
+        evidence += f"; {max(0.0, numbers.excess):.3g} found on {numbers.prompts} prompts"
+        most = bound + each * numbers.longest + numbers.rounding
+        if not numbers.excess <= most:
+            problems.append(f"a prompt loses {numbers.excess:.3g} nats, expected at most {most:.3g}.")
+        if not numbers.base_logits_bit_equal:
+            problems.append(f"base logits: drift {numbers.base_logits_drift:.3g} in {numbers.dtype}.")
+    return Promise(name, not each, _holds(problems, numbers), evidence, tuple(problems))
 
 
 def _holds(problems: list[str], numbers: Numbers | None) -> bool | None:
