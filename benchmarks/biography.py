@@ -2,6 +2,7 @@
 
     python -m benchmarks.biography
     python -m benchmarks.biography --figure inits
+    python -m benchmarks.biography --figure routed
 
 Task 0 is the people that the shipped model knows, Task 1 people that it has not met: questions with answers, and
 biographies in many styles. Every method trains on Task 1 alone, on the same batches; only the learning rate differs.
@@ -13,14 +14,15 @@ loss      nats per token of biographies in styles that no training draws, of eve
 
 Learning rates are swept at the first seed in steps of about 3. Chosen is the lowest rate whose accuracy on Task 1 at
 the end is less than one point below the best, because a lower rate forgets less; the sweep widens until that rate is
-not at its edge, and then the rate half a step below is tried too.
+not at its edge, and then the rate half a step below is tried too. A method that is routed at inference only takes the
+rate of the same method without a router: their training is the same.
 
 A run that ends becomes a line of the records file, and what has a line is not run again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import click
@@ -29,8 +31,8 @@ from rich.console import Console
 from transformers import AutoTokenizer
 from transformers.utils import logging
 
-from benchmarks.biography_methods import INITS, METHODS, PRESERVE, Method
-from benchmarks.biography_report import LEGEND, matched_accuracy, render
+from benchmarks.biography_methods import INITS, METHODS, PRESERVE, ROUTED, Method
+from benchmarks.biography_report import LEGEND, TARGETS_LEGEND, render, render_targets
 from benchmarks.biography_runs import Examination, Run, Settings, append_record, read_records, run
 from scale_surgery import register
 from scale_surgery.biographies import SHIPPED_MODEL
@@ -39,6 +41,8 @@ COARSE = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)
 BETWEEN = (1.7e-5, 5.5e-5, 1.7e-4, 5.5e-4, 1.7e-3, 5.5e-3, 1.7e-2, 5.5e-2, 1.7e-1)
 HALF_A_STEP_BELOW = dict(zip(COARSE[1:], BETWEEN, strict=True))
 TIE = 0.01  # accuracies on Task 1 that differ by less count as equal
+FIGURES = {"methods": METHODS, "routed": ROUTED}
+NAMES = sorted({method.name for methods in FIGURES.values() for method in methods})
 QUICK = Settings(new_people=4, steps=8, rows=1, old_questions=24, old_texts=4)
 
 
@@ -89,19 +93,26 @@ def choose(runs: Collection[Run]) -> Run:
 
 def describe(done: Run) -> str:
     """Say in one line what a run was and what it scored."""
-    matched = matched_accuracy(done)
     scores = (100 * done.end.new_accuracy, 100 * done.end.old_accuracy)
     return (
-        f"{done.method:18} {done.rate:<7g} seed {done.seed} {done.seconds:3.0f} s "
-        "Task 1 {:5.1f} Task 0 {:5.1f} ".format(*scores)
-        + ("" if matched is None else f"matched {matched:4.1f}")
+        f"{done.method:26} {done.rate:<7g} seed {done.seed} {done.seconds:3.0f} s "
+        "Task 1 {:5.1f} Task 0 {:5.1f}".format(*scores)
     )
 
 
-def compare_methods(bench: Bench, names: Collection[str], seeds: int) -> dict[str, list[Run]]:
+def select(methods: Sequence[Method], names: Collection[str]) -> list[Method]:
+    """Methods by their names, all if there are none; with a routed one comes what it is compared to."""
+    compared = {method.unrouted for method in methods if method.name in names}
+    return [method for method in methods if not names or method.name in {*names, *compared}]
+
+
+def compare(bench: Bench, methods: Sequence[Method], seeds: int) -> dict[str, list[Run]]:
     """Sweep every method, then run it with every seed at the rate chosen; runs by name."""
-    chosen = [method for method in METHODS if method.name in names]
-    return {method.name: bench.seeds(method, bench.sweep(method).rate, seeds) for method in chosen}
+    groups: dict[str, list[Run]] = {}
+    for method in methods:
+        rate = groups[method.unrouted][0].rate if method.routes_late else bench.sweep(method).rate
+        groups[method.name] = bench.seeds(method, rate, seeds)
+    return groups
 
 
 def compare_inits(bench: Bench, seeds: int) -> dict[str, list[Run]]:
@@ -111,8 +122,8 @@ def compare_inits(bench: Bench, seeds: int) -> dict[str, list[Run]]:
 
 
 @click.command()
-@click.option("--figure", type=click.Choice(["methods", "inits"]), default="methods", show_default=True)
-@click.option("--method", "names", type=click.Choice([m.name for m in METHODS]), multiple=True, help="Default: all.")
+@click.option("--figure", type=click.Choice(["methods", "inits", "routed"]), default="methods", show_default=True)
+@click.option("--method", "names", type=click.Choice(NAMES), multiple=True, help="Of this figure. Default: all.")
 @click.option("--seeds", type=click.IntRange(min=1), default=3, show_default=True, help="Runs at the rate chosen.")
 @click.option("--quick", is_flag=True, help="Four people and eight steps, to see that it works.")
 @click.option("--images", type=click.Path(path_type=Path, file_okay=False), help="Draw the figure into this folder.")
@@ -131,11 +142,11 @@ def main(figure: str, names: tuple[str, ...], seeds: int, quick: bool, images: P
     register()
     console = Console(width=80)
     bench = Bench(QUICK if quick else Settings(), output, console)
-    if figure == "methods":
-        groups = compare_methods(bench, names or [method.name for method in METHODS], seeds)
-    else:
-        groups = compare_inits(bench, seeds)
-    console.print(render(groups), LEGEND, sep="\n", highlight=False)
+    is_inits = figure == "inits"
+    groups = compare_inits(bench, seeds) if is_inits else compare(bench, select(FIGURES[figure], names), seeds)
+    console.print(render(groups, with_sizes=figure != "routed"), LEGEND, sep="\n", highlight=False)
+    if figure == "routed":
+        console.print(render_targets(groups), TARGETS_LEGEND, sep="\n", highlight=False)
     minutes = sum(found.seconds for found in bench.done.values()) / 60
     console.print(f"{len(bench.done)} runs on record, {minutes:.1f} min of processor time", highlight=False)
     if images is not None:

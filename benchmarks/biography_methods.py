@@ -3,6 +3,9 @@
 Every method but full fine-tuning trains about as many parameters as freezing the lower half of the shipped model
 does, 295,552. What was chosen for that: the rank of the adapters, and the inner width of the expansions. A method that
 is added here needs a colour in biography_figures.py, and nothing else.
+
+A routed method is an expansion with a router. Routed at inference only, it trains as the same expansion does without
+one, at the rate of that, and the router is on when it is scored. Trained routed, the loss is that of the routed output.
 """
 
 from __future__ import annotations
@@ -19,6 +22,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from scale_surgery import Request, expand
+from scale_surgery.route import route_export
+from scale_surgery.routing_specs import Routing
 
 FROZEN_LAYERS = 2
 RANK = 36
@@ -32,11 +37,20 @@ class Method:
         name: What it is called in records, table and figures.
         make: Makes the model from a base folder and a seed; what requires a gradient is what trains.
         rate: Learning rate that the sweep begins around.
+        unrouted: What a routed method is called without its router; None for a method that does not route.
+        trains_routed: Whether the loss of a routed method is that of the routed output.
     """
 
     name: str
-    make: Callable[[Path, int], Any]
+    make: Callable[..., Any]
     rate: float
+    unrouted: str | None = None
+    trains_routed: bool = False
+
+    @property
+    def routes_late(self) -> bool:
+        """Whether the router is on at inference only."""
+        return self.unrouted is not None and not self.trains_routed
 
 
 def whole(base: Path, seed: int) -> Any:
@@ -64,11 +78,13 @@ def adapted(base: Path, seed: int, *, start: Literal["pissa", True], rank: int) 
         return get_peft_model(whole(base, seed), config)
 
 
-def expanded(base: Path, seed: int, *, request: Request) -> Any:
-    """Expand the base model, and load the result."""
+def expanded(base: Path, seed: int, *, request: Request, routing: Routing | None = None) -> Any:
+    """Expand the base model, give it a router where one is asked for, and load the result."""
     with tempfile.TemporaryDirectory() as folder:
-        expand(base, replace(request, seed=seed), Path(folder) / "expanded")
-        return whole(Path(folder) / "expanded", seed)
+        made = expand(base, replace(request, seed=seed), Path(folder) / "expanded").path
+        if routing is not None:
+            made = route_export(made, Path(folder) / "routed", routing).path
+        return whole(made, seed)
 
 
 def scale(name: str, inner_width: int, rate: float = 3e-3, **options: Any) -> Method:
@@ -82,8 +98,22 @@ def adapt(collaborate: Literal["attn", "both"], lowest: int, inner_width: int) -
     return scale(f"adapt {collaborate} {lowest}", inner_width, **options)
 
 
+def route(method: Method, router: Literal["cosine", "posterior"], *, trains_routed: bool) -> Method:
+    """Describe an expansion with a router and its defaults."""
+    name = f"{method.name.removeprefix('adapt ')} {router}" + (", trained" if trains_routed else "")
+    make = partial(method.make, routing=Routing(router))
+    return replace(method, name=name, make=make, unrouted=method.name, trains_routed=trains_routed)
+
+
+def with_routers(method: Method, *routers: Literal["cosine", "posterior"]) -> tuple[Method, ...]:
+    """Describe an expansion without a router, and with each router, trained both ways."""
+    ways = [(router, trains_routed) for router in routers for trains_routed in (False, True)]
+    return method, *(route(method, router, trains_routed=trained) for router, trained in ways)
+
+
 PRESERVE_WIDTH = 88
 PRESERVE = scale("preserve", PRESERVE_WIDTH, rate=1e-2)
+BOTH_0, BOTH_2, BOTH_3 = adapt("both", 0, 8), adapt("both", 2, 40), adapt("both", 3, 64)
 
 METHODS = (
     Method("full", whole, 1e-3),
@@ -94,9 +124,17 @@ METHODS = (
     adapt("attn", 0, 56),
     adapt("attn", 2, 72),
     adapt("attn", 3, 80),
-    adapt("both", 0, 8),
-    adapt("both", 2, 40),
-    adapt("both", 3, 64),
+    BOTH_0,
+    BOTH_2,
+    BOTH_3,
+)
+
+# of four layers, 3 computes one twice, 0 all, and preserve none; preserve has no W12, so there is nothing to compare
+# by cosine
+ROUTED = (
+    *with_routers(BOTH_3, "cosine", "posterior"),
+    *with_routers(BOTH_0, "posterior"),
+    *with_routers(PRESERVE, "posterior"),
 )
 
 # the paper's four pairs (W21, W22); the last is the default, whose runs are those of PRESERVE

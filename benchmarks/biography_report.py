@@ -10,6 +10,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from benchmarks.biography_methods import ROUTED
 from benchmarks.biography_runs import Run
 
 MATCHED = 0.9  # accuracy on Task 1 at which accuracies on Task 0 are compared
@@ -77,19 +78,102 @@ def spread(values: Iterable[float | None]) -> Spread | None:
     return Spread(sum(known) / len(known), min(known), max(known))
 
 
-def render(groups: Mapping[str, Sequence[Run]]) -> Table:
+def render(groups: Mapping[str, Sequence[Run]], *, with_sizes: bool = True) -> Table:
     """Lay runs out as a table, a line for each group of seeds: means, and ranges below them."""
     table = Table("", box=box.SIMPLE_HEAD, padding=0, show_edge=False)
-    for column in ("trained", "rate", *(measure.name for measure in MEASURES)):
+    for column in (*(["trained"] if with_sizes else []), "rate", *(measure.name for measure in MEASURES)):
         table.add_column(column, justify="right")
     for name, runs in groups.items():
+        sizes = [f"{runs[0].parameters:,}"] if with_sizes else []
         cells = [_cell(spread(map(measure.of, runs)), measure.digits) for measure in MEASURES]
-        table.add_row(name, f"{runs[0].parameters:,}", f"{runs[0].rate:g}", *cells)
+        table.add_row(name, *sizes, f"{runs[0].rate:g}", *cells)
     return table
 
 
 def _cell(found: Spread | None, digits: int) -> Text:
     if found is None:
         return Text("–")
-    mean, low, high = (f"{value:.{digits}f}" for value in (found.mean, found.low, found.high))
-    return Text(mean).append(f"\n{low}–{high}", style="dim")
+    return Text(f"{found.mean:.{digits}f}").append(f"\n{_range(found, digits)}", style="dim")
+
+
+def _range(found: Spread, digits: int) -> str:
+    """The lowest and the highest value; 100 without a point, so that a range of percentages stays narrow."""
+    return "–".join(f"{value:.{digits}f}".replace("100.0", "100") for value in (found.low, found.high))
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a routed method should reach.
+
+    Attributes:
+        name: Head of a column.
+        of: Takes the routed run, and the run of the same seed without a router.
+        bound: What is to be reached, or not to be exceeded.
+        is_least: Whether more is better.
+        digits: Shown after the point.
+    """
+
+    name: str
+    of: Callable[[Run, Run], float]
+    bound: float
+    is_least: bool
+    digits: int
+
+    @property
+    def head(self) -> str:
+        """The name with the bound."""
+        return f"{self.name}\n{'≥' if self.is_least else '≤'} {self.bound:g}"
+
+    def is_met(self, value: float) -> bool:
+        """Whether a value is as good as the bound."""
+        return value >= self.bound if self.is_least else value <= self.bound
+
+
+def share_of_base(run: Run) -> float:
+    """Task 0 accuracy as a percentage of the base's, which is that of step 0."""
+    return 100 * run.end.old_accuracy / run.points[0].old_accuracy
+
+
+TARGETS = (
+    Target("Task 0\n% of base", lambda run, unrouted: share_of_base(run), 99, is_least=True, digits=1),
+    Target(
+        "Task 1\n% of unrouted",
+        lambda run, unrouted: 100 * run.end.new_accuracy / unrouted.end.new_accuracy,
+        98,
+        is_least=True,
+        digits=1,
+    ),
+    Target("forgets\nnats per token", lambda run, unrouted: forgetting(run), 0.02, is_least=False, digits=4),
+    Target(
+        "learns\n% of unrouted",
+        lambda run, unrouted: 100 * learning(run) / learning(unrouted),
+        95,
+        is_least=True,
+        digits=1,
+    ),
+)
+TARGETS_LEGEND = """\
+Unrouted: the same expansion without a router, same seed. A mean that meets its
+target has a +, one that does not a -."""
+
+
+def render_targets(groups: Mapping[str, Sequence[Run]]) -> Table:
+    """Compare routed methods with the base and with what the same expansion reaches without a router."""
+    table = Table("", box=box.SIMPLE_HEAD, padding=0, show_edge=False)
+    for target in TARGETS:
+        table.add_column(target.head, justify="right")
+    for method in ROUTED:
+        if method.unrouted is not None and method.name in groups:
+            pairs = list(zip(groups[method.name], groups[method.unrouted], strict=True))
+            table.add_row(method.name, *(_judge(target, pairs) for target in TARGETS))
+    return table
+
+
+def _judge(target: Target, pairs: Sequence[tuple[Run, Run]]) -> Text:
+    found = spread(target.of(*pair) for pair in pairs)
+    if found is None:
+        return Text("–")
+    is_met = target.is_met(found.mean)
+    mark = Text(" +" if is_met else " -", style="green" if is_met else "red")
+    mean = Text(f"{found.mean:.{target.digits}f}").append(mark)
+    return mean.append(f"\n{_range(found, target.digits)}  ", style="dim")

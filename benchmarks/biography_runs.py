@@ -6,6 +6,7 @@ import json
 import random
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -139,15 +140,22 @@ def run(method: Method, rate: float, seed: int, examination: Examination, settin
     """
     start = time.process_time()
     model = method.make(SHIPPED_MODEL, seed)
-    points = tuple(train(model, rate, new_batches(examination.tokenizer, settings, seed), examination, settings))
+    texts = new_batches(examination.tokenizer, settings, seed)
+    points = tuple(train(model, rate, texts, examination, settings, routes_late=method.routes_late))
     parameters = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     return Run(method.name, rate, seed, settings, parameters, time.process_time() - start, points)
 
 
 def train(
-    model: Any, rate: float, texts: Iterator[Tensor], examination: Examination, settings: Settings
+    model: Any,
+    rate: float,
+    texts: Iterator[Tensor],
+    examination: Examination,
+    settings: Settings,
+    *,
+    routes_late: bool = False,
 ) -> Iterator[Point]:
-    """Train a model in place, and yield its scores on the way."""
+    """Train a model in place, and yield its scores on the way; a router may be on for the scores alone."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=rate, weight_decay=0.0, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: share_of_rate(step, settings.steps))
@@ -155,7 +163,8 @@ def train(
     yield examination.score(model, 0)
     for step in range(1, settings.steps + 1):
         batch = next(texts)
-        model(input_ids=batch, labels=batch).loss.backward()
+        with model.routing_disabled() if routes_late else nullcontext():
+            model(input_ids=batch, labels=batch).loss.backward()
         torch.nn.utils.clip_grad_norm_(trained, GRADIENT_NORM)
         optimizer.step()
         schedule.step()

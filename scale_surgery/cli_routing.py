@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 def routing_options(command: Command) -> Command:
     """Add the numbers of both routers; defaults stand in the dataclass."""
     options = [
-        click.option("--threshold", type=float, help="Cosine above which a token is preserved, -1 to 1. Default: 0.5."),
+        click.option(
+            "--threshold", type=float, help="Cosine above which a token takes the preserve path. Default: 0.5."
+        ),
         click.option("--prior", type=float, help="Weight of the base at the start of a text, 0 to 1. Default: 0.5."),
         click.option(
             "--switch-rate",

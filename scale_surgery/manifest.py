@@ -27,6 +27,7 @@ from scale_surgery.checkpoint import (
 from scale_surgery.errors import CheckpointError, PlanError
 from scale_surgery.families import get_family
 from scale_surgery.progress import Progress, no_progress
+from scale_surgery.routing_specs import Routing
 
 MANIFEST_FORMAT = 1
 HASH_THREADS = 2
@@ -93,7 +94,8 @@ def read_manifest(path: Path) -> Manifest:
     try:
         files = {name: BaseFile(**entry) for name, entry in content["base_files"].items()}
         _check_plan(content["plan"])
-        _check_names(file, files, content["replaced"])
+        routed = _routing_names(content.get("routing"))
+        _check_names(file, files, content["replaced"], [*content["code"], *routed])
         lists = {"left_out": tuple(content["left_out"]), "training": tuple(content.get("training", ()))}
         return Manifest(**{**content, "base_files": files, **lists})
     except (KeyError, TypeError, AttributeError, ValueError, PlanError) as error:
@@ -107,10 +109,19 @@ def _check_plan(plan: Mapping[str, Any]) -> None:
     _ = [(tensor["name"], tensor["shape"]) for tensor in plan["tensors"]]
 
 
-def _check_names(file: Path, files: Mapping[str, BaseFile], replaced: Mapping[str, str]) -> None:
-    names = [*files, *(entry.stored_as for entry in files.values() if entry.stored_as is not None)]
+def _routing_names(routing: Mapping[str, Any] | None) -> list[str]:
+    """Names of files that un-routing writes; touches what it reads."""
+    if routing is None:
+        return []
+    before = routing["before"]
+    _ = Routing(**routing["settings"]), before["training_runs"], before["verification"], before["files"][CONFIG_FILE]
+    return [*before["files"], *before["code"]]
+
+
+def _check_names(file: Path, files: Mapping[str, BaseFile], replaced: Mapping[str, str], ours: list[str]) -> None:
+    names = [*files, *(entry.stored_as for entry in files.values() if entry.stored_as is not None), *ours]
     problems = [
-        f"{file}: {name!r} is said to be a file of the base, expected a name inside the folder. "
+        f"{file}: {name!r} is said to be a file of the model, expected a name inside the folder. "
         "Do not use this checkpoint before you know who made it."
         for name in names
         if not is_inside(name)

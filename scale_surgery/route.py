@@ -176,8 +176,8 @@ def set_routing(routed: str | Path, routing: Routing) -> None:
     checkpoint, manifest = open_checkpoint(Path(routed)), read_manifest(Path(routed))
     known = routing_of(manifest)
     if known is None or (known.router, known.is_strict) != (routing.router, routing.is_strict):
-        found = "none" if known is None else known.router
-        raise CheckpointError(f"{routed}: its router is {found}, expected {routing.router}. Write one: route-export.")
+        found = "none" if known is None else known.description
+        raise CheckpointError(f"{routed}: its router is {found}; it cannot become {routing.description}. Export anew.")
     record = {**(manifest.routing or {}), "settings": asdict(routing)}
     changed = replace(manifest, routing=record, verification=None)
     own = checkpoint.config["scale_surgery"]

@@ -297,6 +297,12 @@ def _load(checkpoint: Checkpoint, settings: TrainingSettings, *, trust_remote_co
             parameter.data = parameter.data.to(torch.float32)
     if "routing" in checkpoint.config["scale_surgery"]:
         model.enable_routing(settings.routed)
+    if settings.routed and _is_base_everywhere(model):
+        raise TrainingError(
+            f"{checkpoint.path}: its router, cosine and strict, gives out the base's logits where the paths agree, and "
+            "before any training they agree everywhere, so nothing would be learned. Train without --routed first, or "
+            "export without --strict."
+        )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         chosen = ", ".join(settings.groups) or "none"
         raise TrainingError(
@@ -304,6 +310,13 @@ def _load(checkpoint: Checkpoint, settings: TrainingSettings, *, trust_remote_co
             "collaborative layers only: expand with --variant adapt, or choose other groups."
         )
     return model
+
+
+def _is_base_everywhere(model: Any) -> bool:
+    """Whether a router gives out the base model's logits alone, whatever trains: both paths are still one."""
+    blocks = [module.w12 for module in model.modules() if getattr(module, "w12", None) is not None]
+    is_mute = model.config.scale_surgery["routing"]["router"] == "cosine" and model.router.strict
+    return is_mute and not any(block.count_nonzero() for block in blocks)
 
 
 def _make_trainer(

@@ -28,12 +28,17 @@ def check(path: Path) -> list[str]:
     with torch.no_grad():
         logits = model.eval()(ids).logits
         tokens = model.generate(ids, max_new_tokens=6, do_sample=False)
-        same_as_base = torch.equal(base.eval()(ids).logits, logits)
+        beams = model.generate(ids, max_new_tokens=6, do_sample=False, num_beams=2)
+        own = model.path_logits(ids)[0] if model.is_routing_enabled else logits
+        same_as_base = torch.equal(base.eval()(ids).logits, own)
+        uncached = model.generate(ids, max_new_tokens=6, do_sample=False, use_cache=False)
     drift = float((logits - torch.tensor(expected["logits"])).abs().max())
     if drift > TOLERANCE:
         problems.append(f"logits differ by {drift:.3g} from those of the exporting release")
-    if tokens.tolist() != expected["tokens"]:
+    if tokens.tolist() != expected["tokens"] or uncached.tolist() != expected["tokens"]:
         problems.append("greedy continuation differs")
+    if beams.tolist() != expected["beams"]:
+        problems.append("continuation with beams differs")
     if not same_as_base:
         problems.append("logits are not bit-equal to the base model's in this release")
     names = ("w12", "w21", "w22", "up_weight", "up_bias")

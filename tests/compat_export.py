@@ -7,9 +7,10 @@ import sys
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from scale_surgery import Request, expand, register
+from scale_surgery import Request, Routing, expand, register, route_export
 from tests.tiny import FAMILIES, save_tiny
 
 REQUESTS = {
@@ -17,6 +18,31 @@ REQUESTS = {
     "adapt": Request("0,2", variant="adapt", collaborate="both"),
     "heads": Request("1", variant="adapt", up_width=0),
 }
+# of what is routed, and how
+ROUTED = {
+    "posterior": ("adapt", Routing()),
+    "cosine": ("adapt", Routing("cosine", threshold=0.9)),
+    "head": ("preserve", Routing(switch_rate=0)),
+}
+
+
+def shake(path: Path) -> None:
+    """Change every expansion tensor on disk, as training does, so that the two paths differ."""
+    for file in path.glob("expansion-*.safetensors"):
+        tensors = {name: own + torch.randn_like(own) * 0.1 for name, own in load_file(file).items()}
+        save_file(tensors, file, metadata={"format": "pt"})
+
+
+def compute(path: Path, ids: torch.Tensor) -> None:
+    """Write what a checkpoint computes beside it."""
+    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
+    with torch.no_grad():
+        logits = model(ids).logits
+        tokens = model.generate(ids, max_new_tokens=6, do_sample=False)
+        beams = model.generate(ids, max_new_tokens=6, do_sample=False, num_beams=2)
+    expected = {"ids": ids, "logits": logits, "tokens": tokens, "beams": beams}
+    content = {name: tensor.tolist() for name, tensor in expected.items()}
+    (path.parent / f"{path.name}.expected.json").write_text(json.dumps(content))
 
 
 def main(folder: Path) -> None:
@@ -27,14 +53,12 @@ def main(folder: Path) -> None:
     for family in FAMILIES:
         base = save_tiny(folder / family / "base", family, tie_word_embeddings=family in ("gpt2", "gemma2"))
         for name, request in REQUESTS.items():
-            path = expand(base, request, folder / family / name).path
-            model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
-            with torch.no_grad():
-                logits = model(ids).logits
-                tokens = model.generate(ids, max_new_tokens=6, do_sample=False)
-            expected = {"ids": ids.tolist(), "logits": logits.tolist(), "tokens": tokens.tolist()}
-            (path.parent / f"{name}.expected.json").write_text(json.dumps(expected))
-    print(f"exported {len(FAMILIES) * len(REQUESTS)} checkpoints")
+            compute(expand(base, request, folder / family / name).path, ids)
+        for name, (request_name, routing) in ROUTED.items():
+            unrouted = expand(base, REQUESTS[request_name], folder / family / f"for_{name}").path
+            shake(unrouted)
+            compute(route_export(unrouted, folder / family / name, routing).path, ids)
+    print(f"exported {len(FAMILIES) * (len(REQUESTS) + len(ROUTED))} checkpoints")
 
 
 if __name__ == "__main__":

@@ -80,7 +80,8 @@ def linear(module: Any, _: str, x: Tensor) -> Tensor:
 
 
 def head(module: Any, _: str, x: Tensor) -> Tensor:
-    return functional.linear(x, torch.cat((module.weight, module.up_weight), 1), module.bias)
+    weights = [weight for weight in (module.weight, module.up_weight) if weight is not None]
+    return functional.linear(x, torch.cat(weights, 1), module.bias)
 
 
 def embedding(module: Any, _: str, ids: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ def test_the_demo_keeps_every_promise_and_can_be_repeated(
     monkeypatch.chdir(tmp_path)
     result = demo(Path("demo"), Output(), steps=2)
     assert result.passed and result.verified and result.files_compared == result.files_identical == 6
-    assert result.verified_after_training and len(result.lesson.scores) == 6
+    assert result.verified_after_training and len(result.lesson.scores) == 7
     base, *others = result.lesson.scores
     assert base.old.accuracy == 1.0
     assert [score.old == base.old for score in others if score.kind == "disabled"] == [True, True]
@@ -31,6 +31,7 @@ def test_the_demo_keeps_every_promise_and_can_be_repeated(
         "inspect demo/biographies",
         "expand demo/biographies --layers all",
         "train demo/expanded",
+        "route-export demo/adapt",
         "strip demo/trained",
     ):
         assert f"$ scale-surgery {command}" in text

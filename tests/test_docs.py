@@ -171,7 +171,7 @@ def test_options_exist(page):
 
 @each_page
 def test_commands_have_the_options_they_are_given(page):
-    lines = re.findall(r"^(?:\$ )?scale-surgery +(\w+)(.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    lines = re.findall(r"^(?:\$ )?scale-surgery +([\w-]+)(.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     for name, rest in lines:
         given = {word.split("=")[0] for word in shlex.split(rest, comments=True) if word.startswith("-")}
         assert given <= options_of(name), f"{name}{rest}"

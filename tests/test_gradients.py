@@ -72,5 +72,5 @@ def test_the_base_part_of_a_preservation_layer_needs_no_gradient(pair_of: Any) -
     model = pair_of("llama", "preserve", "float32", True).load()
     module = model.get_submodule("model.layers.2.self_attn.q_proj")
     assert isinstance(module, ExpandedModule)
-    base, up = module.split(torch.randn(1, 2, 60, requires_grad=True))
+    ((base, up),) = module.split(torch.randn(1, 2, 60, requires_grad=True))
     assert not base.requires_grad and up.requires_grad

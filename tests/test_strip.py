@@ -148,7 +148,7 @@ def test_a_manifest_cannot_write_outside_the_folder(pair_of, tmp_path, name):
         manifest["replaced"][name] = "boo"
         (expanded / "surgery.json").write_text(json.dumps(manifest))
         with pytest.raises(
-            CheckpointError, match=r"outside\.txt' is said to be a file of the base, expected a name in"
+            CheckpointError, match=r"outside\.txt' is said to be a file of the model, expected a name in"
         ):
             strip(expanded, tmp_path / "out" / "stripped")
         assert not list(tmp_path.rglob("outside.txt"))

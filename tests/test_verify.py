@@ -165,13 +165,13 @@ def test_a_joint_norm_is_caught(copy) -> None:
     path = copy("preserve")
     code = (path / "expanded_modules.py").read_text()
     lines = (
-        "x_base, x_up = self.split(x)",
-        "y_base = self.forward_stock(x_base)",
-        "return join_streams(y_base, self",
+        "y_base = self.forward_stock(base)",
+        "return y_base, self.forward_up(up).to(",
     )
     split = "\n".join(f"        {line}" for line in lines)
     assert split in code
-    joint = split.replace("forward_stock(x_base)", "forward_stock(x_base) * x_base.norm() / x.norm()")
+    both = "torch.cat((base, up), -1)"
+    joint = split.replace("forward_stock(base)", f"forward_stock(base) * base.norm() / {both}.norm()")
     (path / "expanded_modules.py").write_text(code.replace(split, joint))
     unread = verify(path)
     assert not unread.passed and unread.numbers is None

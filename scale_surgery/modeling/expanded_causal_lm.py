@@ -126,16 +126,10 @@ class ExpandedForCausalLM(ExpandedPreTrainedModel):
     def _remember(self, tokens: Tokens, cache: Cache | None, output: Any) -> None:
         """Put the router's state into the KV cache, as one more layer."""
         if cache is None:
-            cache = next(
-                (
-                    found
-                    for found in tuple(output.values() if hasattr(output, "values") else output)
-                    if isinstance(found, Cache)
-                ),
-                None,
-            )
+            found = output.values() if hasattr(output, "values") else output
+            cache = next((value for value in found if isinstance(value, Cache)), None)
         if tokens.result is None or not getattr(cache, "layers", None):
             return
         if state_of(cache) is None:
-            cache.layers.append(RouterState(getattr(cache.layers[-1], "is_sliding", False)))
+            cache.layers.append(RouterState(cache.layers[0]))
         state_of(cache).set(*tokens.result, tokens=tokens.ids.shape[1])

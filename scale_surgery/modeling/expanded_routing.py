@@ -60,9 +60,16 @@ class RouterState(DynamicLayer):
     log odds there (b, 1, positions, 1). Without a position it knows nothing.
     """
 
-    def __init__(self, is_sliding: bool) -> None:
+    # masks are made by the first sliding layer and by the first that is not; this is neither
+    is_sliding = True
+
+    def __init__(self, first: DynamicLayer) -> None:
         super().__init__()
-        self.is_sliding, self.seen = is_sliding, 0
+        self.first, self.seen = first, 0
+
+    def prefetch(self) -> None:
+        """An offloaded cache fetches the layer after the last of the model, and means the first."""
+        self.first.prefetch()
 
     def set(self, evidence: Tensor, odds: Tensor, tokens: int) -> None:
         """Remember the state after so many more tokens."""
