@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import nan
 from pathlib import Path
 from statistics import fmean
 
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
+from benchmarks.biography_report import FORGETTING_LIMIT
 from benchmarks.biography_runs import Point, Run
 
 DOTS_PER_INCH = 150
@@ -39,6 +42,17 @@ class Look:
 
     colour: str
     marker: str = "o"
+    is_hollow: bool = False
+
+    @property
+    def fill(self) -> str:
+        """Colour inside the mark."""
+        return "white" if self.is_hollow else self.colour
+
+    @property
+    def edge(self) -> str:
+        """Colour around the mark."""
+        return self.colour if self.is_hollow else "white"
 
 
 # colours of Okabe and Ito, which colour-blind readers tell apart too, purple darker for text; a family shares one
@@ -56,6 +70,14 @@ LOOKS = {
     "adapt both 0": Look(PURPLE, "^"),
     "adapt both 2": Look(PURPLE, "s"),
     "adapt both 3": Look(PURPLE, "D"),
+    "both 3 cosine": Look(VERMILION, "D"),
+    "both 3 cosine, trained": Look(VERMILION, "D", is_hollow=True),
+    "both 3 posterior": Look(GREEN, "D"),
+    "both 3 posterior, trained": Look(GREEN, "D", is_hollow=True),
+    "both 0 posterior": Look(GREEN, "^"),
+    "both 0 posterior, trained": Look(GREEN, "^", is_hollow=True),
+    "preserve posterior": Look(GREEN),
+    "preserve posterior, trained": Look(GREEN, is_hollow=True),
     "0, random": Look(GREY),
     "random, 0": Look(ORANGE),
     "0, svd": Look(VERMILION),
@@ -84,18 +106,18 @@ def draw(figure: str, groups: Groups, folder: Path) -> Path:
     """Draw one figure.
 
     Args:
-        figure: "methods" or "inits".
+        figure: "methods", "inits" or "routed".
         groups: Runs with several seeds, by name.
         folder: Where the PNG goes.
 
     Returns:
         The file.
     """
-    file = folder / ("biography.png" if figure == "methods" else "biography-inits.png")
+    file = folder / ("biography.png" if figure == "methods" else f"biography-{figure}.png")
     with matplotlib.rc_context(STYLE):
         drawn = Figure(figsize=SIZE, layout="constrained")
         drawn.get_layout_engine().set(wspace=0.05)
-        {"methods": _draw_methods, "inits": _draw_inits}[figure](drawn, groups)
+        {"methods": _draw_methods, "inits": _draw_inits, "routed": _draw_routed}[figure](drawn, groups)
         drawn.savefig(file, dpi=DOTS_PER_INCH)
     return file
 
@@ -103,9 +125,22 @@ def draw(figure: str, groups: Groups, folder: Path) -> Path:
 def _draw_methods(figure: Figure, groups: Groups) -> None:
     left, right = figure.subplots(1, 2)
     _frame(left, "accuracy, every curve from top left", NEW_ACCURACY, OLD_ACCURACY)
-    _draw_paths(left, groups, NEW_ACCURACY, OLD_ACCURACY)
+    _name_ends(left, _draw_paths(left, groups, NEW_ACCURACY, OLD_ACCURACY))
     _frame(right, "loss at the end, better is up and right", NEW_LOSS, OLD_LOSS)
+    _name_ends(right, _draw_ends(right, groups, NEW_LOSS, OLD_LOSS))
+
+
+def _draw_routed(figure: Figure, groups: Groups) -> None:
+    """Draw as the other methods, with one legend, because what routes ends at the same place."""
+    left, right = figure.subplots(1, 2)
+    _frame(left, "accuracy, every curve from top left", NEW_ACCURACY, OLD_ACCURACY)
+    _draw_paths(left, groups, NEW_ACCURACY, OLD_ACCURACY)
+    _frame(right, "loss, better is up and right", NEW_LOSS, OLD_LOSS)
     _draw_ends(right, groups, NEW_LOSS, OLD_LOSS)
+    limit = next(iter(groups.values()))[0].points[0].old_loss + FORGETTING_LIMIT
+    line = right.axhline(limit, color=BLACK, linestyle=":", linewidth=1, label=f"base + {FORGETTING_LIMIT:g} nats")
+    marks = [_mark_end(right, (nan, nan), LOOKS[name], 7, name) for name in groups]
+    figure.legend(handles=[*marks, line], loc="outside right center", frameon=False, labelspacing=0.9)
 
 
 def _draw_inits(figure: Figure, groups: Groups) -> None:
@@ -120,20 +155,20 @@ def _frame(axes: Axes, title: str, x: Axis, y: Axis) -> None:
     axes.set_axisbelow(True)
 
 
-def _draw_paths(axes: Axes, groups: Groups, x: Axis, y: Axis) -> None:
-    """Draw the mean of each group from step to step."""
+def _draw_paths(axes: Axes, groups: Groups, x: Axis, y: Axis) -> dict[str, tuple[float, float]]:
+    """Draw the mean of each group from step to step; return where each ends."""
     ends = {}
     axes.set(xlim=(0, 102), ylim=(0, 102))
     for name, runs in groups.items():
         path, look = _mean_path(runs, x, y), LOOKS[name]
         axes.plot(*zip(*path, strict=True), color=look.colour, marker=look.marker, markersize=3, linewidth=1.3)
-        axes.plot(*path[-1], color=look.colour, marker=look.marker, markersize=6.5, markeredgecolor="white")
+        _mark_end(axes, path[-1], look, 6.5)
         ends[name] = path[-1]
-    _name_ends(axes, ends)
+    return ends
 
 
-def _draw_ends(axes: Axes, groups: Groups, x: Axis, y: Axis) -> None:
-    """Draw the end of each run, and the mean of each group larger."""
+def _draw_ends(axes: Axes, groups: Groups, x: Axis, y: Axis) -> dict[str, tuple[float, float]]:
+    """Draw the end of each run, and the mean of each group larger; return the means."""
     ends = {}
     for name, runs in groups.items():
         look = LOOKS[name]
@@ -141,11 +176,17 @@ def _draw_ends(axes: Axes, groups: Groups, x: Axis, y: Axis) -> None:
             place = x.of(run.end), y.of(run.end)
             axes.plot(*place, color=look.colour, marker=look.marker, markersize=3, alpha=0.6)
         ends[name] = _mean_path(runs, x, y)[-1]
-        axes.plot(*ends[name], color=look.colour, marker=look.marker, markersize=8, markeredgecolor="white")
+        _mark_end(axes, ends[name], look, 8)
     # so that better is up and right, as in the other panel
     axes.invert_xaxis()
     axes.invert_yaxis()
-    _name_ends(axes, ends)
+    return ends
+
+
+def _mark_end(axes: Axes, place: tuple[float, float], look: Look, size: float, name: str | None = None) -> Line2D:
+    style = {"marker": look.marker, "markersize": size, "color": look.fill, "markeredgecolor": look.edge}
+    (mark,) = axes.plot(*place, linestyle="none", label=name, **style)
+    return mark
 
 
 def _draw_courses(axes: Axes, groups: Groups, y: Axis) -> None:

@@ -133,8 +133,8 @@ METHODS = (
 # by cosine
 ROUTED = (
     *with_routers(BOTH_3, "cosine", "posterior"),
-    *with_routers(BOTH_0, "posterior"),
     *with_routers(PRESERVE, "posterior"),
+    *with_routers(BOTH_0, "posterior"),
 )
 
 # the paper's four pairs (W21, W22); the last is the default, whose runs are those of PRESERVE

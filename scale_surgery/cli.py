@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from scale_surgery import __version__
+from scale_surgery.cli_route_calibrate import route_calibrate_command
 from scale_surgery.cli_route_report import route_report_command
 from scale_surgery.cli_routing import route_export_command
 from scale_surgery.options import FILE, FOLDER, TEXTS, Command, output_options, overwrite_options
@@ -497,5 +498,5 @@ def demo_command(output: Path, out: Output) -> None:
     sys.exit(0 if result.passed else 1)
 
 
-for command in (route_export_command, route_report_command):
+for command in (route_export_command, route_report_command, route_calibrate_command):
     main.add_command(command)

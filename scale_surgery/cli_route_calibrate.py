@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
 @click.command(name="route-calibrate")
 @click.argument("routed", type=FOLDER)
-@click.option("--old", multiple=True, required=True, type=TEXTS, help="Text that tells what the base knows, repeatable.")
+@click.option(
+    "--old", multiple=True, required=True, type=TEXTS, help="Text that tells what the base knows, repeatable."
+)
 @click.option("--new", multiple=True, required=True, type=TEXTS, help="Text with what was to be learned, repeatable.")
 @click.option(
     "--most-forgetting",

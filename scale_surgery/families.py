@@ -21,9 +21,11 @@ Group = Literal["attn", "ffn"]
 SHARED_CODE = (
     "expanded_attention.py",
     "expanded_causal_lm.py",
+    "expanded_mixture.py",
     "expanded_model.py",
     "expanded_modules.py",
     "expanded_routing.py",
+    "expanded_streams.py",
 )
 
 # role -> (what it reads, what it writes); a stream is a pair of a base width and an up width

@@ -6,6 +6,7 @@ the page underlines it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -68,7 +69,9 @@ DARK = Palette(
 
 
 def place_of(share: float) -> int:
-    """Find the place of a number from 0, the preserve path, to 1, the adapt path."""
+    """Find the place of a number from 0, the preserve path, to 1, the adapt path; NaN is neither."""
+    if math.isnan(share):
+        return PLACES // 2
     return round(min(1.0, max(0.0, share)) * (PLACES - 1))
 
 

@@ -131,9 +131,9 @@ def route_calibrate(
     if not most_forgetting >= 0:
         raise PlanError(f"--most-forgetting is {most_forgetting}, expected nats per token, at least 0.")
     folder, drawn = Path(routed), None if plot is None else Path(plot)
-    present = _open_routing(folder)
-    _check_outputs(folder, drawn, write=write)
     files = {"old": _listed(old), "new": _listed(new)}
+    present = _open_routing(folder)
+    _check_outputs(folder, drawn, [*files["old"], *files["new"]], write=write)
     documents = _read(files)
     (subject,) = open_subjects([folder], trust_remote_code=trust_remote_code)
     length, step = choose_lengths([subject], sequence_length, step)
@@ -192,9 +192,9 @@ def _open_routing(folder: Path) -> Routing:
     return routing
 
 
-def _check_outputs(folder: Path, plot: Path | None, *, write: bool) -> None:
+def _check_outputs(folder: Path, plot: Path | None, texts: Sequence[Path], *, write: bool) -> None:
     """Refuse before any work what could not be written after it."""
-    problems = [] if plot is None else list(_plot_problems(folder, plot))
+    problems = [] if plot is None else list(_plot_problems(plot, folder, texts))
     if write:
         read_manifest(folder)
         if not os.access(folder, os.W_OK | os.X_OK):
@@ -206,12 +206,13 @@ def _check_outputs(folder: Path, plot: Path | None, *, write: bool) -> None:
         raise CheckpointError.from_problems(problems)
 
 
-def _plot_problems(folder: Path, plot: Path) -> Iterator[str]:
-    parent = next(parent for parent in plot.resolve().parents if parent.exists())
+def _plot_problems(plot: Path, folder: Path, texts: Sequence[Path]) -> Iterator[str]:
+    written = plot.resolve()
+    parent = next(parent for parent in written.parents if parent.exists())
     if plot.is_dir():
         yield f"{plot}: is a folder, expected a file to be. Choose another --plot."
-    elif plot.resolve().is_relative_to(folder.resolve()):
-        yield f"{plot}: lies inside the model. Choose another --plot."
+    elif any(written.is_relative_to(read.resolve()) for read in (folder, *texts)):
+        yield f"{plot}: lies inside or at an input. Choose another --plot."
     elif not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         yield f"{plot}: {parent} is not a folder you may write to. Choose another --plot."
 

@@ -83,7 +83,7 @@ def _render_heading(result: Calibration) -> RenderableType:
     router = result.present.routing
     assert router is not None
     kind = f"{router.router} router" + (", strict" if router.router == "cosine" and router.strict else "")
-    return Text(f"{result.name}: {kind}", style="bold") + Text(f"  ({'; '.join(sides)})", style="not bold")
+    return Group(Text(f"{result.name}: {kind}", style="bold"), Text("; ".join(sides)))
 
 
 def _render_outcomes(result: Calibration, shown: Sequence[Outcome]) -> Table:
@@ -137,20 +137,12 @@ def _render_choice(result: Calibration) -> RenderableType:
     kept = "" if best.kept is None else f", {_share(best.kept)} of what the adapt path learns"
     rows = [
         ("rule", f"learns most among those that forget at most {result.most_forgetting:g} nats per token"),
-        ("best", f"{_numbers(best)}: forgets {_nats(best.forgetting)}, learns {_nats(best.learning)}{kept}"),
+        ("best", f"{best.numbers}: forgets {_nats(best.forgetting)}, learns {_nats(best.learning)}{kept}"),
     ]
     rows += [] if result.is_within else [("but", "no setting forgets so little: it is the one that forgets least")]
     if result.written:
-        rows.append(("written", f"{result.path}; it was {_numbers(present)}. Next: scale-surgery verify {result.path}"))
+        rows += [("written", f"it was {present.numbers}"), ("next", f"scale-surgery verify {result.path}")]
     else:
-        rows.append(("to do", "nothing: the model routes so already" if best == present else "--write sets it"))
+        rows.append(("next", "nothing: the model routes so already" if best == present else "--write sets it"))
     rows += [] if result.plot is None else [("drawn", str(result.plot))]
     return facts("", rows)
-
-
-def _numbers(outcome: Outcome) -> str:
-    routing = outcome.routing
-    assert routing is not None
-    if routing.router == "cosine":
-        return f"threshold {routing.threshold:.10g}"
-    return f"prior {routing.prior:g}, switch rate {routing.switch_rate:g}"

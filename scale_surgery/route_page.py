@@ -6,6 +6,7 @@ The page itself is route_page.html; here its gaps are filled, every text escaped
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator
 from html import escape
@@ -84,7 +85,8 @@ def _summary_row(number: int, file: FileRoute) -> str:
     totals = file.totals
     losses = (totals.base_nats_per_token, totals.adapt_nats_per_token, totals.routed_nats_per_token)
     cells = [f"{totals.documents:,}", f"{totals.tokens:,}", *(f"{loss:.4f}" for loss in losses)]
-    bar = f'<span class=bar><span style="width:{100 * totals.routed_share:.1f}%"></span></span>'
+    width = 0.0 if math.isnan(totals.routed_share) else 100 * totals.routed_share
+    bar = f'<span class=bar><span style="width:{width:.1f}%"></span></span>'
     name = f'<td><a href="#f{number}">{escape(file.file)}</a></td>'
     share = f"<td class=share>{bar}{totals.routed_share:.1%}</td>"
     return f"<tr>{name}{''.join(f'<td>{cell}</td>' for cell in cells)}{share}</tr>"
@@ -133,13 +135,9 @@ def _token(token: TokenRoute) -> str:
 
 def _paths(report: RouteReport) -> dict[str, str]:
     """Names of the paths that the card shows, and of their fields; what is the base model's is shown once."""
-    own = {} if report.routing.is_strict else {"preserve side": "preserve_log_probability"}
-    return {
-        "base": "base_log_probability",
-        **own,
-        "adapt path": "adapt_log_probability",
-        "routed": "routed_log_probability",
-    }
+    base = {"base": "base_log_probability", "preserve side": "preserve_log_probability"}
+    known = {"preserve path (base)": "base_log_probability"} if report.routing.is_strict else base
+    return {**known, "adapt path": "adapt_log_probability", "routed": "routed_log_probability"}
 
 
 def _data(report: RouteReport) -> str:

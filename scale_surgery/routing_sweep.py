@@ -57,6 +57,15 @@ class Outcome:
     routed_old: float
     routed_new: float
 
+    @property
+    def numbers(self) -> str:
+        """The numbers of the setting, in words; empty where there is none."""
+        if self.routing is None:
+            return ""
+        if self.routing.router == "cosine":
+            return f"threshold {self.routing.threshold:.10g}"
+        return f"prior {self.routing.prior:g}, switch rate {self.routing.switch_rate:g}"
+
     def to_json(self) -> dict[str, Any]:
         """The outcome as plain JSON values, with what follows from the sums."""
         content = asdict(self) | {"routing": None if self.routing is None else router_settings(self.routing)}
@@ -177,7 +186,11 @@ def sweep(
         (on_old, routed_old), (on_new, routed_new) = (measure_router(side, own) for side in (old, new))
         outcomes.append(scale.outcome(routing, on_old, on_new, routed_old, routed_new))
         advance(1)
-    return Sweep(scale.outcome(None, *base, 0.0, 0.0), scale.outcome(None, *adapt, 1.0, 1.0), tuple(outcomes))
+    return Sweep(
+        base=scale.outcome(None, base[0], base[1], 0.0, 0.0),
+        adapt=scale.outcome(None, adapt[0], adapt[1], 1.0, 1.0),
+        outcomes=tuple(outcomes),
+    )
 
 
 @dataclass(frozen=True)

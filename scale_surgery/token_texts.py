@@ -76,7 +76,9 @@ def _by_decoding(ids: Sequence[int], tokenizer: Any) -> list[str]:
     texts, before, done = [], 0, 0
     for place in range(len(ids)):
         known, now = decode(before, done), decode(before, place + 1)
-        is_part = now.endswith(REPLACEMENT) and place + 1 - done < MOST_BYTES and place + 1 < len(ids)
+        # some tokenizers show a character that has only begun as a replacement, others not at all
+        is_part = (now.endswith(REPLACEMENT) or now == known) and place + 1 - done < MOST_BYTES
+        is_part = is_part and place + 1 < len(ids)
         texts.append("" if is_part else now[len(known) :])
         if not is_part:
             before, done = done, place + 1

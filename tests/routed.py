@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from scale_surgery.expand import expand
+from scale_surgery.modeling.expanded_routing import CosineRouter
 from scale_surgery.request import Request
 from scale_surgery.route import route_export
 from scale_surgery.routing_specs import Routing
@@ -51,14 +52,22 @@ class Trio:
 
     def trained(self, **options: Any) -> tuple[Any, Any, Any]:
         """The same after what stands for any training."""
-        base, expanded, routed = self.load(**options)
-        train(expanded)
-        train(routed)
-        return base, expanded, routed
+        return load(self.base_path, **options), train(load(self.expanded_path, **options)), self.routed(**options)
 
     def routed(self, **options: Any) -> Any:
-        """The routed model alone, trained."""
-        return train(load(self.path, **options))
+        """The routed model alone, trained; its threshold sends tokens to both sides."""
+        model = train(load(self.path, **options))
+        if isinstance(model.router, CosineRouter):
+            threshold = between(model.score_tokens(random_ids(4, 40, seed=2)).cosine)
+            model.router = CosineRouter(threshold, model.router.strict)
+        return model
+
+
+def between(cosines: torch.Tensor) -> float:
+    """A threshold in the widest gap of the middle half: no cosine of these is rounded across it."""
+    middle = cosines.flatten().sort().values[cosines.numel() // 4 : 3 * cosines.numel() // 4 + 2]
+    gap = middle.diff().argmax()
+    return float(middle[gap : gap + 2].mean())
 
 
 def train(model: Any, seed: int = 1) -> Any:

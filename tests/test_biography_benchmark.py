@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,19 @@ from click.testing import CliRunner
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks import biography, biography_report
-from benchmarks.biography_methods import INITS, METHODS, PRESERVE, Method
+from benchmarks import biography, biography_report, biography_routers
+from benchmarks.biography_methods import BOTH_3, INITS, METHODS, PRESERVE, ROUTED, Method
 from benchmarks.biography_runs import Examination, Point, Run, new_batches, read_records, share_of_rate, train
-from scale_surgery.biographies import ATTRIBUTES, SHIPPED_MODEL, SHIPPED_PEOPLE, people
+from scale_surgery.biographies import (
+    ATTRIBUTES,
+    SHIPPED_MODEL,
+    SHIPPED_PEOPLE,
+    first_token_accuracy,
+    people,
+)
+from scale_surgery.biographies import (
+    biography as tell,
+)
 
 ADAPTERS = ("LoRA", "PiSSA")
 MATCHED = [method for method in METHODS if method.name != "full"]
@@ -26,8 +37,7 @@ TOKENS = torch.arange(3, 63).view(2, 30)
 
 
 def named(name: str) -> Method:
-    (found,) = (method for method in METHODS if method.name == name)
-    return found
+    return {method.name: method for method in (*METHODS, *ROUTED)}[name]
 
 
 def make(method: Method) -> Any:
@@ -51,7 +61,11 @@ def examination() -> Examination:
     return Examination(AutoTokenizer.from_pretrained(SHIPPED_MODEL), QUICK)
 
 
-@pytest.mark.parametrize("method", [*METHODS, *INITS.values()], ids=lambda method: method.name)
+@pytest.mark.parametrize(
+    "method",
+    {method.name: method for method in (*METHODS, *INITS.values(), *ROUTED)}.values(),
+    ids=lambda method: method.name,
+)
 def test_every_method_starts_at_the_base(method: Method, base_logits: torch.Tensor) -> None:
     found = logits(make(method))
     tolerance = 1e-4 if method.name == "PiSSA" else 0.0  # its residual and its factors are rounded
@@ -162,6 +176,93 @@ def test_examination_asks_about_old_and_new_people(examination: Examination) -> 
     assert all(any(person.name in question.prompt for person in new) for question in examination.new_questions)
 
 
+def trained(method: Method, examination: Examination) -> Any:
+    """Three steps at a rate that changes what the model says."""
+    model, settings = method.make(SHIPPED_MODEL, 0), dataclasses.replace(QUICK, steps=3)
+    texts = new_batches(examination.tokenizer, settings, 0)
+    list(train(model, 1e-2, texts, examination, settings, routes_late=method.routes_late))
+    return model.eval()
+
+
+def test_routed_at_inference_only_trains_as_without_a_router(examination: Examination) -> None:
+    unrouted, late = trained(BOTH_3, examination), trained(named("both 3 posterior"), examination)
+    always = trained(named("both 3 posterior, trained"), examination).state_dict()
+    tensors = late.state_dict()
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in unrouted.state_dict().items())
+    assert not all(torch.equal(tensor, tensors[name]) for name, tensor in always.items())
+    assert late.is_routing_enabled
+    assert not torch.equal(logits(late), logits(unrouted))
+    with late.routing_disabled():
+        assert torch.equal(logits(late), logits(unrouted))
+
+
+def test_routed_methods_take_the_rate_of_the_unrouted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(biography, "run", lambda method, rate, *rest: scored(rate, 0.9 if rate < 1e-3 else 1.0, 0.5))
+    bench = biography.Bench(QUICK, tmp_path / "records", QUIET)
+    methods = biography.select(ROUTED, ["both 3 cosine"])
+    assert [method.name for method in methods] == ["adapt both 3", "both 3 cosine"]
+    groups = biography.compare(bench, methods, seeds=1)
+    tried = {name: {run.rate for key, run in bench.done.items() if key[0] == name} for name in groups}
+    assert tried["both 3 cosine"] == {groups["adapt both 3"][0].rate} < tried["adapt both 3"]
+    assert biography.select(ROUTED, []) == list(ROUTED)
+
+
+def test_targets_are_judged() -> None:
+    judged = [target.of(scored(1, 0.99, 0.985), scored(1, 1.0, 0.5)) for target in biography_report.TARGETS]
+    assert judged == pytest.approx([98.5, 99.0, 0.2, 100.0])
+    met = [target.is_met(value) for target, value in zip(biography_report.TARGETS, judged, strict=True)]
+    assert met == [False, True, False, True]
+    groups = {"adapt both 3": [scored(1, 1.0, 0.5)], "both 3 posterior": [scored(1, 0.99, 0.985)]}
+    table = rendered(biography_report.render_targets(groups))
+    assert "98.5 -" in table and "99.0 +" in table and "adapt" not in table
+
+
+def rendered(table: Any) -> str:
+    console = Console(width=80, file=io.StringIO())
+    console.print(table)
+    return console.file.getvalue()
+
+
+def test_scores_do_not_depend_on_the_batch(examination: Examination) -> None:
+    model = trained(named("both 3 posterior"), examination)
+    asked = [*examination.old_questions[:12], *examination.new_questions[:12]]
+    alone = [first_token_accuracy(model, examination.tokenizer, [question]) for question in asked]
+    # a long text beside them pads every prompt
+    long = dataclasses.replace(asked[0], prompt=f"{tell(people(1)[0])} {asked[0].prompt}")
+    together = first_token_accuracy(model, examination.tokenizer, [*asked, long])
+    last = first_token_accuracy(model, examination.tokenizer, [long])
+    assert 25 * together == pytest.approx(sum(alone) + last)
+    assert 0 < sum(alone) < 24
+
+
+def test_joined_texts_are_scored_by_the_path_that_knows_each_half(examination: Examination) -> None:
+    class Scored:
+        """Base and adapt path lose 1 and 2 nats, and 4 and 3 in the second text; the router takes the base's."""
+
+        def score_tokens(self, ids: torch.Tensor, attention_mask: torch.Tensor) -> Any:
+            first = (ids == examination.tokenizer.bos_token_id).cumsum(1)[:, 1:] == 1
+            base, adapt = torch.where(first, -1.0, -4.0), torch.where(first, -2.0, -3.0)
+            return type("Scores", (), {"base": base, "adapt": adapt, "routed": base})
+
+    lost = biography_routers._lost(Scored(), examination.tokenizer, True, ["one"], ["another"])
+    assert set(lost.tolist()) == {0.0, 1.0}
+    assert lost[-1] == 1.0
+    other = biography_routers._lost(Scored(), examination.tokenizer, False, ["one"], ["another"])
+    assert set(other.tolist()) == {-1.0, 0.0}
+
+
+def test_routers_are_compared_on_one_model(tmp_path: Path) -> None:
+    arguments = ["--quick", "--method", "preserve", "-o", str(tmp_path / "found.json")]
+    done = CliRunner().invoke(biography_routers.main, arguments, catch_exceptions=False)
+    assert done.exit_code == 0
+    assert max(map(len, done.output.splitlines())) <= 80
+    none, never, often = json.loads((tmp_path / "found.json").read_text())
+    assert [found["name"] for found in (none, never, often)] == ["none", "posterior 0.5, 0", "posterior 0.5, 0.03"]
+    assert none["old_share"] is None and none["joined"] is None
+    assert 0 < never["old_share"] < never["new_share"] < 1
+    assert never["end"] != often["end"]
+
+
 def test_figures_are_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from benchmarks.biography_figures import draw, spread_out
@@ -170,7 +271,9 @@ def test_figures_are_drawn(tmp_path: Path) -> None:
     assert placed == pytest.approx({"c": 0.9, "b": 0.605, "a": 0.405, "d": 0.1})
 
     runs = [dataclasses.replace(scored(1, 1.0, 0.5), seed=seed) for seed in range(2)]
-    for figure, names in (("methods", [method.name for method in METHODS]), ("inits", list(INITS))):
+    figures = {"methods": [method.name for method in METHODS], "inits": list(INITS)}
+    figures["routed"] = [method.name for method in ROUTED]
+    for figure, names in figures.items():
         file = draw(figure, dict.fromkeys(names, runs), tmp_path)
         assert file.read_bytes().startswith(b"\x89PNG")
         assert file.stat().st_size < 200_000

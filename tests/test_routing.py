@@ -28,7 +28,7 @@ from scale_surgery.modeling.expanded_routing import (
 )
 from tests import routed
 from tests.conftest import load
-from tests.routed import Trio, padded, prompts, random_ids, train
+from tests.routed import Trio, between, padded, prompts, random_ids, train
 from tests.tiny import FAMILIES
 
 trio_of = routed.trio_of
@@ -169,13 +169,6 @@ def equation_5(head: Any, features: Tensor, threshold: float, strict: bool) -> t
     preserve = z_p if strict else (z_p + z_a) / 2 + up[0]
     logits = torch.where((cosine > threshold)[..., None], preserve, z_a + up[1])
     return logits if head.softcap is None else head.softcap * torch.tanh(logits / head.softcap), cosine
-
-
-def between(cosines: Tensor) -> float:
-    """A threshold in the widest gap of the middle half: no cosine is rounded across it."""
-    middle = cosines.flatten().sort().values[cosines.numel() // 4 : 3 * cosines.numel() // 4 + 2]
-    gap = middle.diff().argmax()
-    return float(middle[gap : gap + 2].mean())
 
 
 @pytest.mark.parametrize("routing", ("cosine", "strict"))

@@ -14,8 +14,7 @@ This file travels with the checkpoint: it opens no file, and needs only torch an
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,12 +22,12 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
-# logits that are taken to float32 at a time, and that are made only to score tokens at a time
-AT_ONCE, SCORED_AT_ONCE = 2**20, 2**23
+from .expanded_mixture import AT_ONCE, Mixture, chosen, cosines, follow, in_chunks, normalizers
+
+# logits that are made only to score tokens at a time
+SCORED_AT_ONCE = 2**23
 # log odds beyond this change no probability that float32 can tell from 0 or 1
 MOST_LOG_ODDS = 60.0
-# differences of log-probabilities beyond this would overflow when they are exponentiated
-LARGEST = 80.0
 # positions of one call to which assisted generation may go back
 MOST_KEPT = 24
 
@@ -139,116 +138,6 @@ def find_restarts(mask: Tensor | None, positions: Tensor | None, past: int, like
     if past == 0:
         restarts[:, 0] = True
     return restarts
-
-
-def in_chunks(rows: int, width: int, at_once: int) -> Iterator[slice]:
-    """Ranges of rows of so many numbers at a time."""
-    step = max(1, at_once // width)
-    return (slice(start, start + step) for start in range(0, rows, step))
-
-
-def by_row(function: Callable[..., Tensor], *logits: Tensor) -> Tensor:
-    """Apply a function of logits to a number a row in float32, without a copy of all the logits."""
-    flat = [tensor.flatten(0, -2) for tensor in logits]
-    chunks = in_chunks(*flat[0].shape, at_once=AT_ONCE)
-    found = [function(*(tensor[rows].float() for tensor in flat)) for rows in chunks]
-    return torch.cat(found).view(logits[0].shape[:-1])
-
-
-def normalizers(logits: Tensor) -> Tensor:
-    """Take log sum exp of each row, float32."""
-    return by_row(lambda rows: rows.logsumexp(-1), logits)
-
-
-def cosines(one: Tensor, other: Tensor) -> Tensor:
-    """Cosine of each pair of rows, float32."""
-    return by_row(lambda a, b: torch.nn.functional.cosine_similarity(a, b, dim=-1), one, other)
-
-
-def chosen(logits: Tensor, ids: Tensor) -> Tensor:
-    """Log-probability of one token a row, float32."""
-    return logits.gather(-1, ids[..., None]).squeeze(-1).float() - normalizers(logits)
-
-
-def follow(odds: Tensor | None, evidence: Tensor, restarts: Tensor, prior: float, rate: float) -> Tensor:
-    """Log odds of the preserve path after each token.
-
-    Each token multiplies the weights (w, 1 - w) by its likelihoods and by [[1 - rate, rate], [rate, 1 - rate]]; a
-    restart sets them to the prior. Both are linear, so all prefixes are products of 2 x 2 matrices, taken here in
-    log2(t) steps.
-
-    Args:
-        odds: Log odds before the first token (b,), or None where there is nothing before it.
-        evidence: log p_P(y) - log p_A(y) of each token (b, t), float32.
-        restarts: Where a sequence begins (b, t).
-        prior: Weight of the preserve path at a start.
-        rate: Fixed-share rate.
-
-    Returns:
-        Log odds (b, t), float32.
-    """
-    stay, switch = _log(1 - rate), _log(rate)
-    gain = evidence.float()
-    rows = [torch.stack((gain + stay, torch.full_like(gain, switch)), -1)]
-    rows += [torch.stack((gain + switch, torch.full_like(gain, stay)), -1)]
-    begin = evidence.new_tensor([[_log(prior)] * 2, [_log(1 - prior)] * 2], dtype=torch.float32)
-    steps = torch.where(restarts[..., None, None], begin, torch.stack(rows, -2))  # (b, t, written, read)
-    distance = 1
-    while distance < evidence.shape[1]:
-        later, earlier = steps[:, distance:], steps[:, :-distance]
-        through = (later.unsqueeze(-1) + earlier.unsqueeze(-3)).logsumexp(-2)
-        # only ratios count
-        through = through - through.amax((-2, -1), keepdim=True)
-        steps = torch.cat((steps[:, :distance], through), 1)
-        distance *= 2
-    before = evidence.new_zeros(len(evidence)) if odds is None else odds
-    weights = torch.stack((before, torch.zeros_like(before)), -1)[:, None, None]
-    after = (steps + weights).logsumexp(-1)
-    return after[..., 0] - after[..., 1]
-
-
-def _log(share: float) -> float:
-    return math.log(share) if share > 0 else -math.inf
-
-
-def _mix_rows(z_p: Tensor, z_a: Tensor, shift: Tensor, odds: Tensor) -> Tensor:
-    """Mixture of some rows; the path with more weight gives the scale, and alone it gives its own logits back."""
-    is_preserve = odds >= 0
-    lighter = torch.sigmoid(-odds.abs())
-    ahead = torch.where(is_preserve, z_a - z_p + shift, z_p - z_a - shift)
-    small = (lighter * torch.expm1(ahead.clamp(max=LARGEST))).log1p_()
-    return torch.where(is_preserve, z_p, z_a) + small + (ahead - LARGEST).relu_()
-
-
-class Mixture(torch.autograd.Function):
-    """Logits of w softmax(z_p) + (1 - w) softmax(z_a), written over z_p; only z_a has a gradient.
-
-    With r = (1 - w) p_A / mixture, the share of the adapt path in each probability, and the gradient G of the
-    mixture's logits, the gradient of z_a is G r - p_A sum(G r), but for what shifts a whole row of logits, which no
-    loss sees.
-    """
-
-    @staticmethod
-    def forward(context: Any, z_p: Tensor, z_a: Tensor, shift: Tensor, odds: Tensor, norm: Tensor) -> Tensor:
-        context.mark_dirty(z_p)
-        for rows in in_chunks(*z_p.shape, at_once=AT_ONCE):
-            z_p[rows] = _mix_rows(z_p[rows].float(), z_a[rows].float(), shift[rows, None], odds[rows, None]).to(
-                z_p.dtype
-            )
-        context.save_for_backward(z_p, z_a, shift, odds, norm)
-        return z_p
-
-    @staticmethod
-    def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        mixed, z_a, shift, odds, norm = context.saved_tensors
-        weight = torch.nn.functional.logsigmoid(-odds) + torch.where(odds >= 0, shift, 0)
-        own = torch.empty_like(gradient)
-        for rows in in_chunks(*gradient.shape, at_once=AT_ONCE):
-            adapt = z_a[rows].float()
-            share = gradient[rows].float() * (adapt - mixed[rows].float() + weight[rows, None]).clamp(max=0).exp()
-            likely = (adapt - norm[rows, None]).exp()
-            own[rows] = (share - likely * share.sum(-1, keepdim=True)).to(own.dtype)
-        return None, own, None, None, None
 
 
 @dataclass(frozen=True)
