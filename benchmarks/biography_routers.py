@@ -36,6 +36,10 @@ from scale_surgery import register
 from scale_surgery.biographies import SHIPPED_MODEL, Question, first_token_accuracy
 from scale_surgery.routing_specs import Routing
 
+LEGEND = """\
+forgets, learns: nats per token; 1 after 0: new people's questions that follow an
+old person's biography; joined: nats lost where one text tells of both; share: of
+the adapt path, in old and in new biographies. posterior: prior, switch rate."""
 UNROUTED = {method.name: method for method in ROUTED if method.unrouted is None}
 RATES = {"adapt both 3": 3e-3, "adapt both 0": 1.7e-3, "preserve": 5.5e-3}  # those that the sweep chose
 BETWEEN_TEXTS = "</s><s>"  # as training text is packed
@@ -239,7 +243,7 @@ def main(name: str, quick: bool, output: Path | None) -> None:
     base = Examination(AutoTokenizer.from_pretrained(SHIPPED_MODEL), settings).score(method.make(SHIPPED_MODEL, 0), 0)
     with console.status("training") as status:
         findings = list(compare(method, routings, settings, status.update))
-    console.print(render(findings, base), highlight=False)
+    console.print(render(findings, base), LEGEND, sep="\n", highlight=False)
     if output is not None:
         output.write_text(json.dumps([asdict(found) for found in findings], indent=2) + "\n", encoding="utf-8")
 

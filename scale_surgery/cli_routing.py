@@ -33,16 +33,16 @@ def routing_options(command: Command) -> Command:
     return command
 
 
-def make_routing(router: Any, options: dict[str, Any]) -> Routing:
-    """How to route, from command line options; an option of the other router is refused."""
+def make_routing(router: Any, options: dict[str, Any]) -> Routing | None:
+    """How to route, from command line options, None for not at all; an option of another router is refused."""
     from scale_surgery.routing_specs import Routing
 
     given = {name: value for name, value in options.items() if value is not None and value is not False}
-    foreign = {"cosine": ("prior", "switch_rate"), "posterior": ("threshold",)}[router]
+    foreign = {"cosine": ("prior", "switch_rate"), "posterior": ("threshold",), "none": tuple(given)}[router]
     named = [f"--{name.replace('_', '-')}" for name in foreign if name in given]
     if named:
-        raise click.UsageError(f"{', '.join(named)} is not of the {router} router.")
-    return Routing(router, **given)
+        raise click.UsageError(f"{', '.join(named)} does not go with --router {router}.")
+    return None if router == "none" else Routing(router, **given)
 
 
 @click.command(name="route-export")
@@ -71,8 +71,9 @@ def route_export_command(
     from scale_surgery.routing_tables import render_routed
 
     taking: Any = {"base_weights": base_weights, "overwrite": overwrite, "track": out.track}
-    if router == "none":
+    routing = make_routing(router, options)
+    if routing is None:
         done = unroute(expanded, output, **taking)
     else:
-        done = route_export(expanded, output, make_routing(router, options), **taking)
+        done = route_export(expanded, output, routing, **taking)
     out.show(done, render_routed(done))

@@ -115,7 +115,10 @@ def _routing_names(routing: Mapping[str, Any] | None) -> list[str]:
         return []
     before = routing["before"]
     _ = Routing(**routing["settings"]), before["training_runs"], before["verification"], before["files"][CONFIG_FILE]
-    return [*before["files"], *before["code"]]
+    names = [*before["files"], *before["code"]]
+    if not all(isinstance(text, str) for text in (*names, *before["files"].values(), *before["keys"])):
+        raise TypeError("routing.before holds other than texts")
+    return names
 
 
 def _check_names(file: Path, files: Mapping[str, BaseFile], replaced: Mapping[str, str], ours: list[str]) -> None:

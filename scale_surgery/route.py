@@ -227,9 +227,19 @@ def _before(checkpoint: Checkpoint, manifest: Manifest, code: Mapping[str, str])
     return {
         "files": {file: text for file, text in files.items() if code.get(file) != text},
         "code": dict(manifest.code),
+        "keys": list(checkpoint.manifest or ()),
         "training_runs": len(manifest.training),
         "verification": manifest.verification,
     }
+
+
+def _manifest_content(changed: Manifest, manifest: Manifest) -> dict[str, Any]:
+    """What surgery.json is to hold; un-routed, no key that it did not have before and that says nothing."""
+    content = asdict(changed)
+    if changed.routing is not None or manifest.routing is None:
+        return content
+    had = manifest.routing["before"]["keys"]
+    return {key: value for key, value in content.items() if key in had or value}
 
 
 def _text(checkpoint: Checkpoint, file: str) -> str:
@@ -258,7 +268,7 @@ def _write(
             advance(size)
         for file, text in texts.items():
             write_text(partial / file, text)
-        write_json(partial / MANIFEST_FILE, asdict(changed))
+        write_json(partial / MANIFEST_FILE, _manifest_content(changed, manifest))
     shards = sum(sizes[file] for file in checkpoint.shards)
     collaborative = changed.plan["specs"]["collaborative"]["layers"]
     return Routed(

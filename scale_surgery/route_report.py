@@ -201,9 +201,9 @@ def _score(model: Any, windows: Sequences, batch_size: int, advance: Progress) -
 
 
 def _batches(windows: Sequences, batch_size: int) -> Iterator[list[int]]:
-    """Rows of windows in which something is predicted, the longest first, so that memory runs out at once or never."""
-    sizes = {row: end - start for row, (start, end) in enumerate(pairwise(windows.starts)) if end - start > 1}
-    order = sorted(sizes, key=lambda row: -sizes[row])
+    """Rows of windows, the longest first, so that memory runs out at once or never, and equal lengths need no pad."""
+    sizes = [end - start for start, end in pairwise(windows.starts)]
+    order = sorted(range(len(sizes)), key=lambda row: -sizes[row])
     return (order[start : start + batch_size] for start in range(0, len(order), batch_size))
 
 

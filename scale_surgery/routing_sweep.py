@@ -7,15 +7,13 @@ posterior   priors times switch rates
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from scale_surgery.errors import CheckpointError
-from scale_surgery.evaluate import LOADING_ERRORS, MAX_PROBLEMS
+from scale_surgery.evaluate import _loaded
 from scale_surgery.measure import Measurement
 from scale_surgery.progress import Progress, Track, no_progress
 from scale_surgery.routing_specs import Routing, router_settings
@@ -116,7 +114,7 @@ def sweep_model(
     from scale_surgery.path_scores import read_paths
 
     tokens = sum(len(text.ids) for text in texts.values())
-    with _loaded(subject, options) as model, track("read", tokens) as advance:
+    with _loaded(subject.path, subject.name, options) as model, track("read", tokens) as advance:
         old, new = (read_paths(model, texts[side], batch_size, advance) for side in ("old", "new"))
         router = model.router
     settings = settings_of(present, old, new)
@@ -124,25 +122,6 @@ def sweep_model(
         found = sweep(router, old, new, settings, advance)
     _check_finite(subject, found)
     return found
-
-
-@contextmanager
-def _loaded(subject: Subject, options: Mapping[str, Any]) -> Iterator[Any]:
-    """Load a model whole; one whose tensors do not fit its class is another model and is refused."""
-    from scale_surgery.probe import loaded
-
-    with ExitStack() as stack:
-        try:
-            model, problems = stack.enter_context(loaded(subject.path, memory_bytes=sys.maxsize, **options))
-        except LOADING_ERRORS as error:
-            raise CheckpointError(
-                f"{subject.name}: cannot be loaded ({type(error).__name__}: {error}). Check --device, and whether "
-                "transformers alone loads it."
-            ) from error
-        if problems:
-            advice = f"{subject.name}: its tensors do not fit its class, so another model would be measured."
-            raise CheckpointError.from_problems([*problems[:MAX_PROBLEMS], advice])
-        yield model
 
 
 def _check_finite(subject: Subject, found: Sweep) -> None:

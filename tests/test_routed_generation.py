@@ -29,7 +29,10 @@ DRIFT = 2e-4  # float32: cached and uncached runs multiply matrices of other sha
 # full attention, sliding windows, both with a cap, learned positions, heads fused one by one
 USED = ("llama", "mistral", "gemma2", "gpt2", "gpt_neox")
 EACH_ROUTING = pytest.mark.parametrize("routing", ("posterior", "cosine", "strict"))
-EACH_FAMILY = pytest.mark.parametrize("family", USED)
+EACH = pytest.mark.parametrize(
+    ("family", "routing"),
+    (*((family, "posterior") for family in USED), *zip(USED, ("cosine", "strict") * 2, strict=False)),
+)
 GREEDY = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
 
 
@@ -69,8 +72,7 @@ def assert_same_generation(found: Any, wanted: Any) -> None:
 # ---- pieces
 
 
-@EACH_ROUTING
-@EACH_FAMILY
+@EACH
 def test_pieces_give_what_the_whole_gives(trio_of: Callable[..., Trio], family: str, routing: str) -> None:
     model = trio_of(family, "adapt", routing).routed()
     prompt = padded(random_ids(3, 14), (5, 0, 2))
@@ -114,8 +116,7 @@ def test_each_path_is_its_model_at_every_step(trio_of: Callable[..., Trio], rout
 # ---- generate
 
 
-@EACH_ROUTING
-@EACH_FAMILY
+@EACH
 def test_greedy_generation_with_and_without_a_cache(trio_of: Callable[..., Trio], family: str, routing: str) -> None:
     model = trio_of(family, "adapt", routing).routed()
     prompt = padded(random_ids(2, 9), (0, 4))
@@ -160,8 +161,7 @@ def test_sampling_with_a_seed(trio_of: Callable[..., Trio], family: str) -> None
     assert len({tuple(row) for row in found[0].tolist()}) > 1, "the control: it is sampled"
 
 
-@EACH_ROUTING
-@EACH_FAMILY
+@EACH
 def test_a_padded_batch_is_each_prompt_alone(trio_of: Callable[..., Trio], family: str, routing: str) -> None:
     model = trio_of(family, "adapt", routing).routed()
     ids, counts = random_ids(3, 10), (4, 0, 7)
@@ -199,8 +199,7 @@ def test_packed_texts_are_texts_of_their_own(trio_of: Callable[..., Trio], famil
     assert (logits(model, {"input_ids": ids}) - alone).abs().max() > 100 * DRIFT, "the control"
 
 
-@EACH_ROUTING
-@EACH_FAMILY
+@EACH
 def test_logits_to_keep(trio_of: Callable[..., Trio], family: str, routing: str) -> None:
     model = trio_of(family, "adapt", routing).routed()
     prompt = padded(random_ids(2, 30), (3, 0))
@@ -317,7 +316,9 @@ def test_a_cropped_cache_goes_on(trio_of: Callable[..., Trio]) -> None:
         for removed in (0, 3, 6):
             before = cache.get_seq_length()
             cache.crop(-removed)
-            found = model(ids[:, before - removed : before + 4], past_key_values=cache).logits
+            now = ids[:, before - removed : before + 4]
+            # what several logits are asked for is remembered as long
+            found = model(now, past_key_values=cache, logits_to_keep=now.shape[1]).logits
             wanted = logits(model, {"input_ids": ids[:, : before + 4]})[:, before - removed :]
             torch.testing.assert_close(found, wanted, atol=DRIFT, rtol=1e-4)
 
@@ -330,3 +331,237 @@ def test_a_cache_that_was_emptied_begins_anew(trio_of: Callable[..., Trio]) -> N
         assert torch.equal(model(ids, past_key_values=cache).logits, model(ids, use_cache=True).logits)
         cache.crop(-9)
         assert torch.equal(model(ids, past_key_values=cache).logits, model(ids, use_cache=True).logits)
+
+
+def test_many_guesses_can_be_taken_back(trio_of: Callable[..., Trio]) -> None:
+    """As assisted generation asks: so many logits, and all guesses but the first few were wrong."""
+    model, ids = trio_of("llama").routed(), random_ids(1, 60)
+    with torch.no_grad():
+        cache = model(ids[:, :10], use_cache=True, logits_to_keep=1).past_key_values
+        model(ids[:, 10:51], past_key_values=cache, logits_to_keep=41)
+        cache.crop(-38)
+        found = model(ids[:, 13:20], past_key_values=cache).logits
+    torch.testing.assert_close(found, logits(model, {"input_ids": ids})[:, 13:20], atol=DRIFT, rtol=1e-4)
+
+
+# ---- other ways to load and to run
+
+
+@EACH_ROUTING
+def test_a_pipeline_writes_text(stories: Path, tmp_path: Path, routing: str) -> None:
+    expanded = expand(stories, REQUESTS["deep"], tmp_path / "expanded").path
+    route = Routing("posterior") if routing == "posterior" else Routing("cosine", 0.99, strict=routing == "strict")
+    model = train(load(route_export(expanded, tmp_path / "routed", route).path))
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "routed")
+    tokenizer.pad_token, tokenizer.padding_side = tokenizer.eos_token, "left"
+    write = pipeline("text-generation", model=model, tokenizer=tokenizer)
+    prompts = ["Once upon a time", "Lily and her dog went to the park. They"]
+    options = {"max_new_tokens": 12, "do_sample": False}
+    alone = [write(prompt, **options)[0]["generated_text"] for prompt in prompts]
+    assert [found[0]["generated_text"] for found in write(prompts, batch_size=2, **options)] == alone
+    assert all(
+        text.startswith(prompt) and len(text) > len(prompt) + 5 for text, prompt in zip(alone, prompts, strict=True)
+    )
+    ids = tokenizer(prompts[0], return_tensors="pt").input_ids
+    assert alone[0] == tokenizer.decode(model.generate(ids, **options)[0], skip_special_tokens=True)
+
+
+def test_it_loads_in_a_fresh_process(trio_of: Callable[..., Trio], tmp_path: Path) -> None:
+    """Trained and saved there and here: the same logits; its code is what the folder holds."""
+    wanted, folders, ids = {}, [], random_ids(2, 13)
+    for family, routing in (("llama", "posterior"), ("gemma2", "cosine")):
+        trio = trio_of(family, "deep", routing)
+        model = train(load(trio.path))
+        folder = Path(shutil.copytree(trio.path, tmp_path / f"{family}_{routing}"))
+        model.save_pretrained(folder)
+        folders.append(folder)
+        wanted[folder.name] = (model, logits(model, {"input_ids": ids}))
+        assert (logits(load(trio.path), {"input_ids": ids}) - wanted[folder.name][1]).abs().max() > 0.1, "the control"
+    out = tmp_path / "out"
+    out.mkdir()
+    done = run_fresh(FRESH, out, json.dumps(ids.tolist()), *folders, cwd=out)
+    assert done.returncode == 0, done.stderr
+    report = json.loads((out / "report.json").read_text())
+    for name, (model, expected) in wanted.items():
+        found = torch.load(out / f"{name}.pt")
+        assert torch.equal(found["logits"], expected)
+        assert not any(report[name]["info"].values()), "no key missing, unexpected or mismatched"
+        assert report[name]["saved_twice"]
+        assert report[name]["trainable"] == sorted(key for key, p in model.named_parameters() if p.requires_grad)
+        # without a head there is nothing to route: the adapt path
+        with model.routing_disabled(), torch.no_grad():
+            assert torch.equal(found["hidden"], model.get_decoder()(ids)[0])
+
+
+def test_without_a_head_it_is_the_adapt_path(trio_of: Callable[..., Trio]) -> None:
+    trio, ids = trio_of("llama", "adapt", "cosine"), random_ids(2, 9)
+    alone, unrouted = (train(AutoModel.from_pretrained(path).eval()) for path in (trio.path, trio.expanded_path))
+    with torch.no_grad():
+        assert torch.equal(alone(ids)[0], unrouted(ids)[0])
+        assert alone(ids)[0].shape[0] == 2
+    assert not alone.is_routing_enabled
+    with pytest.raises(ValueError, match="no head"):
+        alone.enable_routing()
+
+
+@EACH_ROUTING
+def test_a_copy_is_of_its_own(trio_of: Callable[..., Trio], routing: str) -> None:
+    model, prompt = trio_of("llama", "adapt", routing).routed(), {"input_ids": random_ids(2, 13)}
+    twin, wanted = copy.deepcopy(model), logits(model, prompt)
+    assert torch.equal(logits(twin, prompt), wanted)
+    with twin.routing_disabled():
+        assert torch.equal(logits(model, prompt), wanted)
+        assert not torch.equal(logits(twin, prompt), wanted)
+    with torch.no_grad():
+        twin.get_parameter("lm_head.up_weight").add_(1.0)
+    assert not torch.equal(logits(twin, prompt), wanted)
+    assert torch.equal(logits(model, prompt), wanted)
+
+
+def test_a_tuple_instead_of_an_output(trio_of: Callable[..., Trio]) -> None:
+    model, ids = trio_of("llama").routed(), random_ids(2, 12)
+    with torch.no_grad():
+        found, cache = model(ids[:, :8], use_cache=True, return_dict=False)
+        assert torch.equal(found, model(ids[:, :8]).logits)
+        assert state_of(cache) is not None
+        later = model(ids[:, 8:], past_key_values=cache, return_dict=False)[0]
+    torch.testing.assert_close(later, logits(model, {"input_ids": ids})[:, 8:], atol=DRIFT, rtol=1e-4)
+
+
+def test_the_loss_is_that_of_the_routed_logits(trio_of: Callable[..., Trio]) -> None:
+    model, ids = trio_of("gemma2").routed(), random_ids(2, 12)
+    with torch.no_grad():
+        output = model(ids, labels=ids)
+        wanted = torch.nn.functional.cross_entropy(output.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+        torch.testing.assert_close(output.loss, wanted)
+        with model.routing_disabled():
+            assert not torch.allclose(model(ids, labels=ids).loss, wanted, atol=1e-3)
+
+
+@EACH_ROUTING
+def test_embeddings_instead_of_ids(trio_of: Callable[..., Trio], routing: str) -> None:
+    model, ids = trio_of("llama", "deep", routing).routed(), random_ids(2, 9)
+    with torch.no_grad():
+        embeddings = model.get_input_embeddings()(ids)
+        if routing == "posterior":
+            with pytest.raises(
+                ValueError, match="inputs_embeds: the posterior router scores tokens, expected input_ids"
+            ):
+                model(inputs_embeds=embeddings)
+        else:
+            assert torch.equal(model(inputs_embeds=embeddings).logits, model(ids).logits)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("routing", ("posterior", "cosine"))
+def test_a_compiled_forward(trio_of: Callable[..., Trio], routing: str) -> None:
+    model, prompt = trio_of("llama", "adapt", routing).routed(), {"input_ids": random_ids(2, 13)}
+    wanted = logits(model, prompt, use_cache=False)
+    compiled = torch.compile(model)
+    torch.testing.assert_close(logits(compiled, prompt, use_cache=False), wanted, atol=DRIFT, rtol=1e-4)
+
+
+# ---- misuse
+
+FOREIGN = "that this routed model has not read, or from which more were taken back than it remembers"
+
+
+@EACH_ROUTING
+@pytest.mark.parametrize("family", ("llama", "mistral"))
+@torch.no_grad()
+def test_a_cache_of_another_model_is_refused(trio_of: Callable[..., Trio], family: str, routing: str) -> None:
+    base, expanded, model = trio_of(family, "adapt", routing).trained()
+    ids = random_ids(2, 9)
+    for other in (base, expanded):
+        cache = other(ids, use_cache=True).past_key_values
+        with pytest.raises(ValueError, match=f"^past_key_values: holds 9 tokens {FOREIGN}.*Begin with an empty one"):
+            model(ids[:, :1], past_key_values=cache)
+    cache = model(ids, use_cache=True).past_key_values
+    with model.routing_disabled():
+        switched_off = model(ids, use_cache=True).past_key_values
+    with pytest.raises(ValueError, match=FOREIGN):
+        model(ids[:, :1], past_key_values=switched_off)
+    assert model(ids[:, :1], past_key_values=cache).logits.isfinite().all(), "the control"
+
+
+@torch.no_grad()
+def test_a_preserve_model_refuses_a_cache_without_a_state(trio_of: Callable[..., Trio]) -> None:
+    """Its keys and values are those of the model without a router; what it has read is not known."""
+    _, expanded, model = trio_of("llama", "preserve").trained()
+    ids = random_ids(2, 9)
+    with pytest.raises(ValueError, match=FOREIGN):
+        model(ids[:, :1], past_key_values=expanded(ids, use_cache=True).past_key_values)
+    cache = model(ids, use_cache=True).past_key_values
+    with model.routing_disabled():
+        model(ids, past_key_values=cache)
+    with pytest.raises(ValueError, match=f"holds 18 tokens {FOREIGN}"):
+        model(ids[:, :1], past_key_values=cache)
+
+
+@torch.no_grad()
+def test_a_cache_cropped_too_far_is_refused(trio_of: Callable[..., Trio]) -> None:
+    model, ids = trio_of("llama").routed(), random_ids(2, 40)
+    cache = model(ids, use_cache=True).past_key_values
+    cache.crop(-30)
+    with pytest.raises(ValueError, match=f"^past_key_values: holds 10 tokens {FOREIGN}"):
+        model(ids[:, :1], past_key_values=cache)
+
+
+def changed(trio: Trio, folder: Path, **numbers: Any) -> Path:
+    """A copy whose config.json was altered by hand."""
+    shutil.copytree(trio.path, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["scale_surgery"]["routing"] |= numbers
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    (
+        {"router": "oracle"},
+        {"router": None},
+        {"prior": 0.0},
+        {"prior": 1.0},
+        {"prior": "0.5"},
+        {"switch_rate": 1.0},
+        {"switch_rate": -0.1},
+        {"switch_rate": float("nan")},
+        {"router": "cosine"},
+        {"router": "cosine", "threshold": 1.5},
+        {"router": "cosine", "threshold": None},
+        {"router": "cosine", "threshold": "0.5"},
+        {"router": "cosine", "threshold": 0.5, "strict": False},
+    ),
+    ids=str,
+)
+def test_a_router_altered_by_hand_is_refused(
+    trio_of: Callable[..., Trio], tmp_path: Path, numbers: dict[str, Any]
+) -> None:
+    folder = changed(trio_of("llama"), tmp_path / "changed", **numbers)
+    with pytest.raises(ValueError, match=r"^config\.json: scale_surgery\.routing is .*expected router cosine") as error:
+        load(folder)
+    assert "Was it made by another release, or by hand?" in str(error.value)
+
+
+@pytest.mark.parametrize("fork", (0, 2, None))
+def test_a_fork_altered_by_hand_is_refused(trio_of: Callable[..., Trio], tmp_path: Path, fork: int | None) -> None:
+    folder = changed(trio_of("llama", "deep"), tmp_path / "changed", fork=fork)
+    with pytest.raises(ValueError, match=rf"^config\.json: scale_surgery\.routing\.fork is {fork}, expected the first"):
+        load(folder)
+    assert load(changed(trio_of("llama", "deep"), tmp_path / "same", fork=1)).is_routing_enabled, "the control"
+
+
+def test_a_model_without_a_router_says_so(trio_of: Callable[..., Trio]) -> None:
+    expanded = load(trio_of("llama").expanded_path)
+    ids = random_ids(1, 5)
+    with pytest.raises(ValueError, match="This model has no router. Write one that has: scale-surgery route-export"):
+        expanded.enable_routing()
+    for ask in (expanded.path_logits, expanded.score_tokens):
+        with pytest.raises(ValueError, match="it has no router, or routing is disabled"):
+            ask(ids)
+    model = load(trio_of("llama").path)
+    for off in (model.routing_disabled, model.expansion_disabled):
+        with off(), pytest.raises(ValueError, match="it has no router, or routing is disabled"):
+            model.path_logits(ids)
+    assert model.path_logits(ids)[0].shape == (1, 5, 97)

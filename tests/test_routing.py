@@ -13,19 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 
-from scale_surgery.modeling import expanded_model, expanded_modules, expanded_routing
-from scale_surgery.modeling.expanded_modules import ExpandedLinear, ExpandedModule, expand_module
-from scale_surgery.modeling.expanded_routing import (
-    CosineRouter,
-    Mixture,
-    Paths,
-    PosteriorRouter,
-    RouterState,
-    Tokens,
-    find_restarts,
-    follow,
-    make_router,
-)
+from scale_surgery.modeling import expanded_mixture, expanded_modules, expanded_routing
+from scale_surgery.modeling.expanded_mixture import Mixture, follow
+from scale_surgery.modeling.expanded_modules import ExpandedLinear, expand_module
+from scale_surgery.modeling.expanded_routing import CosineRouter, Paths, PosteriorRouter, Tokens, find_restarts
 from tests import routed
 from tests.conftest import load
 from tests.routed import Trio, between, padded, prompts, random_ids, train
@@ -180,7 +171,7 @@ def test_cosine_is_equation_5(trio_of: Callable[..., Trio], family: str, routing
     for prompt in prompts(((1, 33), (3, 13))):
         features = head_features(model, prompt)
         threshold = between(equation_5(head, features, 0.0, strict)[1])
-        model.router = make_router({"router": "cosine", "threshold": threshold, "strict": strict})
+        model.router = CosineRouter(threshold, strict)
         wanted, cosines = equation_5(head, features, threshold, strict)
         found, is_preserve = model(**prompt).logits, cosines > threshold
         assert is_preserve.any() and not is_preserve.all(), "the control: both sides are taken"
@@ -385,7 +376,7 @@ def slow_mixture(z_p: Tensor, z_a: Tensor, ids: Tensor, prior: float, rate: floa
 @pytest.mark.parametrize("rate", (0.0, 0.01, 0.5))
 @pytest.mark.parametrize("scale", (1.0, 10.0, 300.0))
 def test_posterior_is_the_bayes_mixture(scale: float, rate: float, at_once: int, monkeypatch: Any) -> None:
-    monkeypatch.setattr(expanded_routing, "AT_ONCE", at_once)
+    monkeypatch.setattr(expanded_mixture, "AT_ONCE_ON_CPU", at_once)
     generator = torch.Generator().manual_seed(2)
     z_p, z_a = (torch.randn(3, 30, 7, generator=generator) * scale for _ in range(2))
     ids = torch.randint(0, 7, (3, 30), generator=generator)
@@ -542,7 +533,7 @@ def plain_mixture(log_p: Tensor, z_a: Tensor, odds: Tensor) -> Tensor:
 @pytest.mark.parametrize("odds", (-40.0, -3.0, -0.2, 0.0, 0.2, 3.0, 40.0))
 @pytest.mark.parametrize("scale", (1.0, 30.0))
 def test_the_gradient_of_the_mixture(odds: float, scale: float, at_once: int, monkeypatch: Any) -> None:
-    monkeypatch.setattr(expanded_routing, "AT_ONCE", at_once)
+    monkeypatch.setattr(expanded_mixture, "AT_ONCE_ON_CPU", at_once)
     generator = torch.Generator().manual_seed(4)
     z_p, z_a = (torch.randn(6, 7, generator=generator) * scale for _ in range(2))
     # what a loss of probabilities sends back sums to zero in each row
@@ -568,8 +559,9 @@ def gradients(model: Any, loss: Tensor) -> dict[str, Tensor]:
 def assert_same_gradients(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
     largest = max(float(gradient.abs().max()) for gradient in wanted.values())
     for name in found.keys() | wanted.keys():
+        # what is far from everything that was used has no gradient at all, or zeros
         one, other = (grads.get(name, torch.zeros(())) for grads in (found, wanted))
-        torch.testing.assert_close(one.expand_as(other), other, atol=1e-4 * largest, rtol=1e-3, msg=name)
+        torch.testing.assert_close(*torch.broadcast_tensors(one, other), atol=1e-4 * largest, rtol=1e-3, msg=name)
 
 
 def prepare_training(trio: Trio) -> Any:
@@ -661,3 +653,51 @@ def test_gradient_checkpointing_of_two_paths(trio_of: Callable[..., Trio], routi
         found.append(gradients(model, model(ids, labels=ids, use_cache=False).loss))
     assert found[0].keys() == found[1].keys()
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+# ---- scores of tokens
+
+
+@pytest.mark.parametrize("routing", ("posterior", "cosine", "strict"))
+@pytest.mark.parametrize(("family", "request_name"), (("llama", "adapt"), ("gemma2", "deep"), ("gpt2", "adapt")))
+@torch.no_grad()
+def test_scores_are_those_of_the_models(
+    trio_of: Callable[..., Trio], family: str, request_name: str, routing: str, monkeypatch: Any
+) -> None:
+    base, expanded, model = trio_of(family, request_name, routing).trained()
+    prompt = padded(random_ids(3, 13), (0, 4, 2))
+    ids, kept = prompt["input_ids"], prompt["attention_mask"][:, :-1].bool()
+    found = model.score_tokens(**prompt)
+    for scores, one in ((found.base, base), (found.adapt, expanded), (found.routed, model)):
+        wanted = -losses(log_probabilities(one(**prompt).logits), ids)
+        torch.testing.assert_close(scores[kept].double(), wanted[kept], atol=1e-4, rtol=1e-4)
+    assert all(column.shape == (3, 12) for column in found)
+    assert ((found.weight >= 0) & (found.weight <= 1)).all()
+    is_adapt = found.weight[kept] > 0.5
+    assert is_adapt.any() and not is_adapt.all(), "the control"
+    if routing == "posterior":
+        mixture = torch.logaddexp(found.base + (1 - found.weight).log(), found.adapt + found.weight.log())
+        torch.testing.assert_close(found.routed, mixture, atol=1e-4, rtol=1e-4)
+        assert torch.equal(found.preserve, found.base)
+        starts = kept & ~functional.pad(kept, (1, 0))[:, :-1]
+        torch.testing.assert_close(found.weight[starts], torch.full((3,), 0.5))
+    else:
+        assert torch.equal(found.weight, (found.cosine <= model.router.threshold).float())
+        assert torch.equal(found.routed, torch.where(found.weight.bool(), found.adapt, found.preserve))
+        assert torch.equal(found.preserve, found.base) == (routing == "strict")
+    monkeypatch.setattr(expanded_routing, "SCORED_AT_ONCE", 5 * 97)
+    for one, other in zip(model.score_tokens(**prompt), found, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_scores_of_packed_and_short_texts(trio_of: Callable[..., Trio]) -> None:
+    model = trio_of("llama").routed()
+    ids, lengths = random_ids(2, 12), (5, 7)
+    positions = torch.cat([torch.arange(length) for length in lengths])[None].expand(2, -1)
+    packed = model.score_tokens(ids, position_ids=positions)
+    for start, text in zip((0, 5), ids.split(lengths, 1), strict=True):
+        alone = model.score_tokens(text)
+        for one, other in zip(packed, alone, strict=True):
+            torch.testing.assert_close(one[:, start : start + text.shape[1] - 1], other, atol=1e-4, rtol=1e-4)
+    assert [column.shape for column in model.score_tokens(ids[:, :1])] == [(2, 0)] * 6

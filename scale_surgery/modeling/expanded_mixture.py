@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# logits that are taken to float32 at a time
-AT_ONCE = 2**20
+# logits that are taken to float32 at a time: as many as a processor's cache holds, or as keep an accelerator busy
+AT_ONCE_ON_CPU, AT_ONCE = 2**17, 2**22
 # differences of log-probabilities beyond this would overflow when they are exponentiated
 LARGEST = 80.0
 
@@ -25,11 +25,15 @@ def in_chunks(rows: int, width: int, at_once: int) -> Iterator[slice]:
     return (slice(start, start + step) for start in range(0, rows, step))
 
 
+def row_chunks(logits: Tensor) -> Iterator[slice]:
+    """Ranges of rows of logits (rows, v) that are taken to float32 together."""
+    return in_chunks(*logits.shape, at_once=AT_ONCE_ON_CPU if logits.device.type == "cpu" else AT_ONCE)
+
+
 def by_row(function: Callable[..., Tensor], *logits: Tensor) -> Tensor:
     """Apply a function of logits to a number a row in float32, without a copy of all the logits."""
     flat = [tensor.flatten(0, -2) for tensor in logits]
-    chunks = in_chunks(*flat[0].shape, at_once=AT_ONCE)
-    found = [function(*(tensor[rows].float() for tensor in flat)) for rows in chunks]
+    found = [function(*(tensor[rows].float() for tensor in flat)) for rows in row_chunks(flat[0])]
     return torch.cat(found).view(logits[0].shape[:-1])
 
 
@@ -39,8 +43,8 @@ def normalizers(logits: Tensor) -> Tensor:
 
 
 def cosines(one: Tensor, other: Tensor) -> Tensor:
-    """Cosine of each pair of rows, float32."""
-    return by_row(lambda a, b: torch.nn.functional.cosine_similarity(a, b, dim=-1), one, other)
+    """Cosine of each pair of rows, float32, from -1 to 1 whatever the rounding."""
+    return by_row(lambda a, b: torch.nn.functional.cosine_similarity(a, b, dim=-1), one, other).clamp(-1, 1)
 
 
 def chosen(logits: Tensor, ids: Tensor) -> Tensor:
@@ -90,12 +94,19 @@ def _log(share: float) -> float:
 
 
 def _mix_rows(z_p: Tensor, z_a: Tensor, shift: Tensor, odds: Tensor) -> Tensor:
-    """Mixture of some rows; the path with more weight gives the scale, and alone it gives its own logits back."""
-    is_preserve = odds >= 0
-    lighter = torch.sigmoid(-odds.abs())
-    ahead = torch.where(is_preserve, z_a - z_p + shift, z_p - z_a - shift)
-    small = (lighter * torch.expm1(ahead.clamp(max=LARGEST))).log1p_()
-    return torch.where(is_preserve, z_p, z_a) + small + (ahead - LARGEST).relu_()
+    """Mixture of some rows; the path with more weight gives the scale, and alone it gives its own logits back.
+
+    With k the weight of the lighter path and a its lead in log-probability: log((1 - k) + k exp(a)), added to the
+    logits of the heavier one. Where both are equal that is exactly zero.
+    """
+    is_preserve, lighter = odds >= 0, torch.sigmoid(-odds.abs())
+    sign = torch.where(is_preserve, 1.0, -1.0)
+    ahead = torch.addcmul(shift * sign, z_a - z_p, sign)
+    small = ahead.clamp(max=LARGEST)
+    beyond = ahead.sub_(small)
+    # in few passes and in place: logits are large
+    small = torch.addcmul(-lighter, small.exp_(), lighter, out=small).log1p_()
+    return small.add_(torch.where(is_preserve, z_p, z_a)).add_(beyond)
 
 
 class Mixture(torch.autograd.Function):
@@ -109,7 +120,7 @@ class Mixture(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, z_p: Tensor, z_a: Tensor, shift: Tensor, odds: Tensor, norm: Tensor) -> Tensor:
         context.mark_dirty(z_p)
-        for rows in in_chunks(*z_p.shape, at_once=AT_ONCE):
+        for rows in row_chunks(z_p):
             z_p[rows] = _mix_rows(z_p[rows].float(), z_a[rows].float(), shift[rows, None], odds[rows, None]).to(
                 z_p.dtype
             )
@@ -121,7 +132,7 @@ class Mixture(torch.autograd.Function):
         mixed, z_a, shift, odds, norm = context.saved_tensors
         weight = torch.nn.functional.logsigmoid(-odds) + torch.where(odds >= 0, shift, 0)
         own = torch.empty_like(gradient)
-        for rows in in_chunks(*gradient.shape, at_once=AT_ONCE):
+        for rows in row_chunks(gradient):
             adapt = z_a[rows].float()
             share = gradient[rows].float() * (adapt - mixed[rows].float() + weight[rows, None]).clamp(max=0).exp()
             likely = (adapt - norm[rows, None]).exp()

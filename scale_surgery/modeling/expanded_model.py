@@ -194,6 +194,8 @@ class ExpandedPreTrainedModel:
         """
         if is_enabled and "routing" not in self.config.scale_surgery:
             raise ValueError("This model has no router. Write one that has: scale-surgery route-export.")
+        if is_enabled and self.get_output_embeddings() is None:
+            raise ValueError("This model has no head, so there is nothing to route. Load it as AutoModelForCausalLM.")
         self.switches["routing"] = is_enabled
         self.apply_switches()
 

@@ -22,14 +22,12 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
-from .expanded_mixture import AT_ONCE, Mixture, chosen, cosines, follow, in_chunks, normalizers
+from .expanded_mixture import Mixture, chosen, cosines, follow, in_chunks, normalizers, row_chunks
 
 # logits that are made only to score tokens at a time
 SCORED_AT_ONCE = 2**23
 # log odds beyond this change no probability that float32 can tell from 0 or 1
 MOST_LOG_ODDS = 60.0
-# positions of one call to which assisted generation may go back
-MOST_KEPT = 24
 
 
 class TokenScores(NamedTuple):
@@ -59,12 +57,11 @@ class RouterState(DynamicLayer):
     log odds there (b, 1, positions, 1). Without a position it knows nothing.
     """
 
-    # masks are made by the first sliding layer and by the first that is not; this is neither
-    is_sliding = True
-
     def __init__(self, first: DynamicLayer) -> None:
         super().__init__()
         self.first, self.seen = first, 0
+        # masks are made by the first sliding layer and by the first that is not: this must never be either
+        self.is_sliding = getattr(first, "is_sliding", False)
 
     def prefetch(self) -> None:
         """An offloaded cache fetches the layer after the last of the model, and means the first."""
@@ -271,12 +268,12 @@ class PosteriorRouter:
     def remember(
         self, paths: Paths, logits: tuple[Tensor, Tensor], norms: tuple[Tensor, Tensor], odds: Tensor, tokens: Tokens
     ) -> None:
-        """Note the state after the last token; after a few more where only a few were asked for."""
+        """Note the state after the last token; where generation asks for several, it may take some of them back."""
         z_p, z_a = logits
         if isinstance(tokens.keep, Tensor):
             z_p, z_a = paths.at(slice(-1, None)).logits()
             norms = normalizers(z_p), normalizers(z_a)
-        kept = z_p.shape[1] if z_p.shape[1] <= MOST_KEPT else 1
+        kept = 1 if tokens.keep == slice(None) else z_p.shape[1]
         one, other = (
             own[:, -kept:].float() - norm[:, -kept:, None] for own, norm in zip((z_p, z_a), norms, strict=True)
         )
@@ -299,17 +296,17 @@ def _where(is_preserve: Tensor, z_p: Tensor, z_a: Tensor) -> Tensor:
     if z_a.requires_grad:
         return torch.where(is_preserve, z_p, z_a)
     flat, own, mask = z_a.flatten(0, -2), z_p.flatten(0, -2), is_preserve.flatten(0, -2)
-    for rows in in_chunks(*flat.shape, at_once=AT_ONCE):
+    for rows in row_chunks(flat):
         flat[rows] = torch.where(mask[rows], own[rows], flat[rows])
     return z_a
 
 
 def score_tokens(router: CosineRouter | PosteriorRouter, paths: Paths, tokens: Tokens) -> TokenScores:
     """Score each token but the first on both sides; see `TokenScores`."""
-    columns: list[list[Tensor]] = [[], [], [], []]
     following, start = tokens.ids[:, 1:], 0
+    columns = [[paths.preserve.new_zeros(1, 0, dtype=torch.float32)] for _ in range(4)]
     flat = following.reshape(1, -1)
-    for part in paths.at(slice(None, -1)).chunks(paths.head.weight.shape[0]):
+    for part in paths.at(slice(None, -1)).chunks(paths.head.weight.shape[0]) if flat.shape[1] else ():
         z_p, z_a = part.base_logits()
         ids = flat[:, start : start + z_p.shape[1]]
         start += z_p.shape[1]
@@ -328,12 +325,16 @@ def make_router(settings: dict[str, Any]) -> CosineRouter | PosteriorRouter:
     Raises:
         ValueError: If there is no such router, or one of its numbers is out of range.
     """
-    name = settings.get("router")
-    if name == "cosine" and -1 <= settings["threshold"] <= 1:
-        return CosineRouter(settings["threshold"], settings["strict"])
-    if name == "posterior" and 0 < settings["prior"] < 1 and 0 <= settings["switch_rate"] < 1:
-        return PosteriorRouter(settings["prior"], settings["switch_rate"])
+    try:
+        is_strict = settings["strict"] is not settings["keeps_up"]
+        if settings["router"] == "cosine" and -1 <= settings["threshold"] <= 1 and is_strict:
+            return CosineRouter(settings["threshold"], settings["strict"])
+        if settings["router"] == "posterior" and 0 < settings["prior"] < 1 and 0 <= settings["switch_rate"] < 1:
+            return PosteriorRouter(settings["prior"], settings["switch_rate"])
+    except (KeyError, TypeError):
+        pass  # what is missing or of another kind is said below
+    known = {name: value for name, value in settings.items() if not isinstance(value, dict)}
     raise ValueError(
-        f"config.json: scale_surgery.routing is {settings}, expected router cosine with a threshold in [-1, 1], or "
+        f"config.json: scale_surgery.routing is {known}, expected router cosine with a threshold in [-1, 1], or "
         "posterior with a prior in (0, 1) and a switch_rate in [0, 1). Was it made by another release, or by hand?"
     )
