@@ -109,8 +109,10 @@ def trio_of(base_of: Callable[..., Path], tmp_path_factory: pytest.TempPathFacto
         return expand(base, REQUESTS[request], tmp_path_factory.mktemp("expanded") / f"{base.name}_{request}").path
 
     @functools.cache
-    def make(family: str, request: str = "adapt", routing: str = "posterior", dtype: str = "float32") -> Trio:
-        base = base_of(family, dtype)
+    def make(
+        family: str, request: str = "adapt", routing: str = "posterior", dtype: str = "float32", tied: bool = False
+    ) -> Trio:
+        base = base_of(family, dtype, tied)
         expanded = expanded_of(base, request)
         target = tmp_path_factory.mktemp("routed") / f"{expanded.name}_{routing}"
         return Trio(base, expanded, route_export(expanded, target, ROUTINGS[routing]).path)

@@ -361,7 +361,7 @@ def test_the_target_is_checked_first(trio_of: Callable[..., Trio], tmp_path: Pat
             operation(source, target)
     taken = tmp_path / "taken"
     taken.mkdir()
-    with pytest.raises(CheckpointError, match="exists already. Choose another output folder, or give --overwrite"):
+    with pytest.raises(CheckpointError, match=r"exists already\. Choose another output folder, or give --overwrite"):
         operation(source, taken)
     (taken / "diary.txt").write_text("mine")
     with pytest.raises(CheckpointError, match="is no model folder, --overwrite will not replace it"):
@@ -454,7 +454,10 @@ def test_by_default_it_is_the_posterior_router(trio_of: Callable[..., Trio], tmp
     ("options", "text"),
     (
         (("--threshold", "0.5"), "--threshold does not go with --router posterior"),
-        (("--router", "cosine", "--prior", "0.5", "--switch-rate", "0"), "--prior, --switch-rate does not go with --router cosine"),
+        (
+            ("--router", "cosine", "--prior", "0.5", "--switch-rate", "0"),
+            "--prior, --switch-rate does not go with --router cosine",
+        ),
         (("--router", "none", "--prior", "0.5"), "--prior"),
         (("--router", "none", "--strict"), "--strict"),
         (("--router", "oracle"), "oracle"),

@@ -38,14 +38,15 @@ from scale_surgery.cli import main
 from scale_surgery.data import collate, pad, read_documents, stride, tokenize
 from scale_surgery.evaluate import Score
 from scale_surgery.measure import Measurement
+from scale_surgery.modeling.expanded_routing import CosineRouter
 from scale_surgery.path_scores import read_paths, scored_cosines, winning_weights
 from scale_surgery.route_calibrate import Calibration, propose, route_calibrate
 from scale_surgery.route_calibrate_tables import choose_shown, render_calibration
 from scale_surgery.routing_specs import read_routing
-from scale_surgery.routing_sweep import Outcome, round_threshold, settings_of
+from scale_surgery.routing_sweep import Outcome, Scale, round_threshold, settings_of
 from tests.conftest import digests, load
 from tests.routed import between
-from tests.test_data import letters, lines
+from tests.test_data import ALPHABET, letters, lines
 from tests.test_evaluate import perturb, with_tokenizer
 from tests.tiny import save_tiny
 
@@ -72,14 +73,15 @@ def quick_collection() -> Iterator[None]:
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a tiny model, a trained expansion of it, routed in three ways, and texts."""
     place = tmp_path_factory.mktemp("route_calibrate")
-    base = with_tokenizer(save_tiny(place / "base", "llama"))
+    # no more tokens than letters, so that what a path finds most likely can be written as an answer
+    base = with_tokenizer(save_tiny(place / "base", "llama", vocab_size=33))
     request = Request("0-2", variant="adapt", collaborative_layers="1-2", collaborate="both")
     perturb(expand(base, request, place / "wide").path)
     for name, routing in ROUTINGS.items():
         route_export(place / "wide", place / name, routing)
     (place / "old.txt").write_text(STORY)
     lines(place / "old.jsonl", *ASKED)
-    lines(place / "new.jsonl", *MORE)
+    lines(place / "new.jsonl", *MORE, *guesses(place / "cosine"))
     for name in ("cosine", "strict"):
         set_routing(place / name, replace(ROUTINGS[name], threshold=threshold_between(place / name, old(place))))
     return place
@@ -91,6 +93,21 @@ def old(place: Path) -> list[Path]:
 
 def new(place: Path) -> list[Path]:
     return [place / "new.jsonl"]
+
+
+@torch.no_grad()
+def guesses(folder: Path) -> list[dict[str, str]]:
+    """Questions whose right answer is what the base, the adapt path or the preserve side finds most likely."""
+    model, tokenizer = load(folder), letters()
+    model.router = CosineRouter(threshold=-1.0, strict=False)
+    found = []
+    for prompt in (f"{a} {b}?" for a, b in itertools.product("klmno", "pqrst")):
+        ids = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)["input_ids"]
+        base, adapt = model.path_logits(ids)
+        for logits in (base, adapt, model(ids).logits):
+            letter = int(logits[0, -1].argmax()) - 4
+            found += [{"prompt": prompt, "completion": ALPHABET[letter]}] if letter >= 0 else []
+    return [guess for guess in found if guess["completion"].strip()]
 
 
 def threshold_between(folder: Path, files: list[Path]) -> float:
@@ -144,7 +161,13 @@ def test_the_present_setting_scores_what_evaluate_measures(
     assert agrees(found.present, by_kind["expanded"])
     assert agrees(found.base, by_kind["base"]) and agrees(found.base, by_kind["disabled"])
     assert agrees(found.adapt, by_kind["adapt"])
-    assert found.present.old.questions == 2 and found.present.new.questions == 36
+    assert found.present.old.questions == 2 and found.present.new.questions > 60
+    answered = {
+        found.base.new.answered,
+        found.adapt.new.answered,
+        *(outcome.new.answered for outcome in found.outcomes),
+    }
+    assert len(answered) > 3, "who is right depends on the setting"
     others = [outcome for outcome in found.outcomes if not agrees(outcome, by_kind["expanded"])]
     assert len(others) > len(found.outcomes) / 2, "other settings score something else"
     assert not agrees(found.adapt, by_kind["base"])
@@ -211,13 +234,12 @@ def test_the_ends_of_a_cosine_sweep_are_one_side_alone(calibration_of: Callable[
     assert shares == sorted(shares) and len(set(shares)) > 15
 
 
-def test_what_is_kept_is_a_share_of_what_the_adapt_path_learns(calibration_of: Callable[[str], Calibration]) -> None:
-    found = calibration_of("posterior")
-    for outcome in (found.base, found.adapt, *found.outcomes):
-        if found.adapt.learning > 0:
-            assert outcome.kept == outcome.learning / found.adapt.learning
-        else:
-            assert outcome.kept is None
+def test_what_is_kept_is_a_share_of_what_the_adapt_path_learns() -> None:
+    old_base, new_base, old_own, new_own = (Measurement(nats, 100, 0, 0) for nats in (100.0, 300.0, 110.0, 150.0))
+    own = Scale(old_base, new_base, learning=2.0).outcome(Routing(), old_own, new_own, 0.1, 0.9)
+    assert (own.forgetting, own.learning, own.kept) == (pytest.approx(0.1), 1.5, 0.75)
+    for learning in (0.0, -0.5):
+        assert Scale(old_base, new_base, learning).outcome(Routing(), old_own, new_own, 0.1, 0.9).kept is None
 
 
 def test_texts_are_read_once(place: Path) -> None:
@@ -241,8 +263,12 @@ def test_a_forward_pass_for_each_batch_and_the_router_is_given_back(place: Path)
     model, sequences, passes = load(place / "cosine"), tokenize(read_documents(new(place)), letters()), []
     model.register_forward_pre_hook(lambda *_: passes.append(type(model.router).__name__))
     router = model.router
-    assert len(read_paths(model, sequences, 10)) == 4
-    assert passes == ["Observer"] * 4 and model.router is router
+    batches = read_paths(model, sequences, 10)
+    assert (
+        passes == ["Observer"] * len(batches)
+        and len(batches) == math.ceil(len(sequences) / 10)
+        and model.router is router
+    )
     sequences.ids[0] = 1000
     with pytest.raises(IndexError):
         read_paths(model, sequences, 10)

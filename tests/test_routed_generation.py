@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, DynamicCache, StaticCache, pipeline
+from transformers import AutoModel, AutoTokenizer, DynamicCache, StaticCache, pipeline
 
 from scale_surgery.expand import expand
 from scale_surgery.modeling.expanded_routing import PosteriorRouter, RouterState, state_of
@@ -555,7 +555,7 @@ def test_a_fork_altered_by_hand_is_refused(trio_of: Callable[..., Trio], tmp_pat
 def test_a_model_without_a_router_says_so(trio_of: Callable[..., Trio]) -> None:
     expanded = load(trio_of("llama").expanded_path)
     ids = random_ids(1, 5)
-    with pytest.raises(ValueError, match="This model has no router. Write one that has: scale-surgery route-export"):
+    with pytest.raises(ValueError, match=r"This model has no router\. Write one that has: scale-surgery route-export"):
         expanded.enable_routing()
     for ask in (expanded.path_logits, expanded.score_tokens):
         with pytest.raises(ValueError, match="it has no router, or routing is disabled"):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,13 +15,15 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 
+from scale_surgery.expand import expand
 from scale_surgery.modeling import expanded_mixture, expanded_modules, expanded_routing
 from scale_surgery.modeling.expanded_mixture import Mixture, follow
 from scale_surgery.modeling.expanded_modules import ExpandedLinear, expand_module
 from scale_surgery.modeling.expanded_routing import CosineRouter, Paths, PosteriorRouter, Tokens, find_restarts
+from scale_surgery.route import route_export
 from tests import routed
 from tests.conftest import load
-from tests.routed import Trio, between, padded, prompts, random_ids, train
+from tests.routed import REQUESTS, ROUTINGS, Trio, between, padded, prompts, random_ids, train
 from tests.tiny import FAMILIES
 
 trio_of = routed.trio_of
@@ -94,6 +98,22 @@ def test_each_path_with_eager_attention(
 @pytest.mark.parametrize("family", ("llama", "gpt2", "gemma2"))
 def test_the_paths_of_a_preserve_model(trio_of: Callable[..., Trio], family: str) -> None:
     check_paths(trio_of(family, "preserve"))
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "routing"), (("llama", "float32", "posterior"), ("gemma2", "bfloat16", "cosine"))
+)
+def test_each_path_with_a_tied_head(trio_of: Callable[..., Trio], family: str, dtype: str, routing: str) -> None:
+    trio = trio_of(family, "adapt", routing, dtype, True)
+    assert len(list(trio.path.glob("model-*.safetensors"))) > 1, "a tied one is sharded"
+    check_paths(trio)
+
+
+@pytest.mark.parametrize("routing", ("posterior", "cosine"))
+def test_each_path_with_new_tensors_in_float32(base_of: Callable[..., Path], tmp_path: Path, routing: str) -> None:
+    base = base_of("llama", "bfloat16")
+    expanded = expand(base, replace(REQUESTS["adapt"], dtype="float32"), tmp_path / "expanded").path
+    check_paths(Trio(base, expanded, route_export(expanded, tmp_path / "routed", ROUTINGS[routing]).path))
 
 
 def test_a_preserve_path_that_reads_w12_is_noticed(trio_of: Callable[..., Trio], monkeypatch: Any) -> None:

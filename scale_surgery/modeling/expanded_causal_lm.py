@@ -57,7 +57,7 @@ class ExpandedForCausalLM(ExpandedPreTrainedModel):
         if not self.is_routing_enabled:
             return super().forward(**inputs, **options, logits_to_keep=logits_to_keep)
         tokens = self._tokens(inputs, logits_to_keep)
-        with self._answering(lambda paths: self.router.logits(paths, tokens)):
+        with self._answering(lambda paths: self.router.logits(paths, tokens), tokens):
             # every position is handed to the head, because the router reads all of them
             output = super().forward(**inputs, **options)
         self._remember(tokens, past_key_values, output)
@@ -83,16 +83,22 @@ class ExpandedForCausalLM(ExpandedPreTrainedModel):
             inputs: attention_mask and position_ids, where there are any.
         """
         tokens = self._tokens({"input_ids": input_ids, **inputs}, 0)
-        with self._answering(lambda paths: torch.stack(score_tokens(self.router, paths, tokens))):
+        with self._answering(lambda paths: torch.stack(score_tokens(self.router, paths, tokens)), tokens):
             return TokenScores(*super().forward(input_ids=input_ids, use_cache=False, **inputs).logits)
 
     @contextmanager
-    def _answering(self, answer: Callable[[Paths], Tensor]) -> Iterator[None]:
+    def _answering(self, answer: Callable[[Paths], Tensor], tokens: Tokens | None = None) -> Iterator[None]:
         """Let the head give other than the logits of one path inside a `with` block."""
         if not self.is_routing_enabled:
             raise ValueError("This model does not route now: it has no router, or routing is disabled.")
         head, is_forked = self.get_output_embeddings(), self.config.scale_surgery["routing"]["fork"] is not None
-        head.answer = lambda head, features: answer(Paths.of(head, features, is_forked=is_forked))
+
+        def answer_features(head: Any, features: Tensor) -> Tensor:
+            if tokens is not None:
+                tokens.move(features.device)
+            return answer(Paths.of(head, features, is_forked=is_forked))
+
+        head.answer = answer_features
         try:
             yield
         finally:

@@ -111,6 +111,11 @@ class Tokens:
     keep: slice | Tensor
     result: tuple[Tensor, Tensor] | None = None
 
+    def move(self, device: torch.device) -> None:
+        """Bring what is read to the head's device: a model may lie on several."""
+        self.ids = None if self.ids is None else self.ids.to(device)
+        self.restarts = self.restarts.to(device)
+
 
 def find_restarts(mask: Tensor | None, positions: Tensor | None, past: int, like: Tensor) -> Tensor:
     """Find where a sequence begins and where padding stands: there the router knows nothing of what came before.
@@ -160,9 +165,9 @@ class Paths:
 
     def chunks(self, width: int) -> Iterator[Paths]:
         """The same, some positions at a time, in order; each (1, positions, d + u)."""
-        flat = [path.flatten(0, -2)[None] for path in (self.preserve, self.adapt)]
-        for rows in in_chunks(flat[0].shape[1], width, SCORED_AT_ONCE):
-            yield Paths(self.head, *(path[:, rows] for path in flat))
+        preserve, adapt = (path.flatten(0, -2)[None] for path in (self.preserve, self.adapt))
+        whole = Paths(self.head, preserve, preserve if self.adapt is self.preserve else adapt)
+        return (whole.at(rows) for rows in in_chunks(preserve.shape[1], width, SCORED_AT_ONCE))
 
     def base_logits(self) -> tuple[Tensor, Tensor]:
         """Z_p and Z_a, by the stock head, in memory of their own."""
