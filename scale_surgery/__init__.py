@@ -27,6 +27,8 @@ from scale_surgery.modeling import register
 from scale_surgery.plan import Plan, plan
 from scale_surgery.request import Request
 from scale_surgery.route import Routed, route_export, set_routing, unroute
+from scale_surgery.route_records import RouteReport
+from scale_surgery.route_report import route_report
 from scale_surgery.routing_specs import Routing
 from scale_surgery.settings import TrainingSettings
 from scale_surgery.strip import Stripped, strip
@@ -43,6 +45,7 @@ __all__ = [
     "PlanError",
     "Promise",
     "Request",
+    "RouteReport",
     "Routed",
     "Routing",
     "Stripped",
@@ -59,6 +62,7 @@ __all__ = [
     "plan",
     "register",
     "route_export",
+    "route_report",
     "set_routing",
     "strip",
     "train",

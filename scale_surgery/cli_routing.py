@@ -72,8 +72,5 @@ def route_export_command(
 
     taking: Any = {"base_weights": base_weights, "overwrite": overwrite, "track": out.track}
     routing = make_routing(router, options)
-    if routing is None:
-        done = unroute(expanded, output, **taking)
-    else:
-        done = route_export(expanded, output, routing, **taking)
+    done = unroute(expanded, output, **taking) if routing is None else route_export(expanded, output, routing, **taking)
     out.show(done, render_routed(done))

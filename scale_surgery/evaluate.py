@@ -206,13 +206,13 @@ class Meter:
         assert subject.manifest is not None and subject.base is not None
         with tempfile.TemporaryDirectory() as folder:
             restore(subject.path, Path(folder), subject.manifest, lambda file, link: link.symlink_to(file.resolve()))
-            with _loaded(Path(folder), subject.base, self.options) as model:
+            with loaded_whole(Path(folder), subject.base, self.options) as model:
                 return self._measure(model, Score(subject.base, "base", None), advance)
 
     def measure_subject(self, subject: Subject, advance: Progress) -> list[Row]:
         """Measure a model, a routed one again with its routing disabled, and an expanded one as its base."""
         disabled = f"{subject.name}, expansion disabled"
-        with _loaded(subject.path, subject.name, self.options) as model:
+        with loaded_whole(subject.path, subject.name, self.options) as model:
             if not subject.is_expanded:
                 return [self._measure(model, Score(subject.name, "other", None), advance)]
             base = subject.base or disabled
@@ -245,7 +245,7 @@ def _measure_all(subjects: Sequence[Subject], meters: Sequence[Meter], track: Tr
 
 
 @contextmanager
-def _loaded(path: Path, name: str, options: Mapping[str, Any]) -> Iterator[Any]:
+def loaded_whole(path: Path, name: str, options: Mapping[str, Any]) -> Iterator[Any]:
     """Load a model whole; one whose tensors do not fit its class is another model and is refused."""
     from scale_surgery.probe import loaded
 

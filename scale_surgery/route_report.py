@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scale_surgery.errors import CheckpointError, DataError
-from scale_surgery.evaluate import Dtype, _loaded
+from scale_surgery.evaluate import Dtype, loaded_whole
 from scale_surgery.progress import Progress, Track, no_track
 from scale_surgery.route_records import DocumentRoute, FileRoute, RouteReport, TokenRoute, Totals
 from scale_surgery.routing_specs import Routing, read_routing
@@ -94,7 +94,7 @@ def route_report(
     readings = _read(subject, documents, length, step)
     options = {"device": device, "dtype": dtype, "trust_remote_code": trust_remote_code}
     total = sum(len(reading.windows.ids) for reading in readings)
-    with track("route-report", total) as advance, _loaded(subject.path, subject.name, options) as network:
+    with track("route-report", total) as advance, loaded_whole(subject.path, subject.name, options) as network:
         scores = [_score(network, reading.windows, batch_size, advance) for reading in readings]
     files = [_join(*pair, subject.tokenizer, routing) for pair in zip(readings, scores, strict=True)]
     base = f"{subject.name}, expansion disabled" if subject.manifest is None else subject.manifest.base_name

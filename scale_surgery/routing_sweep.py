@@ -13,7 +13,7 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from scale_surgery.errors import CheckpointError
-from scale_surgery.evaluate import _loaded
+from scale_surgery.evaluate import loaded_whole
 from scale_surgery.measure import Measurement
 from scale_surgery.progress import Progress, Track, no_progress
 from scale_surgery.routing_specs import Routing, router_settings
@@ -114,7 +114,7 @@ def sweep_model(
     from scale_surgery.path_scores import read_paths
 
     tokens = sum(len(text.ids) for text in texts.values())
-    with _loaded(subject.path, subject.name, options) as model, track("read", tokens) as advance:
+    with loaded_whole(subject.path, subject.name, options) as model, track("read", tokens) as advance:
         old, new = (read_paths(model, texts[side], batch_size, advance) for side in ("old", "new"))
         router = model.router
     settings = settings_of(present, old, new)

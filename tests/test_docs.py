@@ -110,7 +110,8 @@ def workplace(folder: Path):
 
 def without_chance(text: str) -> list[str]:
     """Words of a page, without what differs from day to day and from machine to machine: dates, drift of training."""
-    text = re.sub(r"(?m)^(wide-trained) +[\d.].*$", r"\1 NUMBERS", text)
+    text = re.sub(r"(?m)^(wide-trained|routed|routed, routing disabled) +[\d.].*$", r"\1 NUMBERS", text)
+    text = re.sub(r"(?m)^(mixed\.jsonl) +22 +[\d.].*$", r"\1 NUMBERS", text)
     text = re.sub(r"\d{4}-\d\d-\d\dT[\d:+]+", "DATE", " ".join(text.split()))
     text = re.sub(r"(?<=steps )(.*?) in [\w ]+? trained", r"\1 in SECONDS trained", text)
     text = re.sub(r"(forgetting|learning|accuracy|loss|text) [+-]?[\d.]+%?", r"\1 NUMBER", text)

@@ -101,7 +101,7 @@ def guesses(folder: Path) -> list[dict[str, str]]:
     model, tokenizer = load(folder), letters()
     model.router = CosineRouter(threshold=-1.0, strict=False)
     found = []
-    for prompt in (f"{a} {b}?" for a, b in itertools.product("klmno", "pqrst")):
+    for prompt in (f"{a} {b}?" for a, b in itertools.product("klmn", "pqrs")):
         ids = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)["input_ids"]
         base, adapt = model.path_logits(ids)
         for logits in (base, adapt, model(ids).logits):
@@ -118,7 +118,7 @@ def threshold_between(folder: Path, files: list[Path]) -> float:
 @pytest.fixture(scope="module")
 def calibration_of(place: Path) -> Callable[[str], Calibration]:
     found = {
-        name: route_calibrate(place / name, old(place), new(place), batch_size=5, sequence_length=20, step=7)
+        name: route_calibrate(place / name, old(place), new(place), batch_size=16, sequence_length=20, step=7)
         for name in ROUTINGS
     }
     return found.__getitem__
@@ -156,12 +156,12 @@ def test_the_present_setting_scores_what_evaluate_measures(
     place: Path, calibration_of: Callable[[str], Calibration], router: str
 ) -> None:
     found = calibration_of(router)
-    measured = evaluate(place / router, old(place), new(place), batch_size=5, sequence_length=20, step=7).scores
+    measured = evaluate(place / router, old(place), new(place), batch_size=16, sequence_length=20, step=7).scores
     by_kind = {score.kind: score for score in measured}
     assert agrees(found.present, by_kind["expanded"])
     assert agrees(found.base, by_kind["base"]) and agrees(found.base, by_kind["disabled"])
     assert agrees(found.adapt, by_kind["adapt"])
-    assert found.present.old.questions == 2 and found.present.new.questions > 60
+    assert found.present.old.questions == 2 and found.present.new.questions > 50
     answered = {
         found.base.new.answered,
         found.adapt.new.answered,
@@ -183,7 +183,7 @@ def test_another_setting_scores_what_evaluate_measures_when_it_is_set(
     assert outcome.routing is not None and outcome.routing != found.present.routing
     model = Path(shutil.copytree(place / router, tmp_path / "model"))
     set_routing(model, outcome.routing)
-    measured = evaluate(model, old(place), new(place), batch_size=5, sequence_length=20, step=7).scores
+    measured = evaluate(model, old(place), new(place), batch_size=16, sequence_length=20, step=7).scores
     (routed,) = [score for score in measured if score.kind == "expanded"]
     assert agrees(outcome, routed) and not agrees(found.present, routed)
 
@@ -362,7 +362,7 @@ def test_of_equal_settings_the_first_wins() -> None:
 def test_write_sets_the_best_and_nothing_else(place: Path, tmp_path: Path, router: str) -> None:
     model = Path(shutil.copytree(place / router, tmp_path / "model"))
     before = digests(model)
-    options: dict[str, Any] = {"most_forgetting": 1.0, "batch_size": 5, "sequence_length": 20, "step": 7}
+    options: dict[str, Any] = {"most_forgetting": 1.0, "batch_size": 16, "sequence_length": 20, "step": 7}
     seen = route_calibrate(model, old(place), new(place), **options)
     assert not seen.written and digests(model) == before
     assert seen.proposed.routing != seen.present.routing and seen.is_within
@@ -683,7 +683,7 @@ def sides(place: Path) -> list[object]:
 
 
 def test_command(place: Path, tmp_path: Path, calibration_of: Callable[[str], Calibration]) -> None:
-    windows = ("--batch-size", 5, "--sequence-length", 20, "--step", 7)
+    windows = ("--batch-size", 16, "--sequence-length", 20, "--step", 7)
     found = calibration_of("strict")
     shown = run(place / "strict", *sides(place), *windows).stdout
     assert [line.rstrip() for line in shown.splitlines()] == shown_of(found)
