@@ -54,7 +54,7 @@ class Routed:
 
     @property
     def cost(self) -> float:
-        """Forward cost, as a multiple of the model without a router: 1 + (L - L_fp) / L."""
+        """Cost of the layers in a forward, as a multiple of the model without a router: 1 + (L - L_fp) / L."""
         return 1.0 if self.routing is None or self.fork is None else 1 + (self.layers - self.fork) / self.layers
 
 

@@ -22,7 +22,7 @@ def render_routed(done: Routed) -> RenderableType:
         rows += [
             ("router", done.routing.description),
             ("two paths", parts),
-            ("cost", f"at most {done.cost:.2f} x the forward of the model without a router"),
+            ("cost", f"{done.cost:.2f} x the layers of a forward without a router, and the router's own"),
         ]
     rows.append(("shards written", format_bytes(done.bytes_written)))
     return facts(f"[bold]{done.path}", rows)
