@@ -75,7 +75,6 @@ LOOKS = {
     "both 3 posterior": Look(GREEN, "D"),
     "both 3 posterior, trained": Look(GREEN, "D", is_hollow=True),
     "both 0 posterior": Look(GREEN, "^"),
-    "both 0 posterior, trained": Look(GREEN, "^", is_hollow=True),
     "preserve posterior": Look(GREEN),
     "preserve posterior, trained": Look(GREEN, is_hollow=True),
     "0, random": Look(GREY),

@@ -134,7 +134,8 @@ METHODS = (
 ROUTED = (
     *with_routers(BOTH_3, "cosine", "posterior"),
     *with_routers(PRESERVE, "posterior"),
-    *with_routers(BOTH_0, "posterior"),
+    BOTH_0,
+    route(BOTH_0, "posterior", trains_routed=False),
 )
 
 # the paper's four pairs (W21, W22); the last is the default, whose runs are those of PRESERVE

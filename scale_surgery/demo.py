@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 MARKER = ".scale-surgery-demo"
 LAYERS = "all"
 NEW_PEOPLE, OLD_PEOPLE = 20, 100
-STYLES = 4
+STYLES, UNSEEN = 4, 100_000
 STEPS, SEQUENCE_LENGTH = 120, 128
 LEARNING_RATES = {"preserve": 1e-2, "adapt": 3e-3, "full": 1e-3}
 
@@ -199,6 +199,11 @@ def _write_people(folder: Path) -> None:
         "new_people.jsonl": _ask(new) + texts,
         "new_questions.jsonl": _ask(new),
         "old_questions.jsonl": _ask(people(OLD_PEOPLE)),
+        # in styles that no training has seen, for a look at running text
+        "new_texts.jsonl": [{"text": biography(person, UNSEEN + index)} for index, person in enumerate(new)],
+        "old_texts.jsonl": [
+            {"text": biography(person, UNSEEN + index)} for index, person in enumerate(people(OLD_PEOPLE))
+        ],
     }
     for name, rows in files.items():
         write_text(folder / name, "".join(json.dumps(row) + "\n" for row in rows))

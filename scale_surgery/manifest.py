@@ -94,7 +94,7 @@ def read_manifest(path: Path) -> Manifest:
     try:
         files = {name: BaseFile(**entry) for name, entry in content["base_files"].items()}
         _check_plan(content["plan"])
-        routed = _routing_names(content.get("routing"))
+        routed = _routing_names(file, content.get("routing"))
         _check_names(file, files, content["replaced"], [*content["code"], *routed])
         lists = {"left_out": tuple(content["left_out"]), "training": tuple(content.get("training", ()))}
         return Manifest(**{**content, "base_files": files, **lists})
@@ -109,7 +109,7 @@ def _check_plan(plan: Mapping[str, Any]) -> None:
     _ = [(tensor["name"], tensor["shape"]) for tensor in plan["tensors"]]
 
 
-def _routing_names(routing: Mapping[str, Any] | None) -> list[str]:
+def _routing_names(file: Path, routing: Mapping[str, Any] | None) -> list[str]:
     """Names of files that un-routing writes; touches what it reads."""
     if routing is None:
         return []
@@ -117,7 +117,7 @@ def _routing_names(routing: Mapping[str, Any] | None) -> list[str]:
     _ = Routing(**routing["settings"]), before["training_runs"], before["verification"], before["files"][CONFIG_FILE]
     names = [*before["files"], *before["code"]]
     if not all(isinstance(text, str) for text in (*names, *before["files"].values(), *before["keys"])):
-        raise TypeError("routing.before holds other than texts")
+        raise CheckpointError(f"{file}: is incomplete (routing.before). Restore it from where you got it.")
     return names
 
 

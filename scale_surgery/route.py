@@ -8,6 +8,7 @@ surgery.json           what was there before, so that `--router none` gives it b
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -170,7 +171,7 @@ def set_routing(routed: str | Path, routing: Routing) -> None:
 
     Raises:
         PlanError: If the numbers make no sense.
-        CheckpointError: If this is no routed checkpoint, or one with another router.
+        CheckpointError: If this is no routed checkpoint, or one with another router, or it cannot be written.
     """
     check_routing(routing)
     checkpoint, manifest = open_checkpoint(Path(routed)), read_manifest(Path(routed))
@@ -183,8 +184,15 @@ def set_routing(routed: str | Path, routing: Routing) -> None:
     own = checkpoint.config["scale_surgery"]
     numbers = own["routing"] | router_settings(routing)
     config = {**checkpoint.config, "scale_surgery": {**own, "routing": numbers}}
-    write_json(checkpoint.path / CONFIG_FILE, config)
-    write_json(checkpoint.path / MANIFEST_FILE, asdict(changed))
+    before = _text(checkpoint, CONFIG_FILE)
+    try:
+        write_json(checkpoint.path / CONFIG_FILE, config)
+        write_json(checkpoint.path / MANIFEST_FILE, asdict(changed))
+    except OSError as error:
+        # the two say the same, or nothing has changed
+        with contextlib.suppress(OSError):
+            write_text(checkpoint.path / CONFIG_FILE, before)
+        raise CheckpointError(f"{routed}: cannot be written ({error.strerror or error}). Check the folder.") from error
 
 
 def routed_config(config: Mapping[str, Any], manifest: Manifest) -> dict[str, Any]:

@@ -378,18 +378,18 @@ def test_write_sets_the_best_and_nothing_else(place: Path, tmp_path: Path, route
     assert again.present == again.proposed == done.proposed
 
 
-def test_nothing_is_written_where_something_fails(place: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("file", ["config.json", "surgery.json"])
+def test_nothing_is_written_where_something_fails(place: Path, tmp_path: Path, file: str) -> None:
     model = Path(shutil.copytree(place / "posterior", tmp_path / "model"))
     # nobody, not even root, can replace a folder with a file
-    (model / "config.json.tmp").mkdir()
+    (model / f"{file}.tmp").mkdir()
     before = digests(model)
     plot = tmp_path / "plots" / "sweep.png"
     texts = (model, old(place), new(place))
     message = refusal(*texts, most_forgetting=1.0, write=True, plot=plot)
-    assert message.startswith(f"{model}/config.json.tmp: cannot be written (")
-    assert message.endswith("). Check the folder and its permissions.")
+    assert message == f"{model}: cannot be written (Is a directory). Check the folder."
     assert digests(model) == before and not list(plot.parent.iterdir())
-    (model / "config.json.tmp").rmdir()
+    (model / f"{file}.tmp").rmdir()
     done = route_calibrate(*texts, most_forgetting=1.0, write=True, plot=plot)
     assert done.written and [file.name for file in plot.parent.iterdir()] == ["sweep.png"]
 

@@ -14,6 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.flop_counter import FlopCounterMode
 
 from scale_surgery.expand import expand
 from scale_surgery.modeling import expanded_mixture, expanded_modules, expanded_routing
@@ -721,3 +722,16 @@ def test_scores_of_packed_and_short_texts(trio_of: Callable[..., Trio]) -> None:
         for one, other in zip(packed, alone, strict=True):
             torch.testing.assert_close(one[:, start : start + text.shape[1] - 1], other, atol=1e-4, rtol=1e-4)
     assert [column.shape for column in model.score_tokens(ids[:, :1])] == [(2, 0)] * 6
+
+
+@pytest.mark.parametrize("request_name", ("adapt", "deep", "preserve"))
+def test_backward_passes_through_the_adapt_path_alone(trio_of: Callable[..., Trio], request_name: str) -> None:
+    """What cannot learn costs nothing: as many products as without a router."""
+    ids, counts = random_ids(2, 12), []
+    for path in (trio_of("llama", request_name).expanded_path, trio_of("llama", request_name).path):
+        model = train(load(path, attn_implementation="eager")).train()
+        loss = model(ids, labels=ids, use_cache=False).loss
+        with FlopCounterMode(display=False) as counter:
+            loss.backward()
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1] > 0
