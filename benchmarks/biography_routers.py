@@ -2,11 +2,11 @@
 
     python -m benchmarks.biography_routers
 
-The model trains without a router, at the rate that benchmarks/biography.py chose for it, first seed. What is measured
-there is measured for every router; beside it texts about an old and a new person, one after the other in the same
+The model trains without a router, at the rate that benchmarks/biography.py chose for it. What is measured there is
+measured for every router; beside it texts about an old and a new person, one after the other in the same
 context, where a router has to change its mind:
 
-after    a question that follows a biography of a person of the other group, accuracy
+after    a question that follows a biography of a person of the other group, accuracy; every third question
 joined   biographies of an old and a new person, both orders: nats per token more than if each half had the path that
          knows it
 share    mean weight of the adapt path over the tokens of old and of new biographies, of one person each
@@ -44,7 +44,7 @@ UNROUTED = {method.name: method for method in ROUTED if method.unrouted is None}
 RATES = {"adapt both 3": 3e-3, "adapt both 0": 1.7e-3, "preserve": 5.5e-3}  # those that the sweep chose
 BETWEEN_TEXTS = "</s><s>"  # as training text is packed
 POSTERIOR = (
-    *(Routing("posterior", switch_rate=rate) for rate in (0.0, 0.001, 0.003, 0.01, 0.03, 0.05)),
+    *(Routing("posterior", switch_rate=rate) for rate in (0.0, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05)),
     *(Routing("posterior", prior=prior) for prior in (0.1, 0.9)),
 )
 COSINE = (
@@ -84,8 +84,8 @@ class Mixed:
         self.tokenizer = examination.tokenizer
         old, new = examination.old_texts, examination.new_texts
         self.pairs = [(True, old, new), (False, new, old)]
-        self.old_after_new = follow(new, examination.old_questions)
-        self.new_after_old = follow(old, examination.new_questions)
+        self.old_after_new = follow(new, examination.old_questions[::3])
+        self.new_after_old = follow(old, examination.new_questions[::3])
 
 
 def follow(texts: Sequence[str], questions: Sequence[Question]) -> list[Question]:
@@ -152,10 +152,12 @@ def _lost(
     return (right - scores.routed)[batch["attention_mask"][:, 1:] == 1]
 
 
-def teach(method: Method, examination: Examination, settings: Settings) -> dict[str, Tensor]:
-    """Train a method without a router at its rate, first seed; return its tensors."""
-    model = method.make(SHIPPED_MODEL, 0)
-    points = train(model, RATES[method.name], new_batches(examination.tokenizer, settings, 0), Unmeasured(), settings)
+def teach(method: Method, seed: int, examination: Examination, settings: Settings) -> dict[str, Tensor]:
+    """Train a method without a router at its rate; return its tensors."""
+    model = method.make(SHIPPED_MODEL, seed)
+    points = train(
+        model, RATES[method.name], new_batches(examination.tokenizer, settings, seed), Unmeasured(), settings
+    )
     list(points)
     return model.state_dict()
 
@@ -172,13 +174,14 @@ class Unmeasured(Examination):
 
 
 def compare(
-    method: Method, routings: Sequence[Routing], settings: Settings, tell: Callable[[str], None]
+    method: Method, routings: Sequence[Routing], seed: int, settings: Settings, tell: Callable[[str], None]
 ) -> Iterator[Finding]:
     """Teach a model, then measure it alone and with each router.
 
     Args:
         method: An expansion without a router.
         routings: Routers to try.
+        seed: Of the training.
         settings: Size of the training.
         tell: Called with the name of what is measured.
 
@@ -186,7 +189,7 @@ def compare(
         Findings, the model without a router first.
     """
     examination = Examination(AutoTokenizer.from_pretrained(SHIPPED_MODEL), settings)
-    mixed, tensors = Mixed(examination), teach(method, examination, settings)
+    mixed, tensors = Mixed(examination), teach(method, seed, examination, settings)
     for routing in (None, *routings):
         name = "none" if routing is None else name_router(routing)
         tell(name)
@@ -230,9 +233,10 @@ def _cells(found: Finding, base: Point) -> list[str]:
 
 @click.command()
 @click.option("--method", "name", type=click.Choice([*UNROUTED]), default="adapt both 3", show_default=True)
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the training.")
 @click.option("--quick", is_flag=True, help="Four people, eight steps and a few routers, to see that it works.")
 @click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), help="Write the findings as JSON.")
-def main(name: str, quick: bool, output: Path | None) -> None:
+def main(name: str, seed: int, quick: bool, output: Path | None) -> None:
     """Teach the shipped model new people once, and measure what each router makes of it."""
     logging.disable_progress_bar()
     torch.set_num_threads(1)
@@ -242,7 +246,7 @@ def main(name: str, quick: bool, output: Path | None) -> None:
     routings = [*([] if name == "preserve" else COSINE), *POSTERIOR][:: 4 if quick else 1]
     base = Examination(AutoTokenizer.from_pretrained(SHIPPED_MODEL), settings).score(method.make(SHIPPED_MODEL, 0), 0)
     with console.status("training") as status:
-        findings = list(compare(method, routings, settings, status.update))
+        findings = list(compare(method, routings, seed, settings, status.update))
     console.print(render(findings, base), LEGEND, sep="\n", highlight=False)
     if output is not None:
         output.write_text(json.dumps([asdict(found) for found in findings], indent=2) + "\n", encoding="utf-8")

@@ -27,6 +27,7 @@ from scale_surgery.modeling import register
 from scale_surgery.plan import Plan, plan
 from scale_surgery.request import Request
 from scale_surgery.route import Routed, route_export, set_routing, unroute
+from scale_surgery.route_calibrate import Calibration, route_calibrate
 from scale_surgery.route_records import RouteReport
 from scale_surgery.route_report import route_report
 from scale_surgery.routing_specs import Routing
@@ -36,6 +37,7 @@ from scale_surgery.train import Training, train
 from scale_surgery.verify import Promise, Verification, verify
 
 __all__ = [
+    "Calibration",
     "CheckpointError",
     "DataError",
     "Evaluation",
@@ -61,6 +63,7 @@ __all__ = [
     "inspect",
     "plan",
     "register",
+    "route_calibrate",
     "route_export",
     "route_report",
     "set_routing",

@@ -256,11 +256,12 @@ def test_routers_are_compared_on_one_model(tmp_path: Path) -> None:
     done = CliRunner().invoke(biography_routers.main, arguments, catch_exceptions=False)
     assert done.exit_code == 0
     assert max(map(len, done.output.splitlines())) <= 80
-    none, never, often = json.loads((tmp_path / "found.json").read_text())
-    assert [found["name"] for found in (none, never, often)] == ["none", "posterior 0.5, 0", "posterior 0.5, 0.03"]
+    none, never, often, reluctant = json.loads((tmp_path / "found.json").read_text())
+    routers = ["none", "posterior 0.5, 0", "posterior 0.5, 0.01", "posterior 0.9, 0.01"]
+    assert [found["name"] for found in (none, never, often, reluctant)] == routers
     assert none["old_share"] is None and none["joined"] is None
-    assert 0 < never["old_share"] < never["new_share"] < 1
-    assert never["end"] != often["end"]
+    assert 0 < reluctant["new_share"] < often["new_share"] < never["new_share"] < 1
+    assert never["old_share"] < never["new_share"]
 
 
 def test_figures_are_drawn(tmp_path: Path) -> None:

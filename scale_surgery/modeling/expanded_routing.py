@@ -24,8 +24,8 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from .expanded_mixture import Mixture, chosen, cosines, follow, in_chunks, normalizers, row_chunks
 
-# logits that are made only to score tokens at a time
-SCORED_AT_ONCE = 2**23
+# logits that are made only to score tokens at a time: fewer rows make a matrix product slow
+SCORED_AT_ONCE = 2**24
 # log odds beyond this change no probability that float32 can tell from 0 or 1
 MOST_LOG_ODDS = 60.0
 
