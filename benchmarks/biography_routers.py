@@ -6,7 +6,7 @@ The model trains without a router, at the rate that benchmarks/biography.py chos
 measured for every router; beside it texts about an old and a new person, one after the other in the same
 context, where a router has to change its mind:
 
-after    a question that follows a biography of a person of the other group, accuracy; every third question
+after    a question that follows a biography of a person of the other group, accuracy; every fifth question
 joined   biographies of an old and a new person, both orders: nats per token more than if each half had the path that
          knows it
 share    mean weight of the adapt path over the tokens of old and of new biographies, of one person each
@@ -84,8 +84,8 @@ class Mixed:
         self.tokenizer = examination.tokenizer
         old, new = examination.old_texts, examination.new_texts
         self.pairs = [(True, old, new), (False, new, old)]
-        self.old_after_new = follow(new, examination.old_questions[::3])
-        self.new_after_old = follow(old, examination.new_questions[::3])
+        self.old_after_new = follow(new, examination.old_questions[::5])
+        self.new_after_old = follow(old, examination.new_questions[::5])
 
 
 def follow(texts: Sequence[str], questions: Sequence[Question]) -> list[Question]:

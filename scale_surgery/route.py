@@ -114,8 +114,8 @@ def route_export(
     checkpoint, manifest = open_checkpoint(Path(expanded)), read_manifest(Path(expanded))
     if manifest.routing is not None:
         raise CheckpointError(
-            f"{expanded}: is a routed model already. Change its numbers with route-calibrate --write, or take its "
-            "router away first: --router none."
+            f"{expanded}: is a routed model already. Its numbers are changed by route-calibrate --write, or by "
+            "scale_surgery.set_routing in Python; for another router take this one away first: --router none."
         )
     _check_paths(manifest, routing)
     code = {file: modeling.code_text(file) for file in get_family(manifest.plan["family"]).code_files}

@@ -122,7 +122,8 @@ def route_calibrate(
         Forgetting, learning and routed shares of every setting, and the best one.
 
     Raises:
-        PlanError: If `most_forgetting` is negative or no number.
+        PlanError: If `most_forgetting` is negative or no number, or a setting is to be written and none forgets so
+            little.
         DataError: If there is no old or no new text, a file cannot be read or holds nothing to score, the lengths do
             not fit, or the model has no tokenizer that loads.
         CheckpointError: If this is no routed model, it cannot be loaded, a loss is not finite, or the plot or the
@@ -140,6 +141,12 @@ def route_calibrate(
     options = {"device": device, "dtype": dtype, "trust_remote_code": trust_remote_code}
     found = sweep_model(subject, read_texts(subject, documents, length, step), present, batch_size, options, track)
     best = propose(found.outcomes, most_forgetting)
+    if write and best.forgetting > most_forgetting and best.routing is not None:
+        raise PlanError(
+            f"{folder}: no setting forgets at most {most_forgetting:g} nats per token, so none is set; the least is "
+            f"{best.forgetting:.4f}, with {best.routing.description}. Raise --most-forgetting, or leave --write out to "
+            "see every setting."
+        )
     result = Calibration(
         path=folder,
         name=subject.name,

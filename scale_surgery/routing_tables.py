@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def render_routed(done: Routed) -> RenderableType:
     """A routed checkpoint, or one whose router was taken away."""
     parts = "in the head alone" if done.fork is None else f"from layer {done.fork} of {done.layers} on"
-    rows = [("base", done.base_name)]
+    rows = [("written", str(done.path)), ("base", done.base_name)]
     if done.routing is None:
         rows.append(("router", "none; as before route-export, and what was trained since"))
     else:
@@ -24,5 +24,6 @@ def render_routed(done: Routed) -> RenderableType:
             ("two paths", parts),
             ("cost", f"{done.cost:.2f} x the layers of a forward without a router, and the router's own"),
         ]
-    rows.append(("shards written", format_bytes(done.bytes_written)))
-    return facts(f"[bold]{done.path}", rows)
+    rows.append(("shards", f"{format_bytes(done.bytes_written)} written, taken over as files"))
+    rows.append(("next", f"scale-surgery verify {done.path}"))
+    return facts("[bold]" + ("not routed any more" if done.routing is None else "routed"), rows)

@@ -732,3 +732,14 @@ def test_help_explains_the_rule() -> None:
     text = " ".join(run("--help").stdout.split())
     assert "learns most among those that forget at most --most-forgetting." in text
     assert "Where none forgets so little, it is the one that forgets least." in text
+
+
+def test_what_forgets_too_much_is_not_written(place: Path, tmp_path: Path) -> None:
+    """A user who says how much may be forgotten does not get a model that forgets more."""
+    model = Path(shutil.copytree(place / "cosine", tmp_path / "model"))
+    before = digests(model)
+    shown = route_calibrate(model, old(place), new(place), most_forgetting=0.0)
+    assert not shown.is_within and shown.proposed.forgetting > 0
+    message = refusal(model, old(place), new(place), most_forgetting=0.0, write=True, error=PlanError)
+    assert message.startswith(f"{model}: no setting forgets at most 0 nats per token, so none is set; the least is ")
+    assert digests(model) == before

@@ -1,0 +1,262 @@
+"""What routing costs: routed models beside the same models without a router, and beside the base. Linux only.
+
+    python -m benchmarks.routing_cost -o numbers.json
+    python -m benchmarks.routing_cost --shape 1b --dtype bfloat16 --device cuda
+
+All models come from one random Llama, every layer expanded, and take turns in one process: a round is one call of each.
+`L_fp n` has W12 in the attention of layer n and of all above; it is routed by posterior, by cosine, and by strict
+cosine. `preserve` has no W12, and is routed by posterior.
+
+ms          median over the rounds
+x base      median over the rounds of the time divided by that of the base model in the same round
+x unrouted  the same, divided by the time of the same model without its router
+formula     what the design says of the latter: 1 + (L - L_fp) / L, the layers that run twice; 1 for preserve
+/ formula   x unrouted divided by the formula; the target is at most TARGET
+counted     multiplications of all matrix products and of attention, divided by those without the router: the formula
+            leaves out that each path has its own logits, and that the preserve path has no up stream
+
+Memory: see `routing_memory`.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from operator import truediv
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import click
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks.routing_memory import (
+    MOST_EXTRA,
+    Cache,
+    empty_table,
+    extra_logits,
+    measure_cache,
+    measure_peaks,
+    render_caches,
+    render_peaks,
+)
+from benchmarks.routing_models import SHAPES, Settings, Variant, load, make_models, random_tokens
+from benchmarks.training_cost import timed, times_as_long
+
+TARGET = 1.1
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is asked of every model: a forward, or a prompt with new tokens after it."""
+
+    name: str
+    batch: int
+    length: int
+    new_tokens: int = 0
+    logits_to_keep: int = 0
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What the calls of one model took in one case; one entry of the lists for each round."""
+
+    case: str
+    variant: str
+    multiplications: int
+    seconds: list[float]
+    processor_seconds: list[float]
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """One model in one case, compared."""
+
+    case: str
+    variant: str
+    milliseconds: float
+    by_base: float
+    by_unrouted: dict[str, float]
+    formula: float
+    counted: float
+    is_routed: bool
+
+    @property
+    def by_formula(self) -> float:
+        """Measured divided by predicted, by wall clock within the rounds."""
+        return self.by_unrouted["seconds"] / self.formula
+
+
+def cases(settings: Settings) -> list[Case]:
+    """Say what is asked: long and short forwards, a long prompt, generation."""
+    prompt, new = (8, 4) if settings.is_quick else (128, 32)
+    return [
+        Case(f"forward, 1 x {settings.length}", 1, settings.length),
+        Case("forward, 8 x 16", 8, 16),
+        Case("forward, 1 x 16", 1, 16),
+        Case(f"prompt of {settings.length} into the KV cache", 1, settings.length, logits_to_keep=1),
+        Case(f"generation, prompt {prompt}, {new} new tokens", 1, prompt, new_tokens=new),
+    ]
+
+
+def make_call(model: Any, case: Case, settings: Settings) -> Callable[[], None]:
+    """Make what asks a model for the tokens of a case."""
+    tokens = random_tokens(model, case.batch, case.length)
+    greedy = {"do_sample": False, "max_new_tokens": case.new_tokens, "min_new_tokens": case.new_tokens}
+
+    @torch.no_grad()
+    def call() -> None:
+        if case.new_tokens:
+            model.generate(tokens, attention_mask=torch.ones_like(tokens), pad_token_id=0, **greedy)
+        else:
+            model(tokens, logits_to_keep=case.logits_to_keep, use_cache=bool(case.logits_to_keep))
+        if settings.is_cuda:
+            torch.cuda.synchronize()
+
+    return call
+
+
+def product_flop(_: Sequence[int], one: Sequence[int], other: Sequence[int], **__: Any) -> int:
+    """Operations of a matrix product that is added to what is there."""
+    rows, inner = one
+    return 2 * rows * inner * other[-1]
+
+
+def attention_flop(query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: Any, **__: Any) -> int:
+    """Operations of attention, every query with every key, as torch counts them for its other kernels."""
+    batch, heads, rows, size = query
+    return 2 * batch * heads * rows * key[-2] * (size + value[-1])
+
+
+# torch's counter does not know these two
+ALSO_COUNTED = {
+    torch.ops.aten.addmm_: product_flop,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: attention_flop,
+}
+
+
+def count_multiplications(call: Callable[[], None]) -> int:
+    """Count multiplications with additions in all matrix products of a call."""
+    with FlopCounterMode(display=False, custom_mapping=ALSO_COUNTED) as counter:
+        call()
+    return counter.get_total_flops() // 2
+
+
+def take_turns(names: Sequence[str], turn: int) -> list[str]:
+    """Order of a round: each begins a round in its turn, every other round goes backwards, and neighbours stay so."""
+    start = turn // 2 % len(names)
+    order = [*names[start:], *names[:start]]
+    return order if turn % 2 else order[::-1]
+
+
+def measure_case(models: dict[str, Any], case: Case, settings: Settings) -> list[Cost]:
+    """Let all models take turns in one case; a first call of each is counted, and not timed."""
+    calls = {name: make_call(model, case, settings) for name, model in models.items()}
+    counted = {name: count_multiplications(call) for name, call in calls.items()}
+    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in models}
+    # the first round is not kept
+    for turn in range(settings.rounds + 1):
+        for name in take_turns(list(models), turn):
+            taken[name].append(timed(calls[name]))
+    clocks = {name: map(list, zip(*times[1:], strict=True)) for name, times in taken.items()}
+    return [Cost(case.name, name, counted[name], *clocks[name]) for name in models]
+
+
+def compare(variants: Sequence[Variant], costs: Sequence[Cost]) -> list[Ratio]:
+    """Compare each model in each case with the base and with itself without a router."""
+    known = {(cost.case, cost.variant): cost for cost in costs}
+    return [
+        compare_one(variant, cost, known[cost.case, variant.unrouted], known[cost.case, "base"])
+        for cost in costs
+        for variant in variants
+        if variant.name == cost.variant
+    ]
+
+
+def compare_one(variant: Variant, cost: Cost, unrouted: Cost, base: Cost) -> Ratio:
+    """Compare the calls of one model in one case."""
+    return Ratio(
+        case=cost.case,
+        variant=cost.variant,
+        milliseconds=1000 * median(cost.seconds),
+        by_base=median(map(truediv, cost.seconds, base.seconds)),
+        by_unrouted=times_as_long(cost, unrouted),
+        formula=variant.formula,
+        counted=cost.multiplications / unrouted.multiplications,
+        is_routed=variant.router is not None,
+    )
+
+
+def missed(ratios: Sequence[Ratio]) -> list[Ratio]:
+    """Routed models that cost more than the target allows."""
+    return [ratio for ratio in ratios if ratio.is_routed and ratio.by_formula > TARGET]
+
+
+def render(case: str, ratios: Sequence[Ratio]) -> Table:
+    """Lay out one case as a table."""
+    table = empty_table(case, ("ms", "x base", "x unrouted", "formula", "/ formula", "counted"))
+    for ratio in (ratio for ratio in ratios if ratio.case == case):
+        measured = (f"{ratio.milliseconds:.1f}", f"{ratio.by_base:.2f}")
+        compared = (ratio.by_unrouted["seconds"], ratio.formula, ratio.by_formula, ratio.counted)
+        table.add_row(ratio.variant, *measured, *(f"{value:.2f}" for value in compared if ratio.is_routed))
+    return table
+
+
+def render_verdict(ratios: Sequence[Ratio]) -> str:
+    """Say how many reach the target, and which do not."""
+    too_dear, routed = missed(ratios), [ratio for ratio in ratios if ratio.is_routed]
+    lines = [f"at most {TARGET} x the formula: {len(routed) - len(too_dear)} of {len(routed)}"]
+    lines += [f"  NOT reached: {ratio.case}, {ratio.variant}: {ratio.by_formula:.2f}" for ratio in too_dear]
+    return "\n".join(lines)
+
+
+def measure(settings: Settings) -> tuple[list[Variant], list[Cost], list[Cache]]:
+    """Measure time in all cases, and the KV cache, on models that are removed afterwards."""
+    torch.set_num_threads(settings.threads)
+    shape = SHAPES[settings.shape]
+    depths = sorted({0, shape.layers // 2, shape.layers - 1})
+    with tempfile.TemporaryDirectory() as name:
+        variants = make_models(Path(name), shape, settings.dtype, depths)
+        models = {variant.name: load(Path(name), variant, settings.device) for variant in variants}
+        costs = [cost for case in cases(settings) for cost in measure_case(models, case, settings)]
+        caches = [measure_cache(models[variant.name], variant) for variant in variants]
+    return variants, costs, caches
+
+
+@click.command()
+@click.option("--shape", type=click.Choice(list(SHAPES)), default="eighth", show_default=True)
+@click.option("--length", default=1024, show_default=True, help="Tokens of a long sequence.")
+@click.option("--rounds", default=5, show_default=True, help="Calls of each model in each case that are counted.")
+@click.option("--device", default="cpu", show_default=True, help="cpu or cuda.")
+@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True)
+@click.option("--threads", type=int, default=torch.get_num_threads, show_default="as torch takes", help="Of torch.")
+@click.option("--quick", "is_quick", is_flag=True, help="A trial in seconds: tiny models, short texts, one round.")
+@click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), help="Write the numbers as JSON.")
+def main(output: Path | None, **options: Any) -> None:
+    """Measure what routing costs, in seconds and memory."""
+    quick = {"shape": "tiny", "length": 32, "rounds": 1} if options["is_quick"] else {}
+    settings = Settings(**options | quick)
+    thin, peaks = measure_peaks(settings)
+    variants, costs, caches = measure(settings)
+    ratios, extra = compare(variants, costs), extra_logits(thin, peaks)
+    console = Console(width=80)
+    for case in cases(settings):
+        console.print(render(case.name, ratios))
+    console.print(render_verdict(ratios))
+    console.print(render_caches(variants, caches))
+    console.print(render_peaks(thin, peaks))
+    most = max(value for (_, mode), value in extra.items() if mode != "training")
+    console.print(f"most extra logits tensors without gradients: {most:.2f}, of {MOST_EXTRA} allowed")
+    if output is not None:
+        measured = {"ratios": ratios, "costs": costs, "caches": caches, "peaks": peaks}
+        report = {"settings": asdict(settings)} | {name: list(map(asdict, found)) for name, found in measured.items()}
+        output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""The models of the routing benchmark: a random Llama, its expansions, and their routed forms."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging
+
+from benchmarks import make_checkpoint, training_cost
+from benchmarks.make_checkpoint import Shape
+from scale_surgery import Request, expand, register
+from scale_surgery.route import route_export
+from scale_surgery.routing_specs import Routing
+
+# Llama 3.1 8B with an eighth of its width: as deep, and the head has its share of the whole
+EIGHTH = Shape(hidden=512, inner=1792, layers=32, heads=8, key_value_heads=2, vocabulary=16032)
+SHAPES = training_cost.SHAPES | {"eighth": EIGHTH}
+ROUTINGS = {
+    "posterior": Routing("posterior"),
+    "cosine": Routing("cosine"),
+    "strict": Routing("cosine", strict=True),
+}
+# spread of what starts at zero and would leave both paths equal
+SPREAD = make_checkpoint.SPREAD
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is measured, and on what."""
+
+    shape: str
+    length: int
+    rounds: int
+    device: str
+    dtype: str
+    threads: int
+    is_quick: bool = False
+
+    @property
+    def is_cuda(self) -> bool:
+        """Whether calls run on a GPU, where they must be waited for."""
+        return self.device.startswith("cuda")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A model to measure.
+
+    Attributes:
+        name: Of its folder.
+        unrouted: Name of the same model without its router; its own where it has none.
+        router: One of ROUTINGS, or None.
+        formula: Cost of a forward by the design's formula, as a multiple of that of the unrouted model.
+    """
+
+    name: str
+    unrouted: str
+    router: str | None = None
+    formula: float = 1.0
+
+
+def formula(layers: int, preserved: int) -> float:
+    """Cost of a routed forward as the design has it."""
+    return 1 + (layers - preserved) / layers
+
+
+def make_models(folder: Path, shape: Shape, dtype: str, depths: Iterable[int]) -> list[Variant]:
+    """Write the base, its expansions and their routed forms into a folder; each L_fp of `depths`, and preserve."""
+    make_checkpoint.make_checkpoint(folder / "base", shape, dtype=getattr(torch, dtype))
+    preserve = Request("all", init_w21="random")
+    found = [Variant("base", "base")]
+    for depth in depths:
+        collaborative = f"{depth}-{shape.layers - 1}"
+        adapt = replace(preserve, variant="adapt", collaborative_layers=collaborative, collaborate="attn")
+        found += make_routed(folder, f"L_fp {depth}", adapt, ROUTINGS, formula(shape.layers, depth))
+    return found + make_routed(folder, "preserve", preserve, ["posterior"], 1.0)
+
+
+def make_routed(folder: Path, name: str, request: Request, routers: Iterable[str], cost: float) -> list[Variant]:
+    """Write one expansion and its routed forms; links, so that all models share the pages of the base's files."""
+    expand(folder / "base", request, folder / name, base_weights="link")
+    found = [Variant(name, name)]
+    for router in routers:
+        found.append(Variant(f"{name} {router}", name, router, cost))
+        route_export(folder / name, folder / found[-1].name, ROUTINGS[router], base_weights="link")
+    return found
+
+
+def load(folder: Path, variant: Variant, device: str) -> Any:
+    """Load a model, ready to be called; what starts at zero is random, so that its paths differ."""
+    register()
+    logging.disable_progress_bar()
+    model = AutoModelForCausalLM.from_pretrained(folder / variant.name)
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if name.endswith(("w12", "lm_head.up_weight")):
+            random = torch.randn(parameter.shape, generator=generator) * SPREAD
+            parameter.data = random.to(parameter.dtype)
+    return model.to(device)
+
+
+def random_tokens(model: Any, batch: int, length: int) -> torch.Tensor:
+    """Token ids that are the same for every model of a vocabulary."""
+    generator = torch.Generator().manual_seed(0)
+    # the first two begin and end a text
+    return torch.randint(2, model.config.vocab_size, (batch, length), generator=generator).to(model.device)
