@@ -20,8 +20,9 @@ class Output:
 
     def __init__(self, *, as_json: bool = False, quiet: bool = False) -> None:
         self.as_json = as_json
-        self.results = Console(highlight=False, soft_wrap=False)
-        self.messages = Console(stderr=True, highlight=False, soft_wrap=True)
+        # without markup: a name may hold brackets
+        self.results = Console(highlight=False, soft_wrap=False, markup=False)
+        self.messages = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
         # of several processes that a launcher started, the first one speaks
         self.is_first = os.environ.get("RANK", "0") == "0"
         self.quiet = quiet or not self.is_first
@@ -53,7 +54,7 @@ class Output:
     def track(self, label: str, total: int) -> Iterator[Any]:
         """Show a progress bar on stderr, where it is a terminal, and give a function that advances it."""
         bar = (TextColumn("{task.description:<14}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-        columns = (*bar, TextColumn("{task.fields[note]}"))
+        columns = (*bar, TextColumn("{task.fields[note]}", markup=False))
         hidden = self.quiet or not self.messages.is_terminal
         with Progress(*columns, console=self.messages, transient=True, disable=hidden) as progress:
             task = progress.add_task(label, total=max(1, total), note="")

@@ -26,4 +26,4 @@ def render_routed(done: Routed) -> RenderableType:
         ]
     rows.append(("shards", f"{format_bytes(done.bytes_written)} written, taken over as files"))
     rows.append(("next", f"scale-surgery verify {done.path}"))
-    return facts("[bold]" + ("not routed any more" if done.routing is None else "routed"), rows)
+    return facts("not routed any more" if done.routing is None else "routed", rows)

@@ -51,7 +51,7 @@ def format_seconds(seconds: float) -> str:
 
 def facts(title: str, rows: list[tuple[str, str]]) -> Table:
     """Names and values, one pair a line."""
-    table = Table(title=title, title_justify="left", show_header=False, box=None, pad_edge=False)
+    table = Table(title=title, title_justify="left", title_style="bold", show_header=False, box=None, pad_edge=False)
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in rows:
@@ -74,8 +74,8 @@ def render_inspection(found: Inspection) -> RenderableType:
     ]
     rows += [("not taken along", ", ".join(found.left_out))] if found.left_out else []
     if found.expansion is None:
-        return facts(f"[bold]{found.name}", rows)
-    return Group(facts(f"[bold]{found.name}", rows), Text(), _render_summary(found.expansion))
+        return facts(found.name, rows)
+    return Group(facts(found.name, rows), Text(), _render_summary(found.expansion))
 
 
 def _render_summary(added: ExpansionSummary) -> Table:
@@ -93,7 +93,7 @@ def _render_summary(added: ExpansionSummary) -> Table:
         ("trains", blocks),
         ("last verified", added.verified or "never"),
     ]
-    return facts("[bold]expansion", rows)
+    return facts("expansion", rows)
 
 
 def _widths(up_width: int, up_kv_heads: int, up_inner_width: int) -> str:
@@ -123,10 +123,10 @@ def render_plan(plan: Plan, *, details: bool = False, tensors: bool = True) -> R
         ("estimates", f"{format_seconds(costs.seconds)}, {format_bytes(costs.peak_memory_bytes)} peak memory"),
     ]
     if not tensors:
-        return facts("[bold]plan", rows)
+        return facts("plan", rows)
     shown = plan.tensors if details else _sample(plan)
     note = "" if details else f"  ({len(shown)} of {len(plan.tensors)}; --details shows all)"
-    return Group(facts("[bold]plan", rows), Text(), _render_tensors(shown, f"[bold]new tensors[/]{note}"))
+    return Group(facts("plan", rows), Text(), _render_tensors(shown, f"new tensors{note}"))
 
 
 def _sample(plan: Plan) -> tuple[TensorPlan, ...]:
@@ -143,7 +143,7 @@ def _depth(plan: Plan) -> str:
 
 
 def _render_tensors(tensors: tuple[TensorPlan, ...], title: str) -> Table:
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="dim")
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, header_style="dim")
     table.add_column("name", overflow="fold")
     table.add_column("shape", justify="right")
     table.add_column("dtype")
@@ -163,12 +163,14 @@ def render_expansion(done: Expansion) -> RenderableType:
         ("next", f"scale-surgery verify {done.path}"),
     ]
     rows += [("not taken along", ", ".join(done.left_out))] if done.left_out else []
-    return facts("[bold]expanded", rows)
+    return facts("expanded", rows)
 
 
 def render_verification(result: Verification) -> RenderableType:
     """A verification as tables: promises, numbers, problems."""
-    table = Table(title="[bold]promises", title_justify="left", box=None, pad_edge=False, header_style="dim")
+    table = Table(
+        title="promises", title_justify="left", title_style="bold", box=None, pad_edge=False, header_style="dim"
+    )
     table.add_column("promise", no_wrap=True)
     table.add_column("result", no_wrap=True)
     table.add_column("evidence", overflow="fold")
@@ -216,7 +218,7 @@ def _render_numbers(result: Verification) -> RenderableType:
         ("base stream", f"{_drift_of(worst)}, lowest cosine {lowest:.6f}"),
         ("continuation", _continuation(numbers)),
     ]
-    table = facts("[bold]numbers", rows)
+    table = facts("numbers", rows)
     return table if worst.drift == 0 else Group(table, Text(), _render_layers(numbers.layers))
 
 
@@ -227,8 +229,8 @@ def _drift_of(worst: Layer) -> str:
 
 
 def _render_layers(layers: tuple[Layer, ...]) -> Table:
-    title = "[bold]base stream against the base model's"
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="dim")
+    title = "base stream against the base model's"
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, header_style="dim")
     for name in ("after", "drift", "cosine"):
         table.add_column(name, justify="right")
     for layer in layers:
@@ -254,7 +256,7 @@ def render_stripped(done: Stripped) -> RenderableType:
         ("files", f"{len(done.files)}, each equal to the base's by sha256"),
     ]
     rows += [("never taken along", ", ".join(done.left_out))] if done.left_out else []
-    return facts("[bold]stripped", rows)
+    return facts("stripped", rows)
 
 
 def render_training(done: Training) -> RenderableType:
@@ -272,7 +274,7 @@ def render_training(done: Training) -> RenderableType:
             loss = f"{measured[f'{side}_nats_per_token']:.4f} nats per token{accuracy}"
             rows.append((f"{side} text", f"{loss}; {change} {measured[change]:+.4f}"))
     rows += [("curves", str(done.curves)), ("next", f"scale-surgery verify {done.path}")]
-    return facts("[bold]trained", rows)
+    return facts("trained", rows)
 
 
 def render_evaluation(result: Evaluation) -> RenderableType:
@@ -322,7 +324,7 @@ def render_reloaded(found: Reloaded) -> RenderableType:
         ("asked", " ".join(found.question.split())),
         ("answered", f"{found.answer}  (right: {found.expected})"),
     ]
-    return facts("[bold]loaded with trust_remote_code", rows)
+    return facts("loaded with trust_remote_code", rows)
 
 
 def render_demo(result: Demo) -> RenderableType:

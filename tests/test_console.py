@@ -11,6 +11,7 @@ from rich.console import Console
 from scale_surgery import Request, expand, inspect, strip, verify
 from scale_surgery.console import Output
 from scale_surgery.tables import (
+    facts,
     format_bytes,
     format_count,
     format_seconds,
@@ -77,3 +78,10 @@ def test_quiet_keeps_errors(capfd: pytest.CaptureFixture[str]) -> None:
     out.warn("careful")
     out.fail("broken [not markup]")
     assert capfd.readouterr().err == "error: broken [not markup]\n"
+
+
+def test_brackets_in_names_are_no_markup(capfd):
+    out = Output()
+    out.show(None, facts("m [old]", [("[b]", "odd [/k] name")]))
+    out.say("written to [i]x.html")
+    assert capfd.readouterr().out.split() == ["m", "[old]", "[b]", "odd", "[/k]", "name", "written", "to", "[i]x.html"]
