@@ -283,7 +283,7 @@ def _write(
         path=target,
         base_name=changed.base_name,
         routing=routing_of(changed),
-        fork=min(collaborative, default=None),
+        fork=None if changed.routing is None else min(collaborative, default=None),
         layers=changed.plan["sizes"]["layers"],
         bytes_written=0 if take.base_weights == "link" else shards,
     )

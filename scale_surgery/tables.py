@@ -205,7 +205,7 @@ def _problems(result: Verification) -> list[str]:
 def _render_numbers(result: Verification) -> RenderableType:
     numbers = result.numbers
     if numbers is None:
-        return Text("no model was run", style="dim")
+        return Text(f"no model was run: {result.not_run}", style="dim")
     # a drift that is no number is the worst
     worst = max(numbers.layers, key=lambda layer: math.inf if math.isnan(layer.drift) else layer.drift)
     lowest = min((layer.cosine for layer in numbers.layers), key=lambda cosine: -2 if math.isnan(cosine) else cosine)

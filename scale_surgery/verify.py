@@ -73,6 +73,7 @@ class Verification:
         date: When, in UTC.
         versions: Versions that were used.
         machine: Processor architecture and system.
+        not_run: Why no model was run, or None.
         recorded: Whether the result stands in surgery.json.
     """
 
@@ -90,6 +91,7 @@ class Verification:
     date: str
     versions: dict[str, str]
     machine: str
+    not_run: str | None = None
     recorded: bool = False
 
     def to_json(self) -> dict[str, Any]:
@@ -151,13 +153,26 @@ def verify(
         integrity = check_files(checkpoint, manifest, given, advance)
     numbers = None
     is_comparable = given is None or _same_shapes(checkpoint, manifest, given)
-    is_trusted = trust_remote_code or not (integrity.code or integrity.foreign_code or integrity.config)
-    if not files_only and integrity.is_loadable and is_comparable and is_trusted:
+    reason = "files only" if files_only else _why_not(integrity, is_comparable, trust_remote_code)
+    if reason is None:
         numbers = _run_probes(
             checkpoint, manifest, given, prompts_file, new_tokens, memory_bytes, device, trust_remote_code, track
         )
-    result = _judge(checkpoint, manifest, integrity, numbers, required)
+    result = replace(_judge(checkpoint, manifest, integrity, numbers, required), not_run=reason)
     return replace(result, recorded=record and _record(path, manifest, result))
+
+
+def _why_not(integrity: Integrity, is_comparable: bool, trust_remote_code: bool) -> str | None:
+    """Why no model is to be run, or None where nothing speaks against it."""
+    if not integrity.is_loadable:
+        return "tensors are missing or damaged"
+    if not is_comparable:
+        return "the given base has tensors of other names or shapes"
+    if trust_remote_code or not (integrity.code or integrity.foreign_code or integrity.config):
+        return None
+    if integrity.code or integrity.config:
+        return "code or config.json is not what was written"
+    return "another release of this program wrote its code; --trust-remote-code runs that"
 
 
 def _record(path: Path, manifest: Manifest, result: Verification) -> bool:
