@@ -37,9 +37,10 @@ from scale_surgery.biographies import SHIPPED_MODEL, Question, first_token_accur
 from scale_surgery.routing_specs import Routing
 
 LEGEND = """\
-forgets, learns: nats per token; 1 after 0: new people's questions that follow an
-old person's biography; joined: nats lost where one text tells of both; share: of
-the adapt path, in old and in new biographies. posterior: prior, switch rate."""
+forgets, learns: nats per token; 1 after 0: new people's questions that follow
+an old person's biography; joined: nats per token lost where a text is about
+both; share: weight of the adapt path in old / new biographies. posterior:
+prior, switch rate."""
 UNROUTED = {method.name: method for method in ROUTED if method.unrouted is None}
 RATES = {"adapt both 3": 3e-3, "adapt both 0": 1.7e-3, "preserve": 5.5e-3}  # those that the sweep chose
 BETWEEN_TEXTS = "</s><s>"  # as training text is packed
@@ -206,10 +207,10 @@ def render(findings: Sequence[Finding], base: Point) -> Table:
         "Task 0\n%",
         "forgets",
         "learns",
-        "1 after 0\n%",
-        "0 after 1\n%",
+        "1 after\n0 %",
+        "0 after\n1 %",
         "joined",
-        "share\n0 / 1",
+        "share\n0 / 1 %",
     ):
         table.add_column(head, justify="right")
     for found in findings:
@@ -218,7 +219,7 @@ def render(findings: Sequence[Finding], base: Point) -> Table:
 
 
 def _cells(found: Finding, base: Point) -> list[str]:
-    shares = "–" if found.old_share is None else f"{found.old_share:.2f} / {found.new_share:.2f}"
+    shares = "–" if found.old_share is None else f"{100 * found.old_share:.0f} / {100 * found.new_share:.0f}"
     return [
         f"{100 * found.end.new_accuracy:.1f}",
         f"{100 * found.end.old_accuracy:.1f}",

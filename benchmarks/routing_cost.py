@@ -155,15 +155,14 @@ def take_turns(names: Sequence[str], turn: int) -> list[str]:
 
 
 def measure_case(models: dict[str, Any], case: Case, settings: Settings) -> list[Cost]:
-    """Let all models take turns in one case; a first call of each is counted, and not timed."""
+    """Let all models take turns in one case; a first call of each is counted instead of timed."""
     calls = {name: make_call(model, case, settings) for name, model in models.items()}
     counted = {name: count_multiplications(call) for name, call in calls.items()}
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in models}
-    # the first round is not kept
-    for turn in range(settings.rounds + 1):
+    for turn in range(settings.rounds):
         for name in take_turns(list(models), turn):
             taken[name].append(timed(calls[name]))
-    clocks = {name: map(list, zip(*times[1:], strict=True)) for name, times in taken.items()}
+    clocks = {name: map(list, zip(*times, strict=True)) for name, times in taken.items()}
     return [Cost(case.name, name, counted[name], *clocks[name]) for name in models]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
@@ -324,7 +325,8 @@ def compare(
         base_logits_bit_equal=_bit_equal(base.base_logits[real], expanded.base_logits[real]),
         base_logits_drift=float((base.base_logits[real].double() - expanded.base_logits[real].double()).abs().max()),
         excess=float((_prompt_losses(expanded, batch) - _prompt_losses(base, batch)).max()),
-        rounding=2 * largest * batch.ids.shape[1],
+        # errors of rounding are as often up as down
+        rounding=4 * largest * math.sqrt(batch.ids.shape[1]),
         layers=tuple(
             _compare_layer(layer - 1, before[real], after[real])
             for layer, (before, after) in enumerate(zip(base.hidden, expanded.hidden, strict=True))

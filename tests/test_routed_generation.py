@@ -6,7 +6,9 @@ import copy
 import json
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from tests import routed
 from tests.conftest import load
 from tests.routed import REQUESTS, Trio, padded, random_ids, train
 from tests.test_modeling import FRESH, run_fresh
+from tests.tiny import FAMILIES
 
 trio_of = routed.trio_of
 DRIFT = 2e-4  # float32: cached and uncached runs multiply matrices of other shapes
@@ -264,10 +267,12 @@ def test_assisted_generation(trio_of: Callable[..., Trio], routing: str) -> None
             base.generate(prompt, **options, assistant_model=model)
 
 
+@pytest.mark.parametrize("padding", ((0, 4), (0, 0)), ids=str)
 @pytest.mark.parametrize("family", ("llama", "gemma2", "gpt2"))
-def test_a_static_cache(trio_of: Callable[..., Trio], family: str) -> None:
+def test_a_static_cache(trio_of: Callable[..., Trio], family: str, padding: tuple[int, int]) -> None:
+    """Without padding masks are left out where all layers of a cache grow, and this one's do not."""
     model = trio_of(family).routed()
-    prompt = padded(random_ids(2, 9), (0, 4))
+    prompt = padded(random_ids(2, 9), padding)
     wanted = model.generate(**prompt, **GREEDY)
     assert_same_generation(model.generate(**prompt, **GREEDY, cache_implementation="static"), wanted)
     cache = StaticCache(config=model.config, max_cache_len=30)
@@ -462,7 +467,7 @@ def test_embeddings_instead_of_ids(trio_of: Callable[..., Trio], routing: str) -
 def test_a_compiled_forward(trio_of: Callable[..., Trio], routing: str) -> None:
     model, prompt = trio_of("llama", "adapt", routing).routed(), {"input_ids": random_ids(2, 13)}
     wanted = logits(model, prompt, use_cache=False)
-    compiled = torch.compile(model, backend="aot_eager")
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(logits(compiled, prompt, use_cache=False), wanted, atol=DRIFT, rtol=1e-4)
 
 
@@ -570,3 +575,35 @@ def test_a_model_without_a_router_says_so(trio_of: Callable[..., Trio]) -> None:
         with off(), pytest.raises(ValueError, match="it has no router, or routing is disabled"):
             model.path_logits(ids)
     assert model.path_logits(ids)[0].shape == (1, 5, 97)
+
+
+def test_several_threads_are_answered_each_for_itself(trio_of: Callable[..., Trio]) -> None:
+    model = trio_of("llama").routed()
+    prompts = [random_ids(1, length) for length in range(4, 12)]
+    with torch.no_grad():
+        wanted = [(model(ids).logits, model.path_logits(ids)[0]) for ids in prompts]
+
+    def ask(index: int) -> bool:
+        with torch.no_grad():
+            ids = prompts[index % len(prompts)]
+            found = model(ids).logits, model.path_logits(ids)[0]
+        return all(map(torch.equal, found, wanted[index % len(prompts)]))
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(ask, range(64)))
+    assert model.get_output_embeddings().answers == {}, "nothing is left behind"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_signature_is_the_stock_one(trio_of: Callable[..., Trio], family: str) -> None:
+    """Trainers and generate learn from it what a model takes; positional calls work as before."""
+    model, base = trio_of(family).routed(), load(trio_of(family).base_path)
+    assert signature(type(model).forward) == signature(type(base).forward)
+    ids = random_ids(2, 7)
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, model(input_ids=ids).logits)
+        with model.expansion_disabled():
+            second = list(signature(type(base).forward).parameters)[2]
+            given = DynamicCache() if second == "past_key_values" else torch.ones_like(ids)
+            again = DynamicCache() if second == "past_key_values" else torch.ones_like(ids)
+            assert torch.equal(model(ids, given).logits, base(ids, again).logits)

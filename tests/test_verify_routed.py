@@ -114,7 +114,9 @@ def change(file: Path, old: str, new: str) -> None:
 
 def test_a_router_that_gives_the_base_no_weight_is_caught(place: Path, copy: Copy) -> None:
     path = copy("mixture")
-    change(path / "expanded_routing.py", "return torch.where(is_preserve, z_p, z_a) + small", "return z_a + 0 * small")
+    change(
+        path / "expanded_mixture.py", "one.copy_(_mix_rows(one.float(), other.float(), *numbers))", "one.copy_(other)"
+    )
     assert not verify(path).passed
     run = verify(path, trust_remote_code=True, prompts_file=place / "known.txt")
     assert not run.passed and not promise(run, "bounded_forgetting").holds

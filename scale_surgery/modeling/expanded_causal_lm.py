@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
+from inspect import signature
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from .expanded_model import ExpandedPreTrainedModel
+from .expanded_modules import own_thread
 from .expanded_routing import (
     Paths,
     RouterState,
@@ -37,30 +40,30 @@ class ExpandedForCausalLM(ExpandedPreTrainedModel):
         if routing is not None:
             self.get_output_embeddings().softcap = routing["softcap"]
 
-    def forward(
-        self,
-        input_ids=None,
-        attention_mask=None,
-        position_ids=None,
-        past_key_values=None,
-        inputs_embeds=None,
-        labels=None,
-        use_cache=None,
-        logits_to_keep=0,
-        **kwargs,
-    ):
-        """As the stock model, whose documentation says what goes in and comes out."""
-        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
-        inputs |= {"past_key_values": past_key_values, "inputs_embeds": inputs_embeds}
-        inputs = {name: value for name, value in inputs.items() if value is not None}
-        options = {"labels": labels, "use_cache": use_cache, **kwargs}
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Give each class a forward with the signature of its stock model, from which others learn what it takes."""
+        super().__init_subclass__(**options)
+        if ExpandedForCausalLM not in cls.__bases__:
+            return
+        stock = cls.__bases__[cls.__bases__.index(ExpandedForCausalLM) + 1].forward
+        names = list(signature(stock).parameters)[1:]
+
+        @wraps(stock)
+        def forward(self, *args, **inputs):
+            return self.route(**dict(zip(names, args, strict=False)), **inputs)
+
+        cls.forward = forward
+
+    def route(self, **inputs: Any) -> Any:
+        """Run the stock forward, and let the router make its logits where the model routes."""
+        stock = super().forward
         if not self.is_routing_enabled:
-            return super().forward(**inputs, **options, logits_to_keep=logits_to_keep)
-        tokens = self._tokens(inputs, logits_to_keep)
+            return stock(**inputs)
+        # every position is handed to the head, because the router reads all of them
+        tokens = self._tokens(inputs, inputs.pop("logits_to_keep", 0))
         with self._answering(lambda paths: self.router.logits(paths, tokens), tokens):
-            # every position is handed to the head, because the router reads all of them
-            output = super().forward(**inputs, **options)
-        self._remember(tokens, past_key_values, output)
+            output = stock(**inputs)
+        self._remember(tokens, inputs.get("past_key_values"), output)
         return output
 
     def path_logits(self, input_ids: Tensor, **inputs: Any) -> tuple[Tensor, Tensor]:
@@ -70,8 +73,14 @@ class ExpandedForCausalLM(ExpandedPreTrainedModel):
             input_ids: Token ids (b, t).
             inputs: attention_mask and position_ids, where there are any.
         """
-        with self._answering(lambda paths: torch.stack(paths.logits())):
-            found = super().forward(input_ids=input_ids, use_cache=False, **inputs).logits
+        found: list[Tensor] = []
+
+        def answer(paths: Paths) -> Tensor:
+            found.extend(paths.logits())
+            return found[0]
+
+        with self._answering(answer):
+            super().forward(input_ids=input_ids, use_cache=False, **inputs)
         return found[0], found[1]
 
     @torch.no_grad()
@@ -93,16 +102,19 @@ class ExpandedForCausalLM(ExpandedPreTrainedModel):
             raise ValueError("This model does not route now: it has no router, or routing is disabled.")
         head, is_forked = self.get_output_embeddings(), self.config.scale_surgery["routing"]["fork"] is not None
 
-        def answer_features(head: Any, features: Tensor) -> Tensor:
+        def answer_features(features: Tensor) -> Tensor:
             if tokens is not None:
                 tokens.move(features.device)
             return answer(Paths.of(head, features, is_forked=is_forked))
 
-        head.answer = answer_features
+        before = head.answers.get(own_thread())
+        head.answers[own_thread()] = answer_features
         try:
             yield
         finally:
-            head.answer = None
+            head.answers.pop(own_thread())
+            if before is not None:
+                head.answers[own_thread()] = before
 
     def _tokens(self, inputs: dict[str, Any], logits_to_keep: int | Tensor) -> Tokens:
         ids, cache = inputs.get("input_ids"), inputs.get("past_key_values")
@@ -112,8 +124,9 @@ class ExpandedForCausalLM(ExpandedPreTrainedModel):
         state = self._check_cache(cache, past) if past else None
         like = inputs["inputs_embeds"] if ids is None else ids
         restarts = find_restarts(inputs.get("attention_mask"), inputs.get("position_ids"), past, like)
-        is_number = isinstance(logits_to_keep, int)
-        return Tokens(ids, restarts, state, slice(-logits_to_keep or None, None) if is_number else logits_to_keep)
+        keep = slice(-logits_to_keep or None, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        is_cached = cache is not None or not (self.training or inputs.get("use_cache") is False)
+        return Tokens(ids, restarts, state, keep, is_cached)
 
     def _check_cache(self, cache: Cache, past: int) -> RouterState | None:
         """Refuse a KV cache that holds other heads than this model has, or that the router has not followed."""
@@ -138,4 +151,7 @@ class ExpandedForCausalLM(ExpandedPreTrainedModel):
             return
         if state_of(cache) is None:
             cache.layers.append(RouterState(cache.layers[0]))
-        state_of(cache).set(*tokens.result, tokens=tokens.ids.shape[1])
+        state = state_of(cache)
+        # however an older cache was emptied, its next text begins anew
+        state.seen = 0 if tokens.state is None else state.seen
+        state.set(*tokens.result, tokens=tokens.ids.shape[1])

@@ -109,22 +109,28 @@ def _mix_rows(z_p: Tensor, z_a: Tensor, shift: Tensor, odds: Tensor) -> Tensor:
     return small.add_(torch.where(is_preserve, z_p, z_a)).add_(beyond)
 
 
+def mix(z_p: Tensor, z_a: Tensor, shift: Tensor, odds: Tensor) -> Tensor:
+    """Write the mixture of both paths over z_p; logits (..., v), the others (...)."""
+    flat = [tensor.flatten(0, -2) for tensor in (z_p, z_a, shift[..., None], odds[..., None])]
+    for rows in row_chunks(flat[0]):
+        one, other, *numbers = (tensor[rows] for tensor in flat)
+        one.copy_(_mix_rows(one.float(), other.float(), *numbers))
+    return z_p
+
+
 class Mixture(torch.autograd.Function):
     """Logits of w softmax(z_p) + (1 - w) softmax(z_a), written over z_p; only z_a has a gradient.
 
     With r = (1 - w) p_A / mixture, the share of the adapt path in each probability, and the gradient G of the
     mixture's logits, the gradient of z_a is G r - p_A sum(G r), but for what shifts a whole row of logits, which no
-    loss sees.
+    cross-entropy sees.
     """
 
     @staticmethod
     def forward(context: Any, z_p: Tensor, z_a: Tensor, shift: Tensor, odds: Tensor, norm: Tensor) -> Tensor:
+        # whole tensors, and no views of them: through a view, autograd would copy the gradient of all logits
         context.mark_dirty(z_p)
-        for rows in row_chunks(z_p):
-            z_p[rows] = _mix_rows(z_p[rows].float(), z_a[rows].float(), shift[rows, None], odds[rows, None]).to(
-                z_p.dtype
-            )
-        context.save_for_backward(z_p, z_a, shift, odds, norm)
+        context.save_for_backward(mix(z_p, z_a, shift, odds), z_a, shift, odds, norm)
         return z_p
 
     @staticmethod
@@ -132,9 +138,9 @@ class Mixture(torch.autograd.Function):
         mixed, z_a, shift, odds, norm = context.saved_tensors
         weight = torch.nn.functional.logsigmoid(-odds) + torch.where(odds >= 0, shift, 0)
         own = torch.empty_like(gradient)
-        for rows in row_chunks(gradient):
-            adapt = z_a[rows].float()
-            share = gradient[rows].float() * (adapt - mixed[rows].float() + weight[rows, None]).clamp(max=0).exp()
-            likely = (adapt - norm[rows, None]).exp()
-            own[rows] = (share - likely * share.sum(-1, keepdim=True)).to(own.dtype)
+        flat = [tensor.flatten(0, -2) for tensor in (own, gradient, mixed, z_a, weight[..., None], norm[..., None])]
+        for rows in row_chunks(flat[0]):
+            given, whole, adapt, log_weight, log_norm = (tensor[rows].float() for tensor in flat[1:])
+            share = given * (adapt - whole + log_weight).clamp(max=0).exp()
+            flat[0][rows] = (share - (adapt - log_norm).exp() * share.sum(-1, keepdim=True)).to(own.dtype)
         return None, own, None, None, None

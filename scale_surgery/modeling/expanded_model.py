@@ -190,7 +190,8 @@ class ExpandedPreTrainedModel:
     def enable_routing(self, is_enabled: bool = True) -> None:
         """Switch the routing on, or off for good: then the adapt path runs alone, as before the model was routed.
 
-        A KV cache belongs to the state in which it was filled.
+        A KV cache belongs to the state in which it was filled, and so does a backward pass that computes activations
+        again.
         """
         if is_enabled and "routing" not in self.config.scale_surgery:
             raise ValueError("This model has no router. Write one that has: scale-surgery route-export.")
@@ -220,7 +221,8 @@ class ExpandedPreTrainedModel:
             self.apply_switches()
 
     def apply_switches(self) -> None:
-        """Tell every module which of its forms runs."""
+        """Tell every module which of its forms runs; a cache that generation keeps belongs to another form."""
+        self.__dict__.pop("_cache", None)
         is_enabled, is_routed = self.is_expansion_enabled, self.is_routing_enabled
         for module in self.modules():
             if isinstance(module, ExpandedModule):

@@ -14,8 +14,9 @@ This file travels with the checkpoint: it opens no file, and needs only torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -166,27 +167,32 @@ class ExpandedLinear(ExpandedModule):
         return y_up if self.up_bias is None else y_up + self.up_bias.to(like.dtype)
 
 
+def own_thread() -> int:
+    """A number of the running thread; a graph has no threads."""
+    return 0 if torch.compiler.is_compiling() else get_ident()
+
+
 class ExpandedHead(ExpandedModule):
     """The head: logits = head x + head_up x_up, where head_up is `up_weight`, zero at first, never tied.
 
-    Where a model routes, the head is asked for other than the logits of one path: `answer` gets the head and the
-    features of both paths, one after the other along the batch. `softcap` is set where the stock model would cap the
-    logits after the head, which is too late for a router.
+    Where a model routes, the head is asked for other than the logits of one path, by each thread for itself: a
+    function in `answers` gets the features of both paths, one after the other along the batch. `softcap` is set where
+    the stock model would cap the logits after the head, which is too late for a router.
     """
 
     groups = {"up_weight": "head"}
-    answer: Callable[[ExpandedHead, Tensor], Tensor] | None = None
     softcap: float | None = None
 
     def configure(self, base, up, dtype):
-        self.base_in = base
+        self.base_in, self.answers = base, {}
         if up:
             self.add_parameter("up_weight", self.weight.shape[0], up, dtype=dtype)
         else:
             self.register_parameter("up_weight", None)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.answer(self, x) if self.answer is not None else self.capped(super().forward(x))
+        answer = self.answers.get(own_thread())
+        return self.capped_in_place(super().forward(x)) if answer is None else answer(x)
 
     def forward_expanded(self, x: Tensor) -> Tensor:
         ((base, up),) = self.split(x)
@@ -199,6 +205,12 @@ class ExpandedHead(ExpandedModule):
     def capped(self, logits: Tensor) -> Tensor:
         """Cap logits as the stock model does."""
         return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
+
+    def capped_in_place(self, logits: Tensor) -> Tensor:
+        """The same in the memory of the logits, which are large; where they have a gradient, in memory of their own."""
+        if self.softcap is None or logits.requires_grad:
+            return self.capped(logits)
+        return logits.div_(self.softcap).tanh_().mul_(self.softcap)
 
 
 class ExpandedEmbedding(ExpandedModule):

@@ -22,10 +22,12 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
-from .expanded_mixture import Mixture, chosen, cosines, follow, in_chunks, normalizers, row_chunks
+from .expanded_mixture import Mixture, chosen, cosines, follow, in_chunks, mix, normalizers, row_chunks
 
 # logits that are made only to score tokens at a time: fewer rows make a matrix product slow
 SCORED_AT_ONCE = 2**24
+# positions of one call to which assisted generation may go back
+MOST_KEPT = 64
 # log odds beyond this change no probability that float32 can tell from 0 or 1
 MOST_LOG_ODDS = 60.0
 
@@ -60,8 +62,9 @@ class RouterState(DynamicLayer):
     def __init__(self, first: DynamicLayer) -> None:
         super().__init__()
         self.first, self.seen = first, 0
-        # masks are made by the first sliding layer and by the first that is not: this must never be either
-        self.is_sliding = getattr(first, "is_sliding", False)
+        # masks are made by the first sliding layer and by the first that is not: this must never be either;
+        # and they are left out where not all layers are of a fixed size
+        self.is_sliding, self.is_compileable = getattr(first, "is_sliding", False), first.is_compileable
 
     def prefetch(self) -> None:
         """An offloaded cache fetches the layer after the last of the model, and means the first."""
@@ -102,6 +105,7 @@ class Tokens:
         restarts: Where a sequence begins and where padding stands (b, t).
         state: State after the tokens before, or None where there are none.
         keep: Positions whose logits are wanted.
+        is_cached: Whether there will be a KV cache to remember the state in.
         result: State after the last token, made by the posterior router.
     """
 
@@ -109,6 +113,7 @@ class Tokens:
     restarts: Tensor
     state: RouterState | None
     keep: slice | Tensor
+    is_cached: bool = True
     result: tuple[Tensor, Tensor] | None = None
 
     def move(self, device: torch.device) -> None:
@@ -185,7 +190,7 @@ class Paths:
     def logits(self) -> tuple[Tensor, Tensor]:
         """What each path alone gives out: the base model's logits, and those of the model that does not route."""
         z_p, z_a = self.base_logits()
-        return self.head.capped(z_p), self.head.capped(self.head.add_up(z_a, self.up()[1]))
+        return self.head.capped_in_place(z_p), self.head.capped_in_place(self.head.add_up(z_a, self.up()[1]))
 
 
 @dataclass(frozen=True)
@@ -203,9 +208,11 @@ class CosineRouter:
         is_preserve = (cosines(z_p.detach(), z_a.detach()) > self.threshold)[..., None]
         up_p, up_a = kept.up()
         if self.strict:
-            return kept.head.capped(_where(is_preserve, z_p, kept.head.add_up(z_a, up_a)))
+            return kept.head.capped_in_place(_where(is_preserve, z_p, kept.head.add_up(z_a, up_a)))
         mean = (z_p + z_a) / 2 if z_a.requires_grad else z_p.add_(z_a).div_(2)
-        return kept.head.capped(kept.head.add_up(_where(is_preserve, mean, z_a), torch.where(is_preserve, up_p, up_a)))
+        return kept.head.capped_in_place(
+            kept.head.add_up(_where(is_preserve, mean, z_a), torch.where(is_preserve, up_p, up_a))
+        )
 
     def preserve_side(self, paths: Paths, z_p: Tensor, z_a: Tensor) -> Tensor:
         """What the router gives out where it takes the preserve path."""
@@ -237,8 +244,7 @@ class PosteriorRouter:
             self.remember(paths, (z_p, z_a), norms, odds, tokens)
             shift = norms[0] - norms[1]
             wanted = odds[:, tokens.keep].clamp(-MOST_LOG_ODDS, MOST_LOG_ODDS)
-        flat = [tensor.flatten(0, 1) for tensor in (z_p, z_a, shift, wanted, norms[1])]
-        return Mixture.apply(*flat).view_as(z_a)
+        return Mixture.apply(z_p, z_a, shift, wanted, norms[1]) if z_a.requires_grad else mix(z_p, z_a, shift, wanted)
 
     def evidence(
         self, paths: Paths, kept: Paths, logits: tuple[Tensor, Tensor], norms: tuple[Tensor, Tensor], tokens: Tokens
@@ -274,11 +280,13 @@ class PosteriorRouter:
         self, paths: Paths, logits: tuple[Tensor, Tensor], norms: tuple[Tensor, Tensor], odds: Tensor, tokens: Tokens
     ) -> None:
         """Note the state after the last token; where generation asks for several, it may take some of them back."""
+        if not tokens.is_cached:
+            return
         z_p, z_a = logits
         if isinstance(tokens.keep, Tensor):
             z_p, z_a = paths.at(slice(-1, None)).logits()
             norms = normalizers(z_p), normalizers(z_a)
-        kept = 1 if tokens.keep == slice(None) else z_p.shape[1]
+        kept = 1 if tokens.keep == slice(None) else min(z_p.shape[1], MOST_KEPT)
         one, other = (
             own[:, -kept:].float() - norm[:, -kept:, None] for own, norm in zip((z_p, z_a), norms, strict=True)
         )
@@ -331,10 +339,11 @@ def make_router(settings: dict[str, Any]) -> CosineRouter | PosteriorRouter:
         ValueError: If there is no such router, or one of its numbers is out of range.
     """
     try:
-        is_strict = settings["strict"] is not settings["keeps_up"]
-        if settings["router"] == "cosine" and -1 <= settings["threshold"] <= 1 and is_strict:
-            return CosineRouter(settings["threshold"], settings["strict"])
-        if settings["router"] == "posterior" and 0 < settings["prior"] < 1 and 0 <= settings["switch_rate"] < 1:
+        router, is_strict = settings["router"], settings["strict"]
+        is_consistent = is_strict is not settings["keeps_up"] and (is_strict or router == "cosine")
+        if is_consistent and router == "cosine" and -1 <= settings["threshold"] <= 1:
+            return CosineRouter(settings["threshold"], is_strict)
+        if is_consistent and router == "posterior" and 0 < settings["prior"] < 1 and 0 <= settings["switch_rate"] < 1:
             return PosteriorRouter(settings["prior"], settings["switch_rate"])
     except (KeyError, TypeError):
         pass  # what is missing or of another kind is said below
