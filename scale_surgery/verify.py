@@ -4,8 +4,8 @@
     output_at_init      W12 and the head's up part are zero, and logits equal the base model's bit for bit
     base_stream_always  the base stream and base logits equal the base model's bit for bit: where no W12 exists, or on
                         the preserve path of a routed model, which has none
-    bounded_forgetting  a model routed by posterior without switching loses at most -ln(prior) nats a text, ln 2 by
-                        default: its output is a Bayes mixture, one part of which is the base model
+    bounded_forgetting  a model routed by posterior without switching loses at most -ln(prior) nats on a text that it
+                        reads in one context, ln 2 by default: its output is a Bayes mixture, one part of which is the base model
 
 A promise is *claimed* when the variant in its present state makes it; by default every claimed promise must
 hold. A trained model no longer claims `output_at_init`.
