@@ -5,7 +5,7 @@
     base_stream_always  the base stream and base logits equal the base model's bit for bit: where no W12 exists, or on
                         the preserve path of a routed model, which has none
     bounded_forgetting  a model routed by posterior without switching loses at most -ln(prior) nats on a text that it
-                        reads in one context, ln 2 by default: its output is a Bayes mixture, one part of which is the base model
+                        reads in one context, ln 2 by default: it is a Bayes mixture, one part of which is the base
 
 A promise is *claimed* when the variant in its present state makes it; by default every claimed promise must
 hold. A trained model no longer claims `output_at_init`.

@@ -182,6 +182,18 @@ class Paths:
             return z_p, z_p.clone()
         return z_p, self.head.forward_stock(self.adapt[..., :width].contiguous())
 
+    def lead(self, ids: Tensor) -> Tensor:
+        """Evidence log p_P - log p_A of one token a position; the logits of one path after those of the other."""
+        width = self.head.base_in
+        logits = self.head.forward_stock(self.preserve[..., :width].detach().contiguous())
+        if self.adapt is self.preserve:
+            ahead = chosen(self.head.capped(logits), ids)
+        else:
+            ahead = chosen(self.head.capped_in_place(logits), ids)
+            del logits
+            logits = self.head.forward_stock(self.adapt[..., :width].contiguous())
+        return ahead - chosen(self.head.capped_in_place(self.head.add_up(logits, self.up()[1])), ids)
+
     def up(self) -> tuple[Tensor, Tensor]:
         """Up streams of both paths."""
         width = self.head.base_in
@@ -261,10 +273,8 @@ class PosteriorRouter:
         earlier, ids = paths.at(slice(None, -1)), following.reshape(1, -1)
         found, start = [logits[0].new_zeros(1, 0, dtype=torch.float32)], 0
         for part in earlier.chunks(logits[0].shape[-1]) if ids.shape[1] else ():
-            z_p, z_a = part.logits()
-            own = ids[:, start : start + z_p.shape[1]]
-            found.append(chosen(z_p, own) - chosen(z_a, own))
-            start += z_p.shape[1]
+            found.append(part.lead(ids[:, start : start + part.preserve.shape[1]]))
+            start += part.preserve.shape[1]
         return torch.cat(found, 1).view(following.shape[:2])
 
     def odds(self, evidence: Tensor, tokens: Tokens) -> Tensor:
