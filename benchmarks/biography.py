@@ -102,6 +102,9 @@ def describe(done: Run) -> str:
 
 def select(methods: Sequence[Method], names: Collection[str]) -> list[Method]:
     """Methods by their names, all if there are none; with a routed one comes what it is compared to."""
+    foreign = sorted(set(names) - {method.name for method in methods})
+    if foreign:
+        raise click.UsageError(f"--method {', '.join(foreign)}: not in this figure; routed methods are in routed.")
     compared = {method.unrouted for method in methods if method.name in names}
     return [method for method in methods if not names or method.name in {*names, *compared}]
 
@@ -123,7 +126,9 @@ def compare_inits(bench: Bench, seeds: int) -> dict[str, list[Run]]:
 
 @click.command()
 @click.option("--figure", type=click.Choice(["methods", "inits", "routed"]), default="methods", show_default=True)
-@click.option("--method", "names", type=click.Choice(NAMES), multiple=True, help="Of this figure. Default: all.")
+@click.option(
+    "--method", "names", type=click.Choice(NAMES), metavar="NAME", multiple=True, help="Of this figure. Default: all."
+)
 @click.option("--seeds", type=click.IntRange(min=1), default=3, show_default=True, help="Runs at the rate chosen.")
 @click.option("--quick", is_flag=True, help="Four people and eight steps, to see that it works.")
 @click.option("--images", type=click.Path(path_type=Path, file_okay=False), help="Draw the figure into this folder.")

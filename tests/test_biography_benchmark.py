@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 import torch
 from click.testing import CliRunner
@@ -205,6 +206,8 @@ def test_routed_methods_take_the_rate_of_the_unrouted(tmp_path: Path, monkeypatc
     tried = {name: {run.rate for key, run in bench.done.items() if key[0] == name} for name in groups}
     assert tried["both 3 cosine"] == {groups["adapt both 3"][0].rate} < tried["adapt both 3"]
     assert biography.select(ROUTED, []) == list(ROUTED)
+    with pytest.raises(click.UsageError, match="full: not in this figure"):
+        biography.select(ROUTED, ["full"])
 
 
 def test_targets_are_judged() -> None:
