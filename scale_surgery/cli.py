@@ -13,7 +13,7 @@ from scale_surgery import __version__
 from scale_surgery.cli_route_calibrate import route_calibrate_command
 from scale_surgery.cli_route_report import route_report_command
 from scale_surgery.cli_routing import route_export_command
-from scale_surgery.options import FILE, FOLDER, TEXTS, Command, output_options, overwrite_options
+from scale_surgery.options import FILE, FOLDER, TEXTS, Command, output_options, overwrite_options, reading_options
 
 if TYPE_CHECKING:
     from scale_surgery.console import Output
@@ -406,33 +406,9 @@ def train_command(
 @click.argument("models", nargs=-1, required=True)
 @click.option("--old", multiple=True, type=TEXTS, help="Text that tells what the base knows, repeatable.")
 @click.option("--new", multiple=True, type=TEXTS, help="Text with what was to be learned, repeatable.")
-@click.option(
-    "--sequence-length",
-    type=click.IntRange(min=2),
-    help="Most tokens that are read at once. Default: the shortest context of MODELS, at most 1024.",
-)
-@click.option(
-    "--step",
-    type=click.IntRange(min=1),
-    help="Tokens from one window of a longer text to the next. Default: half of --sequence-length.",
-)
-@click.option(
-    "--batch-size", type=click.IntRange(min=1), default=8, show_default=True, help="Windows in one forward pass."
-)
+@reading_options("MODELS")
 @click.option("--plot", type=FILE, help="Draw old loss against new loss, a point for each model, as PNG.")
-@click.option(
-    "--dtype",
-    type=click.Choice(["float32", "float16", "bfloat16"]),
-    help="Cast weights to it. Default: as they are stored.",
-)
-@click.option("--device", default="cpu", show_default=True, help="Where the models run: cpu, cuda, ...")
 @click.option("--revision", help="Branch, tag or commit of Hub repositories.")
-@click.option(
-    "--trust-remote-code",
-    "--trust_remote_code",
-    is_flag=True,
-    help="Run the code in MODELS instead of this program's own.",
-)
 @output_options
 def evaluate_command(
     models: tuple[str, ...],

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from scale_surgery.options import FILE, FOLDER, TEXTS, output_options
+from scale_surgery.options import FILE, FOLDER, TEXTS, output_options, reading_options
 
 if TYPE_CHECKING:
     from scale_surgery.console import Output
@@ -29,31 +29,7 @@ if TYPE_CHECKING:
 @click.option("--write", is_flag=True, help="Set the best setting in ROUTED.")
 @click.option("--plot", type=FILE, help="Draw forgetting against learning, a point for each setting, as PNG.")
 @click.option("--details", is_flag=True, help="List every setting, not only those worth a choice.")
-@click.option(
-    "--sequence-length",
-    type=click.IntRange(min=2),
-    help="Most tokens that are read at once. Default: the context of ROUTED, at most 1024.",
-)
-@click.option(
-    "--step",
-    type=click.IntRange(min=1),
-    help="Tokens from one window of a longer text to the next. Default: half of --sequence-length.",
-)
-@click.option(
-    "--batch-size", type=click.IntRange(min=1), default=8, show_default=True, help="Windows in one forward pass."
-)
-@click.option(
-    "--dtype",
-    type=click.Choice(["float32", "float16", "bfloat16"]),
-    help="Cast weights to it. Default: as they are stored.",
-)
-@click.option("--device", default="cpu", show_default=True, help="Where the model runs: cpu, cuda, ...")
-@click.option(
-    "--trust-remote-code",
-    "--trust_remote_code",
-    is_flag=True,
-    help="Run the code in ROUTED instead of this program's own.",
-)
+@reading_options("ROUTED")
 @output_options
 def route_calibrate_command(
     routed: Path, old: tuple[Path, ...], new: tuple[Path, ...], details: bool, out: Output, **options: Any

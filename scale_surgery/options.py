@@ -74,3 +74,46 @@ def overwrite_options(command: Command) -> Command:
     return click.option("--overwrite", is_flag=True, help="Replace the output folder when the new one is whole.")(
         command
     )
+
+
+def reading_options(models: str) -> Callable[[Command], Command]:
+    """Add how texts are read by models, which the help calls `models`."""
+    context = f"the shortest context of {models}" if models == "MODELS" else f"the context of {models}"
+    options = [
+        click.option(
+            "--sequence-length",
+            type=click.IntRange(min=2),
+            help=f"Most tokens that are read at once. Default: {context}, at most 1024.",
+        ),
+        click.option(
+            "--step",
+            type=click.IntRange(min=1),
+            help="Tokens from one window of a longer text to the next. Default: half of --sequence-length.",
+        ),
+        click.option(
+            "--batch-size",
+            type=click.IntRange(min=1),
+            default=8,
+            show_default=True,
+            help="Windows in one forward pass.",
+        ),
+        click.option(
+            "--dtype",
+            type=click.Choice(["float32", "float16", "bfloat16"]),
+            help="Cast weights to it. Default: as they are stored.",
+        ),
+        click.option("--device", default="cpu", show_default=True, help="Where models run: cpu, cuda, ..."),
+        click.option(
+            "--trust-remote-code",
+            "--trust_remote_code",
+            is_flag=True,
+            help=f"Run the code in {models} instead of this program's own.",
+        ),
+    ]
+
+    def add(command: Command) -> Command:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return add
