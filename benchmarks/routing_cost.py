@@ -38,10 +38,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.routing_memory import (
     MOST_EXTRA,
     Cache,
+    Peak,
     empty_table,
     extra_logits,
     measure_cache,
     measure_peaks,
+    most_extra,
     render_caches,
     render_peaks,
 )
@@ -210,13 +212,35 @@ def render_verdict(ratios: Sequence[Ratio]) -> str:
     """Say how many reach the target, and which do not."""
     too_dear, routed = missed(ratios), [ratio for ratio in ratios if ratio.is_routed]
     lines = [f"at most {TARGET} x the formula: {len(routed) - len(too_dear)} of {len(routed)}"]
-    lines += [f"  NOT reached: {ratio.case}, {ratio.variant}: {ratio.by_formula:.2f}" for ratio in too_dear]
+    lines += [f"  NOT reached: {ratio.case}, {ratio.variant}: {ratio.by_formula:.3f}" for ratio in too_dear]
     return "\n".join(lines)
 
 
-def measure(settings: Settings) -> tuple[list[Variant], list[Cost], list[Cache]]:
-    """Measure time in all cases, and the KV cache, on models that are removed afterwards."""
+@dataclass(frozen=True)
+class Measured:
+    """All that was measured: time and cache on one set of models, peaks on another."""
+
+    variants: list[Variant]
+    costs: list[Cost]
+    caches: list[Cache]
+    thin: list[Variant]
+    peaks: list[Peak]
+
+    @property
+    def ratios(self) -> list[Ratio]:
+        """Each model in each case, compared."""
+        return compare(self.variants, self.costs)
+
+    @property
+    def most_extra(self) -> float:
+        """Most logits tensors that a router adds to a call without gradients."""
+        return most_extra(extra_logits(self.thin, self.peaks))
+
+
+def measure(settings: Settings) -> Measured:
+    """Measure on models that are removed afterwards; memory first, while this process is small."""
     torch.set_num_threads(settings.threads)
+    thin, peaks = measure_peaks(settings)
     shape = SHAPES[settings.shape]
     depths = sorted({0, shape.layers // 2, shape.layers - 1})
     with tempfile.TemporaryDirectory() as name:
@@ -224,7 +248,26 @@ def measure(settings: Settings) -> tuple[list[Variant], list[Cost], list[Cache]]
         models = {variant.name: load(Path(name), variant, settings.device) for variant in variants}
         costs = [cost for case in cases(settings) for cost in measure_case(models, case, settings)]
         caches = [measure_cache(models[variant.name], variant) for variant in variants]
-    return variants, costs, caches
+    return Measured(variants, costs, caches, thin, peaks)
+
+
+def show(settings: Settings, measured: Measured, console: Console) -> None:
+    """Print all tables, and which targets are reached."""
+    for case in cases(settings):
+        console.print(render(case.name, measured.ratios))
+    console.print(render_verdict(measured.ratios))
+    console.print(render_caches(measured.variants, measured.caches))
+    console.print(render_peaks(measured.thin, measured.peaks))
+    verdict = "reached" if measured.most_extra <= MOST_EXTRA else "NOT reached"
+    console.print(f"at most {MOST_EXTRA} extra logits tensors without gradients: {measured.most_extra:.2f}, {verdict}")
+
+
+def as_report(settings: Settings, measured: Measured) -> dict[str, Any]:
+    """Put what was measured into plain values, with what is measured divided by what is predicted."""
+    ratios = [asdict(ratio) | {"by_formula": ratio.by_formula} for ratio in measured.ratios]
+    too_dear = [{"case": ratio.case, "variant": ratio.variant} for ratio in missed(measured.ratios)]
+    found = {"ratios": ratios, "missed": too_dear, "most_extra_logits": measured.most_extra}
+    return {"settings": asdict(settings)} | found | asdict(measured)
 
 
 @click.command()
@@ -240,21 +283,10 @@ def main(output: Path | None, **options: Any) -> None:
     """Measure what routing costs, in seconds and memory."""
     quick = {"shape": "tiny", "length": 32, "rounds": 1} if options["is_quick"] else {}
     settings = Settings(**options | quick)
-    thin, peaks = measure_peaks(settings)
-    variants, costs, caches = measure(settings)
-    ratios, extra = compare(variants, costs), extra_logits(thin, peaks)
-    console = Console(width=80)
-    for case in cases(settings):
-        console.print(render(case.name, ratios))
-    console.print(render_verdict(ratios))
-    console.print(render_caches(variants, caches))
-    console.print(render_peaks(thin, peaks))
-    most = max(value for (_, mode), value in extra.items() if mode != "training")
-    console.print(f"most extra logits tensors without gradients: {most:.2f}, of {MOST_EXTRA} allowed")
+    measured = measure(settings)
+    show(settings, measured, Console(width=80))
     if output is not None:
-        measured = {"ratios": ratios, "costs": costs, "caches": caches, "peaks": peaks}
-        report = {"settings": asdict(settings)} | {name: list(map(asdict, found)) for name, found in measured.items()}
-        output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        output.write_text(json.dumps(as_report(settings, measured), indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
