@@ -10,6 +10,9 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="scale-surgery-tests-")
 for _name in ("HF_HUB_CACHE", "HF_MODULES_CACHE", "TRANSFORMERS_CACHE"):
     os.environ.pop(_name, None)
+# before torch is imported, and for the processes that tests start: tiny matrices gain nothing from threads, threads of
+# a busy machine wait for each other, and another number of threads may round the last bit another way
+os.environ["OMP_NUM_THREADS"] = "1"
 
 import functools
 import hashlib
@@ -29,8 +32,6 @@ from scale_surgery.request import Request
 from tests.tiny import save_tiny
 
 transformers.utils.logging.disable_progress_bar()
-# tiny matrices gain nothing from threads, and threads of a busy machine wait for each other
-torch.set_num_threads(1)
 STORIES = Path(__file__).parents[2] / "shared" / "models" / "stories260K"
 
 # a request for each way in which a layer can be expanded; w22 random, so that nothing hides behind a zero
