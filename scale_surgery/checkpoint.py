@@ -7,7 +7,7 @@ place without having read a weight. All problems that headers and index can show
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -23,6 +23,7 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 CONFIG_FILE = "config.json"
 MANIFEST_FILE = "surgery.json"
+EXTRACT_FILE = "extract.json"
 CHUNK_BYTES = 1 << 22
 MAX_HEADER_BYTES = 100_000_000
 
@@ -205,6 +206,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
             missing or damaged, or index and shards disagree. Every problem found is listed.
     """
     files = list_files(path)
+    refuse_extract(path, files)
     config = read_json(path / CONFIG_FILE)
     shards, declared = _find_shards(path, files)
     tensors, problems = _read_shards(path, shards)
@@ -233,6 +235,23 @@ def list_files(path: Path) -> list[str]:
     if not kept:
         raise CheckpointError(f"{path}: the folder is empty, expected config.json and safetensors weights.")
     return kept
+
+
+def refuse_extract(path: str | Path, files: Iterable[str]) -> None:
+    """Refuse an extract where a whole model is needed.
+
+    Args:
+        path: What the user named.
+        files: Names of its files.
+
+    Raises:
+        CheckpointError: If it is one.
+    """
+    if EXTRACT_FILE in files:
+        raise CheckpointError(
+            f"{path}: is an extract, an expansion without its base, expected a whole model. Put it on its base first: "
+            f"scale-surgery apply {path} --base MODEL -o EXPANDED."
+        )
 
 
 def _find_shards(path: Path, files: list[str]) -> tuple[list[str], dict[str, str] | None]:

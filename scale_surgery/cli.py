@@ -10,10 +10,21 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from scale_surgery import __version__
+from scale_surgery.cli_merge import merge_command
 from scale_surgery.cli_route_calibrate import route_calibrate_command
 from scale_surgery.cli_route_report import route_report_command
 from scale_surgery.cli_routing import route_export_command
-from scale_surgery.options import FILE, FOLDER, TEXTS, Command, output_options, overwrite_options, reading_options
+from scale_surgery.options import (
+    FILE,
+    FOLDER,
+    TEXTS,
+    Command,
+    output_options,
+    overwrite_options,
+    parse_size,
+    reading_options,
+    running_options,
+)
 
 if TYPE_CHECKING:
     from scale_surgery.console import Output
@@ -68,17 +79,6 @@ def request_options(command: Command) -> Command:
     for option in reversed(options):
         command = option(command)
     return command
-
-
-def parse_size(text: str) -> int:
-    """Read a size such as 4GiB, 500MB or 2000000 as bytes."""
-    units = {"GIB": 1024**3, "MIB": 1024**2, "KIB": 1024, "GB": 10**9, "MB": 10**6, "KB": 10**3, "B": 1}
-    upper = text.strip().upper()
-    unit = next((unit for unit in units if upper.endswith(unit)), "")
-    try:
-        return int(float(upper.removesuffix(unit)) * units.get(unit, 1))
-    except ValueError as error:
-        raise click.UsageError(f"--memory {text} is not a size, expected for example 4GiB or 500MB.") from error
 
 
 def make_request(options: dict[str, Any]) -> Request | None:
@@ -222,7 +222,6 @@ def expand_command(
 @click.argument("expanded", type=FOLDER)
 @click.option("--base", help="Base model to compare with, a folder or a Hub id. Default: the one inside EXPANDED.")
 @click.option("--revision", help="Branch, tag or commit of the base's Hub repository.")
-@click.option("--prompts", "prompts_file", type=FILE, help="Probe prompts, one a line. Default: built-in ones.")
 @click.option(
     "--promise", "required", multiple=True, help="Promise that must hold, repeatable. Default: all that are claimed."
 )
@@ -238,17 +237,8 @@ def expand_command(
     is_flag=True,
     help="Check bytes and structure; run no model. Promises about outputs are then not checked.",
 )
-@click.option(
-    "--memory", default="4GiB", show_default=True, help="On the CPU, weights above this are streamed from their files."
-)
-@click.option("--device", default="cpu", show_default=True, help="Where the models run.")
+@running_options
 @click.option("--report", type=FILE, help="Write the certificate as JSON.")
-@click.option(
-    "--trust-remote-code",
-    "--trust_remote_code",
-    is_flag=True,
-    help="Run the code in EXPANDED instead of this program's own.",
-)
 @output_options
 def verify_command(
     expanded: Path, memory: str, report: Path | None, required: tuple[str, ...], out: Output, **options: Any
@@ -474,5 +464,5 @@ def demo_command(output: Path, out: Output) -> None:
     sys.exit(0 if result.passed else 1)
 
 
-for command in (route_export_command, route_report_command, route_calibrate_command):
+for command in (merge_command, route_export_command, route_report_command, route_calibrate_command):
     main.add_command(command)

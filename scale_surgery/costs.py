@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from scale_surgery.checkpoint import DTYPE_BYTES, Checkpoint
 from scale_surgery.families import Family, Sizes
+from scale_surgery.specs import Widths
+from scale_surgery.stock import StockCost, cost_of_stock, stock_problems
 
 if TYPE_CHECKING:
     from scale_surgery.plan import TensorPlan
@@ -33,6 +35,8 @@ class Costs:
         base_stream_from: Lowest layer through which training backpropagates the base stream, None for none.
         peak_memory_bytes: Estimated peak memory of the expansion.
         seconds: Estimated time of the expansion, without copying base files.
+        stock: What the stock form would cost, a plain checkpoint of the base's architecture; None where there is none.
+        stock_problems: Why there is none.
     """
 
     parameters_before: int
@@ -44,6 +48,8 @@ class Costs:
     base_stream_from: int | None
     peak_memory_bytes: int
     seconds: float
+    stock: StockCost | None
+    stock_problems: tuple[str, ...]
 
 
 def estimate(
@@ -73,8 +79,11 @@ def estimate(
     decomposed = [tensor for tensor in tensors if tensor.init == "svd"]
     base_bytes = sum(info.bytes for info in checkpoint.tensors.values())
     flops = sum(_svd_flops(tensor, checkpoint, svd) for tensor in decomposed)
+    before = sum(info.elements for info in checkpoint.tensors.values())
+    widths = Widths(**specs["widths"])
+    problems = tuple(stock_problems(family, sizes, widths, checkpoint.config))
     return Costs(
-        parameters_before=sum(info.elements for info in checkpoint.tensors.values()),
+        parameters_before=before,
         parameters_added=added,
         bytes_added=sum(tensor.bytes for tensor in tensors),
         parameters_per_layer=max(
@@ -85,6 +94,8 @@ def estimate(
         base_stream_from=min(collaborative) if collaborative else None,
         peak_memory_bytes=_peak_memory(decomposed, tensors, checkpoint, svd),
         seconds=flops / FLOPS_PER_SECOND[svd] + 2 * base_bytes / BYTES_PER_SECOND,
+        stock=None if problems else cost_of_stock(family, sizes, widths, checkpoint.tensors, (before, added)),
+        stock_problems=problems,
     )
 
 

@@ -99,7 +99,7 @@ def measure_drift(
     tokenizer = load_tokenizer(before, trust_remote_code=trust_remote_code)
     config = AutoConfig.from_pretrained(before, trust_remote_code=trust_remote_code)
     batch = probe.make_batch(tokenizer, prompts, config, NEW_TOKENS)
-    options = {"memory_bytes": memory_bytes, "device": device, "trust_remote_code": trust_remote_code}
+    options: dict[str, Any] = {"memory_bytes": memory_bytes, "device": device, "trust_remote_code": trust_remote_code}
     runs = []
     with track("probe prompts", 2) as advance:
         for path in (before, after):

@@ -5,7 +5,8 @@
     │   └── UnsupportedFamilyError   the model's architecture is not in families.py
     ├── CheckpointError              files missing, unreadable, inconsistent, or the target exists
     ├── DataError                    texts to train on or to measure with: empty, wrong fields, too long
-    └── TrainingError                training cannot begin, cannot be resumed, or had to stop
+    ├── TrainingError                training cannot begin, cannot be resumed, or had to stop
+    └── HubError                     the Hub cannot be reached, or refuses
 
 A broken promise is no error: it is the result of `verify`.
 
@@ -45,3 +46,7 @@ class DataError(SurgeryError):
 
 class TrainingError(SurgeryError):
     """Training cannot begin, cannot be resumed, or had to stop."""
+
+
+class HubError(SurgeryError):
+    """The Hub cannot be reached, or refuses what was to be pushed."""

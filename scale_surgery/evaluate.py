@@ -198,7 +198,7 @@ class Meter:
     def tokens(self, subject: Subject, *, with_base: bool) -> int:
         """Tokens that will be read to measure a model, and its base where that is to be measured with it."""
         return sum(len(text.ids) for text in self.texts.values()) * (
-            1 + subject.is_expanded + subject.is_routed + with_base
+            1 + subject.is_expanded + (subject.is_expanded and subject.is_routed) + with_base
         )
 
     def measure_base(self, subject: Subject, advance: Progress) -> Row:

@@ -21,6 +21,7 @@ Group = Literal["attn", "ffn"]
 SHARED_CODE = (
     "expanded_attention.py",
     "expanded_causal_lm.py",
+    "expanded_fused.py",
     "expanded_mixture.py",
     "expanded_model.py",
     "expanded_modules.py",
@@ -105,6 +106,9 @@ class Family:
         attention_config: Keys of its config that its stock forward reads, each to the name of a size.
         softcap: Key of config.json that caps the logits after the head, and its default.
         refused: Keys of config.json whose stated values this family does not support, with the reason.
+        fixed_heads: Why the stock class has no form with more heads, all else equal; None where it has one.
+        heads_divide_hidden: Whether the stock config wants a number of query heads that divides the hidden size.
+        heads_fix_rope: Whether the stock config wants as many rope factors as hidden size over query heads asks for.
     """
 
     model_type: str
@@ -129,6 +133,13 @@ class Family:
     attention_config: Mapping[str, str] = field(default_factory=dict)
     softcap: tuple[str, float | None] | None = None
     refused: Mapping[str, Any] = field(default_factory=dict)
+    fixed_heads: str | None = None
+    heads_divide_hidden: bool = False
+    heads_fix_rope: bool = False
+
+    def key(self, size: str) -> str:
+        """Key of a size in config.json."""
+        return self.keys.get(size, CONFIG_KEYS[size])
 
     @property
     def expanded_type(self) -> str:
@@ -200,14 +211,12 @@ def read_sizes(family: Family, config: Mapping[str, Any]) -> Sizes:
 
 
 def _read_key(family: Family, config: Mapping[str, Any], name: str) -> Any:
-    key = family.keys.get(name, CONFIG_KEYS[name])
-    return config.get(key, family.defaults.get(name))
+    return config.get(family.key(name), family.defaults.get(name))
 
 
 def _check_sizes(family: Family, found: Mapping[str, Any]) -> None:
     problems = [
-        f"config.json: {family.keys.get(name, CONFIG_KEYS[name])} is {value!r}, expected a positive number. "
-        "Is this config.json complete?"
+        f"config.json: {family.key(name)} is {value!r}, expected a positive number. Is this config.json complete?"
         for name, value in found.items()
         if name != "is_tied" and (isinstance(value, bool) or not isinstance(value, int | float) or value <= 0)
     ]
@@ -233,6 +242,7 @@ LLAMA_NORMS = ("input_layernorm", "post_attention_layernorm")
 GEMMA_PRE_NORMS = ("input_layernorm", "pre_feedforward_layernorm")
 GEMMA_POST_NORMS = ("post_attention_layernorm", "post_feedforward_layernorm")
 LAYER_NORM_KEYS = {"epsilon": "layer_norm_eps"}
+HEADS_SHARE_HIDDEN = "its head size is the hidden size over the query heads, so more heads are smaller heads"
 
 
 def _llama_like(model_type: str, stem: str, **facts: Any) -> Family:
@@ -247,7 +257,7 @@ def _head_norms(axis: int) -> tuple[InnerNorm, ...]:
 FAMILIES: Mapping[str, Family] = {
     family.model_type: family
     for family in (
-        _llama_like("llama", "Llama", defaults={"epsilon": 1e-6, "is_tied": False}),
+        _llama_like("llama", "Llama", defaults={"epsilon": 1e-6, "is_tied": False}, heads_divide_hidden=True),
         _llama_like("mistral", "Mistral", defaults={"epsilon": 1e-6, "is_tied": False, "key_value_heads": 8}),
         _llama_like("qwen2", "Qwen2", defaults={"epsilon": 1e-6, "is_tied": False, "key_value_heads": 32}),
         _llama_like(
@@ -264,6 +274,7 @@ FAMILIES: Mapping[str, Family] = {
             norm_style="rms_plus_one",
             defaults={"epsilon": 1e-6, "is_tied": True, "key_value_heads": 4, "head_size": 256},
             softcap=("final_logit_softcapping", 30.0),
+            heads_divide_hidden=True,
         ),
         _llama_like(
             "gemma3_text",
@@ -281,6 +292,7 @@ FAMILIES: Mapping[str, Family] = {
                 "query_heads": 8,
             },
             softcap=("final_logit_softcapping", None),
+            heads_divide_hidden=True,
         ),
         _llama_like(
             "olmo2",
@@ -289,6 +301,7 @@ FAMILIES: Mapping[str, Family] = {
             post_norms=GEMMA_POST_NORMS,
             inner_norms=(InnerNorm("self_attn.q_norm", "query"), InnerNorm("self_attn.k_norm", "key_value")),
             defaults={"epsilon": 1e-5, "is_tied": False},
+            fixed_heads="its queries and keys are normalised over all heads at once, and new heads by themselves",
         ),
         Family(
             "gpt_neox",
@@ -309,6 +322,7 @@ FAMILIES: Mapping[str, Family] = {
             norm_style="layer",
             keys=LAYER_NORM_KEYS,
             defaults={"epsilon": 1e-5, "is_tied": False},
+            fixed_heads=HEADS_SHARE_HIDDEN,
         ),
         _llama_like(
             "phi3",
@@ -323,6 +337,7 @@ FAMILIES: Mapping[str, Family] = {
             defaults={"epsilon": 1e-5, "is_tied": False},
             attention_attributes={"num_key_value_heads": "key_value_heads"},
             attention_config={"num_attention_heads": "query_heads"},
+            heads_fix_rope=True,
         ),
         Family(
             "gpt2",
@@ -356,6 +371,7 @@ FAMILIES: Mapping[str, Family] = {
                 "add_cross_attention": "cross-attention layers are not supported",
                 "reorder_and_upcast_attn": "this form of attention is not supported, set it to false",
             },
+            fixed_heads=HEADS_SHARE_HIDDEN,
         ),
     )
 }

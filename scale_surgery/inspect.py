@@ -29,6 +29,7 @@ class ExpansionSummary:
         up_kv_heads: Key/value heads added in each expanded layer.
         up_inner_width: Features added inside each expanded MLP.
         parameters_by_block: Parameters added, by block name; all of them train.
+        is_fused: Whether base weights and blocks are one matrix for each linear, so that nothing trains.
         verified: Date of the last verification that passed or failed, with its result, or None.
     """
 
@@ -43,6 +44,7 @@ class ExpansionSummary:
     up_kv_heads: int
     up_inner_width: int
     parameters_by_block: Mapping[str, int]
+    is_fused: bool
     verified: str | None
 
 
@@ -142,6 +144,7 @@ def _summarise(checkpoint: Checkpoint) -> ExpansionSummary:
         up_kv_heads=widths["up_kv_heads"],
         up_inner_width=widths["up_inner_width"],
         parameters_by_block=_count_blocks(checkpoint),
+        is_fused=specs.get("fused", False),
         verified=_verified(verification),
     )
 

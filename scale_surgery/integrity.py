@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from scale_surgery import modeling
-from scale_surgery.checkpoint import CONFIG_FILE, Checkpoint, read_tensor
+from scale_surgery.checkpoint import CONFIG_FILE, Checkpoint, TensorInfo, read_tensor
 from scale_surgery.expand import expanded_config
 from scale_surgery.families import Family, get_family
+from scale_surgery.fused import described_parts, fused_config, hash_parts, part_readers
+from scale_surgery.joining import joined_tensors
 from scale_surgery.manifest import Manifest, hash_file, hash_tensors
 from scale_surgery.progress import Progress, no_progress
 from scale_surgery.route import routed_config
@@ -61,11 +63,9 @@ def check_files(
         Every problem, each naming its tensor or file.
     """
     planned = {tensor["name"]: tensor for tensor in manifest.plan["tensors"]}
-    present = [name for name in manifest.base_tensors if name in checkpoint.tensors]
-    hashes = hash_tensors(checkpoint, present, advance)
-    found = [name for name in planned if name in checkpoint.tensors]
-    expansion = hash_tensors(checkpoint, found, advance)
-    damaged = _damaged(checkpoint, planned)
+    hashes = hash_parts(checkpoint, manifest, manifest.base_tensors, advance)
+    expansion = hash_parts(checkpoint, manifest, planned, advance)
+    damaged = _damaged(checkpoint, manifest, planned)
     family = get_family(manifest.plan["family"])
     return Integrity(
         base=(
@@ -76,11 +76,11 @@ def check_files(
         config=tuple(_config_problems(checkpoint, manifest, base, family)),
         code=tuple(_code_problems(checkpoint, manifest, family)),
         foreign_code=tuple(file for file, digest in manifest.code.items() if digest != modeling.code_hash(file)),
-        is_loadable=not damaged and len(present) == len(manifest.base_tensors),
-        nonzero=tuple(_nonzero(checkpoint)),
+        is_loadable=not damaged and len(hashes) == len(manifest.base_tensors),
+        nonzero=tuple(_nonzero(checkpoint, manifest)),
         trained=tuple(name for name, digest in expansion.items() if manifest.expansion_tensors.get(name) != digest),
         base_tensors=len(manifest.base_tensors),
-        base_bytes=sum(checkpoint.tensors[name].bytes for name in present),
+        base_bytes=sum(described_parts(checkpoint, manifest)[name].bytes for name in hashes),
     )
 
 
@@ -107,23 +107,28 @@ def _tensor_problems(
     if base is None:
         return problems
     given = hash_tensors(base, list(base.tensors), advance)
+    parts = described_parts(checkpoint, manifest)
     for name in sorted(set(given) | set(hashes)):
-        has, wants = _described(checkpoint, hashes, name), _described(base, given, name)
+        has, wants = _described(parts, hashes, name), _described(base.tensors, given, name)
         if has != wants:
             problems.append(f"{name}: {has}, expected {wants} as in the base model {base.path}.")
     return problems
 
 
-def _described(checkpoint: Checkpoint, hashes: Mapping[str, str], name: str) -> str:
+def _described(tensors: Mapping[str, TensorInfo], hashes: Mapping[str, str], name: str) -> str:
     if name not in hashes:
         return "no such tensor"
-    info = checkpoint.tensors[name]
+    info = tensors[name]
     return f"{info.dtype} {list(info.shape)} with sha256 {hashes[name][:16]}..."
 
 
 def _file_problems(checkpoint: Checkpoint, manifest: Manifest, advance: Progress) -> list[str]:
     problems = []
+    # the bytes of a fused model's shards are known by the tensors that they were
+    joined = {} if manifest.fused is None else manifest.fused["shards"]
     for name, file in manifest.base_files.items():
+        if file.stored_as in joined:
+            continue
         if file.stored_as is None:
             if hashlib.sha256(manifest.replaced[name].encode("utf-8")).hexdigest() != file.sha256:
                 problems.append(f"surgery.json: its text of the base's {name} is not what it was.")
@@ -132,19 +137,25 @@ def _file_problems(checkpoint: Checkpoint, manifest: Manifest, advance: Progress
         elif hash_file(checkpoint.path / file.stored_as, advance) != file.sha256:
             problems.append(f"{file.stored_as}: bytes differ from the base's {name}.")
     stored = {file.stored_as for file in manifest.base_files.values()}
+    if manifest.fused is not None:
+        return problems
     shards = {checkpoint.tensors[name].file for name in manifest.base_tensors if name in checkpoint.tensors}
     problems += [f"{shard}: holds base tensors and is not among the base's files." for shard in sorted(shards - stored)]
     return problems
 
 
-def _damaged(checkpoint: Checkpoint, planned: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def _damaged(checkpoint: Checkpoint, manifest: Manifest, planned: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Expansion tensors, and joined ones that they lie in, that are missing or of a wrong shape."""
     problems = []
-    for name, tensor in planned.items():
+    joined = list(joined_tensors(manifest)) if manifest.fused is not None else []
+    inside = {name for item in joined for name in item.pieces.values()}
+    shapes = {name: tensor["shape"] for name, tensor in planned.items() if name not in inside}
+    for name, shape in [*shapes.items(), *((item.name, item.shape) for item in joined)]:
         info = checkpoint.tensors.get(name)
         if info is None:
             problems.append(f"{name}: expansion tensor is missing.")
-        elif list(info.shape) != list(tensor["shape"]):
-            problems.append(f"{name}: shape {info.shape}, expected {tuple(tensor['shape'])} from the plan.")
+        elif list(info.shape) != list(shape):
+            problems.append(f"{name}: shape {info.shape}, expected {tuple(shape)} from the plan.")
     return problems
 
 
@@ -161,6 +172,8 @@ def _config_problems(checkpoint: Checkpoint, manifest: Manifest, base: Checkpoin
     written = expanded_config(recorded, manifest.plan["specs"], family, dtype=checkpoint.config.get("torch_dtype", ""))
     if manifest.routing is not None:
         written = routed_config(written, manifest)
+    if manifest.fused is not None:
+        written = fused_config(written)
     differing = sorted(key for key in {*written, *checkpoint.config} if written.get(key) != checkpoint.config.get(key))
     problems = [f"config.json: {key} is not what the expansion wrote." for key in differing]
     if base is not None:
@@ -188,14 +201,14 @@ def _code_problems(checkpoint: Checkpoint, manifest: Manifest, family: Family) -
     return problems + [f"{file}: unknown code file. Read it before you trust it." for file in unknown]
 
 
-def _nonzero(checkpoint: Checkpoint) -> list[str]:
+def _nonzero(checkpoint: Checkpoint, manifest: Manifest) -> list[str]:
     """W12 and the head's up part, where they hold anything but zeros."""
     family = get_family(str(checkpoint.config["model_type"]).removeprefix("scale_"))
     heads = ("lm_head.up_weight", f"{family.head}.up_weight")
-    must_be_zero = [name for name in checkpoint.tensors if name.endswith(".w12") or name in heads]
     problems = []
-    for name in must_be_zero:
-        count = int(read_tensor(checkpoint, name).count_nonzero())
-        if count:
-            problems.append(f"{name}: {count} of {checkpoint.tensors[name].elements} entries are not zero.")
+    for name, read in part_readers(checkpoint, manifest).items():
+        if name.endswith(".w12") or name in heads:
+            tensor = read()
+            if count := int(tensor.count_nonzero()):
+                problems.append(f"{name}: {count} of {tensor.numel()} entries are not zero.")
     return problems

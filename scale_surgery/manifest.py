@@ -65,6 +65,10 @@ class Manifest:
     training: tuple[Mapping[str, Any], ...] = ()
     # of a routed model: its router, and what config.json and the code were before
     routing: Mapping[str, Any] | None = None
+    # of a fused model: headers and texts of what it was made of, and the drift that was measured
+    fused: Mapping[str, Any] | None = None
+    # of an expansion that `apply --force` put on another base: the base that it was made on, and what differs
+    forced_base: Mapping[str, Any] | None = None
     format: int = MANIFEST_FORMAT
 
 
@@ -94,12 +98,26 @@ def read_manifest(path: Path) -> Manifest:
     try:
         files = {name: BaseFile(**entry) for name, entry in content["base_files"].items()}
         _check_plan(content["plan"])
-        routed = _routing_names(file, content.get("routing"))
-        _check_names(file, files, content["replaced"], [*content["code"], *routed])
+        later = [*_routing_names(file, content.get("routing")), *_fused_names(file, content.get("fused"))]
+        _check_names(file, files, content["replaced"], [*content["code"], *later])
+        _check_forced(content.get("forced_base"))
         lists = {"left_out": tuple(content["left_out"]), "training": tuple(content.get("training", ()))}
         return Manifest(**{**content, "base_files": files, **lists})
     except (KeyError, TypeError, AttributeError, ValueError, PlanError) as error:
         raise CheckpointError(f"{file}: is incomplete ({error}). Restore it from where you got it.") from error
+
+
+def refuse_fused(path: Path, manifest: Manifest) -> None:
+    """Refuse a model whose blocks are joined with base tensors.
+
+    Raises:
+        CheckpointError: If it is one.
+    """
+    if manifest.fused is not None:
+        raise CheckpointError(
+            f"{path}: is fused, its blocks are joined with the base's tensors; expected blocks of their own. Take them "
+            "apart first: scale-surgery merge --to blocks."
+        )
 
 
 def _check_plan(plan: Mapping[str, Any]) -> None:
@@ -119,6 +137,22 @@ def _routing_names(file: Path, routing: Mapping[str, Any] | None) -> list[str]:
     if not all(isinstance(text, str) for text in (*names, *before["files"].values(), *before["keys"])):
         raise CheckpointError(f"{file}: is incomplete (routing.before). Restore it from where you got it.")
     return names
+
+
+def _fused_names(file: Path, fused: Mapping[str, Any] | None) -> list[str]:
+    """Names of files that un-fusing writes; touches what it reads."""
+    if fused is None:
+        return []
+    texts = [text for record in fused["shards"].values() for text in (record["header"], record["sha256"])]
+    names = [*fused["shards"], *fused["texts"]]
+    if not all(isinstance(text, str) for text in (*names, *texts, *fused["texts"].values())):
+        raise CheckpointError(f"{file}: is incomplete (fused). Restore it from where you got it.")
+    return names
+
+
+def _check_forced(forced: Mapping[str, Any] | None) -> None:
+    if forced is not None:
+        _ = forced["expected_name"], len(forced["differing"])
 
 
 def _check_names(file: Path, files: Mapping[str, BaseFile], replaced: Mapping[str, str], ours: list[str]) -> None:

@@ -70,10 +70,47 @@ def overwrite_options(command: Command) -> Command:
         help="auto: a reflink where the file system can, else a copy. link: a hard link, which writes no byte at any "
         "size; a program that later writes such a file in place would change the base through it.",
     )
-    command = weights(command)
-    return click.option("--overwrite", is_flag=True, help="Replace the output folder when the new one is whole.")(
-        command
-    )
+    return overwrite_option(weights(command))
+
+
+def overwrite_option(command: Command) -> Command:
+    """Add whether a target may be replaced."""
+    overwrite = click.option("--overwrite", is_flag=True, help="Replace the output folder when the new one is whole.")
+    return overwrite(command)
+
+
+def parse_size(text: str) -> int:
+    """Read a size such as 4GiB, 500MB or 2000000 as bytes."""
+    units = {"GIB": 1024**3, "MIB": 1024**2, "KIB": 1024, "GB": 10**9, "MB": 10**6, "KB": 10**3, "B": 1}
+    upper = text.strip().upper()
+    unit = next((unit for unit in units if upper.endswith(unit)), "")
+    try:
+        return int(float(upper.removesuffix(unit)) * units.get(unit, 1))
+    except ValueError as error:
+        raise click.UsageError(f"--memory {text} is not a size, expected for example 4GiB or 500MB.") from error
+
+
+def running_options(command: Command) -> Command:
+    """Add how models run on probe prompts."""
+    options = [
+        click.option("--prompts", "prompts_file", type=FILE, help="Probe prompts, one a line. Default: built-in ones."),
+        click.option(
+            "--memory",
+            default="4GiB",
+            show_default=True,
+            help="On the CPU, weights above this are streamed from their files.",
+        ),
+        click.option("--device", default="cpu", show_default=True, help="Where the models run."),
+        click.option(
+            "--trust-remote-code",
+            "--trust_remote_code",
+            is_flag=True,
+            help="Run the code in EXPANDED instead of this program's own.",
+        ),
+    ]
+    for option in reversed(options):
+        command = option(command)
+    return command
 
 
 def reading_options(models: str) -> Callable[[Command], Command]:

@@ -21,7 +21,7 @@ from scale_surgery.errors import CheckpointError, PlanError
 from scale_surgery.families import Family, Sizes, get_family, read_sizes
 from scale_surgery.request import Request, resolve
 from scale_surgery.sources import open_model
-from scale_surgery.specs import Collaboration, NewTensor, Widths, build_specs, new_tensors, stream_widths
+from scale_surgery.specs import Collaboration, NewTensor, Widths, build_specs, expected_shapes, find_prefix, new_tensors
 
 SHARD_BYTES = 512 * 1024 * 1024
 
@@ -173,12 +173,6 @@ def fingerprint(checkpoint: Checkpoint) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def find_prefix(family: Family, tensors: Mapping[str, TensorInfo]) -> str:
-    """Find what stands before the base model's names on disk: `model.`, or nothing where it was saved alone."""
-    with_prefix = f"{family.base_model}."
-    return with_prefix if f"{with_prefix}{family.embedding}.weight" in tensors else ""
-
-
 def _find_head(family: Family, tensors: Mapping[str, TensorInfo]) -> str:
     # transformers 5 renamed GPT-NeoX's head; a checkpoint saved by either release is taken as it is
     return "lm_head" if "lm_head.weight" in tensors else family.head
@@ -215,25 +209,6 @@ def _check_base(family: Family, sizes: Sizes, prefix: str, checkpoint: Checkpoin
             )
     if problems:
         raise CheckpointError.from_problems(problems)
-
-
-def expected_shapes(family: Family, sizes: Sizes, prefix: str) -> dict[str, tuple[int, ...]]:
-    """Shapes that the weights of a base model must have on disk, by the family's facts and the config's sizes."""
-    streams = stream_widths(sizes, Widths(0, 0, 0))
-    hidden = (sizes.hidden,)
-    shapes: dict[str, tuple[int, ...]] = {f"{prefix}{family.embedding}.weight": (sizes.vocabulary, sizes.hidden)}
-    shapes[f"{prefix}{family.final_norm}.weight"] = hidden
-    for layer in range(sizes.layers):
-        path = f"{prefix}{family.layers}.{layer}."
-        for norm in family.pre_norms + family.post_norms:
-            shapes[f"{path}{norm}.weight"] = hidden
-        for inner in family.inner_norms:
-            size = sizes.head_size if inner.head_axis is not None else streams[inner.stream][0]
-            shapes[f"{path}{inner.name}.weight"] = (size,)
-        for linear in family.linears:
-            shape = (sum(streams[stream][0] for stream in linear.writes()), streams[linear.reads][0])
-            shapes[f"{path}{linear.name}.weight"] = shape[::-1] if family.transposed else shape
-    return shapes
 
 
 def _optional_shapes(family: Family, sizes: Sizes, prefix: str, checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:

@@ -18,7 +18,7 @@ from scale_surgery import modeling
 from scale_surgery.checkpoint import CONFIG_FILE, MANIFEST_FILE, Checkpoint, open_checkpoint
 from scale_surgery.errors import CheckpointError, PlanError
 from scale_surgery.families import Family, Sizes, get_family
-from scale_surgery.manifest import Manifest, read_manifest
+from scale_surgery.manifest import Manifest, read_manifest, refuse_fused
 from scale_surgery.progress import Track, no_track
 from scale_surgery.routing_specs import ROUTERS, Routing, build_routing, router_settings
 from scale_surgery.staging import (
@@ -112,6 +112,7 @@ def route_export(
     routing = routing or Routing()
     check_routing(routing)
     checkpoint, manifest = open_checkpoint(Path(expanded)), read_manifest(Path(expanded))
+    refuse_fused(checkpoint.path, manifest)
     if manifest.routing is not None:
         raise CheckpointError(
             f"{expanded}: is a routed model already. Its numbers are changed by route-calibrate --write, or by "
@@ -151,6 +152,7 @@ def unroute(
         CheckpointError: If this is no routed checkpoint, or the output cannot be written.
     """
     checkpoint, manifest = open_checkpoint(Path(routed)), read_manifest(Path(routed))
+    refuse_fused(checkpoint.path, manifest)
     if manifest.routing is None:
         raise CheckpointError(f"{routed}: has no router, expected a model made by scale-surgery route-export.")
     before = manifest.routing["before"]
@@ -175,6 +177,7 @@ def set_routing(routed: str | Path, routing: Routing) -> None:
     """
     check_routing(routing)
     checkpoint, manifest = open_checkpoint(Path(routed)), read_manifest(Path(routed))
+    refuse_fused(checkpoint.path, manifest)
     known = routing_of(manifest)
     if known is None or (known.router, known.is_strict) != (routing.router, routing.is_strict):
         found = "none" if known is None else known.description

@@ -19,6 +19,7 @@ from scale_surgery.checkpoint import (
     TensorInfo,
     open_checkpoint,
     read_json,
+    refuse_extract,
 )
 from scale_surgery.errors import CheckpointError
 
@@ -105,6 +106,7 @@ def _remote_model(repo: str, revision: str | None) -> tuple[Source, Checkpoint]:
         api = HfApi()
         info = api.model_info(repo, revision=revision)
         files = sorted(sibling.rfilename for sibling in info.siblings or ())
+        refuse_extract(repo, files)
         small = [file for file in (CONFIG_FILE, MANIFEST_FILE) if file in files]
         folders = [Path(hf_hub_download(repo, file, revision=info.sha)).parent for file in small]
         if not folders:

@@ -6,7 +6,7 @@ exported modeling code executes, and the list of new tensors that belong to it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -64,6 +64,31 @@ def stream_widths(sizes: Sizes, widths: Widths) -> dict[str, list[int]]:
         "key_value": [sizes.key_value_heads * head, added * head],
         "inner": [sizes.inner, widths.up_inner_width],
     }
+
+
+def find_prefix(family: Family, names: Collection[str]) -> str:
+    """Find what stands before the base model's names on disk: `model.`, or nothing where it was saved alone."""
+    with_prefix = f"{family.base_model}."
+    return with_prefix if f"{with_prefix}{family.embedding}.weight" in names else ""
+
+
+def expected_shapes(family: Family, sizes: Sizes, prefix: str) -> dict[str, tuple[int, ...]]:
+    """Shapes that the weights of a base model must have on disk, by the family's facts and the config's sizes."""
+    streams = stream_widths(sizes, Widths(0, 0, 0))
+    hidden = (sizes.hidden,)
+    shapes: dict[str, tuple[int, ...]] = {f"{prefix}{family.embedding}.weight": (sizes.vocabulary, sizes.hidden)}
+    shapes[f"{prefix}{family.final_norm}.weight"] = hidden
+    for layer in range(sizes.layers):
+        path = f"{prefix}{family.layers}.{layer}."
+        for norm in family.pre_norms + family.post_norms:
+            shapes[f"{path}{norm}.weight"] = hidden
+        for inner in family.inner_norms:
+            size = sizes.head_size if inner.head_axis is not None else streams[inner.stream][0]
+            shapes[f"{path}{inner.name}.weight"] = (size,)
+        for linear in family.linears:
+            shape = (sum(streams[stream][0] for stream in linear.writes()), streams[linear.reads][0])
+            shapes[f"{path}{linear.name}.weight"] = shape[::-1] if family.transposed else shape
+    return shapes
 
 
 def build_specs(

@@ -6,7 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from scale_surgery.checkpoint import EXTRACT_FILE, open_checkpoint, refuse_extract
 from scale_surgery.errors import CheckpointError
+from scale_surgery.fused import rebuild_shard
 from scale_surgery.manifest import Manifest, hash_files, read_manifest
 from scale_surgery.progress import Track, no_track
 from scale_surgery.staging import BaseWeights, check_space, check_target, staged, take_over, write_text
@@ -54,6 +56,7 @@ def strip(
             it was; then nothing is written, and every such file is named.
     """
     path, target = Path(expanded), Path(output)
+    refuse_extract(path, [file.name for file in path.glob(EXTRACT_FILE)])
     manifest = read_manifest(path)
     check_target(target, [path], overwrite=overwrite)
     total = sum(file.bytes for file in manifest.base_files.values())
@@ -64,9 +67,23 @@ def strip(
         "base_weights": base_weights,
     }
     with staged(target, state, overwrite=overwrite) as partial:
-        restore(path, partial, manifest, lambda source, file: take_over(source, file, base_weights))
+        restore(path, partial, manifest, _placing(path, manifest, base_weights))
         files = _check_files(partial, manifest, track, total)
     return Stripped(target, manifest.base_name, files, manifest.left_out)
+
+
+def _placing(path: Path, manifest: Manifest, base_weights: BaseWeights) -> Callable[[Path, Path], None]:
+    """How a stored file gets into the new folder: as a file, or taken out of the shards of a fused model."""
+    joined = {} if manifest.fused is None else manifest.fused["shards"]
+    checkpoint = open_checkpoint(path) if joined else None
+
+    def place(source: Path, file: Path) -> None:
+        if checkpoint is not None and source.name in joined:
+            rebuild_shard(checkpoint, manifest, source.name, file)
+        else:
+            take_over(source, file, base_weights)
+
+    return place
 
 
 def restore(expanded: Path, folder: Path, manifest: Manifest, place: Callable[[Path, Path], None]) -> None:
@@ -86,10 +103,11 @@ def restore(expanded: Path, folder: Path, manifest: Manifest, place: Callable[[P
 
 
 def _check_present(expanded: Path, manifest: Manifest) -> None:
+    joined = {} if manifest.fused is None else manifest.fused["shards"]
     missing = [
         f"{file.stored_as}: not found in {expanded}, it holds the base's {name}. Restore it from where you got it."
         for name, file in manifest.base_files.items()
-        if file.stored_as is not None and not (expanded / file.stored_as).is_file()
+        if file.stored_as is not None and file.stored_as not in joined and not (expanded / file.stored_as).is_file()
     ]
     if missing:
         raise CheckpointError.from_problems(missing)

@@ -96,7 +96,9 @@ def _open(model: str, revision: str | None, *, trust_remote_code: bool) -> Subje
 
     source = find_source(model, revision)
     checkpoint = open_checkpoint(source.path)
-    is_expanded = "scale_surgery" in checkpoint.config
+    specs = checkpoint.config.get("scale_surgery", {})
+    # a fused model cannot switch its expansion off, and holds no base shards: it is measured as it is
+    is_expanded = bool(specs) and not specs.get("fused", False)
     has_manifest = is_expanded and (source.path / MANIFEST_FILE).is_file()
     config = _load_config(source.path, source.name, trust_remote_code=trust_remote_code)
     tokenizer = load_tokenizer(source.path, trust_remote_code=trust_remote_code)
@@ -109,7 +111,7 @@ def _open(model: str, revision: str | None, *, trust_remote_code: bool) -> Subje
         path=source.path,
         name=source.name,
         is_expanded=is_expanded,
-        is_routed=is_expanded and "routing" in checkpoint.config["scale_surgery"],
+        is_routed="routing" in specs,
         manifest=read_manifest(source.path) if has_manifest else None,
         base=None,
         tokenizer=tokenizer,

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from scale_surgery.measure import Measurement
     from scale_surgery.plan import Plan, TensorPlan
     from scale_surgery.probe import Layer
+    from scale_surgery.stock import StockCost
     from scale_surgery.strip import Stripped
     from scale_surgery.train import Training
     from scale_surgery.verify import Promise, Verification
@@ -90,7 +91,7 @@ def _render_summary(added: ExpansionSummary) -> Table:
         ("collaborative", where + groups),
         ("router", "none" if added.routing is None else added.routing.description),
         ("added widths", _widths(added.up_width, added.up_kv_heads, added.up_inner_width)),
-        ("trains", blocks),
+        ("trains", "nothing: fused, base weights and blocks are one matrix" if added.is_fused else blocks),
         ("last verified", added.verified or "never"),
     ]
     return facts("expansion", rows)
@@ -122,11 +123,28 @@ def render_plan(plan: Plan, *, details: bool = False, tensors: bool = True) -> R
         ("training reaches", _depth(plan)),
         ("estimates", f"{format_seconds(costs.seconds)}, {format_bytes(costs.peak_memory_bytes)} peak memory"),
     ]
+    rows += [] if plan.widths.up_width else [("stock form", _stock_form(plan))]
     if not tensors:
         return facts("plan", rows)
     shown = plan.tensors if details else _sample(plan)
     note = "" if details else f"  ({len(shown)} of {len(plan.tensors)}; --details shows all)"
     return Group(facts("plan", rows), Text(), _render_tensors(shown, f"new tensors{note}"))
+
+
+def _stock_form(plan: Plan) -> str:
+    stock = plan.costs.stock
+    if stock is None:
+        return "none. " + " ".join(plan.costs.stock_problems)
+    share = stock.parameters / plan.costs.parameters_before - 1
+    return f"+{stock.parameters - plan.costs.parameters_before:,} ({share:.1%}), {describe_stock(stock)}"
+
+
+def describe_stock(stock: StockCost) -> str:
+    """What of a stock form is padding, and its widths."""
+    before, after = stock.before, stock.after
+    heads = f"heads {before.query_heads}/{before.key_value_heads} to {after.query_heads}/{after.key_value_heads}"
+    inner = f"inner {before.inner} to {after.inner}"
+    return f"of them {stock.padding:,} zeros; {heads}, {inner}"
 
 
 def _sample(plan: Plan) -> tuple[TensorPlan, ...]:

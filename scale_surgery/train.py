@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from scale_surgery.checkpoint import Checkpoint, open_checkpoint
 from scale_surgery.errors import CheckpointError, DataError, TrainingError
 from scale_surgery.integrity import Integrity, bytes_to_check, check_files
-from scale_surgery.manifest import Manifest, hash_tensors, read_manifest, tool_versions
+from scale_surgery.manifest import Manifest, hash_tensors, read_manifest, refuse_fused, tool_versions
 from scale_surgery.progress import Track, no_track
 from scale_surgery.run import CURVES_FILE, LOG_FILE, Run, check_resumable, last_measured
 from scale_surgery.settings import TrainingSettings, check_settings
@@ -118,6 +118,7 @@ def train(
     target = Path(output) if output is not None else default_output(path)
     check_settings(settings)
     checkpoint, manifest = open_checkpoint(path), read_manifest(path)
+    refuse_fused(path, manifest)
     if settings.routed and manifest.routing is None:
         raise TrainingError(
             f"{path}: has no router, expected a routed model for --routed. Write one first: scale-surgery route-export."

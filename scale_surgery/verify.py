@@ -17,6 +17,7 @@ import json
 import math
 import platform
 import tempfile
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from scale_surgery.checkpoint import MANIFEST_FILE, Checkpoint, open_checkpoint
 from scale_surgery.errors import PlanError
+from scale_surgery.fused import described_parts
 from scale_surgery.integrity import Integrity, bytes_to_check, check_files
 from scale_surgery.manifest import Manifest, read_manifest, tool_versions
 from scale_surgery.progress import Track, no_track
@@ -154,6 +156,8 @@ def verify(
     numbers = None
     is_comparable = given is None or _same_shapes(checkpoint, manifest, given)
     reason = "files only" if files_only else _why_not(integrity, is_comparable, trust_remote_code)
+    if reason is None and manifest.fused is not None and given is None:
+        reason = "a fused model holds no base shards to compare with; --base compares its logits"
     if reason is None:
         numbers = _run_probes(
             checkpoint, manifest, given, prompts_file, new_tokens, memory_bytes, device, trust_remote_code, track
@@ -185,7 +189,8 @@ def _record(path: Path, manifest: Manifest, result: Verification) -> bool:
 
 def _same_shapes(checkpoint: Checkpoint, manifest: Manifest, given: Checkpoint) -> bool:
     """Whether the given base's tensors have the names and shapes of the base inside an expanded checkpoint."""
-    inside = {name: checkpoint.tensors[name].shape for name in manifest.base_tensors if name in checkpoint.tensors}
+    parts = described_parts(checkpoint, manifest)
+    inside = {name: parts[name].shape for name in manifest.base_tensors if name in parts}
     return inside == {name: info.shape for name, info in given.tensors.items()}
 
 
@@ -246,12 +251,16 @@ def _judge(
     problems = integrity.structure + integrity.config + integrity.code
     if numbers is not None:
         problems += numbers.load_problems + numbers.token_problems
-    promises = (
+    promises: tuple[Promise, ...] = (
         Promise("recoverable", True, not integrity.base, _recoverable_evidence(integrity), integrity.base),
         _output_at_init(integrity, numbers, problems, claimed=state == "initial"),
         _base_stream_always(checkpoint, integrity, numbers, problems, claimed=is_always, is_routed=routing is not None),
         _bounded_forgetting(routing, numbers, problems),
     )
+    if manifest.fused is not None:
+        promises = tuple(_fused(promise, manifest.fused["drift"]) for promise in promises)
+    if manifest.forced_base is not None:
+        promises = tuple(_forced(promise, manifest.forced_base) for promise in promises)
     # what no model was run for is neither kept nor broken, unless it was asked for by name
     defaults = (promise for promise in promises if promise.claimed and promise.holds is not None)
     decisive = required or tuple(promise.name for promise in defaults)
@@ -272,6 +281,23 @@ def _judge(
         versions=tool_versions(),
         machine=f"{platform.machine()} {platform.system()}",
     )
+
+
+def _fused(promise: Promise, drift: Mapping[str, Any]) -> Promise:
+    """Of a fused model, whose sums run in another order, no promise about logits is made."""
+    if promise.name == "recoverable":
+        return promise
+    found = f"drift {drift['drift']:.3g} in {drift['dtype']} when it was merged"
+    return replace(promise, claimed=False, evidence=f"fused: logits are its blocks' but for rounding, {found}")
+
+
+def _forced(promise: Promise, forced: Mapping[str, Any]) -> Promise:
+    """Of an expansion that was put on another base by force, no promise about outputs is made."""
+    if promise.name == "recoverable":
+        return promise
+    differing, expected = len(forced["differing"]), forced["expected_name"]
+    found = f"put by --force on a base of which {differing} tensors are not those of {expected}"
+    return replace(promise, claimed=False, evidence=f"{found}; {promise.evidence}")
 
 
 def _recoverable_evidence(integrity: Integrity) -> str:

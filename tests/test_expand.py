@@ -46,6 +46,7 @@ def test_what_stands_in_the_folder(pair_of):
         "expanded_causal_lm.py",
         "expanded_mixture.py",
         "expanded_model.py",
+        "expanded_fused.py",
         "expanded_modules.py",
         "expanded_routing.py",
         "expanded_streams.py",

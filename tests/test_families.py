@@ -13,8 +13,7 @@ from scale_surgery.checkpoint import open_checkpoint
 from scale_surgery.errors import PlanError, UnsupportedFamilyError
 from scale_surgery.families import CONFIG_KEYS, FAMILIES, Family, Sizes, get_family, read_sizes
 from scale_surgery.modeling.expanded_modules import EXPANSION_NAMES
-from scale_surgery.plan import expected_shapes, find_prefix
-from scale_surgery.specs import Widths, _attention_spec
+from scale_surgery.specs import Widths, _attention_spec, expected_shapes, find_prefix
 from tests.conftest import REQUESTS
 from tests.tiny import CONFIGS, tiny_config
 

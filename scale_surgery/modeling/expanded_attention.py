@@ -93,7 +93,7 @@ def expand_attention(module: nn.Module, mode: str, parts: list[Part], attributes
     Args:
         module: The attention module.
         mode: "expanded", one path, or "routed", two.
-        parts: Its heads, in the order in which they lie.
+        parts: Its heads, in the order in which they lie; none where all of them attend at once.
         attributes: Values of the module's attributes.
         config: Values of its config.
     """
@@ -102,7 +102,8 @@ def expand_attention(module: nn.Module, mode: str, parts: list[Part], attributes
         module.eager_attention = vars(import_module(type(module).__module__))["eager_attention_forward"]
         module.modes = {"stock": {"config": module.config}}
     module.modes["stock"] |= {name: getattr(module, name) for name in attributes}
-    own_config = View(module.modes["stock"]["config"], {**config, "_attn_implementation": SPLIT_ATTENTION})
+    split = {"_attn_implementation": SPLIT_ATTENTION} if parts else {}
+    own_config = View(module.modes["stock"]["config"], config | split)
     module.modes[mode] = {"config": own_config, "parts": parts} | attributes
 
 

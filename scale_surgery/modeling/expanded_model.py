@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from .expanded_attention import Part, expand_attention, switch_attention
+from .expanded_fused import fuse_layer
 from .expanded_modules import EXPANSION_NAMES, ExpandedModule, expand_module
 
 
@@ -35,11 +36,21 @@ def expand_layers(base_model: nn.Module, plan: dict[str, Any]) -> None:
         if index not in plan["expanded_layers"]:
             expand_layer(layer, plan["passing"], [], None)
             continue
-        groups = collaborative["groups"] if index in collaborative["layers"] else []
-        expand_layer(layer, plan["expanded"], groups, plan["dtype"])
+        if is_fused(plan):
+            fuse_layer(layer, plan["expanded"])
+        else:
+            groups = collaborative["groups"] if index in collaborative["layers"] else []
+            expand_layer(layer, plan["expanded"], groups, plan["dtype"])
         for name, spec in plan["attention"].items():
+            # in the fused form nothing is equal bit for bit, so that all heads may attend at once
             parts = [Part(spec["heads"], spec["kv_heads"], is_old=True), new_heads(plan, spec)]
-            expand_attention(layer.get_submodule(name), "expanded", parts, spec["attributes"], spec["config"])
+            own = [] if is_fused(plan) else parts
+            expand_attention(layer.get_submodule(name), "expanded", own, spec["attributes"], spec["config"])
+
+
+def is_fused(plan: dict[str, Any]) -> bool:
+    """Whether base weight and blocks of each linear are one matrix."""
+    return plan.get("fused", False)
 
 
 def new_heads(plan: dict[str, Any], spec: dict[str, Any]) -> Part:
@@ -157,9 +168,10 @@ class ExpandedPreTrainedModel:
         return loaded
 
     def freeze_base(self) -> None:
-        """Let the expansion tensors train, and nothing else."""
+        """Let the expansion tensors train, and nothing else; in the fused form nothing trains."""
+        names = () if is_fused(self.config.scale_surgery) else EXPANSION_NAMES
         for name, parameter in self.named_parameters():
-            parameter.requires_grad_(name.rsplit(".", 1)[-1] in EXPANSION_NAMES)
+            parameter.requires_grad_(name.rsplit(".", 1)[-1] in names)
 
     def _set_gradient_checkpointing(self, enable=True, **kwargs):
         """As transformers; some of its releases let no gradient into a layer whose input requires none.
@@ -175,8 +187,17 @@ class ExpandedPreTrainedModel:
 
         A KV cache belongs to the state in which it was filled.
         """
+        if not is_enabled:
+            self._check_blocks()
         self.switches["expansion"] = is_enabled
         self.apply_switches()
+
+    def _check_blocks(self) -> None:
+        if is_fused(self.config.scale_surgery):
+            raise ValueError(
+                "This model is fused: base weights and blocks are one matrix, so the expansion cannot be switched off. "
+                "Write its blocks again: scale-surgery merge FUSED --to blocks."
+            )
 
     @property
     def is_expansion_enabled(self) -> bool:
@@ -185,6 +206,7 @@ class ExpandedPreTrainedModel:
 
     def expansion_disabled(self) -> AbstractContextManager[None]:
         """Run the base model alone inside a `with` block."""
+        self._check_blocks()
         return self._switched_off("expansion")
 
     def enable_routing(self, is_enabled: bool = True) -> None:

@@ -338,7 +338,7 @@ def expanded_class(kind: type, stock: type) -> type:
     return type(f"{stock.__name__}WithUpStream", (kind, stock), {"__module__": __name__})
 
 
-def expand_module(module: nn.Module, kind: str, **sizes: Any) -> None:
+def expand_module(module: nn.Module, kind: str | type, **sizes: Any) -> None:
     """Turn a stock module into an expanded one in place; its stock parameters keep their names."""
-    module.__class__ = expanded_class(KINDS[kind], type(module))
+    module.__class__ = expanded_class(KINDS[kind] if isinstance(kind, str) else kind, type(module))
     module.configure(**sizes)

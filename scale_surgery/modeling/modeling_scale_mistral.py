@@ -7,6 +7,7 @@ from .configuration_scale_mistral import ScaleMistralConfig
 # transformers 4 copies the files that this one imports itself, and no others
 from .expanded_attention import SPLIT_ATTENTION  # noqa: F401
 from .expanded_causal_lm import ExpandedForCausalLM
+from .expanded_fused import FusedLinear  # noqa: F401
 from .expanded_mixture import Mixture  # noqa: F401
 from .expanded_model import ExpandedPreTrainedModel
 from .expanded_modules import EXPANSION_NAMES  # noqa: F401

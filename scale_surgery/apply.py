@@ -1,0 +1,283 @@
+"""Put an extracted expansion back on its base: the folder that it was taken from, byte for byte.
+
+base files    --as files, compared by hash-->   base files
+the extract   --as files, compared by hash-->   everything else
+
+Where the base has the same tensors in other files (other shards, another README), the folder is made anew around
+these files: see `rebase`. Where tensors differ the base is another one, and is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from scale_surgery.checkpoint import Checkpoint, open_checkpoint
+from scale_surgery.errors import CheckpointError
+from scale_surgery.extract_folder import Extract, TensorForm, check_own_files, open_extract, stored_name
+from scale_surgery.families import Sizes, get_family, read_sizes
+from scale_surgery.manifest import Manifest, hash_files, hash_tensors
+from scale_surgery.progress import Track, no_track
+from scale_surgery.rebase import Base, rebase
+from scale_surgery.sources import Source, find_source
+from scale_surgery.staging import BaseWeights, check_space, check_target, staged, take_over
+
+MOST_LISTED = 10
+
+
+@dataclass(frozen=True)
+class Applied:
+    """What `apply` did.
+
+    Attributes:
+        path: The expanded checkpoint.
+        base_name: What its base model is called.
+        base_revision: Commit of its Hub repository, where known.
+        base_tensors: Number of base tensors.
+        expansion_tensors: Number of expansion tensors.
+        other_files: Files of the base that are other than those it was expanded from: changed, new or missing. Empty
+            where the folder is the extracted one, byte for byte.
+        differing: Base tensors that differ from those it was expanded from; there are some with `force` alone.
+        bytes_written: Bytes of shards that were written; 0 with hard links.
+    """
+
+    path: Path
+    base_name: str
+    base_revision: str | None
+    base_tensors: int
+    expansion_tensors: int
+    other_files: tuple[str, ...]
+    differing: tuple[str, ...]
+    bytes_written: int
+
+
+def apply(
+    extract: str | Path,
+    output: str | Path,
+    base: str | Path | None = None,
+    *,
+    revision: str | None = None,
+    extract_revision: str | None = None,
+    force: bool = False,
+    base_weights: BaseWeights = "auto",
+    overwrite: bool = False,
+    trust_remote_code: bool = False,
+    track: Track = no_track,
+) -> Applied:
+    """Write the expanded checkpoint that an extract was taken from.
+
+    Args:
+        extract: A folder that `extract` wrote, or a Hub id.
+        output: Folder to be.
+        base: The base model, a folder or a Hub id; default: the Hub repository that the extract names, at its commit.
+        revision: Branch, tag or commit of the base's Hub repository.
+        extract_revision: Branch, tag or commit of the extract's.
+        force: Accept a base whose tensors differ. It is recorded, and no promise but `recoverable` is claimed.
+        base_weights: How shards are taken over: "auto", "copy" or "link".
+        overwrite: Whether an existing output folder may be replaced.
+        trust_remote_code: Whether a custom tokenizer of the base may run its own code.
+        track: Makes progress bars.
+
+    Returns:
+        What was done.
+
+    Raises:
+        CheckpointError: If this is no extract, a tensor of the base is not the recorded one (all of them are
+            counted, the first are named), or the output cannot be written.
+        PlanError: If the base is of another architecture.
+    """
+    found = open_extract(extract, extract_revision)
+    source = find_base(found, base, revision)
+    given, target = open_checkpoint(source.path), Path(output)
+    check_fit(found, given, source.name)
+    check_target(target, [found.path, source.path], overwrite=overwrite)
+    check_own_files(found, track)
+    hashes = _hash_base(given, track)
+    recorded = {name: file.sha256 for name, file in found.manifest.base_files.items()}
+    others = tuple(sorted(name for name in {*hashes, *recorded} if hashes.get(name) != recorded.get(name)))
+    is_same = not set(others).intersection((*given.shards, *_shards(found.manifest)))
+    tensors = found.manifest.base_tensors if is_same else _hash_tensors(given, track)
+    differing = find_differing(found, given, tensors)
+    if differing and not force:
+        raise CheckpointError.from_problems(_refusal(found, given, source.name, differing))
+    written = _bytes_written(found, given, base_weights)
+    check_space(target, written if base_weights == "copy" else 0)
+    state = {
+        "apply": {name: file.sha256 for name, file in found.files.items()},
+        "base": hashes,
+        "name": [source.name, source.revision],
+        "base_weights": base_weights,
+    }
+    with staged(target, state, overwrite=overwrite) as partial:
+        if others:
+            model = Base(source, given, hashes, tensors, differing)
+            rebase(found, model, partial, base_weights, trust_remote_code=trust_remote_code, track=track)
+        else:
+            _rebuild(found, given, partial, base_weights, track)
+        _check_written(found, partial)
+    return Applied(
+        path=target,
+        base_name=source.name if others else found.manifest.base_name,
+        base_revision=source.revision if others else found.manifest.base_revision,
+        base_tensors=len(given.tensors),
+        expansion_tensors=len(found.tensors),
+        other_files=others,
+        differing=differing,
+        bytes_written=written,
+    )
+
+
+def find_base(extract: Extract, base: str | Path | None, revision: str | None) -> Source:
+    """Find the base that the user named, or the one that an extract names.
+
+    Args:
+        extract: The extract.
+        base: A folder or a Hub id, or None.
+        revision: Branch, tag or commit of a Hub repository.
+
+    Returns:
+        Where it is.
+
+    Raises:
+        CheckpointError: If it cannot be had, or nobody names it.
+    """
+    manifest = extract.manifest
+    if base is None and manifest.base_revision is None:
+        raise CheckpointError(
+            f"{extract.name}: was made on a folder called {manifest.base_name}, which cannot be looked up, expected a "
+            "Hub repository. Give the base: --base MODEL."
+        )
+    if base is None:
+        return find_source(manifest.base_name, revision or manifest.base_revision)
+    return find_source(base, revision)
+
+
+def check_fit(extract: Extract, base: Checkpoint, name: str) -> None:
+    """Check that an expansion fits a base by names and shapes, whatever its values.
+
+    Args:
+        extract: The expansion.
+        base: The base; its headers are enough.
+        name: What it is called.
+
+    Raises:
+        CheckpointError: If it does not fit; the first problems are listed.
+        PlanError: If the base is of an architecture that is not supported.
+    """
+    if "scale_surgery" in base.config or base.manifest is not None:
+        raise CheckpointError(
+            f"{name}: this model is expanded already, expected a base model. Strip it first (scale-surgery strip)."
+        )
+    shapes = {key: form.shape for key, form in extract.base_tensors.items()}
+    given = {key: tuple(info.shape) for key, info in base.tensors.items()}
+    problems = [*_size_problems(extract.manifest, base), *_shape_problems(shapes, given)]
+    if problems:
+        head = f"{name}: does not fit, this expansion was made on {base_title(extract.manifest)}."
+        raise CheckpointError.from_problems([head, *shortened(problems)])
+
+
+def find_differing(extract: Extract, base: Checkpoint, hashes: Mapping[str, str]) -> tuple[str, ...]:
+    """Find base tensors that are not those that an expansion was made on.
+
+    Args:
+        extract: The expansion.
+        base: A base that fits.
+        hashes: sha256 of each of its tensors.
+
+    Returns:
+        Their names, in the order of the base.
+    """
+    recorded, forms = extract.manifest.base_tensors, extract.base_tensors
+    same = (name for name, info in base.tensors.items() if TensorForm.of(info) == forms[name])
+    equal = {name for name in same if hashes[name] == recorded[name]}
+    return tuple(name for name in base.tensors if name not in equal)
+
+
+def base_title(manifest: Manifest) -> str:
+    """What a base is called, with its commit where that is known."""
+    return manifest.base_name + (f" at {manifest.base_revision}" if manifest.base_revision else "")
+
+
+def shortened(lines: list[str]) -> list[str]:
+    """The first lines of a long list, and how many more there are."""
+    more = len(lines) - MOST_LISTED
+    return lines if more <= 0 else [*lines[:MOST_LISTED], f"... and {more} more."]
+
+
+def describe_differing(extract: Extract, base: Checkpoint, names: tuple[str, ...]) -> list[str]:
+    """A line for each tensor that differs."""
+    found = {name: (TensorForm.of(base.tensors[name]), extract.base_tensors[name]) for name in names}
+    return [
+        f"{name}: its bytes differ." if given == wanted else f"{name}: {given}, expected {wanted}."
+        for name, (given, wanted) in found.items()
+    ]
+
+
+def _refusal(extract: Extract, base: Checkpoint, name: str, differing: tuple[str, ...]) -> list[str]:
+    return [
+        f"{name}: {len(differing)} of {len(base.tensors)} tensors are not those of {base_title(extract.manifest)}, "
+        "on which this expansion was made.",
+        *shortened(describe_differing(extract, base, differing)),
+        "Give that base; or --force, and no promise but recoverable is made.",
+    ]
+
+
+def _size_problems(manifest: Manifest, base: Checkpoint) -> Iterator[str]:
+    family = get_family(base.config.get("model_type"))
+    if family.model_type != manifest.plan["family"]:
+        yield f"config.json: model_type is {family.model_type!r}, expected {manifest.plan['family']!r}."
+        return
+    found, wanted = asdict(read_sizes(family, base.config)), asdict(Sizes(**manifest.plan["sizes"]))
+    yield from (f"config.json: {key} is {found[key]}, expected {wanted[key]}." for key in found if found[key] != wanted[key])
+    refused = (key for key in family.refused if base.config.get(key))
+    yield from (f"config.json: {key} is {base.config[key]!r}: {family.refused[key]}." for key in refused)
+
+
+def _shape_problems(shapes: Mapping[str, tuple[int, ...]], given: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
+    yield from (f"{name}: no such tensor in this base." for name in shapes if name not in given)
+    yield from (f"{name}: not expected in this base." for name in given if name not in shapes)
+    for name in shapes:
+        if name in given and shapes[name] != given[name]:
+            yield f"{name}: shape {list(given[name])}, expected {list(shapes[name])}."
+
+
+def _shards(manifest: Manifest) -> list[str]:
+    return [name for name in manifest.base_files if name.endswith(".safetensors")]
+
+
+def _hash_base(base: Checkpoint, track: Track) -> dict[str, str]:
+    files = [*base.shards, *base.side_files]
+    with track("base hashes", sum((base.path / file).stat().st_size for file in files)) as advance:
+        return hash_files(base.path, files, advance)
+
+
+def _hash_tensors(base: Checkpoint, track: Track) -> dict[str, str]:
+    with track("base tensors", sum(info.bytes for info in base.tensors.values())) as advance:
+        return hash_tensors(base, list(base.tensors), advance)
+
+
+def _bytes_written(extract: Extract, base: Checkpoint, how: BaseWeights) -> int:
+    own = sum(file.bytes for name, file in extract.files.items() if name.endswith(".safetensors"))
+    return 0 if how == "link" else own + sum((base.path / shard).stat().st_size for shard in base.shards)
+
+
+def _rebuild(extract: Extract, base: Checkpoint, partial: Path, how: BaseWeights, track: Track) -> None:
+    """Put every file where it was."""
+    names = {file.stored_as: name for name, file in extract.manifest.base_files.items() if file.stored_as is not None}
+    places = {stored: base.path / names[stored] for stored in extract.from_base}
+    places |= {name: extract.path / stored_name(name) for name in extract.files}
+    with track("files", sum(file.stat().st_size for file in places.values())) as advance:
+        for name, file in places.items():
+            take_over(file, partial / name, how)
+            advance(file.stat().st_size)
+
+
+def _check_written(extract: Extract, partial: Path) -> None:
+    """Refuse a folder in which a loader would find other tensors than the expansion's and the base's."""
+    written = set(open_checkpoint(partial).tensors)
+    if written != {*extract.manifest.base_tensors, *extract.tensors}:
+        raise CheckpointError(
+            f"{extract.name}: its files and its index do not make the model that its surgery.json describes. "
+            "Download the extract again."
+        )

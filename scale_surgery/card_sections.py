@@ -1,0 +1,266 @@
+"""The text of a model card, a function for each section; each says only what the facts hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from scale_surgery.routing_specs import Routing
+from scale_surgery.selection import format_layers
+
+FORMS = {
+    "expanded": "a language model with new blocks beside its pretrained tensors",
+    "extract": "the new blocks of an expanded language model, without the model they belong to",
+    "stock": "a language model whose layers were widened, in the form of its own architecture",
+}
+CITATIONS = """```bibtex
+@misc{scale2025,
+  title         = {{SCALE}: Upscaled Continual Learning of Large Language Models},
+  author        = {Lee, Jin-woo and Choi, Junhwa and Hwang, Bongkyu and Choo, Jinho and Kim, Bogun and Yi, JeongSeon
+                   and Lee, Joonseok and Jung, DongYoung and Park, Jaeseon and Park, Kyoungwon and Jung, Suk-hoon},
+  year          = {2025},
+  eprint        = {2511.03270},
+  archivePrefix = {arXiv}
+}
+
+@misc{grow2026,
+  title         = {Grow, Don't Overwrite: Fine-tuning Without Forgetting},
+  author        = {Adila, Dyah and Mazzawi, Hanna and Dherin, Benoit and Gonzalvo, Xavier},
+  year          = {2026},
+  eprint        = {2603.08647},
+  archivePrefix = {arXiv}
+}
+```"""
+
+
+@dataclass(frozen=True)
+class CardFacts:
+    """What a model card is written from.
+
+    Attributes:
+        repo: Hub id of the model.
+        form: "expanded", "extract" or "stock".
+        base_id: Hub id of the base; None where it is not on a Hub.
+        base_revision: Commit of the base; None likewise.
+        base_fingerprint: sha256 over the base's config and the names, dtypes and shapes of its tensors.
+        request: What was asked for when it was expanded.
+        plan: What was planned; None for a stock export.
+        routing: How it routes, or None.
+        is_fused: Whether blocks and base tensors are joined for serving.
+        drift: How far a merged model's logits are from those of the model it was made from, or None.
+        training: Records of training runs.
+        certificate: What verification found, or None.
+        base_file: File of the repository that holds the base's own card, or None.
+        has_curves: Whether the curves of the last training run lie in the repository.
+        tool: Versions with which it was made.
+    """
+
+    repo: str
+    form: str
+    base_id: str | None
+    base_revision: str | None
+    base_fingerprint: str
+    request: Mapping[str, Any]
+    plan: Mapping[str, Any] | None
+    routing: Routing | None
+    is_fused: bool
+    drift: Mapping[str, Any] | None
+    training: tuple[Mapping[str, Any], ...]
+    certificate: Mapping[str, Any] | None
+    base_file: str | None
+    has_curves: bool
+    tool: Mapping[str, str]
+
+    @property
+    def base(self) -> str:
+        """The base, as a card may name it: a link, or no name."""
+        if self.base_id is None:
+            return "a checkpoint that is not on the Hub"
+        return f"[{self.base_id}](https://huggingface.co/{self.base_id})"
+
+
+def body(facts: CardFacts) -> str:
+    """The text of a card below its metadata."""
+    parts = (_opening, _widened, _trained, _evaluated, _promised, _loaded, _taken_back, _cited)
+    return "\n\n".join(text for part in parts if (text := part(facts)))
+
+
+def _opening(facts: CardFacts) -> str:
+    own_card = f" The base's own card is [{facts.base_file}]({facts.base_file})." if facts.base_file else ""
+    return (
+        f"# {facts.repo.rpartition('/')[2]}\n\n"
+        f"This is {FORMS[facts.form]}: {facts.base}, expanded with `scale-surgery`.{own_card}"
+    )
+
+
+def _widened(facts: CardFacts) -> str:
+    rows = [("base", f"{facts.base}{f' at commit `{facts.base_revision}`' if facts.base_revision else ''}")]
+    rows += [("fingerprint of the base", f"`{facts.base_fingerprint}`")]
+    rows += _planned_rows(facts.plan) if facts.plan is not None else _requested_rows(facts.request)
+    if facts.routing is not None:
+        rows += [("router", f"{facts.routing.description}; one forward pass, two paths, a choice for each token")]
+    if facts.is_fused:
+        rows += [("form", "fused for serving: each linear of an expanded layer is one matrix")]
+    rows += _drift_rows(facts.drift)
+    versions = ", ".join(f"{name} {version}" for name, version in facts.tool.items())
+    rows += [("made with", versions)] if versions else []
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows)
+    return f"## What was widened\n\n{_mathematics(facts)}\n\n| | |\n|---|---|\n{table}"
+
+
+def _mathematics(facts: CardFacts) -> str:
+    if facts.form == "stock":
+        return (
+            "Linears of the chosen layers got new rows and columns, [W W12; W21 W22] in place of W; other layers were "
+            "filled with zeros to the same width. W itself was not changed."
+        )
+    return (
+        "Every linear of an expanded layer is a block matrix [W W12; W21 W22]. W is the pretrained tensor, byte for "
+        "byte; W12, W21 and W22 are new. W21 and W22 make and pass on a second stream beside the hidden state, W12 "
+        "writes from it into the hidden state; where W12 does not exist, nothing new is written there."
+    )
+
+
+def _planned_rows(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
+    request, widths, costs, sizes = plan["request"], plan["widths"], plan["costs"], plan["sizes"]
+    collaborative = plan["specs"]["collaborative"]
+    where = format_layers(tuple(collaborative["layers"])) if collaborative["layers"] else "none"
+    groups = f" ({' and '.join(collaborative['groups'])})" if collaborative["layers"] else ""
+    added, before = costs["parameters_added"], costs["parameters_before"]
+    return [
+        ("variant", f"`{request['variant']}`"),
+        ("expanded layers", f"{format_layers(tuple(plan['layers']))} of 0-{sizes['layers'] - 1}"),
+        ("layers with W12", where + groups),
+        (
+            "added widths",
+            f"hidden state {widths['up_width']}, key/value heads {widths['up_kv_heads']}, "
+            f"inner {widths['up_inner_width']}",
+        ),
+        ("parameters", f"{before:,} of the base, {added:,} new ({added / before:.1%})"),
+        ("start", f"W12 zero, W21 {request['init_w21']}, W22 {request['init_w22']}, seed {request['seed']}"),
+    ]
+
+
+def _requested_rows(request: Mapping[str, Any]) -> list[tuple[str, str]]:
+    named = {"variant": "variant", "layers": "expanded layers", "ratio": "added width, as a share"}
+    return [(text, f"`{request[key]}`") for key, text in named.items() if request.get(key) is not None]
+
+
+def _drift_rows(drift: Mapping[str, Any] | None) -> list[tuple[str, str]]:
+    if drift is None:
+        return []
+    return [
+        ("logits against the model it was merged from", f"differ by at most {drift['drift']:.3g} ({drift['dtype']})")
+    ]
+
+
+def _trained(facts: CardFacts) -> str:
+    if not facts.training:
+        return "## Training\n\nThe new blocks have not been trained with `scale-surgery train`."
+    rows = [
+        f"| {number} | {run['steps']} | {run['trained_parameters']:,} | {run['settings']['learning_rate']:g} | "
+        f"{run['begun'][:10]} |"
+        for number, run in enumerate(facts.training, 1)
+    ]
+    head = "| run | steps | parameters trained | learning rate | begun |\n|---|--:|--:|--:|---|"
+    curves = "\n\n![Curves of the last run](training/curves.png)" if facts.has_curves else ""
+    return "## Training\n\nOnly new tensors were trained, none of the base.\n\n" + "\n".join([head, *rows]) + curves
+
+
+def _evaluated(facts: CardFacts) -> str:
+    measured = facts.training[-1].get("measured", {}) if facts.training else {}
+    rows = [
+        f"| {text} text | {measured[f'{side}_nats_per_token']:.4f} | {_share(measured.get(f'{side}_accuracy'))} | "
+        f"{change} {measured[change]:+.4f} |"
+        for side, text, change in (("old", "old", "forgetting"), ("new", "new", "learning"))
+        if f"{side}_nats_per_token" in measured and change in measured
+    ]
+    if not rows:
+        return ""
+    head = "| | loss, nats per token | first-token accuracy | against the base |\n|---|--:|--:|--:|"
+    return (
+        "## Evaluation\n\nMeasured at the end of the last training run, on texts of who trained it; `surgery.json` has "
+        "their sha256.\n\n" + "\n".join([head, *rows])
+    )
+
+
+def _share(accuracy: float | None) -> str:
+    return "–" if accuracy is None else f"{accuracy:.1%}"
+
+
+def _promised(facts: CardFacts) -> str:
+    if facts.form == "stock":
+        return ""
+    if facts.certificate is None:
+        return "## Promises\n\nNo verification is recorded: `scale-surgery verify` finds out which promises hold."
+    found = facts.certificate
+    rows = [
+        f"| `{promise['name']}` | {_verdict(promise, found['required'])} | {promise['evidence']} |"
+        for promise in found["promises"]
+    ]
+    head = "| promise | result | evidence |\n|---|---|---|"
+    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    where = f"`scale-surgery verify`, {found['date']}, {versions}, {found['machine']}."
+    subject = " They are about the whole model, applied to its base." if facts.form == "extract" else ""
+    return "\n".join([f"## Promises\n\n{where}{subject} `surgery.json` holds the hashes behind them.\n", head, *rows])
+
+
+def _verdict(promise: Mapping[str, Any], required: Any) -> str:
+    if promise["holds"] is None:
+        return "not checked"
+    if promise["holds"]:
+        return "holds" if promise["claimed"] or promise["name"] in required else "holds (unclaimed)"
+    return "**BROKEN**" if promise["name"] in required else "not claimed"
+
+
+def _loaded(facts: CardFacts) -> str:
+    if facts.form == "extract":
+        base = facts.base_id or "BASE"
+        return (
+            "## How to load\n\nThis repository holds no whole model. Put the blocks on their base, on disk or in "
+            f"memory:\n\n```sh\nscale-surgery apply {facts.repo} --base {base} -o expanded\n```\n\n```python\n"
+            f'from scale_surgery import load_expansion\n\nmodel = load_expansion("{base}", "{facts.repo}")\n```'
+        )
+    if facts.form == "stock":
+        return (
+            f"## How to load\n\nAs any model of its architecture; no remote code is run.\n\n{_python(facts.repo, '')}"
+        )
+    trusting = _python(facts.repo, ", trust_remote_code=True")
+    own = _python(facts.repo, "", "import scale_surgery\n", "\nscale_surgery.register()")
+    switch = "" if facts.is_fused else _switches(facts.routing)
+    return (
+        f"## How to load\n\nWith the code in this repository, which needs `torch` and `transformers` alone:\n\n{trusting}"
+        f"\n\nOr with the package `scale-surgery` installed, and no remote code:\n\n{own}{switch}"
+    )
+
+
+def _python(repo: str, option: str, imports: str = "", register: str = "") -> str:
+    return (
+        f"```python\n{imports}from transformers import AutoModelForCausalLM, AutoTokenizer\n{register}\n"
+        f'tokenizer = AutoTokenizer.from_pretrained("{repo}"{option})\n'
+        f'model = AutoModelForCausalLM.from_pretrained("{repo}"{option})\n```'
+    )
+
+
+def _switches(routing: Routing | None) -> str:
+    text = "\n\n`with model.expansion_disabled():` the same model is its base."
+    return text if routing is None else f"{text} `with model.routing_disabled():` it is its adapt path alone."
+
+
+def _taken_back(facts: CardFacts) -> str:
+    if facts.form != "expanded":
+        return ""
+    lines = [f"hf download {facts.repo} --local-dir expanded", "scale-surgery strip expanded -o base"]
+    where = "The base's files lie in this repository, byte for byte, and `surgery.json` has the sha256 of each"
+    if facts.is_fused:
+        lines[1:] = ["scale-surgery merge expanded --to blocks -o blocks", "scale-surgery strip blocks -o base"]
+        where = "The bytes of every base tensor lie in this repository, and `surgery.json` has the sha256 of each"
+    commands = "\n".join(lines)
+    return f"## How to get the base back\n\n{where}:\n\n```sh\n{commands}\n```"
+
+
+def _cited(facts: CardFacts) -> str:
+    return (
+        f"## Citation\n\nThe expansion is that of SCALE; width without a second stream is that of Grow.\n\n{CITATIONS}"
+    )

@@ -1,0 +1,254 @@
+"""The fused form on disk: each linear of an expanded layer is one matrix; and back, every file byte for byte.
+
+base shards, expansion shards  --joined tensor by tensor-->  fused-*.safetensors
+config.json                    --edited-->                   scale_surgery.fused: true
+surgery.json                   headers and texts of what was there, from which each file is written again
+
+Joining copies, so the bytes of every base tensor and of every block lie in the fused shards.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from scale_surgery import modeling
+from scale_surgery.checkpoint import (
+    CONFIG_FILE,
+    INDEX_FILE,
+    MANIFEST_FILE,
+    Checkpoint,
+    TensorInfo,
+    read_tensor,
+)
+from scale_surgery.errors import CheckpointError, PlanError
+from scale_surgery.families import get_family
+from scale_surgery.joining import Joined, join, joined_tensors, take
+from scale_surgery.manifest import Manifest, hash_file, hash_tensors
+from scale_surgery.progress import Progress, Track, no_progress
+from scale_surgery.shards import (
+    Entry,
+    computed,
+    entries_of,
+    header_bytes,
+    stored,
+    tensor_bytes,
+    write_pieces,
+    write_shard,
+)
+from scale_surgery.staging import as_json, write_text
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def check_fusible(checkpoint: Checkpoint, manifest: Manifest) -> None:
+    """Check that the blocks of every linear can be joined without a cast.
+
+    Raises:
+        PlanError: If not; every tensor of another dtype than its base tensor is named.
+    """
+    problems = [
+        f"{name}: is {checkpoint.tensors[name].dtype}, the base tensor beside it {checkpoint.tensors[item.name].dtype}; "
+        "joining copies and never casts. Expand without --dtype for a model that can be merged."
+        for item in joined_tensors(manifest)
+        for name in item.pieces.values()
+        if checkpoint.tensors[name].dtype != checkpoint.tensors[item.name].dtype
+    ]
+    if problems:
+        raise PlanError.from_problems(problems)
+
+
+def fused_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Edit an expanded model's config.json: its linears are joined."""
+    return {**config, "scale_surgery": {**config["scale_surgery"], "fused": True}}
+
+
+def write_fused(checkpoint: Checkpoint, manifest: Manifest, folder: Path, track: Track) -> dict[str, Any]:
+    """Write the shards, the index, config.json and the code of a model's fused form.
+
+    Args:
+        checkpoint: The expanded model.
+        manifest: Its surgery.json.
+        folder: Where they go; shards that are there already, from an interrupted run, stay.
+        track: Makes progress bars.
+
+    Returns:
+        What surgery.json has to remember so that the files can be written again.
+    """
+    shards = fused_shards(checkpoint, manifest)
+    total = sum(entry.bytes for entries in shards.values() for entry in entries)
+    with track("fused shards", total) as advance:
+        for shard, entries in shards.items():
+            if (folder / shard).exists():
+                advance(sum(entry.bytes for entry in entries))
+            else:
+                write_shard(folder / shard, entries, advance)
+    weight_map = {entry.name: shard for shard, entries in shards.items() for entry in entries}
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    texts = {
+        INDEX_FILE: as_json(index),
+        CONFIG_FILE: as_json(fused_config(checkpoint.config)),
+        **{file: modeling.code_text(file) for file in get_family(manifest.plan["family"]).code_files},
+    }
+    for file, text in texts.items():
+        write_text(folder / file, text)
+    return _memory_of(checkpoint, manifest, texts, track)
+
+
+def fused_shards(checkpoint: Checkpoint, manifest: Manifest) -> dict[str, list[Entry]]:
+    """What each shard of the fused form holds: of each shard the tensors that stay, with the joined ones in place."""
+    joined = {item.name: item for item in joined_tensors(manifest)}
+    gone = {name for item in joined.values() for name in item.pieces.values()} - set(joined)
+    read = functools.partial(read_tensor, checkpoint)
+    kept: dict[str, list[Entry]] = {shard: [] for shard in checkpoint.shards}
+    for name, info in checkpoint.tensors.items():
+        if name in joined:
+            item = joined[name]
+            kept[info.file].append(computed(name, info.dtype, item.shape, functools.partial(join, item, read)))
+        elif name not in gone:
+            kept[info.file].append(stored(checkpoint, name))
+    filled = [entries for entries in kept.values() if entries]
+    return {f"fused-{i:05d}-of-{len(filled):05d}.safetensors": entries for i, entries in enumerate(filled, 1)}
+
+
+def _memory_of(checkpoint: Checkpoint, manifest: Manifest, texts: Mapping[str, str], track: Track) -> dict[str, Any]:
+    """Header and sha256 of every shard, and every text that is another now."""
+    known = {file.stored_as: file.sha256 for file in manifest.base_files.values()}
+    unknown = [shard for shard in checkpoint.shards if shard not in known]
+    with track("hashes", sum((checkpoint.path / shard).stat().st_size for shard in unknown)) as advance:
+        hashes = {shard: hash_file(checkpoint.path / shard, advance) for shard in unknown}
+    before = {file: (checkpoint.path / file).read_bytes().decode("utf-8") for file in (*texts, MANIFEST_FILE)}
+    return {
+        "shards": {
+            shard: {
+                "header": header_bytes(checkpoint.path / shard)[8:].decode("utf-8"),
+                "sha256": hashes.get(shard, known.get(shard)),
+            }
+            for shard in checkpoint.shards
+        },
+        "texts": {file: text for file, text in before.items() if texts.get(file) != text},
+    }
+
+
+def part_readers(checkpoint: Checkpoint, manifest: Manifest) -> dict[str, Callable[[], Tensor]]:
+    """How to read every base tensor and every block of an expanded model, fused or not, by name.
+
+    Args:
+        checkpoint: The model.
+        manifest: Its surgery.json.
+
+    Returns:
+        The readers; what lies in a joined tensor that is missing or of a wrong shape has none.
+    """
+    found: dict[str, Callable[[], Tensor]] = {
+        name: functools.partial(read_tensor, checkpoint, name) for name in checkpoint.tensors
+    }
+    for item in joined_tensors(manifest) if manifest.fused is not None else ():
+        whole = found.pop(item.name, None)
+        if whole is not None and checkpoint.tensors[item.name].shape == item.shape:
+            found |= {name: functools.partial(_take, item, block, whole) for block, name in item.pieces.items()}
+    return found
+
+
+def described_parts(checkpoint: Checkpoint, manifest: Manifest) -> Mapping[str, TensorInfo]:
+    """Dtype, shape and size of every base tensor and block of an expanded model, fused or not, by name.
+
+    Args:
+        checkpoint: The model.
+        manifest: Its surgery.json; of a fused model it says what lay where before.
+    """
+    if manifest.fused is None:
+        return checkpoint.tensors
+    headers = {shard: json.loads(record["header"]) for shard, record in manifest.fused["shards"].items()}
+    return {
+        name: TensorInfo(name, shard, entry["dtype"], tuple(entry["shape"]), begin, end - begin)
+        for shard, header in headers.items()
+        for name, entry in header.items()
+        if name != "__metadata__"
+        for begin, end in [entry["data_offsets"]]
+    }
+
+
+def _take(item: Joined, block: str, whole: Callable[[], Tensor]) -> Tensor:
+    return take(item, block, whole())
+
+
+def hash_parts(
+    checkpoint: Checkpoint, manifest: Manifest, names: Iterable[str], advance: Progress = no_progress
+) -> dict[str, str]:
+    """sha256 of the bytes of base tensors and blocks, by name; of those that are there."""
+    if manifest.fused is None:
+        return hash_tensors(checkpoint, [name for name in names if name in checkpoint.tensors], advance)
+    readers, hashes = part_readers(checkpoint, manifest), {}
+    for name in names:
+        if name in readers:
+            found = tensor_bytes(readers[name]())
+            hashes[name] = hashlib.sha256(found).hexdigest()
+            advance(len(found))
+    return hashes
+
+
+def rebuild_shard(
+    checkpoint: Checkpoint, manifest: Manifest, shard: str, file: Path, advance: Progress = no_progress
+) -> None:
+    """Write a shard again as it was before its tensors were joined.
+
+    Args:
+        checkpoint: The fused model.
+        manifest: Its surgery.json.
+        shard: Name that the shard had.
+        file: The file to be.
+        advance: Called with the bytes done.
+
+    Raises:
+        CheckpointError: If surgery.json does not say what the shard held.
+    """
+    assert manifest.fused is not None
+    text = manifest.fused["shards"][shard]["header"].encode("utf-8")
+    header = len(text).to_bytes(8, "little") + text
+    read = {name: _bytes_reader(tensor) for name, tensor in part_readers(checkpoint, manifest).items()}
+    try:
+        write_pieces(file, header, entries_of(header, read), advance)
+    except (KeyError, ValueError, TypeError) as error:
+        raise CheckpointError(
+            f"{MANIFEST_FILE}: its header of {shard} does not fit the tensors in {checkpoint.path} ({error}). "
+            "Restore both from where you got them."
+        ) from error
+
+
+def _bytes_reader(read: Callable[[], Tensor]) -> Callable[[], Iterable[bytes]]:
+    return lambda: [tensor_bytes(read())]
+
+
+def write_blocks(checkpoint: Checkpoint, manifest: Manifest, folder: Path, track: Track) -> None:
+    """Write every file that `write_fused` made another of, and check each shard by its hash.
+
+    Args:
+        checkpoint: The fused model.
+        manifest: Its surgery.json.
+        folder: Where they go.
+        track: Makes progress bars.
+
+    Raises:
+        CheckpointError: If a shard does not come out as it was, because the fused one was changed.
+    """
+    assert manifest.fused is not None
+    problems = []
+    with track("shards", sum(info.bytes for info in checkpoint.tensors.values())) as advance:
+        for shard, record in manifest.fused["shards"].items():
+            rebuild_shard(checkpoint, manifest, shard, folder / shard, advance)
+            if (found := hash_file(folder / shard)) != record["sha256"]:
+                problems.append(
+                    f"{shard}: sha256 {found}, expected {record['sha256']} from surgery.json. The fused shards were "
+                    "changed after the merge: the blocks cannot be given back from this folder."
+                )
+                (folder / shard).unlink()
+    if problems:
+        raise CheckpointError.from_problems(problems)
+    for file, text in manifest.fused["texts"].items():
+        write_text(folder / file, text)

@@ -1,0 +1,123 @@
+"""Join a linear's base weight and its expansion blocks to one matrix, and take them out of it again.
+
+    [ W    W12 ]      rows are outputs, columns inputs; of a fused projection, each section has its base rows before
+    [ W21  W22 ]      its up rows: q, q_up, k, k_up, ...
+
+Joining copies and never adds, so that every tensor comes out bit for bit as it went in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from scale_surgery.families import get_family
+from scale_surgery.manifest import Manifest
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# whether a tensor lies in the rows that write the up stream, and in the columns that read it
+PLACES = {
+    "weight": (False, False),
+    "w12": (False, True),
+    "w21": (True, False),
+    "w22": (True, True),
+    "bias": (False, False),
+    "up_bias": (True, False),
+}
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A weight or bias of the joined form.
+
+    Attributes:
+        name: Its name, that of the base tensor in it.
+        pieces: Names of the tensors in it, by the last part of their names; what is not there is zero.
+        inputs: Base and up width of what the linear reads.
+        sections: Base and up width of what it writes, section by section.
+        is_transposed: Whether the weight is stored as (inputs, outputs), as Conv1D does.
+    """
+
+    name: str
+    pieces: dict[str, str]
+    inputs: tuple[int, int]
+    sections: tuple[tuple[int, int], ...]
+    is_transposed: bool
+
+    @property
+    def is_bias(self) -> bool:
+        """Whether it is a bias, which has no columns."""
+        return "bias" in self.pieces
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape as it is stored."""
+        rows, columns = sum(map(sum, self.sections)), sum(self.inputs)
+        if self.is_bias:
+            return (rows,)
+        return (columns, rows) if self.is_transposed else (rows, columns)
+
+
+def joined_tensors(manifest: Manifest) -> Iterator[Joined]:
+    """List every tensor that joining makes of an expanded model: the linears of its expanded layers.
+
+    Args:
+        manifest: Its surgery.json.
+
+    Yields:
+        The tensors, layer by layer.
+    """
+    plan, present = manifest.plan, {*manifest.base_tensors, *manifest.expansion_tensors}
+    family = get_family(plan["family"])
+    linears = {name: spec for name, spec in plan["specs"]["expanded"].items() if spec["kind"] == "linear"}
+    for layer in plan["specs"]["expanded_layers"]:
+        for name, spec in linears.items():
+            path = f"{plan['prefix']}{family.layers}.{layer}.{name}"
+            base_in, up_in = spec["in_features"]
+            sections = tuple((base, up) for base, up in spec["out_features"])
+            for blocks in (("weight", "w12", "w21", "w22"), ("bias", "up_bias")):
+                pieces = {block: f"{path}.{block}" for block in blocks if f"{path}.{block}" in present}
+                # a bias without an up part is as long as before
+                if "weight" in pieces or "up_bias" in pieces:
+                    yield Joined(f"{path}.{blocks[0]}", pieces, (base_in, up_in), sections, family.transposed)
+
+
+def join(joined: Joined, read: Callable[[str], Tensor]) -> Tensor:
+    """Join what `read` gives for the name of each piece; in the dtype of the base tensor, as it is to be stored."""
+    base = read(joined.name)
+    whole = _by_rows(joined, base.new_zeros(joined.shape))
+    for block, name in joined.pieces.items():
+        value = base if name == joined.name else read(name)
+        columns = whole if joined.is_bias else whole[:, _columns(joined, block)]
+        columns[_rows(joined, block)] = _by_rows(joined, value) if block == "weight" else value
+    return _by_rows(joined, whole).contiguous()
+
+
+def take(joined: Joined, block: str, whole: Tensor) -> Tensor:
+    """Take one piece out of a joined tensor, as it was stored."""
+    rows = _by_rows(joined, whole)
+    value = (rows if joined.is_bias else rows[:, _columns(joined, block)])[_rows(joined, block)]
+    return (_by_rows(joined, value) if block == "weight" else value).contiguous()
+
+
+def _by_rows(joined: Joined, tensor: Tensor) -> Tensor:
+    """A stored tensor with outputs as rows, or the other way around."""
+    return tensor.t() if joined.is_transposed and not joined.is_bias else tensor
+
+
+def _rows(joined: Joined, block: str) -> list[int]:
+    is_up = PLACES[block][0]
+    rows: list[int] = []
+    start = 0
+    for base, up in joined.sections:
+        rows += range(start + base, start + base + up) if is_up else range(start, start + base)
+        start += base + up
+    return rows
+
+
+def _columns(joined: Joined, block: str) -> slice:
+    base = joined.inputs[0]
+    return slice(base, None) if PLACES[block][1] else slice(0, base)

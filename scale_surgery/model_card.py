@@ -1,0 +1,143 @@
+"""The model card of a pushed folder, from what surgery.json or merge.json records, and from nothing else.
+
+Metadata name the base only by a Hub id, and take its licence from the base's own card. The last line holds the hash of
+the card, by which a card that nobody has edited is known again: only such a one is ever replaced unasked.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from scale_surgery.card_sections import CardFacts, body
+from scale_surgery.routing_specs import Routing
+
+if TYPE_CHECKING:
+    from scale_surgery.repository import Contents
+
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+LICENCE_KEYS = ("license", "license_name", "license_link")
+MARK = re.compile(r"\n<!-- written by scale-surgery push, sha256 ([0-9a-f]{64}) -->\n$")
+
+
+@dataclass(frozen=True)
+class Card:
+    """A model card.
+
+    Attributes:
+        text: The whole of README.md.
+        notes: What could not be said in it, and why.
+    """
+
+    text: str
+    notes: tuple[str, ...] = ()
+
+
+def make_card(
+    contents: Contents, repo: str, base_text: str | None, base_file: str | None, certificate: Mapping[str, Any] | None
+) -> Card:
+    """Write the card of a folder.
+
+    Args:
+        contents: The folder.
+        repo: Hub id that it is to have.
+        base_text: The base's README.md, or None.
+        base_file: Name that it has in the repository, or None.
+        certificate: What verification found, as in surgery.json; None where nothing is known.
+
+    Returns:
+        The card.
+    """
+    facts = card_facts(contents, repo, base_file, certificate)
+    licence = read_licence(base_text)
+    notes = []
+    if facts.base_id is None:
+        notes.append("base_model is left out of the card: the base is a local folder, no Hub id is known.")
+    if not licence:
+        notes.append("license is left out of the card: the base's README.md names none. Add it by --card.")
+    metadata = _metadata(facts, licence)
+    return Card(_marked(f"---\n{_yaml(metadata)}\n---\n\n{body(facts)}"), tuple(notes))
+
+
+def card_facts(
+    contents: Contents, repo: str, base_file: str | None, certificate: Mapping[str, Any] | None
+) -> CardFacts:
+    """Take the facts of a card from the records of a folder."""
+    record, manifest = contents.record, contents.manifest
+    name, revision = record.get("base_name"), record.get("base_revision")
+    is_on_hub = isinstance(name, str) and revision is not None and HUB_ID.fullmatch(name) is not None
+    routing = None if manifest is None or manifest.routing is None else Routing(**manifest.routing["settings"])
+    return CardFacts(
+        repo=repo,
+        form=contents.form,
+        base_id=name if is_on_hub else None,
+        base_revision=revision if is_on_hub else None,
+        base_fingerprint=str(record.get("base_fingerprint")),
+        request=record.get("request", {}) if manifest is None else manifest.plan["request"],
+        plan=None if manifest is None else manifest.plan,
+        routing=routing,
+        is_fused=record.get("fused") is not None,
+        drift=(record.get("fused") or record).get("drift"),
+        training=tuple(record.get("training", ())),
+        certificate=certificate,
+        base_file=base_file,
+        has_curves="training/curves.png" in contents.files,
+        tool=record.get("tool", {}),
+    )
+
+
+def read_licence(base_text: str | None) -> dict[str, Any]:
+    """The licence that a card names: `license`, `license_name` and `license_link`, those that are there."""
+    from huggingface_hub import ModelCard
+
+    try:
+        data = ModelCard(base_text or "", ignore_metadata_errors=True).data.to_dict()
+    except Exception:
+        return {}  # somebody else's card, in whatever state; a licence that cannot be read is not named
+    return {key: data[key] for key in LICENCE_KEYS if data.get(key)}
+
+
+def is_written_card(text: str) -> bool:
+    """Whether a card is one that this program wrote and nobody has edited."""
+    found = MARK.search(text)
+    return found is not None and found[1] == _digest(text[: found.start()])
+
+
+def check_metadata(text: str) -> str | None:
+    """What is wrong with the metadata of a card, before the Hub is asked; None where nothing is."""
+    from huggingface_hub import ModelCard
+
+    try:
+        ModelCard(text)
+    except Exception as error:
+        # the parser's own classes of errors differ by release
+        return " ".join(str(error).split())
+    return None
+
+
+def _metadata(facts: CardFacts, licence: Mapping[str, Any]) -> dict[str, Any]:
+    tags = ["scale-surgery", "continual-learning", "model-expansion", str(facts.request.get("variant", "")) or None]
+    tags += ["routed"] if facts.routing is not None else []
+    found: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation", **licence}
+    if facts.base_id is not None:
+        # an extract is added to the base; anything else holds it and has learned more
+        relation = "adapter" if facts.form == "extract" else "finetune"
+        found |= {"base_model": facts.base_id, "base_model_relation": relation}
+    return {**found, "tags": [tag for tag in tags if tag]}
+
+
+def _yaml(metadata: Mapping[str, Any]) -> str:
+    from huggingface_hub import ModelCardData
+
+    return ModelCardData(**metadata).to_yaml()
+
+
+def _marked(text: str) -> str:
+    return f"{text}\n<!-- written by scale-surgery push, sha256 {_digest(text)} -->\n"
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8")).hexdigest()

@@ -1,0 +1,308 @@
+"""Push a folder to the Hub: checked first, with a model card, nothing that the Hub has already, whole in one go.
+
+folder --verify--> contents --links--> repository --card, token, access checked--> Hub --every file in its size--> done
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from scale_surgery.errors import CheckpointError, HubError
+from scale_surgery.hub import Remote, check_arrived, check_repo_id, look_at, make_api, read_text, upload, validate_card
+from scale_surgery.model_card import check_metadata, is_written_card, make_card
+from scale_surgery.progress import Track, no_track
+from scale_surgery.repository import (
+    CARD_FILE,
+    Contents,
+    Form,
+    RepositoryFile,
+    assemble,
+    describe_files,
+    is_part_of_a_model,
+    read_card,
+    read_contents,
+)
+from scale_surgery.verify import Verification, verify
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
+
+CardOrigin = Literal["written", "own", "kept"]
+MAX_PROBLEMS = 12
+
+
+@dataclass(frozen=True)
+class Push:
+    """How to push.
+
+    Attributes:
+        private: Whether a repository that is not there yet becomes private.
+        create_pr: Open a pull request, and leave the branch as it is.
+        revision: Branch to write to; None for the main one. It is made where it is not there.
+        commit_message: First line of the commit; None for one that names the folder.
+        card: File to push as README.md, in place of a card from facts.
+        write_card: Write a card from facts even in place of one that somebody wrote.
+        extract_only: Push the expansion alone, without the base.
+        replace: Remove model files from the repository that the folder does not have.
+        check: Check bytes and structure of the folder first.
+    """
+
+    private: bool = False
+    create_pr: bool = False
+    revision: str | None = None
+    commit_message: str | None = None
+    card: Path | None = None
+    write_card: bool = False
+    extract_only: bool = False
+    replace: bool = False
+    check: bool = True
+
+
+@dataclass(frozen=True)
+class Pushed:
+    """What `push` did, or would do.
+
+    Attributes:
+        repo: Hub id.
+        form: "expanded", "extract" or "stock".
+        files: What the repository gets.
+        left_out: Files of the folder that stay behind.
+        removed: Files that leave the repository.
+        card: Text of the model card, or None where that in the repository stays.
+        card_origin: "written" from facts, the user's "own", or the one in the repository, "kept".
+        is_private: Whether the repository is private.
+        is_checked: Whether bytes and structure were checked.
+        notes: What the user should know.
+        commit: The commit, or None where nothing was sent.
+        url: Address of the commit, or of the pull request; None likewise.
+        obstacle: With `dry_run`, what keeps the Hub from taking it; None where nothing does.
+    """
+
+    repo: str
+    form: Form
+    files: tuple[RepositoryFile, ...]
+    left_out: tuple[str, ...]
+    removed: tuple[str, ...]
+    card: str | None
+    card_origin: CardOrigin
+    is_private: bool
+    is_checked: bool
+    notes: tuple[str, ...]
+    commit: str | None = None
+    url: str | None = None
+    obstacle: str | None = None
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all files."""
+        return sum(file.bytes for file in self.files)
+
+
+def say_nothing(found: Pushed) -> None:
+    """Announce nothing."""
+
+
+def push(
+    folder: str | Path,
+    repo: str,
+    how: Push | None = None,
+    *,
+    dry_run: bool = False,
+    token: str | None = None,
+    endpoint: str | None = None,
+    announce: Callable[[Pushed], None] = say_nothing,
+    track: Track = no_track,
+) -> Pushed:
+    """Push an expanded folder, a stock export or an extract to the Hub; the folder is only read.
+
+    Args:
+        folder: What `expand`, `train`, `route_export`, `merge` or `extract` made.
+        repo: Hub id, user/name or organisation/name.
+        how: How to push; by default to the main branch, with a card from facts, after a check.
+        dry_run: Send nothing that changes anything.
+        token: Token of the Hub; by default the one that huggingface_hub finds.
+        endpoint: Address of the Hub; by default that of huggingface_hub.
+        announce: Called with what will be sent, before it is.
+        track: Makes progress bars.
+
+    Returns:
+        What was sent.
+
+    Raises:
+        CheckpointError: If the folder is none of these, or does not pass its check.
+        HubError: If the id is none, there is no token or no write access, the card is refused, the repository holds
+            another model's files, or the Hub cannot be reached. What has arrived by then need not be sent again.
+    """
+    how, path = how or Push(), Path(folder)
+    check_repo_id(repo)
+    contents, api = read_contents(path), make_api(token, endpoint)
+    remote, obstacle = _remote(api, repo, how, dry_run=dry_run)
+    checked = _check(contents, track) if how.check else None
+    with tempfile.TemporaryDirectory() as place:
+        contents = _extract(contents, Path(place), track) if how.extract_only else contents
+        target = Path(place) / "repository"
+        target.mkdir()
+        plan = _assemble(contents, target, repo, how, checked, api, remote)
+        if obstacle is None and plan.card is not None:
+            plan, obstacle = _validated(api, plan, dry_run=dry_run)
+        plan = replace(plan, obstacle=obstacle)
+        announce(plan)
+        return plan if dry_run else _send(api, target, remote, plan, how)
+
+
+def _remote(api: HfApi, repo: str, how: Push, *, dry_run: bool) -> tuple[Remote, str | None]:
+    """What is on the Hub; in a dry run also what keeps it from taking a push."""
+    try:
+        found = look_at(api, repo, how.revision, create_pr=how.create_pr)
+        if how.private and found.exists and not found.is_private:
+            raise HubError(
+                f"{repo}: is public, expected a private repository. Leave out --private, or take another id."
+            )
+        return found, None
+    except HubError as error:
+        if not dry_run:
+            raise
+        return Remote(repo, False, how.private, False, None, ()), str(error)
+
+
+def _check(contents: Contents, track: Track) -> Verification | None:
+    """Check what files alone can show; of a stock export that headers and index agree, which reading it did."""
+    if contents.form == "extract":
+        from scale_surgery.extract_folder import check_own_files, open_extract
+
+        check_own_files(open_extract(contents.path), track)
+    if contents.form != "expanded":
+        return None
+    result = verify(contents.path, files_only=True, record=False, track=track)
+    if not result.passed:
+        broken = [promise for promise in result.promises if promise.name in result.required and not promise.holds]
+        problems = list(dict.fromkeys([*result.problems, *(line for promise in broken for line in promise.problems)]))
+        more = [f"... and {len(problems) - MAX_PROBLEMS} more"] if len(problems) > MAX_PROBLEMS else []
+        advice = f"{contents.path}: not pushed, it does not verify. scale-surgery verify {contents.path} shows all."
+        raise CheckpointError.from_problems([*problems[:MAX_PROBLEMS], *more, advice])
+    return result
+
+
+def _extract(contents: Contents, place: Path, track: Track) -> Contents:
+    """The expansion of a folder alone, in a temporary folder, without a copy where the file system allows that."""
+    from scale_surgery.extract import extract
+
+    if contents.form != "expanded":
+        raise CheckpointError(f"{contents.path}: is no expanded folder, --extract-only needs one. Leave it out.")
+    is_near = place.stat().st_dev == contents.path.stat().st_dev
+    done = extract(contents.path, place / "extract", base_weights="link" if is_near else "auto", track=track)
+    return replace(read_contents(done.path), left_out=done.left_out)
+
+
+def _assemble(
+    contents: Contents,
+    target: Path,
+    repo: str,
+    how: Push,
+    checked: Verification | None,
+    api: HfApi,
+    remote: Remote,
+) -> Pushed:
+    """Make the repository as a folder of links, with its card, and describe it."""
+    text, origin, notes = _choose_card(contents, repo, how, checked, api, remote)
+    assemble(contents, target, with_own_card=origin == "own" and how.card is None)
+    if text is not None and not (target / CARD_FILE).exists():
+        (target / CARD_FILE).write_bytes(text.encode("utf-8"))
+    files = describe_files(contents, target)
+    names = {file.name for file in files}
+    return Pushed(
+        repo=repo,
+        form=contents.form,
+        files=files,
+        left_out=contents.left_out,
+        removed=_foreign(remote, names, how),
+        card=text,
+        card_origin=origin,
+        is_private=remote.is_private if remote.exists else how.private,
+        is_checked=how.check,
+        notes=notes,
+    )
+
+
+def _choose_card(
+    contents: Contents, repo: str, how: Push, checked: Verification | None, api: HfApi, remote: Remote
+) -> tuple[str | None, CardOrigin, tuple[str, ...]]:
+    """The user's own card, the one in the repository, or one from facts."""
+    if how.card is not None:
+        return _read_given(how.card), "own", ()
+    if contents.own_card is not None and not how.write_card:
+        return read_card(contents.path / contents.own_card), "own", ()
+    base_text = None if contents.base_card is None else read_card(contents.path / contents.base_card)
+    if CARD_FILE in remote.files and not how.write_card:
+        there = read_text(api, remote, CARD_FILE)
+        if not is_written_card(there) and there != base_text:
+            note = f"{CARD_FILE} in {repo} was written by somebody and stays; --write-card replaces it."
+            return None, "kept", (note,)
+    base_file = contents.free_name if contents.base_card == CARD_FILE else contents.base_card
+    card = make_card(contents, repo, base_text, base_file, _certificate(contents, checked))
+    return card.text, "written", card.notes
+
+
+def _read_given(file: Path) -> str:
+    try:
+        return file.read_bytes().decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise HubError(f"{file}: cannot be read as a model card ({error}). Give a text file in UTF-8.") from error
+
+
+def _certificate(contents: Contents, checked: Verification | None) -> Mapping[str, Any] | None:
+    """The recorded certificate, where it is still about these tensors; otherwise what was checked just now."""
+    recorded: Mapping[str, Any] | None = contents.record.get("verification")
+    if checked is None or recorded is None:
+        return recorded if checked is None else checked.to_json()
+    now = (checked.state, checked.trained_tensors)
+    return recorded if (recorded.get("state"), recorded.get("trained_tensors")) == now else checked.to_json()
+
+
+def _foreign(remote: Remote, names: set[str], how: Push) -> tuple[str, ...]:
+    """Model files in the repository that the folder does not have: with them it would load as something else."""
+    foreign = tuple(name for name in remote.files if name not in names and is_part_of_a_model(name))
+    if foreign and not how.replace:
+        raise HubError(
+            f"{remote.repo}: holds model files that the folder does not have ({', '.join(foreign[:5])}"
+            f"{', ...' if len(foreign) > 5 else ''}); beside them it would be another model. Push to another repository "
+            "or --revision, or give --replace: they leave in the same commit, and its history keeps them."
+        )
+    return foreign
+
+
+def _validated(api: HfApi, plan: Pushed, *, dry_run: bool) -> tuple[Pushed, str | None]:
+    """Let the Hub check the card."""
+    assert plan.card is not None
+    try:
+        if problem := check_metadata(plan.card):
+            raise HubError(
+                f"{CARD_FILE}: its metadata cannot be read ({problem}). Mend the card, or give --write-card."
+            )
+        warned = validate_card(api, plan.repo, plan.card)
+    except HubError as error:
+        if not dry_run:
+            raise
+        return plan, str(error)
+    return replace(plan, notes=(*plan.notes, *(f"the Hub says of the card: {text}" for text in warned))), None
+
+
+def _send(api: HfApi, target: Path, remote: Remote, plan: Pushed, how: Push) -> Pushed:
+    names = {"expanded": "an expanded model", "extract": "an expansion", "stock": "a widened model"}
+    commit = upload(
+        api,
+        target,
+        remote,
+        private=how.private,
+        create_pr=how.create_pr,
+        revision=how.revision,
+        commit_message=how.commit_message or f"Push {names[plan.form]} with scale-surgery",
+        removed=plan.removed,
+    )
+    sizes = {file.name: file.bytes for file in plan.files}
+    check_arrived(api, plan.repo, commit.pr_revision or how.revision, sizes)
+    return replace(plan, commit=commit.oid, url=commit.pr_url or commit.commit_url)

@@ -1,0 +1,190 @@
+"""An extracted expansion on a base whose files are other than those that it was made on.
+
+base files       --as files-->    the same, under the names that `expand` would give them
+expansion shards --as files-->    the same
+config.json      --edited anew--> where the base's is another; tokenizer_config.json likewise
+index, surgery.json               written for this base, so that `strip` gives its files back
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from scale_surgery.checkpoint import CONFIG_FILE, INDEX_FILE, MANIFEST_FILE, Checkpoint
+from scale_surgery.errors import CheckpointError
+from scale_surgery.expand import expanded_config, stored_shard
+from scale_surgery.extract_folder import Extract, stored_name, written_config
+from scale_surgery.families import get_family
+from scale_surgery.manifest import BaseFile, Manifest, hash_file, tool_versions
+from scale_surgery.plan import fingerprint
+from scale_surgery.progress import Track
+from scale_surgery.sources import Source
+from scale_surgery.staging import BaseWeights, as_json, take_over, write_json
+
+TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
+# written for each base, never taken over from the extract as they are
+WRITTEN = (CONFIG_FILE, INDEX_FILE, MANIFEST_FILE)
+
+
+@dataclass(frozen=True)
+class Base:
+    """A base model: where it is, its headers, sha256 of each file and tensor, and tensors that are not the recorded."""
+
+    source: Source
+    checkpoint: Checkpoint
+    files: Mapping[str, str]
+    tensors: Mapping[str, str]
+    differing: tuple[str, ...]
+
+
+def rebase(
+    extract: Extract, base: Base, folder: Path, how: BaseWeights, *, trust_remote_code: bool, track: Track
+) -> None:
+    """Write an expanded checkpoint around the files of a base.
+
+    Args:
+        extract: The expansion.
+        base: The base; names and shapes of its tensors fit.
+        folder: Where the files go.
+        how: How shards are taken over.
+        trust_remote_code: Whether a custom tokenizer of the base may run its own code.
+        track: Makes progress bars.
+
+    Raises:
+        CheckpointError: If the base has a file whose name the expansion needs, or one that it replaces is no text.
+    """
+    own = [name for name in extract.files if name not in WRITTEN and not _is_repinned(extract, base, name)]
+    places = _base_places(extract, base)
+    _check_clashes(extract, places, own)
+    # where both have a file, that of the expansion stays: somebody changed it there on purpose
+    taken = {stored: base.checkpoint.path / name for name, stored in places.items() if stored not in own}
+    taken |= {name: extract.path / stored_name(name) for name in own}
+    with track("files", sum(file.stat().st_size for file in taken.values())) as advance:
+        for name, file in taken.items():
+            take_over(file, folder / name, how)
+            advance(file.stat().st_size)
+    dtype = _torch_dtype(base.checkpoint)
+    _write_config(extract, base, folder, dtype, trust_remote_code=trust_remote_code)
+    _write_index(extract, base.checkpoint, folder)
+    write_json(folder / MANIFEST_FILE, asdict(_manifest(extract, base, folder, places, dtype)))
+
+
+def _is_recorded(extract: Extract, base: Base, name: str) -> bool:
+    """Whether a file of the base is the one that the expansion was made with, or is missing in both."""
+    recorded = extract.manifest.base_files.get(name)
+    return base.files.get(name) == (None if recorded is None else recorded.sha256)
+
+
+def _is_repinned(extract: Extract, base: Base, name: str) -> bool:
+    return name == TOKENIZER_CONFIG_FILE and not _is_recorded(extract, base, name)
+
+
+def _base_places(extract: Extract, base: Base) -> dict[str, str]:
+    """Names that the base's files get; config and index are written anew."""
+    recorded = {name: file.stored_as or name for name, file in extract.manifest.base_files.items()}
+    places = {shard: stored_shard(shard) for shard in base.checkpoint.shards}
+    side_files = (file for file in base.checkpoint.side_files if file not in WRITTEN)
+    return places | {file: recorded.get(file, file) for file in side_files}
+
+
+def _check_clashes(extract: Extract, places: Mapping[str, str], own: list[str]) -> None:
+    """Refuse names that two files would have; a side file that the expansion replaced before is no clash."""
+    known = {file.stored_as or name for name, file in extract.manifest.base_files.items()}
+    replacing = {name for name in own if name in known and not name.endswith(".safetensors")}
+    uses = Counter([*places.values(), *(name for name in own if name not in replacing)])
+    clashing = sorted(name for name, count in uses.items() if count > 1)
+    if clashing:
+        raise CheckpointError.from_problems(
+            f"{name}: the base model has a file of this name, which the expansion needs. Take it out of the base."
+            for name in clashing
+        )
+
+
+def _torch_dtype(checkpoint: Checkpoint) -> str:
+    from scale_surgery.initialise import TORCH_DTYPES
+
+    return str(TORCH_DTYPES[checkpoint.dtype]).removeprefix("torch.")
+
+
+def _write_config(extract: Extract, base: Base, folder: Path, dtype: str, *, trust_remote_code: bool) -> None:
+    from scale_surgery.tokens import pin_tokenizer_class
+
+    if _is_recorded(extract, base, CONFIG_FILE):
+        take_over(extract.path / CONFIG_FILE, folder / CONFIG_FILE, "copy")
+    else:
+        write_json(folder / CONFIG_FILE, written_config(extract.manifest, base.checkpoint.config, dtype))
+    if not _is_recorded(extract, base, TOKENIZER_CONFIG_FILE):
+        pin_tokenizer_class(base.checkpoint.path, folder, trust_remote_code=trust_remote_code)
+
+
+def _write_index(extract: Extract, base: Checkpoint, folder: Path) -> None:
+    weight_map = {name: stored_shard(info.file) for name, info in base.tensors.items()}
+    weight_map |= {name: info.file for name, info in extract.tensors.items()}
+    total = sum(info.bytes for info in (*base.tensors.values(), *extract.tensors.values()))
+    write_json(folder / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
+
+
+def _manifest(extract: Extract, base: Base, folder: Path, places: Mapping[str, str], dtype: str) -> Manifest:
+    """surgery.json for this base."""
+    before, given = extract.manifest, base.checkpoint
+    identity: dict[str, Any] = {
+        "base_name": base.source.name,
+        "base_revision": base.source.revision,
+        "base_fingerprint": fingerprint(given),
+    }
+    replaced = {
+        name: _text(given.path / name)
+        for name in given.side_files
+        if name in WRITTEN or hash_file(folder / places[name]) != base.files[name]
+    }
+    files = {
+        name: BaseFile(digest, (given.path / name).stat().st_size, None if name in replaced else places[name])
+        for name, digest in base.files.items()
+    }
+    return replace(
+        before,
+        **identity,
+        base_files=files,
+        base_tensors={name: base.tensors[name] for name in given.tensors},
+        left_out=given.left_out,
+        replaced=replaced,
+        plan={**before.plan, **identity},
+        tool=tool_versions(),
+        verification=None,
+        routing=_routing(extract, base, dtype),
+        forced_base=_forced(before, base) if base.differing else before.forced_base,
+    )
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise CheckpointError(
+            f"{file.name}: the expansion has another file of this name, and the base's is no text that surgery.json "
+            "could keep. Take it out of the base."
+        ) from error
+
+
+def _routing(extract: Extract, base: Base, dtype: str) -> dict[str, Any] | None:
+    """What un-routing gives back: the unrouted model's config.json, made from this base's."""
+    manifest = extract.manifest
+    if manifest.routing is None or _is_recorded(extract, base, CONFIG_FILE):
+        return None if manifest.routing is None else dict(manifest.routing)
+    family = get_family(manifest.plan["family"])
+    text = as_json(expanded_config(base.checkpoint.config, manifest.plan["specs"], family, dtype))
+    before = manifest.routing["before"]
+    changed = {"files": {**before["files"], CONFIG_FILE: text}, "verification": None}
+    return {**manifest.routing, "before": {**before, **changed}}
+
+
+def _forced(manifest: Manifest, base: Base) -> dict[str, Any]:
+    return {
+        "expected_name": manifest.base_name,
+        "expected_revision": manifest.base_revision,
+        "differing": list(base.differing),
+    }

@@ -1,0 +1,196 @@
+"""The repository that a folder becomes, made as a folder of links: which files, and under which names.
+
+DIR/*                       --linked-->    the same, byte for byte
+DIR/README.md of the base   --linked-->    README.base.md, since README.md is the model card
+surgery.json                --edited-->    the base's README.md lies in README.base.md, so that strip finds it
+training/checkpoint-*, weights in other formats, what no index names   left out
+
+A download of the repository verifies and strips like the folder. The folder itself is only read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from scale_surgery.checkpoint import (
+    EXTRACT_FILE,
+    MANIFEST_FILE,
+    OTHER_WEIGHT_SUFFIXES,
+    list_files,
+    open_checkpoint,
+    read_json,
+)
+from scale_surgery.errors import CheckpointError
+from scale_surgery.manifest import Manifest, hash_file, read_manifest
+from scale_surgery.model_card import is_written_card
+from scale_surgery.run import TRAINING_FOLDER
+from scale_surgery.staging import write_json
+
+Form = Literal["expanded", "extract", "stock"]
+Origin = Literal["base", "model", "written"]
+CARD_FILE = "README.md"
+MERGE_FILE = "merge.json"
+UNFINISHED_SUFFIXES = (".tmp", ".lock", ".partial.json")
+
+
+@dataclass(frozen=True)
+class RepositoryFile:
+    """A file of a repository.
+
+    Attributes:
+        name: Its name there.
+        bytes: Its size.
+        origin: "base" for a file of the base model, byte for byte, which the Hub need not store twice; "model" for
+            another file of the folder; "written" for one that was written or edited for the repository.
+    """
+
+    name: str
+    bytes: int
+    origin: Origin
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a folder holds that belongs into a repository.
+
+    Attributes:
+        path: The folder.
+        form: "expanded" (routed, trained and fused models too), "extract", or "stock" for a stock export.
+        files: Names of the files to be taken.
+        left_out: Names of the others.
+        manifest: surgery.json, or None for a stock export.
+        record: Parsed surgery.json, or merge.json of a stock export.
+        base_card: Name of the file that holds the base's README.md, or None.
+        own_card: Name of the user's own model card, or None.
+    """
+
+    path: Path
+    form: Form
+    files: tuple[str, ...]
+    left_out: tuple[str, ...]
+    manifest: Manifest | None
+    record: Mapping[str, Any]
+    base_card: str | None
+    own_card: str | None
+
+    @property
+    def base_files(self) -> set[str]:
+        """Names of the files of the base that lie in the folder."""
+        stored = self.manifest.base_files.values() if self.manifest is not None and self.form == "expanded" else ()
+        return {entry.stored_as for entry in stored if entry.stored_as is not None}
+
+    @property
+    def free_name(self) -> str:
+        """A name for the base's README.md that no other file has."""
+        names = ("README.base.md", *(f"README.base-{number}.md" for number in range(2, len(self.files) + 3)))
+        return next(name for name in names if name not in self.files)
+
+
+def read_contents(path: Path) -> Contents:
+    """Find out what a folder is, and which of its files belong into a repository.
+
+    Args:
+        path: An expanded folder, a stock export, or an extract.
+
+    Returns:
+        Its contents; no weight has been read.
+
+    Raises:
+        CheckpointError: If the folder is none of them, or it is incomplete.
+    """
+    names = list_files(path)
+    form = _find_form(path, names)
+    foreign = () if form == "extract" else open_checkpoint(path).left_out
+    left_out = tuple(name for name in names if name in foreign or _is_passing(name))
+    files = tuple(name for name in names if name not in left_out)
+    manifest = None if form == "stock" else read_manifest(path)
+    record = read_json(path / (MERGE_FILE if form == "stock" else MANIFEST_FILE))
+    base_card = None if form == "extract" else _find_base_card(path, files, record)
+    is_own = CARD_FILE in files and base_card != CARD_FILE and not is_written_card(read_card(path / CARD_FILE))
+    return Contents(path, form, files, left_out, manifest, record, base_card, CARD_FILE if is_own else None)
+
+
+def read_card(file: Path) -> str:
+    """The text of a model card, as it is."""
+    return file.read_bytes().decode("utf-8", errors="replace")
+
+
+def assemble(contents: Contents, folder: Path, *, with_own_card: bool) -> None:
+    """Fill an empty folder with links to the files of a repository; README.md stays out, unless it is the user's own.
+
+    Args:
+        contents: What goes in.
+        folder: Where the links go.
+        with_own_card: Whether the user's own README.md goes in.
+    """
+    names = {name: name for name in contents.files if name != CARD_FILE or (with_own_card and contents.own_card)}
+    if contents.base_card == CARD_FILE:
+        names[CARD_FILE] = contents.free_name
+    for name, linked in names.items():
+        (folder / linked).parent.mkdir(parents=True, exist_ok=True)
+        (folder / linked).symlink_to((contents.path / name).resolve())
+    for file, content in _edited(contents, names).items():
+        (folder / file).unlink()
+        write_json(folder / file, content)
+
+
+def describe_files(contents: Contents, folder: Path) -> tuple[RepositoryFile, ...]:
+    """List the files of an assembled repository with their sizes."""
+    names = sorted(file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file())
+    return tuple(
+        RepositoryFile(name, (folder / name).stat().st_size, _origin(contents, folder, name)) for name in names
+    )
+
+
+def is_part_of_a_model(name: str) -> bool:
+    """Whether a file decides what a repository loads as, so that one from elsewhere would make another model of it."""
+    records = (MANIFEST_FILE, EXTRACT_FILE, MERGE_FILE)
+    return name in records or name.endswith((".safetensors", ".safetensors.index.json", ".py", *OTHER_WEIGHT_SUFFIXES))
+
+
+def _find_form(path: Path, names: list[str]) -> Form:
+    forms: dict[str, Form] = {EXTRACT_FILE: "extract", MANIFEST_FILE: "expanded", MERGE_FILE: "stock"}
+    for file, form in forms.items():
+        if file in names:
+            return form
+    raise CheckpointError(
+        f"{path}: has neither {MANIFEST_FILE}, {EXTRACT_FILE} nor {MERGE_FILE}, expected a folder that scale-surgery "
+        "expand, train, route-export, merge or extract made. Another model is pushed by hf upload."
+    )
+
+
+def _is_passing(name: str) -> bool:
+    """Whether a file only serves to finish something: optimizer state, locks, what was not written to its end."""
+    return name.startswith(f"{TRAINING_FOLDER}/checkpoint-") or name.endswith(UNFINISHED_SUFFIXES)
+
+
+def _find_base_card(path: Path, files: tuple[str, ...], record: Mapping[str, Any]) -> str | None:
+    entry = record.get("base_files", {}).get(CARD_FILE)
+    if entry is None or entry.get("stored_as", CARD_FILE) not in files:
+        return None
+    name = str(entry.get("stored_as", CARD_FILE))
+    return name if hash_file(path / name) == entry["sha256"] else None
+
+
+def _edited(contents: Contents, names: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """JSON files that have to say another thing in the repository than in the folder."""
+    if contents.form == "expanded" and contents.base_card == CARD_FILE:
+        files = contents.record["base_files"]
+        moved = {**files[CARD_FILE], "stored_as": names[CARD_FILE]}
+        return {MANIFEST_FILE: {**contents.record, "base_files": {**files, CARD_FILE: moved}}}
+    if contents.form == "extract" and CARD_FILE not in names:
+        # a card that an earlier push wrote makes room for a new one
+        content = read_json(contents.path / EXTRACT_FILE)
+        files = {name: entry for name, entry in content["files"].items() if name != CARD_FILE}
+        return {EXTRACT_FILE: {**content, "files": files}} if files != content["files"] else {}
+    return {}
+
+
+def _origin(contents: Contents, folder: Path, name: str) -> Origin:
+    if not (folder / name).is_symlink():
+        return "written"
+    source = contents.base_card if name not in contents.files else name
+    return "base" if source in contents.base_files else "model"
