@@ -12,9 +12,11 @@ load by transformers' auto classes without remote code.
 
 __version__ = "0.1.0"
 
+from scale_surgery.apply import Applied, apply
 from scale_surgery.errors import (
     CheckpointError,
     DataError,
+    HubError,
     PlanError,
     SurgeryError,
     TrainingError,
@@ -22,9 +24,13 @@ from scale_surgery.errors import (
 )
 from scale_surgery.evaluate import Evaluation, evaluate
 from scale_surgery.expand import Expansion, expand
+from scale_surgery.extract import Extracted, extract
 from scale_surgery.inspect import Inspection, inspect
+from scale_surgery.load_expansion import load_expansion
+from scale_surgery.merge import Merged, merge
 from scale_surgery.modeling import register
 from scale_surgery.plan import Plan, plan
+from scale_surgery.push import Push, Pushed, push
 from scale_surgery.request import Request
 from scale_surgery.route import Routed, route_export, set_routing, unroute
 from scale_surgery.route_calibrate import Calibration, route_calibrate
@@ -37,15 +43,21 @@ from scale_surgery.train import Training, train
 from scale_surgery.verify import Promise, Verification, verify
 
 __all__ = [
+    "Applied",
     "Calibration",
     "CheckpointError",
     "DataError",
     "Evaluation",
     "Expansion",
+    "Extracted",
+    "HubError",
     "Inspection",
+    "Merged",
     "Plan",
     "PlanError",
     "Promise",
+    "Push",
+    "Pushed",
     "Request",
     "RouteReport",
     "Routed",
@@ -58,10 +70,15 @@ __all__ = [
     "UnsupportedFamilyError",
     "Verification",
     "__version__",
+    "apply",
     "evaluate",
     "expand",
+    "extract",
     "inspect",
+    "load_expansion",
+    "merge",
     "plan",
+    "push",
     "register",
     "route_calibrate",
     "route_export",

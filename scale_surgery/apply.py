@@ -9,21 +9,20 @@ these files: see `rebase`. Where tensors differ the base is another one, and is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from scale_surgery.checkpoint import Checkpoint, open_checkpoint
 from scale_surgery.errors import CheckpointError
-from scale_surgery.extract_folder import Extract, TensorForm, check_own_files, open_extract, stored_name
-from scale_surgery.families import Sizes, get_family, read_sizes
-from scale_surgery.manifest import Manifest, hash_files, hash_tensors
+from scale_surgery.extract_folder import Extract, check_own_files, open_extract, stored_name
+from scale_surgery.manifest import Manifest, hash_files
 from scale_surgery.progress import Track, no_track
 from scale_surgery.rebase import Base, rebase
+from scale_surgery.same_base import check_fit, find_differing, hash_base, refuse_differing
 from scale_surgery.sources import Source, find_source
 from scale_surgery.staging import BaseWeights, check_space, check_target, staged, take_over
 
-MOST_LISTED = 10
+ADVICE = "Give that base; or --force, and no promise but recoverable is made."
 
 
 @dataclass(frozen=True)
@@ -90,17 +89,18 @@ def apply(
     found = open_extract(extract, extract_revision)
     source = find_base(found, base, revision)
     given, target = open_checkpoint(source.path), Path(output)
-    check_fit(found, given, source.name)
+    title = source.name if base is None else str(base)
+    check_fit(found, given, title)
     check_target(target, [found.path, source.path], overwrite=overwrite)
     check_own_files(found, track)
-    hashes = _hash_base(given, track)
+    hashes = _hash_files(given, track)
     recorded = {name: file.sha256 for name, file in found.manifest.base_files.items()}
     others = tuple(sorted(name for name in {*hashes, *recorded} if hashes.get(name) != recorded.get(name)))
     is_same = not set(others).intersection((*given.shards, *_shards(found.manifest)))
-    tensors = found.manifest.base_tensors if is_same else _hash_tensors(given, track)
+    tensors = found.manifest.base_tensors if is_same else hash_base(given, track)
     differing = find_differing(found, given, tensors)
-    if differing and not force:
-        raise CheckpointError.from_problems(_refusal(found, given, source.name, differing))
+    if not force:
+        refuse_differing(found, title, differing, len(given.tensors), ADVICE)
     written = _bytes_written(found, given, base_weights)
     check_space(target, written if base_weights == "copy" else 0)
     state = {
@@ -111,7 +111,7 @@ def apply(
     }
     with staged(target, state, overwrite=overwrite) as partial:
         if others:
-            model = Base(source, given, hashes, tensors, differing)
+            model = Base(source, given, hashes, tensors, tuple(differing))
             rebase(found, model, partial, base_weights, trust_remote_code=trust_remote_code, track=track)
         else:
             _rebuild(found, given, partial, base_weights, track)
@@ -123,7 +123,7 @@ def apply(
         base_tensors=len(given.tensors),
         expansion_tensors=len(found.tensors),
         other_files=others,
-        differing=differing,
+        differing=tuple(differing),
         bytes_written=written,
     )
 
@@ -153,108 +153,14 @@ def find_base(extract: Extract, base: str | Path | None, revision: str | None) -
     return find_source(base, revision)
 
 
-def check_fit(extract: Extract, base: Checkpoint, name: str) -> None:
-    """Check that an expansion fits a base by names and shapes, whatever its values.
-
-    Args:
-        extract: The expansion.
-        base: The base; its headers are enough.
-        name: What it is called.
-
-    Raises:
-        CheckpointError: If it does not fit; the first problems are listed.
-        PlanError: If the base is of an architecture that is not supported.
-    """
-    if "scale_surgery" in base.config or base.manifest is not None:
-        raise CheckpointError(
-            f"{name}: this model is expanded already, expected a base model. Strip it first (scale-surgery strip)."
-        )
-    shapes = {key: form.shape for key, form in extract.base_tensors.items()}
-    given = {key: tuple(info.shape) for key, info in base.tensors.items()}
-    problems = [*_size_problems(extract.manifest, base), *_shape_problems(shapes, given)]
-    if problems:
-        head = f"{name}: does not fit, this expansion was made on {base_title(extract.manifest)}."
-        raise CheckpointError.from_problems([head, *shortened(problems)])
-
-
-def find_differing(extract: Extract, base: Checkpoint, hashes: Mapping[str, str]) -> tuple[str, ...]:
-    """Find base tensors that are not those that an expansion was made on.
-
-    Args:
-        extract: The expansion.
-        base: A base that fits.
-        hashes: sha256 of each of its tensors.
-
-    Returns:
-        Their names, in the order of the base.
-    """
-    recorded, forms = extract.manifest.base_tensors, extract.base_tensors
-    same = (name for name, info in base.tensors.items() if TensorForm.of(info) == forms[name])
-    equal = {name for name in same if hashes[name] == recorded[name]}
-    return tuple(name for name in base.tensors if name not in equal)
-
-
-def base_title(manifest: Manifest) -> str:
-    """What a base is called, with its commit where that is known."""
-    return manifest.base_name + (f" at {manifest.base_revision}" if manifest.base_revision else "")
-
-
-def shortened(lines: list[str]) -> list[str]:
-    """The first lines of a long list, and how many more there are."""
-    more = len(lines) - MOST_LISTED
-    return lines if more <= 0 else [*lines[:MOST_LISTED], f"... and {more} more."]
-
-
-def describe_differing(extract: Extract, base: Checkpoint, names: tuple[str, ...]) -> list[str]:
-    """A line for each tensor that differs."""
-    found = {name: (TensorForm.of(base.tensors[name]), extract.base_tensors[name]) for name in names}
-    return [
-        f"{name}: its bytes differ." if given == wanted else f"{name}: {given}, expected {wanted}."
-        for name, (given, wanted) in found.items()
-    ]
-
-
-def _refusal(extract: Extract, base: Checkpoint, name: str, differing: tuple[str, ...]) -> list[str]:
-    return [
-        f"{name}: {len(differing)} of {len(base.tensors)} tensors are not those of {base_title(extract.manifest)}, "
-        "on which this expansion was made.",
-        *shortened(describe_differing(extract, base, differing)),
-        "Give that base; or --force, and no promise but recoverable is made.",
-    ]
-
-
-def _size_problems(manifest: Manifest, base: Checkpoint) -> Iterator[str]:
-    family = get_family(base.config.get("model_type"))
-    if family.model_type != manifest.plan["family"]:
-        yield f"config.json: model_type is {family.model_type!r}, expected {manifest.plan['family']!r}."
-        return
-    found, wanted = asdict(read_sizes(family, base.config)), asdict(Sizes(**manifest.plan["sizes"]))
-    yield from (f"config.json: {key} is {found[key]}, expected {wanted[key]}." for key in found if found[key] != wanted[key])
-    refused = (key for key in family.refused if base.config.get(key))
-    yield from (f"config.json: {key} is {base.config[key]!r}: {family.refused[key]}." for key in refused)
-
-
-def _shape_problems(shapes: Mapping[str, tuple[int, ...]], given: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
-    yield from (f"{name}: no such tensor in this base." for name in shapes if name not in given)
-    yield from (f"{name}: not expected in this base." for name in given if name not in shapes)
-    for name in shapes:
-        if name in given and shapes[name] != given[name]:
-            yield f"{name}: shape {list(given[name])}, expected {list(shapes[name])}."
-
-
 def _shards(manifest: Manifest) -> list[str]:
     return [name for name in manifest.base_files if name.endswith(".safetensors")]
 
 
-def _hash_base(base: Checkpoint, track: Track) -> dict[str, str]:
+def _hash_files(base: Checkpoint, track: Track) -> dict[str, str]:
     files = [*base.shards, *base.side_files]
     with track("base hashes", sum((base.path / file).stat().st_size for file in files)) as advance:
         return hash_files(base.path, files, advance)
-
-
-def _hash_tensors(base: Checkpoint, track: Track) -> dict[str, str]:
-    with track("base tensors", sum(info.bytes for info in base.tensors.values())) as advance:
-        return hash_tensors(base, list(base.tensors), advance)
 
 
 def _bytes_written(extract: Extract, base: Checkpoint, how: BaseWeights) -> int:

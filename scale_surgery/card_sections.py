@@ -10,9 +10,9 @@ from scale_surgery.routing_specs import Routing
 from scale_surgery.selection import format_layers
 
 FORMS = {
-    "expanded": "a language model with new blocks beside its pretrained tensors",
-    "extract": "the new blocks of an expanded language model, without the model they belong to",
-    "stock": "a language model whose layers were widened, in the form of its own architecture",
+    "expanded": "A language model with new blocks beside its pretrained tensors, made with `scale-surgery`.",
+    "extract": "The new blocks of an expanded language model, without the model itself, made with `scale-surgery`.",
+    "stock": "A language model whose layers were widened with `scale-surgery`, in the form of its own architecture.",
 }
 CITATIONS = """```bibtex
 @misc{scale2025,
@@ -87,11 +87,8 @@ def body(facts: CardFacts) -> str:
 
 
 def _opening(facts: CardFacts) -> str:
-    own_card = f" The base's own card is [{facts.base_file}]({facts.base_file})." if facts.base_file else ""
-    return (
-        f"# {facts.repo.rpartition('/')[2]}\n\n"
-        f"This is {FORMS[facts.form]}: {facts.base}, expanded with `scale-surgery`.{own_card}"
-    )
+    own_card = f"; the base's own card is [{facts.base_file}]({facts.base_file})" if facts.base_file else ""
+    return f"# {facts.repo.rpartition('/')[2]}\n\n{FORMS[facts.form]} It stands on {facts.base}{own_card}."
 
 
 def _widened(facts: CardFacts) -> str:
@@ -115,10 +112,16 @@ def _mathematics(facts: CardFacts) -> str:
             "Linears of the chosen layers got new rows and columns, [W W12; W21 W22] in place of W; other layers were "
             "filled with zeros to the same width. W itself was not changed."
         )
+    beside = (
+        "W21 and W22 make and pass on a second stream beside the hidden state, and W12 writes from it into the hidden "
+        "state; where W12 does not exist, nothing new is written there."
+        if facts.plan is None or facts.plan["widths"]["up_width"]
+        else "W21 makes new attention heads or inner features of the hidden state, and W12 writes what they compute "
+        "into it."
+    )
     return (
         "Every linear of an expanded layer is a block matrix [W W12; W21 W22]. W is the pretrained tensor, byte for "
-        "byte; W12, W21 and W22 are new. W21 and W22 make and pass on a second stream beside the hidden state, W12 "
-        "writes from it into the hidden state; where W12 does not exist, nothing new is written there."
+        f"byte; the other blocks are new. {beside}"
     )
 
 
@@ -260,7 +263,6 @@ def _taken_back(facts: CardFacts) -> str:
     return f"## How to get the base back\n\n{where}:\n\n```sh\n{commands}\n```"
 
 
-def _cited(facts: CardFacts) -> str:
-    return (
-        f"## Citation\n\nThe expansion is that of SCALE; width without a second stream is that of Grow.\n\n{CITATIONS}"
-    )
+def _cited(_: CardFacts) -> str:
+    whose = "The expansion is that of SCALE; width without a second stream is that of Grow, Don't Overwrite."
+    return f"## Citation\n\n{whose}\n\n{CITATIONS}"

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from scale_surgery import __version__
+from scale_surgery.cli_extract import apply_command, extract_command
 from scale_surgery.cli_merge import merge_command
+from scale_surgery.cli_push import push_command
 from scale_surgery.cli_route_calibrate import route_calibrate_command
 from scale_surgery.cli_route_report import route_report_command
 from scale_surgery.cli_routing import route_export_command
@@ -108,6 +110,7 @@ def main() -> None:
     scale-surgery evaluate EXPANDED --old general.txt --new domain.jsonl
     scale-surgery route-export EXPANDED -o ROUTED
     scale-surgery strip EXPANDED -o BASE
+    scale-surgery push EXPANDED user/name
 
     MODEL is a folder or a Hub id. Exit codes: 0 done, 1 failed or a check did not pass, 2 wrong usage.
     """
@@ -464,5 +467,13 @@ def demo_command(output: Path, out: Output) -> None:
     sys.exit(0 if result.passed else 1)
 
 
-for command in (merge_command, route_export_command, route_report_command, route_calibrate_command):
+for command in (
+    extract_command,
+    apply_command,
+    merge_command,
+    push_command,
+    route_export_command,
+    route_report_command,
+    route_calibrate_command,
+):
     main.add_command(command)

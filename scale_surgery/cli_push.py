@@ -72,6 +72,6 @@ def push_command(
         track=out.track,
     )
     if show_card and done.card is not None:
-        out.say(done.card)
+        out.say(done.card, as_it_is=True)
     out.show(done, render_pushed(done))
     sys.exit(0 if done.obstacle is None else 1)

@@ -36,10 +36,10 @@ class Output:
         else:
             self.results.print(rendered)
 
-    def say(self, message: RenderableType) -> None:
-        """Print something beside the result, where it does not disturb it."""
+    def say(self, message: RenderableType, *, as_it_is: bool = False) -> None:
+        """Print something beside the result, where it does not disturb it; `as_it_is` leaves long lines long."""
         if not (self.quiet or self.as_json):
-            self.results.print(message)
+            self.results.print(message, soft_wrap=as_it_is)
 
     def warn(self, message: str) -> None:
         """Print a warning on stderr, where it is a terminal: what a script must know stands in the result."""

@@ -8,6 +8,7 @@ revision            afterwards: every file has arrived in its size
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from scale_surgery.errors import HubError, SurgeryError
 if TYPE_CHECKING:
     from huggingface_hub import CommitInfo, HfApi
 
+REPO_ID = re.compile(r"[A-Za-z0-9_][\w.-]*/[\w][\w.-]{0,95}", re.ASCII)
 TOKENS_PAGE = "https://huggingface.co/settings/tokens"
 # what to do, by the status of the Hub's answer
 ADVICE = {
@@ -66,18 +68,9 @@ def check_repo_id(repo: str) -> None:
     Raises:
         HubError: If it is none.
     """
-    from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id
-
-    reason = "" if repo.count("/") == 1 else "one slash"
-    try:
-        validate_repo_id(repo)
-    except HFValidationError as error:
-        reason = str(error).split(":")[0].rstrip(".")
-    if reason or not all(repo.split("/")) or repo.startswith((".", "~")):
-        detail = f" ({reason})" if reason and reason != "one slash" else ""
+    if REPO_ID.fullmatch(repo) is None or "--" in repo or ".." in repo or repo.endswith((".git", ".", "-")):
         raise HubError(
-            f"{repo}: is no Hub id{detail}, expected user/name or organisation/name, such as me/qwen3-wide. Folders come "
+            f"{repo}: is no Hub id, expected user/name or organisation/name, such as me/qwen3-wide. The folder comes "
             "first: scale-surgery push FOLDER user/name."
         )
 
@@ -86,7 +79,7 @@ def make_api(token: str | None, endpoint: str | None) -> HfApi:
     """The client of a Hub; by default with the token and the address that it finds itself."""
     from huggingface_hub import HfApi
 
-    return HfApi(endpoint=endpoint, token=token, library_name="scale-surgery", library_version=__version__)
+    return HfApi(endpoint=endpoint, token=token or None, library_name="scale-surgery", library_version=__version__)
 
 
 def look_at(api: HfApi, repo: str, revision: str | None, *, create_pr: bool) -> Remote:
@@ -183,14 +176,14 @@ def validate_card(api: HfApi, repo: str, text: str) -> tuple[str, ...]:
     Raises:
         HubError: If the Hub refuses the metadata, with its reasons, or does not answer.
     """
-    from huggingface_hub.utils import get_session, hf_raise_for_status
+    from huggingface_hub import get_session, hf_raise_for_status
 
     with hub_errors(repo, "the model card was not checked"):
         answer = get_session().post(f"{api.endpoint}/api/validate-yaml", json={"content": text, "repoType": "model"})
         if answer.status_code == 400:
             reasons = [str(error.get("message")) for error in answer.json().get("errors", ())]
             raise HubError(
-                f"README.md: the Hub refuses its metadata ({'; '.join(reasons)}). Mend the card and give it with --card."
+                f"README.md: the Hub refuses its metadata ({'; '.join(reasons)}). Mend it, or give another by --card."
             )
         hf_raise_for_status(answer)
         return tuple(str(warning.get("message")) for warning in answer.json().get("warnings", ()))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,7 @@ class Integrity:
         config: Keys of config.json that are not what the expansion wrote.
         code: Code files that are missing, unknown, or not what the expansion wrote.
         foreign_code: Code files that the expansion wrote, by another release than this.
+        unreleased_code: Code files whose bytes are those of no release.
         is_loadable: Whether every tensor that the model needs is there in its shape.
         nonzero: Tensors that must be zero for the output to be the base's: W12 and the head's up part.
         trained: Expansion tensors that changed since the expansion.
@@ -41,6 +42,7 @@ class Integrity:
     config: tuple[str, ...]
     code: tuple[str, ...]
     foreign_code: tuple[str, ...]
+    unreleased_code: tuple[str, ...]
     is_loadable: bool
     nonzero: tuple[str, ...]
     trained: tuple[str, ...]
@@ -76,6 +78,7 @@ def check_files(
         config=tuple(_config_problems(checkpoint, manifest, base, family)),
         code=tuple(_code_problems(checkpoint, manifest, family)),
         foreign_code=tuple(file for file, digest in manifest.code.items() if digest != modeling.code_hash(file)),
+        unreleased_code=tuple(_unreleased(checkpoint, manifest)),
         is_loadable=not damaged and len(hashes) == len(manifest.base_tensors),
         nonzero=tuple(_nonzero(checkpoint, manifest)),
         trained=tuple(name for name, digest in expansion.items() if manifest.expansion_tensors.get(name) != digest),
@@ -199,6 +202,16 @@ def _code_problems(checkpoint: Checkpoint, manifest: Manifest, family: Family) -
     known = {*family.code_files, *(file.stored_as for file in manifest.base_files.values())}
     unknown = [file for file in checkpoint.side_files if file.endswith(".py") and file not in known]
     return problems + [f"{file}: unknown code file. Read it before you trust it." for file in unknown]
+
+
+def _unreleased(checkpoint: Checkpoint, manifest: Manifest) -> Iterator[str]:
+    """Code files that no release of this program wrote, whatever surgery.json says of them."""
+    base = {file.stored_as for file in manifest.base_files.values()}
+    released = modeling.released_hashes()
+    for file in checkpoint.side_files:
+        if file.endswith(".py") and file not in base:
+            if hash_file(checkpoint.path / file) not in released.get(file, ()):
+                yield file
 
 
 def _nonzero(checkpoint: Checkpoint, manifest: Manifest) -> list[str]:

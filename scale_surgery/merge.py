@@ -163,6 +163,9 @@ def _record(partial: Path, manifest: Manifest, to: Form, remembered: Mapping[str
         "base_fingerprint": manifest.base_fingerprint,
         "request": manifest.plan["request"],
         "training": list(manifest.training),
+        "base_files": {
+            name: {"sha256": file.sha256, "bytes": file.bytes} for name, file in manifest.base_files.items()
+        },
     }
     cost = asdict(stock_cost(manifest))
     write_json(partial / RECORD_FILE, {"form": to, **facts, **cost, "drift": asdict(drift), "tool": tool_versions()})

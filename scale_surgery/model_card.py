@@ -94,7 +94,7 @@ def read_licence(base_text: str | None) -> dict[str, Any]:
     from huggingface_hub import ModelCard
 
     try:
-        data = ModelCard(base_text or "", ignore_metadata_errors=True).data.to_dict()
+        data: dict[str, Any] = ModelCard(base_text or "", ignore_metadata_errors=True).data.to_dict()  # type: ignore[no-untyped-call]
     except Exception:
         return {}  # somebody else's card, in whatever state; a licence that cannot be read is not named
     return {key: data[key] for key in LICENCE_KEYS if data.get(key)}
@@ -106,7 +106,7 @@ def is_written_card(text: str) -> bool:
     return found is not None and found[1] == _digest(text[: found.start()])
 
 
-def check_metadata(text: str) -> str | None:
+def metadata_problem(text: str) -> str | None:
     """What is wrong with the metadata of a card, before the Hub is asked; None where nothing is."""
     from huggingface_hub import ModelCard
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from scale_surgery.errors import CheckpointError, HubError
 from scale_surgery.hub import Remote, check_arrived, check_repo_id, look_at, make_api, read_text, upload, validate_card
-from scale_surgery.model_card import check_metadata, is_written_card, make_card
+from scale_surgery.model_card import is_written_card, make_card, metadata_problem
 from scale_surgery.progress import Track, no_track
 from scale_surgery.repository import (
     CARD_FILE,
@@ -71,7 +71,7 @@ class Pushed:
         form: "expanded", "extract" or "stock".
         files: What the repository gets.
         left_out: Files of the folder that stay behind.
-        removed: Files that leave the repository.
+        removed: Model files in the repository that the folder does not have; they leave it.
         card: Text of the model card, or None where that in the repository stays.
         card_origin: "written" from facts, the user's "own", or the one in the repository, "kept".
         is_private: Whether the repository is private.
@@ -140,33 +140,35 @@ def push(
     how, path = how or Push(), Path(folder)
     check_repo_id(repo)
     contents, api = read_contents(path), make_api(token, endpoint)
-    remote, obstacle = _remote(api, repo, how, dry_run=dry_run)
+    remote, obstacle = _look(api, repo, how)
+    _stop_at(obstacle, dry_run=dry_run)
     checked = _check(contents, track) if how.check else None
     with tempfile.TemporaryDirectory() as place:
         contents = _extract(contents, Path(place), track) if how.extract_only else contents
         target = Path(place) / "repository"
         target.mkdir()
         plan = _assemble(contents, target, repo, how, checked, api, remote)
-        if obstacle is None and plan.card is not None:
-            plan, obstacle = _validated(api, plan, dry_run=dry_run)
-        plan = replace(plan, obstacle=obstacle)
+        plan = replace(plan, obstacle=obstacle or _refusal(plan, how) or _card_problem(plan))
+        plan = plan if plan.obstacle else _validate(api, plan)
+        _stop_at(plan.obstacle, dry_run=dry_run)
         announce(plan)
         return plan if dry_run else _send(api, target, remote, plan, how)
 
 
-def _remote(api: HfApi, repo: str, how: Push, *, dry_run: bool) -> tuple[Remote, str | None]:
-    """What is on the Hub; in a dry run also what keeps it from taking a push."""
+def _look(api: HfApi, repo: str, how: Push) -> tuple[Remote, str | None]:
+    """What is on the Hub, and what keeps it from taking a push."""
     try:
         found = look_at(api, repo, how.revision, create_pr=how.create_pr)
-        if how.private and found.exists and not found.is_private:
-            raise HubError(
-                f"{repo}: is public, expected a private repository. Leave out --private, or take another id."
-            )
-        return found, None
     except HubError as error:
-        if not dry_run:
-            raise
         return Remote(repo, False, how.private, False, None, ()), str(error)
+    is_exposed = how.private and found.exists and not found.is_private
+    exposed = f"{repo}: is public, expected a private repository. Leave out --private, or take another id."
+    return found, exposed if is_exposed else None
+
+
+def _stop_at(obstacle: str | None, *, dry_run: bool) -> None:
+    if obstacle is not None and not dry_run:
+        raise HubError(obstacle)
 
 
 def _check(contents: Contents, track: Track) -> Verification | None:
@@ -193,8 +195,11 @@ def _extract(contents: Contents, place: Path, track: Track) -> Contents:
 
     if contents.form != "expanded":
         raise CheckpointError(f"{contents.path}: is no expanded folder, --extract-only needs one. Leave it out.")
-    is_near = place.stat().st_dev == contents.path.stat().st_dev
-    done = extract(contents.path, place / "extract", base_weights="link" if is_near else "auto", track=track)
+    try:
+        done = extract(contents.path, place / "extract", base_weights="link", track=track)
+    except CheckpointError:
+        # a temporary folder may lie on another file system; what else is wrong is found once more
+        done = extract(contents.path, place / "extract", overwrite=True, track=track)
     return replace(read_contents(done.path), left_out=done.left_out)
 
 
@@ -219,7 +224,7 @@ def _assemble(
         form=contents.form,
         files=files,
         left_out=contents.left_out,
-        removed=_foreign(remote, names, how),
+        removed=tuple(name for name in remote.files if name not in names and is_part_of_a_model(name)),
         card=text,
         card_origin=origin,
         is_private=remote.is_private if remote.exists else how.private,
@@ -263,32 +268,32 @@ def _certificate(contents: Contents, checked: Verification | None) -> Mapping[st
     return recorded if (recorded.get("state"), recorded.get("trained_tensors")) == now else checked.to_json()
 
 
-def _foreign(remote: Remote, names: set[str], how: Push) -> tuple[str, ...]:
-    """Model files in the repository that the folder does not have: with them it would load as something else."""
-    foreign = tuple(name for name in remote.files if name not in names and is_part_of_a_model(name))
-    if foreign and not how.replace:
-        raise HubError(
-            f"{remote.repo}: holds model files that the folder does not have ({', '.join(foreign[:5])}"
-            f"{', ...' if len(foreign) > 5 else ''}); beside them it would be another model. Push to another repository "
-            "or --revision, or give --replace: they leave in the same commit, and its history keeps them."
-        )
-    return foreign
+def _refusal(plan: Pushed, how: Push) -> str | None:
+    """Why a repository that holds another model's files does not become this one."""
+    if how.replace or not plan.removed:
+        return None
+    named = ", ".join(plan.removed[:5]) + (", ..." if len(plan.removed) > 5 else "")
+    return (
+        f"{plan.repo}: holds model files that the folder does not have ({named}); beside them it would be another "
+        "model. Push to another repository or --revision, or give --replace: they leave in the same commit, and its "
+        "history keeps them."
+    )
 
 
-def _validated(api: HfApi, plan: Pushed, *, dry_run: bool) -> tuple[Pushed, str | None]:
+def _card_problem(plan: Pushed) -> str | None:
+    problem = None if plan.card is None else metadata_problem(plan.card)
+    return problem and f"{CARD_FILE}: its metadata cannot be read ({problem}). Mend the card, or give --write-card."
+
+
+def _validate(api: HfApi, plan: Pushed) -> Pushed:
     """Let the Hub check the card."""
-    assert plan.card is not None
+    if plan.card is None:
+        return plan
     try:
-        if problem := check_metadata(plan.card):
-            raise HubError(
-                f"{CARD_FILE}: its metadata cannot be read ({problem}). Mend the card, or give --write-card."
-            )
         warned = validate_card(api, plan.repo, plan.card)
     except HubError as error:
-        if not dry_run:
-            raise
-        return plan, str(error)
-    return replace(plan, notes=(*plan.notes, *(f"the Hub says of the card: {text}" for text in warned))), None
+        return replace(plan, obstacle=str(error))
+    return replace(plan, notes=(*plan.notes, *(f"the Hub says of the card: {text}" for text in warned)))
 
 
 def _send(api: HfApi, target: Path, remote: Remote, plan: Pushed, how: Push) -> Pushed:

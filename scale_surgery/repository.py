@@ -193,4 +193,5 @@ def _origin(contents: Contents, folder: Path, name: str) -> Origin:
     if not (folder / name).is_symlink():
         return "written"
     source = contents.base_card if name not in contents.files else name
-    return "base" if source in contents.base_files else "model"
+    is_base = source in contents.base_files and source != contents.own_card
+    return "base" if is_base else "model"

@@ -196,6 +196,7 @@ def render_verification(result: Verification) -> RenderableType:
         table.add_row(promise.name, _verdict(promise, promise.name in result.required), promise.evidence)
     parts: list[RenderableType] = [table, Text(), _render_numbers(result)]
     parts += [Text(f"problem: {problem}", style="red") for problem in _problems(result)]
+    parts += [Text(f"warning: {warning}", style="yellow") for warning in result.warnings]
     word = Text("verified", style="bold green") if result.passed else Text("NOT verified", style="bold red")
     state = "untrained" if result.state == "initial" else f"trained ({result.trained_tensors} tensors changed)"
     kind = result.variant if result.routing is None else f"{result.variant}, routed ({result.routing.description})"

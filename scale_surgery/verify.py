@@ -70,6 +70,7 @@ class Verification:
         promises: Every promise.
         required: Promises that decide `passed`.
         problems: Problems that no promise covers: code, structure, loading, token ids.
+        warnings: What a user should know before running the folder's own code; does not decide `passed`.
         numbers: What the probe prompts showed, or None where they were not run.
         passed: Whether all is as required.
         date: When, in UTC.
@@ -88,6 +89,7 @@ class Verification:
     promises: tuple[Promise, ...]
     required: tuple[str, ...]
     problems: tuple[str, ...]
+    warnings: tuple[str, ...]
     numbers: Numbers | None
     passed: bool
     date: str
@@ -275,6 +277,11 @@ def _judge(
         promises=promises,
         required=decisive,
         problems=problems,
+        warnings=tuple(
+            f"{file}: differs from every release of this program. Read it before you let it run with "
+            "trust_remote_code; without, the code of this program runs."
+            for file in integrity.unreleased_code
+        ),
         numbers=numbers,
         passed=not failed and not (problems and not required),
         date=datetime.now(UTC).isoformat(timespec="seconds"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import Any
 from scale_surgery.families import FAMILIES, Family
 
 FOLDER = Path(__file__).parent
+# release -> exported code file -> sha256; python -m tests.test_trust writes the entry of this one
+RELEASES_FILE = "releases.json"
 
 
 def code_text(file: str) -> str:
@@ -21,6 +24,17 @@ def code_text(file: str) -> str:
 def code_hash(file: str) -> str:
     """sha256 of one exported code file."""
     return hashlib.sha256((FOLDER / file).read_bytes()).hexdigest()
+
+
+@cache
+def released_hashes() -> dict[str, frozenset[str]]:
+    """sha256 of every released form of each exported code file, this release's included."""
+    releases = json.loads((FOLDER / RELEASES_FILE).read_text(encoding="utf-8"))
+    found: dict[str, set[str]] = {}
+    for release in releases.values():
+        for file, digest in release.items():
+            found.setdefault(file, set()).add(digest)
+    return {file: frozenset(digests) for file, digests in found.items()}
 
 
 def model_classes(family: Family) -> tuple[Any, Any, Any]:

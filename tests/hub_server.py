@@ -1,0 +1,377 @@
+"""A Hub on the loopback: it speaks the part of the Hub's protocol with which the real client pushes and downloads.
+
+Git commits (as ndjson, with or without a pull request), LFS (batch, basic and multipart transfers, verification by
+sha256), branches, accounts with tokens, and faults that a test asks for: a status, or a connection that breaks in the
+middle of a file. It counts every byte that arrives.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import hashlib
+import json
+import re
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qs, unquote, urlsplit
+
+import yaml
+
+WRITER = {"name": "me", "type": "user", "orgs": [{"name": "lab", "roleInOrg": "write"}]}
+
+
+@dataclass
+class Repository:
+    """Branches, each from file names to contents; an LFS file is its oid as text."""
+
+    private: bool
+    branches: dict[str, dict[str, bytes | str]] = field(default_factory=lambda: {"main": {".gitattributes": b"\n"}})
+    messages: list[str] = field(default_factory=list)
+
+    def find(self, revision: str) -> dict[str, bytes | str] | None:
+        """Files of a branch or of a commit that is the head of one."""
+        named = {commit_of(files): files for files in self.branches.values()}
+        return self.branches.get(revision, named.get(revision))
+
+
+@dataclass
+class Fault:
+    """What happens to the next requests whose method and path match: a status, or a break after some bytes."""
+
+    where: str
+    status: int | None = None
+    break_after: int = 0
+    times: int = 1
+    message: str = "as the test asked"
+    headers: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class Hub:
+    """The state of the server; tests read and change it."""
+
+    address: str = ""
+    accounts: dict[str, dict[str, Any]] = field(default_factory=dict)
+    repositories: dict[str, Repository] = field(default_factory=dict)
+    objects: dict[str, bytes] = field(default_factory=dict)
+    received: Counter[str] = field(default_factory=Counter)
+    requests: list[str] = field(default_factory=list)
+    faults: list[Fault] = field(default_factory=list)
+    part_bytes: int | None = None
+    gitignore: str | None = None
+    parts: dict[str, dict[int, bytes]] = field(default_factory=dict)
+    card_warnings: list[str] = field(default_factory=list)
+
+    def files(self, repo: str, revision: str = "main") -> dict[str, bytes]:
+        """Contents of a repository's files."""
+        found = self.repositories[repo].branches[revision]
+        return {name: self.objects[held] if isinstance(held, str) else held for name, held in found.items()}
+
+
+def account(role: str = "write", **changes: Any) -> dict[str, Any]:
+    """What whoami tells of a token."""
+    return {**WRITER, "auth": {"type": "access_token", "accessToken": {"role": role, **changes}}}
+
+
+def commit_of(files: dict[str, bytes | str]) -> str:
+    """A commit's name, from what it holds."""
+    return hashlib.sha1(repr(sorted(files.items())).encode()).hexdigest()
+
+
+def oid_of(held: bytes | str) -> str:
+    """A git blob's name; of an LFS file the sha256."""
+    return held if isinstance(held, str) else hashlib.sha1(b"blob %d\0" % len(held) + held).hexdigest()
+
+
+class Refusal(Exception):  # noqa: N818
+    """An answer that is no success."""
+
+    def __init__(self, status: int, message: str, code: str = "") -> None:
+        self.status, self.message, self.code = status, message, code
+
+
+class Handler(BaseHTTPRequestHandler):
+    """One request: find its route, look for a fault, answer."""
+
+    protocol_version = "HTTP/1.1"
+    hub: Hub
+
+    def do_GET(self) -> None:
+        self.serve()
+
+    do_HEAD = do_POST = do_PUT = do_GET
+
+    def serve(self) -> None:
+        parts = urlsplit(self.path)
+        self.query, path = parse_qs(parts.query), parts.path
+        self.hub.requests.append(f"{self.command} {path}")
+        fault = next((found for found in self.hub.faults if re.fullmatch(found.where, f"{self.command} {path}")), None)
+        try:
+            if fault is not None:
+                self.fail(fault)
+            self.body = self.read_body(int(self.headers.get("Content-Length") or 0))
+            for method, pattern, answer in ROUTES:
+                found = re.fullmatch(pattern, path)
+                if found is not None and self.command in method.split():
+                    answer(self, *(unquote(group) for group in found.groups()))
+                    return
+            raise Refusal(404, f"no such route: {path}", "EntryNotFound")
+        except Refusal as refusal:
+            self.refuse(refusal, fault.headers if fault is not None else {})
+        except ConnectionError:
+            self.close_connection = True
+
+    def fail(self, fault: Fault) -> None:
+        fault.times -= 1
+        if not fault.times:
+            self.hub.faults.remove(fault)
+        length = int(self.headers.get("Content-Length") or 0)
+        if fault.status is None:
+            self.read_body(min(fault.break_after, length))
+            self.connection.close()
+            raise ConnectionError
+        self.read_body(length)
+        raise Refusal(fault.status, fault.message)
+
+    def read_body(self, length: int) -> bytes:
+        if "chunked" in self.headers.get("Transfer-Encoding", ""):
+            body = b""
+            while size := int(self.rfile.readline(), 16):
+                body += self.rfile.read(size)
+                self.rfile.readline()
+            self.rfile.readline()
+        else:
+            body = self.rfile.read(length)
+        if self.command == "PUT":
+            self.hub.received[self.path.split("?")[0]] += len(body)
+        return body
+
+    def refuse(self, refusal: Refusal, headers: dict[str, str]) -> None:
+        own = {"X-Error-Message": refusal.message} | ({"X-Error-Code": refusal.code} if refusal.code else {})
+        self.reply({"error": refusal.message}, refusal.status, {**own, **headers})
+
+    def reply(self, content: Any, status: int = 200, headers: dict[str, str] | None = None) -> None:
+        body = content if isinstance(content, bytes) else json.dumps(content).encode()
+        self.send_response(status)
+        for name, value in (headers or {}).items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def log_message(self, *arguments: object) -> None:
+        """Keep the test output clean."""
+
+    # -- who asks
+
+    def account(self) -> dict[str, Any] | None:
+        token = self.headers.get("Authorization", "").removeprefix("Bearer ")
+        if token and token not in self.hub.accounts:
+            raise Refusal(401, "Invalid credentials in Authorization header")
+        return self.hub.accounts.get(token)
+
+    def find(self, repo: str, *, to_write: bool = False) -> Repository:
+        found, who = self.hub.repositories.get(repo), self.account()
+        if found is None or (found.private and who is None):
+            raise Refusal(404 if who else 401, "Repository not found", "RepoNotFound")
+        if to_write:
+            self.check_write(repo)
+        return found
+
+    def check_write(self, repo: str) -> None:
+        who = self.account()
+        if who is None:
+            raise Refusal(401, "Unauthorized")
+        namespaces = {who["name"], *(entry["name"] for entry in who["orgs"] if entry["roleInOrg"] != "read")}
+        is_pull_request = "create_pr" in self.query or "refs%2Fpr%2F" in self.path
+        if repo.split("/")[0] not in namespaces and not is_pull_request:
+            raise Refusal(403, f"You don't have the rights to write to {repo}")
+
+    def revision_of(self, repo: str, revision: str) -> dict[str, bytes | str]:
+        files = self.find(repo).find(revision)
+        if files is None:
+            raise Refusal(404, f"Invalid rev id: {revision}", "RevisionNotFound")
+        return files
+
+    # -- answers
+
+    def whoami(self) -> None:
+        who = self.account()
+        if who is None:
+            raise Refusal(401, "Unauthorized")
+        self.reply(who)
+
+    def create_repository(self) -> None:
+        asked = json.loads(self.body)
+        repo = f"{asked['organization'] or (self.account() or {}).get('name')}/{asked['name']}"
+        self.check_write(repo)
+        if repo in self.hub.repositories:
+            raise Refusal(409, "You already created this model repo")
+        is_private = asked.get("visibility") == "private" or bool(asked.get("private"))
+        self.hub.repositories[repo] = Repository(is_private)
+        self.reply({"url": f"{self.hub.address}/{repo}"})
+
+    def create_branch(self, repo: str, branch: str) -> None:
+        found = self.find(repo, to_write=True)
+        found.branches[branch] = dict(found.branches["main"])
+        self.reply({})
+
+    def validate_card(self) -> None:
+        content = json.loads(self.body)["content"]
+        head = re.match(r"---\n(.*?)\n---", content, re.DOTALL)
+        data = yaml.safe_load(head[1]) if head else {}
+        named = data.get("base_model", [])
+        errors = [
+            {"message": f'"base_model" with value "{name}" is not valid. Use a model id from https://hf.co/models.'}
+            for name in ([named] if isinstance(named, str) else named)
+            if not re.fullmatch(r"[\w.-]+/[\w.-]+", name)
+        ]
+        told = [{"message": text} for text in self.hub.card_warnings]
+        self.reply({"errors": errors, "warnings": told}, 400 if errors else 200)
+
+    def model_info(self, repo: str, revision: str = "main") -> None:
+        files = self.revision_of(repo, revision)
+        siblings = [
+            {"rfilename": name} | ({"size": self.size(held), "blobId": oid_of(held)} if "blobs" in self.query else {})
+            for name, held in files.items()
+        ]
+        private = self.hub.repositories[repo].private
+        self.reply({"id": repo, "sha": commit_of(files), "private": private, "siblings": siblings, "tags": []})
+
+    def size(self, held: bytes | str) -> int:
+        return len(self.hub.objects[held] if isinstance(held, str) else held)
+
+    def tree(self, repo: str, revision: str) -> None:
+        entries = []
+        for name, held in self.revision_of(repo, revision).items():
+            lfs = {"lfs": {"oid": held, "size": self.size(held), "pointerSize": 134}} if isinstance(held, str) else {}
+            entries.append({"type": "file", "path": name, "size": self.size(held), "oid": oid_of(held), **lfs})
+        self.reply(entries)
+
+    def preupload(self, repo: str, revision: str) -> None:
+        self.find(repo, to_write=True)
+        there = self.revision_of(repo, revision)
+        answers = []
+        for asked in json.loads(self.body)["files"]:
+            name = asked["path"]
+            entry = {
+                "path": name,
+                "uploadMode": "lfs" if name.endswith((".safetensors", ".png")) else "regular",
+                "shouldIgnore": self.hub.gitignore is not None and name.endswith(self.hub.gitignore),
+            }
+            answers.append(entry | ({"oid": oid_of(there[name])} if name in there else {}))
+        self.reply({"files": answers})
+
+    def batch(self, repo: str) -> None:
+        self.find(repo, to_write=True)
+        objects = []
+        for asked in json.loads(self.body)["objects"]:
+            oid, known = asked["oid"], asked["oid"] in self.hub.objects
+            objects.append(asked if known else {**asked, "actions": self.actions(oid, asked["size"])})
+        self.reply({"transfer": "basic", "objects": objects})
+
+    def actions(self, oid: str, size: int) -> dict[str, Any]:
+        verify = {"href": f"{self.hub.address}/lfs/{oid}/verify"}
+        if self.hub.part_bytes is None:
+            return {"upload": {"href": f"{self.hub.address}/lfs/{oid}"}, "verify": verify}
+        count = -(-size // self.hub.part_bytes)
+        urls = {f"{number}": f"{self.hub.address}/lfs/{oid}/{number}" for number in range(1, count + 1)}
+        header = {"chunk_size": str(self.hub.part_bytes), **urls}
+        return {"upload": {"href": f"{self.hub.address}/lfs/{oid}/complete", "header": header}, "verify": verify}
+
+    def put_object(self, oid: str) -> None:
+        self.store(oid, self.body)
+        self.reply({})
+
+    def put_part(self, oid: str, number: str) -> None:
+        self.hub.parts.setdefault(oid, {})[int(number)] = self.body
+        self.reply({}, headers={"ETag": f'"{hashlib.md5(self.body).hexdigest()}"'})
+
+    def complete(self, oid: str) -> None:
+        numbers = [part["partNumber"] for part in json.loads(self.body)["parts"]]
+        self.store(oid, b"".join(self.hub.parts[oid][number] for number in numbers))
+        self.reply({})
+
+    def store(self, oid: str, content: bytes) -> None:
+        if hashlib.sha256(content).hexdigest() != oid:
+            raise Refusal(400, "content has another sha256")
+        self.hub.objects[oid] = content
+
+    def verify(self, oid: str) -> None:
+        if len(self.hub.objects.get(oid, b"")) != json.loads(self.body)["size"]:
+            raise Refusal(404, "object is not there")
+        self.reply({})
+
+    def commit(self, repo: str, revision: str) -> None:
+        found = self.find(repo, to_write=True)
+        files = dict(self.revision_of(repo, revision))
+        for line in self.body.splitlines():
+            entry = json.loads(line)
+            key, value = entry["key"], entry["value"]
+            if key == "header":
+                message = value["summary"]
+            elif key == "file":
+                files[value["path"]] = base64.b64decode(value["content"])
+            elif key == "lfsFile":
+                if value["oid"] not in self.hub.objects:
+                    raise Refusal(400, f"LFS pointer points to a file that does not exist: {value['path']}")
+                files[value["path"]] = value["oid"]
+            elif key == "deletedFile":
+                del files[value["path"]]
+        pull_request = {}
+        if "create_pr" in self.query:
+            number = sum(name.startswith("refs/pr/") for name in found.branches) + 1
+            revision = f"refs/pr/{number}"
+            pull_request = {"pullRequestUrl": f"{self.hub.address}/{repo}/discussions/{number}"}
+        found.branches[revision] = files
+        found.messages.append(message)
+        oid = commit_of(files)
+        self.reply({"commitOid": oid, "commitUrl": f"{self.hub.address}/{repo}/commit/{oid}", **pull_request})
+
+    def resolve(self, repo: str, revision: str, name: str) -> None:
+        files = self.revision_of(repo, revision)
+        if name not in files:
+            raise Refusal(404, "Entry not found", "EntryNotFound")
+        held = files[name]
+        content = self.hub.objects[held] if isinstance(held, str) else held
+        self.reply(content, headers={"X-Repo-Commit": commit_of(files), "ETag": f'"{oid_of(held)}"'})
+
+
+MODEL = r"/api/models/([^/]+/[^/]+)"
+ROUTES: list[tuple[str, str, Callable[..., None]]] = [
+    ("GET", "/api/whoami-v2", Handler.whoami),
+    ("POST", "/api/repos/create", Handler.create_repository),
+    ("POST", "/api/validate-yaml", Handler.validate_card),
+    ("POST", f"{MODEL}/branch/([^/]+)", Handler.create_branch),
+    ("GET", MODEL, Handler.model_info),
+    ("GET", f"{MODEL}/revision/([^/]+)", Handler.model_info),
+    ("GET", f"{MODEL}/tree/([^/]+)", Handler.tree),
+    ("POST", f"{MODEL}/preupload/([^/]+)", Handler.preupload),
+    ("POST", f"{MODEL}/commit/([^/]+)", Handler.commit),
+    ("POST", r"/([^/]+/[^/]+)\.git/info/lfs/objects/batch", Handler.batch),
+    ("PUT", "/lfs/(\\w+)", Handler.put_object),
+    ("PUT", "/lfs/(\\w+)/(\\d+)", Handler.put_part),
+    ("POST", "/lfs/(\\w+)/complete", Handler.complete),
+    ("POST", "/lfs/(\\w+)/verify", Handler.verify),
+    ("GET HEAD", "/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", Handler.resolve),
+]
+
+
+@contextlib.contextmanager
+def running() -> Iterator[Hub]:
+    """Start a server; its accounts are a writer with the token "hf_writer" and a reader with "hf_reader"."""
+    hub = Hub(accounts={"hf_writer": account(), "hf_reader": account("read")})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("BoundHandler", (Handler,), {"hub": hub}))
+    hub.address = f"http://127.0.0.1:{server.server_port}"
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    try:
+        yield hub
+    finally:
+        server.shutdown()
+        server.server_close()

@@ -1,0 +1,95 @@
+"""Exported code is what a stranger runs: known, small, and unable to touch anything but tensors.
+
+`python -m tests.test_trust` writes the hashes of this version's code into releases.json.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from scale_surgery import __version__, modeling, verify
+from scale_surgery.families import FAMILIES
+from scale_surgery.modeling import FOLDER, RELEASES_FILE
+from tests.conftest import Pair
+
+CODE_FILES = sorted({file for family in FAMILIES.values() for file in family.code_files})
+STANDARD_LIBRARY = {
+    *("__future__", "collections", "contextlib", "dataclasses", "functools", "importlib", "inspect"),
+    *("math", "threading", "typing"),
+}
+# no files, no network, no processes, no code from texts
+FORBIDDEN_CALLS = {"open", "eval", "exec", "compile", "__import__", "input", "getenv", "system", "popen", "load"}
+
+
+def test_the_hashes_of_this_version_are_recorded() -> None:
+    released = json.loads((FOLDER / RELEASES_FILE).read_text(encoding="utf-8"))
+    assert released[__version__] == {file: modeling.code_hash(file) for file in CODE_FILES}
+
+
+@pytest.mark.parametrize("file", CODE_FILES)
+def test_exported_code_imports_tensors_and_nothing_else(file: str) -> None:
+    tree = ast.parse(modeling.code_text(file))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            assert {name.name.split(".")[0] for name in node.names} <= STANDARD_LIBRARY | {"torch"}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            assert str(node.module).split(".")[0] in STANDARD_LIBRARY | {"torch", "transformers"}
+        elif isinstance(node, ast.ImportFrom):
+            assert f"{node.module}.py" in CODE_FILES
+
+
+@pytest.mark.parametrize("file", CODE_FILES)
+def test_exported_code_calls_nothing_that_reaches_outside(file: str) -> None:
+    calls = [node.func for node in ast.walk(ast.parse(modeling.code_text(file))) if isinstance(node, ast.Call)]
+    names = {node.id if isinstance(node, ast.Name) else getattr(node, "attr", "") for node in calls}
+    assert not names & FORBIDDEN_CALLS
+
+
+def test_the_only_module_that_is_imported_by_name_is_one_that_transformers_loaded_already() -> None:
+    found = [file for file in CODE_FILES if "import_module(" in modeling.code_text(file)]
+    assert found == ["expanded_attention.py"]
+    assert "import_module(type(module).__module__)" in modeling.code_text(found[0])
+
+
+def test_exported_code_is_the_code_of_the_package(llama: Pair) -> None:
+    for file in FAMILIES["llama"].code_files:
+        assert (llama.path / file).read_bytes() == (FOLDER / file).read_bytes()
+
+
+def test_exported_code_is_small() -> None:
+    lines = sum(len(modeling.code_text(file).splitlines()) for file in FAMILIES["llama"].code_files)
+    assert lines < 2000
+
+
+def test_verify_does_not_warn_of_released_code(llama: Pair) -> None:
+    assert verify(llama.path, files_only=True, record=False).warnings == ()
+
+
+def test_verify_warns_of_code_that_no_release_wrote_even_where_the_manifest_vouches_for_it(
+    llama: Pair, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(llama.path, tmp_path / "forged"))
+    code = folder / "expanded_streams.py"
+    code.write_text(code.read_text() + "# harmless\n")
+    manifest = json.loads((folder / "surgery.json").read_text())
+    manifest["code"]["expanded_streams.py"] = hashlib.sha256(code.read_bytes()).hexdigest()
+    (folder / "surgery.json").write_text(json.dumps(manifest))
+    found = verify(folder, files_only=True, record=False)
+    assert found.problems == ()
+    assert found.warnings == (
+        "expanded_streams.py: differs from every release of this program. Read it before you let it run with "
+        "trust_remote_code; without, the code of this program runs.",
+    )
+
+
+if __name__ == "__main__":
+    path = FOLDER / RELEASES_FILE
+    releases = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    releases[__version__] = {file: modeling.code_hash(file) for file in CODE_FILES}
+    path.write_text(json.dumps(releases, indent=2) + "\n", encoding="utf-8")
