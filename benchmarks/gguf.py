@@ -82,7 +82,8 @@ folder = str(Path(sys.argv[0]).parent)
 sys.path[:0] = [folder, folder + "/gguf-py"]
 from conversion.base import TextModel
 TextModel.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"
-TextModel._set_vocab_sentencepiece = TextModel._set_vocab_gpt2
+from conversion.phi import Phi3MiniModel
+Phi3MiniModel.set_vocab = TextModel._set_vocab_sentencepiece = TextModel._set_vocab_gpt2
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
@@ -143,6 +144,7 @@ def convert(converter: Path, model: Path, file: Path) -> Path:
     return file
 
 
+@torch.no_grad()
 def read_in_transformers(path: Path) -> list[Reading]:
     """What a checkpoint says in transformers."""
     model = transformers.AutoModelForCausalLM.from_pretrained(path).eval()
@@ -151,12 +153,10 @@ def read_in_transformers(path: Path) -> list[Reading]:
     for prompt in PROMPTS:
         ids = tokenizer(prompt)["input_ids"]
         row = torch.tensor([ids])
-        options = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False}
-        with torch.no_grad():
+        for _ in range(NEW_TOKENS):
             logits = model(row).logits[0]
-        with torch.no_grad():
-            new = model.generate(row, attention_mask=torch.ones_like(row), eos_token_id=-1, **options)
-        readings.append(Reading(ids, logits.numpy(), new[0, len(ids) :].tolist()))
+            row = torch.cat((row, logits[-1:].argmax(-1, keepdim=True)), dim=1)
+        readings.append(Reading(ids, logits[: len(ids)].numpy(), row[0, len(ids) :].tolist()))
     return readings
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from scale_surgery.checkpoint import Checkpoint, open_checkpoint
 from scale_surgery.errors import CheckpointError
 from scale_surgery.extract_folder import Extract, check_own_files, open_extract, stored_name
-from scale_surgery.manifest import Manifest, hash_files
+from scale_surgery.manifest import hash_files
 from scale_surgery.progress import Track, no_track
 from scale_surgery.rebase import Base, rebase
 from scale_surgery.same_base import check_fit, find_differing, hash_base, refuse_differing
@@ -93,39 +93,44 @@ def apply(
     check_fit(found, given, title)
     check_target(target, [found.path, source.path], overwrite=overwrite)
     check_own_files(found, track)
-    hashes = _hash_files(given, track)
-    recorded = {name: file.sha256 for name, file in found.manifest.base_files.items()}
-    others = tuple(sorted(name for name in {*hashes, *recorded} if hashes.get(name) != recorded.get(name)))
-    is_same = not set(others).intersection((*given.shards, *_shards(found.manifest)))
-    tensors = found.manifest.base_tensors if is_same else hash_base(given, track)
-    differing = find_differing(found, given, tensors)
+    read = _read_base(found, source, given, track)
     if not force:
-        refuse_differing(found, title, differing, len(given.tensors), ADVICE)
+        refuse_differing(found, title, read.differing, len(given.tensors), ADVICE)
     written = _bytes_written(found, given, base_weights)
     check_space(target, written if base_weights == "copy" else 0)
     state = {
         "apply": {name: file.sha256 for name, file in found.files.items()},
-        "base": hashes,
-        "name": [source.name, source.revision],
+        "base": [source.name, source.revision, read.files],
         "base_weights": base_weights,
     }
     with staged(target, state, overwrite=overwrite) as partial:
-        if others:
-            model = Base(source, given, hashes, tensors, tuple(differing))
-            rebase(found, model, partial, base_weights, trust_remote_code=trust_remote_code, track=track)
+        if read.other_files:
+            rebase(found, read, partial, base_weights, trust_remote_code=trust_remote_code, track=track)
         else:
             _rebuild(found, given, partial, base_weights, track)
         _check_written(found, partial)
     return Applied(
         path=target,
-        base_name=source.name if others else found.manifest.base_name,
-        base_revision=source.revision if others else found.manifest.base_revision,
+        base_name=source.name if read.other_files else found.manifest.base_name,
+        base_revision=source.revision if read.other_files else found.manifest.base_revision,
         base_tensors=len(given.tensors),
         expansion_tensors=len(found.tensors),
-        other_files=others,
-        differing=tuple(differing),
+        other_files=read.other_files,
+        differing=tuple(read.differing),
         bytes_written=written,
     )
+
+
+def _read_base(extract: Extract, source: Source, base: Checkpoint, track: Track) -> Base:
+    """Hash a base and compare it with the recorded one; tensors whose shards are the recorded files are not read."""
+    files = [*base.shards, *base.side_files]
+    with track("base hashes", sum((base.path / file).stat().st_size for file in files)) as advance:
+        hashes = hash_files(base.path, files, advance)
+    recorded = {name: file.sha256 for name, file in extract.manifest.base_files.items()}
+    others = tuple(sorted(name for name in {*hashes, *recorded} if hashes.get(name) != recorded.get(name)))
+    has_other_shards = any(name.endswith(".safetensors") for name in others)
+    tensors = hash_base(base, track) if has_other_shards else extract.manifest.base_tensors
+    return Base(source, base, hashes, tensors, find_differing(extract, base, tensors), others)
 
 
 def find_base(extract: Extract, base: str | Path | None, revision: str | None) -> Source:
@@ -151,16 +156,6 @@ def find_base(extract: Extract, base: str | Path | None, revision: str | None) -
     if base is None:
         return find_source(manifest.base_name, revision or manifest.base_revision)
     return find_source(base, revision)
-
-
-def _shards(manifest: Manifest) -> list[str]:
-    return [name for name in manifest.base_files if name.endswith(".safetensors")]
-
-
-def _hash_files(base: Checkpoint, track: Track) -> dict[str, str]:
-    files = [*base.shards, *base.side_files]
-    with track("base hashes", sum((base.path / file).stat().st_size for file in files)) as advance:
-        return hash_files(base.path, files, advance)
 
 
 def _bytes_written(extract: Extract, base: Checkpoint, how: BaseWeights) -> int:

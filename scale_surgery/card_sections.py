@@ -233,7 +233,8 @@ def _loaded(facts: CardFacts) -> str:
     own = _python(facts.repo, "", "import scale_surgery\n", "\nscale_surgery.register()")
     switch = "" if facts.is_fused else _switches(facts.routing)
     return (
-        f"## How to load\n\nWith the code in this repository, which needs `torch` and `transformers` alone:\n\n{trusting}"
+        "## How to load\n\nWith the code in this repository, which needs `torch` and `transformers` alone:\n\n"
+        f"{trusting}"
         f"\n\nOr with the package `scale-surgery` installed, and no remote code:\n\n{own}{switch}"
     )
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from scale_surgery.checkpoint import (
-    CONFIG_FILE,
     EXTRACT_FILE,
     MANIFEST_FILE,
     Checkpoint,
@@ -23,8 +22,7 @@ from scale_surgery.extract_folder import (
     EXTRACT_FORMAT,
     STORED_INDEX,
     OwnFile,
-    config_problems,
-    own_problems,
+    content_problems,
     stored_name,
 )
 from scale_surgery.manifest import Manifest, hash_files, read_manifest, refuse_fused, tool_versions
@@ -172,9 +170,9 @@ def _own_files(checkpoint: Checkpoint, from_base: tuple[str, ...]) -> tuple[dict
 
 def _check_own(checkpoint: Checkpoint, manifest: Manifest, files: dict[str, OwnFile]) -> None:
     tensors = {name: info for name, info in checkpoint.tensors.items() if name not in manifest.base_tensors}
-    problems = [*own_problems(manifest, files, tensors), *config_problems(manifest, checkpoint.config)]
+    problems = content_problems(checkpoint.path, manifest, checkpoint.config, files, tensors)
     missing = [name for name in manifest.base_tensors if name not in checkpoint.tensors]
     problems += [f"{name}: base tensor is missing." for name in missing]
     if problems:
-        advice = f"{checkpoint.path}: is not what the expansion wrote, so it is not extracted. {CONFIG_FILE} and code "
-        raise CheckpointError.from_problems([*problems, f"{advice}can be restored; or expand the base again."])
+        advice = f"{checkpoint.path}: is not what the expansion wrote, so it is not extracted. Restore what is named."
+        raise CheckpointError.from_problems([*problems, advice])

@@ -8,6 +8,7 @@ extract.json           which base, which files, and dtype and shape of each base
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -83,11 +84,6 @@ class Extract:
     base_tensors: Mapping[str, TensorForm]
     tensors: Mapping[str, TensorInfo]
 
-    @property
-    def config(self) -> dict[str, Any]:
-        """Parsed config.json of the expanded model."""
-        return read_json(self.path / CONFIG_FILE)
-
 
 def stored_name(file: str) -> str:
     """Name that a file of the expanded folder has in the extract."""
@@ -127,7 +123,8 @@ def open_extract(extract: str | Path, revision: str | None = None) -> Extract:
     refuse_fused(path, manifest)
     tensors = {name: info for shard in sorted(_shards(files)) for name, info in read_header(path, shard).items()}
     found = Extract(path, source.name, manifest, files, from_base, forms, tensors)
-    if problems := [*own_problems(manifest, files, tensors), *_list_problems(found), *_config_problems(found)]:
+    config = read_json(path / CONFIG_FILE)
+    if problems := [*content_problems(path, manifest, config, files, tensors), *_list_problems(found)]:
         raise CheckpointError.from_problems(problems)
     return found
 
@@ -150,17 +147,35 @@ def check_own_files(extract: Extract, track: Track = no_track) -> None:
         raise CheckpointError.from_problems(changed)
 
 
-def own_problems(manifest: Manifest, files: Mapping[str, OwnFile], tensors: Mapping[str, TensorInfo]) -> Iterator[str]:
-    """What speaks against files that are not the base's: tensors that no plan names, unknown code, pickles.
+def content_problems(
+    path: Path,
+    manifest: Manifest,
+    config: Mapping[str, Any],
+    files: Mapping[str, OwnFile],
+    tensors: Mapping[str, TensorInfo],
+) -> list[str]:
+    """What speaks against an expansion: tensors that no plan names, a changed config.json, unknown code, pickles.
 
     Args:
+        path: The extract, or the expanded folder.
         manifest: surgery.json of the expanded folder.
-        files: Its own files.
-        tensors: Tensors of its own shards.
+        config: Its parsed config.json.
+        files: Its files that are not the base's.
+        tensors: Tensors of its shards that are not the base's.
 
-    Yields:
+    Returns:
         A line for each problem.
     """
+    return [
+        *_tensor_problems(manifest, tensors),
+        *_text_problems(manifest),
+        *_config_problems(manifest, config),
+        *_code_problems(manifest, files),
+        *_remote_code_problems(path, manifest, files),
+    ]
+
+
+def _tensor_problems(manifest: Manifest, tensors: Mapping[str, TensorInfo]) -> Iterator[str]:
     planned = {tensor["name"]: tuple(tensor["shape"]) for tensor in manifest.plan["tensors"]}
     yield from (f"{name}: expansion tensor is missing." for name in planned if name not in tensors)
     for name, info in tensors.items():
@@ -168,6 +183,16 @@ def own_problems(manifest: Manifest, files: Mapping[str, OwnFile], tensors: Mapp
             yield f"{name}: lies in {info.file}, and is no tensor of the expansion's plan."
         elif tuple(info.shape) != planned[name]:
             yield f"{name}: shape {info.shape}, expected {planned[name]} from the plan."
+
+
+def _text_problems(manifest: Manifest) -> Iterator[str]:
+    for name, text in manifest.replaced.items():
+        digest = hashlib.sha256(text.encode("utf-8")).hexdigest()
+        if name not in manifest.base_files or digest != manifest.base_files[name].sha256:
+            yield f"{MANIFEST_FILE}: its text of the base's {name} is not what it was."
+
+
+def _code_problems(manifest: Manifest, files: Mapping[str, OwnFile]) -> Iterator[str]:
     code = {name for name in files if name.endswith(".py")}
     known = set(get_family(manifest.plan["family"]).code_files)
     yield from (f"{name}: unknown code file. Read it before you trust it." for name in sorted(code - known))
@@ -177,6 +202,16 @@ def own_problems(manifest: Manifest, files: Mapping[str, OwnFile], tensors: Mapp
     yield from (f"{name}: code file is missing." for name in sorted(set(manifest.code) - code))
     pickles = sorted(name for name in files if name.endswith(OTHER_WEIGHT_SUFFIXES))
     yield from (f"{name}: holds weights in another format, expected none in an expansion." for name in pickles)
+
+
+def _remote_code_problems(path: Path, manifest: Manifest, files: Mapping[str, OwnFile]) -> Iterator[str]:
+    """Configs of tokenizers and processors that name code which the base's do not."""
+    for name in files:
+        if not name.endswith("_config.json"):
+            continue
+        base = json.loads(manifest.replaced.get(name, "{}"))
+        if read_json(path / name).get("auto_map") not in (None, base.get("auto_map")):
+            yield f"{name}: auto_map names code that the base does not name. Read it before you trust it."
 
 
 def written_config(manifest: Manifest, base: Mapping[str, Any], dtype: str) -> dict[str, Any]:
@@ -192,8 +227,7 @@ def written_config(manifest: Manifest, base: Mapping[str, Any], dtype: str) -> d
     return written if manifest.routing is None else routed_config(written, manifest)
 
 
-def config_problems(manifest: Manifest, config: Mapping[str, Any]) -> list[str]:
-    """Keys of an expanded model's config.json that are not what the expansion wrote."""
+def _config_problems(manifest: Manifest, config: Mapping[str, Any]) -> list[str]:
     recorded = json.loads(manifest.replaced[CONFIG_FILE])
     written = written_config(manifest, recorded, config.get("torch_dtype", ""))
     differing = sorted(key for key in {*written, *config} if written.get(key) != config.get(key))
@@ -231,7 +265,3 @@ def _list_problems(extract: Extract) -> Iterator[str]:
             yield f"{EXTRACT_FILE}: {name} is said to be the base's, which {MANIFEST_FILE} does not say."
     if set(extract.base_tensors) != set(extract.manifest.base_tensors):
         yield f"{EXTRACT_FILE}: lists other base tensors than {MANIFEST_FILE}. Restore it from where you got it."
-
-
-def _config_problems(extract: Extract) -> list[str]:
-    return config_problems(extract.manifest, extract.config)

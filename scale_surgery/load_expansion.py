@@ -201,7 +201,11 @@ def _own_tensors(extract: Extract, expanded: Any, base: Mapping[str, Tensor]) ->
 
 
 def _copy_buffers(model: Any, expanded: Any) -> None:
-    """Buffers that no file holds, such as rotary frequencies."""
+    """Rotary frequencies and the like, which no file holds, and how long a text they reach."""
+    saved = model.state_dict()
     for name, buffer in model.named_buffers():
         module, _, last = name.rpartition(".")
-        expanded.get_submodule(module).register_buffer(last, buffer.clone(), persistent=False)
+        expanded.get_submodule(module).register_buffer(last, buffer.clone(), persistent=name in saved)
+    for name, module in model.named_modules():
+        reach = {key: value for key, value in vars(module).items() if key.endswith("max_seq_len_cached")}
+        vars(expanded.get_submodule(name)).update(reach)

@@ -17,6 +17,7 @@ from scale_surgery.routing_specs import Routing
 
 if TYPE_CHECKING:
     from scale_surgery.repository import Contents
+    from scale_surgery.verify import Verification
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 LICENCE_KEYS = ("license", "license_name", "license_link")
@@ -87,6 +88,22 @@ def card_facts(
         has_curves="training/curves.png" in contents.files,
         tool=record.get("tool", {}),
     )
+
+
+def current_certificate(recorded: Mapping[str, Any] | None, checked: Verification | None) -> Mapping[str, Any] | None:
+    """The certificate that is still about these tensors.
+
+    Args:
+        recorded: The one in surgery.json, or None.
+        checked: What was found just now, or None where nothing was checked.
+
+    Returns:
+        The recorded one, unless tensors have changed since; then what was found just now.
+    """
+    if checked is None or recorded is None:
+        return recorded if checked is None else checked.to_json()
+    now = (checked.state, checked.trained_tensors)
+    return recorded if (recorded.get("state"), recorded.get("trained_tensors")) == now else checked.to_json()
 
 
 def read_licence(base_text: str | None) -> dict[str, Any]:

@@ -6,14 +6,14 @@ folder --verify--> contents --links--> repository --card, token, access checked-
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from scale_surgery.errors import CheckpointError, HubError
 from scale_surgery.hub import Remote, check_arrived, check_repo_id, look_at, make_api, read_text, upload, validate_card
-from scale_surgery.model_card import is_written_card, make_card, metadata_problem
+from scale_surgery.model_card import current_certificate, is_written_card, make_card, metadata_problem
 from scale_surgery.progress import Track, no_track
 from scale_surgery.repository import (
     CARD_FILE,
@@ -248,7 +248,9 @@ def _choose_card(
             note = f"{CARD_FILE} in {repo} was written by somebody and stays; --write-card replaces it."
             return None, "kept", (note,)
     base_file = contents.free_name if contents.base_card == CARD_FILE else contents.base_card
-    card = make_card(contents, repo, base_text, base_file, _certificate(contents, checked))
+    card = make_card(
+        contents, repo, base_text, base_file, current_certificate(contents.record.get("verification"), checked)
+    )
     return card.text, "written", card.notes
 
 
@@ -257,15 +259,6 @@ def _read_given(file: Path) -> str:
         return file.read_bytes().decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise HubError(f"{file}: cannot be read as a model card ({error}). Give a text file in UTF-8.") from error
-
-
-def _certificate(contents: Contents, checked: Verification | None) -> Mapping[str, Any] | None:
-    """The recorded certificate, where it is still about these tensors; otherwise what was checked just now."""
-    recorded: Mapping[str, Any] | None = contents.record.get("verification")
-    if checked is None or recorded is None:
-        return recorded if checked is None else checked.to_json()
-    now = (checked.state, checked.trained_tensors)
-    return recorded if (recorded.get("state"), recorded.get("trained_tensors")) == now else checked.to_json()
 
 
 def _refusal(plan: Pushed, how: Push) -> str | None:

@@ -32,13 +32,23 @@ WRITTEN = (CONFIG_FILE, INDEX_FILE, MANIFEST_FILE)
 
 @dataclass(frozen=True)
 class Base:
-    """A base model: where it is, its headers, sha256 of each file and tensor, and tensors that are not the recorded."""
+    """A base model, compared with the one that an expansion was made on.
+
+    Attributes:
+        source: Where it is.
+        checkpoint: Its config and headers.
+        files: sha256 of each of its files.
+        tensors: sha256 of each of its tensors.
+        differing: How tensors differ, by name.
+        other_files: Names of files that are changed, new or missing.
+    """
 
     source: Source
     checkpoint: Checkpoint
     files: Mapping[str, str]
     tensors: Mapping[str, str]
-    differing: tuple[str, ...]
+    differing: Mapping[str, str]
+    other_files: tuple[str, ...]
 
 
 def rebase(
@@ -57,7 +67,7 @@ def rebase(
     Raises:
         CheckpointError: If the base has a file whose name the expansion needs, or one that it replaces is no text.
     """
-    own = [name for name in extract.files if name not in WRITTEN and not _is_repinned(extract, base, name)]
+    own = [name for name in extract.files if name not in WRITTEN and not _is_repinned(base, name)]
     places = _base_places(extract, base)
     _check_clashes(extract, places, own)
     # where both have a file, that of the expansion stays: somebody changed it there on purpose
@@ -73,14 +83,8 @@ def rebase(
     write_json(folder / MANIFEST_FILE, asdict(_manifest(extract, base, folder, places, dtype)))
 
 
-def _is_recorded(extract: Extract, base: Base, name: str) -> bool:
-    """Whether a file of the base is the one that the expansion was made with, or is missing in both."""
-    recorded = extract.manifest.base_files.get(name)
-    return base.files.get(name) == (None if recorded is None else recorded.sha256)
-
-
-def _is_repinned(extract: Extract, base: Base, name: str) -> bool:
-    return name == TOKENIZER_CONFIG_FILE and not _is_recorded(extract, base, name)
+def _is_repinned(base: Base, name: str) -> bool:
+    return name == TOKENIZER_CONFIG_FILE and name in base.other_files
 
 
 def _base_places(extract: Extract, base: Base) -> dict[str, str]:
@@ -113,11 +117,11 @@ def _torch_dtype(checkpoint: Checkpoint) -> str:
 def _write_config(extract: Extract, base: Base, folder: Path, dtype: str, *, trust_remote_code: bool) -> None:
     from scale_surgery.tokens import pin_tokenizer_class
 
-    if _is_recorded(extract, base, CONFIG_FILE):
+    if CONFIG_FILE not in base.other_files:
         take_over(extract.path / CONFIG_FILE, folder / CONFIG_FILE, "copy")
     else:
         write_json(folder / CONFIG_FILE, written_config(extract.manifest, base.checkpoint.config, dtype))
-    if not _is_recorded(extract, base, TOKENIZER_CONFIG_FILE):
+    if TOKENIZER_CONFIG_FILE in base.other_files:
         pin_tokenizer_class(base.checkpoint.path, folder, trust_remote_code=trust_remote_code)
 
 
@@ -173,7 +177,7 @@ def _text(file: Path) -> str:
 def _routing(extract: Extract, base: Base, dtype: str) -> dict[str, Any] | None:
     """What un-routing gives back: the unrouted model's config.json, made from this base's."""
     manifest = extract.manifest
-    if manifest.routing is None or _is_recorded(extract, base, CONFIG_FILE):
+    if manifest.routing is None or CONFIG_FILE not in base.other_files:
         return None if manifest.routing is None else dict(manifest.routing)
     family = get_family(manifest.plan["family"])
     text = as_json(expanded_config(base.checkpoint.config, manifest.plan["specs"], family, dtype))

@@ -10,6 +10,7 @@ A download of the repository verifies and strips like the folder. The folder its
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +28,7 @@ from scale_surgery.errors import CheckpointError
 from scale_surgery.manifest import Manifest, hash_file, read_manifest
 from scale_surgery.model_card import is_written_card
 from scale_surgery.run import TRAINING_FOLDER
-from scale_surgery.staging import write_json
+from scale_surgery.staging import as_json, write_json
 
 Form = Literal["expanded", "extract", "stock"]
 Origin = Literal["base", "model", "written"]
@@ -178,15 +179,24 @@ def _find_base_card(path: Path, files: tuple[str, ...], record: Mapping[str, Any
 def _edited(contents: Contents, names: Mapping[str, str]) -> dict[str, dict[str, Any]]:
     """JSON files that have to say another thing in the repository than in the folder."""
     if contents.form == "expanded" and contents.base_card == CARD_FILE:
-        files = contents.record["base_files"]
-        moved = {**files[CARD_FILE], "stored_as": names[CARD_FILE]}
-        return {MANIFEST_FILE: {**contents.record, "base_files": {**files, CARD_FILE: moved}}}
+        return {MANIFEST_FILE: _with_moved_card(contents.record, names[CARD_FILE])}
     if contents.form == "extract" and CARD_FILE not in names:
         # a card that an earlier push wrote makes room for a new one
         content = read_json(contents.path / EXTRACT_FILE)
         files = {name: entry for name, entry in content["files"].items() if name != CARD_FILE}
         return {EXTRACT_FILE: {**content, "files": files}} if files != content["files"] else {}
     return {}
+
+
+def _with_moved_card(record: Mapping[str, Any], stored_as: str) -> dict[str, Any]:
+    """surgery.json, saying where the base's README.md lies now; also in what a fused model remembers of its blocks."""
+    files = record["base_files"]
+    changed = {**record, "base_files": {**files, CARD_FILE: {**files[CARD_FILE], "stored_as": stored_as}}}
+    fused = record.get("fused")
+    if fused is not None and MANIFEST_FILE in fused["texts"]:
+        before = as_json(_with_moved_card(json.loads(fused["texts"][MANIFEST_FILE]), stored_as))
+        changed["fused"] = {**fused, "texts": {**fused["texts"], MANIFEST_FILE: before}}
+    return changed
 
 
 def _origin(contents: Contents, folder: Path, name: str) -> Origin:

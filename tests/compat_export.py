@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from scale_surgery import Request, Routing, expand, register, route_export
+from scale_surgery import Request, Routing, expand, merge, register, route_export
 from tests.tiny import FAMILIES, save_tiny
 
 REQUESTS = {
@@ -24,6 +24,8 @@ ROUTED = {
     "cosine": ("adapt", Routing("cosine", threshold=0.9)),
     "head": ("preserve", Routing(switch_rate=0)),
 }
+# what is fused: of the shaken ones
+FUSED = ("for_posterior", "cosine")
 
 
 def shake(path: Path) -> None:
@@ -58,7 +60,9 @@ def main(folder: Path) -> None:
             unrouted = expand(base, REQUESTS[request_name], folder / family / f"for_{name}").path
             shake(unrouted)
             compute(route_export(unrouted, folder / family / name, routing).path, ids)
-    print(f"exported {len(FAMILIES) * (len(REQUESTS) + len(ROUTED))} checkpoints")
+        for name in FUSED:
+            compute(merge(folder / family / name, folder / family / f"fused_{name}").path, ids)
+    print(f"exported {len(FAMILIES) * (len(REQUESTS) + len(ROUTED) + len(FUSED))} checkpoints")
 
 
 if __name__ == "__main__":

@@ -115,7 +115,7 @@ def without_chance(text: str) -> list[str]:
     text = re.sub(r"\d{4}-\d\d-\d\dT[\d:+]+", "DATE", " ".join(text.split()))
     text = re.sub(r"(?<=steps )(.*?) in [\w ]+? trained", r"\1 in SECONDS trained", text)
     text = re.sub(r"(forgetting|learning|accuracy|loss|text) [+-]?[\d.]+%?", r"\1 NUMBER", text)
-    return re.sub(r"(differ by|drift|KL divergence|agreement|lowest cosine) [\d.e%-]+", r"\1 NUMBER", text).split()
+    return re.sub(r"(differ by|drift|KL divergence|agreement|lowest cosine|of the largest) [\d.e%-]+", r"\1 NUMBER", text).split()
 
 
 def test_examples_in_commands_print_what_is_shown(tmp_path):
