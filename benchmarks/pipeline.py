@@ -1,4 +1,4 @@
-"""Measure plan, expand, verify and strip as whole processes: seconds, memory, bytes written. Linux only.
+"""Measure plan, expand, verify, merge, extract, apply and strip as whole processes: seconds, memory, bytes written. Linux only.
 
     python benchmarks/pipeline.py --shape 8b --layers 20-31 --base-weights link
 
@@ -161,7 +161,8 @@ class Settings:
 
 def commands(base: Path, folder: Path, settings: Settings) -> dict[str, tuple[list[str], Path | None]]:
     """List the commands to measure, in order: name to arguments and the folder that it makes."""
-    expanded, stripped = folder / "expanded", folder / "stripped"
+    expanded, stripped, fused, blocks = (folder / name for name in ("expanded", "stripped", "fused", "blocks"))
+    extract, applied = folder / "extract", folder / "applied"
     request = [str(base), "--layers", settings.layers, "--svd", settings.svd]
     weights = ["--base-weights", settings.base_weights]
     check = ["verify", str(expanded), "--base", str(base)]
@@ -171,6 +172,10 @@ def commands(base: Path, folder: Path, settings: Settings) -> dict[str, tuple[li
         "expand": (["expand", *request, *weights, "-o", str(expanded)], expanded),
         "verify --files-only": ([*check, "--files-only", "--promise", "recoverable"], None),
         "verify --base": ([*check, *probe], None),
+        "merge": (["merge", str(expanded), *probe, "-o", str(fused)], fused),
+        "merge --to blocks": (["merge", str(fused), "--to", "blocks", "-o", str(blocks)], blocks),
+        "extract": (["extract", str(expanded), *weights, "-o", str(extract)], extract),
+        "apply": (["apply", str(extract), "--base", str(base), *weights, "-o", str(applied)], applied),
         "strip": (["strip", str(expanded), *weights, "-o", str(stripped)], stripped),
     }
 
@@ -244,7 +249,7 @@ def show_estimate(console: Console, measurements: Sequence[Measurement]) -> None
 def main(
     shape: str, model: Path | None, decay: float, work: Path, keep: bool, output: Path | None, **settings: Any
 ) -> None:
-    """Measure plan, expand, verify and strip on a random checkpoint."""
+    """Measure every step but training on a random checkpoint."""
     console = Console(width=120)
     chosen = Settings(**settings)
     work.mkdir(parents=True)

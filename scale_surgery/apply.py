@@ -12,12 +12,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from scale_surgery import modeling
 from scale_surgery.checkpoint import Checkpoint, open_checkpoint
 from scale_surgery.errors import CheckpointError
 from scale_surgery.extract_folder import Extract, check_own_files, open_extract, stored_name
 from scale_surgery.manifest import hash_files
 from scale_surgery.progress import Track, no_track
-from scale_surgery.rebase import Base, rebase
+from scale_surgery.rebase import Base, check_names, rebase
 from scale_surgery.same_base import check_fit, find_differing, hash_base, refuse_differing
 from scale_surgery.sources import Source, find_source
 from scale_surgery.staging import BaseWeights, check_space, check_target, staged, take_over
@@ -38,6 +39,7 @@ class Applied:
         other_files: Files of the base that are other than those it was expanded from: changed, new or missing. Empty
             where the folder is the extracted one, byte for byte.
         differing: Base tensors that differ from those it was expanded from; there are some with `force` alone.
+        foreign_code: Code files that no release of this program wrote.
         bytes_written: Bytes of shards that were written; 0 with hard links.
     """
 
@@ -48,6 +50,7 @@ class Applied:
     expansion_tensors: int
     other_files: tuple[str, ...]
     differing: tuple[str, ...]
+    foreign_code: tuple[str, ...]
     bytes_written: int
 
 
@@ -96,6 +99,8 @@ def apply(
     read = _read_base(found, source, given, track)
     if not force:
         refuse_differing(found, title, read.differing, len(given.tensors), ADVICE)
+    if read.other_files:
+        check_names(found, read)
     written = _bytes_written(found, given, base_weights)
     check_space(target, written if base_weights == "copy" else 0)
     state = {
@@ -117,8 +122,13 @@ def apply(
         expansion_tensors=len(found.tensors),
         other_files=read.other_files,
         differing=tuple(read.differing),
+        foreign_code=tuple(name for name, digest in found.manifest.code.items() if not _is_ours(name, digest)),
         bytes_written=written,
     )
+
+
+def _is_ours(file: str, digest: str) -> bool:
+    return digest in {modeling.code_hash(file), *modeling.released_hashes().get(file, ())}
 
 
 def _read_base(extract: Extract, source: Source, base: Checkpoint, track: Track) -> Base:

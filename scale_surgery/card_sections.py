@@ -48,6 +48,7 @@ class CardFacts:
         plan: What was planned; None for a stock export.
         routing: How it routes, or None.
         is_fused: Whether blocks and base tensors are joined for serving.
+        forced: What differs from the base that it was made on, where it was put on another by force; else None.
         drift: How far a merged model's logits are from those of the model it was made from, or None.
         training: Records of training runs.
         certificate: What verification found, or None.
@@ -65,6 +66,7 @@ class CardFacts:
     plan: Mapping[str, Any] | None
     routing: Routing | None
     is_fused: bool
+    forced: Mapping[str, Any] | None
     drift: Mapping[str, Any] | None
     training: tuple[Mapping[str, Any], ...]
     certificate: Mapping[str, Any] | None
@@ -99,6 +101,10 @@ def _widened(facts: CardFacts) -> str:
         rows += [("router", f"{facts.routing.description}; one forward pass, two paths, a choice for each token")]
     if facts.is_fused:
         rows += [("form", "fused for serving: each linear of an expanded layer is one matrix")]
+    if facts.forced is not None:
+        rows += [
+            ("put on it by force", f"{len(facts.forced['differing'])} tensors differ from the base it was made on")
+        ]
     rows += _drift_rows(facts.drift)
     versions = ", ".join(f"{name} {version}" for name, version in facts.tool.items())
     rows += [("made with", versions)] if versions else []
@@ -198,8 +204,11 @@ def _promised(facts: CardFacts) -> str:
     if facts.certificate is None:
         return "## Promises\n\nNo verification is recorded: `scale-surgery verify` finds out which promises hold."
     found = facts.certificate
+    # a base that is a folder is not named
+    expected = (facts.forced or {}).get("expected_name")
     rows = [
-        f"| `{promise['name']}` | {_verdict(promise, found['required'])} | {promise['evidence']} |"
+        f"| `{promise['name']}` | {_verdict(promise, found['required'])} | "
+        f"{promise['evidence'].replace(f'those of {expected}', 'those of the base that it was made on')} |"
         for promise in found["promises"]
     ]
     head = "| promise | result | evidence |\n|---|---|---|"

@@ -229,13 +229,6 @@ def expand_command(
     "--promise", "required", multiple=True, help="Promise that must hold, repeatable. Default: all that are claimed."
 )
 @click.option(
-    "--new-tokens",
-    type=click.IntRange(min=0),
-    default=8,
-    show_default=True,
-    help="Tokens to generate for each prompt, with and without KV cache.",
-)
-@click.option(
     "--files-only",
     is_flag=True,
     help="Check bytes and structure; run no model. Promises about outputs are then not checked.",

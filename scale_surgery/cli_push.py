@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 @click.option("--write-card", is_flag=True, help="Write the card from facts even in place of one that somebody wrote.")
 @click.option("--show-card", is_flag=True, help="Print the model card.")
 @click.option(
-    "--replace", is_flag=True, help="Remove model files from REPO that FOLDER does not have, in the same commit."
+    "--replace",
+    is_flag=True,
+    help="Make this model of a repository that holds another: its other model files leave it.",
 )
 @click.option("--no-verify", is_flag=True, help="Do not check bytes and structure of FOLDER first.")
 @click.option("--token", help="Token of the Hub. Default: HF_TOKEN, or that of hf auth login.")

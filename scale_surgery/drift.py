@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 # the largest drift that passes for rounding, as a share of the largest logit
 TOLERANCES = {"float64": 1e-10, "float32": 1e-4, "float16": 2e-2, "bfloat16": 8e-2}
-NEW_TOKENS = 8
+DEFAULT_NEW_TOKENS = 8
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Drift:
         tolerance: Largest drift that passes for rounding, as a share of the largest logit.
         kl_divergence: Mean KL(before || after) over tokens, in nats.
         top1_agreement: Share of tokens whose most likely next token is the same.
-        generation_agreement: Share of greedily generated tokens that are the same.
+        generation_agreement: Share of greedily generated tokens that are the same; None where none were.
     """
 
     prompts: int
@@ -49,7 +49,7 @@ class Drift:
     tolerance: float
     kl_divergence: float
     top1_agreement: float
-    generation_agreement: float
+    generation_agreement: float | None
 
     @property
     def share(self) -> float:
@@ -67,6 +67,7 @@ def measure_drift(
     after: Path,
     *,
     prompts_file: Path | None = None,
+    new_tokens: int = DEFAULT_NEW_TOKENS,
     memory_bytes: int,
     device: str = "cpu",
     trust_remote_code: bool = False,
@@ -78,6 +79,7 @@ def measure_drift(
         before: Folder of the model.
         after: Folder of its rewritten form, with the same tokenizer.
         prompts_file: Probe prompts, one a line; built-in ones otherwise.
+        new_tokens: Tokens to generate for each prompt; 0 for none.
         memory_bytes: On the CPU, weights above this are streamed from their files while the models run.
         device: Where to run the models.
         trust_remote_code: Run the folders' own code instead of this package's, and the tokenizer's.
@@ -98,7 +100,7 @@ def measure_drift(
     prompts = probe.read_prompts(prompts_file)
     tokenizer = load_tokenizer(before, trust_remote_code=trust_remote_code)
     config = AutoConfig.from_pretrained(before, trust_remote_code=trust_remote_code)
-    batch = probe.make_batch(tokenizer, prompts, config, NEW_TOKENS)
+    batch = probe.make_batch(tokenizer, prompts, config, new_tokens)
     options: dict[str, Any] = {"memory_bytes": memory_bytes, "device": device, "trust_remote_code": trust_remote_code}
     runs = []
     with track("probe prompts", 2) as advance:
@@ -106,23 +108,27 @@ def measure_drift(
             with probe.loaded(path, **options) as (model, problems):
                 if path == after and problems:
                     raise CheckpointError.from_problems(problems)
-                runs.append(_run(model, batch, device))
+                runs.append(_run(model, batch, new_tokens, device))
             advance(1)
     return _compare(batch, *runs[0], *runs[1])
 
 
-def _run(model: Any, batch: Batch, device: str) -> tuple[Tensor, Tensor]:
+def _run(model: Any, batch: Batch, new_tokens: int, device: str) -> tuple[Tensor, Tensor | None]:
     """Logits of the batch, and greedily generated tokens; on the CPU."""
     import torch
 
     inputs = {"input_ids": batch.ids.to(device), "attention_mask": batch.mask.to(device)}
     with torch.no_grad():
         logits = model(**inputs, use_cache=False).logits
-        new = model.generate(**inputs, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False)
+        if not new_tokens:
+            return logits.cpu(), None
+        new = model.generate(**inputs, max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False)
     return logits.cpu(), new[:, batch.ids.shape[1] :].cpu()
 
 
-def _compare(batch: Batch, logits: Tensor, new: Tensor, other_logits: Tensor, other_new: Tensor) -> Drift:
+def _compare(
+    batch: Batch, logits: Tensor, new: Tensor | None, other_logits: Tensor, other_new: Tensor | None
+) -> Drift:
     import torch
 
     real = batch.mask.bool()
@@ -139,5 +145,5 @@ def _compare(batch: Batch, logits: Tensor, new: Tensor, other_logits: Tensor, ot
         tolerance=TOLERANCES[dtype],
         kl_divergence=float((log_one.exp() * (log_one - log_other)).sum(-1).mean()),
         top1_agreement=float((one.argmax(-1) == other.argmax(-1)).double().mean()),
-        generation_agreement=float((new == other_new).double().mean()),
+        generation_agreement=None if new is None else float((new == other_new).double().mean()),
     )

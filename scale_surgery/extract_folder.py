@@ -32,7 +32,7 @@ from scale_surgery.families import get_family
 from scale_surgery.manifest import Manifest, hash_files, read_manifest, refuse_fused
 from scale_surgery.progress import Track, no_track
 from scale_surgery.route import routed_config
-from scale_surgery.sources import find_source
+from scale_surgery.sources import Source, find_source
 
 EXTRACT_FORMAT = 1
 STORED_INDEX = "expanded.index.json"
@@ -112,21 +112,36 @@ def open_extract(extract: str | Path, revision: str | None = None) -> Extract:
         raise CheckpointError(
             f"{file}: format {content.get('format')!r}, expected {EXTRACT_FORMAT}. Use the release that made it."
         )
-    try:
-        files = {name: OwnFile(**entry) for name, entry in content["files"].items()}
-        from_base = tuple(content["from_base"])
-        forms = {name: TensorForm(dtype, tuple(shape)) for name, (dtype, shape) in content["base_tensors"].items()}
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise CheckpointError(f"{file}: is incomplete ({error}). Restore it from where you got it.") from error
-    _check_names(path, files, from_base)
     manifest = read_manifest(path)
     refuse_fused(path, manifest)
-    tensors = {name: info for shard in sorted(_shards(files)) for name, info in read_header(path, shard).items()}
-    found = Extract(path, source.name, manifest, files, from_base, forms, tensors)
-    config = read_json(path / CONFIG_FILE)
-    if problems := [*content_problems(path, manifest, config, files, tensors), *_list_problems(found)]:
+    try:
+        found = _read(source, content, manifest)
+        config = read_json(path / CONFIG_FILE)
+        problems = [*content_problems(path, manifest, config, found.files, found.tensors), *_list_problems(found)]
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise CheckpointError(f"{file}: is incomplete ({error}). Restore it from where you got it.") from error
+    if problems:
         raise CheckpointError.from_problems(problems)
     return found
+
+
+def _read(source: Source, content: Mapping[str, Any], manifest: Manifest) -> Extract:
+    files = {name: OwnFile(str(entry["sha256"]), int(entry["bytes"])) for name, entry in content["files"].items()}
+    from_base = tuple(content["from_base"])
+    _check_names(source.path, files, from_base)
+    return Extract(
+        path=source.path,
+        name=source.name,
+        manifest=manifest,
+        files=files,
+        from_base=from_base,
+        base_tensors={
+            name: TensorForm(str(dtype), tuple(shape)) for name, (dtype, shape) in content["base_tensors"].items()
+        },
+        tensors={
+            name: info for shard in sorted(_shards(files)) for name, info in read_header(source.path, shard).items()
+        },
+    )
 
 
 def check_own_files(extract: Extract, track: Track = no_track) -> None:

@@ -18,11 +18,11 @@ MOST_NAMED = 5
 def render_extracted(done: Extracted) -> RenderableType:
     """What `extract` wrote."""
     named = done.base_name if done.base_revision else "MODEL"
+    shards = sum(size for name, size in done.files.items() if name.endswith(".safetensors"))
     rows = [
-        ("written", f"{done.path}, {format_bytes(done.bytes)}"),
-        ("expansion", f"{done.tensors} tensors, {len(done.files)} files"),
-        ("base", _base(done.base_name, done.base_revision)),
-        ("stays out", f"{format_bytes(done.base_bytes)} of the base's files"),
+        ("written", str(done.path)),
+        ("expansion", f"{done.tensors} tensors, {format_bytes(shards)}"),
+        ("base", f"{_base(done.base_name, done.base_revision)}, {format_bytes(done.base_bytes)} that stay out"),
     ]
     rows += [("licences", ", ".join(done.licences))] if done.licences else []
     rows += [("left out", _named(done.left_out))] if done.left_out else []
@@ -43,8 +43,10 @@ def render_applied(done: Applied) -> RenderableType:
         ("its files", files),
         ("expansion", f"{done.expansion_tensors} tensors"),
         ("shards", f"{format_bytes(done.bytes_written)} written, taken over as files"),
-        ("next", f"scale-surgery verify {done.path}"),
     ]
+    if done.foreign_code:
+        rows.append(("code", f"no release wrote it, read it before you trust it: {_named(done.foreign_code)}"))
+    rows.append(("next", f"scale-surgery verify {done.path}"))
     return facts("applied by force, no promise but recoverable" if count else "applied", rows)
 
 

@@ -27,7 +27,7 @@ from scale_surgery.checkpoint import (
 )
 from scale_surgery.errors import CheckpointError, PlanError
 from scale_surgery.families import get_family
-from scale_surgery.joining import Joined, join, joined_tensors, take
+from scale_surgery.joining import Joined, has_joined_head, join, joined_tensors, take
 from scale_surgery.manifest import Manifest, hash_file, hash_tensors
 from scale_surgery.progress import Progress, Track, no_progress
 from scale_surgery.shards import (
@@ -63,9 +63,10 @@ def check_fusible(checkpoint: Checkpoint, manifest: Manifest) -> None:
         raise PlanError.from_problems(problems)
 
 
-def fused_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Edit an expanded model's config.json: its linears are joined."""
-    return {**config, "scale_surgery": {**config["scale_surgery"], "fused": True}}
+def fused_config(config: Mapping[str, Any], manifest: Manifest) -> dict[str, Any]:
+    """Edit an expanded model's config.json: its linears are joined, and its head where that can be."""
+    fused = {"fused": True, "fused_head": has_joined_head(manifest)}
+    return {**config, "scale_surgery": {**config["scale_surgery"], **fused}}
 
 
 def write_fused(checkpoint: Checkpoint, manifest: Manifest, folder: Path, track: Track) -> dict[str, Any]:
@@ -92,7 +93,7 @@ def write_fused(checkpoint: Checkpoint, manifest: Manifest, folder: Path, track:
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     texts = {
         INDEX_FILE: as_json(index),
-        CONFIG_FILE: as_json(fused_config(checkpoint.config)),
+        CONFIG_FILE: as_json(fused_config(checkpoint.config, manifest)),
         **{file: modeling.code_text(file) for file in get_family(manifest.plan["family"]).code_files},
     }
     for file, text in texts.items():
@@ -214,7 +215,7 @@ def rebuild_shard(
     read = {name: _bytes_reader(tensor) for name, tensor in part_readers(checkpoint, manifest).items()}
     try:
         write_pieces(file, header, entries_of(header, read), advance)
-    except (KeyError, ValueError, TypeError) as error:
+    except (CheckpointError, KeyError, ValueError, TypeError) as error:
         raise CheckpointError(
             f"{MANIFEST_FILE}: its header of {shard} does not fit the tensors in {checkpoint.path} ({error}). "
             "Restore both from where you got them."

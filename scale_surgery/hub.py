@@ -77,9 +77,12 @@ def check_repo_id(repo: str) -> None:
 
 def make_api(token: str | None, endpoint: str | None) -> HfApi:
     """The client of a Hub; by default with the token and the address that it finds itself."""
-    from huggingface_hub import HfApi
+    from huggingface_hub import HfApi, get_token
 
-    return HfApi(endpoint=endpoint, token=token or None, library_name="scale-surgery", library_version=__version__)
+    # named here, since the client may be told not to send the one that it finds
+    return HfApi(
+        endpoint=endpoint, token=token or get_token(), library_name="scale-surgery", library_version=__version__
+    )
 
 
 def look_at(api: HfApi, repo: str, revision: str | None, *, create_pr: bool) -> Remote:
@@ -219,7 +222,7 @@ def upload(
         HubError: If the Hub refuses, or the connection breaks. What has arrived stays there.
     """
     repo, again = remote.repo, "The same command again continues: what has arrived is not sent a second time."
-    with hub_errors(repo, "not pushed" if not remote.exists else "not pushed to its end", again):
+    with hub_errors(repo, "not pushed", again):
         if not remote.exists:
             api.create_repo(repo, private=private or None, exist_ok=True)
         if revision is not None and not remote.has_revision:
@@ -237,14 +240,23 @@ def upload(
             )
 
 
-def check_arrived(api: HfApi, repo: str, revision: str | None, sizes: Mapping[str, int]) -> None:
+def check_arrived(api: HfApi, repo: str, commit: str, sizes: Mapping[str, int]) -> bool:
     """Check that every file lies in a repository, in its size.
+
+    Args:
+        api: The client.
+        repo: Hub id.
+        commit: The commit that was made.
+        sizes: Bytes of each file.
+
+    Returns:
+        Whether the repository is private.
 
     Raises:
         HubError: If one does not; each is named.
     """
     with hub_errors(repo, "pushed, but cannot be looked at"):
-        info = api.model_info(repo, revision=revision, files_metadata=True)
+        info = api.model_info(repo, revision=commit, files_metadata=True)
     found = {sibling.rfilename: sibling.size for sibling in info.siblings or ()}
     problems = [
         f"{repo}: {name} has {found.get(name, 'no')} bytes there, expected {size}. Is it in a .gitignore? Push again."
@@ -253,6 +265,7 @@ def check_arrived(api: HfApi, repo: str, revision: str | None, sizes: Mapping[st
     ]
     if problems:
         raise HubError.from_problems(problems)
+    return bool(info.private)
 
 
 @contextmanager

@@ -176,7 +176,7 @@ def _config_problems(checkpoint: Checkpoint, manifest: Manifest, base: Checkpoin
     if manifest.routing is not None:
         written = routed_config(written, manifest)
     if manifest.fused is not None:
-        written = fused_config(written)
+        written = fused_config(written, manifest)
     differing = sorted(key for key in {*written, *checkpoint.config} if written.get(key) != checkpoint.config.get(key))
     problems = [f"config.json: {key} is not what the expansion wrote." for key in differing]
     if base is not None:

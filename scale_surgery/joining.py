@@ -26,6 +26,8 @@ PLACES = {
     "w22": (True, True),
     "bias": (False, False),
     "up_bias": (True, False),
+    # of the head
+    "up_weight": (False, True),
 }
 
 
@@ -62,7 +64,7 @@ class Joined:
 
 
 def joined_tensors(manifest: Manifest) -> Iterator[Joined]:
-    """List every tensor that joining makes of an expanded model: the linears of its expanded layers.
+    """List every tensor that joining makes of an expanded model: the linears of its expanded layers, and the head.
 
     Args:
         manifest: Its surgery.json.
@@ -83,6 +85,26 @@ def joined_tensors(manifest: Manifest) -> Iterator[Joined]:
                 # a bias without an up part is as long as before
                 if "weight" in pieces or "up_bias" in pieces:
                     yield Joined(f"{path}.{blocks[0]}", pieces, (base_in, up_in), sections, family.transposed)
+    yield from _joined_head(manifest)
+
+
+def _joined_head(manifest: Manifest) -> Iterator[Joined]:
+    """The head, where it is a tensor of its own; a tied one would have to be stored a second time.
+
+    A router asks for the logits of each stream by itself.
+    """
+    sizes, spec = manifest.plan["sizes"], manifest.plan["specs"]["head"]
+    heads = {f"{name}.up_weight" for name in ("lm_head", get_family(manifest.plan["family"]).head)}
+    names = sorted(heads.intersection(manifest.expansion_tensors))
+    for up_weight in names if not (sizes["is_tied"] or manifest.routing) else ():
+        weight = f"{up_weight.rpartition('.')[0]}.weight"
+        sections = ((sizes["vocabulary"], 0),)
+        yield Joined(weight, {"weight": weight, "up_weight": up_weight}, (spec["base"], spec["up"]), sections, False)
+
+
+def has_joined_head(manifest: Manifest) -> bool:
+    """Whether joining makes one matrix of the head and its up part."""
+    return any(_joined_head(manifest))
 
 
 def join(joined: Joined, read: Callable[[str], Tensor]) -> Tensor:

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from scale_surgery import modeling
 from scale_surgery.checkpoint import INDEX_FILE, MANIFEST_FILE, Checkpoint, open_checkpoint
-from scale_surgery.drift import Drift, measure_drift
+from scale_surgery.drift import DEFAULT_NEW_TOKENS, Drift, measure_drift
 from scale_surgery.errors import CheckpointError
 from scale_surgery.families import get_family
 from scale_surgery.fused import check_fusible, write_blocks, write_fused
@@ -61,6 +61,7 @@ def merge(
     to: Form = "fused",
     *,
     prompts_file: Path | None = None,
+    new_tokens: int = DEFAULT_NEW_TOKENS,
     memory_bytes: int = DEFAULT_MEMORY_BYTES,
     device: str = "cpu",
     overwrite: bool = False,
@@ -74,6 +75,7 @@ def merge(
         output: Folder to be.
         to: "fused", "stock" or "blocks".
         prompts_file: Probe prompts to measure the drift on, one a line; built-in ones otherwise.
+        new_tokens: Tokens to generate for each prompt; 0 for none.
         memory_bytes: On the CPU, weights above this are streamed from their files while the models run.
         device: Where the models run.
         overwrite: Whether an existing output folder may be replaced.
@@ -97,8 +99,9 @@ def merge(
     with staged(target, _state(checkpoint, manifest, to), overwrite=overwrite) as partial:
         remembered = _write(checkpoint, manifest, partial, to, track)
         if to != "blocks":
-            probing: dict[str, Any] = {"prompts_file": prompts_file, "memory_bytes": memory_bytes, "device": device}
-            drift = measure_drift(source, partial, **probing, trust_remote_code=trust_remote_code, track=track)
+            probing: dict[str, Any] = {"prompts_file": prompts_file, "new_tokens": new_tokens, "track": track}
+            running: dict[str, Any] = {"memory_bytes": memory_bytes, "device": device}
+            drift = measure_drift(source, partial, **probing, **running, trust_remote_code=trust_remote_code)
             _check_drift(partial, target, drift)
             _record(partial, manifest, to, remembered, drift)
     return _describe(target, to, checkpoint, manifest, drift)

@@ -174,10 +174,12 @@ def _place(
     if entries is None:
         take_over(source, file, "copy")
         return
-    if all(entry.shape == checkpoint.tensors[entry.name].shape for entry in entries):
+    grows = any(entry.shape != checkpoint.tensors[entry.name].shape for entry in entries)
+    if grows and not file.exists():
+        write_shard(file, entries, advance)
+        return
+    if not grows:
         take_over(source, file, "auto")
-    elif not file.exists():
-        write_shard(file, entries)
     advance(sum(entry.bytes for entry in entries))
 
 

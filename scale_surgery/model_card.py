@@ -13,12 +13,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from scale_surgery.card_sections import CardFacts, body
+from scale_surgery.checkpoint import MANIFEST_FILE
+from scale_surgery.errors import CheckpointError
 from scale_surgery.routing_specs import Routing
 
 if TYPE_CHECKING:
     from scale_surgery.repository import Contents
     from scale_surgery.verify import Verification
 
+MERGE_FILE = "merge.json"
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 LICENCE_KEYS = ("license", "license_name", "license_link")
 MARK = re.compile(r"\n<!-- written by scale-surgery push, sha256 ([0-9a-f]{64}) -->\n$")
@@ -51,8 +54,18 @@ def make_card(
 
     Returns:
         The card.
+
+    Raises:
+        CheckpointError: If the folder's record lacks what a card says.
     """
-    facts = card_facts(contents, repo, base_file, certificate)
+    try:
+        facts = card_facts(contents, repo, base_file, certificate)
+        text = body(facts)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        file = MANIFEST_FILE if contents.manifest is not None else MERGE_FILE
+        raise CheckpointError(
+            f"{contents.path / file}: is incomplete ({error}). Restore it from where you got it."
+        ) from error
     licence = read_licence(base_text)
     notes = []
     if facts.base_id is None:
@@ -60,7 +73,7 @@ def make_card(
     if not licence:
         notes.append("license is left out of the card: the base's README.md names none. Add it by --card.")
     metadata = _metadata(facts, licence)
-    return Card(_marked(f"---\n{_yaml(metadata)}\n---\n\n{body(facts)}"), tuple(notes))
+    return Card(_marked(f"---\n{_yaml(metadata)}\n---\n\n{text}"), tuple(notes))
 
 
 def card_facts(
@@ -81,6 +94,7 @@ def card_facts(
         plan=None if manifest is None else manifest.plan,
         routing=routing,
         is_fused=record.get("fused") is not None,
+        forced=record.get("forced_base"),
         drift=(record.get("fused") or record).get("drift"),
         training=tuple(record.get("training", ())),
         certificate=certificate,
@@ -110,8 +124,10 @@ def read_licence(base_text: str | None) -> dict[str, Any]:
     """The licence that a card names: `license`, `license_name` and `license_link`, those that are there."""
     from huggingface_hub import ModelCard
 
+    if base_text is None or not base_text.lstrip().startswith("---"):
+        return {}
     try:
-        data: dict[str, Any] = ModelCard(base_text or "", ignore_metadata_errors=True).data.to_dict()  # type: ignore[no-untyped-call]
+        data: dict[str, Any] = ModelCard(base_text, ignore_metadata_errors=True).data.to_dict()  # type: ignore[no-untyped-call]
     except Exception:
         return {}  # somebody else's card, in whatever state; a licence that cannot be read is not named
     return {key: data[key] for key in LICENCE_KEYS if data.get(key)}

@@ -95,6 +95,13 @@ def running_options(command: Command) -> Command:
     options = [
         click.option("--prompts", "prompts_file", type=FILE, help="Probe prompts, one a line. Default: built-in ones."),
         click.option(
+            "--new-tokens",
+            type=click.IntRange(min=0),
+            default=8,
+            show_default=True,
+            help="Tokens to generate for each prompt; 0 for none.",
+        ),
+        click.option(
             "--memory",
             default="4GiB",
             show_default=True,

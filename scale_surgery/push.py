@@ -9,14 +9,17 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
+from scale_surgery.checkpoint import CONFIG_FILE
 from scale_surgery.errors import CheckpointError, HubError
-from scale_surgery.hub import Remote, check_arrived, check_repo_id, look_at, make_api, read_text, upload, validate_card
-from scale_surgery.model_card import current_certificate, is_written_card, make_card, metadata_problem
+from scale_surgery.hub import Remote, check_arrived, check_repo_id, look_at, make_api, upload, validate_card
+from scale_surgery.model_card import metadata_problem
 from scale_surgery.progress import Track, no_track
+from scale_surgery.push_card import CardOrigin, ChosenCard, choose_card
 from scale_surgery.repository import (
     CARD_FILE,
+    RECORDS,
     Contents,
     Form,
     RepositoryFile,
@@ -31,7 +34,6 @@ from scale_surgery.verify import Verification, verify
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
-CardOrigin = Literal["written", "own", "kept"]
 MAX_PROBLEMS = 12
 
 
@@ -140,6 +142,7 @@ def push(
     how, path = how or Push(), Path(folder)
     check_repo_id(repo)
     contents, api = read_contents(path), make_api(token, endpoint)
+    base_text = None if contents.base_card is None else read_card(path / contents.base_card)
     remote, obstacle = _look(api, repo, how)
     _stop_at(obstacle, dry_run=dry_run)
     checked = _check(contents, track) if how.check else None
@@ -147,8 +150,11 @@ def push(
         contents = _extract(contents, Path(place), track) if how.extract_only else contents
         target = Path(place) / "repository"
         target.mkdir()
-        plan = _assemble(contents, target, repo, how, checked, api, remote)
-        plan = replace(plan, obstacle=obstacle or _refusal(plan, how) or _card_problem(plan))
+        chosen = choose_card(contents, base_text, how.card, checked, api, remote, is_written=how.write_card)
+        plan = _assemble(contents, target, how, remote, chosen)
+        warned = () if checked is None else checked.warnings
+        obstacle = obstacle or _refusal(plan, how, remote) or _card_problem(plan)
+        plan = replace(plan, obstacle=obstacle, notes=(*plan.notes, *warned))
         plan = plan if plan.obstacle else _validate(api, plan)
         _stop_at(plan.obstacle, dry_run=dry_run)
         announce(plan)
@@ -203,67 +209,37 @@ def _extract(contents: Contents, place: Path, track: Track) -> Contents:
     return replace(read_contents(done.path), left_out=done.left_out)
 
 
-def _assemble(
-    contents: Contents,
-    target: Path,
-    repo: str,
-    how: Push,
-    checked: Verification | None,
-    api: HfApi,
-    remote: Remote,
-) -> Pushed:
+def _assemble(contents: Contents, target: Path, how: Push, remote: Remote, chosen: ChosenCard) -> Pushed:
     """Make the repository as a folder of links, with its card, and describe it."""
-    text, origin, notes = _choose_card(contents, repo, how, checked, api, remote)
-    assemble(contents, target, with_own_card=origin == "own" and how.card is None)
-    if text is not None and not (target / CARD_FILE).exists():
-        (target / CARD_FILE).write_bytes(text.encode("utf-8"))
+    assemble(contents, target, with_own_card=chosen.origin == "own" and how.card is None)
+    if chosen.text is not None and not (target / CARD_FILE).exists():
+        (target / CARD_FILE).write_bytes(chosen.text.encode("utf-8"))
     files = describe_files(contents, target)
     names = {file.name for file in files}
     return Pushed(
-        repo=repo,
+        repo=remote.repo,
         form=contents.form,
         files=files,
         left_out=contents.left_out,
         removed=tuple(name for name in remote.files if name not in names and is_part_of_a_model(name)),
-        card=text,
-        card_origin=origin,
+        card=chosen.text,
+        card_origin=chosen.origin,
         is_private=remote.is_private if remote.exists else how.private,
         is_checked=how.check,
-        notes=notes,
+        notes=chosen.notes,
     )
 
 
-def _choose_card(
-    contents: Contents, repo: str, how: Push, checked: Verification | None, api: HfApi, remote: Remote
-) -> tuple[str | None, CardOrigin, tuple[str, ...]]:
-    """The user's own card, the one in the repository, or one from facts."""
-    if how.card is not None:
-        return _read_given(how.card), "own", ()
-    if contents.own_card is not None and not how.write_card:
-        return read_card(contents.path / contents.own_card), "own", ()
-    base_text = None if contents.base_card is None else read_card(contents.path / contents.base_card)
-    if CARD_FILE in remote.files and not how.write_card:
-        there = read_text(api, remote, CARD_FILE)
-        if not is_written_card(there) and there != base_text:
-            note = f"{CARD_FILE} in {repo} was written by somebody and stays; --write-card replaces it."
-            return None, "kept", (note,)
-    base_file = contents.free_name if contents.base_card == CARD_FILE else contents.base_card
-    card = make_card(
-        contents, repo, base_text, base_file, current_certificate(contents.record.get("verification"), checked)
-    )
-    return card.text, "written", card.notes
-
-
-def _read_given(file: Path) -> str:
-    try:
-        return file.read_bytes().decode("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise HubError(f"{file}: cannot be read as a model card ({error}). Give a text file in UTF-8.") from error
-
-
-def _refusal(plan: Pushed, how: Push) -> str | None:
-    """Why a repository that holds another model's files does not become this one."""
-    if how.replace or not plan.removed:
+def _refusal(plan: Pushed, how: Push, remote: Remote) -> str | None:
+    """Why a repository that holds another model, or files of one, does not become this one."""
+    if how.replace:
+        return None
+    if CONFIG_FILE in remote.files and not RECORDS.intersection(remote.files):
+        return (
+            f"{plan.repo}: holds a model that scale-surgery did not make. Push to another repository or --revision, or "
+            "give --replace, which makes this model of it; its history keeps the other."
+        )
+    if not plan.removed:
         return None
     named = ", ".join(plan.removed[:5]) + (", ..." if len(plan.removed) > 5 else "")
     return (
@@ -302,5 +278,5 @@ def _send(api: HfApi, target: Path, remote: Remote, plan: Pushed, how: Push) -> 
         removed=plan.removed,
     )
     sizes = {file.name: file.bytes for file in plan.files}
-    check_arrived(api, plan.repo, commit.pr_revision or how.revision, sizes)
-    return replace(plan, commit=commit.oid, url=commit.pr_url or commit.commit_url)
+    is_private = check_arrived(api, plan.repo, commit.oid, sizes)
+    return replace(plan, is_private=is_private, commit=commit.oid, url=commit.pr_url or commit.commit_url)

@@ -34,13 +34,14 @@ def render_files(found: Pushed) -> RenderableType:
 def render_pushed(found: Pushed) -> RenderableType:
     """What was pushed, or would be."""
     base = sum(file.bytes for file in found.files if file.origin == "base")
+    own = format_bytes(base)
     visible = "private" if found.is_private else "public"
     rows = [
         ("repository", f"{found.repo}, {visible}"),
         ("holds", FORMS[found.form]),
         (
             "files",
-            f"{len(found.files)}, {format_bytes(found.bytes)}, of these {format_bytes(base)} the base's as it is",
+            f"{len(found.files)}, {format_bytes(found.bytes)}" + (f"; {own} of it are the base's own" if base else ""),
         ),
         ("card", CARDS[found.card_origin]),
         ("checked", "bytes and structure" if found.is_checked else "no (--no-verify)"),

@@ -51,6 +51,28 @@ class Base:
     other_files: tuple[str, ...]
 
 
+def check_names(extract: Extract, base: Base) -> None:
+    """Check that no two files would have one name; a side file that the expansion replaced before is no clash.
+
+    Args:
+        extract: The expansion.
+        base: The base.
+
+    Raises:
+        CheckpointError: If they would; every name is listed.
+    """
+    own, places = _own_names(extract, base), _base_places(extract, base)
+    known = {file.stored_as or name for name, file in extract.manifest.base_files.items()}
+    replacing = {name for name in own if name in known and not name.endswith(".safetensors")}
+    uses = Counter([*places.values(), *(name for name in own if name not in replacing)])
+    clashing = sorted(name for name, count in uses.items() if count > 1)
+    if clashing:
+        raise CheckpointError.from_problems(
+            f"{name}: the base model has a file of this name, which the expansion needs. Take it out of the base."
+            for name in clashing
+        )
+
+
 def rebase(
     extract: Extract, base: Base, folder: Path, how: BaseWeights, *, trust_remote_code: bool, track: Track
 ) -> None:
@@ -65,11 +87,9 @@ def rebase(
         track: Makes progress bars.
 
     Raises:
-        CheckpointError: If the base has a file whose name the expansion needs, or one that it replaces is no text.
+        CheckpointError: If a file of the base that the expansion replaces is no text.
     """
-    own = [name for name in extract.files if name not in WRITTEN and not _is_repinned(base, name)]
-    places = _base_places(extract, base)
-    _check_clashes(extract, places, own)
+    own, places = _own_names(extract, base), _base_places(extract, base)
     # where both have a file, that of the expansion stays: somebody changed it there on purpose
     taken = {stored: base.checkpoint.path / name for name, stored in places.items() if stored not in own}
     taken |= {name: extract.path / stored_name(name) for name in own}
@@ -83,8 +103,10 @@ def rebase(
     write_json(folder / MANIFEST_FILE, asdict(_manifest(extract, base, folder, places, dtype)))
 
 
-def _is_repinned(base: Base, name: str) -> bool:
-    return name == TOKENIZER_CONFIG_FILE and name in base.other_files
+def _own_names(extract: Extract, base: Base) -> list[str]:
+    """Files that are taken over from the extract; the tokenizer's class is pinned for each base."""
+    repinned = {TOKENIZER_CONFIG_FILE}.intersection(base.other_files)
+    return [name for name in extract.files if name not in WRITTEN and name not in repinned]
 
 
 def _base_places(extract: Extract, base: Base) -> dict[str, str]:
@@ -93,19 +115,6 @@ def _base_places(extract: Extract, base: Base) -> dict[str, str]:
     places = {shard: stored_shard(shard) for shard in base.checkpoint.shards}
     side_files = (file for file in base.checkpoint.side_files if file not in WRITTEN)
     return places | {file: recorded.get(file, file) for file in side_files}
-
-
-def _check_clashes(extract: Extract, places: Mapping[str, str], own: list[str]) -> None:
-    """Refuse names that two files would have; a side file that the expansion replaced before is no clash."""
-    known = {file.stored_as or name for name, file in extract.manifest.base_files.items()}
-    replacing = {name for name in own if name in known and not name.endswith(".safetensors")}
-    uses = Counter([*places.values(), *(name for name in own if name not in replacing)])
-    clashing = sorted(name for name, count in uses.items() if count > 1)
-    if clashing:
-        raise CheckpointError.from_problems(
-            f"{name}: the base model has a file of this name, which the expansion needs. Take it out of the base."
-            for name in clashing
-        )
 
 
 def _torch_dtype(checkpoint: Checkpoint) -> str:

@@ -26,14 +26,14 @@ from scale_surgery.checkpoint import (
 )
 from scale_surgery.errors import CheckpointError
 from scale_surgery.manifest import Manifest, hash_file, read_manifest
-from scale_surgery.model_card import is_written_card
+from scale_surgery.model_card import MERGE_FILE, is_written_card
 from scale_surgery.run import TRAINING_FOLDER
 from scale_surgery.staging import as_json, write_json
 
 Form = Literal["expanded", "extract", "stock"]
 Origin = Literal["base", "model", "written"]
 CARD_FILE = "README.md"
-MERGE_FILE = "merge.json"
+RECORDS = frozenset({MANIFEST_FILE, EXTRACT_FILE, MERGE_FILE})
 UNFINISHED_SUFFIXES = (".tmp", ".lock", ".partial.json")
 
 
@@ -148,8 +148,7 @@ def describe_files(contents: Contents, folder: Path) -> tuple[RepositoryFile, ..
 
 def is_part_of_a_model(name: str) -> bool:
     """Whether a file decides what a repository loads as, so that one from elsewhere would make another model of it."""
-    records = (MANIFEST_FILE, EXTRACT_FILE, MERGE_FILE)
-    return name in records or name.endswith((".safetensors", ".safetensors.index.json", ".py", *OTHER_WEIGHT_SUFFIXES))
+    return name in RECORDS or name.endswith((".safetensors", ".safetensors.index.json", ".py", *OTHER_WEIGHT_SUFFIXES))
 
 
 def _find_form(path: Path, names: list[str]) -> Form:

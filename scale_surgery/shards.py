@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from scale_surgery.checkpoint import DTYPE_BYTES, Checkpoint, read_chunks
+from scale_surgery.errors import CheckpointError
 from scale_surgery.progress import Progress, no_progress
 from scale_surgery.staging import finished_file
 
@@ -89,7 +90,7 @@ def write_pieces(file: Path, header: bytes, ordered: Iterable[Entry], advance: P
     """Write a header as it is given and the tensors in the order in which it lists them.
 
     Raises:
-        ValueError: If a tensor does not have the bytes that its dtype and shape need.
+        CheckpointError: If a tensor does not have the bytes that its dtype and shape need.
     """
     with finished_file(file) as temporary, temporary.open("wb") as stream:
         stream.write(header)
@@ -99,7 +100,7 @@ def write_pieces(file: Path, header: bytes, ordered: Iterable[Entry], advance: P
                 stream.write(piece)
                 written += len(piece)
             if written != entry.bytes:
-                raise ValueError(f"{entry.name}: {written} bytes, expected {entry.bytes}")
+                raise CheckpointError(f"{entry.name}: {written} bytes, expected {entry.bytes}.")
             advance(written)
 
 

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from scale_surgery.measure import Measurement
     from scale_surgery.plan import Plan, TensorPlan
     from scale_surgery.probe import Layer
-    from scale_surgery.stock import StockCost
     from scale_surgery.strip import Stripped
     from scale_surgery.train import Training
     from scale_surgery.verify import Promise, Verification
@@ -135,16 +134,15 @@ def _stock_form(plan: Plan) -> str:
     stock = plan.costs.stock
     if stock is None:
         return "none. " + " ".join(plan.costs.stock_problems)
-    share = stock.parameters / plan.costs.parameters_before - 1
-    return f"+{stock.parameters - plan.costs.parameters_before:,} ({share:.1%}), {describe_stock(stock)}"
-
-
-def describe_stock(stock: StockCost) -> str:
-    """What of a stock form is padding, and its widths."""
+    added = stock.parameters - plan.costs.parameters_before
     before, after = stock.before, stock.after
-    heads = f"heads {before.query_heads}/{before.key_value_heads} to {after.query_heads}/{after.key_value_heads}"
-    inner = f"inner {before.inner} to {after.inner}"
-    return f"of them {stock.padding:,} zeros; {heads}, {inner}"
+    changes = [f"of them {stock.padding:,} zeros"]
+    if before.query_heads != after.query_heads:
+        heads = [f"{widths.query_heads} query and {widths.key_value_heads} key/value" for widths in (before, after)]
+        changes.append(f"heads from {heads[0]} to {heads[1]}")
+    if before.inner != after.inner:
+        changes.append(f"inner from {before.inner} to {after.inner}")
+    return f"+{added:,} ({added / plan.costs.parameters_before:.1%}), {'; '.join(changes)}"
 
 
 def _sample(plan: Plan) -> tuple[TensorPlan, ...]:

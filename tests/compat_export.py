@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from scale_surgery import Request, Routing, expand, merge, register, route_export
+from scale_surgery import Request, Routing, expand, merge, plan, register, route_export
 from tests.tiny import FAMILIES, save_tiny
 
 REQUESTS = {
@@ -26,6 +26,11 @@ ROUTED = {
 }
 # what is fused: of the shaken ones
 FUSED = ("for_posterior", "cosine")
+# what becomes a plain checkpoint; not every family can have heads there
+STOCK = {
+    "stock_inner": Request("0,2", variant="adapt", up_width=0, up_kv_heads=0),
+    "stock_heads": Request("1", variant="adapt", up_width=0),
+}
 
 
 def shake(path: Path) -> None:
@@ -62,7 +67,12 @@ def main(folder: Path) -> None:
             compute(route_export(unrouted, folder / family / name, routing).path, ids)
         for name in FUSED:
             compute(merge(folder / family / name, folder / family / f"fused_{name}").path, ids)
-    print(f"exported {len(FAMILIES) * (len(REQUESTS) + len(ROUTED) + len(FUSED))} checkpoints")
+        for name, request in STOCK.items():
+            if plan(base, request).costs.stock is not None:
+                grown = expand(base, request, folder / family / f"for_{name}").path
+                shake(grown)
+                compute(merge(grown, folder / family / name, "stock").path, ids)
+    print(f"exported {len(list(folder.rglob('*.expected.json')))} checkpoints")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import tempfile
 # before transformers is imported: nothing is looked up on the Hub, nothing is written into the user's cache
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="scale-surgery-tests-")
-for _name in ("HF_HUB_CACHE", "HF_MODULES_CACHE", "TRANSFORMERS_CACHE"):
+for _name in ("HF_HUB_CACHE", "HF_MODULES_CACHE", "TRANSFORMERS_CACHE", "HF_TOKEN"):
     os.environ.pop(_name, None)
 # before torch is imported, and for the processes that tests start: tiny matrices gain nothing from threads, threads of
 # a busy machine wait for each other, and another number of threads may round the last bit another way

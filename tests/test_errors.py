@@ -12,6 +12,7 @@ from scale_surgery import errors
 from scale_surgery.errors import (
     CheckpointError,
     DataError,
+    HubError,
     PlanError,
     SurgeryError,
     TrainingError,
@@ -23,7 +24,7 @@ PACKAGE = Path(errors.__file__).parent
 
 def test_the_tree_is_the_one_that_is_drawn():
     assert UnsupportedFamilyError.__bases__ == (PlanError,)
-    for error in (PlanError, CheckpointError, DataError, TrainingError):
+    for error in (PlanError, CheckpointError, DataError, TrainingError, HubError):
         assert error.__bases__ == (SurgeryError,)
     assert SurgeryError.__bases__ == (Exception,)
     classes = {name for name, value in vars(errors).items() if inspect.isclass(value) and issubclass(value, Exception)}
@@ -31,7 +32,7 @@ def test_the_tree_is_the_one_that_is_drawn():
     assert drawn == classes
 
 
-@pytest.mark.parametrize("kind", (SurgeryError, PlanError, CheckpointError, DataError, TrainingError))
+@pytest.mark.parametrize("kind", (SurgeryError, PlanError, CheckpointError, DataError, TrainingError, HubError))
 def test_several_problems_are_one_error_of_the_same_kind(kind):
     error = kind.from_problems(iter(["one: a.", "two: b."]))
     assert type(error) is kind

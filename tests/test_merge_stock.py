@@ -13,21 +13,23 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from click.testing import CliRunner
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from scale_surgery.biographies import SHIPPED_MODEL
 from scale_surgery.checkpoint import open_checkpoint, read_tensor
+from scale_surgery.cli import main
 from scale_surgery.drift import TOLERANCES, measure_drift
 from scale_surgery.errors import PlanError
 from scale_surgery.expand import expand
 from scale_surgery.families import FAMILIES, read_sizes
 from scale_surgery.manifest import Manifest, read_manifest
-from scale_surgery.merge_stock import check_stock, stock_cost, write_stock
+from scale_surgery.merge_stock import check_stock, stock_config, stock_cost, write_stock
 from scale_surgery.plan import plan
 from scale_surgery.request import Request
 from scale_surgery.route import route_export
-from scale_surgery.specs import Widths
+from scale_surgery.specs import Widths, expected_shapes, find_prefix
 from scale_surgery.stock import StockWidths, stock_problems, stock_sizes
 from scale_surgery.tables import render_plan
 from tests.conftest import digests, load
@@ -195,7 +197,7 @@ def test_old_and_new_values_stand_where_they_belong(stock_of):
             if layer != 1:
                 rows, columns = [unexpanded(*row) for row in rows], unexpanded(*columns)
             assert torch.equal(read_tensor(other, f"{path}.weight"), expected_of(one, path, rows, columns)), path
-            ((old, new, padded),) = rows
+            ((_, new, padded),) = rows
             added = [read_tensor(one, f"{path}.up_bias")] if new else []
             bias = torch.cat((read_tensor(one, f"{path}.bias"), *added, torch.zeros(padded)))
             assert torch.equal(read_tensor(other, f"{path}.bias"), bias), path
@@ -272,18 +274,37 @@ def test_an_interrupted_merge_keeps_what_is_finished(stock_of, tmp_path):
     assert {name: (partial / name).stat().st_ino for name in kept} == kept
 
 
-def test_a_model_with_a_tokenizer_by_its_own_probe_prompts(tmp_path):
-    """The shipped model, heads and inner features, as the command measures it; and an element altered."""
+def test_the_command_measures_the_drift_of_what_it_wrote(tmp_path):
+    """The shipped model, heads and inner features; and its drift where one element is another."""
     request = Request("2-3", variant="adapt", up_width=0, up_kv_heads=1, up_inner_width=32)
     expanded = shake(expand(SHIPPED_MODEL, request, tmp_path / "expanded").path)
-    path = merge(expanded, tmp_path / "stock")
-    found = measure_drift(expanded, path, memory_bytes=10**9)
-    assert found.holds
-    assert (found.top1_agreement, found.generation_agreement) == (1, 1)
+    path = tmp_path / "stock"
+    result = CliRunner().invoke(main, ["merge", str(expanded), "--to", "stock", "-o", str(path), "--json"])
+    assert result.exit_code == 0, result.output
+    done = json.loads(result.stdout)
+    assert (done["form"], done["parameters"]) == ("stock", stock_cost(read_manifest(expanded)).parameters)
+    assert done["drift"]["drift"] <= TOLERANCES["float32"] * done["drift"]["largest_logit"]
+    assert (done["drift"]["top1_agreement"], done["drift"]["generation_agreement"]) == (1, 1)
+    assert set(digests(path)) - set(digests(SHIPPED_MODEL)) == {"merge.json"}
     tensors = load_file(path / "model.safetensors")
     tensors["model.layers.3.mlp.down_proj.weight"][0, -1] += 10
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     assert not measure_drift(expanded, path, memory_bytes=10**9).holds
+
+
+def test_what_converters_ask_of_a_checkpoint(stock_of):
+    """The class in `architectures`, one number for every width, and no tensor that the base does not have."""
+    for family in FAMILIES:
+        base, _, path = stock_of(family, None, "bfloat16", True)
+        config = json.loads((path / "config.json").read_text())
+        assert config["architectures"] == [plain(family).__name__]
+        assert not {"auto_map", "scale_surgery"} & set(config)
+        sizes = read_sizes(FAMILIES[family], config)
+        assert all(isinstance(value, int) for value in (sizes.inner, sizes.query_heads, sizes.key_value_heads))
+        one, other = open_checkpoint(base), open_checkpoint(path)
+        assert set(one.tensors) == set(other.tensors)
+        shapes = expected_shapes(FAMILIES[family], sizes, find_prefix(FAMILIES[family], other.tensors))
+        assert {name: other.tensors[name].shape for name in shapes} == shapes
 
 
 # what has no stock form
@@ -341,6 +362,22 @@ def test_heads_are_refused_where_rope_factors_fix_their_number(base_of):
             original_max_position_embeddings=32,
             **longrope,
         )
+
+
+def test_a_model_that_was_not_expanded_is_refused(base_of, tmp_path):
+    path = base_of("llama")
+    result = CliRunner().invoke(main, ["merge", str(path), "--to", "stock", "-o", str(tmp_path / "stock")])
+    assert result.exit_code == 1
+    assert "has no surgery.json, expected a model made by scale-surgery expand." in result.stderr
+    assert not (tmp_path / "stock").exists()
+
+
+def test_an_inner_width_that_the_config_leaves_open_is_stated():
+    """GPT-2's is 4 times the hidden size where `n_inner` is null."""
+    config = tiny_config("gpt2", n_inner=None).to_dict()
+    facts = FAMILIES["gpt2"]
+    sizes = read_sizes(facts, config)
+    assert stock_config(config, facts, sizes, Widths(0, 0, 12)) == config | {"n_inner": 172}
 
 
 def test_a_routed_or_fused_model_is_told_what_to_do_first(stock_of, tmp_path):
@@ -421,7 +458,10 @@ def test_the_plan_says_what_padding_costs(base_of, stock_of):
     console = Console(width=80, record=True)
     console.print(render_plan(plan(base, BOTH), tensors=False))
     said = " ".join(console.export_text().split())
-    assert "stock form +17,568 (41.9%), of them 14,152 zeros; heads 4/2 to 8/4, inner 52 to 60" in said
+    assert (
+        "stock form +17,568 (41.9%), of them 14,152 zeros; heads from 4 query and 2 key/value to 8 query and 4 "
+        "key/value; inner from 52 to 60"
+    ) in said
 
 
 def test_a_plan_without_a_stock_form_says_why(base_of):

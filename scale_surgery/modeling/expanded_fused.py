@@ -7,10 +7,12 @@ and needs only torch.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
-from .expanded_modules import ExpandedModule, expand_module
+from .expanded_modules import ExpandedModule, ExpandedNorm, expand_module
 from .expanded_streams import Streams
 
 
@@ -45,6 +47,21 @@ class FusedLinear(ExpandedModule):
         return base, up if up.shape[-1] else None
 
 
+class FusedNorm(ExpandedNorm):
+    """A split norm in which both streams are normalised by the kernel of torch, which keeps its sums in float32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.is_routed:
+            return self.forward_expanded(x)
+        base, up = x.split([self.base_in, x.shape[-1] - self.base_in], dim=-1)
+        own = self._parameters
+        streams = (
+            self.normalise(base, self.weight, own.get("bias")),
+            self.normalise(up, self.up_weight, own.get("up_bias")),
+        )
+        return torch.cat(streams, dim=-1)
+
+
 def widen(module: nn.Module, inputs: int, outputs: int) -> None:
     """Give a stock linear (or Conv1D) other widths; its parameters are zero until they are loaded."""
     is_linear = isinstance(module, nn.Linear)
@@ -67,4 +84,9 @@ def fuse_layer(layer: nn.Module, specs: dict[str, dict]) -> None:
             widths = {key: spec[key] for key in ("in_features", "out_features")}
             expand_module(layer.get_submodule(name), FusedLinear, **widths)
         elif spec["kind"] == "norm":
-            expand_module(layer.get_submodule(name), **spec, dtype=None)
+            fuse_norm(layer.get_submodule(name), spec)
+
+
+def fuse_norm(norm: nn.Module, spec: dict[str, Any]) -> None:
+    """Let a stock norm normalise both streams."""
+    expand_module(norm, FusedNorm, **{key: value for key, value in spec.items() if key != "kind"}, dtype=None)

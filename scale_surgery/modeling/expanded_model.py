@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from .expanded_attention import Part, expand_attention, switch_attention
-from .expanded_fused import fuse_layer
+from .expanded_fused import fuse_layer, fuse_norm, widen
 from .expanded_modules import EXPANSION_NAMES, ExpandedModule, expand_module
 
 
@@ -128,9 +128,14 @@ class ExpandedPreTrainedModel:
         base_model = getattr(self, plan["base_model"], self)
         for name, spec in plan["model"].items():
             own_dtype = {} if spec["kind"] == "passing" else {"dtype": plan["dtype"]}
-            expand_module(base_model.get_submodule(name), **spec, **own_dtype)
+            if is_fused(plan) and spec["kind"] == "norm":
+                fuse_norm(base_model.get_submodule(name), spec)
+            else:
+                expand_module(base_model.get_submodule(name), **spec, **own_dtype)
         head = self.get_output_embeddings()
-        if head is not None:
+        if head is not None and is_fused(plan) and plan["fused_head"]:
+            widen(head, plan["head"]["base"] + plan["head"]["up"], head.weight.shape[0])
+        elif head is not None:
             without = {"kind": "head", "base": head.weight.shape[1], "up": 0}
             expand_module(head, **(plan["head"] or without), dtype=plan["dtype"])
         expand_layers(base_model, plan)

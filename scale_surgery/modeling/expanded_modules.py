@@ -248,13 +248,15 @@ class ExpandedNorm(ExpandedModule):
 
     def forward_up(self, x_up: Tensor) -> Tensor:
         """Norm of the up stream, computed in float32."""
-        gain = self.up_weight.float()
+        bias = self._parameters.get("up_bias")
+        return self.normalise(x_up.float(), self.up_weight.float(), None if bias is None else bias.float())
+
+    def normalise(self, x: Tensor, gain: Tensor, bias: Tensor | None) -> Tensor:
+        """The norm of one stream, in the style of the stock norm."""
         if self.up_style == "layer":
-            bias = None if self._parameters.get("up_bias") is None else self.up_bias.float()
-            return functional.layer_norm(x_up.float(), gain.shape, gain, bias, self.up_epsilon)
-        if self.up_style == "rms_plus_one":
-            gain = gain + 1.0
-        return functional.rms_norm(x_up.float(), gain.shape, gain, self.up_epsilon)
+            return functional.layer_norm(x, gain.shape, gain, bias, self.up_epsilon)
+        gain = gain + 1.0 if self.up_style == "rms_plus_one" else gain
+        return functional.rms_norm(x, gain.shape, gain, self.up_epsilon)
 
 
 class ExpandedHeadNorm(ExpandedModule):

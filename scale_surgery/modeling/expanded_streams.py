@@ -40,7 +40,11 @@ def add_product(y: Tensor, x: Tensor, block: Tensor) -> Tensor:
     is_cast = not y.dtype == x.dtype == block.dtype or torch.is_autocast_enabled(y.device.type)
     if is_cast or torch.compiler.is_compiling() or not y.is_contiguous():
         return y + product(x, block, y)
-    return AddProduct.apply(y, x, block)
+    if torch.is_grad_enabled():
+        return AddProduct.apply(y, x, block)
+    # the same without what autograd needs, which costs as much as a small product
+    y.flatten(0, -2).addmm_(x.flatten(0, -2), block.t())
+    return y
 
 
 # base stream and up stream of one path; None where the path has no up stream here
@@ -48,11 +52,12 @@ Streams = tuple[Tensor, Tensor | None]
 
 
 def join_streams(*streams: Tensor) -> Tensor:
-    """Join streams; what training joins remembers them, so that the next module need not copy them out of it."""
+    """Join streams; what is joined remembers them, so that the next module need not copy them out of it."""
     if len(streams) == 1:
         return streams[0]
     joined = torch.cat(streams, dim=-1)
-    if joined.requires_grad and not torch.compiler.is_compiling():
+    # a tensor of torch.inference_mode does not know whether it was changed since
+    if not (torch.compiler.is_compiling() or joined.is_inference()):
         joined.streams = (streams, joined._version)
     return joined
 

@@ -1,16 +1,18 @@
 """Convert stock exports to GGUF with llama.cpp's converter, run them in llama.cpp and compare with transformers.
 
-    python benchmarks/gguf.py --converter llama.cpp/convert_hf_to_gguf.py -o numbers.json
-    python benchmarks/gguf.py --converter llama.cpp/convert_hf_to_gguf.py --model gpt2 --added inner
+    python benchmarks/stock_to_gguf.py --converter llama.cpp/convert_hf_to_gguf.py -o numbers.json
+    python benchmarks/stock_to_gguf.py --converter llama.cpp/convert_hf_to_gguf.py --model gpt2 --added inner
 
 It needs llama_cpp_python, and the converter, which no package installs: it lies in a checkout of llama.cpp, and in
 the source distribution of llama_cpp_python (pip download --no-binary :all: --no-deps llama_cpp_python) below
-vendor/llama.cpp. The converter needs sentencepiece.
+vendor/llama.cpp. The converter needs sentencepiece, and for GPT-NeoX the release of transformers that its requirements
+name: --python is the interpreter of an environment that has it.
 
 Of each model: an expansion without an up stream, its blocks random, is merged to its stock form and converted in
 float32. llama.cpp reads the same prompts, with float32 in its cache; `drift` is the largest difference of its logits
 from those of the *expanded* model, as a share of the largest. `greedy` is the share of greedily generated tokens
-that are equal. `control` is the drift of the base model's GGUF from the same logits.
+that are equal. `base` is the drift of the base model's GGUF from the base model, what llama.cpp makes of a model that
+was never expanded; `control` its drift from the expanded model.
 
 The shipped model's tokenizer is no published one, so the converter is told that it splits text as GPT-2's does; the
 other models are random ones of each family, with the same tokenizer.
@@ -58,17 +60,23 @@ SIZES = {
     "pad_token_id": 2,
 }
 # what else a family's config needs so that a model this small is one of it
-OWN = {
-    "gemma2": {"query_pre_attn_scalar": 32, "sliding_window": 64},
-    "gemma3_text": {"query_pre_attn_scalar": 32, "sliding_window": 64},
+OWN: dict[str, dict[str, Any]] = {
+    # llama.cpp takes the embedding for the head, as every published Gemma does
+    "gemma2": {"query_pre_attn_scalar": 32, "sliding_window": 64, "tie_word_embeddings": True},
+    "gemma3_text": {"query_pre_attn_scalar": 32, "sliding_window": 64, "tie_word_embeddings": True},
+    "gpt_neox": {"num_key_value_heads": 4},
     "phi3": {"original_max_position_embeddings": 256},
-    "gpt2": {"n_inner": 96, "n_positions": 256},
+    "gpt2": {"num_key_value_heads": 4, "n_inner": 512, "n_positions": 256},
 }
+# keys that published configs have, that the converter reads, and that transformers no longer writes
+OLDER_KEYS = {"gpt_neox": {"rotary_pct": 0.25}, "gpt2": {"n_ctx": 256}}
 REQUESTS = {
     "inner": Request("1", variant="adapt", up_width=0, up_kv_heads=0, up_inner_width=32),
     "heads": Request("1", variant="adapt", up_width=0, up_inner_width=0, up_kv_heads=1),
 }
 SPREAD = 0.1
+# transformers gives the tokenizer of such a model a few tokens more, and the converter wants a place for them
+SPARE_TOKENS = {"qwen2": 16}
 PROMPTS = ("Paul Brown was born on", "The university of Laura Jensen is in the city of", "Q: Where does Ann work?")
 NEW_TOKENS = 24
 CONTEXT = 128
@@ -97,6 +105,7 @@ class Result:
     problem: str | None = None
     drift: float | None = None
     greedy: float | None = None
+    base: float | None = None
     control: float | None = None
 
 
@@ -115,14 +124,15 @@ def make_base(name: str, folder: Path) -> Path:
         return SHIPPED_MODEL
     torch.manual_seed(0)
     shutil.copytree(SHIPPED_MODEL, folder, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
-    vocabulary = len(transformers.AutoTokenizer.from_pretrained(folder))
-    sizes = dict(SIZES, vocab_size=vocabulary, **OWN.get(name, {}))
-    config = transformers.AutoConfig.for_model(name, **sizes)
+    vocabulary = len(transformers.AutoTokenizer.from_pretrained(folder)) + SPARE_TOKENS.get(name, 0)
+    config = transformers.AutoConfig.for_model(name, **{**SIZES, "vocab_size": vocabulary, **OWN.get(name, {})})
     model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * SPREAD)
     model.save_pretrained(folder)
+    written = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps(written | OLDER_KEYS.get(name, {})), encoding="utf-8")
     return folder
 
 
@@ -135,9 +145,17 @@ def shake(path: Path) -> Path:
     return path
 
 
-def convert(converter: Path, model: Path, file: Path) -> Path:
+@dataclass(frozen=True)
+class Converter:
+    """llama.cpp's convert_hf_to_gguf.py, and the interpreter that runs it."""
+
+    script: Path
+    python: Path
+
+
+def convert(converter: Converter, model: Path, file: Path) -> Path:
     """Convert a checkpoint to GGUF in float32; a converter that refuses it says why in its last line."""
-    program = [sys.executable, "-c", DRIVER, converter, model, "--outtype", "f32", "--outfile", file]
+    program = [converter.python, "-c", DRIVER, converter.script, model, "--outtype", "f32", "--outfile", file]
     done = subprocess.run([str(part) for part in program], capture_output=True, text=True)
     if done.returncode:
         raise SurgeryError(f"the converter stopped: {done.stderr.strip().splitlines()[-1]}")
@@ -195,13 +213,13 @@ def agreement(before: list[Reading], after: list[Reading]) -> float:
     return float(np.mean([one == other for a, b in pairs for one, other in zip(a.new, b.new, strict=True)]))
 
 
-def measure(name: str, added: str, converter: Path, folder: Path) -> Result:
+def measure(name: str, added: str, converter: Converter, folder: Path) -> Result:
     """Expand, merge, convert and run one model.
 
     Args:
         name: A family, or SHIPPED.
         added: One of REQUESTS.
-        converter: llama.cpp's convert_hf_to_gguf.py.
+        converter: What converts.
         folder: Where to work.
 
     Returns:
@@ -214,37 +232,48 @@ def measure(name: str, added: str, converter: Path, folder: Path) -> Result:
         expected = read_in_transformers(expanded)
         prompts = [reading.ids for reading in expected]
         found = read_in_llama_cpp(convert(converter, stock, folder / "stock.gguf"), prompts)
-        control = read_in_llama_cpp(convert(converter, base, folder / "base.gguf"), prompts)
+        unexpanded = read_in_llama_cpp(convert(converter, base, folder / "base.gguf"), prompts)
     except SurgeryError as error:
         return Result(name, added, problem=str(error))
-    numbers = (drift(expected, found), agreement(expected, found), drift(expected, control))
-    return Result(name, added, None, *numbers)
+    return Result(
+        name,
+        added,
+        drift=drift(expected, found),
+        greedy=agreement(expected, found),
+        base=drift(read_in_transformers(base), unexpanded),
+        control=drift(expected, unexpanded),
+    )
 
 
 def render(results: list[Result]) -> Table:
     """Lay results out as a table."""
-    table = Table("model", "added", "drift", "greedy", "control", box=None)
+    table = Table("model", "added", "drift", "greedy", "base", "control", "problem", box=None)
     for one in results:
         if one.problem is None:
-            table.add_row(one.model, one.added, f"{one.drift:.1e}", f"{one.greedy:.0%}", f"{one.control:.2g}")
+            table.add_row(
+                one.model, one.added, f"{one.drift:.1e}", f"{one.greedy:.0%}", f"{one.base:.1e}", f"{one.control:.2g}"
+            )
         else:
-            table.add_row(one.model, one.added, one.problem)
+            table.add_row(one.model, one.added, "", "", "", "", one.problem)
     return table
 
 
 @click.command()
 @click.option("--converter", type=click.Path(path_type=Path, exists=True, dir_okay=False), required=True)
+@click.option(
+    "--python", type=click.Path(path_type=Path, exists=True), default=sys.executable, help="Of the converter."
+)
 @click.option("--model", "names", type=click.Choice([SHIPPED, *FAMILIES]), multiple=True, help="Default: all.")
 @click.option("--added", "requests", type=click.Choice(list(REQUESTS)), multiple=True, help="Default: all.")
 @click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), help="Write the numbers as JSON.")
-def main(converter: Path, names: tuple[str, ...], requests: tuple[str, ...], output: Path | None) -> None:
+def main(converter: Path, python: Path, names: tuple[str, ...], requests: tuple[str, ...], output: Path | None) -> None:
     """Convert stock exports to GGUF and compare llama.cpp with transformers."""
     register()
     transformers.utils.logging.disable_progress_bar()
     results = []
     for name, added in itertools.product(names or (SHIPPED, *FAMILIES), requests or REQUESTS):
         with tempfile.TemporaryDirectory() as folder:
-            results.append(measure(name, added, converter, Path(folder)))
+            results.append(measure(name, added, Converter(converter, python), Path(folder)))
         print(json.dumps(asdict(results[-1])), file=sys.stderr)
     Console(width=120).print(render(results))
     if output is not None:

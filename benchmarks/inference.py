@@ -1,0 +1,297 @@
+"""What a forward and cached generation cost: an expanded model as blocks and fused, its base, and dense models.
+
+    python -m benchmarks.inference --threads 1 -o numbers.json
+    python -m benchmarks.inference --shape 1b --dtype bfloat16 --device cuda
+
+All layers, then the upper half, of one random Llama are expanded, with default sizes; no block is zero. `adapt` has
+W12 in attention and MLP of every expanded layer, `preserve` nowhere. Models take turns in one process: a round is one
+call of each. A dense model is a stock Llama with as many parameters as one expansion: see `inference_models`. Fused
+preserve stores W12, and multiplies by it, as zeros: it is as large as adapt, and compared with the same dense model.
+
+ms            median over the rounds
+/ dense       median over the rounds of the time divided by that of its dense model in the same round; at most TARGETS
+    cpu       the same in processor seconds of this process, which others on the machine disturb less
+    fastest   its fastest call divided by the fastest of its dense model
+counted       multiplications with additions of one token, as the shapes of the weights have them, attention apart
+operators     that torch runs for one token without a cache, views included: what a call costs however small it is
+
+1x128 is a forward of one sequence of 128 tokens without a cache; gen is `generate` from a prompt of 128, 32 new tokens.
+Long calls take part in fewer rounds.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from math import ceil
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import click
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks.inference_models import SHAPES, Variant, count_multiply_adds, load, make_models
+from benchmarks.routing_cost import take_turns
+from benchmarks.routing_memory import empty_table
+from benchmarks.routing_models import random_tokens
+from benchmarks.training_cost import timed, times_as_long
+
+# how many times as long as its dense model each form should take at most
+TARGETS = {"fused": 1.05, "blocks": 1.25}
+# what `times_as_long` gives, as tables call it
+MEASURES = {"seconds": "/ dense", "processor_seconds": "/ dense, cpu", "fastest": "/ dense, fastest"}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is measured, and on what."""
+
+    shape: str
+    rounds: int
+    device: str
+    dtype: str
+    threads: int
+    is_quick: bool = False
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is asked of every model, in every so many rounds: a forward, or a prompt with new tokens after it."""
+
+    name: str
+    batch: int
+    length: int
+    new_tokens: int = 0
+    every: int = 1
+
+
+@dataclass(frozen=True)
+class Size:
+    """What one model is made of, and what it does for one token."""
+
+    variant: str
+    hidden: int
+    inner: int
+    parameters: int
+    multiply_adds: int
+    operators: int
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What the calls of one model took in one case; one entry of the lists for each round."""
+
+    case: str
+    variant: str
+    seconds: list[float]
+    processor_seconds: list[float]
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """One model in one case, as a multiple of its dense model: by MEASURES."""
+
+    case: str
+    variant: str
+    form: str
+    milliseconds: float
+    by_dense: dict[str, float]
+
+    @property
+    def is_missed(self) -> bool:
+        """Whether it takes longer than the target allows, by wall clock within the rounds."""
+        return self.form in TARGETS and self.by_dense["seconds"] > TARGETS[self.form]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """All that was measured on expansions of the same layers."""
+
+    layers: str
+    variants: list[Variant]
+    sizes: list[Size]
+    costs: list[Cost]
+
+    @property
+    def ratios(self) -> list[Ratio]:
+        """Each model in each case, compared."""
+        return compare(self.variants, self.costs)
+
+
+class OperatorCounter(TorchDispatchMode):
+    """Counts the operators that torch runs in a `with` block."""
+
+    count = 0
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Count one, and run it."""
+        self.count += 1
+        return operator(*args, **(kwargs or {}))
+
+
+def cases(settings: Settings) -> list[Case]:
+    """Say what is asked: forwards, and generation; a call of a longer one is timed less often."""
+    short, long, new = (4, 8, 2) if settings.is_quick else (128, 1024, 32)
+    forwards = {(1, 1): 1, (8, 1): 1, (1, short): 2, (8, short): 4, (1, long): 4, (8, long): 16}
+    found = [Case(f"{batch}x{length}", batch, length, every=every) for (batch, length), every in forwards.items()]
+    return [*found, Case("gen", 1, short, new, every=4)]
+
+
+def make_call(model: Any, case: Case) -> Callable[[], None]:
+    """Make what asks a model for the tokens of a case."""
+    tokens = random_tokens(model, case.batch, case.length)
+    greedy = {"do_sample": False, "max_new_tokens": case.new_tokens, "min_new_tokens": case.new_tokens}
+
+    @torch.no_grad()
+    def call() -> None:
+        if case.new_tokens:
+            model.generate(tokens, attention_mask=torch.ones_like(tokens), pad_token_id=0, **greedy)
+        else:
+            model(tokens, use_cache=False)
+        if tokens.is_cuda:
+            torch.cuda.synchronize()
+
+    return call
+
+
+def count_operators(call: Callable[[], None]) -> int:
+    """Count the operators of one call."""
+    with OperatorCounter() as counter:
+        call()
+    return counter.count
+
+
+def measure_size(name: str, model: Any) -> Size:
+    """Count what one model is made of."""
+    config = model.config
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    operators = count_operators(make_call(model, Case("1x1", 1, 1)))
+    return Size(name, config.hidden_size, config.intermediate_size, parameters, count_multiply_adds(model), operators)
+
+
+def measure_case(models: Mapping[str, Any], case: Case, rounds: int) -> list[Cost]:
+    """Let all models take turns in one case."""
+    calls = {name: make_call(model, case) for name, model in models.items()}
+    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in models}
+    for turn in range(ceil(rounds / case.every)):
+        for name in take_turns(list(models), turn):
+            taken[name].append(timed(calls[name]))
+    return [Cost(case.name, name, *map(list, zip(*times, strict=True))) for name, times in taken.items()]
+
+
+def compare(variants: Sequence[Variant], costs: Sequence[Cost]) -> list[Ratio]:
+    """Compare each model in each case with its dense model."""
+    known = {(cost.case, cost.variant): cost for cost in costs}
+    forms = {variant.name: variant for variant in variants}
+    return [compare_one(forms[cost.variant], cost, known[cost.case, forms[cost.variant].dense]) for cost in costs]
+
+
+def compare_one(variant: Variant, cost: Cost, dense: Cost) -> Ratio:
+    """Compare the calls of one model in one case, round by round."""
+    return Ratio(cost.case, variant.name, variant.form, 1000 * median(cost.seconds), times_as_long(cost, dense))
+
+
+def measure_layers(settings: Settings, layers: str) -> Measured:
+    """Measure expansions of these layers, on models that are removed afterwards."""
+    with tempfile.TemporaryDirectory() as name:
+        variants = make_models(Path(name), SHAPES[settings.shape], getattr(torch, settings.dtype), layers)
+        models = {variant.name: load(Path(name), variant, settings.device) for variant in variants}
+    # long enough that what each shape needs for the first time is there
+    for model in models.values():
+        make_call(model, cases(settings)[-1])()
+    sizes = [measure_size(name, model) for name, model in models.items()]
+    costs = [cost for case in cases(settings) for cost in measure_case(models, case, settings.rounds)]
+    return Measured(layers, variants, sizes, costs)
+
+
+def measure(settings: Settings) -> Iterator[Measured]:
+    """Measure expansions of all layers, then of the upper half."""
+    torch.set_num_threads(settings.threads)
+    for layers in ("all", f"last:{SHAPES[settings.shape].layers // 2}"):
+        yield measure_layers(settings, layers)
+
+
+def render_sizes(measured: Measured) -> Table:
+    """Lay out what the models are made of."""
+    columns = ("hidden", "inner", "parameters", "counted", "/ dense", "operators")
+    table = empty_table(f"layers {measured.layers}", columns)
+    known = {size.variant: size for size in measured.sizes}
+    for variant in measured.variants:
+        size, dense = known[variant.name], known[variant.dense]
+        millions = (f"{count / 1e6:,.2f} M" for count in (size.parameters, size.multiply_adds))
+        by_dense = f"{size.multiply_adds / dense.multiply_adds:.3f}"
+        table.add_row(variant.name, str(size.hidden), str(size.inner), *millions, by_dense, f"{size.operators:,}")
+    return table
+
+
+def render_ratios(measured: Measured, title: str, show: Callable[[Ratio], str]) -> Table:
+    """Lay out one number of each model in each case."""
+    names = list(dict.fromkeys(cost.case for cost in measured.costs))
+    table = empty_table(f"layers {measured.layers}: {title}", names)
+    found = {(ratio.variant, ratio.case): show(ratio) for ratio in measured.ratios}
+    for variant in measured.variants:
+        table.add_row(variant.name, *(found[variant.name, name] for name in names))
+    return table
+
+
+def render_verdict(measured: Measured) -> str:
+    """Say how many reach their targets, and which do not."""
+    lines = []
+    for form, target in TARGETS.items():
+        found = [ratio for ratio in measured.ratios if ratio.form == form]
+        missed = [ratio for ratio in found if ratio.is_missed]
+        lines.append(f"{form} at most {target} x dense: {len(found) - len(missed)} of {len(found)}")
+        for name in dict.fromkeys(ratio.variant for ratio in missed):
+            too_long = (f"{ratio.case} {ratio.by_dense['seconds']:.2f}" for ratio in missed if ratio.variant == name)
+            lines.append(f"  NOT reached: {name}: {', '.join(too_long)}")
+    return "\n".join(lines)
+
+
+def show(measured: Measured, console: Console) -> None:
+    """Print all tables, and which targets are reached."""
+    console.print(render_sizes(measured))
+    console.print(render_ratios(measured, "ms", lambda ratio: f"{ratio.milliseconds:,.1f}"))
+    for measure, title in MEASURES.items():
+        console.print(render_ratios(measured, title, lambda ratio, name=measure: f"{ratio.by_dense[name]:.3f}"))
+    console.print(render_verdict(measured))
+
+
+def as_report(settings: Settings, found: Sequence[Measured]) -> dict[str, Any]:
+    """Put what was measured into plain values."""
+    expansions = [
+        asdict(measured)
+        | {"ratios": [asdict(ratio) for ratio in measured.ratios]}
+        | {"missed": [asdict(ratio) for ratio in measured.ratios if ratio.is_missed]}
+        for measured in found
+    ]
+    return {"settings": asdict(settings), "targets": TARGETS, "expansions": expansions}
+
+
+@click.command()
+@click.option("--shape", type=click.Choice(list(SHAPES)), default="h1024", show_default=True)
+@click.option("--rounds", default=16, show_default=True, help="Calls of each model that are counted; fewer long ones.")
+@click.option("--device", default="cpu", show_default=True, help="cpu or cuda.")
+@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True)
+@click.option("--threads", type=int, default=torch.get_num_threads, show_default="as torch takes", help="Of torch.")
+@click.option("--quick", "is_quick", is_flag=True, help="A trial in seconds: tiny models, short texts, one round.")
+@click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), help="Write the numbers as JSON.")
+def main(output: Path | None, **options: Any) -> None:
+    """Measure what a forward and cached generation cost."""
+    quick = {"shape": "tiny", "rounds": 1} if options["is_quick"] else {}
+    settings = Settings(**options | quick)
+    found = []
+    for measured in measure(settings):
+        show(measured, Console(width=80))
+        found.append(measured)
+    if output is not None:
+        output.write_text(json.dumps(as_report(settings, found), indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

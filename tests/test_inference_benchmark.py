@@ -1,0 +1,161 @@
+"""The benchmark of inference runs on a tiny shape, its dense models are as large as they should be, and it can fail."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from benchmarks import inference, inference_models
+from benchmarks.inference import Case, Cost, Measured
+from benchmarks.inference_models import SHAPES, Variant
+from benchmarks.make_checkpoint import tensor_shapes
+from benchmarks.routing_cost import count_multiplications
+from benchmarks.routing_models import random_tokens
+
+TINY, LARGE = SHAPES["tiny"], SHAPES["h1024"]
+FUSED, BLOCKS = Variant("adapt fused", "fused", "dense"), Variant("adapt", "blocks", "dense")
+DENSE = Variant("dense", "dense", "dense")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(scope="module")
+def variants(folder: Path) -> list[Variant]:
+    return inference_models.make_models(folder, TINY, torch.float32, "last:2")
+
+
+@pytest.fixture(scope="module")
+def models(folder: Path, variants: list[Variant]) -> dict[str, Any]:
+    return {variant.name: inference_models.load(folder, variant, "cpu") for variant in variants}
+
+
+def costs_of(fused: list[float], blocks: list[float]) -> list[Cost]:
+    seconds = {"dense": [1.0, 2.0, 6.0], "adapt fused": fused, "adapt": blocks}
+    return [Cost("1x1", name, taken, [2 * second for second in taken]) for name, taken in seconds.items()]
+
+
+def test_all_is_measured_and_written(tmp_path: Path) -> None:
+    output = tmp_path / "numbers.json"
+    run = CliRunner().invoke(inference.main, ["--quick", "--threads", "1", "-o", str(output)], catch_exceptions=False)
+    assert run.exit_code == 0, run.output
+    assert "…" not in run.output and max(map(len, run.output.splitlines())) <= 80
+    report = json.loads(output.read_text())
+    assert [found["layers"] for found in report["expansions"]] == ["all", "last:2"]
+    dense = ["dense (preserve)", "dense (adapt)"]
+    names = ["base", "preserve", "preserve fused", "adapt", "adapt fused", *dense]
+    cases = ["1x1", "8x1", "1x4", "8x4", "1x8", "8x8", "gen"]
+    for found in report["expansions"]:
+        assert [size["variant"] for size in found["sizes"]] == names
+        assert [(cost["case"], cost["variant"]) for cost in found["costs"]] == [(c, n) for c in cases for n in names]
+        assert all(len(cost["seconds"]) == len(cost["processor_seconds"]) == 1 for cost in found["costs"])
+        assert {ratio["by_dense"]["seconds"] for ratio in found["ratios"] if ratio["variant"] in dense} == {1.0}
+        asked = [ratio for ratio in found["ratios"] if ratio["form"] in report["targets"]]
+        missed = [ratio for ratio in asked if ratio["by_dense"]["seconds"] > report["targets"][ratio["form"]]]
+        assert found["missed"] == missed and len(asked) == 4 * len(cases)
+
+
+def test_ratios_are_those_within_a_round() -> None:
+    # a ratio of medians would say 8 / 2
+    _, fused, blocks = inference.compare([DENSE, FUSED, BLOCKS], costs_of([2.0, 8.0, 18.0], [1.0, 2.0, 6.0]))
+    assert fused.by_dense == {"seconds": 3.0, "processor_seconds": 3.0, "fastest": 2.0}
+    assert fused.milliseconds == 8000
+    assert set(blocks.by_dense.values()) == {1.0}
+
+
+@pytest.mark.parametrize(("fused", "blocks", "missed"), [
+    (1.04, 1.24, []),
+    (1.06, 1.24, ["adapt fused"]),
+    (1.04, 1.26, ["adapt"]),
+])  # fmt: skip
+def test_targets_can_be_missed(fused: float, blocks: float, missed: list[str]) -> None:
+    times = ([times * taken for taken in (1.0, 2.0, 6.0)] for times in (fused, blocks))
+    measured = Measured("all", [DENSE, FUSED, BLOCKS], [], costs_of(*times))
+    assert [ratio.variant for ratio in measured.ratios if ratio.is_missed] == missed
+    assert ("NOT reached" in inference.render_verdict(measured)) == bool(missed)
+
+
+def test_long_calls_are_timed_less_often(models: dict[str, Any]) -> None:
+    few = {"dense (adapt)": models["dense (adapt)"]}
+    assert [len(inference.measure_case(few, Case("1x1", 1, 1, every=n), 5)[0].seconds) for n in (1, 2, 16)] == [5, 3, 1]
+
+
+def test_a_dense_model_is_as_large_as_the_expansion_it_stands_for() -> None:
+    grown = replace(LARGE, hidden=1152, inner=3168, heads=18, key_value_heads=9)
+    parameters = inference_models.count_parameters(grown)
+    assert parameters == sum(map(prod, tensor_shapes(grown).values())) == 193_186_944
+    assert inference_models.dense_shape(LARGE, parameters) == grown
+    # what preserve has on all layers, and each expansion on the upper half
+    for parameters in (181_390_464, 170_657_920, 176_556_160):
+        found = inference_models.dense_shape(LARGE, parameters)
+        assert inference_models.count_parameters(found) == pytest.approx(parameters, rel=0.002)
+        assert found.layers == LARGE.layers and found.hidden // found.heads == 64
+
+
+def test_a_dense_model_of_the_base_size_is_the_base() -> None:
+    assert inference_models.dense_shape(LARGE, inference_models.count_parameters(LARGE)) == LARGE
+
+
+def test_models_are_stock_or_have_the_parameters_they_should(models: dict[str, Any]) -> None:
+    counts = {name: sum(p.numel() for p in model.parameters()) for name, model in models.items()}
+    stock = {name for name, model in models.items() if type(model).__name__ == "LlamaForCausalLM"}
+    assert stock == {"base", "dense (preserve)", "dense (adapt)"}
+    assert counts["preserve"] < counts["adapt"] == counts["adapt fused"] == counts["preserve fused"]
+    for name in ("preserve", "adapt"):
+        # the smallest step of the inner width is 1.5 % here
+        assert counts[f"dense ({name})"] == pytest.approx(counts[name], rel=0.015)
+
+
+@pytest.mark.parametrize("name", ["preserve", "adapt"])
+def test_blocks_and_fused_are_one_model_and_not_the_base(models: dict[str, Any], name: str) -> None:
+    tokens = random_tokens(models["base"], 2, 16)
+    with torch.no_grad():
+        base, blocks, fused = (models[found](tokens).logits for found in ("base", name, f"{name} fused"))
+    torch.testing.assert_close(fused, blocks, rtol=0, atol=1e-4)
+    assert (blocks - base).abs().max() > 1e-2, "shaken blocks change the output"
+
+
+# 4 layers of 4 heads; 2 more in the upper 2 layers, or in all 4
+@pytest.mark.parametrize(("name", "heads"), [
+    ("base", 16),
+    ("preserve", 20),
+    ("adapt", 20),
+    ("adapt fused", 20),
+    ("dense (adapt)", 24),
+])  # fmt: skip
+def test_counted_is_what_torch_multiplies_but_for_attention(models: dict[str, Any], name: str, heads: int) -> None:
+    call = inference.make_call(models[name], Case("1x1", 1, 1))
+    assert count_multiplications(call) == inference_models.count_multiply_adds(models[name]) + 2 * 16 * heads
+
+
+def test_tied_heads_are_counted_and_embeddings_are_not(tmp_path: Path) -> None:
+    counted = []
+    for tied in (False, True):
+        shape = replace(TINY, layers=1, tied=tied)
+        inference_models.make_checkpoint(tmp_path / str(tied), shape, dtype=torch.float32)
+        model = inference_models.load(tmp_path, Variant(str(tied), "base", "dense"), "cpu")
+        counted.append(inference_models.count_multiply_adds(model))
+    assert counted[0] == counted[1] == 64 * (2 * 64 + 2 * 32 + 3 * 176 + 256)
+
+
+def test_operators_are_counted(models: dict[str, Any]) -> None:
+    assert inference.count_operators(lambda: torch.ones(2).add(1).mul(2)) == 3
+    call = {name: inference.make_call(models[name], Case("1x1", 1, 1)) for name in ("adapt", "dense (adapt)")}
+    assert inference.count_operators(call["adapt"]) > inference.count_operators(call["dense (adapt)"])
+
+
+def test_generation_makes_as_many_tokens_as_it_says(models: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, found = models["adapt fused"], []
+    generate = model.generate
+    monkeypatch.setattr(model, "generate", lambda *args, **kwargs: found.append(generate(*args, **kwargs)))
+    inference.make_call(model, Case("gen", 1, 8, new_tokens=5))()
+    assert found[0].shape == (1, 13)
