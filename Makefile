@@ -6,7 +6,7 @@ COMPAT := .venv-compat
 # also read by pip for what builds the package
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 
-.PHONY: help install demo lint types test test-slow test-compat docs demo-model clean
+.PHONY: help install demo lint types test test-slow test-compat test-recipes docs demo-model clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -42,9 +42,13 @@ test-compat: install  ## load exported checkpoints under transformers 4.57, in a
 	$(BIN)/python -m tests.compat_export $(COMPAT)/checkpoints
 	$(COMPAT)/bin/python tests/compat_check.py $(COMPAT)/checkpoints
 
-docs: install  ## build the documentation, strictly
+test-recipes: install  ## the training recipes in the documentation, that for TRL included
+	$(BIN)/pip install --quiet --editable '.[recipes]'
+	$(BIN)/python -m pytest tests/test_site.py
+
+docs: install  ## build the documentation, strictly, into site/; to read it: python3 -m http.server -d site
 	$(BIN)/pip install --quiet --editable '.[docs]'
-	$(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 demo-model: install  ## train the shipped model again, from nothing (under 30 minutes on two cores)
 	$(BIN)/python benchmarks/train_biography_model.py

@@ -1,4 +1,6 @@
-"""Measure plan, expand, verify, merge, extract, apply and strip as whole processes: seconds, memory, bytes written. Linux only.
+"""Measure plan, expand, verify, merge, extract, apply and strip as whole processes.
+
+Seconds, memory, bytes written. Linux only.
 
     python benchmarks/pipeline.py --shape 8b --layers 20-31 --base-weights link
 

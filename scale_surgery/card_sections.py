@@ -44,7 +44,7 @@ class CardFacts:
         base_id: Hub id of the base; None where it is not on a Hub.
         base_revision: Commit of the base; None likewise.
         base_fingerprint: sha256 over the base's config and the names, dtypes and shapes of its tensors.
-        request: What was asked for when it was expanded.
+        record: surgery.json, or merge.json of a stock export.
         plan: What was planned; None for a stock export.
         routing: How it routes, or None.
         is_fused: Whether blocks and base tensors are joined for serving.
@@ -62,7 +62,7 @@ class CardFacts:
     base_id: str | None
     base_revision: str | None
     base_fingerprint: str
-    request: Mapping[str, Any]
+    record: Mapping[str, Any]
     plan: Mapping[str, Any] | None
     routing: Routing | None
     is_fused: bool
@@ -89,14 +89,14 @@ def body(facts: CardFacts) -> str:
 
 
 def _opening(facts: CardFacts) -> str:
-    own_card = f"; the base's own card is [{facts.base_file}]({facts.base_file})" if facts.base_file else ""
-    return f"# {facts.repo.rpartition('/')[2]}\n\n{FORMS[facts.form]} It stands on {facts.base}{own_card}."
+    own_card = f"; its own card is [{facts.base_file}]({facts.base_file})" if facts.base_file else ""
+    return f"# {facts.repo.rpartition('/')[2]}\n\n{FORMS[facts.form]} Base: {facts.base}{own_card}."
 
 
 def _widened(facts: CardFacts) -> str:
     rows = [("base", f"{facts.base}{f' at commit `{facts.base_revision}`' if facts.base_revision else ''}")]
     rows += [("fingerprint of the base", f"`{facts.base_fingerprint}`")]
-    rows += _planned_rows(facts.plan) if facts.plan is not None else _requested_rows(facts.request)
+    rows += _planned_rows(facts.plan) if facts.plan is not None else _stock_rows(facts.record)
     if facts.routing is not None:
         rows += [("router", f"{facts.routing.description}; one forward pass, two paths, a choice for each token")]
     if facts.is_fused:
@@ -151,17 +151,19 @@ def _planned_rows(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def _requested_rows(request: Mapping[str, Any]) -> list[tuple[str, str]]:
-    named = {"variant": "variant", "layers": "expanded layers", "ratio": "added width, as a share"}
-    return [(text, f"`{request[key]}`") for key, text in named.items() if request.get(key) is not None]
+def _stock_rows(record: Mapping[str, Any]) -> list[tuple[str, str]]:
+    named = {"variant": "variant", "layers": "expanded layers"}
+    rows = [(text, f"`{record['request'][key]}`") for key, text in named.items()]
+    filled = f"; {record['padding']:,} of them are zeros that fill up the other layers" if record["padding"] else ""
+    return [*rows, ("parameters", f"{record['parameters']:,}{filled}")]
 
 
 def _drift_rows(drift: Mapping[str, Any] | None) -> list[tuple[str, str]]:
     if drift is None:
         return []
-    return [
-        ("logits against the model it was merged from", f"differ by at most {drift['drift']:.3g} ({drift['dtype']})")
-    ]
+    differ = "bit-equal" if drift["is_bit_equal"] else f"differ by at most {drift['drift']:.3g}"
+    found = f"{differ} on {drift['tokens']} tokens ({drift['dtype']})"
+    return [("logits against the model it was merged from", found)]
 
 
 def _trained(facts: CardFacts) -> str:
@@ -263,7 +265,8 @@ def _switches(routing: Routing | None) -> str:
 
 def _taken_back(facts: CardFacts) -> str:
     if facts.form != "expanded":
-        return ""
+        one_way = "This form does not go back: the expanded model, or its extract, gives the base and the blocks apart."
+        return f"## How to get the base back\n\n{one_way}" if facts.form == "stock" else ""
     lines = [f"hf download {facts.repo} --local-dir expanded", "scale-surgery strip expanded -o base"]
     where = "The base's files lie in this repository, byte for byte, and `surgery.json` has the sha256 of each"
     if facts.is_fused:

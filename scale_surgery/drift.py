@@ -145,5 +145,5 @@ def _compare(
         tolerance=TOLERANCES[dtype],
         kl_divergence=float((log_one.exp() * (log_one - log_other)).sum(-1).mean()),
         top1_agreement=float((one.argmax(-1) == other.argmax(-1)).double().mean()),
-        generation_agreement=None if new is None else float((new == other_new).double().mean()),
+        generation_agreement=None if new is None or other_new is None else float(new.eq(other_new).double().mean()),
     )

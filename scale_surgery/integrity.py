@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from scale_surgery import modeling
-from scale_surgery.checkpoint import CONFIG_FILE, Checkpoint, TensorInfo, read_tensor
+from scale_surgery.checkpoint import CONFIG_FILE, Checkpoint, TensorInfo, read_json, read_tensor
 from scale_surgery.expand import expanded_config
 from scale_surgery.families import Family, get_family
 from scale_surgery.fused import described_parts, fused_config, hash_parts, part_readers
@@ -17,6 +17,7 @@ from scale_surgery.joining import joined_tensors
 from scale_surgery.manifest import Manifest, hash_file, hash_tensors
 from scale_surgery.progress import Progress, no_progress
 from scale_surgery.route import routed_config
+from scale_surgery.tokens import TOKENIZER_CONFIG_FILE
 
 
 @dataclass(frozen=True)
@@ -179,10 +180,23 @@ def _config_problems(checkpoint: Checkpoint, manifest: Manifest, base: Checkpoin
         written = fused_config(written, manifest)
     differing = sorted(key for key in {*written, *checkpoint.config} if written.get(key) != checkpoint.config.get(key))
     problems = [f"config.json: {key} is not what the expansion wrote." for key in differing]
+    problems += _tokenizer_problems(checkpoint, manifest)
     if base is not None:
         keys = sorted(key for key in {*recorded, *base.config} if recorded.get(key) != base.config.get(key))
         problems += [f"config.json: {key} differs from that of the base model {base.path}." for key in keys]
     return problems
+
+
+def _tokenizer_problems(checkpoint: Checkpoint, manifest: Manifest) -> list[str]:
+    """What the tokenizer's config names beside the class that the expansion wrote; it can name code to run."""
+    stored = manifest.base_files.get(TOKENIZER_CONFIG_FILE)
+    file = checkpoint.path / TOKENIZER_CONFIG_FILE
+    if not file.is_file() or (stored is not None and stored.stored_as is not None):
+        return []  # compared as a file
+    wants = json.loads(manifest.replaced.get(TOKENIZER_CONFIG_FILE, "{}"))
+    has = read_json(file)
+    differing = sorted(key for key in {*has, *wants} - {"tokenizer_class"} if has.get(key) != wants.get(key))
+    return [f"{TOKENIZER_CONFIG_FILE}: {key} is not what the base's says." for key in differing]
 
 
 def _unexpected(checkpoint: Checkpoint, name: str) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from scale_surgery import modeling
-from scale_surgery.checkpoint import INDEX_FILE, MANIFEST_FILE, Checkpoint, open_checkpoint
+from scale_surgery.checkpoint import DTYPE_BYTES, INDEX_FILE, MANIFEST_FILE, Checkpoint, open_checkpoint
 from scale_surgery.drift import DEFAULT_NEW_TOKENS, Drift, measure_drift
 from scale_surgery.errors import CheckpointError
 from scale_surgery.families import get_family
@@ -94,7 +94,7 @@ def merge(
     checkpoint, manifest = open_checkpoint(source), read_manifest(source)
     _check_form(source, checkpoint, manifest, to)
     check_target(target, [source], overwrite=overwrite)
-    check_space(target, sum(info.bytes for info in checkpoint.tensors.values()))
+    check_space(target, _needed_bytes(checkpoint, manifest, to))
     drift = None
     with staged(target, _state(checkpoint, manifest, to), overwrite=overwrite) as partial:
         remembered = _write(checkpoint, manifest, partial, to, track)
@@ -116,6 +116,12 @@ def _check_form(source: Path, checkpoint: Checkpoint, manifest: Manifest, to: Fo
         check_fusible(checkpoint, manifest)
     elif to == "stock":
         check_stock(checkpoint, manifest)
+
+
+def _needed_bytes(checkpoint: Checkpoint, manifest: Manifest, to: Form) -> int:
+    if to == "stock":
+        return stock_cost(manifest).parameters * DTYPE_BYTES[checkpoint.dtype]
+    return sum(info.bytes for info in checkpoint.tensors.values())
 
 
 def _state(checkpoint: Checkpoint, manifest: Manifest, to: Form) -> dict[str, Any]:

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 from scale_surgery.card_sections import CardFacts, body
 from scale_surgery.checkpoint import MANIFEST_FILE
 from scale_surgery.errors import CheckpointError
+from scale_surgery.merge import RECORD_FILE
 from scale_surgery.routing_specs import Routing
 
 if TYPE_CHECKING:
     from scale_surgery.repository import Contents
     from scale_surgery.verify import Verification
 
-MERGE_FILE = "merge.json"
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 LICENCE_KEYS = ("license", "license_name", "license_link")
 MARK = re.compile(r"\n<!-- written by scale-surgery push, sha256 ([0-9a-f]{64}) -->\n$")
@@ -61,18 +61,18 @@ def make_card(
     try:
         facts = card_facts(contents, repo, base_file, certificate)
         text = body(facts)
+        licence = read_licence(base_text)
+        metadata = _metadata(facts, licence)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        file = MANIFEST_FILE if contents.manifest is not None else MERGE_FILE
+        file = MANIFEST_FILE if contents.manifest is not None else RECORD_FILE
         raise CheckpointError(
             f"{contents.path / file}: is incomplete ({error}). Restore it from where you got it."
         ) from error
-    licence = read_licence(base_text)
     notes = []
     if facts.base_id is None:
         notes.append("base_model is left out of the card: the base is a local folder, no Hub id is known.")
     if not licence:
         notes.append("license is left out of the card: the base's README.md names none. Add it by --card.")
-    metadata = _metadata(facts, licence)
     return Card(_marked(f"---\n{_yaml(metadata)}\n---\n\n{text}"), tuple(notes))
 
 
@@ -90,7 +90,7 @@ def card_facts(
         base_id=name if is_on_hub else None,
         base_revision=revision if is_on_hub else None,
         base_fingerprint=str(record.get("base_fingerprint")),
-        request=record.get("request", {}) if manifest is None else manifest.plan["request"],
+        record=record,
         plan=None if manifest is None else manifest.plan,
         routing=routing,
         is_fused=record.get("fused") is not None,
@@ -152,14 +152,15 @@ def metadata_problem(text: str) -> str | None:
 
 
 def _metadata(facts: CardFacts, licence: Mapping[str, Any]) -> dict[str, Any]:
-    tags = ["scale-surgery", "continual-learning", "model-expansion", str(facts.request.get("variant", "")) or None]
+    request = (facts.plan or facts.record)["request"]
+    tags = ["scale-surgery", "continual-learning", "model-expansion", request["variant"]]
     tags += ["routed"] if facts.routing is not None else []
     found: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation", **licence}
     if facts.base_id is not None:
         # an extract is added to the base; anything else holds it and has learned more
         relation = "adapter" if facts.form == "extract" else "finetune"
         found |= {"base_model": facts.base_id, "base_model_relation": relation}
-    return {**found, "tags": [tag for tag in tags if tag]}
+    return {**found, "tags": tags}
 
 
 def _yaml(metadata: Mapping[str, Any]) -> str:

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from scale_surgery import __version__, modeling, verify
+from scale_surgery import Request, __version__, expand, modeling, verify
+from scale_surgery.biographies import SHIPPED_MODEL
 from scale_surgery.families import FAMILIES
 from scale_surgery.modeling import FOLDER, RELEASES_FILE
 from tests.conftest import Pair
@@ -85,6 +86,19 @@ def test_verify_warns_of_code_that_no_release_wrote_even_where_the_manifest_vouc
     assert found.warnings == (
         "expanded_streams.py: differs from every release of this program. Read it before you let it run with "
         "trust_remote_code; without, the code of this program runs.",
+    )
+
+
+def test_verify_notices_code_that_a_pinned_tokenizer_names(tmp_path: Path) -> None:
+    base = Path(shutil.copytree(SHIPPED_MODEL, tmp_path / "base"))
+    (base / "tokenizer_config.json").write_text("{}")
+    folder = expand(base, Request("3"), tmp_path / "expanded").path
+    file = folder / "tokenizer_config.json"
+    content = json.loads(file.read_text())
+    assert content.keys() == {"tokenizer_class"} and verify(folder, files_only=True, record=False).passed
+    file.write_text(json.dumps(content | {"auto_map": {"AutoTokenizer": ["org/evil--code.Code", None]}}))
+    assert verify(folder, files_only=True, record=False).problems == (
+        "tokenizer_config.json: auto_map is not what the base's says.",
     )
 
 

@@ -61,6 +61,12 @@ class FusedNorm(ExpandedNorm):
         )
         return torch.cat(streams, dim=-1)
 
+    def normalise(self, x: Tensor, gain: Tensor, bias: Tensor | None) -> Tensor:
+        if self.up_style != "rms_plus_one":
+            return super().normalise(x, gain, bias)
+        # half precision has too few bits for 1 + w
+        return super().normalise(x.float(), gain.float(), bias).to(x.dtype)
+
 
 def widen(module: nn.Module, inputs: int, outputs: int) -> None:
     """Give a stock linear (or Conv1D) other widths; its parameters are zero until they are loaded."""

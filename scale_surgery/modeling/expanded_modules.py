@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from .expanded_streams import Streams, add_product, join, product, stack, streams_of
+from .expanded_streams import Streams, add_new_product, add_product, join, product, stack, streams_of
 
 EXPANSION_NAMES = ("w12", "w21", "w22", "up_weight", "up_bias")
 
@@ -104,7 +104,7 @@ class ExpandedModule:
     def paired(self, parts: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
         """Base and up part of each path; no gradient goes where nothing that trains has been."""
         bases = list(parts[::2])
-        if self.base_detached or self.is_routed:
+        if bases[0].requires_grad and (self.base_detached or self.is_routed):
             bases[0] = bases[0].detach()
         return list(zip(bases, parts[1::2], strict=True))
 
@@ -147,7 +147,11 @@ class ExpandedLinear(ExpandedModule):
 
     def forward_streams(self, base: Tensor, up: Tensor) -> Streams:
         y_base, y_up = self.forward_preserve_streams(base, up)
-        return (y_base if self.w12 is None else y_base + product(up, self.w12, y_base)), y_up
+        if self.w12 is None:
+            return y_base, y_up
+        # in place where nothing remembers what it was
+        add = add_product if not torch.is_grad_enabled() else add_new_product
+        return add(y_base, up, self.w12), y_up
 
     def forward_preserve(self, base: Tensor, up: Tensor) -> Streams:
         return self.forward_preserve_streams(base, up) if self.keeps_up else (self.forward_stock(base), None)

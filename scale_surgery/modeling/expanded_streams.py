@@ -17,6 +17,11 @@ def product(x: Tensor, block: Tensor, like: Tensor) -> Tensor:
     return functional.linear(x.to(block.dtype), block).to(like.dtype)
 
 
+def add_new_product(y: Tensor, x: Tensor, block: Tensor) -> Tensor:
+    """Add the product by an expansion block to y, in memory of its own."""
+    return y + product(x, block, y)
+
+
 class AddProduct(torch.autograd.Function):
     """y + x block^T in the memory of y; through a view of y, autograd would copy the whole gradient."""
 
@@ -39,7 +44,7 @@ def add_product(y: Tensor, x: Tensor, block: Tensor) -> Tensor:
     """Add the product by an expansion block to y: in place where nothing has to be cast, since logits are large."""
     is_cast = not y.dtype == x.dtype == block.dtype or torch.is_autocast_enabled(y.device.type)
     if is_cast or torch.compiler.is_compiling() or not y.is_contiguous():
-        return y + product(x, block, y)
+        return add_new_product(y, x, block)
     if torch.is_grad_enabled():
         return AddProduct.apply(y, x, block)
     # the same without what autograd needs, which costs as much as a small product
