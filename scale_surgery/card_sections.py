@@ -216,6 +216,9 @@ def _promised(facts: CardFacts) -> str:
     head = "| promise | result | evidence |\n|---|---|---|"
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     where = f"`scale-surgery verify`, {found['date']}, {versions}, {found['machine']}."
+    if found.get("not_run") == "files only":
+        # without a date, so that a second push of the same folder has the same card
+        where = "`scale-surgery verify --files-only`: bytes and structure were checked, no model was run."
     subject = " They are about the whole model, applied to its base." if facts.form == "extract" else ""
     return "\n".join([f"## Promises\n\n{where}{subject} `surgery.json` holds the hashes behind them.\n", head, *rows])
 

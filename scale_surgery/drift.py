@@ -126,9 +126,7 @@ def _run(model: Any, batch: Batch, new_tokens: int, device: str) -> tuple[Tensor
     return logits.cpu(), new[:, batch.ids.shape[1] :].cpu()
 
 
-def _compare(
-    batch: Batch, logits: Tensor, new: Tensor | None, other_logits: Tensor, other_new: Tensor | None
-) -> Drift:
+def _compare(batch: Batch, logits: Tensor, new: Tensor | None, other_logits: Tensor, other_new: Tensor | None) -> Drift:
     import torch
 
     real = batch.mask.bool()

@@ -27,7 +27,7 @@ from scale_surgery.checkpoint import (
 )
 from scale_surgery.errors import CheckpointError, PlanError
 from scale_surgery.families import get_family
-from scale_surgery.joining import Joined, has_joined_head, join, joined_tensors, take
+from scale_surgery.joining import Joined, cast_problems, has_joined_head, join, joined_tensors, take
 from scale_surgery.manifest import Manifest, hash_file, hash_tensors
 from scale_surgery.progress import Progress, Track, no_progress
 from scale_surgery.shards import (
@@ -52,13 +52,7 @@ def check_fusible(checkpoint: Checkpoint, manifest: Manifest) -> None:
     Raises:
         PlanError: If not; every tensor of another dtype than its base tensor is named.
     """
-    problems = [
-        f"{name}: is {checkpoint.tensors[name].dtype}, the base tensor beside it {checkpoint.tensors[item.name].dtype}; "
-        "joining copies and never casts. Expand without --dtype for a model that can be merged."
-        for item in joined_tensors(manifest)
-        for name in item.pieces.values()
-        if checkpoint.tensors[name].dtype != checkpoint.tensors[item.name].dtype
-    ]
+    problems = cast_problems(checkpoint, manifest)
     if problems:
         raise PlanError.from_problems(problems)
 

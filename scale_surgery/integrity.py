@@ -79,7 +79,7 @@ def check_files(
         config=tuple(_config_problems(checkpoint, manifest, base, family)),
         code=tuple(_code_problems(checkpoint, manifest, family)),
         foreign_code=tuple(file for file, digest in manifest.code.items() if digest != modeling.code_hash(file)),
-        unreleased_code=tuple(_unreleased(checkpoint, manifest)),
+        unreleased_code=tuple(_unreleased(checkpoint)),
         is_loadable=not damaged and len(hashes) == len(manifest.base_tensors),
         nonzero=tuple(_nonzero(checkpoint, manifest)),
         trained=tuple(name for name, digest in expansion.items() if manifest.expansion_tensors.get(name) != digest),
@@ -218,14 +218,12 @@ def _code_problems(checkpoint: Checkpoint, manifest: Manifest, family: Family) -
     return problems + [f"{file}: unknown code file. Read it before you trust it." for file in unknown]
 
 
-def _unreleased(checkpoint: Checkpoint, manifest: Manifest) -> Iterator[str]:
+def _unreleased(checkpoint: Checkpoint) -> Iterator[str]:
     """Code files that no release of this program wrote, whatever surgery.json says of them."""
-    base = {file.stored_as for file in manifest.base_files.values()}
     released = modeling.released_hashes()
     for file in checkpoint.side_files:
-        if file.endswith(".py") and file not in base:
-            if hash_file(checkpoint.path / file) not in released.get(file, ()):
-                yield file
+        if file.endswith(".py") and hash_file(checkpoint.path / file) not in released.get(file, ()):
+            yield file
 
 
 def _nonzero(checkpoint: Checkpoint, manifest: Manifest) -> list[str]:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from scale_surgery.checkpoint import Checkpoint
 from scale_surgery.families import get_family
 from scale_surgery.manifest import Manifest
 
@@ -105,6 +106,18 @@ def _joined_head(manifest: Manifest) -> Iterator[Joined]:
 def has_joined_head(manifest: Manifest) -> bool:
     """Whether joining makes one matrix of the head and its up part."""
     return any(_joined_head(manifest))
+
+
+def cast_problems(checkpoint: Checkpoint, manifest: Manifest) -> list[str]:
+    """Blocks that cannot be joined without a cast, each with what to do."""
+    tensors = checkpoint.tensors
+    return [
+        f"{name}: is {tensors[name].dtype}, the base tensor beside it {tensors[item.name].dtype}; joining copies and "
+        "never casts. Expand without --dtype for a model that can be merged."
+        for item in joined_tensors(manifest)
+        for name in item.pieces.values()
+        if tensors[name].dtype != tensors[item.name].dtype
+    ]
 
 
 def join(joined: Joined, read: Callable[[str], Tensor]) -> Tensor:

@@ -30,6 +30,8 @@ from scale_surgery.progress import Progress, no_progress
 from scale_surgery.routing_specs import Routing
 
 MANIFEST_FORMAT = 1
+# what a stock export holds in place of surgery.json
+STOCK_RECORD_FILE = "merge.json"
 HASH_THREADS = 2
 
 
@@ -85,6 +87,11 @@ def read_manifest(path: Path) -> Manifest:
         CheckpointError: If it is missing, is of another format or is incomplete.
     """
     file = path / MANIFEST_FILE
+    if (path / STOCK_RECORD_FILE).is_file():
+        raise CheckpointError(
+            f"{path}: is a plain checkpoint that scale-surgery merge --to stock made, it has no blocks. Give the "
+            "expanded model that it was made from."
+        )
     if path.is_dir() and not file.is_file():
         raise CheckpointError(
             f"{path}: has no {MANIFEST_FILE}, expected a model made by scale-surgery expand. A trainer does not save "

@@ -21,14 +21,13 @@ from scale_surgery.drift import DEFAULT_NEW_TOKENS, Drift, measure_drift
 from scale_surgery.errors import CheckpointError
 from scale_surgery.families import get_family
 from scale_surgery.fused import check_fusible, write_blocks, write_fused
-from scale_surgery.manifest import Manifest, read_manifest, tool_versions
+from scale_surgery.manifest import STOCK_RECORD_FILE, Manifest, read_manifest, tool_versions
 from scale_surgery.merge_stock import check_stock, stock_cost, write_stock
 from scale_surgery.progress import Track, no_track
 from scale_surgery.staging import check_space, check_target, staged, take_over, write_json
 from scale_surgery.verify import DEFAULT_MEMORY_BYTES
 
 Form = Literal["fused", "stock", "blocks"]
-RECORD_FILE = "merge.json"
 
 
 @dataclass(frozen=True)
@@ -177,7 +176,9 @@ def _record(partial: Path, manifest: Manifest, to: Form, remembered: Mapping[str
         },
     }
     cost = asdict(stock_cost(manifest))
-    write_json(partial / RECORD_FILE, {"form": to, **facts, **cost, "drift": asdict(drift), "tool": tool_versions()})
+    write_json(
+        partial / STOCK_RECORD_FILE, {"form": to, **facts, **cost, "drift": asdict(drift), "tool": tool_versions()}
+    )
 
 
 def _describe(target: Path, to: Form, checkpoint: Checkpoint, manifest: Manifest, drift: Drift | None) -> Merged:

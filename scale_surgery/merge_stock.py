@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from scale_surgery.checkpoint import CONFIG_FILE, INDEX_FILE, Checkpoint, read_tensor
 from scale_surgery.errors import PlanError
 from scale_surgery.families import Family, Sizes, get_family
-from scale_surgery.joining import Joined, join, joined_tensors
+from scale_surgery.joining import Joined, cast_problems, join, joined_tensors
 from scale_surgery.manifest import Manifest
 from scale_surgery.progress import Progress, Track, no_track
 from scale_surgery.shards import Entry, computed, stored, write_shard
@@ -42,7 +42,7 @@ def check_stock(checkpoint: Checkpoint, manifest: Manifest) -> None:
     """
     problems = [*_state_problems(manifest), *stock_problems(*_facts(manifest), _base_config(manifest))]
     if not manifest.fused:
-        problems += _dtype_problems(checkpoint, manifest)
+        problems += cast_problems(checkpoint, manifest)
     if problems:
         raise PlanError.from_problems(problems)
 
@@ -84,17 +84,6 @@ def _state_problems(manifest: Manifest) -> list[str]:
             "scale-surgery merge --to blocks."
         )
     return problems
-
-
-def _dtype_problems(checkpoint: Checkpoint, manifest: Manifest) -> list[str]:
-    tensors = checkpoint.tensors
-    return [
-        f"{name}: is {tensors[name].dtype}, the base tensor beside it {tensors[item.name].dtype}; joining copies and "
-        "never casts. Expand without --dtype for a model that can be merged."
-        for item in joined_tensors(manifest)
-        for name in item.pieces.values()
-        if tensors[name].dtype != tensors[item.name].dtype
-    ]
 
 
 def write_stock(checkpoint: Checkpoint, manifest: Manifest, partial: Path, track: Track = no_track) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from scale_surgery.card_sections import CardFacts, body
 from scale_surgery.checkpoint import MANIFEST_FILE
 from scale_surgery.errors import CheckpointError
-from scale_surgery.merge import RECORD_FILE
+from scale_surgery.manifest import STOCK_RECORD_FILE
 from scale_surgery.routing_specs import Routing
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def make_card(
         licence = read_licence(base_text)
         metadata = _metadata(facts, licence)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        file = MANIFEST_FILE if contents.manifest is not None else RECORD_FILE
+        file = MANIFEST_FILE if contents.manifest is not None else STOCK_RECORD_FILE
         raise CheckpointError(
             f"{contents.path / file}: is incomplete ({error}). Restore it from where you got it."
         ) from error

@@ -25,8 +25,8 @@ from scale_surgery.checkpoint import (
     read_json,
 )
 from scale_surgery.errors import CheckpointError
+from scale_surgery.manifest import STOCK_RECORD_FILE as MERGE_FILE
 from scale_surgery.manifest import Manifest, hash_file, read_manifest
-from scale_surgery.merge import RECORD_FILE as MERGE_FILE
 from scale_surgery.model_card import is_written_card
 from scale_surgery.run import TRAINING_FOLDER
 from scale_surgery.staging import as_json, write_json

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import os
 import re
@@ -147,6 +146,8 @@ def locked(folder: Path) -> Iterator[None]:
     Raises:
         CheckpointError: If one does already.
     """
+    import fcntl  # not on Windows, where models can still be read
+
     folder.parent.mkdir(parents=True, exist_ok=True)
     lock = folder.parent / f".{folder.name}.lock"
     busy = f"{folder}: another process is writing it. Wait until it is done."
@@ -288,6 +289,8 @@ def _link(source: Path, file: Path) -> None:
 
 
 def _reflink(source: Path, file: Path) -> bool:
+    import fcntl
+
     try:
         with source.open("rb") as read, file.open("wb") as written:
             fcntl.ioctl(written, FICLONE, read.fileno())

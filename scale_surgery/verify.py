@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from scale_surgery.checkpoint import MANIFEST_FILE, Checkpoint, open_checkpoint
 from scale_surgery.errors import PlanError
+from scale_surgery.families import get_family
 from scale_surgery.fused import described_parts
 from scale_surgery.integrity import Integrity, bytes_to_check, check_files
 from scale_surgery.manifest import Manifest, read_manifest, tool_versions
@@ -278,8 +279,8 @@ def _judge(
         required=decisive,
         problems=problems,
         warnings=tuple(
-            f"{file}: differs from every release of this program. Read it before you let it run with "
-            "trust_remote_code; without, the code of this program runs."
+            f"{file}: {_origin(file, manifest)}. Read it before you let it run with trust_remote_code; without, "
+            "the code of this program runs."
             for file in integrity.unreleased_code
         ),
         numbers=numbers,
@@ -288,6 +289,13 @@ def _judge(
         versions=tool_versions(),
         machine=f"{platform.machine()} {platform.system()}",
     )
+
+
+def _origin(file: str, manifest: Manifest) -> str:
+    """Where a code file comes from that no release of this program wrote."""
+    if file in get_family(manifest.plan["family"]).code_files:
+        return "differs from every release of this program"
+    return "is code of the base model, not of this program"
 
 
 def _fused(promise: Promise, drift: Mapping[str, Any]) -> Promise:

@@ -41,6 +41,7 @@ OTHER_PROGRAMS = {
     "--nproc-per-node",
 }  # mkdocs, accelerate, torchrun
 OTHER_PROGRAMS |= {"--model", "--model_args", "--tasks"}  # lm_eval
+OTHER_PROGRAMS |= {"--outtype", "--outfile"}  # llama.cpp's converter
 OTHER_PROGRAMS |= {option for script in BENCHMARKS for parameter in script.params for option in parameter.opts}
 GROUP = {"--help", "-h", "--version"}
 
@@ -112,7 +113,8 @@ def without_chance(text: str) -> list[str]:
     text = re.sub(r"\d{4}-\d\d-\d\dT[\d:+]+", "DATE", " ".join(text.split()))
     text = re.sub(r"(?<=steps )(.*?) in [\w ]+? trained", r"\1 in SECONDS trained", text)
     text = re.sub(r"(forgetting|learning|accuracy|loss|text) [+-]?[\d.]+%?", r"\1 NUMBER", text)
-    return re.sub(r"(differ by|drift|KL divergence|agreement|lowest cosine|of the largest) [\d.e%-]+", r"\1 NUMBER", text).split()
+    measured = "differ by|drift|KL divergence|agreement|lowest cosine|of the largest"
+    return re.sub(rf"({measured}) [\d.e%-]+", r"\1 NUMBER", text).split()
 
 
 def test_examples_in_commands_print_what_is_shown(tmp_path):

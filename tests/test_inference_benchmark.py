@@ -12,10 +12,10 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from benchmarks import inference, inference_models
+from benchmarks import inference, inference_models, training_cost
 from benchmarks.inference import Case, Cost, Measured
 from benchmarks.inference_models import SHAPES, Variant
-from benchmarks.make_checkpoint import tensor_shapes
+from benchmarks.make_checkpoint import Shape, tensor_shapes
 from benchmarks.routing_cost import count_multiplications
 from benchmarks.routing_models import random_tokens
 
@@ -44,10 +44,23 @@ def costs_of(fused: list[float], blocks: list[float]) -> list[Cost]:
     return [Cost("1x1", name, taken, [2 * second for second in taken]) for name, taken in seconds.items()]
 
 
-def test_all_is_measured_and_written(tmp_path: Path) -> None:
+def test_all_is_measured_and_written(
+    tmp_path: Path, folder: Path, variants: list[Variant], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    # models take seconds to write: those of the other tests serve here too
+    def link_models(target: Path, shape: Shape, dtype: torch.dtype, layers: str) -> list[Variant]:
+        asked.append((shape, dtype, layers))
+        for model in folder.iterdir():
+            (target / model.name).symlink_to(model)
+        return variants
+
+    monkeypatch.setattr(inference, "make_models", link_models)
     output = tmp_path / "numbers.json"
     run = CliRunner().invoke(inference.main, ["--quick", "--threads", "1", "-o", str(output)], catch_exceptions=False)
     assert run.exit_code == 0, run.output
+    assert asked == [(TINY, torch.float32, "all"), (TINY, torch.float32, "last:2")]
     assert "…" not in run.output and max(map(len, run.output.splitlines())) <= 80
     report = json.loads(output.read_text())
     assert [found["layers"] for found in report["expansions"]] == ["all", "last:2"]
@@ -59,9 +72,10 @@ def test_all_is_measured_and_written(tmp_path: Path) -> None:
         assert [(cost["case"], cost["variant"]) for cost in found["costs"]] == [(c, n) for c in cases for n in names]
         assert all(len(cost["seconds"]) == len(cost["processor_seconds"]) == 1 for cost in found["costs"])
         assert {ratio["by_dense"]["seconds"] for ratio in found["ratios"] if ratio["variant"] in dense} == {1.0}
-        asked = [ratio for ratio in found["ratios"] if ratio["form"] in report["targets"]]
-        missed = [ratio for ratio in asked if ratio["by_dense"]["seconds"] > report["targets"][ratio["form"]]]
-        assert found["missed"] == missed and len(asked) == 4 * len(cases)
+        judged = [ratio for ratio in found["ratios"] if ratio["form"] in report["targets"]]
+        assert len(judged) == 4 * len(cases)
+        for clock, missed in found["missed"].items():
+            assert missed == [one for one in judged if one["by_dense"][clock] > report["targets"][one["form"]]]
 
 
 def test_ratios_are_those_within_a_round() -> None:
@@ -72,16 +86,23 @@ def test_ratios_are_those_within_a_round() -> None:
     assert set(blocks.by_dense.values()) == {1.0}
 
 
-@pytest.mark.parametrize(("fused", "blocks", "missed"), [
-    (1.04, 1.24, []),
-    (1.06, 1.24, ["adapt fused"]),
-    (1.04, 1.26, ["adapt"]),
-])  # fmt: skip
-def test_targets_can_be_missed(fused: float, blocks: float, missed: list[str]) -> None:
-    times = ([times * taken for taken in (1.0, 2.0, 6.0)] for times in (fused, blocks))
-    measured = Measured("all", [DENSE, FUSED, BLOCKS], [], costs_of(*times))
-    assert [ratio.variant for ratio in measured.ratios if ratio.is_missed] == missed
-    assert ("NOT reached" in inference.render_verdict(measured)) == bool(missed)
+@pytest.mark.parametrize(("times", "is_missed"), [(1.04, False), (1.06, True)])
+def test_the_target_can_be_missed_by_either_clock(times: float, is_missed: bool) -> None:
+    # blocks may take longer
+    taken = [times * seconds for seconds in (1.0, 2.0, 6.0)]
+    dense, fused, blocks = costs_of(taken, taken)
+    disturbed = replace(fused, seconds=[10.0, 20.0, 60.0])
+    measured = Measured("all", [DENSE, FUSED, BLOCKS], [], [dense, disturbed, blocks])
+    missed = {clock: [one.variant for one in measured.ratios if one.is_missed(clock)] for clock in training_cost.CLOCKS}
+    assert missed == {"seconds": ["adapt fused"], "processor_seconds": ["adapt fused"] * is_missed}
+    verdict = inference.render_verdict(measured, "fused", "processor_seconds")
+    assert ("NOT reached: adapt fused: 1x1 1.060" in verdict) == is_missed
+    assert "NOT" not in inference.render_verdict(measured, "blocks", "seconds")
+
+
+def test_blocks_can_miss_their_target() -> None:
+    measured = Measured("all", [DENSE, FUSED, BLOCKS], [], costs_of([1.0, 2.0, 6.0], [1.3, 2.6, 7.8]))
+    assert [one.variant for one in measured.ratios if one.is_missed("seconds")] == ["adapt"]
 
 
 def test_long_calls_are_timed_less_often(models: dict[str, Any]) -> None:

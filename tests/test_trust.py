@@ -18,6 +18,7 @@ from scale_surgery.biographies import SHIPPED_MODEL
 from scale_surgery.families import FAMILIES
 from scale_surgery.modeling import FOLDER, RELEASES_FILE
 from tests.conftest import Pair
+from tests.tiny import save_tiny
 
 CODE_FILES = sorted({file for family in FAMILIES.values() for file in family.code_files})
 STANDARD_LIBRARY = {
@@ -87,12 +88,32 @@ def test_verify_warns_of_code_that_no_release_wrote_even_where_the_manifest_vouc
         "expanded_streams.py: differs from every release of this program. Read it before you let it run with "
         "trust_remote_code; without, the code of this program runs.",
     )
+    # nor is it excused as a file of the base
+    manifest["base_files"]["expanded_streams.py"] = {
+        "sha256": manifest["code"]["expanded_streams.py"],
+        "bytes": code.stat().st_size,
+        "stored_as": "expanded_streams.py",
+    }
+    (folder / "surgery.json").write_text(json.dumps(manifest))
+    assert verify(folder, files_only=True, record=False).warnings == found.warnings
+
+
+def test_verify_warns_of_the_base_models_own_code(llama_base: Path, tmp_path: Path) -> None:
+    (llama_base / "custom_generate").mkdir()
+    (llama_base / "custom_generate" / "generate.py").write_text("print('anything')\n")
+    folder = expand(llama_base, Request("1"), tmp_path / "expanded").path
+    found = verify(folder, files_only=True, record=False)
+    assert found.passed
+    assert found.warnings == (
+        "custom_generate/generate.py: is code of the base model, not of this program. Read it before you let it run "
+        "with trust_remote_code; without, the code of this program runs.",
+    )
 
 
 def test_verify_notices_code_that_a_pinned_tokenizer_names(tmp_path: Path) -> None:
-    base = Path(shutil.copytree(SHIPPED_MODEL, tmp_path / "base"))
-    (base / "tokenizer_config.json").write_text("{}")
-    folder = expand(base, Request("3"), tmp_path / "expanded").path
+    base = save_tiny(tmp_path / "base", "qwen2")
+    shutil.copy(SHIPPED_MODEL / "tokenizer.json", base)
+    folder = expand(base, Request("last:1"), tmp_path / "expanded").path
     file = folder / "tokenizer_config.json"
     content = json.loads(file.read_text())
     assert content.keys() == {"tokenizer_class"} and verify(folder, files_only=True, record=False).passed
