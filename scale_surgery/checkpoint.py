@@ -7,6 +7,7 @@ place without having read a weight. All problems that headers and index can show
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -285,6 +286,20 @@ def is_inside(name: object) -> bool:
     return not PurePosixPath(name).is_absolute() and ".." not in PurePosixPath(name).parts
 
 
+def stays_behind(path: Path, name: str) -> bool:
+    """Whether a file of a folder is no part of a model that is passed on, unless a record names it.
+
+    Hidden files hold keys and settings, trainers keep states and logs with names of machines in them, and a link may
+    lead to anything; the Hub's cache alone is made of links.
+    """
+    parts, root = PurePosixPath(name).parts, path.resolve()
+    is_hidden = any(part.startswith(".") for part in parts) and name != ".gitattributes"
+    is_state = any(re.fullmatch(r"checkpoint-\d+|runs", part) for part in parts[:-1]) or ".tfevents." in name
+    places = [root, *([root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [])]
+    target = (path / name).resolve()
+    return is_hidden or is_state or not any(target.is_relative_to(place) for place in places)
+
+
 def _refuse_escapes(weight_map: Mapping[str, str]) -> None:
     outside = [
         f"{INDEX_FILE}: {name} is said to lie in {file!r}, expected a file inside the folder. "
@@ -319,6 +334,18 @@ def _index_problems(declared: Mapping[str, str], tensors: Mapping[str, TensorInf
     unlisted = [name for name in tensors if name not in declared]
     problems += [f"{INDEX_FILE}: {name} lies in {tensors[name].file} but is not listed." for name in unlisted]
     return problems
+
+
+def read_text(checkpoint: Checkpoint, file: str) -> str:
+    """Read a text file of a checkpoint as it lies there.
+
+    Raises:
+        CheckpointError: If it is missing or is no text.
+    """
+    try:
+        return (checkpoint.path / file).read_bytes().decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{file}: cannot be read ({error}). Restore it from where you got it.") from error
 
 
 def read_tensor(checkpoint: Checkpoint, name: str) -> Tensor:

@@ -292,6 +292,11 @@ def _difference(more: Measurement | None, less: Measurement | None) -> float | N
 
 def _notes(subjects: Sequence[Subject], rows: Sequence[Row]) -> Iterator[str]:
     for subject in subjects:
+        if subject.is_fused and len(subjects) == 1:
+            yield (
+                f"{subject.name}: is fused and holds no base that could be measured with it. What it forgot and "
+                "learned shows beside its base: give that as one more model."
+            )
         if subject.is_expanded and subject.manifest is None:
             yield (
                 f"{subject.name}: has no {MANIFEST_FILE}, so its base cannot be given back as files; it is compared "

@@ -16,6 +16,7 @@ from scale_surgery.checkpoint import (
     MANIFEST_FILE,
     Checkpoint,
     open_checkpoint,
+    stays_behind,
 )
 from scale_surgery.errors import CheckpointError
 from scale_surgery.extract_folder import (
@@ -27,7 +28,6 @@ from scale_surgery.extract_folder import (
 )
 from scale_surgery.manifest import Manifest, hash_files, read_manifest, refuse_fused, tool_versions
 from scale_surgery.progress import Track, no_track
-from scale_surgery.run import TRAINING_FOLDER
 from scale_surgery.staging import BaseWeights, check_space, check_target, staged, take_over, write_json
 
 # expansion tensors are made from base tensors, so the terms of the base go with them
@@ -91,7 +91,7 @@ def extract(
     check_target(target, [path], overwrite=overwrite)
     _check_clashes(checkpoint)
     from_base = _find_base_files(checkpoint, manifest, track)
-    files, left_out = _own_files(checkpoint, from_base)
+    files, left_out = _own_files(checkpoint, manifest, from_base)
     _check_own(checkpoint, manifest, files)
     licences = tuple(name for name in from_base if LICENCE.match(PurePosixPath(name).name))
     sizes = {name: (path / name).stat().st_size for name in (*files, *licences)}
@@ -157,15 +157,17 @@ def _find_base_files(checkpoint: Checkpoint, manifest: Manifest, track: Track) -
     return tuple(name for name in present if hashes[name] == stored[name].sha256)
 
 
-def _own_files(checkpoint: Checkpoint, from_base: tuple[str, ...]) -> tuple[dict[str, OwnFile], tuple[str, ...]]:
+def _own_files(
+    checkpoint: Checkpoint, manifest: Manifest, from_base: tuple[str, ...]
+) -> tuple[dict[str, OwnFile], tuple[str, ...]]:
     """The expansion's own files with their hashes, and what is left out."""
     others = [name for name in (*checkpoint.shards, *checkpoint.side_files, MANIFEST_FILE) if name not in from_base]
-    # optimizer and random state of a run that was not finished
-    states = tuple(name for name in others if name.startswith(f"{TRAINING_FOLDER}/checkpoint-"))
-    own = [name for name in others if name not in states]
+    known = {*checkpoint.shards, *manifest.base_files}
+    stays = tuple(name for name in others if stays_behind(checkpoint.path, name) and name not in known)
+    own = [name for name in others if name not in stays]
     hashes = hash_files(checkpoint.path, own)
     files = {name: OwnFile(hashes[name], (checkpoint.path / name).stat().st_size) for name in own}
-    return files, (*states, *checkpoint.left_out)
+    return files, (*stays, *checkpoint.left_out)
 
 
 def _check_own(checkpoint: Checkpoint, manifest: Manifest, files: dict[str, OwnFile]) -> None:

@@ -24,11 +24,12 @@ from scale_surgery.checkpoint import (
     Checkpoint,
     TensorInfo,
     read_tensor,
+    read_text,
 )
 from scale_surgery.errors import CheckpointError, PlanError
 from scale_surgery.families import get_family
 from scale_surgery.joining import Joined, cast_problems, has_joined_head, join, joined_tensors, take
-from scale_surgery.manifest import Manifest, hash_file, hash_tensors
+from scale_surgery.manifest import Manifest, hash_file, hash_files, hash_tensors
 from scale_surgery.progress import Progress, Track, no_progress
 from scale_surgery.shards import (
     Entry,
@@ -75,6 +76,8 @@ def write_fused(checkpoint: Checkpoint, manifest: Manifest, folder: Path, track:
     Returns:
         What surgery.json has to remember so that the files can be written again.
     """
+    code = {file: modeling.code_text(file) for file in get_family(manifest.plan["family"]).code_files}
+    before = {file: read_text(checkpoint, file) for file in (INDEX_FILE, CONFIG_FILE, *code, MANIFEST_FILE)}
     shards = fused_shards(checkpoint, manifest)
     total = sum(entry.bytes for entries in shards.values() for entry in entries)
     with track("fused shards", total) as advance:
@@ -88,11 +91,14 @@ def write_fused(checkpoint: Checkpoint, manifest: Manifest, folder: Path, track:
     texts = {
         INDEX_FILE: as_json(index),
         CONFIG_FILE: as_json(fused_config(checkpoint.config, manifest)),
-        **{file: modeling.code_text(file) for file in get_family(manifest.plan["family"]).code_files},
+        **code,
     }
     for file, text in texts.items():
         write_text(folder / file, text)
-    return _memory_of(checkpoint, manifest, texts, track)
+    return {
+        "shards": _shards_of(checkpoint, manifest, track),
+        "texts": {file: text for file, text in before.items() if texts.get(file) != text},
+    }
 
 
 def fused_shards(checkpoint: Checkpoint, manifest: Manifest) -> dict[str, list[Entry]]:
@@ -111,23 +117,14 @@ def fused_shards(checkpoint: Checkpoint, manifest: Manifest) -> dict[str, list[E
     return {f"fused-{i:05d}-of-{len(filled):05d}.safetensors": entries for i, entries in enumerate(filled, 1)}
 
 
-def _memory_of(checkpoint: Checkpoint, manifest: Manifest, texts: Mapping[str, str], track: Track) -> dict[str, Any]:
-    """Header and sha256 of every shard, and every text that is another now."""
+def _shards_of(checkpoint: Checkpoint, manifest: Manifest, track: Track) -> dict[str, dict[str, str]]:
+    """Header and sha256 of every shard."""
     known = {file.stored_as: file.sha256 for file in manifest.base_files.values()}
     unknown = [shard for shard in checkpoint.shards if shard not in known]
     with track("hashes", sum((checkpoint.path / shard).stat().st_size for shard in unknown)) as advance:
-        hashes = {shard: hash_file(checkpoint.path / shard, advance) for shard in unknown}
-    before = {file: (checkpoint.path / file).read_bytes().decode("utf-8") for file in (*texts, MANIFEST_FILE)}
-    return {
-        "shards": {
-            shard: {
-                "header": header_bytes(checkpoint.path / shard)[8:].decode("utf-8"),
-                "sha256": hashes.get(shard, known.get(shard)),
-            }
-            for shard in checkpoint.shards
-        },
-        "texts": {file: text for file, text in before.items() if texts.get(file) != text},
-    }
+        hashes = known | hash_files(checkpoint.path, unknown, advance)
+    headers = {shard: header_bytes(checkpoint.path / shard)[8:].decode("utf-8") for shard in checkpoint.shards}
+    return {shard: {"header": header, "sha256": hashes[shard]} for shard, header in headers.items()}
 
 
 def part_readers(checkpoint: Checkpoint, manifest: Manifest) -> dict[str, Callable[[], Tensor]]:

@@ -31,6 +31,7 @@ class Integrity:
         code: Code files that are missing, unknown, or not what the expansion wrote.
         foreign_code: Code files that the expansion wrote, by another release than this.
         unreleased_code: Code files whose bytes are those of no release.
+        fingerprint: sha256 over what the model computes with: tensors, router and code.
         is_loadable: Whether every tensor that the model needs is there in its shape.
         nonzero: Tensors that must be zero for the output to be the base's: W12 and the head's up part.
         trained: Expansion tensors that changed since the expansion.
@@ -44,6 +45,7 @@ class Integrity:
     code: tuple[str, ...]
     foreign_code: tuple[str, ...]
     unreleased_code: tuple[str, ...]
+    fingerprint: str
     is_loadable: bool
     nonzero: tuple[str, ...]
     trained: tuple[str, ...]
@@ -80,12 +82,19 @@ def check_files(
         code=tuple(_code_problems(checkpoint, manifest, family)),
         foreign_code=tuple(file for file, digest in manifest.code.items() if digest != modeling.code_hash(file)),
         unreleased_code=tuple(_unreleased(checkpoint)),
+        fingerprint=_fingerprint(manifest, hashes | expansion),
         is_loadable=not damaged and len(hashes) == len(manifest.base_tensors),
         nonzero=tuple(_nonzero(checkpoint, manifest)),
         trained=tuple(name for name, digest in expansion.items() if manifest.expansion_tensors.get(name) != digest),
         base_tensors=len(manifest.base_tensors),
         base_bytes=sum(described_parts(checkpoint, manifest)[name].bytes for name in hashes),
     )
+
+
+def _fingerprint(manifest: Manifest, hashes: Mapping[str, str]) -> str:
+    routing = None if manifest.routing is None else manifest.routing["settings"]
+    text = json.dumps([hashes, routing, manifest.fused is None, manifest.code], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def bytes_to_check(checkpoint: Checkpoint, manifest: Manifest, base: Checkpoint | None) -> int:

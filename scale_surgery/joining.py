@@ -108,6 +108,29 @@ def has_joined_head(manifest: Manifest) -> bool:
     return any(_joined_head(manifest))
 
 
+def damaged_pieces(checkpoint: Checkpoint, manifest: Manifest) -> list[str]:
+    """Tensors to be joined that are missing or of a wrong shape."""
+    problems = []
+    for item in joined_tensors(manifest):
+        for block, name in item.pieces.items():
+            found = checkpoint.tensors.get(name)
+            if found is None:
+                problems.append(f"{name}: is missing, expected shape {_shape(item, block)}.")
+            elif found.shape != _shape(item, block):
+                problems.append(f"{name}: shape {found.shape}, expected {_shape(item, block)}.")
+    return problems
+
+
+def _shape(joined: Joined, block: str) -> tuple[int, ...]:
+    """Shape of a piece as it is stored."""
+    is_up_row, is_up_column = PLACES[block]
+    rows = sum(section[is_up_row] for section in joined.sections)
+    if joined.is_bias:
+        return (rows,)
+    columns = joined.inputs[is_up_column]
+    return (columns, rows) if joined.is_transposed and block == "weight" else (rows, columns)
+
+
 def cast_problems(checkpoint: Checkpoint, manifest: Manifest) -> list[str]:
     """Blocks that cannot be joined without a cast, each with what to do."""
     tensors = checkpoint.tensors

@@ -104,7 +104,7 @@ def read_manifest(path: Path) -> Manifest:
         )
     try:
         files = {name: BaseFile(**entry) for name, entry in content["base_files"].items()}
-        _check_plan(content["plan"])
+        _check_plan(file, content["plan"], content["base_tensors"])
         later = [*_routing_names(file, content.get("routing")), *_fused_names(file, content.get("fused"))]
         _check_names(file, files, content["replaced"], [*content["code"], *later])
         _check_forced(content.get("forced_base"))
@@ -127,8 +127,15 @@ def refuse_fused(path: Path, manifest: Manifest) -> None:
         )
 
 
-def _check_plan(plan: Mapping[str, Any]) -> None:
+def _check_plan(file: Path, plan: Mapping[str, Any], base_tensors: Mapping[str, str]) -> None:
     """Touch what other rooms read from the recorded plan, so that a spoiled one is noticed here."""
+    both = [tensor["name"] for tensor in plan["tensors"] if tensor["name"] in base_tensors]
+    if both:
+        raise CheckpointError.from_problems(
+            f"{file}: {name} is said to be a base tensor and a new one. Do not use this checkpoint before you know who "
+            "made it."
+            for name in both[:10]
+        )
     get_family(plan["family"])
     _ = plan["sizes"]["hidden"], plan["request"]["variant"], plan["specs"]["expanded_layers"]
     _ = [(tensor["name"], tensor["shape"]) for tensor in plan["tensors"]]

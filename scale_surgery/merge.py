@@ -21,6 +21,7 @@ from scale_surgery.drift import DEFAULT_NEW_TOKENS, Drift, measure_drift
 from scale_surgery.errors import CheckpointError
 from scale_surgery.families import get_family
 from scale_surgery.fused import check_fusible, write_blocks, write_fused
+from scale_surgery.joining import damaged_pieces
 from scale_surgery.manifest import STOCK_RECORD_FILE, Manifest, read_manifest, tool_versions
 from scale_surgery.merge_stock import check_stock, stock_cost, write_stock
 from scale_surgery.progress import Track, no_track
@@ -111,6 +112,8 @@ def _check_form(source: Path, checkpoint: Checkpoint, manifest: Manifest, to: Fo
         raise CheckpointError(f"{source}: has its blocks, expected a model made by scale-surgery merge --to fused.")
     if to != "blocks" and manifest.fused is not None:
         raise CheckpointError(f"{source}: is fused already. Take it apart first: scale-surgery merge --to blocks.")
+    if to != "blocks" and (problems := damaged_pieces(checkpoint, manifest)):
+        raise CheckpointError.from_problems([*problems, "scale-surgery verify says what else is not as it was."])
     if to == "fused":
         check_fusible(checkpoint, manifest)
     elif to == "stock":

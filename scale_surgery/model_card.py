@@ -72,7 +72,7 @@ def make_card(
     if facts.base_id is None:
         notes.append("base_model is left out of the card: the base is a local folder, no Hub id is known.")
     if not licence:
-        notes.append("license is left out of the card: the base's README.md names none. Add it by --card.")
+        notes.append("license is left out of the card: no README.md of the base here names one. Add it by --card.")
     return Card(_marked(f"---\n{_yaml(metadata)}\n---\n\n{text}"), tuple(notes))
 
 
@@ -112,12 +112,13 @@ def current_certificate(recorded: Mapping[str, Any] | None, checked: Verificatio
         checked: What was found just now, or None where nothing was checked.
 
     Returns:
-        The recorded one, unless tensors have changed since; then what was found just now.
+        The recorded one, unless tensors, router or code have changed since; then what was found just now. None where
+        nothing was checked.
     """
-    if checked is None or recorded is None:
-        return recorded if checked is None else checked.to_json()
-    now = (checked.state, checked.trained_tensors)
-    return recorded if (recorded.get("state"), recorded.get("trained_tensors")) == now else checked.to_json()
+    if checked is None:
+        return None
+    is_current = recorded is not None and recorded.get("fingerprint") == checked.fingerprint
+    return recorded if is_current else checked.to_json()
 
 
 def read_licence(base_text: str | None) -> dict[str, Any]:

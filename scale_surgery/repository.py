@@ -3,7 +3,8 @@
 DIR/*                       --linked-->    the same, byte for byte
 DIR/README.md of the base   --linked-->    README.base.md, since README.md is the model card
 surgery.json                --edited-->    the base's README.md lies in README.base.md, so that strip finds it
-training/checkpoint-*, weights in other formats, what no index names   left out
+states of trainers, weights in other formats, what no index names,
+hidden files, links to something outside                               left out
 
 A download of the repository verifies and strips like the folder. The folder itself is only read.
 """
@@ -23,12 +24,12 @@ from scale_surgery.checkpoint import (
     list_files,
     open_checkpoint,
     read_json,
+    stays_behind,
 )
 from scale_surgery.errors import CheckpointError
 from scale_surgery.manifest import STOCK_RECORD_FILE as MERGE_FILE
 from scale_surgery.manifest import Manifest, hash_file, read_manifest
 from scale_surgery.model_card import is_written_card
-from scale_surgery.run import TRAINING_FOLDER
 from scale_surgery.staging import as_json, write_json
 
 Form = Literal["expanded", "extract", "stock"]
@@ -105,11 +106,15 @@ def read_contents(path: Path) -> Contents:
     """
     names = list_files(path)
     form = _find_form(path, names)
-    foreign = () if form == "extract" else open_checkpoint(path).left_out
-    left_out = tuple(name for name in names if name in foreign or _is_passing(name))
-    files = tuple(name for name in names if name not in left_out)
+    checkpoint = None if form == "extract" else open_checkpoint(path)
     manifest = None if form == "stock" else read_manifest(path)
     record = read_json(path / (MERGE_FILE if form == "stock" else MANIFEST_FILE))
+    known = {*(checkpoint.shards if checkpoint else ()), *_recorded(path, form, record)}
+    foreign = checkpoint.left_out if checkpoint else ()
+    stays = {name for name in names if stays_behind(path, name)} - known
+    unfinished = {name for name in names if name.endswith(UNFINISHED_SUFFIXES)}
+    left_out = tuple(name for name in names if name in foreign or name in stays | unfinished)
+    files = tuple(name for name in names if name not in left_out)
     base_card = None if form == "extract" else _find_base_card(path, files, record)
     is_own = CARD_FILE in files and base_card != CARD_FILE and not is_written_card(read_card(path / CARD_FILE))
     return Contents(path, form, files, left_out, manifest, record, base_card, CARD_FILE if is_own else None)
@@ -163,9 +168,11 @@ def _find_form(path: Path, names: list[str]) -> Form:
     )
 
 
-def _is_passing(name: str) -> bool:
-    """Whether a file only serves to finish something: optimizer state, locks, what was not written to its end."""
-    return name.startswith(f"{TRAINING_FOLDER}/checkpoint-") or name.endswith(UNFINISHED_SUFFIXES)
+def _recorded(path: Path, form: Form, record: Mapping[str, Any]) -> set[str]:
+    """Names of files that the folder's own record knows by their hashes, hidden or linked as they may be."""
+    if form == "extract":
+        return set(read_json(path / EXTRACT_FILE)["files"])
+    return {str(entry.get("stored_as") or name) for name, entry in record.get("base_files", {}).items()}
 
 
 def _find_base_card(path: Path, files: tuple[str, ...], record: Mapping[str, Any]) -> str | None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from scale_surgery import modeling
-from scale_surgery.checkpoint import CONFIG_FILE, MANIFEST_FILE, Checkpoint, open_checkpoint
+from scale_surgery.checkpoint import CONFIG_FILE, MANIFEST_FILE, Checkpoint, open_checkpoint, read_text
 from scale_surgery.errors import CheckpointError, PlanError
 from scale_surgery.families import Family, Sizes, get_family
 from scale_surgery.manifest import Manifest, read_manifest, refuse_fused
@@ -159,7 +159,7 @@ def unroute(
     is_untrained = len(manifest.training) == before["training_runs"]
     verification = before["verification"] if is_untrained else None
     changed = replace(manifest, routing=None, code=before["code"], verification=verification)
-    own = {file: _text(checkpoint, file) for file in before["code"] if file not in before["files"]}
+    own = {file: read_text(checkpoint, file) for file in before["code"] if file not in before["files"]}
     take = Taking(base_weights, overwrite, track)
     return _write(checkpoint, manifest, Path(output), changed, {**own, **before["files"]}, take)
 
@@ -187,7 +187,7 @@ def set_routing(routed: str | Path, routing: Routing) -> None:
     own = checkpoint.config["scale_surgery"]
     numbers = own["routing"] | router_settings(routing)
     config = {**checkpoint.config, "scale_surgery": {**own, "routing": numbers}}
-    before = _text(checkpoint, CONFIG_FILE)
+    before = read_text(checkpoint, CONFIG_FILE)
     try:
         write_json(checkpoint.path / CONFIG_FILE, config)
         write_json(checkpoint.path / MANIFEST_FILE, asdict(changed))
@@ -234,7 +234,7 @@ class Taking:
 
 def _before(checkpoint: Checkpoint, manifest: Manifest, code: Mapping[str, str]) -> dict[str, Any]:
     """What un-routing has to give back; code that stays the same need not be kept."""
-    files = {file: _text(checkpoint, file) for file in (CONFIG_FILE, *manifest.code)}
+    files = {file: read_text(checkpoint, file) for file in (CONFIG_FILE, *manifest.code)}
     return {
         "files": {file: text for file, text in files.items() if code.get(file) != text},
         "code": dict(manifest.code),
@@ -251,13 +251,6 @@ def _manifest_content(changed: Manifest, manifest: Manifest) -> dict[str, Any]:
         return content
     had = manifest.routing["before"]["keys"]
     return {key: value for key, value in content.items() if key in had or value}
-
-
-def _text(checkpoint: Checkpoint, file: str) -> str:
-    try:
-        return (checkpoint.path / file).read_bytes().decode("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{file}: cannot be read ({error}). Restore it from where you got it.") from error
 
 
 def _write(

@@ -78,8 +78,9 @@ def _placing(path: Path, manifest: Manifest, base_weights: BaseWeights) -> Calla
     checkpoint = open_checkpoint(path) if joined else None
 
     def place(source: Path, file: Path) -> None:
-        if checkpoint is not None and source.name in joined:
-            rebuild_shard(checkpoint, manifest, source.name, file)
+        shard = source.relative_to(path).as_posix()
+        if checkpoint is not None and shard in joined:
+            rebuild_shard(checkpoint, manifest, shard, file)
         else:
             take_over(source, file, base_weights)
 

@@ -28,6 +28,7 @@ class Subject:
         path: Its folder.
         name: What it is called.
         is_expanded: Whether it has an expansion, which can be disabled.
+        is_fused: Whether its blocks are joined with its base, so that neither can be measured by itself.
         is_routed: Whether it has a router, which can be disabled.
         manifest: Its surgery.json, which gives its base back; None where it has none.
         base: What the base inside it is called, the same for models that share one; None without surgery.json.
@@ -39,6 +40,7 @@ class Subject:
     path: Path
     name: str
     is_expanded: bool
+    is_fused: bool
     is_routed: bool
     manifest: Manifest | None
     base: str | None
@@ -97,8 +99,8 @@ def _open(model: str, revision: str | None, *, trust_remote_code: bool) -> Subje
     source = find_source(model, revision)
     checkpoint = open_checkpoint(source.path)
     specs = checkpoint.config.get("scale_surgery", {})
-    # a fused model cannot switch its expansion off, and holds no base shards: it is measured as it is
-    is_expanded = bool(specs) and not specs.get("fused", False)
+    is_fused = specs.get("fused", False)
+    is_expanded = bool(specs) and not is_fused
     has_manifest = is_expanded and (source.path / MANIFEST_FILE).is_file()
     config = _load_config(source.path, source.name, trust_remote_code=trust_remote_code)
     tokenizer = load_tokenizer(source.path, trust_remote_code=trust_remote_code)
@@ -111,6 +113,7 @@ def _open(model: str, revision: str | None, *, trust_remote_code: bool) -> Subje
         path=source.path,
         name=source.name,
         is_expanded=is_expanded,
+        is_fused=is_fused,
         is_routed="routing" in specs,
         manifest=read_manifest(source.path) if has_manifest else None,
         base=None,

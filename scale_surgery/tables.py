@@ -202,6 +202,8 @@ def render_verification(result: Verification) -> RenderableType:
 
 
 def _verdict(promise: Promise, is_required: bool) -> Text:
+    if promise.holds is None and not (is_required or promise.claimed):
+        return Text("not claimed", style="dim")
     if promise.holds is None:
         return Text("not checked", style="bold red" if is_required else "yellow")
     if promise.holds:

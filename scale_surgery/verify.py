@@ -74,6 +74,7 @@ class Verification:
         warnings: What a user should know before running the folder's own code; does not decide `passed`.
         numbers: What the probe prompts showed, or None where they were not run.
         passed: Whether all is as required.
+        fingerprint: sha256 over what the model computes with, tensors, router and code; what the result is about.
         date: When, in UTC.
         versions: Versions that were used.
         machine: Processor architecture and system.
@@ -93,6 +94,7 @@ class Verification:
     warnings: tuple[str, ...]
     numbers: Numbers | None
     passed: bool
+    fingerprint: str
     date: str
     versions: dict[str, str]
     machine: str
@@ -285,6 +287,7 @@ def _judge(
         ),
         numbers=numbers,
         passed=not failed and not (problems and not required),
+        fingerprint=integrity.fingerprint,
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         versions=tool_versions(),
         machine=f"{platform.machine()} {platform.system()}",

@@ -25,6 +25,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from scale_surgery import modeling
 from scale_surgery.expand import Expansion, expand
@@ -61,6 +62,16 @@ def digests(folder: Path) -> dict[str, str]:
     """sha256 of every file of a folder, by relative name."""
     files = (file for file in sorted(folder.rglob("*")) if file.is_file())
     return {file.relative_to(folder).as_posix(): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+
+
+def shake(path: Path, seed: int = 1) -> Path:
+    """Change every expansion tensor on disk, as training does, so that nothing hides behind a zero."""
+    generator = torch.Generator().manual_seed(seed)
+    for file in path.glob("expansion-*.safetensors"):
+        noise = {name: torch.randn(own.shape, generator=generator) for name, own in load_file(file).items()}
+        tensors = {name: (own.float() + 0.1 * noise[name]).to(own.dtype) for name, own in load_file(file).items()}
+        save_file(tensors, file, metadata={"format": "pt"})
+    return path
 
 
 def load(path: Path, **options: Any) -> Any:

@@ -37,20 +37,10 @@ from scale_surgery.drift import measure_drift
 from scale_surgery.fused import check_fusible
 from scale_surgery.joining import join, joined_tensors, take
 from scale_surgery.manifest import read_manifest
-from tests.conftest import REQUESTS, digests, load
+from tests.conftest import REQUESTS, digests, load, shake
 from tests.tiny import FAMILIES
 
 MEMORY = {"memory_bytes": 1 << 30}
-
-
-def shake(path: Path) -> Path:
-    """Change every expansion tensor on disk, as training does, so that nothing hides behind a zero."""
-    generator = torch.Generator().manual_seed(1)
-    for file in path.glob("expansion-*.safetensors"):
-        noise = {name: torch.randn(own.shape, generator=generator) for name, own in load_file(file).items()}
-        tensors = {name: (own.float() + 0.1 * noise[name]).to(own.dtype) for name, own in load_file(file).items()}
-        save_file(tensors, file, metadata={"format": "pt"})
-    return path
 
 
 def change(file: Path, name: str, index: tuple[int, ...]) -> None:
@@ -245,8 +235,12 @@ def test_a_fused_model_is_evaluated_beside_its_base(tmp_path: Path) -> None:
     (tmp_path / "old.txt").write_text("Paula was born in Lisbon. She is a baker.")
     result = evaluate([done.path, SHIPPED_MODEL], [tmp_path / "old.txt"])
     losses = [score.old.nats_per_token for score in result.scores if score.old is not None]
-    assert [score.kind for score in result.scores] == ["other", "other"]
+    assert [score.kind for score in result.scores] == ["other", "other"] and not result.notes
     assert losses[0] == pytest.approx(losses[1], abs=1e-6)
+    assert evaluate(done.path, [tmp_path / "old.txt"]).notes == (
+        "fused: is fused and holds no base that could be measured with it. What it forgot and learned shows beside its "
+        "base: give that as one more model.",
+    )
 
 
 # interruptions and bad input
@@ -318,6 +312,51 @@ def test_a_hostile_record_writes_nothing_outside(fused: Path, tmp_path: Path, pa
     (broken / "surgery.json").write_text(json.dumps(content))
     text = refusal(lambda: merge(broken, tmp_path / "blocks", "blocks"))
     assert "is said to be a file of the model, expected a name inside the folder." in text
+
+
+def test_a_plan_that_claims_a_base_tensor_is_refused(expanded: Path, tmp_path: Path) -> None:
+    broken = Path(shutil.copytree(expanded, tmp_path / "broken"))
+    content = json.loads((broken / "surgery.json").read_text())
+    name = next(iter(content["base_tensors"]))
+    content["plan"]["tensors"].append({**content["plan"]["tensors"][0], "name": name})
+    (broken / "surgery.json").write_text(json.dumps(content))
+    assert refusal(lambda: verify(broken)) == (
+        f"{broken / 'surgery.json'}: {name} is said to be a base tensor and a new one. Do not use this checkpoint "
+        "before you know who made it."
+    )
+
+
+@pytest.mark.parametrize("to", ["fused", "stock"])
+def test_a_missing_or_misshapen_block_is_named_before_anything_is_written(
+    expanded_of: Callable[..., Path], tmp_path: Path, to: Any
+) -> None:
+    path = expanded_of("llama", "adapt_without_up_stream")
+    (shard,) = path.glob("expansion-*.safetensors")
+    tensors, name = load_file(shard), "model.layers.1.mlp.gate_proj.w21"
+    save_file({**tensors, name: tensors[name][1:].contiguous()}, shard, metadata={"format": "pt"})
+    text = refusal(lambda: merge(path, tmp_path / "out", to))
+    shape = tuple(tensors[name].shape)
+    assert text.splitlines()[0] == f"{name}: shape {(shape[0] - 1, shape[1])}, expected {shape}."
+    index = json.loads((path / "model.safetensors.index.json").read_text())
+    del index["weight_map"][name], tensors[name]
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    save_file(tensors, shard, metadata={"format": "pt"})
+    assert refusal(lambda: merge(path, tmp_path / "out", to)).startswith(f"{name}: is missing, expected shape {shape}.")
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_shards_in_a_folder_of_their_own(base_of: Callable[..., Path], tmp_path: Path) -> None:
+    base = Path(shutil.copytree(base_of("llama", tied=True), tmp_path / "base"))
+    (base / "weights").mkdir()
+    for shard in base.glob("*.safetensors"):
+        shard.rename(base / "weights" / shard.name)
+    index = json.loads((base / "model.safetensors.index.json").read_text())
+    index["weight_map"] = {name: f"weights/{shard}" for name, shard in index["weight_map"].items()}
+    (base / "model.safetensors.index.json").write_text(json.dumps(index))
+    expanded = expand(base, REQUESTS["adapt"], tmp_path / "expanded").path
+    fused = merge(expanded, tmp_path / "fused").path
+    assert digests(strip(fused, tmp_path / "again").path) == digests(base)
+    assert digests(merge(fused, tmp_path / "blocks", "blocks").path) == digests(expanded)
 
 
 def test_a_header_that_does_not_fit_is_refused(fused: Path, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from scale_surgery.apply import apply
 from scale_surgery.cli import main
 from scale_surgery.errors import CheckpointError, HubError
 from scale_surgery.expand import expand
+from scale_surgery.extract import extract
 from scale_surgery.hub import access_problem, check_repo_id
 from scale_surgery.merge import merge
 from scale_surgery.model_card import is_written_card
@@ -197,6 +198,32 @@ def test_training_checkpoints_and_pickles_stay_behind(hub: Hub, own: Path) -> No
     assert set(done.left_out) == set(left) - {".cache/lock"}
     assert "training/log.jsonl" in hub.files(REPO)
     assert not set(left) & set(hub.files(REPO))
+
+
+def test_hidden_files_links_to_elsewhere_and_states_of_trainers_stay_behind(
+    hub: Hub, own: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "secret").write_text("key")
+    left = (".env", ".ssh/id_rsa", "checkpoint-500/trainer_state.json", "runs/host/events.out.tfevents.1.host")
+    for name in (*left, ".gitattributes", "notes.txt"):
+        (own / name).parent.mkdir(parents=True, exist_ok=True)
+        (own / name).write_bytes(b"x")
+    (own / "link.txt").symlink_to(tmp_path / "secret")
+    (own / "inside.txt").symlink_to("notes.txt")
+    done = send(hub, own)
+    assert set(done.left_out) == {*left, "link.txt"}
+    assert {".gitattributes", "notes.txt", "inside.txt"} <= set(hub.files(REPO))
+    assert not {*left, "link.txt"} & set(hub.files(REPO))
+    assert set(extract(own, tmp_path / "extract").left_out) == {*left, "link.txt"}
+
+
+def test_a_snapshot_of_the_hubs_cache_is_made_of_links(hub: Hub, expanded: Path, tmp_path: Path) -> None:
+    snapshot, blobs = tmp_path / "models--me--wide" / "snapshots" / "abc", tmp_path / "models--me--wide" / "blobs"
+    shutil.copytree(expanded, blobs)
+    for name in digests(blobs):
+        (snapshot / name).parent.mkdir(parents=True, exist_ok=True)
+        (snapshot / name).symlink_to(blobs / name)
+    assert send(hub, snapshot).left_out == ()
 
 
 def test_the_expansion_alone_comes_back_whole(hub: Hub, base: Path, expanded: Path, tmp_path: Path) -> None:
