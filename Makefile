@@ -29,8 +29,9 @@ lint: install  ## ruff, lint and format
 types: install  ## mypy on the package
 	$(BIN)/mypy
 
+# two processes: each test file runs in one of them, so that what its tests share is made once
 test: lint types  ## lint, types and tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 test-slow: install  ## the tests that take minutes: torch.compile on more families, several processes
 	$(BIN)/python -m pytest -m slow

@@ -52,6 +52,7 @@ class CardFacts:
         drift: How far a merged model's logits are from those of the model it was made from, or None.
         training: Records of training runs.
         certificate: What verification found, or None.
+        code: Files of a stock export that are Python, or that name some.
         base_file: File of the repository that holds the base's own card, or None.
         has_curves: Whether the curves of the last training run lie in the repository.
         tool: Versions with which it was made.
@@ -70,6 +71,7 @@ class CardFacts:
     drift: Mapping[str, Any] | None
     training: tuple[Mapping[str, Any], ...]
     certificate: Mapping[str, Any] | None
+    code: tuple[str, ...]
     base_file: str | None
     has_curves: bool
     tool: Mapping[str, str]
@@ -102,9 +104,9 @@ def _widened(facts: CardFacts) -> str:
     if facts.is_fused:
         rows += [("form", "fused for serving: each linear of an expanded layer is one matrix")]
     if facts.forced is not None:
-        rows += [
-            ("put on it by force", f"{len(facts.forced['differing'])} tensors differ from the base it was made on")
-        ]
+        count = len(facts.forced["differing"])
+        differing = "1 tensor differs" if count == 1 else f"{count} tensors differ"
+        rows += [("put on it by force", f"{differing} from the base it was made on")]
     rows += _drift_rows(facts.drift)
     versions = ", ".join(f"{name} {version}" for name, version in facts.tool.items())
     rows += [("made with", versions)] if versions else []
@@ -191,9 +193,18 @@ def _evaluated(facts: CardFacts) -> str:
         return ""
     head = "| | loss, nats per token | first-token accuracy | against the base |\n|---|--:|--:|--:|"
     return (
-        "## Evaluation\n\nMeasured at the end of the last training run, on texts of who trained it; `surgery.json` has "
-        "their sha256.\n\n" + "\n".join([head, *rows])
+        f"## Evaluation\n\nMeasured at the end of the last training run{_measured_on(facts)}, on texts of who trained it; "
+        "`surgery.json` has their sha256.\n\n" + "\n".join([head, *rows])
     )
+
+
+def _measured_on(facts: CardFacts) -> str:
+    """What the numbers are about, where that is not the model of this card."""
+    is_routed = bool(facts.training[-1]["settings"].get("routed"))
+    text = ", on the base that the blocks were made on" if facts.forced is not None else ""
+    if is_routed == (facts.routing is not None):
+        return text
+    return f"{text}, {'with its router, which it has no longer' if is_routed else 'of the adapt path alone, not routed'}"
 
 
 def _share(accuracy: float | None) -> str:
@@ -240,9 +251,9 @@ def _loaded(facts: CardFacts) -> str:
             f'from scale_surgery import load_expansion\n\nmodel = load_expansion("{base}", "{facts.repo}")\n```'
         )
     if facts.form == "stock":
-        return (
-            f"## How to load\n\nAs any model of its architecture; no remote code is run.\n\n{_python(facts.repo, '')}"
-        )
+        running = f" It brings code ({', '.join(facts.code)}), which these lines do not run." if facts.code else ""
+        how = running or " No remote code is run."
+        return f"## How to load\n\nAs any model of its architecture.{how}\n\n{_python(facts.repo, '')}"
     trusting = _python(facts.repo, ", trust_remote_code=True")
     own = _python(facts.repo, "", "import scale_surgery\n", "\nscale_surgery.register()")
     switch = "" if facts.is_fused else _switches(facts.routing)

@@ -27,6 +27,8 @@ MANIFEST_FILE = "surgery.json"
 EXTRACT_FILE = "extract.json"
 CHUNK_BYTES = 1 << 22
 MAX_HEADER_BYTES = 100_000_000
+# of a file in a folder
+MAX_NAME_BYTES = 255
 
 DTYPE_BYTES = {
     "F64": 8,
@@ -283,7 +285,10 @@ def is_inside(name: object) -> bool:
     """Whether a name that somebody else wrote stays inside the folder it is joined to."""
     if not isinstance(name, str) or "\\" in name or not PurePosixPath(name).parts:
         return False
-    return not PurePosixPath(name).is_absolute() and ".." not in PurePosixPath(name).parts
+    path = PurePosixPath(name)
+    # ./x and x//y are other names of a file that may be checked under its own
+    is_plain = path.as_posix() == name and all(len(part.encode()) <= MAX_NAME_BYTES for part in path.parts)
+    return is_plain and not path.is_absolute() and ".." not in path.parts
 
 
 def stays_behind(path: Path, name: str) -> bool:

@@ -75,9 +75,13 @@ def write_fused(checkpoint: Checkpoint, manifest: Manifest, folder: Path, track:
 
     Returns:
         What surgery.json has to remember so that the files can be written again.
+
+    Raises:
+        CheckpointError: If a base shard is not what it was, or a text cannot be read.
     """
     code = {file: modeling.code_text(file) for file in get_family(manifest.plan["family"]).code_files}
     before = {file: read_text(checkpoint, file) for file in (INDEX_FILE, CONFIG_FILE, *code, MANIFEST_FILE)}
+    remembered = _shards_of(checkpoint, manifest, track)
     shards = fused_shards(checkpoint, manifest)
     total = sum(entry.bytes for entries in shards.values() for entry in entries)
     with track("fused shards", total) as advance:
@@ -96,7 +100,7 @@ def write_fused(checkpoint: Checkpoint, manifest: Manifest, folder: Path, track:
     for file, text in texts.items():
         write_text(folder / file, text)
     return {
-        "shards": _shards_of(checkpoint, manifest, track),
+        "shards": remembered,
         "texts": {file: text for file, text in before.items() if texts.get(file) != text},
     }
 
@@ -118,11 +122,18 @@ def fused_shards(checkpoint: Checkpoint, manifest: Manifest) -> dict[str, list[E
 
 
 def _shards_of(checkpoint: Checkpoint, manifest: Manifest, track: Track) -> dict[str, dict[str, str]]:
-    """Header and sha256 of every shard."""
+    """Header and sha256 of every shard; a base shard that was changed could never be given back."""
     known = {file.stored_as: file.sha256 for file in manifest.base_files.values()}
-    unknown = [shard for shard in checkpoint.shards if shard not in known]
-    with track("hashes", sum((checkpoint.path / shard).stat().st_size for shard in unknown)) as advance:
-        hashes = known | hash_files(checkpoint.path, unknown, advance)
+    with track("hashes", sum((checkpoint.path / shard).stat().st_size for shard in checkpoint.shards)) as advance:
+        hashes = hash_files(checkpoint.path, list(checkpoint.shards), advance)
+    changed = [
+        f"{shard}: sha256 {digest}, expected {known[shard]} from surgery.json. The base inside {checkpoint.path} was "
+        "changed after the expansion: restore the file."
+        for shard, digest in hashes.items()
+        if known.get(shard, digest) != digest
+    ]
+    if changed:
+        raise CheckpointError.from_problems(changed)
     headers = {shard: header_bytes(checkpoint.path / shard)[8:].decode("utf-8") for shard in checkpoint.shards}
     return {shard: {"header": header, "sha256": hashes[shard]} for shard, header in headers.items()}
 
@@ -156,7 +167,7 @@ def described_parts(checkpoint: Checkpoint, manifest: Manifest) -> Mapping[str, 
     """
     if manifest.fused is None:
         return checkpoint.tensors
-    headers = {shard: json.loads(record["header"]) for shard, record in manifest.fused["shards"].items()}
+    headers = {shard: json.loads(record["header"]) for shard, record in manifest.joined_shards.items()}
     return {
         name: TensorInfo(name, shard, entry["dtype"], tuple(entry["shape"]), begin, end - begin)
         for shard, header in headers.items()
@@ -200,8 +211,7 @@ def rebuild_shard(
     Raises:
         CheckpointError: If surgery.json does not say what the shard held.
     """
-    assert manifest.fused is not None
-    text = manifest.fused["shards"][shard]["header"].encode("utf-8")
+    text = manifest.joined_shards[shard]["header"].encode("utf-8")
     header = len(text).to_bytes(8, "little") + text
     read = {name: _bytes_reader(tensor) for name, tensor in part_readers(checkpoint, manifest).items()}
     try:
@@ -232,7 +242,7 @@ def write_blocks(checkpoint: Checkpoint, manifest: Manifest, folder: Path, track
     assert manifest.fused is not None
     problems = []
     with track("shards", sum(info.bytes for info in checkpoint.tensors.values())) as advance:
-        for shard, record in manifest.fused["shards"].items():
+        for shard, record in manifest.joined_shards.items():
             rebuild_shard(checkpoint, manifest, shard, folder / shard, advance)
             if (found := hash_file(folder / shard)) != record["sha256"]:
                 problems.append(

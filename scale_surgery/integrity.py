@@ -138,7 +138,7 @@ def _described(tensors: Mapping[str, TensorInfo], hashes: Mapping[str, str], nam
 def _file_problems(checkpoint: Checkpoint, manifest: Manifest, advance: Progress) -> list[str]:
     problems = []
     # the bytes of a fused model's shards are known by the tensors that they were
-    joined = {} if manifest.fused is None else manifest.fused["shards"]
+    joined = manifest.joined_shards
     for name, file in manifest.base_files.items():
         if file.stored_as in joined:
             continue

@@ -61,6 +61,8 @@ def load_expansion(
             not in memory as a whole.
         PlanError: If the base is of another architecture, or options are given with a loaded model.
     """
+    # the classes then take their code along when the model is saved
+    modeling.register()
     found = open_extract(extract, extract_revision)
     check_own_files(found, track)
     if isinstance(model, str | Path):

@@ -7,6 +7,7 @@ plan, the versions, and the last verification. It is enough to verify and to str
 from __future__ import annotations
 
 import hashlib
+import json
 import platform
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -73,6 +74,11 @@ class Manifest:
     forced_base: Mapping[str, Any] | None = None
     format: int = MANIFEST_FORMAT
 
+    @property
+    def joined_shards(self) -> Mapping[str, Mapping[str, str]]:
+        """Shards that a fused model was made of, whose tensors now lie in joined ones; none where it has its blocks."""
+        return {} if self.fused is None else self.fused["shards"]
+
 
 def tool_versions() -> dict[str, str]:
     """Versions of this program and of what it stands on."""
@@ -87,7 +93,7 @@ def read_manifest(path: Path) -> Manifest:
         CheckpointError: If it is missing, is of another format or is incomplete.
     """
     file = path / MANIFEST_FILE
-    if (path / STOCK_RECORD_FILE).is_file():
+    if not file.is_file() and (path / STOCK_RECORD_FILE).is_file():
         raise CheckpointError(
             f"{path}: is a plain checkpoint that scale-surgery merge --to stock made, it has no blocks. Give the "
             "expanded model that it was made from."
@@ -104,6 +110,7 @@ def read_manifest(path: Path) -> Manifest:
         )
     try:
         files = {name: BaseFile(**entry) for name, entry in content["base_files"].items()}
+        _check_values(file, content, files)
         _check_plan(file, content["plan"], content["base_tensors"])
         later = [*_routing_names(file, content.get("routing")), *_fused_names(file, content.get("fused"))]
         _check_names(file, files, content["replaced"], [*content["code"], *later])
@@ -112,6 +119,28 @@ def read_manifest(path: Path) -> Manifest:
         return Manifest(**{**content, "base_files": files, **lists})
     except (KeyError, TypeError, AttributeError, ValueError, PlanError) as error:
         raise CheckpointError(f"{file}: is incomplete ({error}). Restore it from where you got it.") from error
+
+
+def _check_values(file: Path, content: Mapping[str, Any], files: Mapping[str, BaseFile]) -> None:
+    """Check the kinds of values that other rooms rely on, so that a spoiled one is noticed here."""
+    names = ("base_tensors", "replaced", "expansion_tensors", "code")
+    wrong = [name for name in names if not _are_texts(content[name])]
+    wrong += [
+        f"base_files.{name}"
+        for name, entry in files.items()
+        if not (isinstance(entry.sha256, str) and isinstance(entry.bytes, int))
+    ]
+    verification = content.get("verification")
+    if verification is not None and not isinstance(verification.get("passed"), bool):
+        wrong.append("verification")
+    if not wrong and not isinstance(json.loads(content["replaced"].get(CONFIG_FILE, "{}")), dict):
+        wrong.append(f"replaced.{CONFIG_FILE}")
+    if wrong:
+        raise CheckpointError(f"{file}: is incomplete ({', '.join(wrong[:10])}). Restore it from where you got it.")
+
+
+def _are_texts(table: object) -> bool:
+    return isinstance(table, dict) and all(isinstance(text, str) for text in table.values())
 
 
 def refuse_fused(path: Path, manifest: Manifest) -> None:
@@ -148,7 +177,10 @@ def _routing_names(file: Path, routing: Mapping[str, Any] | None) -> list[str]:
     before = routing["before"]
     _ = Routing(**routing["settings"]), before["training_runs"], before["verification"], before["files"][CONFIG_FILE]
     names = [*before["files"], *before["code"]]
-    if not all(isinstance(text, str) for text in (*names, *before["files"].values(), *before["keys"])):
+    numbers = [number for number in routing["settings"].values() if not isinstance(number, str)]
+    are_numbers = all(isinstance(number, int | float) for number in numbers)
+    texts = (*names, *before["files"].values(), *before["keys"])
+    if not (are_numbers and all(isinstance(text, str) for text in texts)):
         raise CheckpointError(f"{file}: is incomplete (routing.before). Restore it from where you got it.")
     return names
 
@@ -159,7 +191,9 @@ def _fused_names(file: Path, fused: Mapping[str, Any] | None) -> list[str]:
         return []
     texts = [text for record in fused["shards"].values() for text in (record["header"], record["sha256"])]
     names = [*fused["shards"], *fused["texts"]]
-    if not all(isinstance(text, str) for text in (*names, *texts, *fused["texts"].values())):
+    _ = [json.loads(record["header"]).items() for record in fused["shards"].values()]
+    _ = fused["drift"]["drift"] + 0, fused["drift"]["dtype"]
+    if not fused["shards"] or not all(isinstance(text, str) for text in (*names, *texts, *fused["texts"].values())):
         raise CheckpointError(f"{file}: is incomplete (fused). Restore it from where you got it.")
     return names
 

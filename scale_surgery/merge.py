@@ -16,15 +16,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from scale_surgery import modeling
-from scale_surgery.checkpoint import DTYPE_BYTES, INDEX_FILE, MANIFEST_FILE, Checkpoint, open_checkpoint
+from scale_surgery.checkpoint import DTYPE_BYTES, INDEX_FILE, MANIFEST_FILE, Checkpoint, list_files, open_checkpoint
 from scale_surgery.drift import DEFAULT_NEW_TOKENS, Drift, measure_drift
 from scale_surgery.errors import CheckpointError
 from scale_surgery.families import get_family
-from scale_surgery.fused import check_fusible, write_blocks, write_fused
+from scale_surgery.fused import check_fusible, fused_shards, write_blocks, write_fused
 from scale_surgery.joining import damaged_pieces
-from scale_surgery.manifest import STOCK_RECORD_FILE, Manifest, read_manifest, tool_versions
+from scale_surgery.manifest import STOCK_RECORD_FILE, Manifest, hash_files, read_manifest, tool_versions
 from scale_surgery.merge_stock import check_stock, stock_cost, write_stock
 from scale_surgery.progress import Track, no_track
+from scale_surgery.run import TRAINING_FOLDER
 from scale_surgery.staging import check_space, check_target, staged, take_over, write_json
 from scale_surgery.verify import DEFAULT_MEMORY_BYTES
 
@@ -44,6 +45,7 @@ class Merged:
         bytes_written: Bytes of its shards.
         drift: How far its logits are from those of the model it was made from; None for "blocks", whose files are
             compared by hash.
+        left_out: Files that were not taken along.
     """
 
     path: Path
@@ -53,6 +55,7 @@ class Merged:
     parameters: int
     bytes_written: int
     drift: Drift | None
+    left_out: tuple[str, ...]
 
 
 def merge(
@@ -90,9 +93,13 @@ def merge(
         CheckpointError: If this is no expanded checkpoint, its logits drift further than rounding explains, or the
             output cannot be written. Then nothing is left under its name.
     """
+    from scale_surgery.probe import read_prompts
+
     source, target = Path(expanded), Path(output)
     checkpoint, manifest = open_checkpoint(source), read_manifest(source)
     _check_form(source, checkpoint, manifest, to)
+    if prompts_file is not None:
+        read_prompts(prompts_file)  # what cannot be read is known before anything is written
     check_target(target, [source], overwrite=overwrite)
     check_space(target, _needed_bytes(checkpoint, manifest, to))
     drift = None
@@ -123,12 +130,16 @@ def _check_form(source: Path, checkpoint: Checkpoint, manifest: Manifest, to: Fo
 def _needed_bytes(checkpoint: Checkpoint, manifest: Manifest, to: Form) -> int:
     if to == "stock":
         return stock_cost(manifest).parameters * DTYPE_BYTES[checkpoint.dtype]
+    if to == "fused":
+        return sum(entry.bytes for entries in fused_shards(checkpoint, manifest).values() for entry in entries)
     return sum(info.bytes for info in checkpoint.tensors.values())
 
 
 def _state(checkpoint: Checkpoint, manifest: Manifest, to: Form) -> dict[str, Any]:
     """What decides whether an unfinished folder may be continued."""
-    stamps = {file: (checkpoint.path / file).stat() for file in (*checkpoint.shards, MANIFEST_FILE)}
+    stamps = {
+        file: (checkpoint.path / file).stat() for file in (*checkpoint.shards, *checkpoint.side_files, MANIFEST_FILE)
+    }
     sizes = {file: [found.st_size, found.st_mtime_ns] for file, found in stamps.items()}
     return {"merge": to, "base": manifest.base_fingerprint, "files": sizes, "tool": tool_versions()}
 
@@ -144,9 +155,15 @@ def _write(checkpoint: Checkpoint, manifest: Manifest, partial: Path, to: Form, 
         write_blocks(checkpoint, manifest, partial, track)
         remembered = {}
     for file in checkpoint.side_files:
-        if file != INDEX_FILE and not (partial / file).exists():
+        if file not in (INDEX_FILE, *_left_out(checkpoint)) and not (partial / file).exists():
             take_over(checkpoint.path / file, partial / file, "copy")
     return remembered
+
+
+def _left_out(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Files that do not go along: weights in other formats, and states of a training run that was not finished."""
+    states = tuple(file for file in checkpoint.side_files if file.startswith(f"{TRAINING_FOLDER}/checkpoint-"))
+    return (*checkpoint.left_out, *states)
 
 
 def _check_drift(partial: Path, target: Path, drift: Drift) -> None:
@@ -168,6 +185,7 @@ def _record(partial: Path, manifest: Manifest, to: Form, remembered: Mapping[str
         fused = {**remembered, "drift": asdict(drift)}
         write_json(partial / MANIFEST_FILE, asdict(replace(manifest, fused=fused, code=code, verification=None)))
         return
+    written = hash_files(partial, [name for name in list_files(partial) if name != STOCK_RECORD_FILE])
     facts = {
         "base_name": manifest.base_name,
         "base_revision": manifest.base_revision,
@@ -175,7 +193,12 @@ def _record(partial: Path, manifest: Manifest, to: Form, remembered: Mapping[str
         "request": manifest.plan["request"],
         "training": list(manifest.training),
         "base_files": {
-            name: {"sha256": file.sha256, "bytes": file.bytes} for name, file in manifest.base_files.items()
+            name: {"sha256": file.sha256, "bytes": file.bytes}
+            for name, file in manifest.base_files.items()
+            if name != STOCK_RECORD_FILE
+        },
+        "files": {
+            name: {"sha256": digest, "bytes": (partial / name).stat().st_size} for name, digest in written.items()
         },
     }
     cost = asdict(stock_cost(manifest))
@@ -194,4 +217,5 @@ def _describe(target: Path, to: Form, checkpoint: Checkpoint, manifest: Manifest
         parameters=sum(info.elements for info in written.tensors.values()),
         bytes_written=sum(info.bytes for info in written.tensors.values()),
         drift=drift,
+        left_out=_left_out(checkpoint),
     )

@@ -18,7 +18,7 @@ WORDS = {
     "blocks": "the expanded model again, every shard checked by sha256",
 }
 NEXT = {
-    "fused": "scale-surgery merge {path} --to blocks -o BLOCKS  gives the blocks back",
+    "fused": "scale-surgery merge {path} --to blocks -o BLOCKS",
     "stock": 'AutoModelForCausalLM.from_pretrained("{path}")',
     "blocks": "scale-surgery verify {path}",
 }
@@ -35,6 +35,7 @@ def render_merged(done: Merged) -> RenderableType:
         ("parameters", f"{done.parameters:,}{change}"),
     ]
     rows += [] if done.drift is None else _drift_rows(done.drift)
+    rows += [("not taken along", ", ".join(done.left_out))] if done.left_out else []
     rows.append(("next", NEXT[done.form].format(path=done.path)))
     return facts("taken apart" if done.form == "blocks" else "merged", rows)
 

@@ -61,7 +61,7 @@ def make_card(
     try:
         facts = card_facts(contents, repo, base_file, certificate)
         text = body(facts)
-        licence = read_licence(base_text)
+        licence = read_licence(base_text) or contents.licence
         metadata = _metadata(facts, licence)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         file = MANIFEST_FILE if contents.manifest is not None else STOCK_RECORD_FILE
@@ -73,6 +73,9 @@ def make_card(
         notes.append("base_model is left out of the card: the base is a local folder, no Hub id is known.")
     if not licence:
         notes.append("license is left out of the card: no README.md of the base here names one. Add it by --card.")
+    if facts.code:
+        named = ", ".join(facts.code)
+        notes.append(f"{named}: is code, or names some, which trust_remote_code=True runs. Read it before you publish it.")
     return Card(_marked(f"---\n{_yaml(metadata)}\n---\n\n{text}"), tuple(notes))
 
 
@@ -98,6 +101,7 @@ def card_facts(
         drift=(record.get("fused") or record).get("drift"),
         training=tuple(record.get("training", ())),
         certificate=certificate,
+        code=contents.code if contents.form == "stock" else (),
         base_file=base_file,
         has_curves="training/curves.png" in contents.files,
         tool=record.get("tool", {}),

@@ -24,8 +24,8 @@ from scale_surgery.plan import fingerprint
 from scale_surgery.progress import Track
 from scale_surgery.sources import Source
 from scale_surgery.staging import BaseWeights, as_json, take_over, write_json
+from scale_surgery.tokens import TOKENIZER_CONFIG_FILE
 
-TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 # written for each base, never taken over from the extract as they are
 WRITTEN = (CONFIG_FILE, INDEX_FILE, MANIFEST_FILE)
 

@@ -2,7 +2,7 @@
 
 DIR/*                       --linked-->    the same, byte for byte
 DIR/README.md of the base   --linked-->    README.base.md, since README.md is the model card
-surgery.json                --edited-->    the base's README.md lies in README.base.md, so that strip finds it
+surgery.json, merge.json    --edited-->    the base's README.md lies in README.base.md, so that strip finds it
 states of trainers, weights in other formats, what no index names,
 hidden files, links to something outside                               left out
 
@@ -11,6 +11,7 @@ A download of the repository verifies and strips like the folder. The folder its
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ from scale_surgery.checkpoint import (
 from scale_surgery.errors import CheckpointError
 from scale_surgery.manifest import STOCK_RECORD_FILE as MERGE_FILE
 from scale_surgery.manifest import Manifest, hash_file, read_manifest
-from scale_surgery.model_card import is_written_card
+from scale_surgery.model_card import LICENCE_KEYS, is_written_card
 from scale_surgery.staging import as_json, write_json
 
 Form = Literal["expanded", "extract", "stock"]
@@ -84,6 +85,17 @@ class Contents:
         """Names of the files of the base that lie in the folder."""
         stored = self.manifest.base_files.values() if self.manifest is not None and self.form == "expanded" else ()
         return {entry.stored_as for entry in stored if entry.stored_as is not None}
+
+    @property
+    def code(self) -> tuple[str, ...]:
+        """Names of the files that are Python, or that name some: what `trust_remote_code` runs."""
+        return tuple(name for name in self.files if names_code(self.path, name))
+
+    @property
+    def licence(self) -> dict[str, Any]:
+        """The licence that an extract took from its base's card."""
+        found = read_json(self.path / EXTRACT_FILE).get("licence") if self.form == "extract" else None
+        return {key: found[key] for key in LICENCE_KEYS if key in found} if isinstance(found, dict) else {}
 
     @property
     def free_name(self) -> str:
@@ -157,6 +169,38 @@ def is_part_of_a_model(name: str) -> bool:
     return name in RECORDS or name.endswith((".safetensors", ".safetensors.index.json", ".py", *OTHER_WEIGHT_SUFFIXES))
 
 
+def names_code(path: Path, name: str) -> bool:
+    """Whether a file of a folder is Python, or a config whose `auto_map` names some."""
+    return name.endswith(".py") or (name.endswith("config.json") and bool(read_json(path / name).get("auto_map")))
+
+
+def is_same_base(record: Mapping[str, Any], there: str) -> bool:
+    """Whether the record of a repository, surgery.json or merge.json, names the base tensors that another one names."""
+    try:
+        other = json.loads(there)
+        tables = [[_tensors(found), _weights(found)] for found in (record, other)]
+    except (ValueError, TypeError, AttributeError, KeyError):
+        return False
+    # tensors are compared where both list them; merge.json has the base's files alone
+    mine, theirs = next(((mine, theirs) for mine, theirs in zip(*tables, strict=True) if mine and theirs), (1, 2))
+    return mine == theirs
+
+
+def _tensors(record: Mapping[str, Any]) -> dict[str, str]:
+    return dict(record.get("base_tensors", {}))
+
+
+def _weights(record: Mapping[str, Any]) -> set[str]:
+    files = record["base_files"].items()
+    return {entry["sha256"] for name, entry in files if name.endswith(".safetensors")}
+
+
+def git_hash(file: Path) -> str:
+    """Name of a file as a git blob."""
+    content = file.read_bytes()
+    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+
+
 def _find_form(path: Path, names: list[str]) -> Form:
     forms: dict[str, Form] = {EXTRACT_FILE: "extract", MANIFEST_FILE: "expanded", MERGE_FILE: "stock"}
     for file, form in forms.items():
@@ -185,8 +229,9 @@ def _find_base_card(path: Path, files: tuple[str, ...], record: Mapping[str, Any
 
 def _edited(contents: Contents, names: Mapping[str, str]) -> dict[str, dict[str, Any]]:
     """JSON files that have to say another thing in the repository than in the folder."""
-    if contents.form == "expanded" and contents.base_card == CARD_FILE:
-        return {MANIFEST_FILE: _with_moved_card(contents.record, names[CARD_FILE])}
+    if contents.base_card == CARD_FILE:
+        file = MERGE_FILE if contents.form == "stock" else MANIFEST_FILE
+        return {file: _with_moved_card(contents.record, names[CARD_FILE])}
     if contents.form == "extract" and CARD_FILE not in names:
         # a card that an earlier push wrote makes room for a new one
         content = read_json(contents.path / EXTRACT_FILE)
@@ -196,9 +241,11 @@ def _edited(contents: Contents, names: Mapping[str, str]) -> dict[str, dict[str,
 
 
 def _with_moved_card(record: Mapping[str, Any], stored_as: str) -> dict[str, Any]:
-    """surgery.json, saying where the base's README.md lies now; also in what a fused model remembers of its blocks."""
+    """A record that says where the base's README.md lies now; also in what a fused model remembers of its blocks."""
     files = record["base_files"]
     changed = {**record, "base_files": {**files, CARD_FILE: {**files[CARD_FILE], "stored_as": stored_as}}}
+    if CARD_FILE in (written := record.get("files", {})):
+        changed["files"] = {stored_as if name == CARD_FILE else name: entry for name, entry in written.items()}
     fused = record.get("fused")
     if fused is not None and MANIFEST_FILE in fused["texts"]:
         before = as_json(_with_moved_card(json.loads(fused["texts"][MANIFEST_FILE]), stored_as))

@@ -74,12 +74,11 @@ def strip(
 
 def _placing(path: Path, manifest: Manifest, base_weights: BaseWeights) -> Callable[[Path, Path], None]:
     """How a stored file gets into the new folder: as a file, or taken out of the shards of a fused model."""
-    joined = {} if manifest.fused is None else manifest.fused["shards"]
-    checkpoint = open_checkpoint(path) if joined else None
+    checkpoint = open_checkpoint(path) if manifest.joined_shards else None
 
     def place(source: Path, file: Path) -> None:
         shard = source.relative_to(path).as_posix()
-        if checkpoint is not None and shard in joined:
+        if checkpoint is not None and shard in manifest.joined_shards:
             rebuild_shard(checkpoint, manifest, shard, file)
         else:
             take_over(source, file, base_weights)
@@ -97,6 +96,7 @@ def restore(expanded: Path, folder: Path, manifest: Manifest, place: Callable[[P
         place: Gets a stored file and the path that it is to have, and puts it there.
     """
     for name, file in manifest.base_files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         if file.stored_as is None:
             write_text(folder / name, manifest.replaced[name])
         else:
@@ -104,7 +104,7 @@ def restore(expanded: Path, folder: Path, manifest: Manifest, place: Callable[[P
 
 
 def _check_present(expanded: Path, manifest: Manifest) -> None:
-    joined = {} if manifest.fused is None else manifest.fused["shards"]
+    joined = manifest.joined_shards
     missing = [
         f"{file.stored_as}: not found in {expanded}, it holds the base's {name}. Restore it from where you got it."
         for name, file in manifest.base_files.items()

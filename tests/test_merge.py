@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -343,6 +344,77 @@ def test_a_missing_or_misshapen_block_is_named_before_anything_is_written(
     save_file(tensors, shard, metadata={"format": "pt"})
     assert refusal(lambda: merge(path, tmp_path / "out", to)).startswith(f"{name}: is missing, expected shape {shape}.")
     assert not list(tmp_path.glob("out*"))
+
+
+SPOILED = [
+    ("base_tensors", None),
+    ("base_files.config.json.bytes", None),
+    ("expansion_tensors", "x"),
+    ("code", []),
+    ("replaced.config.json", "no JSON"),
+    ("replaced.config.json", "[]"),
+    ("verification", {}),
+    ("fused.shards", {}),
+    ("fused.drift", {}),
+    ("fused.texts", None),
+    ("plan.specs", None),
+]
+
+
+@pytest.mark.parametrize(("place", "value"), SPOILED, ids=[f"{place}-{value}" for place, value in SPOILED])
+def test_a_spoiled_record_is_one_line(fused: Path, tmp_path: Path, place: str, value: Any) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    content = json.loads((fused / "surgery.json").read_text())
+    *outer, last = place.replace("config.json", "config").split(".")
+    table = content
+    for name in outer:
+        table = table[name.replace("config", "config.json")]
+    table[last.replace("config", "config.json")] = value
+    (tmp_path / "surgery.json").write_text(json.dumps(content))
+    text = refusal(lambda: read_manifest(tmp_path))
+    assert re.fullmatch(r".*surgery.json: is incomplete \(.+\). Restore it from where you got it.", text)
+
+
+def test_a_base_shard_that_was_changed_is_not_merged(expanded: Path, tmp_path: Path) -> None:
+    broken = Path(shutil.copytree(expanded, tmp_path / "broken"))
+    name = "model.norm.weight"
+    shard = open_checkpoint(broken).tensors[name].file
+    change(broken / shard, name, (0,))
+    assert re.fullmatch(
+        rf"{shard}: sha256 \w+, expected \w+ from surgery.json. The base inside {broken} was changed after the "
+        "expansion: restore the file.",
+        refusal(lambda: merge(broken, tmp_path / "fused")),
+    )
+
+
+def test_a_base_with_files_in_folders_is_verified(llama_base: Path, tmp_path: Path) -> None:
+    (llama_base / "figures").mkdir()
+    (llama_base / "figures" / "a.txt").write_text("a")
+    assert verify(expand(llama_base, Request("1"), tmp_path / "expanded").path, new_tokens=0).passed
+
+
+def test_a_stock_export_is_a_base_like_any_other(base_of: Callable[..., Path], tmp_path: Path) -> None:
+    request = Request("all", variant="adapt", up_width=0, up_kv_heads=0)
+    stock = merge(expand(base_of("llama"), request, tmp_path / "grown").path, tmp_path / "stock", "stock").path
+    assert refusal(lambda: verify(stock)) == (
+        f"{stock}: is a plain checkpoint that scale-surgery merge --to stock made, it has no blocks. Give the expanded "
+        "model that it was made from."
+    )
+    again = expand(stock, request, tmp_path / "again").path
+    assert verify(again, new_tokens=0).passed
+    assert digests(strip(again, tmp_path / "stripped").path) == digests(stock)
+    twice = merge(again, tmp_path / "twice", "stock").path
+    assert json.loads((twice / "merge.json").read_text())["base_name"] == "stock"
+
+
+def test_states_of_an_unfinished_run_are_named_and_left_out(expanded: Path, tmp_path: Path) -> None:
+    path = Path(shutil.copytree(expanded, tmp_path / "trained"))
+    for name in ("training/checkpoint-2/optimizer.pt", "training/checkpoint-2/complete.json", "training/log.jsonl"):
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        (path / name).write_text("{}")
+    done = merge(path, tmp_path / "fused")
+    assert set(done.left_out) == {"training/checkpoint-2/optimizer.pt", "training/checkpoint-2/complete.json"}
+    assert (done.path / "training" / "log.jsonl").exists() and not (done.path / "training" / "checkpoint-2").exists()
 
 
 def test_shards_in_a_folder_of_their_own(base_of: Callable[..., Path], tmp_path: Path) -> None:

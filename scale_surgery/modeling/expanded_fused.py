@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .expanded_modules import ExpandedModule, ExpandedNorm, expand_module
+from .expanded_modules import ExpandedModule, ExpandedNorm, PassingModule, expand_module
 from .expanded_streams import Streams
 
 
@@ -68,6 +68,13 @@ class FusedNorm(ExpandedNorm):
         return super().normalise(x.float(), gain.float(), bias).to(x.dtype)
 
 
+class FusedPassing(PassingModule):
+    """A stock module without blocks, which may read the base stream where it lies."""
+
+    def base_part(self, x: Tensor) -> Tensor:
+        return x[..., : self.base_in]
+
+
 def widen(module: nn.Module, inputs: int, outputs: int) -> None:
     """Give a stock linear (or Conv1D) other widths; its parameters are zero until they are loaded."""
     is_linear = isinstance(module, nn.Linear)
@@ -91,6 +98,8 @@ def fuse_layer(layer: nn.Module, specs: dict[str, dict]) -> None:
             expand_module(layer.get_submodule(name), FusedLinear, **widths)
         elif spec["kind"] == "norm":
             fuse_norm(layer.get_submodule(name), spec)
+        elif spec["kind"] == "passing":
+            expand_module(layer.get_submodule(name), FusedPassing, base=spec["base"], up=spec["up"])
 
 
 def fuse_norm(norm: nn.Module, spec: dict[str, Any]) -> None:

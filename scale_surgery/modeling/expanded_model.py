@@ -34,7 +34,7 @@ def expand_layers(base_model: nn.Module, plan: dict[str, Any]) -> None:
     collaborative = plan["collaborative"]
     for index, layer in enumerate(base_model.get_submodule(plan["layers"])):
         if index not in plan["expanded_layers"]:
-            expand_layer(layer, plan["passing"], [], None)
+            fuse_layer(layer, plan["passing"]) if is_fused(plan) else expand_layer(layer, plan["passing"], [], None)
             continue
         if is_fused(plan):
             fuse_layer(layer, plan["expanded"])
@@ -49,7 +49,7 @@ def expand_layers(base_model: nn.Module, plan: dict[str, Any]) -> None:
 
 
 def is_fused(plan: dict[str, Any]) -> bool:
-    """Whether base weight and blocks of each linear are one matrix."""
+    """Whether base weight and blocks of each linear are one matrix, and those of a head that is not tied."""
     return plan.get("fused", False)
 
 

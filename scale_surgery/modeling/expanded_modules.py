@@ -319,8 +319,13 @@ class PassingModule(ExpandedModule):
     def forward_expanded(self, x: Tensor) -> Tensor:
         if self.is_routed:
             return super().forward_expanded(x)
-        y = self.forward_stock(x if self.base_in is None else self.split(x)[0][0])
-        return functional.pad(y, (0, self.up_out)) if self.up_out else y
+        y = self.forward_stock(x if self.base_in is None else self.base_part(x))
+        # padding would fill all of the result with zeros first
+        return torch.cat((y, y.new_zeros(*y.shape[:-1], self.up_out)), dim=-1) if self.up_out else y
+
+    def base_part(self, x: Tensor) -> Tensor:
+        """The base stream of what it reads."""
+        return self.split(x)[0][0]
 
     def forward_streams(self, base: Tensor, up: Tensor) -> Streams:
         y = self.forward_stock(base)
