@@ -191,10 +191,11 @@ def _evaluated(facts: CardFacts) -> str:
     ]
     if not rows:
         return ""
+    record = "merge.json" if facts.form == "stock" else "surgery.json"
     head = "| | loss, nats per token | first-token accuracy | against the base |\n|---|--:|--:|--:|"
     return (
-        f"## Evaluation\n\nMeasured at the end of the last training run{_measured_on(facts)}, on texts of who trained it; "
-        "`surgery.json` has their sha256.\n\n" + "\n".join([head, *rows])
+        f"## Evaluation\n\nMeasured at the end of the last training run{_measured_on(facts)}, on texts of who "
+        f"trained it; `{record}` has their sha256.\n\n" + "\n".join([head, *rows])
     )
 
 
@@ -204,7 +205,9 @@ def _measured_on(facts: CardFacts) -> str:
     text = ", on the base that the blocks were made on" if facts.forced is not None else ""
     if is_routed == (facts.routing is not None):
         return text
-    return f"{text}, {'with its router, which it has no longer' if is_routed else 'of the adapt path alone, not routed'}"
+    return (
+        f"{text}, {'with its router, which it has no longer' if is_routed else 'of the adapt path alone, not routed'}"
+    )
 
 
 def _share(accuracy: float | None) -> str:
@@ -251,9 +254,9 @@ def _loaded(facts: CardFacts) -> str:
             f'from scale_surgery import load_expansion\n\nmodel = load_expansion("{base}", "{facts.repo}")\n```'
         )
     if facts.form == "stock":
-        running = f" It brings code ({', '.join(facts.code)}), which these lines do not run." if facts.code else ""
-        how = running or " No remote code is run."
-        return f"## How to load\n\nAs any model of its architecture.{how}\n\n{_python(facts.repo, '')}"
+        code = ", ".join(f"`{name}`" for name in facts.code)
+        running = f"these lines do not run the code of {code}" if code else "no remote code is run"
+        return f"## How to load\n\nAs any model of its architecture; {running}.\n\n{_python(facts.repo, '')}"
     trusting = _python(facts.repo, ", trust_remote_code=True")
     own = _python(facts.repo, "", "import scale_surgery\n", "\nscale_surgery.register()")
     switch = "" if facts.is_fused else _switches(facts.routing)

@@ -223,16 +223,28 @@ def open_checkpoint(path: Path) -> Checkpoint:
     return Checkpoint(path, config, tensors, tuple(shards), side_files, left_out)
 
 
+def check_folder(path: Path) -> None:
+    """Check that a model folder is there.
+
+    Raises:
+        CheckpointError: If it is missing or is no folder.
+    """
+    if not path.exists():
+        raise CheckpointError(
+            f"{path}: not found. Give a model folder. What lies on the Hub is fetched first: hf download org/name "
+            "--local-dir FOLDER."
+        )
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: is a file, expected a model folder.")
+
+
 def list_files(path: Path) -> list[str]:
     """List the files of a folder, relative, sorted, without version control and download bookkeeping.
 
     Raises:
         CheckpointError: If the folder is missing, is not a folder or holds no file.
     """
-    if not path.exists():
-        raise CheckpointError(f"{path}: not found. Give a model folder or a Hub id such as org/name.")
-    if not path.is_dir():
-        raise CheckpointError(f"{path}: is a file, expected a model folder.")
+    check_folder(path)
     files = (file.relative_to(path) for file in sorted(path.rglob("*")) if file.is_file())
     kept = [file.as_posix() for file in files if not set(file.parts).intersection(IGNORED_FOLDERS)]
     if not kept:

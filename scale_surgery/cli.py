@@ -109,6 +109,8 @@ def main() -> None:
     scale-surgery train EXPANDED --data domain.jsonl
     scale-surgery evaluate EXPANDED --old general.txt --new domain.jsonl
     scale-surgery route-export EXPANDED -o ROUTED
+    scale-surgery merge EXPANDED -o FUSED
+    scale-surgery extract EXPANDED -o EXTRACT
     scale-surgery strip EXPANDED -o BASE
     scale-surgery push EXPANDED user/name
 
@@ -470,3 +472,24 @@ for command in (
     route_calibrate_command,
 ):
     main.add_command(command)
+
+# what fits into one line of the list of commands
+SHORT_HELP = {
+    "apply": "Put an extracted expansion back on its base.",
+    "demo": "Run the whole job on the shipped model.",
+    "evaluate": "Show what models forgot and learned.",
+    "expand": "Widen chosen layers; base tensors keep their bytes.",
+    "extract": "Take the expansion alone, to share it without the base.",
+    "inspect": "Describe a model from its headers.",
+    "merge": "One matrix for each linear: fused, stock, or blocks again.",
+    "plan": "Show everything that expand would do.",
+    "push": "Push a folder to the Hub, with a model card from facts.",
+    "route-calibrate": "Find the best numbers for a router, and set them.",
+    "route-export": "Give a model a router: two paths in one forward pass.",
+    "route-report": "Show which path each token of a text came from.",
+    "strip": "Give back the base model, every file byte for byte.",
+    "train": "Train the new blocks; the base stays as it is.",
+    "verify": "Prove which promises hold, with numbers.",
+}
+for name, text in SHORT_HELP.items():
+    main.commands[name].short_help = text

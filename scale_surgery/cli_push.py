@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from scale_surgery.errors import HubError
 from scale_surgery.options import FILE, FOLDER, output_options
 
 if TYPE_CHECKING:
@@ -64,15 +65,21 @@ def push_command(
     if options["card"] is not None and options["write_card"]:
         raise click.UsageError("Give --card or --write-card, one of the two.")
     how = Push(**options, check=not no_verify)
-    done = push(
-        folder,
-        repo,
-        how,
-        dry_run=dry_run,
-        token=token,
-        announce=lambda found: out.say(render_files(found)),
-        track=out.track,
-    )
+    try:
+        done = push(
+            folder,
+            repo,
+            how,
+            dry_run=dry_run,
+            token=token,
+            announce=lambda found: out.say(render_files(found)),
+            track=out.track,
+        )
+    except KeyboardInterrupt as error:
+        raise HubError(
+            f"{repo}: interrupted. The commit comes last: before it the repository is what it was. The same command "
+            "again continues, and what has arrived is not sent a second time."
+        ) from error
     if show_card and done.card is not None:
         out.say(done.card, as_it_is=True)
     out.show(done, render_pushed(done))

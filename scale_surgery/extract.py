@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from scale_surgery.checkpoint import (
     EXTRACT_FILE,
@@ -27,6 +28,7 @@ from scale_surgery.extract_folder import (
     stored_name,
 )
 from scale_surgery.manifest import Manifest, hash_files, read_manifest, refuse_fused, tool_versions
+from scale_surgery.model_card import read_licence
 from scale_surgery.progress import Track, no_track
 from scale_surgery.staging import BaseWeights, check_space, check_target, staged, take_over, write_json
 
@@ -103,6 +105,7 @@ def extract(
         "base_fingerprint": manifest.base_fingerprint,
         "files": {name: {"sha256": file.sha256, "bytes": file.bytes} for name, file in files.items()},
         "from_base": list(from_base),
+        "licence": _named_licence(path, manifest, from_base),
         "licences": list(licences),
         "base_tensors": {
             name: [checkpoint.tensors[name].dtype, list(checkpoint.tensors[name].shape)]
@@ -129,6 +132,14 @@ def extract(
         base_bytes=sum((path / name).stat().st_size for name in from_base),
         left_out=left_out,
     )
+
+
+def _named_licence(path: Path, manifest: Manifest, from_base: tuple[str, ...]) -> dict[str, Any]:
+    """The licence that the base's card names, for the card of the extract."""
+    card = manifest.base_files.get("README.md")
+    if card is None or card.stored_as not in from_base:
+        return {}
+    return read_licence((path / str(card.stored_as)).read_text(encoding="utf-8", errors="replace"))
 
 
 def _check_clashes(checkpoint: Checkpoint) -> None:

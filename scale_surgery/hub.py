@@ -2,18 +2,14 @@
 
 whoami, revision    before anything is sent: who the token belongs to, whether it may write, what lies there already
 validate-yaml       the model card
-create, upload      by upload_folder of the client, which sends no large file that the Hub has already
-revision            afterwards: every file has arrived in its size
 """
 
 from __future__ import annotations
 
 import re
-import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from glob import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +17,7 @@ from scale_surgery import __version__
 from scale_surgery.errors import HubError, SurgeryError
 
 if TYPE_CHECKING:
-    from huggingface_hub import CommitInfo, HfApi
+    from huggingface_hub import HfApi
 
 REPO_ID = re.compile(r"[A-Za-z0-9_][\w.-]*/[\w][\w.-]{0,95}", re.ASCII)
 TOKENS_PAGE = "https://huggingface.co/settings/tokens"
@@ -38,6 +34,8 @@ ADVICE = {
     429: "Too many requests: try again in some minutes.",
 }
 TROUBLE = "The Hub has trouble: try again later; https://status.huggingface.co tells more."
+# for an answer to a question; a file, and the commit of many, may take any time
+WAIT_SECONDS = 60
 UNREACHABLE = "Check the network, HF_ENDPOINT and HF_HUB_OFFLINE."
 
 
@@ -100,18 +98,30 @@ def look_at(api: HfApi, repo: str, revision: str | None, *, create_pr: bool) -> 
     Raises:
         HubError: If there is no token, it may not write there, or the Hub does not answer.
     """
-    from huggingface_hub.errors import LocalTokenNotFoundError
-
+    if api.token is None:
+        raise HubError(f"{repo}: no token is known. Log in with hf auth login, set HF_TOKEN, or give --token.")
     with hub_errors(repo, "not pushed"):
-        try:
-            account = api.whoami()
-        except LocalTokenNotFoundError as error:
-            raise HubError(
-                f"{repo}: no token is known. Log in with hf auth login, set HF_TOKEN, or give --token."
-            ) from error
+        account = _account(api)
         if problem := access_problem(account, repo, create_pr=create_pr):
             raise HubError(f"{repo}: {problem}")
-        return _find(api, repo, revision)
+        found = _find(api, repo, revision)
+        if create_pr and not found.exists and access_problem(account, repo, create_pr=False):
+            raise HubError(
+                f"{repo}: is not there, or this token may not see it, and a pull request needs a repository. Check the "
+                f"name, or push to {account.get('name')}/{repo.split('/')[1]}."
+            )
+        return found
+
+
+def _account(api: HfApi) -> dict[str, Any]:
+    """What the Hub knows of a token; the client's own whoami waits for ever."""
+    from huggingface_hub import get_session, hf_raise_for_status
+
+    headers = {"Authorization": f"Bearer {api.token}"}
+    answer = get_session().get(f"{api.endpoint}/api/whoami-v2", headers=headers, timeout=WAIT_SECONDS)
+    hf_raise_for_status(answer)
+    account: dict[str, Any] = answer.json()
+    return account
 
 
 def access_problem(account: Mapping[str, Any], repo: str, *, create_pr: bool) -> str | None:
@@ -145,11 +155,11 @@ def _find(api: HfApi, repo: str, revision: str | None) -> Remote:
     from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
     try:
-        info = api.model_info(repo)
+        info = api.model_info(repo, timeout=WAIT_SECONDS)
         has_revision = True
         if revision is not None:
             try:
-                info = api.model_info(repo, revision=revision)
+                info = api.model_info(repo, revision=revision, timeout=WAIT_SECONDS)
             except RevisionNotFoundError:
                 has_revision = False  # a new branch begins with the files of the main one
     except RepositoryNotFoundError:
@@ -182,7 +192,8 @@ def validate_card(api: HfApi, repo: str, text: str) -> tuple[str, ...]:
     from huggingface_hub import get_session, hf_raise_for_status
 
     with hub_errors(repo, "the model card was not checked"):
-        answer = get_session().post(f"{api.endpoint}/api/validate-yaml", json={"content": text, "repoType": "model"})
+        content = {"content": text, "repoType": "model"}
+        answer = get_session().post(f"{api.endpoint}/api/validate-yaml", json=content, timeout=WAIT_SECONDS)
         if answer.status_code == 400:
             reasons = [str(error.get("message")) for error in answer.json().get("errors", ())]
             raise HubError(
@@ -190,82 +201,6 @@ def validate_card(api: HfApi, repo: str, text: str) -> tuple[str, ...]:
             )
         hf_raise_for_status(answer)
         return tuple(str(warning.get("message")) for warning in answer.json().get("warnings", ()))
-
-
-def upload(
-    api: HfApi,
-    folder: Path,
-    remote: Remote,
-    *,
-    private: bool,
-    create_pr: bool,
-    revision: str | None,
-    commit_message: str,
-    removed: Iterable[str] = (),
-) -> CommitInfo:
-    """Make the repository and the branch where they are not there, and send a folder.
-
-    Args:
-        api: The client.
-        folder: What the repository is to hold.
-        remote: What is there.
-        private: Whether a new repository is private.
-        create_pr: Open a pull request.
-        revision: The branch, or None for the main one.
-        commit_message: First line of the commit.
-        removed: Names of files that leave the repository in the same commit.
-
-    Returns:
-        The commit.
-
-    Raises:
-        HubError: If the Hub refuses, or the connection breaks. What has arrived stays there.
-    """
-    repo, again = remote.repo, "The same command again continues: what has arrived is not sent a second time."
-    with hub_errors(repo, "not pushed", again):
-        if not remote.exists:
-            api.create_repo(repo, private=private or None, exist_ok=True)
-        if revision is not None and not remote.has_revision:
-            api.create_branch(repo, branch=revision, exist_ok=True)
-        with warnings.catch_warnings():
-            # the client validates the card once more; its warnings have been shown
-            warnings.simplefilter("ignore")
-            return api.upload_folder(
-                repo_id=repo,
-                folder_path=folder,
-                commit_message=commit_message,
-                revision=revision,
-                create_pr=create_pr,
-                delete_patterns=[escape(name) for name in removed] or None,
-            )
-
-
-def check_arrived(api: HfApi, repo: str, commit: str, sizes: Mapping[str, int]) -> bool:
-    """Check that every file lies in a repository, in its size.
-
-    Args:
-        api: The client.
-        repo: Hub id.
-        commit: The commit that was made.
-        sizes: Bytes of each file.
-
-    Returns:
-        Whether the repository is private.
-
-    Raises:
-        HubError: If one does not; each is named.
-    """
-    with hub_errors(repo, "pushed, but cannot be looked at"):
-        info = api.model_info(repo, revision=commit, files_metadata=True)
-    found = {sibling.rfilename: sibling.size for sibling in info.siblings or ()}
-    problems = [
-        f"{repo}: {name} has {found.get(name, 'no')} bytes there, expected {size}. Is it in a .gitignore? Push again."
-        for name, size in sizes.items()
-        if found.get(name) != size
-    ]
-    if problems:
-        raise HubError.from_problems(problems)
-    return bool(info.private)
 
 
 @contextmanager

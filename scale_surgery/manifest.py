@@ -21,6 +21,7 @@ from scale_surgery.checkpoint import (
     MANIFEST_FILE,
     Checkpoint,
     TensorInfo,
+    check_folder,
     is_inside,
     read_chunks,
     read_json,
@@ -93,6 +94,7 @@ def read_manifest(path: Path) -> Manifest:
         CheckpointError: If it is missing, is of another format or is incomplete.
     """
     file = path / MANIFEST_FILE
+    check_folder(path)
     if not file.is_file() and (path / STOCK_RECORD_FILE).is_file():
         raise CheckpointError(
             f"{path}: is a plain checkpoint that scale-surgery merge --to stock made, it has no blocks. Give the "

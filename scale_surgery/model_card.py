@@ -73,9 +73,8 @@ def make_card(
         notes.append("base_model is left out of the card: the base is a local folder, no Hub id is known.")
     if not licence:
         notes.append("license is left out of the card: no README.md of the base here names one. Add it by --card.")
-    if facts.code:
-        named = ", ".join(facts.code)
-        notes.append(f"{named}: is code, or names some, which trust_remote_code=True runs. Read it before you publish it.")
+    running = "is code, or names some, which trust_remote_code=True runs. Read it before you publish it."
+    notes += [f"{name}: {running}" for name in facts.code]
     return Card(_marked(f"---\n{_yaml(metadata)}\n---\n\n{text}"), tuple(notes))
 
 

@@ -1,6 +1,6 @@
 """Push a folder to the Hub: checked first, with a model card, nothing that the Hub has already, whole in one go.
 
-folder --verify--> contents --links--> repository --card, token, access checked--> Hub --every file in its size--> done
+folder --verify--> contents --links--> repository --card, token, access checked--> Hub --every file compared--> done
 """
 
 from __future__ import annotations
@@ -11,30 +11,30 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from scale_surgery.checkpoint import CONFIG_FILE
+from scale_surgery.checkpoint import CONFIG_FILE, MANIFEST_FILE
 from scale_surgery.errors import CheckpointError, HubError
-from scale_surgery.hub import Remote, check_arrived, check_repo_id, look_at, make_api, upload, validate_card
+from scale_surgery.hub import Remote, check_repo_id, look_at, make_api, read_text, validate_card
+from scale_surgery.hub_upload import check_arrived, upload
+from scale_surgery.manifest import STOCK_RECORD_FILE
 from scale_surgery.model_card import metadata_problem
 from scale_surgery.progress import Track, no_track
 from scale_surgery.push_card import CardOrigin, ChosenCard, choose_card
+from scale_surgery.push_check import check_contents
 from scale_surgery.repository import (
     CARD_FILE,
-    RECORDS,
     Contents,
     Form,
     RepositoryFile,
     assemble,
     describe_files,
     is_part_of_a_model,
+    is_same_base,
     read_card,
     read_contents,
 )
-from scale_surgery.verify import Verification, verify
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
-
-MAX_PROBLEMS = 12
 
 
 @dataclass(frozen=True)
@@ -79,9 +79,10 @@ class Pushed:
         is_private: Whether the repository is private.
         is_checked: Whether bytes and structure were checked.
         notes: What the user should know.
-        commit: The commit, or None where nothing was sent.
+        commit: The commit, which is the last one where the Hub had all; None where nothing was sent.
         url: Address of the commit, or of the pull request; None likewise.
         obstacle: With `dry_run`, what keeps the Hub from taking it; None where nothing does.
+        is_unchanged: Whether the Hub had all of it already, so that no commit was made.
     """
 
     repo: str
@@ -97,6 +98,7 @@ class Pushed:
     commit: str | None = None
     url: str | None = None
     obstacle: str | None = None
+    is_unchanged: bool = False
 
     @property
     def bytes(self) -> int:
@@ -145,7 +147,7 @@ def push(
     base_text = None if contents.base_card is None else read_card(path / contents.base_card)
     remote, obstacle = _look(api, repo, how)
     _stop_at(obstacle, dry_run=dry_run)
-    checked = _check(contents, track) if how.check else None
+    checked = check_contents(contents, track) if how.check else None
     with tempfile.TemporaryDirectory() as place:
         contents = _extract(contents, Path(place), track) if how.extract_only else contents
         target = Path(place) / "repository"
@@ -153,12 +155,12 @@ def push(
         chosen = choose_card(contents, base_text, how.card, checked, api, remote, is_written=how.write_card)
         plan = _assemble(contents, target, how, remote, chosen)
         warned = () if checked is None else checked.warnings
-        obstacle = obstacle or _refusal(plan, how, remote) or _card_problem(plan)
+        obstacle = obstacle or _refusal(api, plan, how, remote, contents) or _card_problem(plan)
         plan = replace(plan, obstacle=obstacle, notes=(*plan.notes, *warned))
         plan = plan if plan.obstacle else _validate(api, plan)
         _stop_at(plan.obstacle, dry_run=dry_run)
         announce(plan)
-        return plan if dry_run else _send(api, target, remote, plan, how)
+        return plan if dry_run else _send(api, target, remote, plan, how, track)
 
 
 def _look(api: HfApi, repo: str, how: Push) -> tuple[Remote, str | None]:
@@ -175,24 +177,6 @@ def _look(api: HfApi, repo: str, how: Push) -> tuple[Remote, str | None]:
 def _stop_at(obstacle: str | None, *, dry_run: bool) -> None:
     if obstacle is not None and not dry_run:
         raise HubError(obstacle)
-
-
-def _check(contents: Contents, track: Track) -> Verification | None:
-    """Check what files alone can show; of a stock export that headers and index agree, which reading it did."""
-    if contents.form == "extract":
-        from scale_surgery.extract_folder import check_own_files, open_extract
-
-        check_own_files(open_extract(contents.path), track)
-    if contents.form != "expanded":
-        return None
-    result = verify(contents.path, files_only=True, record=False, track=track)
-    if not result.passed:
-        broken = [promise for promise in result.promises if promise.name in result.required and not promise.holds]
-        problems = list(dict.fromkeys([*result.problems, *(line for promise in broken for line in promise.problems)]))
-        more = [f"... and {len(problems) - MAX_PROBLEMS} more"] if len(problems) > MAX_PROBLEMS else []
-        advice = f"{contents.path}: not pushed, it does not verify. scale-surgery verify {contents.path} shows all."
-        raise CheckpointError.from_problems([*problems[:MAX_PROBLEMS], *more, advice])
-    return result
 
 
 def _extract(contents: Contents, place: Path, track: Track) -> Contents:
@@ -230,15 +214,19 @@ def _assemble(contents: Contents, target: Path, how: Push, remote: Remote, chose
     )
 
 
-def _refusal(plan: Pushed, how: Push, remote: Remote) -> str | None:
+def _refusal(api: HfApi, plan: Pushed, how: Push, remote: Remote, contents: Contents) -> str | None:
     """Why a repository that holds another model, or files of one, does not become this one."""
     if how.replace:
         return None
-    if CONFIG_FILE in remote.files and not RECORDS.intersection(remote.files):
-        return (
-            f"{plan.repo}: holds a model that scale-surgery did not make. Push to another repository or --revision, or "
-            "give --replace, which makes this model of it; its history keeps the other."
-        )
+    advice = (
+        "Push to another repository or --revision, or give --replace, which makes this model of it; its history keeps "
+        "the other."
+    )
+    records = [name for name in (MANIFEST_FILE, STOCK_RECORD_FILE) if name in remote.files]
+    if CONFIG_FILE in remote.files and not records:
+        return f"{plan.repo}: holds a model that scale-surgery did not make. {advice}"
+    if records and not is_same_base(contents.record, read_text(api, remote, records[0])):
+        return f"{plan.repo}: holds a model on another base, by its {records[0]}. {advice}"
     if not plan.removed:
         return None
     named = ", ".join(plan.removed[:5]) + (", ..." if len(plan.removed) > 5 else "")
@@ -265,7 +253,7 @@ def _validate(api: HfApi, plan: Pushed) -> Pushed:
     return replace(plan, notes=(*plan.notes, *(f"the Hub says of the card: {text}" for text in warned)))
 
 
-def _send(api: HfApi, target: Path, remote: Remote, plan: Pushed, how: Push) -> Pushed:
+def _send(api: HfApi, target: Path, remote: Remote, plan: Pushed, how: Push, track: Track) -> Pushed:
     names = {"expanded": "an expanded model", "extract": "an expansion", "stock": "a widened model"}
     commit = upload(
         api,
@@ -277,6 +265,7 @@ def _send(api: HfApi, target: Path, remote: Remote, plan: Pushed, how: Push) -> 
         commit_message=how.commit_message or f"Push {names[plan.form]} with scale-surgery",
         removed=plan.removed,
     )
-    sizes = {file.name: file.bytes for file in plan.files}
-    is_private = check_arrived(api, plan.repo, commit.oid, sizes)
-    return replace(plan, is_private=is_private, commit=commit.oid, url=commit.pr_url or commit.commit_url)
+    is_private = check_arrived(api, plan.repo, commit.oid, target, [file.name for file in plan.files], track)
+    is_unchanged = remote.has_revision and commit.oid == remote.commit
+    url = commit.pr_url or commit.commit_url
+    return replace(plan, is_private=is_private, is_unchanged=is_unchanged, commit=commit.oid, url=url)

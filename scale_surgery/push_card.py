@@ -62,7 +62,10 @@ def choose_card(
     if CARD_FILE in remote.files and not is_written:
         there = read_text(api, remote, CARD_FILE)
         if not is_written_card(there) and there != base_text:
-            note = f"{CARD_FILE} in {remote.repo} was written by somebody and stays; --write-card replaces it."
+            note = (
+                f"{CARD_FILE} in {remote.repo} was written by somebody and stays, though it may describe an earlier "
+                "push; --write-card replaces it."
+            )
             return ChosenCard(None, "kept", (note,))
     base_file = contents.free_name if contents.base_card == CARD_FILE else contents.base_card
     certificate = current_certificate(contents.record.get("verification"), checked)

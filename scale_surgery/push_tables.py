@@ -49,6 +49,8 @@ def render_pushed(found: Pushed) -> RenderableType:
     if found.commit is None:
         rows.append(("Hub", found.obstacle or "would take it"))
     else:
-        rows += [("commit", found.commit), ("see", str(found.url))]
-    title = "pushed" if found.commit is not None else "would be pushed"
+        # the address of a commit fits no line
+        rows += [("commit", found.commit), ("see", str(found.url).partition("/commit/")[0])]
+    pushed = "nothing to push: the Hub has it all" if found.is_unchanged else "pushed"
+    title = pushed if found.commit is not None else "would be pushed"
     return Group(facts(title, rows), *(Text(f"note: {note}", style="yellow") for note in found.notes))

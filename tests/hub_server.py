@@ -41,7 +41,7 @@ class Repository:
 
 @dataclass
 class Fault:
-    """What happens to the next requests whose method and path match: a status, or a break after some bytes."""
+    """What happens to the next requests whose method and path match: a status, an act, or a break after some bytes."""
 
     where: str
     status: int | None = None
@@ -49,6 +49,7 @@ class Fault:
     times: int = 1
     message: str = "as the test asked"
     headers: dict[str, str] = field(default_factory=dict)
+    act: Callable[[], Any] | None = None
 
 
 @dataclass
@@ -63,7 +64,7 @@ class Hub:
     requests: list[str] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
     part_bytes: int | None = None
-    gitignore: str | None = None
+    gitignore: str | tuple[str, ...] | None = None
     parts: dict[str, dict[int, bytes]] = field(default_factory=dict)
     card_warnings: list[str] = field(default_factory=list)
 
@@ -101,6 +102,11 @@ class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     hub: Hub
 
+    def handle(self) -> None:
+        # a client that was stopped leaves between two requests
+        with contextlib.suppress(ConnectionError):
+            super().handle()
+
     def do_GET(self) -> None:
         self.serve()
 
@@ -115,6 +121,8 @@ class Handler(BaseHTTPRequestHandler):
             if fault is not None:
                 self.fail(fault)
             self.body = self.read_body(int(self.headers.get("Content-Length") or 0))
+            if fault is not None and fault.act is not None:
+                fault.act()  # and is answered as ever
             for method, pattern, answer in ROUTES:
                 found = re.fullmatch(pattern, path)
                 if found is not None and self.command in method.split():
@@ -130,6 +138,8 @@ class Handler(BaseHTTPRequestHandler):
         fault.times -= 1
         if not fault.times:
             self.hub.faults.remove(fault)
+        if fault.act is not None:
+            return
         length = int(self.headers.get("Content-Length") or 0)
         if fault.status is None:
             self.read_body(min(fault.break_after, length))
@@ -147,6 +157,8 @@ class Handler(BaseHTTPRequestHandler):
             self.rfile.readline()
         else:
             body = self.rfile.read(length)
+            if len(body) < length:
+                raise ConnectionError  # the client was stopped
         if self.command == "PUT":
             self.hub.received[self.path.split("?")[0]] += len(body)
         return body
@@ -238,11 +250,16 @@ class Handler(BaseHTTPRequestHandler):
     def model_info(self, repo: str, revision: str = "main") -> None:
         files = self.revision_of(repo, revision)
         siblings = [
-            {"rfilename": name} | ({"size": self.size(held), "blobId": oid_of(held)} if "blobs" in self.query else {})
+            {"rfilename": name} | (self.described(held) if "blobs" in self.query else {})
             for name, held in files.items()
         ]
         private = self.hub.repositories[repo].private
         self.reply({"id": repo, "sha": commit_of(files), "private": private, "siblings": siblings, "tags": []})
+
+    def described(self, held: bytes | str) -> dict[str, Any]:
+        size = self.size(held)
+        lfs = {"lfs": {"sha256": held, "size": size, "pointerSize": 134}} if isinstance(held, str) else {}
+        return {"size": size, "blobId": oid_of(held), **lfs}
 
     def size(self, held: bytes | str) -> int:
         return len(self.hub.objects[held] if isinstance(held, str) else held)

@@ -173,16 +173,8 @@ def test_what_the_expansion_did_not_write_is_refused_and_listed(expanded, tmp_pa
 
 
 def test_a_fused_model_is_refused(expanded, tmp_path):
-    edit_manifest(
-        expanded,
-        fused={
-            "shards": {"x.safetensors": {"header": "{}", "sha256": ""}},
-            "texts": {},
-            "drift": {"drift": 0.0, "dtype": "float32"},
-            "texts": {},
-            "drift": {"drift": 0.0, "dtype": "float32"},
-        },
-    )
+    shards = {"x.safetensors": {"header": "{}", "sha256": ""}}
+    edit_manifest(expanded, fused={"shards": shards, "texts": {}, "drift": {"drift": 0.0, "dtype": "float32"}})
     with pytest.raises(
         CheckpointError, match=r"is fused, .* Take them apart first: scale-surgery merge --to blocks\.$"
     ):

@@ -159,6 +159,19 @@ def test_training_and_what_was_measured(own: Path) -> None:
     assert "## Evaluation" not in card(own), "numbers of an earlier run are not those of this model"
 
 
+def test_numbers_of_another_model_say_so(own: Path) -> None:
+    measured = "Measured at the end of the last training run"
+    record(own, training=[RUN])
+    assert f"{measured}, on texts" in card(own)
+    record(own, training=[{**RUN, "settings": {"learning_rate": 0.01, "routed": True}}])
+    assert f"{measured}, with its router, which it has no longer, on texts" in card(own)
+    forced = {"expected_name": "x", "expected_revision": None, "differing": ["a"]}
+    record(own, training=[RUN], forced_base=forced)
+    text = card(own)
+    assert f"{measured}, on the base that the blocks were made on, on texts" in text
+    assert "| 1 tensor differs from the base it was made on |" in text
+
+
 def test_promises_are_those_of_the_certificate(own: Path) -> None:
     assert "No verification is recorded" in card(own)
     found = verify(own, record=False)
@@ -190,7 +203,8 @@ def test_a_certificate_of_other_tensors_is_not_shown(own: Path) -> None:
 
 
 def test_routed_and_fused_models(expanded: Path, tmp_path: Path) -> None:
-    routed = card(route_export(expanded, tmp_path / "routed", Routing(switch_rate=0)).path)
+    folder = route_export(expanded, tmp_path / "routed", Routing(switch_rate=0)).path
+    routed = card(folder)
     assert "| router | posterior, prior 0.5, switch rate 0; one forward pass" in routed
     assert "model.routing_disabled()" in routed and "routed" in metadata(routed)["tags"]
     fused = card(merge(expanded, tmp_path / "fused").path)
@@ -198,6 +212,9 @@ def test_routed_and_fused_models(expanded: Path, tmp_path: Path) -> None:
     drift = r"(bit-equal|differ by at most [\d.e-]+) on \d+ tokens \(float32\)"
     assert re.search(rf"\| logits against the model it was merged from \| {drift} \|", fused)
     assert "routed" not in metadata(fused)["tags"] and "merged" not in card(expanded)
+    for was_routed, said in ((False, "run, of the adapt path alone, not routed, on texts"), (True, "run, on texts")):
+        record(folder, training=[{**RUN, "settings": {"learning_rate": 0.01, "routed": was_routed}}])
+        assert said in card(folder)
 
 
 def test_a_stock_export(base_of: Any, tmp_path: Path) -> None:
@@ -208,6 +225,12 @@ def test_a_stock_export(base_of: Any, tmp_path: Path) -> None:
     assert "| expanded layers | `1` |" in text and "This form does not go back" in text
     record = json.loads((tmp_path / "stock" / "merge.json").read_text())
     assert f"| parameters | {record['parameters']:,}; {record['padding']:,} of them are zeros that fill up" in text
+    (tmp_path / "stock" / "evil.py").write_text("import os\n")
+    made = make_card(read_contents(tmp_path / "stock"), REPO, None, None, None)
+    assert "no remote code is run" not in made.text
+    assert "these lines do not run the code of `evil.py`." in made.text
+    note = "evil.py: is code, or names some, which trust_remote_code=True runs. Read it before you publish it."
+    assert made.notes[-1] == note
 
 
 def test_an_extract_says_how_to_put_it_back(own: Path, tmp_path: Path) -> None:

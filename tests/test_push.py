@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
+import logging
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -17,7 +20,9 @@ import pytest
 import torch
 from click.testing import CliRunner
 from huggingface_hub import constants
+from rich.console import Console
 
+from scale_surgery import hub as asking
 from scale_surgery.apply import apply
 from scale_surgery.cli import main
 from scale_surgery.errors import CheckpointError, HubError
@@ -27,11 +32,13 @@ from scale_surgery.hub import access_problem, check_repo_id
 from scale_surgery.merge import merge
 from scale_surgery.model_card import is_written_card
 from scale_surgery.push import Push, push
+from scale_surgery.push_tables import render_pushed
+from scale_surgery.repository import is_same_base
 from scale_surgery.request import Request
 from scale_surgery.route import route_export
 from scale_surgery.strip import strip
 from scale_surgery.verify import verify
-from tests.conftest import REQUESTS, digests, load
+from tests.conftest import REQUESTS, digests, load, shake
 from tests.hub_server import Fault, Hub, Repository, account, running
 
 REPO = "me/wide"
@@ -70,6 +77,14 @@ def expanded(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return expand(base, REQUESTS["adapt"], tmp_path_factory.mktemp("expanded") / "wide").path
 
 
+@pytest.fixture(scope="module")
+def stock(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A stock export of it; tests that change it copy it."""
+    request, folder = Request("1", variant="adapt", up_width=0, up_kv_heads=0, collaborate="ffn"), tmp_path_factory
+    wide = expand(base, request, folder.mktemp("wide") / "wide").path
+    return merge(wide, folder.mktemp("stock") / "stock", "stock").path
+
+
 @pytest.fixture
 def own(expanded: Path, tmp_path: Path) -> Path:
     """A copy of the expansion, to be changed by a test."""
@@ -89,6 +104,13 @@ def download(hub: Hub, folder: Path, repo: str = REPO, revision: str | None = No
 
 def edit_json(file: Path, **changes: Any) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | changes, indent=2) + "\n")
+
+
+def flip_last_byte(file: Path) -> bytes:
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    return bytes(content)
 
 
 def changing(hub: Hub) -> list[str]:
@@ -131,6 +153,7 @@ def test_a_download_is_the_folder_and_verifies_and_strips(
     assert digests(tmp_path / "base") == digests(base)
     assert done.commit and done.url == f"{hub.address}/{REPO}/commit/{done.commit}"
     assert hub.repositories[REPO].messages == ["Push an expanded model with scale-surgery"]
+    assert not done.is_private and "license: mit\n" in done.card
 
 
 def test_a_download_loads_to_the_same_logits(hub: Hub, expanded: Path, tmp_path: Path) -> None:
@@ -141,9 +164,20 @@ def test_a_download_loads_to_the_same_logits(hub: Hub, expanded: Path, tmp_path:
 
 
 def test_a_second_push_of_the_same_folder_makes_no_commit(hub: Hub, expanded: Path) -> None:
+    said, handler, logger = [], logging.Handler(), logging.getLogger("huggingface_hub.hf_api")
+    handler.emit = said.append  # type: ignore[method-assign]
     first = send(hub, expanded, check=True)
+    logger.addHandler(handler)
     again = send(hub, expanded, check=True)
+    logger.removeHandler(handler)
     assert again.commit == first.commit and len(hub.repositories[REPO].messages) == 1
+    assert (first.is_unchanged, again.is_unchanged, said) == (False, True, [])
+    for done, title in ((first, "pushed"), (again, "nothing to push: the Hub has it all")):
+        console = Console(width=80, record=True, file=io.StringIO())
+        console.print(render_pushed(done))
+        shown = console.export_text().splitlines()
+        assert shown[0].strip() == title
+        assert f"see         {hub.address}/{REPO}" in [line.rstrip() for line in shown]
 
 
 def test_a_downloaded_push_is_pushed_again_with_a_new_card(hub: Hub, expanded: Path, tmp_path: Path) -> None:
@@ -248,14 +282,59 @@ def test_an_extract_of_a_pushed_model_gets_a_card_of_its_own(
     assert verify(tmp_path / "whole", files_only=True, record=False).passed
 
 
-def test_a_stock_export_is_pushed(hub: Hub, base: Path, tmp_path: Path) -> None:
-    request = Request("1", variant="adapt", up_width=0, up_kv_heads=0, collaborate="ffn")
-    folder = merge(expand(base, request, tmp_path / "wide").path, tmp_path / "stock", "stock").path
-    done = send(hub, folder)
+def test_a_stock_export_is_pushed(hub: Hub, stock: Path, tmp_path: Path) -> None:
+    done = send(hub, stock, check=True)
     found = download(hub, tmp_path / "found")
-    assert done.form == "stock" and "no remote code is run" in (found / "README.md").read_text()
+    assert done.form == "stock" and "the code of `helper.py`" in (found / "README.md").read_text()
     assert (found / "README.base.md").read_bytes() == BASE_CARD
-    assert torch.equal(*(load(path)(torch.arange(6)[None]).logits for path in (folder, found)))
+    assert torch.equal(*(load(path)(torch.arange(6)[None]).logits for path in (stock, found)))
+    again = send(hub, found, repo="me/again", check=True)
+    assert "license: mit\n" in again.card and "README.base-2.md" not in hub.files("me/again")
+
+
+def test_a_stock_export_that_is_not_what_merge_wrote(hub: Hub, stock: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(stock, tmp_path / "stock"))
+    written = json.loads((folder / "merge.json").read_text())["files"]
+    assert set(written) == set(digests(folder)) - {"merge.json"}
+    name = "model-00002-of-00006.safetensors"
+    flip_last_byte(folder / name)
+    (folder / "LICENSE").unlink()
+    (folder / "evil.py").write_text("import os\n")
+    (folder / "processor_config.json").write_text('{"auto_map": {"AutoProcessor": "a/b--c.D"}}')
+    (folder / "notes.txt").write_text("welcome")
+    found, expected = (digest[:16] for digest in (digests(folder)[name], written[name]["sha256"]))
+    code = "is code, or names some, and merge did not write it. Read it before you let it run."
+    with pytest.raises(CheckpointError) as error:
+        send(hub, folder, check=True)
+    assert str(error.value).splitlines() == [
+        f"LICENSE: not found in {folder}.",
+        f"{name}: sha256 {found}..., expected {expected}... from merge.json.",
+        f"evil.py: {code}",
+        f"processor_config.json: {code}",
+        f"{folder}: not pushed, it is not what merge wrote. Restore what is named.",
+    ]
+    edit_json(folder / "merge.json", files=None)
+    with pytest.raises(CheckpointError) as error:
+        send(hub, folder, check=True)
+    assert str(error.value) == (
+        f"{folder / 'merge.json'}: lists no files, expected the sha256 of each. Make it again with scale-surgery merge "
+        "--to stock, or give --no-verify."
+    )
+    assert changing(hub) == []
+
+
+def test_an_extract_has_the_licence_and_is_checked(hub: Hub, expanded: Path, tmp_path: Path) -> None:
+    folder = extract(expanded, tmp_path / "blocks").path
+    done = send(hub, folder, check=True)
+    assert "license: mit\n" in done.card and not any("license" in note for note in done.notes)
+    edit_json(folder / "extract.json", licence={"tags": ["x"]})
+    assert "license" not in send(hub, folder, dry_run=True).card
+    flip_last_byte(folder / "expansion-00001-of-00001.safetensors")
+    hub.requests.clear()
+    with pytest.raises(CheckpointError) as error:
+        send(hub, folder, check=True)
+    assert str(error.value).startswith("expansion-00001-of-00001.safetensors: sha256 ")
+    assert changing(hub) == []
 
 
 # -- what breaks on the way
@@ -341,6 +420,32 @@ def test_a_file_that_does_not_arrive_is_named(hub: Hub, expanded: Path) -> None:
     assert message(hub, expanded) == expected
 
 
+def test_a_file_of_another_size_or_content_is_named(hub: Hub, own: Path) -> None:
+    """The Hub keeps what it has of a file that a .gitignore covers."""
+    name = "expansion-00001-of-00001.safetensors"
+    send(hub, own)
+    before = digests(own)[name]
+    shake(own)
+    (own / "notes" / "deep" / "file.txt").write_text("far below")
+    hub.gitignore = (".safetensors", ".txt")
+    advice = "Is it in a .gitignore? Push again."
+    assert message(hub, own).splitlines() == [
+        f"{REPO}: {name} has other content there, hash {before}, expected {digests(own)[name]}. {advice}",
+        f"{REPO}: notes/deep/file.txt has 5 bytes there, expected 9. {advice}",
+    ]
+    hub.gitignore = None
+    assert send(hub, own).commit
+
+
+@pytest.mark.parametrize("where", ("GET /api/whoami-v2", f"GET /api/models/{REPO}", "POST /api/validate-yaml"))
+def test_a_hub_that_does_not_answer(hub: Hub, expanded: Path, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asking, "WAIT_SECONDS", 0.3)
+    hub.faults = [Fault(where, act=lambda: time.sleep(1))]
+    found = message(hub, expanded)
+    assert found.startswith(f"{REPO}: ") and "timed out" in found
+    assert found.endswith("Check the network, HF_ENDPOINT and HF_HUB_OFFLINE.")
+
+
 # -- what is refused before anything is sent
 
 
@@ -401,16 +506,14 @@ def test_organisations_and_fine_grained_tokens() -> None:
 
 def test_a_folder_that_does_not_verify_is_not_pushed(hub: Hub, own: Path) -> None:
     shard = next(own.glob("model-*.safetensors"))
-    content = bytearray(shard.read_bytes())
-    content[-1] ^= 1
-    shard.write_bytes(content)
+    content = flip_last_byte(shard)
     with pytest.raises(CheckpointError) as error:
         send(hub, own, check=True)
     assert f"{shard.name}: bytes differ from the base's" in str(error.value)
     assert str(error.value).endswith(f"{own}: not pushed, it does not verify. scale-surgery verify {own} shows all.")
     assert changing(hub) == []
     assert not send(hub, own).is_checked
-    assert hub.files(REPO)[shard.name] == bytes(content)
+    assert hub.files(REPO)[shard.name] == content
 
 
 def test_a_folder_that_is_no_work_of_ours(hub: Hub, base: Path) -> None:
@@ -462,6 +565,36 @@ def test_a_model_of_somebody_else_is_not_overwritten(hub: Hub, base: Path, expan
     assert send(hub, expanded, repo="me/base", replace=True).commit
 
 
+def test_a_model_on_another_base_is_not_overwritten(
+    hub: Hub, base_of: Any, own: Path, stock: Path, tmp_path: Path
+) -> None:
+    send(hub, own)
+    other = expand(base_of("llama", tied=True, dtype="bfloat16"), REQUESTS["adapt"], tmp_path / "other").path
+    before = hub.files(REPO)
+    expected = (
+        f"{REPO}: holds a model on another base, by its surgery.json. Push to another repository or --revision, or "
+        "give --replace, which makes this model of it; its history keeps the other."
+    )
+    assert message(hub, other) == expected
+    assert send(hub, other, dry_run=True).obstacle == expected
+    assert hub.files(REPO) == before
+    assert send(hub, shake(own)).commit, "the same base, other blocks"
+    assert send(hub, other, replace=True).commit
+    send(hub, stock, repo="me/stock")
+    assert "on another base, by its merge.json" in message(hub, other, repo="me/stock")
+
+
+def test_bases_are_compared_by_their_tensors_or_else_their_shards() -> None:
+    files = {"model.safetensors": {"sha256": "a"}, "README.md": {"sha256": "b"}}
+    expanded = {"base_tensors": {"x": "1"}, "base_files": files}
+    same = {"base_tensors": {"x": "1"}, "base_files": {"other.safetensors": {"sha256": "c"}}}
+    for there in (expanded, same, {"base_files": {"model.safetensors": {"sha256": "a"}}}):
+        assert is_same_base(expanded, json.dumps(there))
+    for there in ({**same, "base_tensors": {"x": "2"}}, {"base_files": {}}, {}, [], {"base_files": [1]}):
+        assert not is_same_base(expanded, json.dumps(there))
+    assert not is_same_base(expanded, "no JSON")
+
+
 def test_a_dry_run_changes_nothing(hub: Hub, expanded: Path) -> None:
     looked = send(hub, expanded, dry_run=True)
     assert changing(hub) == [] and hub.repositories == {}
@@ -484,6 +617,16 @@ def test_a_pull_request_leaves_the_branch_as_it_is(hub: Hub, expanded: Path) -> 
     assert hub.files("they/wide") == before
     assert "surgery.json" in hub.files("they/wide", "refs/pr/1")
     assert hub.repositories["they/wide"].messages == ["Widened"]
+
+
+def test_a_pull_request_needs_a_repository(hub: Hub, expanded: Path) -> None:
+    expected = (
+        "they/none: is not there, or this token may not see it, and a pull request needs a repository. Check the name, "
+        "or push to me/none."
+    )
+    assert message(hub, expanded, repo="they/none", create_pr=True) == expected
+    assert send(hub, expanded, repo="they/none", create_pr=True, dry_run=True).obstacle == expected
+    assert send(hub, expanded, repo="me/none", create_pr=True, dry_run=True).obstacle is None
 
 
 def test_a_branch_is_made_and_written(hub: Hub, expanded: Path) -> None:
@@ -510,6 +653,36 @@ def test_a_card_of_the_user_s_own_is_pushed_as_it_is(hub: Hub, base_of: Any, tmp
     assert is_written_card(hub.files(REPO)["README.md"].decode())
 
 
+def test_a_card_of_one_s_own_in_place_of_the_base_s(hub: Hub, own: Path, tmp_path: Path) -> None:
+    mine = tmp_path / "card.md"
+    mine.write_text("---\nlicense: mit\n---\nMine.\n")
+    shutil.copyfile(mine, own / "README.md")
+    for options in ({}, {"write_card": True}):
+        with pytest.raises(CheckpointError) as error:
+            send(hub, own, check=True, **options)
+        assert str(error.value).splitlines() == [
+            "README.md: bytes differ from the base's README.md.",
+            "README.md: has to stay the base's, so that strip gives it back. Give a card of your own by --card.",
+            f"{own}: not pushed, it does not verify. scale-surgery verify {own} shows all.",
+        ]
+    assert changing(hub) == []
+    assert send(hub, own).card_origin == "own"
+    assert hub.files(REPO)["README.md"] == mine.read_bytes() and "README.base.md" not in hub.files(REPO)
+    (own / "README.md").write_bytes(BASE_CARD)
+    send(hub, own, card=mine, check=True)
+    files = hub.files(REPO)
+    assert (files["README.md"], files["README.base.md"]) == (mine.read_bytes(), BASE_CARD)
+
+
+def test_a_certificate_is_shown_until_the_model_changes(hub: Hub, own: Path) -> None:
+    date = verify(own, new_tokens=0).date
+    shown = f"`scale-surgery verify`, {date}, "
+    assert shown in send(hub, own, check=True).card
+    assert "No verification is recorded" in send(hub, own).card, "nobody looked"
+    card = send(hub, shake(own), check=True).card
+    assert shown not in card and "`scale-surgery verify --files-only`" in card
+
+
 def test_a_card_that_was_edited_in_the_repository_stays(hub: Hub, expanded: Path) -> None:
     send(hub, expanded)
     there = hub.repositories[REPO].branches["main"]
@@ -518,7 +691,10 @@ def test_a_card_that_was_edited_in_the_repository_stays(hub: Hub, expanded: Path
     done = send(hub, expanded)
     assert hub.files(REPO)["README.md"] == edited
     assert (done.card, done.card_origin) == (None, "kept")
-    assert done.notes == (f"README.md in {REPO} was written by somebody and stays; --write-card replaces it.",)
+    assert done.notes == (
+        f"README.md in {REPO} was written by somebody and stays, though it may describe an earlier push; --write-card "
+        "replaces it.",
+    )
     send(hub, expanded, write_card=True)
     assert b"# wide" in hub.files(REPO)["README.md"]
 
@@ -571,7 +747,27 @@ def test_the_command_lists_what_it_sends(hub: Hub, own: Path, monkeypatch: pytes
     assert run(own, REPO, "--dry-run").exit_code == 1, "there is no token"
     sent = run(own, REPO, "--token", "hf_writer")
     assert sent.exit_code == 0, sent.output
-    assert f"see {hub.address}/{REPO}/commit/" in " ".join(sent.output.split())
+    assert f"see {hub.address}/{REPO} " in " ".join(sent.output.split())
+    hub.repositories.clear()
+    flip_last_byte(own / "expansion-00001-of-00001.safetensors")
+    assert run(own, REPO, "--token", "hf_writer", "--no-verify").exit_code == 0, "trained, for all that files show"
+    hub.repositories.clear()
+    flip_last_byte(next(own.glob("model-*.safetensors")))
+    refused = run(own, REPO, "--token", "hf_writer")
+    assert refused.exit_code == 1 and "not pushed, it does not verify" in refused.output and not hub.repositories
+
+
+def test_ctrl_c(hub: Hub, expanded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "ENDPOINT", hub.address)
+    hub.faults = [Fault(r"POST .*/preupload/main", act=lambda: os.kill(os.getpid(), signal.SIGINT))]
+    stopped = run(expanded, REPO, "--token", "hf_writer", "--no-verify", "-q")
+    assert stopped.exit_code == 1
+    assert stopped.output == (
+        f"error: {REPO}: interrupted. The commit comes last: before it the repository is what it was. The same command "
+        "again continues, and what has arrived is not sent a second time.\n"
+    )
+    assert hub.files(REPO) == {".gitattributes": b"\n"}
+    assert run(expanded, REPO, "--token", "hf_writer", "--no-verify", "-q").exit_code == 0
 
 
 @pytest.mark.parametrize(
