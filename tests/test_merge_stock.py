@@ -32,7 +32,7 @@ from scale_surgery.route import route_export
 from scale_surgery.specs import Widths, expected_shapes, find_prefix
 from scale_surgery.stock import StockWidths, stock_problems, stock_sizes
 from scale_surgery.tables import render_plan
-from tests.conftest import digests, load
+from tests.conftest import digests, load, shake
 from tests.routed import prompts, random_ids
 from tests.tiny import tiny_config
 
@@ -40,15 +40,6 @@ each_family = pytest.mark.parametrize("family", FAMILIES)
 INNER = Request("0,2", variant="adapt", up_width=0, up_kv_heads=0, up_inner_width=12)
 BOTH = Request("1", variant="adapt", up_width=0, up_kv_heads=1, up_inner_width=8)
 HEADS = Request("1-2", variant="adapt", up_width=0, up_kv_heads=1, up_inner_width=0)
-
-
-def shake(path: Path) -> Path:
-    """Change every expansion tensor on disk, as training does, so that nothing hides behind a zero."""
-    torch.manual_seed(1)
-    for file in path.glob("expansion-*.safetensors"):
-        tensors = {name: (own + torch.randn(own.shape) * 0.1).to(own.dtype) for name, own in load_file(file).items()}
-        save_file(tensors, file, metadata={"format": "pt"})
-    return path
 
 
 def merge(expanded: Path, target: Path) -> Path:

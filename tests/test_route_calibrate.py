@@ -425,7 +425,8 @@ def test_models_that_are_refused(place: Path, tmp_path: Path) -> None:
         f"{place}/wide: has no router. Give it one: scale-surgery route-export {place}/wide -o ROUTED."
     )
     assert refusal(tmp_path / "none", *texts) == (
-        f"{tmp_path}/none: not found. Give a model folder or a Hub id such as org/name."
+        f"{tmp_path}/none: not found. Give a model folder. What lies on the Hub is fetched first: hf download org/name "
+        "--local-dir FOLDER."
     )
     bare = Path(shutil.copytree(place / "posterior", tmp_path / "bare"))
     (bare / "surgery.json").unlink()
