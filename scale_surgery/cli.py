@@ -21,6 +21,7 @@ from scale_surgery.options import (
     FOLDER,
     TEXTS,
     Command,
+    add_options,
     output_options,
     overwrite_options,
     parse_size,
@@ -78,9 +79,7 @@ def request_options(command: Command) -> Command:
             help="Of new tensors. Default: as the tensor beside.",
         ),
     ]
-    for option in reversed(options):
-        command = option(command)
-    return command
+    return add_options(command, options)
 
 
 def make_request(options: dict[str, Any]) -> Request | None:
@@ -315,9 +314,7 @@ def training_options(command: Command) -> Command:
             "--log-every", type=int, help="Steps between entries of the log. Default: 10, at most a tenth of the run."
         ),
     ]
-    for option in reversed(options):
-        command = option(command)
-    return command
+    return add_options(command, options)
 
 
 @main.command(name="train")

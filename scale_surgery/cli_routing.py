@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from scale_surgery.options import FOLDER, Command, output_options, overwrite_options
+from scale_surgery.options import FOLDER, Command, add_options, output_options, overwrite_options
 
 if TYPE_CHECKING:
     from scale_surgery.console import Output
@@ -28,9 +28,7 @@ def routing_options(command: Command) -> Command:
         ),
         click.option("--strict", is_flag=True, help="The preserve side is the base's output alone; posterior: always."),
     ]
-    for option in reversed(options):
-        command = option(command)
-    return command
+    return add_options(command, options)
 
 
 def make_routing(router: Any, options: dict[str, Any]) -> Routing | None:

@@ -27,11 +27,10 @@ from scale_surgery.checkpoint import (
     read_json,
 )
 from scale_surgery.errors import CheckpointError
-from scale_surgery.expand import expanded_config
 from scale_surgery.families import get_family
+from scale_surgery.fused import config_problems
 from scale_surgery.manifest import Manifest, hash_files, read_manifest, refuse_fused
 from scale_surgery.progress import Track, no_track
-from scale_surgery.route import routed_config
 from scale_surgery.sources import Source, find_source
 
 EXTRACT_FORMAT = 1
@@ -184,7 +183,7 @@ def content_problems(
     return [
         *_tensor_problems(manifest, tensors),
         *_text_problems(manifest),
-        *_config_problems(manifest, config),
+        *config_problems(manifest, config),
         *_code_problems(manifest, files),
         *_remote_code_problems(path, manifest, files),
     ]
@@ -227,26 +226,6 @@ def _remote_code_problems(path: Path, manifest: Manifest, files: Mapping[str, Ow
         base = json.loads(manifest.replaced.get(name, "{}"))
         if read_json(path / name).get("auto_map") not in (None, base.get("auto_map")):
             yield f"{name}: auto_map names code that the base does not name. Read it before you trust it."
-
-
-def written_config(manifest: Manifest, base: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """What config.json of an expanded model says on a base.
-
-    Args:
-        manifest: surgery.json.
-        base: Parsed config.json of the base.
-        dtype: Dtype of the base, for a config that names none.
-    """
-    family = get_family(manifest.plan["family"])
-    written = expanded_config(base, manifest.plan["specs"], family, dtype)
-    return written if manifest.routing is None else routed_config(written, manifest)
-
-
-def _config_problems(manifest: Manifest, config: Mapping[str, Any]) -> list[str]:
-    recorded = json.loads(manifest.replaced[CONFIG_FILE])
-    written = written_config(manifest, recorded, config.get("torch_dtype", ""))
-    differing = sorted(key for key in {*written, *config} if written.get(key) != config.get(key))
-    return [f"{CONFIG_FILE}: {key} is not what the expansion wrote." for key in differing]
 
 
 def _shards(files: Mapping[str, OwnFile]) -> Iterator[str]:

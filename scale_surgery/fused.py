@@ -27,10 +27,12 @@ from scale_surgery.checkpoint import (
     read_text,
 )
 from scale_surgery.errors import CheckpointError, PlanError
+from scale_surgery.expand import expanded_config
 from scale_surgery.families import get_family
 from scale_surgery.joining import Joined, cast_problems, has_joined_head, join, joined_tensors, take
 from scale_surgery.manifest import Manifest, hash_file, hash_files, hash_tensors
 from scale_surgery.progress import Progress, Track, no_progress
+from scale_surgery.route import routed_config
 from scale_surgery.shards import (
     Entry,
     computed,
@@ -62,6 +64,27 @@ def fused_config(config: Mapping[str, Any], manifest: Manifest) -> dict[str, Any
     """Edit an expanded model's config.json: its linears are joined, and its head where that can be."""
     fused = {"fused": True, "fused_head": has_joined_head(manifest)}
     return {**config, "scale_surgery": {**config["scale_surgery"], **fused}}
+
+
+def written_config(manifest: Manifest, base: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """What config.json of an expanded model says on a base: expanded, routed and fused as surgery.json has it.
+
+    Args:
+        manifest: surgery.json.
+        base: Parsed config.json of the base.
+        dtype: Dtype of the base, for a config that names none.
+    """
+    written = expanded_config(base, manifest.plan["specs"], get_family(manifest.plan["family"]), dtype)
+    if manifest.routing is not None:
+        written = routed_config(written, manifest)
+    return written if manifest.fused is None else fused_config(written, manifest)
+
+
+def config_problems(manifest: Manifest, config: Mapping[str, Any]) -> list[str]:
+    """Keys of config.json that are not what was written, a line each."""
+    written = written_config(manifest, json.loads(manifest.replaced[CONFIG_FILE]), config.get("torch_dtype", ""))
+    differing = sorted(key for key in {*written, *config} if written.get(key) != config.get(key))
+    return [f"{CONFIG_FILE}: {key} is not what the expansion wrote." for key in differing]
 
 
 def write_fused(checkpoint: Checkpoint, manifest: Manifest, folder: Path, track: Track) -> dict[str, Any]:
@@ -151,10 +174,12 @@ def part_readers(checkpoint: Checkpoint, manifest: Manifest) -> dict[str, Callab
     found: dict[str, Callable[[], Tensor]] = {
         name: functools.partial(read_tensor, checkpoint, name) for name in checkpoint.tensors
     }
+    # the pieces of a matrix are asked for one after the other
+    read = functools.lru_cache(maxsize=1)(functools.partial(read_tensor, checkpoint))
     for item in joined_tensors(manifest) if manifest.fused is not None else ():
         whole = found.pop(item.name, None)
         if whole is not None and checkpoint.tensors[item.name].shape == item.shape:
-            found |= {name: functools.partial(_take, item, block, whole) for block, name in item.pieces.items()}
+            found |= {name: functools.partial(_take, item, block, read) for block, name in item.pieces.items()}
     return found
 
 
@@ -177,8 +202,8 @@ def described_parts(checkpoint: Checkpoint, manifest: Manifest) -> Mapping[str, 
     }
 
 
-def _take(item: Joined, block: str, whole: Callable[[], Tensor]) -> Tensor:
-    return take(item, block, whole())
+def _take(item: Joined, block: str, read: Callable[[str], Tensor]) -> Tensor:
+    return take(item, block, read(item.name))
 
 
 def hash_parts(
@@ -241,10 +266,11 @@ def write_blocks(checkpoint: Checkpoint, manifest: Manifest, folder: Path, track
     """
     assert manifest.fused is not None
     problems = []
-    with track("shards", sum(info.bytes for info in checkpoint.tensors.values())) as advance:
+    # each byte is written, and read again to be hashed
+    with track("shards", 2 * sum(info.bytes for info in described_parts(checkpoint, manifest).values())) as advance:
         for shard, record in manifest.joined_shards.items():
             rebuild_shard(checkpoint, manifest, shard, folder / shard, advance)
-            if (found := hash_file(folder / shard)) != record["sha256"]:
+            if (found := hash_file(folder / shard, advance)) != record["sha256"]:
                 problems.append(
                     f"{shard}: sha256 {found}, expected {record['sha256']} from surgery.json. The fused shards were "
                     "changed after the merge: the blocks cannot be given back from this folder."

@@ -10,13 +10,11 @@ from typing import Any
 
 from scale_surgery import modeling
 from scale_surgery.checkpoint import CONFIG_FILE, Checkpoint, TensorInfo, read_json, read_tensor
-from scale_surgery.expand import expanded_config
 from scale_surgery.families import Family, get_family
-from scale_surgery.fused import described_parts, fused_config, hash_parts, part_readers
+from scale_surgery.fused import config_problems, described_parts, hash_parts, part_readers
 from scale_surgery.joining import joined_tensors
 from scale_surgery.manifest import Manifest, hash_file, hash_tensors
 from scale_surgery.progress import Progress, no_progress
-from scale_surgery.route import routed_config
 from scale_surgery.tokens import TOKENIZER_CONFIG_FILE
 
 
@@ -68,6 +66,7 @@ def check_files(
         Every problem, each naming its tensor or file.
     """
     planned = {tensor["name"]: tensor for tensor in manifest.plan["tensors"]}
+    parts = described_parts(checkpoint, manifest)
     hashes = hash_parts(checkpoint, manifest, manifest.base_tensors, advance)
     expansion = hash_parts(checkpoint, manifest, planned, advance)
     damaged = _damaged(checkpoint, manifest, planned)
@@ -78,7 +77,7 @@ def check_files(
             *_file_problems(checkpoint, manifest, advance),
         ),
         structure=(*damaged, *_unexpected_tensors(checkpoint, manifest, planned)),
-        config=tuple(_config_problems(checkpoint, manifest, base, family)),
+        config=tuple(_config_problems(checkpoint, manifest, base)),
         code=tuple(_code_problems(checkpoint, manifest, family)),
         foreign_code=tuple(file for file, digest in manifest.code.items() if digest != modeling.code_hash(file)),
         unreleased_code=tuple(_unreleased(checkpoint)),
@@ -87,7 +86,7 @@ def check_files(
         nonzero=tuple(_nonzero(checkpoint, manifest)),
         trained=tuple(name for name, digest in expansion.items() if manifest.expansion_tensors.get(name) != digest),
         base_tensors=len(manifest.base_tensors),
-        base_bytes=sum(described_parts(checkpoint, manifest)[name].bytes for name in hashes),
+        base_bytes=sum(parts[name].bytes for name in hashes),
     )
 
 
@@ -179,18 +178,12 @@ def _unexpected_tensors(
     return [_unexpected(checkpoint, name) for name in checkpoint.tensors if name not in known]
 
 
-def _config_problems(checkpoint: Checkpoint, manifest: Manifest, base: Checkpoint | None, family: Family) -> list[str]:
+def _config_problems(checkpoint: Checkpoint, manifest: Manifest, base: Checkpoint | None) -> list[str]:
     """Compare config.json with what `expand` makes of the base's."""
-    recorded = json.loads(manifest.replaced[CONFIG_FILE])
-    written = expanded_config(recorded, manifest.plan["specs"], family, dtype=checkpoint.config.get("torch_dtype", ""))
-    if manifest.routing is not None:
-        written = routed_config(written, manifest)
-    if manifest.fused is not None:
-        written = fused_config(written, manifest)
-    differing = sorted(key for key in {*written, *checkpoint.config} if written.get(key) != checkpoint.config.get(key))
-    problems = [f"config.json: {key} is not what the expansion wrote." for key in differing]
+    problems = config_problems(manifest, checkpoint.config)
     problems += _tokenizer_problems(checkpoint, manifest)
     if base is not None:
+        recorded = json.loads(manifest.replaced[CONFIG_FILE])
         keys = sorted(key for key in {*recorded, *base.config} if recorded.get(key) != base.config.get(key))
         problems += [f"config.json: {key} differs from that of the base model {base.path}." for key in keys]
     return problems

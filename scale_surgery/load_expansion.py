@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 from scale_surgery import modeling
 from scale_surgery.checkpoint import FLOAT_DTYPES, open_checkpoint
 from scale_surgery.errors import CheckpointError, PlanError
-from scale_surgery.extract_folder import Extract, check_own_files, open_extract, written_config
+from scale_surgery.extract_folder import Extract, check_own_files, open_extract
 from scale_surgery.families import get_family
+from scale_surgery.fused import written_config
 from scale_surgery.progress import Track, no_track
 from scale_surgery.same_base import check_fit, check_sizes, find_differing, hash_base, refuse_differing
 from scale_surgery.shards import tensor_bytes

@@ -110,7 +110,10 @@ def merge(
             running: dict[str, Any] = {"memory_bytes": memory_bytes, "device": device}
             drift = measure_drift(source, partial, **probing, **running, trust_remote_code=trust_remote_code)
             _check_drift(partial, target, drift)
-            _record(partial, manifest, to, remembered, drift)
+            if to == "fused":
+                write_json(partial / MANIFEST_FILE, _fused_record(manifest, remembered, drift))
+            else:
+                write_json(partial / STOCK_RECORD_FILE, _stock_record(partial, manifest, drift, track))
     return _describe(target, to, checkpoint, manifest, drift)
 
 
@@ -178,15 +181,19 @@ def _check_drift(partial: Path, target: Path, drift: Drift) -> None:
     )
 
 
-def _record(partial: Path, manifest: Manifest, to: Form, remembered: Mapping[str, Any], drift: Drift) -> None:
-    """Write down where a merged model comes from and how far its logits are from there."""
-    if to == "fused":
-        code = {file: modeling.code_hash(file) for file in get_family(manifest.plan["family"]).code_files}
-        fused = {**remembered, "drift": asdict(drift)}
-        write_json(partial / MANIFEST_FILE, asdict(replace(manifest, fused=fused, code=code, verification=None)))
-        return
-    written = hash_files(partial, [name for name in list_files(partial) if name != STOCK_RECORD_FILE])
-    facts = {
+def _fused_record(manifest: Manifest, remembered: Mapping[str, Any], drift: Drift) -> dict[str, Any]:
+    """surgery.json of a fused model."""
+    code = {file: modeling.code_hash(file) for file in get_family(manifest.plan["family"]).code_files}
+    return asdict(replace(manifest, fused={**remembered, "drift": asdict(drift)}, code=code, verification=None))
+
+
+def _stock_record(partial: Path, manifest: Manifest, drift: Drift, track: Track) -> dict[str, Any]:
+    """merge.json: where a stock export comes from, how far its logits are from there, and what was written."""
+    sizes = {name: (partial / name).stat().st_size for name in list_files(partial) if name != STOCK_RECORD_FILE}
+    with track("hashes", sum(sizes.values())) as advance:
+        written = hash_files(partial, list(sizes), advance)
+    return {
+        "form": "stock",
         "base_name": manifest.base_name,
         "base_revision": manifest.base_revision,
         "base_fingerprint": manifest.base_fingerprint,
@@ -197,14 +204,11 @@ def _record(partial: Path, manifest: Manifest, to: Form, remembered: Mapping[str
             for name, file in manifest.base_files.items()
             if name != STOCK_RECORD_FILE
         },
-        "files": {
-            name: {"sha256": digest, "bytes": (partial / name).stat().st_size} for name, digest in written.items()
-        },
+        "files": {name: {"sha256": digest, "bytes": sizes[name]} for name, digest in written.items()},
+        **asdict(stock_cost(manifest)),
+        "drift": asdict(drift),
+        "tool": tool_versions(),
     }
-    cost = asdict(stock_cost(manifest))
-    write_json(
-        partial / STOCK_RECORD_FILE, {"form": to, **facts, **cost, "drift": asdict(drift), "tool": tool_versions()}
-    )
 
 
 def _describe(target: Path, to: Form, checkpoint: Checkpoint, manifest: Manifest, drift: Drift | None) -> Merged:

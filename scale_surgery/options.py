@@ -6,7 +6,7 @@ import functools
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,13 @@ Command = Callable[..., Any]
 FOLDER = click.Path(path_type=Path, file_okay=False)
 FILE = click.Path(path_type=Path, dir_okay=False)
 TEXTS = click.Path(path_type=Path)
+
+
+def add_options(command: Command, options: Sequence[Callable[[Command], Command]]) -> Command:
+    """Add options to a command; its help lists them in this order."""
+    for option in reversed(options):
+        command = option(command)
+    return command
 
 
 def stop(out: Output, message: str, *, debug: bool) -> None:
@@ -116,9 +123,7 @@ def running_options(command: Command) -> Command:
             help="Run the code in EXPANDED instead of this program's own.",
         ),
     ]
-    for option in reversed(options):
-        command = option(command)
-    return command
+    return add_options(command, options)
 
 
 def reading_options(models: str) -> Callable[[Command], Command]:
@@ -157,8 +162,6 @@ def reading_options(models: str) -> Callable[[Command], Command]:
     ]
 
     def add(command: Command) -> Command:
-        for option in reversed(options):
-            command = option(command)
-        return command
+        return add_options(command, options)
 
     return add

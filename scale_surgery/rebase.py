@@ -17,8 +17,9 @@ from typing import Any
 from scale_surgery.checkpoint import CONFIG_FILE, INDEX_FILE, MANIFEST_FILE, Checkpoint
 from scale_surgery.errors import CheckpointError
 from scale_surgery.expand import expanded_config, stored_shard
-from scale_surgery.extract_folder import Extract, stored_name, written_config
+from scale_surgery.extract_folder import Extract, stored_name
 from scale_surgery.families import get_family
+from scale_surgery.fused import written_config
 from scale_surgery.manifest import BaseFile, Manifest, hash_file, tool_versions
 from scale_surgery.plan import fingerprint
 from scale_surgery.progress import Track

@@ -10,7 +10,7 @@ from scale_surgery.checkpoint import EXTRACT_FILE, open_checkpoint, refuse_extra
 from scale_surgery.errors import CheckpointError
 from scale_surgery.fused import rebuild_shard
 from scale_surgery.manifest import Manifest, hash_files, read_manifest
-from scale_surgery.progress import Track, no_track
+from scale_surgery.progress import Progress, Track, no_track
 from scale_surgery.staging import BaseWeights, check_space, check_target, staged, take_over, write_text
 
 
@@ -60,28 +60,32 @@ def strip(
     manifest = read_manifest(path)
     check_target(target, [path], overwrite=overwrite)
     total = sum(file.bytes for file in manifest.base_files.values())
-    check_space(target, total if base_weights == "copy" else 0)
+    check_space(target, total if base_weights == "copy" or manifest.joined_shards else 0)
     _check_present(path, manifest)
     state = {
         "strip": {name: file.sha256 for name, file in manifest.base_files.items()},
         "base_weights": base_weights,
     }
     with staged(target, state, overwrite=overwrite) as partial:
-        restore(path, partial, manifest, _placing(path, manifest, base_weights))
+        with track("files", total) as advance:
+            restore(path, partial, manifest, _placing(path, manifest, base_weights, advance))
         files = _check_files(partial, manifest, track, total)
     return Stripped(target, manifest.base_name, files, manifest.left_out)
 
 
-def _placing(path: Path, manifest: Manifest, base_weights: BaseWeights) -> Callable[[Path, Path], None]:
+def _placing(
+    path: Path, manifest: Manifest, base_weights: BaseWeights, advance: Progress
+) -> Callable[[Path, Path], None]:
     """How a stored file gets into the new folder: as a file, or taken out of the shards of a fused model."""
     checkpoint = open_checkpoint(path) if manifest.joined_shards else None
 
     def place(source: Path, file: Path) -> None:
         shard = source.relative_to(path).as_posix()
         if checkpoint is not None and shard in manifest.joined_shards:
-            rebuild_shard(checkpoint, manifest, shard, file)
+            rebuild_shard(checkpoint, manifest, shard, file, advance)
         else:
             take_over(source, file, base_weights)
+            advance(file.stat().st_size)
 
     return place
 
