@@ -230,8 +230,3 @@ def svd_embedding(weight: Tensor, up: int, method: Method, generator: torch.Gene
     columns = torch.cat([(chunk.to(directions.dtype) @ directions.T).float() for chunk in _chunks(weight, 0)])
     scale = mean_row_norm(weight) / max(mean_row_norm(columns), 1e-30)
     return torch.nn.functional.pad(columns * scale, (0, up - columns.shape[1]))
-
-
-def join_blocks(weight: Tensor, w12: Tensor, w21: Tensor, w22: Tensor) -> Tensor:
-    """The block matrix [[W, W12], [W21, W22]] as one matrix, shape (d_out + u_out, d_in + u_in)."""
-    return torch.cat((torch.cat((weight, w12), dim=1), torch.cat((w21, w22), dim=1)))

@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,18 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM
 
-from scale_surgery.blocks import join_blocks
 from scale_surgery.expand import expand
 from scale_surgery.modeling.expanded_modules import ExpandedModule, PassingModule, expand_module
+from scale_surgery.modeling.expanded_streams import join_streams, streams_of
 from scale_surgery.request import Request
 from tests.conftest import Pair, load
 from tests.tiny import FAMILIES, save_tiny
+
+
+def join_blocks(weight: torch.Tensor, w12: torch.Tensor, w21: torch.Tensor, w22: torch.Tensor) -> torch.Tensor:
+    """The block matrix [[W, W12], [W21, W22]], written down."""
+    return torch.cat((torch.cat((weight, w12), dim=1), torch.cat((w21, w22), dim=1)))
+
 
 IDS = torch.arange(3, 16).repeat(2, 1)
 
@@ -329,3 +336,31 @@ def test_pair_is_of_two_models(llama: Pair):
     assert llama.expansion.plan.costs.parameters_added > 0
     count = sum(p.numel() for p in llama.expanded.parameters())
     assert count == sum(p.numel() for p in llama.base.parameters()) + llama.expansion.plan.costs.parameters_added
+
+
+def test_streams_are_remembered_until_the_joined_tensor_changes() -> None:
+    base, up = torch.randn(2, 3, 5), torch.randn(2, 3, 2)
+    joined = join_streams(base, up)
+    assert all(one is other for one, other in zip(streams_of(joined, [5, 2]) or (), (base, up), strict=True))
+    # other widths, and a tensor that is another now, are copied out of what is there
+    assert streams_of(joined, [4, 3]) is None and streams_of(joined + 0, [5, 2]) is None
+    joined.mul_(2)
+    assert streams_of(joined, [5, 2]) is None
+    with torch.inference_mode():
+        assert streams_of(join_streams(base, up), [5, 2]) is None
+
+
+@pytest.mark.parametrize("family", ("llama", "phi3", "gpt2"))
+def test_with_and_without_autograd_the_same_is_computed(pair_of: Callable[..., Pair], family: str) -> None:
+    model, ids = pair_of(family, "adapt").load(), torch.arange(3, 20)[None]
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
+    with torch.no_grad():
+        found, again = model(ids).logits, model(ids).logits
+    with torch.inference_mode():
+        inferred = model(ids).logits
+    # products are added in place without autograd, and nothing that is still read may change by that
+    assert torch.equal(found, again) and torch.equal(found, inferred)
+    torch.testing.assert_close(model(ids).logits, found, rtol=0, atol=1e-5)
