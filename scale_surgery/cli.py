@@ -16,6 +16,7 @@ from scale_surgery.cli_push import push_command
 from scale_surgery.cli_route_calibrate import route_calibrate_command
 from scale_surgery.cli_route_report import route_report_command
 from scale_surgery.cli_routing import route_export_command
+from scale_surgery.methods import METHODS, VARIANTS
 from scale_surgery.options import (
     FILE,
     FOLDER,
@@ -47,7 +48,17 @@ def request_options(command: Command) -> Command:
         click.option(
             "--layers", help="Layers to expand, zero-based, ends included: 20-31, 0,4,8, -1, last:4, every:4, all."
         ),
-        click.option("--variant", type=click.Choice(["preserve", "adapt"]), help="Default: preserve."),
+        click.option(
+            "--method",
+            type=click.Choice(list(METHODS)),
+            help="scale: new blocks; grow: copies of the MLP; depth: copies of whole layers. Default: scale.",
+        ),
+        click.option(
+            "--variant",
+            type=click.Choice(VARIANTS),
+            help="What trains. Default: preserve (scale), grow-freeze (grow), depth (depth).",
+        ),
+        click.option("--copies", type=int, help="MLPs in a grown layer, the original included (grow). Default: 2."),
         click.option("--collaborative-layers", help="Layers with W12 (adapt). Default: all expanded layers."),
         click.option(
             "--collaborate", type=click.Choice(["attn", "ffn", "both"]), help="Where W12 stands (adapt). Default: attn."

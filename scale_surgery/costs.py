@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from scale_surgery.checkpoint import DTYPE_BYTES, Checkpoint
 from scale_surgery.families import Family, Sizes
 from scale_surgery.specs import Widths
-from scale_surgery.stock import StockCost, cost_of_stock, stock_problems
+from scale_surgery.stock import StockCost, StockWidths, cost_of_stock, stock_problems
 
 if TYPE_CHECKING:
     from scale_surgery.plan import TensorPlan
@@ -50,6 +50,14 @@ class Costs:
     seconds: float
     stock: StockCost | None
     stock_problems: tuple[str, ...]
+
+
+def read_costs(plain: Mapping[str, Any]) -> Costs:
+    """Make costs of the plain values that they were written as."""
+    stock = plain["stock"]
+    widths = {name: StockWidths(**stock[name]) for name in ("before", "after")} if stock else {}
+    problems = tuple(plain["stock_problems"])
+    return Costs(**{**plain, "stock": StockCost(**{**stock, **widths}) if stock else None, "stock_problems": problems})
 
 
 def estimate(

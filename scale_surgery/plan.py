@@ -19,11 +19,13 @@ from scale_surgery import costs
 from scale_surgery.checkpoint import DTYPE_BYTES, FLOAT_DTYPES, Checkpoint, TensorInfo, read_json
 from scale_surgery.errors import CheckpointError, PlanError
 from scale_surgery.families import Family, Sizes, get_family, read_sizes
-from scale_surgery.request import Request, resolve
+from scale_surgery.request import Request, complete, resolve
 from scale_surgery.sources import open_model
 from scale_surgery.specs import Collaboration, NewTensor, Widths, build_specs, expected_shapes, find_prefix, new_tensors
 
 SHARD_BYTES = 512 * 1024 * 1024
+# how the values of a new tensor are made: of decompositions, at random, zero, the mean of old ones, or copied
+Init = Literal["svd", "random", "zero", "mean", "copy"]
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class TensorPlan:
     block: str
     layer: int | None
     shard: str
-    init: Literal["svd", "random", "zero", "mean"]
+    init: Init
     source: str
 
     @property
@@ -91,8 +93,8 @@ class Plan:
 
     @property
     def variant(self) -> str:
-        """The variant that was asked for."""
-        return self.request.variant
+        """The variant."""
+        return str(self.request.variant)
 
     def to_json(self) -> dict[str, Any]:
         """The plan as plain JSON values."""
@@ -136,12 +138,13 @@ def make_plan(checkpoint: Checkpoint, request: Request, *, name: str, revision: 
         CheckpointError: If the model is expanded already, or a base tensor is missing or has a wrong shape.
     """
     _refuse_expanded(checkpoint)
+    request = complete(request)
     family = get_family(checkpoint.config.get("model_type"))
     sizes = read_sizes(family, checkpoint.config)
     prefix = find_prefix(family, checkpoint.tensors)
     _check_base(family, sizes, prefix, checkpoint)
     layers, widths, collaboration = resolve(sizes, request)
-    specs = build_specs(family, sizes, widths, layers, collaboration)
+    specs = build_specs(family, sizes, widths, layers, collaboration, request.variant)
     specs |= {"variant": request.variant, "dtype": "float32" if request.dtype == "float32" else None}
     head = _find_head(family, checkpoint.tensors)
     biased = frozenset(tensor.removesuffix(".bias") for tensor in checkpoint.tensors if tensor.endswith(".bias"))
@@ -279,7 +282,9 @@ def _shard_numbers(found: tuple[NewTensor, ...], dtypes: list[str]) -> list[int]
     return numbers
 
 
-def _init(tensor: NewTensor, request: Request) -> Literal["svd", "random", "zero", "mean"]:
+def _init(tensor: NewTensor, request: Request) -> Init:
+    if tensor.is_copy:
+        return "copy"
     if tensor.block == "w21":
         return request.init_w21
     if tensor.block == "w22":
@@ -294,6 +299,29 @@ def _init(tensor: NewTensor, request: Request) -> Literal["svd", "random", "zero
 def save_plan(plan: Plan, file: Path) -> None:
     """Write a plan as JSON."""
     file.write_text(json.dumps(plan.to_json(), indent=2) + "\n", encoding="utf-8")
+
+
+def read_plan(plain: Mapping[str, Any]) -> Plan:
+    """Make a plan of what `Plan.to_json` made of it, such as the plan in surgery.json.
+
+    Raises:
+        KeyError, TypeError: If it is none.
+    """
+    tensors = [TensorPlan(**{**tensor, "shape": tuple(tensor["shape"])}) for tensor in plain["tensors"]]
+    where = {name: tuple(values) for name, values in plain["collaboration"].items()}
+    return Plan(
+        **{
+            **plain,
+            "request": Request(**plain["request"]),
+            "sizes": Sizes(**plain["sizes"]),
+            "widths": Widths(**plain["widths"]),
+            "layers": tuple(plain["layers"]),
+            "collaboration": Collaboration(**where),
+            "tensors": tuple(tensors),
+            "shards": tuple(plain["shards"]),
+            "costs": costs.read_costs(plain["costs"]),
+        }
+    )
 
 
 def load_request(file: Path) -> Request:

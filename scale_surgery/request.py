@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from types import NoneType
 from typing import Literal
 
 from scale_surgery.errors import PlanError
 from scale_surgery.families import Sizes
+from scale_surgery.methods import DEFAULT_COPIES, METHODS, VARIANTS, Method, Variant
 from scale_surgery.selection import select_layers
 from scale_surgery.specs import Collaboration, Widths
 
@@ -16,7 +17,8 @@ Init = Literal["svd", "random", "zero"]
 
 # what a request may hold; the command line asks the same, a saved plan may have been edited
 CHOICES: dict[str, tuple[str | None, ...]] = {
-    "variant": ("preserve", "adapt"),
+    "method": tuple(METHODS),
+    "variant": (*VARIANTS, None),
     "collaborate": ("attn", "ffn", "both", None),
     "init_w21": ("svd", "random", "zero"),
     "init_w22": ("svd", "random", "zero"),
@@ -31,6 +33,7 @@ KINDS: dict[str, tuple[type, ...]] = {
     "up_width": (int, NoneType),
     "up_kv_heads": (int, NoneType),
     "up_inner_width": (int, NoneType),
+    "copies": (int, NoneType),
     "seed": (int,),
 }
 KIND_NAMES = {
@@ -48,7 +51,10 @@ class Request:
 
     Attributes:
         layers: Layers to expand, such as "20-31"; see `select_layers`.
-        variant: "preserve" (no W12 anywhere) or "adapt" (W12 in the collaborative layers).
+        method: "scale" (new blocks), "grow" (copies of the MLP) or "depth" (copies of whole blocks).
+        variant: What trains. Of scale "preserve" (no W12 anywhere, the default) or "adapt" (W12 in the collaborative
+            layers); of grow "grow-freeze" (the copies, the default) or "grow-train" (the original gate and up too);
+            of depth "depth".
         collaborative_layers: Layers with W12; default: all expanded layers. Only for adapt.
         collaborate: Where W12 stands in them: "attn" (default), "ffn" or "both". Only for adapt.
         ratio: Added width as a share of the base's, for what is not set below.
@@ -61,10 +67,12 @@ class Request:
         svd: "exact" (eigenvectors of the smaller Gram matrix, float64) or "fast" (randomized range finder).
         seed: Seed of everything random.
         dtype: Dtype of the new tensors; default: that of the tensor each stands beside.
+        copies: How often the MLP of a grown layer is there, the original included. Only for grow; default: 2.
     """
 
     layers: str
-    variant: Literal["preserve", "adapt"] = "preserve"
+    method: Method = "scale"
+    variant: Variant | None = None
     collaborative_layers: str | None = None
     collaborate: Literal["attn", "ffn", "both"] | None = None
     ratio: float = 0.125
@@ -77,6 +85,52 @@ class Request:
     svd: Literal["exact", "fast"] = "fast"
     seed: int = 0
     dtype: Literal["float32", "float16", "bfloat16"] | None = None
+    copies: int | None = None
+
+
+def complete(request: Request) -> Request:
+    """Put in what a request leaves to its method: the variant, and how many copies.
+
+    Args:
+        request: What was asked for.
+
+    Returns:
+        The same request, said in full.
+
+    Raises:
+        PlanError: If a value is none of those that it may be, or does not belong to the method; every one is named.
+    """
+    problems = _choice_problems(request)
+    if problems:
+        raise PlanError.from_problems(problems)
+    problems = _foreign_problems(request)
+    if request.copies is not None and request.copies < 2:
+        problems.append(
+            f"--copies is {request.copies}, expected 2 or more: the original is one of them, and 1 adds nothing."
+        )
+    if problems:
+        raise PlanError.from_problems(problems)
+    copies = request.copies or (DEFAULT_COPIES if request.method == "grow" else None)
+    return replace(request, variant=request.variant or METHODS[request.method].variants[0], copies=copies)
+
+
+def _foreign_problems(request: Request) -> list[str]:
+    """What a request says that has no meaning for its method."""
+    facts = METHODS[request.method]
+    problems = []
+    if request.variant not in (None, *facts.variants):
+        problems.append(
+            f"--variant is {request.variant}, expected {' or '.join(facts.variants)} for --method {request.method}."
+        )
+    defaults = {field.name: field.default for field in fields(Request)}
+    for method, others in METHODS.items():
+        for name in others.options if method != request.method else ():
+            if getattr(request, name) != defaults[name]:
+                problems.append(
+                    f"--{name.replace('_', '-')} {getattr(request, name)} belongs to --method {method}, it has no "
+                    f"meaning for {request.method}. Leave it out."
+                )
+    return problems
 
 
 def resolve(sizes: Sizes, request: Request) -> tuple[tuple[int, ...], Widths, Collaboration]:
@@ -84,7 +138,7 @@ def resolve(sizes: Sizes, request: Request) -> tuple[tuple[int, ...], Widths, Co
 
     Args:
         sizes: Sizes of the base model.
-        request: What was asked for.
+        request: What was asked for, in full; see `complete`.
 
     Returns:
         The layers to expand, the widths to add, and where W12 exists.
@@ -92,10 +146,13 @@ def resolve(sizes: Sizes, request: Request) -> tuple[tuple[int, ...], Widths, Co
     Raises:
         PlanError: If the request does not fit the model; every problem is listed.
     """
-    problems = _choice_problems(request)
-    if problems:
-        raise PlanError.from_problems(problems)
-    layers: tuple[int, ...] = ()
+    if request.method != "scale":
+        layers = select_layers(request.layers, sizes.layers)
+        added = (request.copies - 1) * sizes.inner if request.copies else 0
+        # what a grown layer adds is written by W12 of its down projection, and by nothing else
+        return layers, Widths(0, 0, added), Collaboration(layers, ("ffn",)) if added else Collaboration((), ())
+    problems: list[str] = []
+    layers = ()
     try:
         layers = select_layers(request.layers, sizes.layers)
     except PlanError as error:

@@ -13,6 +13,7 @@ from typing import Any
 from scale_surgery.families import Family, Sizes
 
 FORMAT = 1
+GROWING = ("grow-freeze", "grow-train")
 Spec = dict[str, Any]
 
 
@@ -44,6 +45,7 @@ class NewTensor:
         kind: Kind of module it belongs to: linear, norm, embedding or head.
         layer: Its layer, or None outside the layers.
         source: Base tensor that it stands beside.
+        is_copy: Whether its values are those of that tensor.
     """
 
     name: str
@@ -52,6 +54,7 @@ class NewTensor:
     kind: str
     layer: int | None
     source: str
+    is_copy: bool = False
 
 
 def stream_widths(sizes: Sizes, widths: Widths) -> dict[str, list[int]]:
@@ -92,7 +95,12 @@ def expected_shapes(family: Family, sizes: Sizes, prefix: str) -> dict[str, tupl
 
 
 def build_specs(
-    family: Family, sizes: Sizes, widths: Widths, layers: tuple[int, ...], collaboration: Collaboration
+    family: Family,
+    sizes: Sizes,
+    widths: Widths,
+    layers: tuple[int, ...],
+    collaboration: Collaboration,
+    variant: str | None = None,
 ) -> Spec:
     """Say for every stock module whether and how it is expanded.
 
@@ -102,11 +110,13 @@ def build_specs(
         widths: What is added.
         layers: The expanded layers.
         collaboration: Where W12 exists.
+        variant: What trains; "grow-freeze" and "grow-train" make copies of the MLP.
 
     Returns:
         The module specifications as plain JSON values.
     """
     streams = stream_widths(sizes, widths)
+    expanded = _expanded_specs(family, sizes, streams)
     return {
         "format": FORMAT,
         "base_model": family.base_model,
@@ -116,7 +126,7 @@ def build_specs(
         "collaborative": {"layers": list(collaboration.layers), "groups": list(collaboration.groups)},
         "model": _model_specs(family, sizes, widths.up_width, is_embedding_widened=0 in layers),
         "head": {"kind": "head", "base": sizes.hidden, "up": widths.up_width} if widths.up_width else {},
-        "expanded": _expanded_specs(family, sizes, streams),
+        "expanded": grown_specs(expanded, streams, variant) if variant in GROWING else expanded,
         "passing": _passing_specs(family, sizes.hidden, widths.up_width),
         "attention": {family.attention: _attention_spec(family, sizes, widths)} if widths.up_kv_heads else {},
     }
@@ -157,6 +167,28 @@ def _expanded_specs(family: Family, sizes: Sizes, streams: Mapping[str, list[int
     specs |= _inner_norm_specs(family, sizes, streams)
     base, up = streams["inner"]
     return specs | ({family.activation: {"kind": "activation", "base": base}} if up else {})
+
+
+def grown_specs(specs: Spec, streams: Mapping[str, list[int]], variant: str) -> Spec:
+    """Make the linears of an expanded MLP those of a grown one (arXiv 2603.08647).
+
+    Args:
+        specs: Specifications of a layer in which the inner stream alone is widened.
+        streams: Base and up width of each stream.
+        variant: "grow-freeze", or "grow-train" where the original gate and up projection train too.
+
+    Returns:
+        The specifications. `share` is what the base product of the down projection counts, 1 over the number of
+        copies; where `trains_base` is set, a trained copy W11 takes the place of W.
+    """
+    base, up = streams["inner"]
+    share = base / (base + up)
+    grown: Spec = {}
+    for name, spec in specs.items():
+        is_down = spec["kind"] == "linear" and spec["in_features"][1]
+        own = {"share": share} if is_down else {"trains_base": variant == "grow-train"}
+        grown[name] = {**spec, "kind": "grown", **own} if spec["kind"] == "linear" else spec
+    return grown
 
 
 def _inner_norm_specs(family: Family, sizes: Sizes, streams: Mapping[str, list[int]]) -> Spec:
@@ -231,6 +263,8 @@ def new_tensors(
             path = f"{prefix}{family.layers}.{layer}.{name}"
             if spec["kind"] == "linear":
                 yield from _linear_tensors(family, specs, name, path, layer, biased)
+            elif spec["kind"] == "grown":
+                yield from _grown_tensors(spec, path, layer, biased)
             elif spec["kind"] == "norm":
                 yield from _module_tensors(path, spec, layer, biased)
     for name, spec in specs["model"].items():
@@ -266,3 +300,21 @@ def _linear_tensors(
     for block, shape in shapes.items():
         if 0 not in shape:
             yield NewTensor(f"{path}.{block}", shape, block, "linear", layer, f"{path}.weight")
+
+
+def _grown_tensors(spec: Spec, path: str, layer: int, biased: frozenset[str]) -> Iterator[NewTensor]:
+    """Copies of a linear of an MLP; the bias of a down projection is added once, by the base."""
+    base_in, up_in = spec["in_features"]
+    base_out, up_out = (sum(widths) for widths in zip(*spec["out_features"], strict=True))
+    trained = base_out if spec.get("trains_base") else 0
+    shapes = {
+        "w12": (base_out, up_in),
+        "w21": (up_out, base_in),
+        "w11": (trained, base_in),
+        "up_bias": (up_out if path in biased else 0,),
+        "bias11": (trained if path in biased else 0,),
+    }
+    for block, shape in shapes.items():
+        if 0 not in shape:
+            source = f"{path}.{'bias' if 'bias' in block else 'weight'}"
+            yield NewTensor(f"{path}.{block}", shape, block, "linear", layer, source, is_copy=True)
