@@ -24,6 +24,8 @@ CHUNK_ELEMENTS = 1 << 23
 # extra directions and passes of the randomized range finder (Halko, Martinsson and Tropp 2011)
 OVERSAMPLING = 32
 POWER_PASSES = 2
+# what keeps new copies of an MLP apart where there are several, as a share of the entries of W12
+COPY_NOISE = 0.01
 # singular values below this share of the largest are rounding noise of a float32 matrix
 RANK_TOLERANCE = 1e-6
 
@@ -230,3 +232,29 @@ def svd_embedding(weight: Tensor, up: int, method: Method, generator: torch.Gene
     columns = torch.cat([(chunk.to(directions.dtype) @ directions.T).float() for chunk in _chunks(weight, 0)])
     scale = mean_row_norm(weight) / max(mean_row_norm(columns), 1e-30)
     return torch.nn.functional.pad(columns * scale, (0, up - columns.shape[1]))
+
+
+def copied_w12(weight: Tensor, copies: int, generator: torch.Generator) -> Tensor:
+    """W12 of a grown down projection: W / (copies + 1), once for each new copy.
+
+        W12_j = W / k + E_j,   k = copies + 1,   sum_j E_j = 0,   E = 0 for one new copy
+
+    Several new copies that were equal would get equal gradients, would stay equal, and be worth one (ours; the noise
+    of each is a hundredth of the entries' root mean square). Copies read the same features at first, so that the
+    noise adds up to nothing.
+
+    Args:
+        weight: Down projection, shape (d_out, d_in), rows are outputs.
+        copies: New copies.
+        generator: Source of the noise.
+
+    Returns:
+        Shape (d_out, copies * d_in), float32.
+    """
+    share = weight.float() / (copies + 1)
+    if copies == 1:
+        return share
+    noise = torch.randn(copies, *weight.shape, generator=generator).mul_(
+        COPY_NOISE * float(share.square().mean().sqrt())
+    )
+    return torch.cat([share + part for part in noise - noise.mean(0)], dim=1)

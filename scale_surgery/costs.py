@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from scale_surgery.checkpoint import DTYPE_BYTES, Checkpoint
 from scale_surgery.families import Family, Sizes
-from scale_surgery.specs import Widths
+from scale_surgery.specs import REPLACING, Widths
 from scale_surgery.stock import StockCost, StockWidths, cost_of_stock, stock_problems
 
 if TYPE_CHECKING:
@@ -82,6 +82,7 @@ def estimate(
         Counts, which are exact, and estimates of time and memory, which are not.
     """
     added = sum(tensor.elements for tensor in tensors)
+    beside = sum(tensor.elements for tensor in tensors if tensor.block not in REPLACING)
     first = specs["expanded_layers"][0]
     collaborative = specs["collaborative"]["layers"]
     decomposed = [tensor for tensor in tensors if tensor.init == "svd"]
@@ -102,8 +103,38 @@ def estimate(
         base_stream_from=min(collaborative) if collaborative else None,
         peak_memory_bytes=_peak_memory(decomposed, tensors, checkpoint, svd),
         seconds=flops / FLOPS_PER_SECOND[svd] + 2 * base_bytes / BYTES_PER_SECOND,
-        stock=None if problems else cost_of_stock(family, sizes, widths, checkpoint.tensors, (before, added)),
+        stock=None if problems else cost_of_stock(family, sizes, widths, checkpoint.tensors, (before, beside)),
         stock_problems=problems,
+    )
+
+
+def estimate_depth(
+    family: Family,
+    sizes: Sizes,
+    specs: Mapping[str, Any],
+    tensors: Sequence[TensorPlan],
+    checkpoint: Checkpoint,
+    _: str,
+) -> Costs:
+    """Add up what duplicated layers cost; as `estimate`, nothing is decomposed.
+
+    Training reaches down to the lowest copy, which stands after the first of the chosen layers.
+    """
+    layers = specs["expanded_layers"]
+    added = sum(tensor.elements for tensor in tensors)
+    total = sum(info.bytes for info in checkpoint.tensors.values()) + sum(tensor.bytes for tensor in tensors)
+    return Costs(
+        parameters_before=sum(info.elements for info in checkpoint.tensors.values()),
+        parameters_added=added,
+        bytes_added=sum(tensor.bytes for tensor in tensors),
+        parameters_per_layer=added // len(layers),
+        forward_factor=_forward_factor(family, sizes, tensors, checkpoint),
+        up_stream_from=layers[0],
+        base_stream_from=layers[0],
+        peak_memory_bytes=_peak_memory([], tensors, checkpoint, ""),
+        seconds=2 * total / BYTES_PER_SECOND,
+        stock=None,
+        stock_problems=("it is a stock checkpoint already, of more layers",),
     )
 
 
@@ -111,7 +142,9 @@ def _forward_factor(family: Family, sizes: Sizes, tensors: Sequence[TensorPlan],
     linears = tuple(f".{linear.name}.weight" for linear in family.linears)
     base = sum(info.elements for name, info in checkpoint.tensors.items() if name.endswith(linears))
     base += sizes.vocabulary * sizes.hidden
-    is_product = [t for t in tensors if len(t.shape) == 2 and not t.source.endswith(f"{family.embedding}.weight")]
+    # a trained copy takes the place of a base product
+    others = [tensor for tensor in tensors if len(tensor.shape) == 2 and tensor.block not in REPLACING]
+    is_product = [tensor for tensor in others if not tensor.source.endswith(f"{family.embedding}.weight")]
     return (base + sum(tensor.elements for tensor in is_product)) / base
 
 

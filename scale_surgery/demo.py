@@ -106,6 +106,7 @@ def demo(folder: Path, out: Output, *, steps: int = STEPS) -> Demo:
     import torch
 
     from scale_surgery import tables
+    from scale_surgery.plan_tables import render_plan
 
     # small matrices gain nothing from threads, and on a busy machine threads wait for each other
     torch.set_num_threads(1)
@@ -116,7 +117,7 @@ def demo(folder: Path, out: Output, *, steps: int = STEPS) -> Demo:
     tell(f"inspect {base}", "Look at the model")
     out.say(tables.render_inspection(inspect(base)))
     tell(f"plan {base} --layers {LAYERS}", "Plan: nothing is written")
-    out.say(tables.render_plan(plan(base, request), tensors=False))
+    out.say(render_plan(plan(base, request), tensors=False))
     tell(f"expand {base} --layers {LAYERS} -o {expanded}", "Widen all its layers")
     out.say(tables.render_expansion(expand(base, request, expanded, track=out.track)))
     tell(f"verify {expanded} --base {base}", "Prove that nothing changed")

@@ -31,6 +31,7 @@ from scale_surgery.expand import expanded_config
 from scale_surgery.families import get_family
 from scale_surgery.joining import Joined, cast_problems, has_joined_head, join, joined_tensors, take
 from scale_surgery.manifest import Manifest, hash_file, hash_files, hash_tensors
+from scale_surgery.methods import method_of
 from scale_surgery.progress import Progress, Track, no_progress
 from scale_surgery.route import routed_config
 from scale_surgery.shards import (
@@ -53,9 +54,14 @@ def check_fusible(checkpoint: Checkpoint, manifest: Manifest) -> None:
     """Check that the blocks of every linear can be joined without a cast.
 
     Raises:
-        PlanError: If not; every tensor of another dtype than its base tensor is named.
+        PlanError: If not; every tensor of another dtype than its base tensor is named. Or if the model is grown.
     """
     problems = cast_problems(checkpoint, manifest)
+    if method_of(manifest.plan) == "grow":
+        problems.append(
+            "--to fused: the model is grown, and the base product of its down projections counts a share, so that one "
+            "matrix would hold other bytes than the base's. Merge --to stock: a plain checkpoint with a larger MLP."
+        )
     if problems:
         raise PlanError.from_problems(problems)
 

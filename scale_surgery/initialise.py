@@ -31,8 +31,51 @@ def make_tensor(plan: Plan, tensor: TensorPlan, checkpoint: Checkpoint, device: 
     Raises:
         CheckpointError: If the base tensor holds NaN or infinity and is to be decomposed.
     """
-    value = _make_float32(plan, tensor, checkpoint, device)
+    make = _copy if tensor.init == "copy" else _make_float32
+    value = make(plan, tensor, checkpoint, device)
     return value.to(device="cpu", dtype=TORCH_DTYPES[tensor.dtype]).contiguous()
+
+
+def _copy(plan: Plan, tensor: TensorPlan, checkpoint: Checkpoint, device: str) -> Tensor:
+    """Copy a base tensor as its block wants it: W21 once for each new copy, W12 a share of W for each."""
+    value = read_tensor(checkpoint, tensor.source)
+    if tensor.block in ("weight", "bias", "bias11"):
+        return value
+    family, new = get_family(plan.family), (plan.request.copies or 2) - 1
+    is_transposed = family.transposed and value.dim() == 2
+    rows = value.T if is_transposed else value
+    if tensor.block == "w11":
+        return rows
+    if tensor.block == "w12":
+        return blocks.copied_w12(rows, new, blocks.seeded_generator(plan.request.seed, tensor.name))
+    streams = stream_widths(plan.sizes, plan.widths)
+    linear = _linear_of(family, tensor)
+    parts = torch.split(rows, [streams[stream][0] for stream in linear.writes()])
+    return torch.cat([part for part in parts for _ in range(new)])
+
+
+def altered_copies(plan: Plan, checkpoint: Checkpoint) -> list[str]:
+    """Copies of base tensors in an expanded checkpoint that are none any more, a line each.
+
+    Args:
+        plan: Its plan.
+        checkpoint: The expanded checkpoint, with the base tensors.
+
+    Returns:
+        The lines; tensors that are missing or of a wrong shape are left to other checks.
+    """
+    lines = []
+    for tensor in plan.tensors:
+        info = checkpoint.tensors.get(tensor.name)
+        source = checkpoint.tensors.get(tensor.source)
+        if tensor.init != "copy" or info is None or info.shape != tensor.shape or source is None:
+            continue
+        found, made = read_tensor(checkpoint, tensor.name), make_tensor(plan, tensor, checkpoint)
+        # on another processor the noise of several copies may be rounded another way
+        is_near = (plan.request.copies or 2) > 2 and torch.allclose(found.float(), made.float(), 1e-2, 1e-6)
+        if not (is_near or torch.equal(found, made)):
+            lines.append(f"{tensor.name}: is not the copy of {tensor.source} that it began as.")
+    return lines
 
 
 def _make_float32(plan: Plan, tensor: TensorPlan, checkpoint: Checkpoint, device: str) -> Tensor:
@@ -66,7 +109,7 @@ def _by_role(plan: Plan, tensor: TensorPlan, weight: Tensor, make: Callable[[Ten
 
 
 def _linear_of(family: Family, tensor: TensorPlan) -> Linear:
-    return next(linear for linear in family.linears if tensor.source.endswith(f".{linear.name}.weight"))
+    return next(linear for linear in family.linears if tensor.source.rpartition(".")[0].endswith(f".{linear.name}"))
 
 
 def split_roles(weight: Tensor, linear: Linear, rows: Sequence[int], head_size: int) -> list[Tensor]:

@@ -3,7 +3,8 @@
     [ W    W12 ]      rows are outputs, columns inputs; of a fused projection, each section has its base rows before
     [ W21  W22 ]      its up rows: q, q_up, k, k_up, ...
 
-Joining copies and never adds, so that every tensor comes out bit for bit as it went in.
+Joining copies and never adds, so that every tensor comes out bit for bit as it went in; but for a grown MLP, whose base
+weight counts a share, and which may have trained copies W11 in place of W. It is joined for the stock form alone.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ PLACES = {
     "up_bias": (True, False),
     # of the head
     "up_weight": (False, True),
+    # of a grown MLP: what is trained in place of the base's
+    "w11": (False, False),
+    "bias11": (False, False),
 }
 
 
@@ -42,6 +46,7 @@ class Joined:
         inputs: Base and up width of what the linear reads.
         sections: Base and up width of what it writes, section by section.
         is_transposed: Whether the weight is stored as (inputs, outputs), as Conv1D does.
+        share: What the base weight counts; other than 1 in the down projection of a grown MLP.
     """
 
     name: str
@@ -49,6 +54,7 @@ class Joined:
     inputs: tuple[int, int]
     sections: tuple[tuple[int, int], ...]
     is_transposed: bool
+    share: float = 1.0
 
     @property
     def is_bias(self) -> bool:
@@ -75,17 +81,18 @@ def joined_tensors(manifest: Manifest) -> Iterator[Joined]:
     """
     plan, present = manifest.plan, {*manifest.base_tensors, *manifest.expansion_tensors}
     family = get_family(plan["family"])
-    linears = {name: spec for name, spec in plan["specs"]["expanded"].items() if spec["kind"] == "linear"}
+    linears = {name: spec for name, spec in plan["specs"]["expanded"].items() if spec["kind"] in ("linear", "grown")}
     for layer in plan["specs"]["expanded_layers"]:
         for name, spec in linears.items():
             path = f"{plan['prefix']}{family.layers}.{layer}.{name}"
             base_in, up_in = spec["in_features"]
             sections = tuple((base, up) for base, up in spec["out_features"])
-            for blocks in (("weight", "w12", "w21", "w22"), ("bias", "up_bias")):
+            share = spec.get("share", 1.0)
+            for blocks in (("weight", "w12", "w21", "w22", "w11"), ("bias", "up_bias", "bias11")):
                 pieces = {block: f"{path}.{block}" for block in blocks if f"{path}.{block}" in present}
                 # a bias without an up part is as long as before
                 if "weight" in pieces or "up_bias" in pieces:
-                    yield Joined(f"{path}.{blocks[0]}", pieces, (base_in, up_in), sections, family.transposed)
+                    yield Joined(f"{path}.{blocks[0]}", pieces, (base_in, up_in), sections, family.transposed, share)
     yield from _joined_head(manifest)
 
 
@@ -149,6 +156,8 @@ def join(joined: Joined, read: Callable[[str], Tensor]) -> Tensor:
     whole = _by_rows(joined, base.new_zeros(joined.shape))
     for block, name in joined.pieces.items():
         value = base if name == joined.name else read(name)
+        if block == "weight" and joined.share != 1:
+            value = (value.float() * joined.share).to(value.dtype)
         columns = whole if joined.is_bias else whole[:, _columns(joined, block)]
         columns[_rows(joined, block)] = _by_rows(joined, value) if block == "weight" else value
     return _by_rows(joined, whole).contiguous()

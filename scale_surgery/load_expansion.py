@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from scale_surgery import modeling
 from scale_surgery.checkpoint import FLOAT_DTYPES, open_checkpoint
+from scale_surgery.depth import refuse_depth
 from scale_surgery.errors import CheckpointError, PlanError
 from scale_surgery.extract_folder import Extract, check_own_files, open_extract
 from scale_surgery.families import get_family
@@ -65,6 +66,12 @@ def load_expansion(
     # the classes then take their code along when the model is saved
     modeling.register()
     found = open_extract(extract, extract_revision)
+    refuse_depth(
+        found.manifest.plan["specs"],
+        extract,
+        "Its copies of layers would renumber the layers of a model in memory. Put it on its base on disk (scale-surgery "
+        "apply), and load that folder by from_pretrained.",
+    )
     check_own_files(found, track)
     if isinstance(model, str | Path):
         model, check = _load_base(found, model, revision, options, track, check=check), False
@@ -183,6 +190,7 @@ def _expand(extract: Extract, model: Any, expanded_class: Any) -> Any:
     _copy_buffers(model, expanded)
     expanded.tie_weights()
     expanded.freeze_base()
+    expanded.align_copies()
     if getattr(model, "generation_config", None) is not None:
         expanded.generation_config = deepcopy(model.generation_config)
     return expanded.train(model.training)

@@ -21,7 +21,7 @@ from scale_surgery.joining import Joined, cast_problems, join, joined_tensors
 from scale_surgery.manifest import Manifest
 from scale_surgery.progress import Progress, Track, no_track
 from scale_surgery.shards import Entry, computed, stored, write_shard
-from scale_surgery.specs import Widths, stream_widths
+from scale_surgery.specs import REPLACING, Widths, stream_widths
 from scale_surgery.staging import take_over, write_json
 from scale_surgery.stock import StockCost, cost_of_stock, stock_problems, stock_shapes, stock_sizes
 from scale_surgery.strip import restore
@@ -56,8 +56,9 @@ def stock_cost(manifest: Manifest) -> StockCost:
     Returns:
         Parameters, of them padding, and widths before and after.
     """
-    costs = manifest.plan["costs"]
-    parameters = (costs["parameters_before"], costs["parameters_added"])
+    tensors = manifest.plan["tensors"]
+    beside = sum(prod(tensor["shape"]) for tensor in tensors if tensor["block"] not in REPLACING)
+    parameters = (manifest.plan["costs"]["parameters_before"], beside)
     return cost_of_stock(*_facts(manifest), manifest.base_tensors, parameters)
 
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, cast
+
+from scale_surgery.families import Family
 
 Method = Literal["scale", "grow", "depth"]
 Variant = Literal["preserve", "adapt", "grow-freeze", "grow-train", "depth"]
@@ -23,11 +25,13 @@ class MethodFacts:
         variants: What may train; the first is the default.
         options: Fields of a request that have a meaning for it alone, or for it and some other.
         verb: What it does to a layer, as a participle.
+        is_stock: Whether the result is a checkpoint of the base's own architecture, which needs no code of ours.
     """
 
     variants: tuple[Variant, ...]
     options: tuple[str, ...]
     verb: str
+    is_stock: bool = False
 
 
 METHODS: Mapping[Method, MethodFacts] = {
@@ -49,7 +53,17 @@ METHODS: Mapping[Method, MethodFacts] = {
         verb="expanded",
     ),
     "grow": MethodFacts(variants=("grow-freeze", "grow-train"), options=("copies",), verb="grown"),
-    "depth": MethodFacts(variants=("depth",), options=(), verb="duplicated"),
+    "depth": MethodFacts(variants=("depth",), options=(), verb="duplicated", is_stock=True),
 }
 VARIANTS = tuple(variant for facts in METHODS.values() for variant in facts.variants)
 DEFAULT_COPIES = 2
+
+
+def code_files(family: Family, method: Method) -> tuple[str, ...]:
+    """Names of the Python files that a checkpoint carries."""
+    return () if METHODS[method].is_stock else family.code_files
+
+
+def method_of(plan: Mapping[str, Any]) -> Method:
+    """The method of a plan in surgery.json."""
+    return cast(Method, plan["request"].get("method", "scale"))

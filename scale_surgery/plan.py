@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from scale_surgery import costs
 from scale_surgery.checkpoint import DTYPE_BYTES, FLOAT_DTYPES, Checkpoint, TensorInfo, read_json
+from scale_surgery.depth import build_depth_specs, check_depth_config, check_duplicable, depth_tensors
 from scale_surgery.errors import CheckpointError, PlanError
 from scale_surgery.families import Family, Sizes, get_family, read_sizes
 from scale_surgery.request import Request, complete, resolve
@@ -139,16 +140,24 @@ def make_plan(checkpoint: Checkpoint, request: Request, *, name: str, revision: 
     """
     _refuse_expanded(checkpoint)
     request = complete(request)
+    if request.method == "depth":
+        # what cannot be duplicated in any family is said before the family is asked for
+        check_duplicable(checkpoint.config)
     family = get_family(checkpoint.config.get("model_type"))
     sizes = read_sizes(family, checkpoint.config)
     prefix = find_prefix(family, checkpoint.tensors)
     _check_base(family, sizes, prefix, checkpoint)
     layers, widths, collaboration = resolve(sizes, request)
-    specs = build_specs(family, sizes, widths, layers, collaboration, request.variant)
-    specs |= {"variant": request.variant, "dtype": "float32" if request.dtype == "float32" else None}
-    head = _find_head(family, checkpoint.tensors)
-    biased = frozenset(tensor.removesuffix(".bias") for tensor in checkpoint.tensors if tensor.endswith(".bias"))
-    found = tuple(new_tensors(family, sizes, specs, prefix, head, biased))
+    if request.method == "depth":
+        check_depth_config(family, checkpoint.config, sizes.layers)
+        specs = build_depth_specs(family, layers)
+        found = tuple(depth_tensors(family, layers, prefix, checkpoint.tensors))
+    else:
+        specs = build_specs(family, sizes, widths, layers, collaboration, request.variant)
+        specs |= {"variant": request.variant, "dtype": "float32" if request.dtype == "float32" else None}
+        head = _find_head(family, checkpoint.tensors)
+        biased = frozenset(tensor.removesuffix(".bias") for tensor in checkpoint.tensors if tensor.endswith(".bias"))
+        found = tuple(new_tensors(family, sizes, specs, prefix, head, biased))
     embedding = checkpoint.tensors[f"{prefix}{family.embedding}.weight"]
     tensors, shards = _place(found, request, checkpoint.tensors, embedding)
     return Plan(
@@ -165,7 +174,9 @@ def make_plan(checkpoint: Checkpoint, request: Request, *, name: str, revision: 
         specs=specs,
         tensors=tensors,
         shards=shards,
-        costs=costs.estimate(family, sizes, specs, tensors, checkpoint, request.svd),
+        costs=(costs.estimate_depth if request.method == "depth" else costs.estimate)(
+            family, sizes, specs, tensors, checkpoint, request.svd
+        ),
     )
 
 

@@ -11,7 +11,7 @@ import logging
 import math
 import tempfile
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,9 @@ from torch.nn import functional
 
 from scale_surgery import modeling
 from scale_surgery.checkpoint import Checkpoint, open_checkpoint
+from scale_surgery.depth_names import CONFIG_KEY, numbering_of
 from scale_surgery.errors import CheckpointError
+from scale_surgery.freeze import base_states
 
 PROMPTS = (
     "The capital of France is",
@@ -64,6 +66,7 @@ class Numbers:
         attention: Attention kernel of both models.
         is_bit_equal: Whether the logits are equal, bit for bit.
         drift: Largest absolute difference of logits.
+        largest_logit: Largest absolute logit of the base model.
         kl_divergence: Mean KL(base || expanded) over tokens, in nats.
         top1_agreement: Share of tokens whose most likely next token is the same.
         base_logits_bit_equal: Whether head times base stream equals the base model's, bit for bit; of a routed model,
@@ -87,6 +90,7 @@ class Numbers:
     attention: str
     is_bit_equal: bool
     drift: float
+    largest_logit: float
     kl_divergence: float
     top1_agreement: float
     base_logits_bit_equal: bool
@@ -180,7 +184,13 @@ def token_problems(base: Any | None, expanded: Any | None, prompts: Sequence[str
 
 @contextmanager
 def loaded(
-    path: Path, *, memory_bytes: int, device: str, trust_remote_code: bool, dtype: str | None = None
+    path: Path,
+    *,
+    memory_bytes: int,
+    device: str,
+    trust_remote_code: bool,
+    dtype: str | None = None,
+    renamed: Mapping[str, str] | None = None,
 ) -> Iterator[tuple[Any, list[str]]]:
     """Load a model as a user would, and give it with what went wrong on load; free it afterwards.
 
@@ -190,6 +200,7 @@ def loaded(
         device: Where to run.
         trust_remote_code: Run the folder's own code; otherwise this package's classes.
         dtype: What weights are cast to; as stored where it is None.
+        renamed: Patterns of names in the files, and the names in the model; see `strip.link_base`.
 
     Yields:
         The model in evaluation mode, and the names of tensors that were missing, unexpected or mismatched.
@@ -203,6 +214,7 @@ def loaded(
         if device == "cpu" and size > memory_bytes:
             options = {"device_map": "auto", "max_memory": {"cpu": memory_bytes}, "offload_folder": offload_folder}
         options |= {"dtype": dtype or "auto", "trust_remote_code": trust_remote_code}
+        options |= {"key_mapping": dict(renamed)} if renamed else {}
         with quiet_transformers():
             model, info = auto_class.from_pretrained(path, output_loading_info=True, **options)
             model.eval()
@@ -238,7 +250,8 @@ def model_class(checkpoint: Checkpoint, *, trust_remote_code: bool) -> Any:
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
     modeling.register()
-    if trust_remote_code and "scale_surgery" in checkpoint.config:
+    has_own_code = CONFIG_KEY in checkpoint.config and numbering_of(checkpoint.config[CONFIG_KEY]) is None
+    if trust_remote_code and has_own_code:
         return get_class_from_dynamic_module(checkpoint.config["auto_map"]["AutoModelForCausalLM"], checkpoint.path)
     return AutoModelForCausalLM
 
@@ -276,7 +289,7 @@ def run_model(
         logits=output.logits.cpu(),
         base_logits=_base_logits(model, inputs, output.hidden_states[-1], width).cpu(),
         # of a routed model, the preserve path comes first, among features and after the last norm in the batch
-        hidden=tuple(state[: len(batch.ids), ..., :width].cpu() for state in output.hidden_states),
+        hidden=tuple(state[: len(batch.ids), ..., :width].cpu() for state in base_states(model, output.hidden_states)),
         cached=cached,
         uncached=uncached,
         attention=str(model.config._attn_implementation),
@@ -292,7 +305,9 @@ def _base_logits(model: Any, inputs: dict[str, Tensor], last: Tensor, width: int
     # with a zero up stream the head's up part adds zero
     base_only = functional.pad(last[..., :width], (0, last.shape[-1] - width))
     found: Tensor = model.get_output_embeddings()(base_only)
-    return found
+    # some families cap logits after the head, and both paths give out capped ones
+    cap = getattr(model.config, "final_logit_softcapping", None)
+    return found if cap is None else torch.tanh(found / cap) * cap
 
 
 def _prompt_losses(run: Run, batch: Batch) -> Tensor:
@@ -320,6 +335,7 @@ def compare(
         attention=base.attention,
         is_bit_equal=_bit_equal(base.logits[real], expanded.logits[real]),
         drift=float((one - other).abs().max()),
+        largest_logit=float(one.abs().max()),
         kl_divergence=float((log_one.exp() * (log_one - log_other)).sum(-1).mean()),
         top1_agreement=float((one.argmax(-1) == other.argmax(-1)).double().mean()),
         base_logits_bit_equal=_bit_equal(base.base_logits[real], expanded.base_logits[real]),

@@ -8,7 +8,7 @@ from typing import Literal
 
 from scale_surgery.errors import TrainingError
 
-GROUPS = ("w12", "w21", "w22", "biases", "norms", "embedding", "head")
+GROUPS = ("w12", "w21", "w22", "w11", "biases", "norms", "embedding", "head", "attn", "ffn")
 SCHEDULES = ("linear", "cosine", "constant")
 LEAST = {
     "sequence_length": 2,

@@ -14,6 +14,8 @@ from scale_surgery.families import Family, Sizes
 
 FORMAT = 1
 GROWING = ("grow-freeze", "grow-train")
+# blocks that take the place of base tensors, and add nothing beside them
+REPLACING = ("w11", "bias11")
 Spec = dict[str, Any]
 
 

@@ -9,6 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from scale_surgery.methods import METHODS
 from scale_surgery.selection import format_layers
 
 if TYPE_CHECKING:
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from scale_surgery.expand import Expansion
     from scale_surgery.inspect import ExpansionSummary, Inspection
     from scale_surgery.measure import Measurement
-    from scale_surgery.plan import Plan, TensorPlan
     from scale_surgery.probe import Layer
     from scale_surgery.strip import Stripped
     from scale_surgery.train import Training
@@ -83,91 +83,26 @@ def _render_summary(added: ExpansionSummary) -> Table:
     revision = f" at {added.base_revision[:12]}" if added.base_revision else ""
     where = "none" if not added.collaborative_layers else format_layers(added.collaborative_layers)
     groups = f" ({' and '.join(added.collaborative_groups)})" if added.collaborative_groups else ""
+    new = [("new layers", format_layers(added.new_layers))] if added.new_layers else []
+    widths = [
+        ("collaborative", where + groups),
+        ("router", "none" if added.routing is None else added.routing.description),
+        ("added widths", format_widths(added.up_width, added.up_kv_heads, added.up_inner_width)),
+    ]
     rows = [
         ("variant", added.variant),
         ("stands on", f"{added.base_name or 'unknown'}{revision}"),
-        ("expanded layers", format_layers(added.layers)),
-        ("collaborative", where + groups),
-        ("router", "none" if added.routing is None else added.routing.description),
-        ("added widths", _widths(added.up_width, added.up_kv_heads, added.up_inner_width)),
+        (f"{METHODS[added.method].verb} layers", format_layers(added.layers)),
+        *(new or widths),
         ("trains", "nothing: fused, base weights and blocks are one matrix" if added.is_fused else blocks),
         ("last verified", added.verified or "never"),
     ]
     return facts("expansion", rows)
 
 
-def _widths(up_width: int, up_kv_heads: int, up_inner_width: int) -> str:
+def format_widths(up_width: int, up_kv_heads: int, up_inner_width: int) -> str:
+    """Write added widths for people."""
     return f"residual stream {up_width}, key/value heads {up_kv_heads}, inner {up_inner_width}"
-
-
-def render_plan(plan: Plan, *, details: bool = False, tensors: bool = True) -> RenderableType:
-    """A plan as tables: what was resolved, what it costs, and the new tensors of one layer or of all."""
-    costs = plan.costs
-    share = costs.parameters_added / costs.parameters_before
-    collaborative = plan.collaboration
-    where = format_layers(collaborative.layers)
-    groups = f" ({' and '.join(collaborative.groups)})" if collaborative.groups else ""
-    is_mixed = 0 < len(collaborative.layers) < len(plan.layers)
-    rows = [
-        ("base", plan.base_name + (f" at {plan.base_revision[:12]}" if plan.base_revision else "")),
-        ("variant", plan.variant),
-        ("expanded layers", f"{format_layers(plan.layers)}  ({len(plan.layers)} of {plan.sizes.layers})"),
-        ("collaborative", where + groups),
-        ("added widths", _widths(plan.widths.up_width, plan.widths.up_kv_heads, plan.widths.up_inner_width)),
-        ("initialisation", f"W21 {plan.request.init_w21}, W22 {plan.request.init_w22}, {plan.request.svd} SVD"),
-        ("parameters", f"+{costs.parameters_added:,} on {costs.parameters_before:,} ({share:.1%})"),
-        ("in one layer", f"+{costs.parameters_per_layer:,}" + (" at most" if is_mixed else "")),
-        ("bytes", f"+{format_bytes(costs.bytes_added)} in {len(plan.shards)} new shards"),
-        ("forward cost", f"x {costs.forward_factor:.3f}"),
-        ("training reaches", _depth(plan)),
-        ("estimates", f"{format_seconds(costs.seconds)}, {format_bytes(costs.peak_memory_bytes)} peak memory"),
-    ]
-    rows += [] if plan.widths.up_width else [("stock form", _stock_form(plan))]
-    if not tensors:
-        return facts("plan", rows)
-    shown = plan.tensors if details else _sample(plan)
-    note = "" if details else f"  ({len(shown)} of {len(plan.tensors)}; --details shows all)"
-    return Group(facts("plan", rows), Text(), _render_tensors(shown, f"new tensors{note}"))
-
-
-def _stock_form(plan: Plan) -> str:
-    stock = plan.costs.stock
-    if stock is None:
-        return "none. " + " ".join(plan.costs.stock_problems)
-    added = stock.parameters - plan.costs.parameters_before
-    before, after = stock.before, stock.after
-    changes = [f"of them {stock.padding:,} zeros"]
-    if before.query_heads != after.query_heads:
-        heads = [f"{widths.query_heads} query and {widths.key_value_heads} key/value" for widths in (before, after)]
-        changes.append(f"heads from {heads[0]} to {heads[1]}")
-    if before.inner != after.inner:
-        changes.append(f"inner from {before.inner} to {after.inner}")
-    return f"+{added:,} ({added / plan.costs.parameters_before:.1%}), {'; '.join(changes)}"
-
-
-def _sample(plan: Plan) -> tuple[TensorPlan, ...]:
-    # a collaborative layer has everything that a preservation layer has
-    shown = (plan.collaboration.layers or plan.layers)[0]
-    return tuple(tensor for tensor in plan.tensors if tensor.layer in (None, shown))
-
-
-def _depth(plan: Plan) -> str:
-    def down_to(first: int | None) -> str:
-        return "none" if first is None else format_layers(tuple(range(first, plan.sizes.layers)))
-
-    return f"up stream: {down_to(plan.costs.up_stream_from)}; base stream: {down_to(plan.costs.base_stream_from)}"
-
-
-def _render_tensors(tensors: tuple[TensorPlan, ...], title: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, header_style="dim")
-    table.add_column("name", overflow="fold")
-    table.add_column("shape", justify="right")
-    table.add_column("dtype")
-    table.add_column("init")
-    for tensor in tensors:
-        shape = " x ".join(map(str, tensor.shape))
-        table.add_row(tensor.name, shape, tensor.dtype, tensor.init)
-    return table
 
 
 def render_expansion(done: Expansion) -> RenderableType:

@@ -1,7 +1,9 @@
 """Prove what is claimed: which of the named promises hold for an expanded checkpoint, and on what evidence.
 
     recoverable         every base tensor and file has its bytes
-    output_at_init      W12 and the head's up part are zero, and logits equal the base model's bit for bit
+    output_at_init      W12 and the head's up part are zero, or copies are the base's, and logits equal the base
+                        model's bit for bit
+    near_output_at_init the same up to rounding: of a grown model whose copies do not count a half each, or in float16
     base_stream_always  the base stream and base logits equal the base model's bit for bit: where no W12 exists, or on
                         the preserve path of a routed model, which has none
     bounded_forgetting  a model routed by posterior without switching loses at most -ln(prior) nats on a text that it
@@ -24,22 +26,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from scale_surgery.checkpoint import MANIFEST_FILE, Checkpoint, open_checkpoint
+from scale_surgery.depth_names import CONFIG_KEY, numbering_of
+from scale_surgery.drift import TOLERANCES
 from scale_surgery.errors import PlanError
 from scale_surgery.families import get_family
 from scale_surgery.fused import described_parts
 from scale_surgery.integrity import Integrity, bytes_to_check, check_files
 from scale_surgery.manifest import Manifest, read_manifest, tool_versions
+from scale_surgery.methods import DEFAULT_COPIES, method_of
 from scale_surgery.progress import Track, no_track
 from scale_surgery.route import routing_of
 from scale_surgery.routing_specs import Routing
 from scale_surgery.sources import find_source
 from scale_surgery.staging import write_json
-from scale_surgery.strip import restore
+from scale_surgery.strip import link_base
 
 if TYPE_CHECKING:
     from scale_surgery.probe import Numbers
 
-PROMISES = ("recoverable", "output_at_init", "base_stream_always", "bounded_forgetting")
+PROMISES = ("recoverable", "output_at_init", "near_output_at_init", "base_stream_always", "bounded_forgetting")
+# halving rounds nothing in them, as long as no number is as small as the smallest that they can hold
+HALVING_DTYPES = ("F32", "BF16")
 DEFAULT_MEMORY_BYTES = 4 * 1024**3
 
 
@@ -224,18 +231,15 @@ def _run_probes(
         "trust_remote_code": trust_remote_code,
     }
     with tempfile.TemporaryDirectory() as folder, track("probe prompts", 2) as advance:
-        base_path = Path(folder)
-        if given is None:
-            restore(checkpoint.path, base_path, manifest, lambda source, file: file.symlink_to(source.resolve()))
-        else:
-            base_path = given.path
+        renamed = link_base(checkpoint.path, Path(folder), manifest) if given is None else {}
+        base_path = Path(folder) if given is None else given.path
         base_tokenizer = load_tokenizer(base_path, trust_remote_code=trust_remote_code)
         tokenizer = load_tokenizer(checkpoint.path, trust_remote_code=trust_remote_code)
         config = AutoConfig.from_pretrained(base_path)
         batch = probe.make_batch(base_tokenizer, prompts, config, new_tokens)
         runs = []
-        for model_path in (base_path, checkpoint.path):
-            with probe.loaded(model_path, **options) as (model, problems):
+        for model_path, names in ((base_path, renamed), (checkpoint.path, {})):
+            with probe.loaded(model_path, **options, renamed=names) as (model, problems):
                 runs.append(probe.run_model(model, problems, batch, width, new_tokens, device))
             advance(1)
     tokens = probe.token_problems(base_tokenizer, tokenizer, prompts)
@@ -251,6 +255,7 @@ def _judge(
     required: tuple[str, ...],
 ) -> Verification:
     variant, routing = str(manifest.plan["request"]["variant"]), routing_of(manifest)
+    is_exact = _is_exact_at_init(manifest)
     is_always = variant == "preserve" or routing is not None
     state: Literal["initial", "trained"] = "trained" if integrity.trained else "initial"
     problems = integrity.structure + integrity.config + integrity.code
@@ -258,10 +263,13 @@ def _judge(
         problems += numbers.load_problems + numbers.token_problems
     promises: tuple[Promise, ...] = (
         Promise("recoverable", True, not integrity.base, _recoverable_evidence(integrity), integrity.base),
-        _output_at_init(integrity, numbers, problems, claimed=state == "initial"),
+        _output_at_init(integrity, numbers, problems, manifest, claimed=state == "initial" and is_exact),
         _base_stream_always(checkpoint, integrity, numbers, problems, claimed=is_always, is_routed=routing is not None),
         _bounded_forgetting(routing, numbers, problems),
     )
+    if not is_exact or "near_output_at_init" in required:
+        near = _near_output_at_init(integrity, numbers, problems, manifest, claimed=state == "initial" and not is_exact)
+        promises = (*promises[:2], near, *promises[2:])
     if manifest.fused is not None:
         promises = tuple(_fused(promise, manifest.fused["drift"]) for promise in promises)
     if manifest.forced_base is not None:
@@ -323,15 +331,27 @@ def _recoverable_evidence(integrity: Integrity) -> str:
     return f"{evidence}; {len(integrity.base)} problems" if integrity.base else evidence
 
 
+def _is_exact_at_init(manifest: Manifest) -> bool:
+    """Whether an expansion starts as its base bit for bit: of grown models those whose two copies count a half each."""
+    copies = manifest.plan["request"].get("copies")
+    dtypes = {tensor["dtype"] for tensor in manifest.plan["tensors"]}
+    return copies is None or (copies == DEFAULT_COPIES and dtypes <= set(HALVING_DTYPES))
+
+
+def _start(integrity: Integrity, manifest: Manifest) -> str:
+    """What the files say of how the expansion starts."""
+    count, method = len(integrity.nonzero), method_of(manifest.plan)
+    if method == "scale":
+        return f"{count} of W12 and head up part are not zero" if count else "W12 and head up part are zero"
+    if method == "grow":
+        return f"{count} copies are not the base's" if count else "copies are the base's"
+    return f"{count} tensors of new layers are not as they start" if count else "new layers write zero"
+
+
 def _output_at_init(
-    integrity: Integrity, numbers: Numbers | None, general: tuple[str, ...], *, claimed: bool
+    integrity: Integrity, numbers: Numbers | None, general: tuple[str, ...], manifest: Manifest, *, claimed: bool
 ) -> Promise:
-    problems = [*integrity.nonzero]
-    evidence = (
-        f"{len(integrity.nonzero)} of W12 and head up part are not zero"
-        if integrity.nonzero
-        else "W12 and head up part are zero"
-    )
+    problems, evidence = [*integrity.nonzero], _start(integrity, manifest)
     if numbers is None:
         evidence += "; no model was run"
     else:
@@ -342,6 +362,22 @@ def _output_at_init(
         if numbers.generation_equal is False or numbers.uncached_equal is False:
             problems.append("greedy continuation differs, with or without KV cache.")
     return Promise("output_at_init", claimed, _holds(problems, numbers), evidence, tuple(problems))
+
+
+def _near_output_at_init(
+    integrity: Integrity, numbers: Numbers | None, general: tuple[str, ...], manifest: Manifest, *, claimed: bool
+) -> Promise:
+    """Claimed where copies count other shares than a half, or in float16, whose small numbers cannot be halved."""
+    problems, evidence = [*integrity.nonzero], _start(integrity, manifest)
+    if numbers is None:
+        evidence += "; no model was run"
+    else:
+        problems += general
+        most = TOLERANCES[numbers.dtype] * numbers.largest_logit
+        evidence += f"; logits {_equality(numbers.is_bit_equal, numbers.drift, numbers)}, rounding explains {most:.3g}"
+        if not numbers.drift <= most:
+            problems.append(f"logits: drift {numbers.drift:.3g} in {numbers.dtype}, expected at most {most:.3g}.")
+    return Promise("near_output_at_init", claimed, _holds(problems, numbers), evidence, tuple(problems))
 
 
 def _base_stream_always(
@@ -357,6 +393,9 @@ def _base_stream_always(
     problems = [f"{name}: writes into the base stream." for name in blocks if not is_routed] + [*integrity.base]
     evidence = f"{len(blocks)} W12 blocks exist" if blocks else "no W12 exists"
     evidence += ", on the adapt path alone" if blocks and is_routed else ""
+    if numbering_of(checkpoint.config.get(CONFIG_KEY)) is not None:
+        evidence = "new layers write into the base stream once they are trained"
+        problems.append(f"{evidence}.")
     if numbers is None:
         evidence += "; no model was run"
     else:

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from scale_surgery import Request, expand, inspect, strip, verify
 from scale_surgery.console import Output
+from scale_surgery.plan_tables import render_plan
 from scale_surgery.tables import (
     facts,
     format_bytes,
@@ -17,7 +18,6 @@ from scale_surgery.tables import (
     format_seconds,
     render_expansion,
     render_inspection,
-    render_plan,
     render_stripped,
     render_verification,
 )

@@ -27,11 +27,11 @@ from scale_surgery.families import FAMILIES, read_sizes
 from scale_surgery.manifest import Manifest, read_manifest
 from scale_surgery.merge_stock import check_stock, stock_config, stock_cost, write_stock
 from scale_surgery.plan import plan
+from scale_surgery.plan_tables import render_plan
 from scale_surgery.request import Request
 from scale_surgery.route import route_export
 from scale_surgery.specs import Widths, expected_shapes, find_prefix
 from scale_surgery.stock import StockWidths, stock_problems, stock_sizes
-from scale_surgery.tables import render_plan
 from tests.conftest import digests, load, shake
 from tests.routed import prompts, random_ids
 from tests.tiny import tiny_config

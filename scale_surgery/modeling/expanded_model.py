@@ -15,16 +15,16 @@ from torch import nn
 
 from .expanded_attention import Part, expand_attention, switch_attention
 from .expanded_fused import fuse_layer, fuse_norm, widen
-from .expanded_modules import EXPANSION_NAMES, ExpandedModule, expand_module
+from .expanded_modules import EXPANSION_NAMES, ExpandedModule, GrownLinear, expand_module
 
 
 def expand_layer(layer: nn.Module, specs: dict[str, dict], collaborative_groups: list[str], dtype: str | None) -> None:
     """Expand the modules of one layer as `specs` say: module name to kind and sizes."""
     for name, spec in specs.items():
         sizes = {key: value for key, value in spec.items() if key != "group"}
-        if spec["kind"] == "linear":
+        if spec["kind"] in ("linear", "grown"):
             sizes["collaborative"] = spec["group"] in collaborative_groups
-        if spec["kind"] in ("linear", "norm"):
+        if spec["kind"] in ("linear", "grown", "norm"):
             sizes["dtype"] = dtype
         expand_module(layer.get_submodule(name), **sizes)
 
@@ -167,6 +167,7 @@ class ExpandedPreTrainedModel:
         loaded = super().from_pretrained(*args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         model.freeze_base()
+        model.align_copies()
         model.enable_expansion(is_enabled)
         if not is_routed:
             model.enable_routing(False)
@@ -177,6 +178,12 @@ class ExpandedPreTrainedModel:
         names = () if is_fused(self.config.scale_surgery) else EXPANSION_NAMES
         for name, parameter in self.named_parameters():
             parameter.requires_grad_(name.rsplit(".", 1)[-1] in names)
+
+    def align_copies(self) -> None:
+        """Let what a grown model copied from its base lie in memory as the base does."""
+        for module in self.modules():
+            if isinstance(module, GrownLinear):
+                module.align_copies()
 
     def _set_gradient_checkpointing(self, enable=True, **kwargs):
         """As transformers; some of its releases let no gradient into a layer whose input requires none.

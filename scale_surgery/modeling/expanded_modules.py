@@ -25,7 +25,7 @@ from torch.nn import functional
 
 from .expanded_streams import Streams, add_new_product, add_product, join, product, stack, streams_of
 
-EXPANSION_NAMES = ("w12", "w21", "w22", "up_weight", "up_bias")
+EXPANSION_NAMES = ("w12", "w21", "w22", "w11", "up_weight", "up_bias", "bias11")
 
 
 class ExpandedModule:
@@ -169,6 +169,75 @@ class ExpandedLinear(ExpandedModule):
         if self.w22 is not None:
             y_up = add_product(y_up, x_up, self.w22)
         return y_up if self.up_bias is None else y_up + self.up_bias.to(like.dtype)
+
+
+CACHE_LINE = 64
+
+
+def aligned(tensor: Tensor, like: Tensor) -> Tensor:
+    """The tensor, contiguous, beginning at the same place of a cache line as `like`.
+
+    On a CPU the product of a matrix and a single row takes its elements in another order where the matrix is aligned
+    otherwise, and then rounds otherwise.
+    """
+    has_memory = not torch.compiler.is_compiling() and tensor.device.type == like.device.type == "cpu"
+    is_same = has_memory and (like.data_ptr() - tensor.data_ptr()) % CACHE_LINE == 0
+    if not has_memory or tensor.dtype != like.dtype or (is_same and tensor.is_contiguous()):
+        return tensor.contiguous()
+    size = tensor.element_size()
+    memory = tensor.new_empty(tensor.numel() + CACHE_LINE // size)
+    start = (like.data_ptr() - memory.data_ptr()) % CACHE_LINE // size
+    return memory[start : start + tensor.numel()].view(tensor.shape).copy_(tensor)
+
+
+class GrownLinear(ExpandedLinear):
+    """A linear of a grown MLP (Grow, Don't Overwrite, arXiv 2603.08647): what is new begins as copies of the base.
+
+        gate, up    y      = W x             a trained copy `w11` (and `bias11`) in place of W where `trains_base`
+                    y_up   = W21 x           W21 begins as W, once for each new copy
+        down        y      = c W x + W12 x_up + b       c = `share`, 1 over the number of copies; W12 begins as c W
+
+    Copies are computed by the stock module's own operation, on memory that is aligned as the base's, so that two equal
+    halves are bit for bit those of the base, and halving and adding them rounds nothing.
+    """
+
+    groups = ExpandedLinear.groups | {"w11": "w11", "bias11": "biases"}
+
+    def configure(self, in_features, out_features, collaborative, dtype, share=1.0, trains_base=False):
+        super().configure(in_features, out_features, collaborative, dtype)
+        self.share, width = share, sum(base for base, _ in out_features)
+        shapes = {"w11": (width, in_features[0]), "bias11": (width,)} if trains_base else {}
+        for name in ("w11", "bias11"):
+            if name in shapes and not (name == "bias11" and self.bias is None):
+                self.add_parameter(name, *shapes[name], dtype=dtype)
+            else:
+                self.register_parameter(name, None)
+
+    def forward_streams(self, base: Tensor, up: Tensor) -> Streams:
+        y_base = self.forward_stock(base) if self.w11 is None else self.copied(base, self.w11, self.bias11, base)
+        if self.w12 is not None:
+            bias = None if self.bias is None else self.bias * (1 - self.share)
+            y_base = torch.add(self.copied(up, self.w12, bias, y_base), y_base, alpha=self.share)
+        return y_base, self.forward_up(base, up, y_base)
+
+    def forward_up(self, x_base: Tensor, x_up: Tensor, like: Tensor) -> Tensor | None:
+        return None if self.w21 is None else self.copied(x_base, self.w21, self.up_bias, like)
+
+    def copied(self, x: Tensor, block: Tensor, bias: Tensor | None, like: Tensor) -> Tensor:
+        """What the stock module would compute with this block, whose rows are outputs, and this bias."""
+        x, bias = x.to(block.dtype), None if bias is None else bias.to(block.dtype)
+        if isinstance(self, nn.Linear):
+            return functional.linear(x, block, bias).to(like.dtype)
+        # Conv1D stores (inputs, outputs), and a product reads its operands in the order in which they lie
+        rows = torch.addmm(bias, x.reshape(-1, x.shape[-1]), aligned(block.t(), self.weight))
+        return rows.view(*x.shape[:-1], -1).to(like.dtype)
+
+    def align_copies(self) -> None:
+        """Put the blocks where they are aligned as the base weight: loaders leave tensors where they lie in a file."""
+        for name in ("w11", "w12", "w21"):
+            block = self._parameters.get(name)
+            if block is not None:
+                block.data = aligned(block.data, self.weight)
 
 
 def own_thread() -> int:
@@ -334,6 +403,7 @@ class PassingModule(ExpandedModule):
 
 KINDS = {
     "linear": ExpandedLinear,
+    "grown": GrownLinear,
     "head": ExpandedHead,
     "embedding": ExpandedEmbedding,
     "norm": ExpandedNorm,
