@@ -3,6 +3,7 @@
 Seconds, memory, bytes written. Linux only.
 
     python benchmarks/pipeline.py --shape 8b --layers 20-31 --base-weights link
+    python benchmarks/pipeline.py --shape 1b --layers last:4 --method grow
 
 A random checkpoint is made first, and everything is removed afterwards. Measured for each command:
 
@@ -154,6 +155,7 @@ class Settings:
     """What is measured: the request, how base files are taken over, and how models are run by verify."""
 
     layers: str
+    method: str
     base_weights: str
     svd: str
     memory: str
@@ -165,17 +167,26 @@ def commands(base: Path, folder: Path, settings: Settings) -> dict[str, tuple[li
     """List the commands to measure, in order: name to arguments and the folder that it makes."""
     expanded, stripped, fused, blocks = (folder / name for name in ("expanded", "stripped", "fused", "blocks"))
     extract, applied = folder / "extract", folder / "applied"
-    request = [str(base), "--layers", settings.layers, "--svd", settings.svd]
+    own = ["--svd", settings.svd] if settings.method == "scale" else []
+    request = [str(base), "--layers", settings.layers, "--method", settings.method, *own]
     weights = ["--base-weights", settings.base_weights]
     check = ["verify", str(expanded), "--base", str(base)]
     probe = ["--memory", settings.memory, "--new-tokens", str(settings.new_tokens)]
+    merges = {
+        "scale": {
+            "merge": (["merge", str(expanded), *probe, "-o", str(fused)], fused),
+            "merge --to blocks": (["merge", str(fused), "--to", "blocks", "-o", str(blocks)], blocks),
+        },
+        "grow": {"merge --to stock": (["merge", str(expanded), "--to", "stock", *probe, "-o", str(fused)], fused)},
+        # a stock checkpoint already
+        "depth": {},
+    }
     return {
         "plan": (["plan", *request], None),
         "expand": (["expand", *request, *weights, "-o", str(expanded)], expanded),
         "verify --files-only": ([*check, "--files-only", "--promise", "recoverable"], None),
         "verify --base": ([*check, *probe], None),
-        "merge": (["merge", str(expanded), *probe, "-o", str(fused)], fused),
-        "merge --to blocks": (["merge", str(fused), "--to", "blocks", "-o", str(blocks)], blocks),
+        **merges[settings.method],
         "extract": (["extract", str(expanded), *weights, "-o", str(extract)], extract),
         "apply": (["apply", str(extract), "--base", str(base), *weights, "-o", str(applied)], applied),
         "strip": (["strip", str(expanded), *weights, "-o", str(stripped)], stripped),
@@ -240,6 +251,7 @@ def show_estimate(console: Console, measurements: Sequence[Measurement]) -> None
 @click.option("--model", type=click.Path(path_type=Path, file_okay=False), help="Use this checkpoint instead.")
 @click.option("--decay", default=0.0, show_default=True, help="As for make_checkpoint.py.")
 @click.option("--layers", default="last:2", show_default=True, help="Layers to expand.")
+@click.option("--method", type=click.Choice(["scale", "grow", "depth"]), default="scale", show_default=True)
 @click.option("--svd", type=click.Choice(["exact", "fast"]), default="fast", show_default=True)
 @click.option("--base-weights", type=click.Choice(["auto", "copy", "link"]), default="link", show_default=True)
 @click.option("--memory", default="4GiB", show_default=True, help="verify streams weights above this.")

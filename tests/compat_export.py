@@ -17,12 +17,14 @@ REQUESTS = {
     "preserve": Request("1-2", init_w22="random"),
     "adapt": Request("0,2", variant="adapt", collaborate="both"),
     "heads": Request("1", variant="adapt", up_width=0),
+    "grow": Request("0,2", method="grow", variant="grow-train"),
 }
 # of what is routed, and how
 ROUTED = {
     "posterior": ("adapt", Routing()),
     "cosine": ("adapt", Routing("cosine", threshold=0.9)),
     "head": ("preserve", Routing(switch_rate=0)),
+    "grown": ("grow", Routing(switch_rate=0)),
 }
 # what is fused: of the shaken ones
 FUSED = ("for_posterior", "cosine")
@@ -30,7 +32,12 @@ FUSED = ("for_posterior", "cosine")
 STOCK = {
     "stock_inner": Request("0,2", variant="adapt", up_width=0, up_kv_heads=0),
     "stock_heads": Request("1", variant="adapt", up_width=0),
+    "stock_grow": Request("0,2", method="grow", variant="grow-train"),
 }
+
+
+# a stock checkpoint of more layers; "stock" in the name: it is loaded without remote code
+DEPTH = {"stock_depth": Request("0,2", method="depth"), "stock_depth_trained": Request("all", method="depth")}
 
 
 def shake(path: Path) -> None:
@@ -72,6 +79,11 @@ def main(folder: Path) -> None:
                 grown = expand(base, request, folder / family / f"for_{name}").path
                 shake(grown)
                 compute(merge(grown, folder / family / name, "stock").path, ids)
+        for name, request in DEPTH.items():
+            deepened = expand(base, request, folder / family / name).path
+            if name.endswith("trained"):
+                shake(deepened)
+            compute(deepened, ids)
     print(f"exported {len(list(folder.rglob('*.expected.json')))} checkpoints")
 
 

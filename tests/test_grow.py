@@ -16,7 +16,7 @@ from torch import Tensor
 
 from scale_surgery import blocks
 from scale_surgery.apply import apply
-from scale_surgery.errors import CheckpointError, PlanError
+from scale_surgery.errors import CheckpointError, PlanError, TrainingError
 from scale_surgery.expand import expand
 from scale_surgery.extract import extract
 from scale_surgery.families import FAMILIES as FACTS
@@ -200,6 +200,20 @@ def test_train_the_command(dtype: str, stories: Path, tmp_path: Path) -> None:
     assert result.state == "trained"
     strip(done.path, tmp_path / "again")
     assert digests(tmp_path / "again") == digests(tmp_path / "base")
+
+
+def test_training_into_the_trap_is_refused(stories: Path, tmp_path: Path) -> None:
+    grown = expand(stories, Request("4", method="grow", variant="grow-train"), tmp_path / "grown").path
+    (tmp_path / "new.txt").write_text("Zork was a green dragon. " * 40)
+    settings = TrainingSettings(steps=2, sequence_length=32, groups=("w11", "w21"))
+    with pytest.raises(TrainingError) as raised:
+        train(grown, [tmp_path / "new.txt"], tmp_path / "trained", settings)
+    assert str(raised.value) == (
+        f"{grown}: would train both copies of gate and up projection (w11, w21) and no half of the down "
+        "projection (w12): the copies would get equal gradients, stay equal for ever and be worth one. Add w12 to "
+        "--train-only."
+    )
+    assert not (tmp_path / "trained").exists()
 
 
 @pytest.mark.parametrize("request_", [FREEZE, TRAIN], ids=["freeze", "train"])

@@ -1,0 +1,131 @@
+"""The command rank-layers: parse, call one function, hand its result to the console."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from scale_surgery.methods import METHODS, VARIANTS
+from scale_surgery.options import FILE, TEXTS, Command, add_options, output_options
+
+if TYPE_CHECKING:
+    from scale_surgery.console import Output
+
+PILOT = ("trains", "steps", "batch_size", "sequence_length", "learning_rate", "seed", "bf16", "gradient_checkpointing")
+EXPANSION = ("among", "method", "variant", "collaborate", "ratio", "copies")
+
+
+def pilot_options(command: Command) -> Command:
+    """Add what makes `PilotSettings`; defaults stand in the dataclass."""
+    options = [
+        click.option(
+            "--train",
+            "trains",
+            type=click.Choice(["mlp", "full"]),
+            help="mlp: the matrices of all MLPs. full: every parameter. Default: mlp.",
+        ),
+        click.option("--steps", type=int, help="Optimizer steps. Default: 200."),
+        click.option("--batch-size", type=int, help="Sequences in a step. Default: 8."),
+        click.option("--sequence-length", type=int, help="Tokens of a sequence. Default: the context, at most 1024."),
+        click.option("--learning-rate", type=float, help="Highest learning rate. Default: 0.0001."),
+        click.option("--seed", type=int, help="Seed of the order of the data. Default: 0."),
+        click.option("--bf16/--no-bf16", default=None, help="Compute in bfloat16. Default: as the base is stored."),
+        click.option(
+            "--gradient-checkpointing",
+            is_flag=True,
+            default=None,
+            help="Compute activations again in the backward pass instead of keeping them.",
+        ),
+    ]
+    return add_options(command, options)
+
+
+def expansion_options(command: Command) -> Command:
+    """Add what says which expansion is to be paid for."""
+    options = [
+        click.option("--among", help="Layers to choose among, as --layers of expand. Default: all."),
+        click.option("--method", type=click.Choice(list(METHODS)), help="Of the expansion to be. Default: scale."),
+        click.option(
+            "--variant",
+            type=click.Choice(VARIANTS),
+            help="Of the expansion to be. Default: that of the method, with --old adapt.",
+        ),
+        click.option("--collaborate", type=click.Choice(["attn", "ffn", "both"]), help="As in expand. Default: attn."),
+        click.option("--ratio", type=float, help="As in expand (scale). Default: 0.125."),
+        click.option("--copies", type=int, help="As in expand (grow). Default: 2."),
+    ]
+    return add_options(command, options)
+
+
+@click.command(name="rank-layers")
+@click.argument("model")
+@click.option("--data", multiple=True, required=True, type=TEXTS, help="What is to be learned, repeatable.")
+@click.option(
+    "--old", multiple=True, type=TEXTS, help="Text that tells what the base knows, repeatable: proposes L_fp too."
+)
+@click.option(
+    "--budget",
+    default="30%",
+    show_default=True,
+    help="Parameters that the expansion may add: a share of the base's such as 30%, or a number such as 200M.",
+)
+@click.option(
+    "--score",
+    type=click.Choice(["relative-norm", "effective-rank"]),
+    default="relative-norm",
+    show_default=True,
+    help="What layers are ordered by.",
+)
+@expansion_options
+@pilot_options
+@click.option("-o", "--output", type=FILE, help="Write the ranking as JSON.")
+@click.option("--plot", type=FILE, help="Draw scores of layers and matrices as PNG.")
+@click.option("--details", is_flag=True, help="Show the scores of each matrix too.")
+@click.option("--revision", help="Branch, tag or commit of a Hub repository.")
+@click.option("--device", default="auto", show_default=True, help="Where to run: auto, cpu, cuda, ...")
+@click.option(
+    "--trust-remote-code", "--trust_remote_code", is_flag=True, help="Let a custom tokenizer run its own code."
+)
+@output_options
+def rank_layers_command(
+    model: str,
+    data: tuple[Path, ...],
+    old: tuple[Path, ...],
+    output: Path | None,
+    plot: Path | None,
+    details: bool,
+    out: Output,
+    **options: Any,
+) -> None:
+    """Rank the layers of MODEL, a base model, by what a short training run changes in them.
+
+    A pilot trains on --data for a few steps and is thrown away; MODEL is only read. Layers are ranked by the relative
+    norm of their change and by its effective rank, and those that a parameter budget pays for are proposed for
+    --layers of expand. With --old, the layers in which W12 is worth its drift are proposed too.
+
+    \b
+    Example: scale-surgery rank-layers MODEL --data domain.jsonl --old general.txt --budget 20%
+    """
+    from scale_surgery.pilot_settings import PilotSettings
+    from scale_surgery.rank_layers import rank_layers
+    from scale_surgery.rank_layers_plot import plot_ranking
+    from scale_surgery.rank_layers_tables import render_ranking
+    from scale_surgery.request import Request
+    from scale_surgery.staging import write_json
+
+    pilot, wanted = (
+        {name: value for name in names if (value := options.pop(name)) is not None} for names in (PILOT, EXPANSION)
+    )
+    if old and wanted.get("method", "scale") == "scale":
+        wanted = {"variant": "adapt"} | wanted
+    request = Request(wanted.pop("among", "all"), **wanted)
+    result = rank_layers(model, data, PilotSettings(**pilot), request, old=old, track=out.track, **options)
+    out.show(result, render_ranking(result, details=details))
+    if output is not None:
+        write_json(output, result.to_json())
+        out.say(f"\nwritten to {output}")
+    if plot is not None:
+        plot_ranking(result, plot)
+        out.say(f"\ndrawn to {plot}")
