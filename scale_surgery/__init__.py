@@ -25,12 +25,18 @@ from scale_surgery.errors import (
 from scale_surgery.evaluate import Evaluation, evaluate
 from scale_surgery.expand import Expansion, expand
 from scale_surgery.extract import Extracted, extract
+from scale_surgery.freeze import freeze_base
 from scale_surgery.inspect import Inspection, inspect
 from scale_surgery.load_expansion import load_expansion
 from scale_surgery.merge import Merged, merge
 from scale_surgery.modeling import register
+from scale_surgery.pilot_settings import PilotSettings
 from scale_surgery.plan import Plan, plan
 from scale_surgery.push import Push, Pushed, push
+from scale_surgery.rank_layers import rank_layers
+from scale_surgery.ranking import Ranking
+from scale_surgery.report import report
+from scale_surgery.report_records import Report
 from scale_surgery.request import Request
 from scale_surgery.route import Routed, route_export, set_routing, unroute
 from scale_surgery.route_calibrate import Calibration, route_calibrate
@@ -53,11 +59,14 @@ __all__ = [
     "HubError",
     "Inspection",
     "Merged",
+    "PilotSettings",
     "Plan",
     "PlanError",
     "Promise",
     "Push",
     "Pushed",
+    "Ranking",
+    "Report",
     "Request",
     "RouteReport",
     "Routed",
@@ -74,12 +83,15 @@ __all__ = [
     "evaluate",
     "expand",
     "extract",
+    "freeze_base",
     "inspect",
     "load_expansion",
     "merge",
     "plan",
     "push",
+    "rank_layers",
     "register",
+    "report",
     "route_calibrate",
     "route_export",
     "route_report",

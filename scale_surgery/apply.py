@@ -14,6 +14,8 @@ from pathlib import Path
 
 from scale_surgery import modeling
 from scale_surgery.checkpoint import Checkpoint, open_checkpoint
+from scale_surgery.depth_names import numbering_of
+from scale_surgery.depth_shards import numbering_in, renumbered_shards, write_renumbered
 from scale_surgery.errors import CheckpointError
 from scale_surgery.extract_folder import Extract, check_own_files, open_extract, stored_name
 from scale_surgery.manifest import hash_files
@@ -102,7 +104,7 @@ def apply(
     if read.other_files:
         check_names(found, read)
     written = _bytes_written(found, given, base_weights)
-    check_space(target, written if base_weights == "copy" else 0)
+    check_space(target, written if base_weights == "copy" or found.manifest.renumbered else 0)
     state = {
         "apply": {name: file.sha256 for name, file in found.files.items()},
         "base": [source.name, source.revision, read.files],
@@ -170,16 +172,22 @@ def find_base(extract: Extract, base: str | Path | None, revision: str | None) -
 
 def _bytes_written(extract: Extract, base: Checkpoint, how: BaseWeights) -> int:
     own = sum(file.bytes for name, file in extract.files.items() if name.endswith(".safetensors"))
-    return 0 if how == "link" else own + sum((base.path / shard).stat().st_size for shard in base.shards)
+    renumbered = renumbered_shards(base, numbering_of(extract.manifest.plan["specs"]))
+    written = renumbered if how == "link" else base.shards
+    return (0 if how == "link" else own) + sum((base.path / shard).stat().st_size for shard in written)
 
 
 def _rebuild(extract: Extract, base: Checkpoint, partial: Path, how: BaseWeights, track: Track) -> None:
     """Put every file where it was."""
-    names = {file.stored_as: name for name, file in extract.manifest.base_files.items() if file.stored_as is not None}
+    manifest = extract.manifest
+    names = {file.stored_as: name for name, file in manifest.base_files.items() if file.stored_as is not None}
     places = {stored: base.path / names[stored] for stored in extract.from_base}
     places |= {name: extract.path / stored_name(name) for name in extract.files}
     with track("files", sum(file.stat().st_size for file in places.values())) as advance:
         for name, file in places.items():
+            if name in manifest.renumbered:
+                write_renumbered(file, partial / name, numbering_in(manifest), advance)
+                continue
             take_over(file, partial / name, how)
             advance(file.stat().st_size)
 

@@ -6,6 +6,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from scale_surgery.card_methods import (
+    CITATIONS,
+    COPIED,
+    COPIES,
+    FREEZING,
+    SOURCES,
+    copied_rows,
+    grown,
+    putting_layers_back,
+    start,
+)
+from scale_surgery.depth_names import numbering_of
+from scale_surgery.methods import Method, method_of
 from scale_surgery.routing_specs import Routing
 from scale_surgery.selection import format_layers
 
@@ -14,24 +27,6 @@ FORMS = {
     "extract": "The new blocks of an expanded language model, without the model itself, made with `scale-surgery`.",
     "stock": "A language model whose layers were widened with `scale-surgery`, in the form of its own architecture.",
 }
-CITATIONS = """```bibtex
-@misc{scale2025,
-  title         = {{SCALE}: Upscaled Continual Learning of Large Language Models},
-  author        = {Lee, Jin-woo and Choi, Junhwa and Hwang, Bongkyu and Choo, Jinho and Kim, Bogun and Yi, JeongSeon
-                   and Lee, Joonseok and Jung, DongYoung and Park, Jaeseon and Park, Kyoungwon and Jung, Suk-hoon},
-  year          = {2025},
-  eprint        = {2511.03270},
-  archivePrefix = {arXiv}
-}
-
-@misc{grow2026,
-  title         = {Grow, Don't Overwrite: Fine-tuning Without Forgetting},
-  author        = {Adila, Dyah and Mazzawi, Hanna and Dherin, Benoit and Gonzalvo, Xavier},
-  year          = {2026},
-  eprint        = {2603.08647},
-  archivePrefix = {arXiv}
-}
-```"""
 
 
 @dataclass(frozen=True)
@@ -52,7 +47,7 @@ class CardFacts:
         drift: How far a merged model's logits are from those of the model it was made from, or None.
         training: Records of training runs.
         certificate: What verification found, or None.
-        code: Files of a stock export that are Python, or that name some.
+        code: Files of a stock checkpoint that are Python, or that name some.
         base_file: File of the repository that holds the base's own card, or None.
         has_curves: Whether the curves of the last training run lie in the repository.
         tool: Versions with which it was made.
@@ -77,6 +72,11 @@ class CardFacts:
     tool: Mapping[str, str]
 
     @property
+    def method(self) -> Method:
+        """How the model grew; a stock export records its request alone."""
+        return method_of(self.plan or self.record)
+
+    @property
     def base(self) -> str:
         """The base, as a card may name it: a link, or no name."""
         if self.base_id is None:
@@ -92,7 +92,8 @@ def body(facts: CardFacts) -> str:
 
 def _opening(facts: CardFacts) -> str:
     own_card = f"; its own card is [{facts.base_file}]({facts.base_file})" if facts.base_file else ""
-    return f"# {facts.repo.rpartition('/')[2]}\n\n{FORMS[facts.form]} Base: {facts.base}{own_card}."
+    form = (COPIES if facts.method == "depth" else FORMS)[facts.form]
+    return f"# {facts.repo.rpartition('/')[2]}\n\n{form} Base: {facts.base}{own_card}."
 
 
 def _widened(facts: CardFacts) -> str:
@@ -111,10 +112,15 @@ def _widened(facts: CardFacts) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in facts.tool.items())
     rows += [("made with", versions)] if versions else []
     table = "\n".join(f"| {name} | {value} |" for name, value in rows)
-    return f"## What was widened\n\n{_mathematics(facts)}\n\n| | |\n|---|---|\n{table}"
+    title = "What was added" if facts.method == "depth" else "What was widened"
+    return f"## {title}\n\n{_mathematics(facts)}\n\n| | |\n|---|---|\n{table}"
 
 
 def _mathematics(facts: CardFacts) -> str:
+    if facts.method == "depth":
+        return COPIED
+    if facts.method == "grow":
+        return grown((facts.plan or facts.record)["request"], is_stock=facts.form == "stock")
     if facts.form == "stock":
         return (
             "Linears of the chosen layers got new rows and columns, [W W12; W21 W22] in place of W; other layers were "
@@ -135,6 +141,8 @@ def _mathematics(facts: CardFacts) -> str:
 
 def _planned_rows(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
     request, widths, costs, sizes = plan["request"], plan["widths"], plan["costs"], plan["sizes"]
+    if (numbering := numbering_of(plan["specs"])) is not None:
+        return copied_rows(plan, numbering)
     collaborative = plan["specs"]["collaborative"]
     where = format_layers(tuple(collaborative["layers"])) if collaborative["layers"] else "none"
     groups = f" ({' and '.join(collaborative['groups'])})" if collaborative["layers"] else ""
@@ -149,7 +157,7 @@ def _planned_rows(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
             f"inner {widths['up_inner_width']}",
         ),
         ("parameters", f"{before:,} of the base, {added:,} new ({added / before:.1%})"),
-        ("start", f"W12 zero, W21 {request['init_w21']}, W22 {request['init_w22']}, seed {request['seed']}"),
+        ("start", start(request)),
     ]
 
 
@@ -246,17 +254,20 @@ def _verdict(promise: Mapping[str, Any], required: Any) -> str:
 
 
 def _loaded(facts: CardFacts) -> str:
+    base = facts.base_id or "BASE"
+    if facts.form == "extract" and facts.method == "depth":
+        return putting_layers_back(facts.repo, base)
     if facts.form == "extract":
-        base = facts.base_id or "BASE"
         return (
             "## How to load\n\nThis repository holds no whole model. Put the blocks on their base, on disk or in "
             f"memory:\n\n```sh\nscale-surgery apply {facts.repo} --base {base} -o expanded\n```\n\n```python\n"
             f'from scale_surgery import load_expansion\n\nmodel = load_expansion("{base}", "{facts.repo}")\n```'
         )
-    if facts.form == "stock":
+    if facts.form == "stock" or facts.method == "depth":
         code = ", ".join(f"`{name}`" for name in facts.code)
         running = f"these lines do not run the code of {code}" if code else "no remote code is run"
-        return f"## How to load\n\nAs any model of its architecture; {running}.\n\n{_python(facts.repo, '')}"
+        freezing = f"\n\n{FREEZING}" if facts.method == "depth" else ""
+        return f"## How to load\n\nAs any model of its architecture; {running}.\n\n{_python(facts.repo, '')}{freezing}"
     trusting = _python(facts.repo, ", trust_remote_code=True")
     own = _python(facts.repo, "", "import scale_surgery\n", "\nscale_surgery.register()")
     switch = "" if facts.is_fused else _switches(facts.routing)
@@ -289,10 +300,11 @@ def _taken_back(facts: CardFacts) -> str:
     if facts.is_fused:
         lines[1:] = ["scale-surgery merge expanded --to blocks -o blocks", "scale-surgery strip blocks -o base"]
         where = "The bytes of every base tensor lie in this repository, and `surgery.json` has the sha256 of each"
+    if facts.method == "depth":
+        where = "The bytes of every base tensor lie in this repository, and `surgery.json` has the sha256 of each file"
     commands = "\n".join(lines)
     return f"## How to get the base back\n\n{where}:\n\n```sh\n{commands}\n```"
 
 
-def _cited(_: CardFacts) -> str:
-    whose = "The expansion is that of SCALE; width without a second stream is that of Grow, Don't Overwrite."
-    return f"## Citation\n\n{whose}\n\n{CITATIONS}"
+def _cited(facts: CardFacts) -> str:
+    return f"## Citation\n\n{SOURCES[facts.method]}\n\n{CITATIONS}"

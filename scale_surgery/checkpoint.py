@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
+from scale_surgery.depth_names import CONFIG_KEY, Numbering, numbering_of
 from scale_surgery.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -56,7 +57,10 @@ IGNORED_FOLDERS = (".git", ".cache", "__pycache__")
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where a tensor lies: file, dtype (safetensors' name), shape, first byte in the file and byte count."""
+    """Where a tensor lies: file, dtype (safetensors' name), shape, first byte in the file and byte count.
+
+    `stored_as` is its name in the file, where layers were duplicated and it has another; see depth_names.py.
+    """
 
     name: str
     file: str
@@ -64,6 +68,7 @@ class TensorInfo:
     shape: tuple[int, ...]
     offset: int
     bytes: int
+    stored_as: str | None = None
 
     @property
     def elements(self) -> int:
@@ -220,7 +225,29 @@ def open_checkpoint(path: Path) -> Checkpoint:
     left_out = tuple(file for file in others if file.endswith(OTHER_WEIGHT_SUFFIXES))
     left_out += tuple(file for file in files if file.endswith(".safetensors") and file not in shards)
     side_files = tuple(file for file in others if file not in left_out and file != MANIFEST_FILE)
-    return Checkpoint(path, config, tensors, tuple(shards), side_files, left_out)
+    named = name_tensors(tensors, numbering_of(config.get(CONFIG_KEY)))
+    return Checkpoint(path, config, named, tuple(shards), side_files, left_out)
+
+
+def name_tensors(tensors: Mapping[str, TensorInfo], numbering: Numbering | None) -> dict[str, TensorInfo]:
+    """Give tensors the names that they have in this package; see depth_names.py.
+
+    Args:
+        tensors: Tensors by their names in the files.
+        numbering: Where layers stand among copies; None where no layer was duplicated.
+
+    Raises:
+        CheckpointError: If two tensors would have one name.
+    """
+    if numbering is None:
+        return dict(tensors)
+    named = {stored: numbering.named(stored) for stored in tensors}
+    if len(set(named.values())) < len(named):
+        raise CheckpointError(
+            f"{CONFIG_FILE}: two tensors of the files would be one where layers {list(numbering.copied)} have copies. "
+            "Restore config.json from where you got it."
+        )
+    return {named[stored]: replace(info, name=named[stored], stored_as=stored) for stored, info in tensors.items()}
 
 
 def check_folder(path: Path) -> None:
@@ -379,7 +406,7 @@ def read_tensor(checkpoint: Checkpoint, name: str) -> Tensor:
 
     info = checkpoint.tensors[name]
     with safe_open(checkpoint.path / info.file, framework="pt") as shard:
-        tensor: Tensor = shard.get_tensor(name)
+        tensor: Tensor = shard.get_tensor(info.stored_as or name)
     return tensor
 
 

@@ -13,6 +13,8 @@ from scale_surgery import __version__
 from scale_surgery.cli_extract import apply_command, extract_command
 from scale_surgery.cli_merge import merge_command
 from scale_surgery.cli_push import push_command
+from scale_surgery.cli_rank_layers import rank_layers_command
+from scale_surgery.cli_report import report_command
 from scale_surgery.cli_route_calibrate import route_calibrate_command
 from scale_surgery.cli_route_report import route_report_command
 from scale_surgery.cli_routing import route_export_command
@@ -113,11 +115,13 @@ def main() -> None:
 
     \b
     scale-surgery inspect MODEL
+    scale-surgery rank-layers MODEL --data domain.jsonl
     scale-surgery plan MODEL --layers last:4
     scale-surgery expand MODEL --layers last:4 -o EXPANDED
     scale-surgery verify EXPANDED
     scale-surgery train EXPANDED --data domain.jsonl
     scale-surgery evaluate EXPANDED --old general.txt --new domain.jsonl
+    scale-surgery report EXPANDED -o report.html
     scale-surgery route-export EXPANDED -o ROUTED
     scale-surgery merge EXPANDED -o FUSED
     scale-surgery extract EXPANDED -o EXTRACT
@@ -159,11 +163,13 @@ def plan_command(
     Example: scale-surgery plan MODEL --layers 20-31 --variant adapt -o plan.json
     """
     from scale_surgery.plan import plan, save_plan
-    from scale_surgery.tables import render_plan
+    from scale_surgery.plan_tables import render_plan
+    from scale_surgery.staging import check_output_files
 
     request = make_request(options)
     if request is None:
         raise click.UsageError("--layers is missing, for example --layers last:4.")
+    check_output_files([output], [model])
     made = plan(model, request, revision=revision)
     if output is not None:
         save_plan(made, output)
@@ -204,7 +210,8 @@ def expand_command(
     """
     from scale_surgery.expand import expand
     from scale_surgery.plan import check_same_plan, load_request, plan
-    from scale_surgery.tables import render_expansion, render_plan
+    from scale_surgery.plan_tables import render_plan
+    from scale_surgery.tables import render_expansion
 
     request = make_request(options)
     if (request is None) == (plan_file is None):
@@ -256,13 +263,14 @@ def verify_command(
     \b
     Example: scale-surgery verify EXPANDED --base MODEL --report certificate.json
     """
-    from scale_surgery.staging import write_json
+    from scale_surgery.staging import check_output_files, write_json
     from scale_surgery.tables import render_verification
     from scale_surgery.verify import PROMISES, verify
 
     unknown = [name for name in required if name not in PROMISES]
     if unknown:
         raise click.UsageError(f"--promise {unknown[0]} is not one of {', '.join(PROMISES)}.")
+    check_output_files([report], [expanded, *filter(None, [options["base"]])])
     result = verify(expanded, required=required, memory_bytes=parse_size(memory), track=out.track, **options)
     if not result.recorded:
         out.warn(f"{expanded} is read-only: the result is not recorded in its surgery.json")
@@ -371,7 +379,7 @@ def train_command(
 
     \b
     Example: scale-surgery train EXPANDED --data domain.jsonl --eval-data old=general.txt
-    Several: accelerate launch -m scale_surgery train EXPANDED --data domain.jsonl
+    Several: accelerate launch -m scale_surgery train EXPANDED --data FILE
     """
     from scale_surgery.settings import TrainingSettings
     from scale_surgery.tables import render_training
@@ -424,12 +432,14 @@ def evaluate_command(
     """
     from scale_surgery.evaluate import evaluate
     from scale_surgery.plots import plot_plane
+    from scale_surgery.staging import check_output_files
     from scale_surgery.tables import render_evaluation
 
     if not (old or new):
         raise click.UsageError("--old and --new are missing, give one of them or both.")
     if plot is not None and not (old and new):
         raise click.UsageError("--plot needs --old and --new: the plane has an axis for each.")
+    check_output_files([plot], [*models, *old, *new])
     result = evaluate(models, old, new, track=out.track, **options)
     out.show(result, render_evaluation(result))
     if plot is not None:
@@ -475,6 +485,8 @@ for command in (
     apply_command,
     merge_command,
     push_command,
+    rank_layers_command,
+    report_command,
     route_export_command,
     route_report_command,
     route_calibrate_command,
@@ -492,6 +504,8 @@ SHORT_HELP = {
     "merge": "One matrix for each linear: fused, stock, or blocks again.",
     "plan": "Show everything that expand would do.",
     "push": "Push a folder to the Hub, with a model card from facts.",
+    "rank-layers": "Find the layers that a text would change most.",
+    "report": "Show what training did, as tables and as a page.",
     "route-calibrate": "Find the best numbers for a router, and set them.",
     "route-export": "Give a model a router: two paths in one forward pass.",
     "route-report": "Show which path each token of a text came from.",

@@ -63,7 +63,10 @@ def expansion_options(command: Command) -> Command:
 @click.argument("model")
 @click.option("--data", multiple=True, required=True, type=TEXTS, help="What is to be learned, repeatable.")
 @click.option(
-    "--old", multiple=True, type=TEXTS, help="Text that tells what the base knows, repeatable: proposes L_fp too."
+    "--old",
+    multiple=True,
+    type=TEXTS,
+    help="Text that tells what the base knows, repeatable: proposes layers for W12 too.",
 )
 @click.option(
     "--budget",
@@ -103,18 +106,21 @@ def rank_layers_command(
 
     A pilot trains on --data for a few steps and is thrown away; MODEL is only read. Layers are ranked by the relative
     norm of their change and by its effective rank, and those that a parameter budget pays for are proposed for
-    --layers of expand. With --old, the layers in which W12 is worth its drift are proposed too.
+    --layers of expand. With --old, those in which W12, which writes into the base stream, is worth the drift that it
+    causes are proposed too, for --collaborative-layers; the layers below them are the preserved depth, L_fp.
 
     \b
-    Example: scale-surgery rank-layers MODEL --data domain.jsonl --old general.txt --budget 20%
+    Example: scale-surgery rank-layers MODEL --data domain.jsonl --budget 20%
+    W12 too: scale-surgery rank-layers MODEL --data domain.jsonl --old general.txt
     """
     from scale_surgery.pilot_settings import PilotSettings
     from scale_surgery.rank_layers import rank_layers
     from scale_surgery.rank_layers_plot import plot_ranking
     from scale_surgery.rank_layers_tables import render_ranking
     from scale_surgery.request import Request
-    from scale_surgery.staging import write_json
+    from scale_surgery.staging import check_output_files, write_json
 
+    check_output_files([output, plot], [model, *data, *old])
     pilot, wanted = (
         {name: value for name in names if (value := options.pop(name)) is not None} for names in (PILOT, EXPANSION)
     )
@@ -122,6 +128,8 @@ def rank_layers_command(
         wanted = {"variant": "adapt"} | wanted
     request = Request(wanted.pop("among", "all"), **wanted)
     result = rank_layers(model, data, PilotSettings(**pilot), request, old=old, track=out.track, **options)
+    for warning in result.warnings:
+        out.warn(warning)
     out.show(result, render_ranking(result, details=details))
     if output is not None:
         write_json(output, result.to_json())

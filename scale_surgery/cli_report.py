@@ -52,12 +52,12 @@ def report_command(
     \b
     Example: scale-surgery report EXPANDED --text general.txt -o report.html
     """
-    from scale_surgery.report import check_page, report
+    from scale_surgery.report import report
     from scale_surgery.report_page import write_page
     from scale_surgery.report_tables import render_report
+    from scale_surgery.staging import check_output_files
 
-    if output is not None:
-        check_page(output, [expanded, *texts])
+    check_output_files([output], [expanded, *texts])
     found = report(expanded, texts, track=out.track, **options)
     out.show(found, render_report(found, details=details))
     if output is not None:

@@ -44,7 +44,7 @@ def route_calibrate_command(
     other text than you report on.
 
     \b
-    Example: scale-surgery route-calibrate ROUTED --old general.txt --new domain.jsonl --write
+    Example: scale-surgery route-calibrate ROUTED --old a.txt --new b.jsonl --write
     """
     from scale_surgery.route_calibrate import route_calibrate
     from scale_surgery.route_calibrate_tables import render_calibration

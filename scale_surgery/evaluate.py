@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from scale_surgery.checkpoint import MANIFEST_FILE
 from scale_surgery.errors import CheckpointError, DataError
+from scale_surgery.freeze import expansion_disabled
 from scale_surgery.measure import Measurement, measure
 from scale_surgery.progress import Progress, Track, no_track
-from scale_surgery.strip import restore
+from scale_surgery.strip import link_base
 from scale_surgery.subjects import Subject, choose_lengths, open_subjects, read_texts
 
 if TYPE_CHECKING:
@@ -205,8 +206,8 @@ class Meter:
         """Measure the base model inside an expanded one, by the stock class."""
         assert subject.manifest is not None and subject.base is not None
         with tempfile.TemporaryDirectory() as folder:
-            restore(subject.path, Path(folder), subject.manifest, lambda file, link: link.symlink_to(file.resolve()))
-            with loaded_whole(Path(folder), subject.base, self.options) as model:
+            renamed = link_base(subject.path, Path(folder), subject.manifest)
+            with loaded_whole(Path(folder), subject.base, {**self.options, "renamed": renamed}) as model:
                 return self._measure(model, Score(subject.base, "base", None), advance)
 
     def measure_subject(self, subject: Subject, advance: Progress) -> list[Row]:
@@ -221,7 +222,7 @@ class Meter:
                 with model.routing_disabled():
                     alone = Score(f"{subject.name}, routing disabled", "adapt", base)
                     rows.append(self._measure(model, alone, advance))
-            with model.expansion_disabled():
+            with expansion_disabled(model):
                 return [*rows, self._measure(model, Score(disabled, "disabled", subject.base), advance)]
 
     def _measure(self, model: Any, score: Score, advance: Progress) -> Row:

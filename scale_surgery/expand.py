@@ -1,6 +1,6 @@
 """Execute a plan: a base checkpoint and a plan become an expanded checkpoint beside it.
 
-base shards   --as files-->        model-*.safetensors       (same bytes)
+base shards   --as files-->        model-*.safetensors       (same bytes; above a duplicated layer under other names)
 plan          --tensor by tensor-> expansion-*.safetensors   (new tensors only)
 config.json   --edited-->          config.json, *.py         (own model_type, own classes)
 everything else --as files-->      everything else
@@ -24,11 +24,15 @@ from scale_surgery.checkpoint import (
     Checkpoint,
     open_checkpoint,
 )
+from scale_surgery.depth import deepened_config
+from scale_surgery.depth_names import Numbering, numbering_of, stored_name
+from scale_surgery.depth_shards import renumbered_shards, write_renumbered
 from scale_surgery.errors import CheckpointError, PlanError
 from scale_surgery.families import Family, get_family
 from scale_surgery.manifest import BaseFile, Manifest, hash_files, hash_tensors
+from scale_surgery.methods import Method, code_files
 from scale_surgery.plan import Plan, check_same_plan, load_request, make_plan
-from scale_surgery.progress import Track, no_track
+from scale_surgery.progress import Progress, Track, no_track
 from scale_surgery.request import Request
 from scale_surgery.sources import Source, find_source
 from scale_surgery.staging import (
@@ -64,9 +68,9 @@ class Expansion:
     pinned_tokenizer: str | None
 
 
-def default_output(source: Source) -> Path:
-    """Where an expanded model goes when nothing is said: `<name>-scale` in the current folder."""
-    return Path(f"{source.name.rsplit('/', 1)[-1]}-scale")
+def default_output(source: Source, method: Method) -> Path:
+    """Where an expanded model goes when nothing is said: `<name>-<method>` in the current folder."""
+    return Path(f"{source.name.rsplit('/', 1)[-1]}-{method}")
 
 
 def expand(
@@ -87,7 +91,7 @@ def expand(
     Args:
         model: A folder or a Hub id.
         request: What is asked for; left out where `plan_file` is given.
-        output: Folder to be; default `<name>-scale` in the current folder.
+        output: Folder to be; default `<name>-scale` in the current folder, or `-grow` or `-depth`.
         plan_file: A saved plan to execute exactly.
         revision: Branch, tag or commit of a Hub repository.
         base_weights: How base files are taken over: "auto", "copy" or "link".
@@ -111,7 +115,7 @@ def expand(
     made = make_plan(checkpoint, request, name=source.name, revision=source.revision)
     if plan_file is not None:
         check_same_plan(made, plan_file)
-    target = Path(output) if output is not None else default_output(source)
+    target = Path(output) if output is not None else default_output(source, request.method)
     check_target(target, [source.path], overwrite=overwrite)
     _check_clashes(checkpoint, made)
     check_space(target, _needed_bytes(checkpoint, made, base_weights))
@@ -124,7 +128,7 @@ def expand(
     }
     with staged(target, state, overwrite=overwrite) as partial:
         _write_expansion(made, checkpoint, partial, device, track)
-        written = _take_over_base(checkpoint, partial, base_weights, track)
+        written = _take_over_base(made, checkpoint, partial, base_weights, track)
         pinned = _write_code_and_config(made, checkpoint, partial, trust_remote_code)
         _write_index_and_manifest(made, checkpoint, partial, track)
     return Expansion(target, made, written, checkpoint.left_out, pinned)
@@ -137,12 +141,12 @@ def _stamp(file: Path) -> list[int]:
 
 def _needed_bytes(checkpoint: Checkpoint, plan: Plan, base_weights: BaseWeights) -> int:
     # a reflink takes no space either, but whether it works is only known when it is tried
-    base = 0 if base_weights != "copy" else sum(info.bytes for info in checkpoint.tensors.values())
-    return base + plan.costs.bytes_added
+    copied = checkpoint.shards if base_weights == "copy" else renumbered_shards(checkpoint, numbering_of(plan.specs))
+    return sum((checkpoint.path / shard).stat().st_size for shard in copied) + plan.costs.bytes_added
 
 
 def _check_clashes(checkpoint: Checkpoint, plan: Plan) -> None:
-    ours = {*get_family(plan.family).code_files, *plan.shards}
+    ours = {*code_files(get_family(plan.family), plan.request.method), *plan.shards}
     names = [tensor.name for tensor in plan.tensors if tensor.name in checkpoint.tensors]
     problems = [f"{name}: the base model has a tensor of this name already." for name in names]
     clashing = sorted(ours.intersection([*checkpoint.side_files, *checkpoint.shards]))
@@ -160,7 +164,8 @@ def _write_expansion(plan: Plan, checkpoint: Checkpoint, partial: Path, device: 
             if not (partial / shard).exists():
                 tensors = {}
                 for tensor in planned:
-                    tensors[tensor.name] = make_tensor(plan, tensor, checkpoint, device)
+                    stored = stored_name(plan.specs, tensor.name)
+                    tensors[stored] = make_tensor(plan, tensor, checkpoint, device)
                     advance(tensor.elements)
                 write_tensors(partial / shard, tensors)
             else:
@@ -172,21 +177,48 @@ def stored_shard(shard: str) -> str:
     return NUMBERED_SINGLE_FILE if shard == SINGLE_FILE else shard
 
 
-def _take_over_base(checkpoint: Checkpoint, partial: Path, how: BaseWeights, track: Track) -> int:
+def _take_over_base(plan: Plan, checkpoint: Checkpoint, partial: Path, how: BaseWeights, track: Track) -> int:
+    """Take base files over; gives the bytes of shards that were written."""
     sizes = {shard: (checkpoint.path / shard).stat().st_size for shard in checkpoint.shards}
     with track("base shards", sum(sizes.values())) as advance:
-        for shard, size in sizes.items():
-            take_over(checkpoint.path / shard, partial / stored_shard(shard), how)
-            advance(size)
+        renumbered = take_over_shards(checkpoint, partial, numbering_of(plan.specs), how, advance)
     for file in checkpoint.side_files:
         if file not in (CONFIG_FILE, INDEX_FILE):
             # small, and a program may edit them in place: always copies
             take_over(checkpoint.path / file, partial / file, "copy")
-    return 0 if how == "link" else sum(sizes.values())
+    return sum(size for shard, size in sizes.items() if how != "link" or shard in renumbered)
+
+
+def take_over_shards(
+    checkpoint: Checkpoint, folder: Path, numbering: Numbering | None, how: BaseWeights, advance: Progress
+) -> Mapping[str, str]:
+    """Take the shards of a base over as files; those in which tensors get other names, with another header.
+
+    Args:
+        checkpoint: The base.
+        folder: Where they go.
+        numbering: Where its layers stand among copies; None where no layer is duplicated.
+        how: How files are taken over.
+        advance: Called with the bytes done.
+
+    Returns:
+        The header that the base has of each shard in which tensors get other names.
+    """
+    renumbered = renumbered_shards(checkpoint, numbering)
+    for shard in checkpoint.shards:
+        source, file = checkpoint.path / shard, folder / stored_shard(shard)
+        if numbering is not None and shard in renumbered:
+            write_renumbered(source, file, numbering, advance)
+        else:
+            take_over(source, file, how)
+            advance(source.stat().st_size)
+    return renumbered
 
 
 def expanded_config(config: Mapping[str, Any], specs: Mapping[str, Any], family: Family, dtype: str) -> dict[str, Any]:
     """Edit a base model's config.json: own model type and classes, our plan, everything else as it was.
+
+    A model with duplicated layers is a stock one of more layers: see `deepened_config`.
 
     Args:
         config: Parsed config.json of the base.
@@ -198,12 +230,15 @@ def expanded_config(config: Mapping[str, Any], specs: Mapping[str, Any], family:
     Returns:
         The new config.
     """
-    edited = dict(config) | {
-        "architectures": [f"Scale{family.stem}ForCausalLM"],
-        "model_type": family.expanded_type,
-        "auto_map": {**(config.get("auto_map") or {}), **modeling.auto_map(family)},
-        "scale_surgery": dict(specs),
-    }
+    if numbering_of(specs) is not None:
+        edited = deepened_config(config, specs, family)
+    else:
+        edited = dict(config) | {
+            "architectures": [f"Scale{family.stem}ForCausalLM"],
+            "model_type": family.expanded_type,
+            "auto_map": {**(config.get("auto_map") or {}), **modeling.auto_map(family)},
+            "scale_surgery": dict(specs),
+        }
     if not {"dtype", "torch_dtype"}.intersection(config):
         edited["torch_dtype"] = dtype
     return edited
@@ -214,7 +249,7 @@ def _write_code_and_config(plan: Plan, checkpoint: Checkpoint, partial: Path, tr
     from scale_surgery.tokens import pin_tokenizer_class
 
     family = get_family(plan.family)
-    for file in family.code_files:
+    for file in code_files(family, plan.request.method):
         write_text(partial / file, modeling.code_text(file))
     dtype = str(TORCH_DTYPES[checkpoint.dtype]).removeprefix("torch.")
     write_json(partial / CONFIG_FILE, expanded_config(checkpoint.config, plan.specs, family, dtype))
@@ -222,13 +257,24 @@ def _write_code_and_config(plan: Plan, checkpoint: Checkpoint, partial: Path, tr
 
 
 def _write_index_and_manifest(plan: Plan, checkpoint: Checkpoint, partial: Path, track: Track) -> None:
-    weight_map = {name: stored_shard(info.file) for name, info in checkpoint.tensors.items()}
-    weight_map |= {tensor.name: tensor.shard for tensor in plan.tensors}
+    places = {name: stored_shard(info.file) for name, info in checkpoint.tensors.items()}
+    places |= {tensor.name: tensor.shard for tensor in plan.tensors}
     total = sum(info.bytes for info in checkpoint.tensors.values()) + plan.costs.bytes_added
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    write_json(partial / INDEX_FILE, index)
+    write_json(partial / INDEX_FILE, make_index(places, plan.specs, total))
     expanded = open_checkpoint(partial)
     write_json(partial / MANIFEST_FILE, asdict(_make_manifest(plan, checkpoint, expanded, track)))
+
+
+def make_index(places: Mapping[str, str], specs: Mapping[str, Any], total_bytes: int) -> dict[str, Any]:
+    """The index of an expanded checkpoint.
+
+    Args:
+        places: Shard of each tensor, by the names that tensors have in this package.
+        specs: Module specifications of the plan.
+        total_bytes: Bytes of all tensors.
+    """
+    weight_map = {stored_name(specs, name): shard for name, shard in places.items()}
+    return {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
 
 
 def _make_manifest(plan: Plan, checkpoint: Checkpoint, expanded: Checkpoint, track: Track) -> Manifest:
@@ -238,6 +284,7 @@ def _make_manifest(plan: Plan, checkpoint: Checkpoint, expanded: Checkpoint, tra
     with track("base hashes", sum(sizes.values()) + tensor_bytes) as advance:
         hashes = hash_files(checkpoint.path, files, advance)
         tensors = hash_tensors(checkpoint, list(checkpoint.tensors), advance)
+    renumbered = renumbered_shards(checkpoint, numbering_of(plan.specs))
     replaced = {
         file: (checkpoint.path / file).read_bytes().decode("utf-8")
         for file in checkpoint.side_files
@@ -255,9 +302,10 @@ def _make_manifest(plan: Plan, checkpoint: Checkpoint, expanded: Checkpoint, tra
         left_out=checkpoint.left_out,
         replaced=replaced,
         expansion_tensors=hash_tensors(expanded, [tensor.name for tensor in plan.tensors]),
-        code={file: modeling.code_hash(file) for file in get_family(plan.family).code_files},
+        code={file: modeling.code_hash(file) for file in code_files(get_family(plan.family), plan.request.method)},
         plan=plan.to_json(),
         tool=manifests.tool_versions(),
+        renumbered={stored_shard(shard): header for shard, header in renumbered.items()},
     )
 
 

@@ -19,6 +19,7 @@ from scale_surgery.checkpoint import (
     open_checkpoint,
     stays_behind,
 )
+from scale_surgery.depth_shards import hash_stored
 from scale_surgery.errors import CheckpointError
 from scale_surgery.extract_folder import (
     EXTRACT_FORMAT,
@@ -151,11 +152,14 @@ def _check_clashes(checkpoint: Checkpoint) -> None:
 
 
 def _find_base_files(checkpoint: Checkpoint, manifest: Manifest, track: Track) -> tuple[str, ...]:
-    """Names of files that are the base's, byte for byte; a small file that was edited is the expansion's own."""
+    """Names of files that are the base's, byte for byte; a small file that was edited is the expansion's own.
+
+    A shard whose header alone is another, where layers were duplicated, is made of the base's again by `apply`.
+    """
     stored = {file.stored_as: file for file in manifest.base_files.values() if file.stored_as is not None}
     present = [name for name in stored if (checkpoint.path / name).is_file()]
     with track("base hashes", sum(stored[name].bytes for name in present)) as advance:
-        hashes = hash_files(checkpoint.path, present, advance)
+        hashes = hash_stored(checkpoint.path, manifest, present, advance)
     shards = {name for name in stored if name.endswith(".safetensors")}
     shards |= {checkpoint.tensors[name].file for name in manifest.base_tensors if name in checkpoint.tensors}
     changed = [name for name in sorted(shards) if name not in stored or hashes.get(name) != stored[name].sha256]

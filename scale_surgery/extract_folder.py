@@ -23,13 +23,16 @@ from scale_surgery.checkpoint import (
     OTHER_WEIGHT_SUFFIXES,
     TensorInfo,
     is_inside,
+    name_tensors,
     read_header,
     read_json,
 )
+from scale_surgery.depth_names import numbering_of
 from scale_surgery.errors import CheckpointError
 from scale_surgery.families import get_family
 from scale_surgery.fused import config_problems
 from scale_surgery.manifest import Manifest, hash_files, read_manifest, refuse_fused
+from scale_surgery.methods import code_files, method_of
 from scale_surgery.progress import Track, no_track
 from scale_surgery.sources import Source, find_source
 
@@ -137,9 +140,10 @@ def _read(source: Source, content: Mapping[str, Any], manifest: Manifest) -> Ext
         base_tensors={
             name: TensorForm(str(dtype), tuple(shape)) for name, (dtype, shape) in content["base_tensors"].items()
         },
-        tensors={
-            name: info for shard in sorted(_shards(files)) for name, info in read_header(source.path, shard).items()
-        },
+        tensors=name_tensors(
+            {name: info for shard in sorted(_shards(files)) for name, info in read_header(source.path, shard).items()},
+            numbering_of(manifest.plan["specs"]),
+        ),
     )
 
 
@@ -208,7 +212,7 @@ def _text_problems(manifest: Manifest) -> Iterator[str]:
 
 def _code_problems(manifest: Manifest, files: Mapping[str, OwnFile]) -> Iterator[str]:
     code = {name for name in files if name.endswith(".py")}
-    known = set(get_family(manifest.plan["family"]).code_files)
+    known = set(code_files(get_family(manifest.plan["family"]), method_of(manifest.plan)))
     yield from (f"{name}: unknown code file. Read it before you trust it." for name in sorted(code - known))
     for name in sorted(code & known):
         if manifest.code.get(name) != files[name].sha256:

@@ -81,6 +81,32 @@ class InnerNorm:
 
 
 @dataclass(frozen=True)
+class TypesByNumber:
+    """How a stock config that lists no `layer_types` derives them from the numbers of the layers.
+
+    Attributes:
+        rule: "every": full attention in every n-th layer and sliding attention in the others; "from": sliding
+            attention from layer n on and full attention below.
+        key: Key of config.json that holds n, or None.
+        default: n where it holds none.
+        switch: Key that has to be true for there to be different types at all, or None.
+    """
+
+    rule: Literal["every", "from"]
+    key: str | None
+    default: int
+    switch: str | None = None
+
+    def of(self, config: Mapping[str, Any], layers: int) -> tuple[str, ...] | None:
+        """The types that a config stands for; None where all layers are of one."""
+        if self.switch is not None and (not config.get(self.switch) or config.get("sliding_window", 0) is None):
+            return None
+        number = config.get(self.key, self.default) if self.key else self.default
+        is_full = [(i + 1) % number == 0 if self.rule == "every" else i < number for i in range(layers)]
+        return tuple("full_attention" if full else "sliding_attention" for full in is_full)
+
+
+@dataclass(frozen=True)
 class Family:
     """What scale-surgery knows about one architecture.
 
@@ -109,6 +135,7 @@ class Family:
         fixed_heads: Why the stock class has no form with more heads, all else equal; None where it has one.
         heads_divide_hidden: Whether the stock config wants a number of query heads that divides the hidden size.
         heads_fix_rope: Whether the stock config wants as many rope factors as hidden size over query heads asks for.
+        types_by_number: How its layers get their types where config.json does not list them; None where all are alike.
     """
 
     model_type: str
@@ -136,10 +163,16 @@ class Family:
     fixed_heads: str | None = None
     heads_divide_hidden: bool = False
     heads_fix_rope: bool = False
+    types_by_number: TypesByNumber | None = None
 
     def key(self, size: str) -> str:
         """Key of a size in config.json."""
         return self.keys.get(size, CONFIG_KEYS[size])
+
+    @property
+    def mute_gain(self) -> int:
+        """What its norms store where they give zeros."""
+        return -1 if self.norm_style == "rms_plus_one" else 0
 
     @property
     def expanded_type(self) -> str:
@@ -242,6 +275,7 @@ LLAMA_NORMS = ("input_layernorm", "post_attention_layernorm")
 GEMMA_PRE_NORMS = ("input_layernorm", "pre_feedforward_layernorm")
 GEMMA_POST_NORMS = ("post_attention_layernorm", "post_feedforward_layernorm")
 LAYER_NORM_KEYS = {"epsilon": "layer_norm_eps"}
+QWEN_TYPES = TypesByNumber("from", "max_window_layers", 28, switch="use_sliding_window")
 HEADS_SHARE_HIDDEN = "its head size is the hidden size over the query heads, so more heads are smaller heads"
 
 
@@ -259,12 +293,18 @@ FAMILIES: Mapping[str, Family] = {
     for family in (
         _llama_like("llama", "Llama", defaults={"epsilon": 1e-6, "is_tied": False}, heads_divide_hidden=True),
         _llama_like("mistral", "Mistral", defaults={"epsilon": 1e-6, "is_tied": False, "key_value_heads": 8}),
-        _llama_like("qwen2", "Qwen2", defaults={"epsilon": 1e-6, "is_tied": False, "key_value_heads": 32}),
+        _llama_like(
+            "qwen2",
+            "Qwen2",
+            defaults={"epsilon": 1e-6, "is_tied": False, "key_value_heads": 32},
+            types_by_number=QWEN_TYPES,
+        ),
         _llama_like(
             "qwen3",
             "Qwen3",
             inner_norms=_head_norms(-2),
             defaults={"epsilon": 1e-6, "is_tied": False, "key_value_heads": 32, "head_size": 128},
+            types_by_number=QWEN_TYPES,
         ),
         _llama_like(
             "gemma2",
@@ -275,6 +315,7 @@ FAMILIES: Mapping[str, Family] = {
             defaults={"epsilon": 1e-6, "is_tied": True, "key_value_heads": 4, "head_size": 256},
             softcap=("final_logit_softcapping", 30.0),
             heads_divide_hidden=True,
+            types_by_number=TypesByNumber("every", None, 2),
         ),
         _llama_like(
             "gemma3_text",
@@ -293,6 +334,7 @@ FAMILIES: Mapping[str, Family] = {
             },
             softcap=("final_logit_softcapping", None),
             heads_divide_hidden=True,
+            types_by_number=TypesByNumber("every", "sliding_window_pattern", 6),
         ),
         _llama_like(
             "olmo2",

@@ -82,6 +82,8 @@ def _make_float32(plan: Plan, tensor: TensorPlan, checkpoint: Checkpoint, device
     generator = blocks.seeded_generator(plan.request.seed, tensor.name)
     if tensor.init == "zero":
         return torch.zeros(tensor.shape)
+    if tensor.init == "mute":
+        return torch.full(tensor.shape, float(get_family(plan.family).mute_gain))
     if tensor.init == "random":
         return blocks.random_block(tensor.shape[0], tensor.shape[1], generator)
     weight = read_tensor(checkpoint, tensor.source).to(device)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from scale_surgery.checkpoint import Checkpoint
+from scale_surgery.depth_names import AFTER, CONFIG_KEY, numbering_of
 from scale_surgery.families import Family, Sizes, get_family, read_sizes
+from scale_surgery.methods import METHODS, Method
 from scale_surgery.routing_specs import Routing, read_routing
 from scale_surgery.sources import open_model
+from scale_surgery.specs import Widths
 
 
 @dataclass(frozen=True)
@@ -18,25 +21,30 @@ class ExpansionSummary:
     """What an expansion added.
 
     Attributes:
-        variant: "preserve" or "adapt".
+        method: "scale", "grow" or "depth".
+        variant: What trains, such as "preserve" or "adapt".
         base_name: Hub id or folder name of the base model.
         base_revision: Commit of the Hub repository, where known.
-        layers: Expanded layers.
+        layers: Expanded layers, by their numbers in the base.
+        new_layers: Where copies of them stand, of a model with duplicated layers; otherwise none.
         collaborative_layers: Layers with W12.
         collaborative_groups: Where W12 stands in them, "attn" and "ffn".
         routing: How it routes, or None.
         up_width: Features added to the residual stream.
         up_kv_heads: Key/value heads added in each expanded layer.
         up_inner_width: Features added inside each expanded MLP.
-        parameters_by_block: Parameters added, by block name; all of them train.
+        parameters_by_block: Parameters added, by block name, of copied layers by group ("attn", "ffn", "norms"); all of
+            them train.
         is_fused: Whether base weights and blocks are one matrix for each linear, so that nothing trains.
         verified: Date of the last verification that passed or failed, with its result, or None.
     """
 
+    method: Method
     variant: str
     base_name: str | None
     base_revision: str | None
     layers: tuple[int, ...]
+    new_layers: tuple[int, ...]
     collaborative_layers: tuple[int, ...]
     collaborative_groups: tuple[str, ...]
     routing: Routing | None
@@ -96,6 +104,8 @@ def inspect(model: str | Path, *, revision: str | None = None) -> Inspection:
     source, checkpoint = open_model(model, revision)
     family = get_family(_base_type(checkpoint.config))
     sizes = read_sizes(family, checkpoint.config)
+    if (numbering := numbering_of(checkpoint.config.get(CONFIG_KEY))) is not None:
+        sizes = replace(sizes, layers=sizes.layers - len(numbering.new))
     stored = sum(info.elements for info in checkpoint.tensors.values())
     shards: dict[str, int] = {}
     for info in checkpoint.tensors.values():
@@ -130,32 +140,48 @@ def _tied_copy(checkpoint: Checkpoint, family: Family, sizes: Sizes) -> int:
 def _summarise(checkpoint: Checkpoint) -> ExpansionSummary:
     specs = checkpoint.config["scale_surgery"]
     manifest: Mapping[str, Any] = checkpoint.manifest or {}
-    widths = specs["widths"]
+    numbering = numbering_of(specs)
+    widths = specs.get("widths") or asdict(Widths(0, 0, 0))
+    collaborative = specs.get("collaborative") or {"layers": (), "groups": ()}
     verification = manifest.get("verification")
     return ExpansionSummary(
+        method=next(method for method, known in METHODS.items() if specs["variant"] in known.variants),
         variant=specs["variant"],
         base_name=manifest.get("base_name"),
         base_revision=manifest.get("base_revision"),
         layers=tuple(specs["expanded_layers"]),
-        collaborative_layers=tuple(specs["collaborative"]["layers"]),
-        collaborative_groups=tuple(specs["collaborative"]["groups"]),
+        new_layers=() if numbering is None else numbering.new,
+        collaborative_layers=tuple(collaborative["layers"]),
+        collaborative_groups=tuple(collaborative["groups"]),
         routing=read_routing(specs),
         up_width=widths["up_width"],
         up_kv_heads=widths["up_kv_heads"],
         up_inner_width=widths["up_inner_width"],
-        parameters_by_block=_count_blocks(checkpoint),
+        parameters_by_block=_count_blocks(checkpoint) if numbering is None else _count_copies(checkpoint),
         is_fused=specs.get("fused", False),
         verified=_verified(verification),
     )
 
 
 def _count_blocks(checkpoint: Checkpoint) -> dict[str, int]:
-    counts = dict.fromkeys(("w12", "w21", "w22", "up_weight", "up_bias"), 0)
+    counts = dict.fromkeys(("w12", "w21", "w22", "w11", "up_weight", "up_bias", "bias11"), 0)
     for info in checkpoint.tensors.values():
         block = info.name.rsplit(".", 1)[-1]
         if block in counts:
             counts[block] += info.elements
     return {block: count for block, count in counts.items() if count}
+
+
+def _count_copies(checkpoint: Checkpoint) -> dict[str, int]:
+    """Parameters of copied layers by group."""
+    linears = {linear.name: linear.group for linear in get_family(checkpoint.config["model_type"]).linears}
+    counts = dict.fromkeys(("attn", "ffn", "norms"), 0)
+    for info in checkpoint.tensors.values():
+        _, is_copy, inside = info.name.partition(f".{AFTER}")
+        if is_copy:
+            group = linears.get(inside.rpartition(".")[0], "norms")
+            counts[group] += info.elements
+    return {group: count for group, count in counts.items() if count}
 
 
 def _verified(verification: Mapping[str, Any] | None) -> str | None:

@@ -10,10 +10,13 @@ from typing import Any
 
 from scale_surgery import modeling
 from scale_surgery.checkpoint import CONFIG_FILE, Checkpoint, TensorInfo, read_json, read_tensor
+from scale_surgery.depth_shards import hash_stored
 from scale_surgery.families import Family, get_family
 from scale_surgery.fused import config_problems, described_parts, hash_parts, part_readers
 from scale_surgery.joining import joined_tensors
 from scale_surgery.manifest import Manifest, hash_file, hash_tensors
+from scale_surgery.methods import code_files, method_of
+from scale_surgery.plan import read_plan
 from scale_surgery.progress import Progress, no_progress
 from scale_surgery.tokens import TOKENIZER_CONFIG_FILE
 
@@ -146,7 +149,7 @@ def _file_problems(checkpoint: Checkpoint, manifest: Manifest, advance: Progress
                 problems.append(f"surgery.json: its text of the base's {name} is not what it was.")
         elif not (checkpoint.path / file.stored_as).is_file():
             problems.append(f"{file.stored_as}: file is missing, it holds the base's {name}.")
-        elif hash_file(checkpoint.path / file.stored_as, advance) != file.sha256:
+        elif hash_stored(checkpoint.path, manifest, [file.stored_as], advance)[file.stored_as] != file.sha256:
             problems.append(f"{file.stored_as}: bytes differ from the base's {name}.")
     stored = {file.stored_as for file in manifest.base_files.values()}
     if manifest.fused is not None:
@@ -209,13 +212,13 @@ def _unexpected(checkpoint: Checkpoint, name: str) -> str:
 
 
 def _code_problems(checkpoint: Checkpoint, manifest: Manifest, family: Family) -> list[str]:
-    problems = []
-    for file in family.code_files:
+    problems, ours = [], code_files(family, method_of(manifest.plan))
+    for file in ours:
         if not (checkpoint.path / file).is_file():
             problems.append(f"{file}: code file is missing.")
         elif hash_file(checkpoint.path / file) != manifest.code.get(file):
             problems.append(f"{file}: is not the code that the expansion wrote. Read it before you trust it.")
-    known = {*family.code_files, *(file.stored_as for file in manifest.base_files.values())}
+    known = {*ours, *(file.stored_as for file in manifest.base_files.values())}
     unknown = [file for file in checkpoint.side_files if file.endswith(".py") and file not in known]
     return problems + [f"{file}: unknown code file. Read it before you trust it." for file in unknown]
 
@@ -228,8 +231,24 @@ def _unreleased(checkpoint: Checkpoint) -> Iterator[str]:
             yield file
 
 
+def _not_mute(checkpoint: Checkpoint, manifest: Manifest) -> Iterator[str]:
+    """Tensors by which duplicated layers write into the residual stream, where they are not as they began."""
+    gain = get_family(manifest.plan["family"]).mute_gain
+    for tensor in manifest.plan["tensors"]:
+        if tensor["init"] in ("zero", "mute") and tensor["name"] in checkpoint.tensors:
+            found, value = read_tensor(checkpoint, tensor["name"]), gain if tensor["init"] == "mute" else 0
+            if count := int((found != value).count_nonzero()):
+                yield f"{tensor['name']}: {count} of {found.numel()} entries are not {value or 'zero'}."
+
+
 def _nonzero(checkpoint: Checkpoint, manifest: Manifest) -> list[str]:
-    """W12 and the head's up part, where they hold anything but zeros."""
+    """W12 and the head's up part, where they hold anything but zeros; of a grown model, copies that are none."""
+    if method_of(manifest.plan) == "grow":
+        from scale_surgery.initialise import altered_copies
+
+        return altered_copies(read_plan(manifest.plan), checkpoint)
+    if method_of(manifest.plan) == "depth":
+        return list(_not_mute(checkpoint, manifest))
     family = get_family(str(checkpoint.config["model_type"]).removeprefix("scale_"))
     heads = ("lm_head.up_weight", f"{family.head}.up_weight")
     problems = []

@@ -69,8 +69,8 @@ def load_expansion(
     refuse_depth(
         found.manifest.plan["specs"],
         extract,
-        "Its copies of layers would renumber the layers of a model in memory. Put it on its base on disk (scale-surgery "
-        "apply), and load that folder by from_pretrained.",
+        "Its copies of layers would renumber the layers of a model in memory. Put it on its base on disk "
+        "(scale-surgery apply), and load that folder by from_pretrained.",
     )
     check_own_files(found, track)
     if isinstance(model, str | Path):

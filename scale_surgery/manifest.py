@@ -26,6 +26,7 @@ from scale_surgery.checkpoint import (
     read_chunks,
     read_json,
 )
+from scale_surgery.depth_names import numbering_of
 from scale_surgery.errors import CheckpointError, PlanError
 from scale_surgery.families import get_family
 from scale_surgery.progress import Progress, no_progress
@@ -73,6 +74,8 @@ class Manifest:
     fused: Mapping[str, Any] | None = None
     # of an expansion that `apply --force` put on another base: the base that it was made on, and what differs
     forced_base: Mapping[str, Any] | None = None
+    # of a model with duplicated layers: the base's header of each shard in which tensors got other names
+    renumbered: Mapping[str, str] = field(default_factory=dict)
     format: int = MANIFEST_FORMAT
 
     @property
@@ -117,6 +120,7 @@ def read_manifest(path: Path) -> Manifest:
         later = [*_routing_names(file, content.get("routing")), *_fused_names(file, content.get("fused"))]
         _check_names(file, files, content["replaced"], [*content["code"], *later])
         _check_forced(content.get("forced_base"))
+        _check_renumbered(file, content, files)
         lists = {"left_out": tuple(content["left_out"]), "training": tuple(content.get("training", ()))}
         return Manifest(**{**content, "base_files": files, **lists})
     except (KeyError, TypeError, AttributeError, ValueError, PlanError) as error:
@@ -203,6 +207,15 @@ def _fused_names(file: Path, fused: Mapping[str, Any] | None) -> list[str]:
 def _check_forced(forced: Mapping[str, Any] | None) -> None:
     if forced is not None:
         _ = forced["expected_name"], len(forced["differing"])
+
+
+def _check_renumbered(file: Path, content: Mapping[str, Any], files: Mapping[str, BaseFile]) -> None:
+    headers = content.get("renumbered", {})
+    numbering = numbering_of(content["plan"]["specs"])
+    known = {entry.stored_as for entry in files.values()}
+    are_headers = _are_texts(headers) and all(isinstance(json.loads(header), dict) for header in headers.values())
+    if not are_headers or not known.issuperset(headers) or (headers and numbering is None):
+        raise CheckpointError(f"{file}: is incomplete (renumbered). Restore it from where you got it.")
 
 
 def _check_names(file: Path, files: Mapping[str, BaseFile], replaced: Mapping[str, str], ours: list[str]) -> None:

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from scale_surgery import modeling
 from scale_surgery.checkpoint import DTYPE_BYTES, INDEX_FILE, MANIFEST_FILE, Checkpoint, list_files, open_checkpoint
+from scale_surgery.depth import refuse_depth
 from scale_surgery.drift import DEFAULT_NEW_TOKENS, Drift, measure_drift
 from scale_surgery.errors import CheckpointError
 from scale_surgery.families import get_family
@@ -118,6 +119,11 @@ def merge(
 
 
 def _check_form(source: Path, checkpoint: Checkpoint, manifest: Manifest, to: Form) -> None:
+    refuse_depth(
+        manifest.plan["specs"],
+        source,
+        "It is a stock checkpoint already, which any program loads as it is, so there is nothing to merge.",
+    )
     if to == "blocks" and manifest.fused is None:
         raise CheckpointError(f"{source}: has its blocks, expected a model made by scale-surgery merge --to fused.")
     if to != "blocks" and manifest.fused is not None:

@@ -100,7 +100,7 @@ def card_facts(
         drift=(record.get("fused") or record).get("drift"),
         training=tuple(record.get("training", ())),
         certificate=certificate,
-        code=contents.code if contents.form == "stock" else (),
+        code=contents.code if contents.form == "stock" or (manifest is not None and not manifest.code) else (),
         base_file=base_file,
         has_curves="training/curves.png" in contents.files,
         tool=record.get("tool", {}),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 TRAINS = ("mlp", "full")
-LEAST = {"steps": 1, "batch_size": 1, "sequence_length": 2, "learning_rate": 0, "seed": 0}
+LEAST = {"steps": 1, "batch_size": 1, "sequence_length": 2, "seed": 0}
 MOST_SEED = 2**32 - 1
 
 
@@ -44,10 +44,8 @@ def pilot_problems(settings: PilotSettings) -> list[str]:
         for name, least in LEAST.items()
         if (value := getattr(settings, name)) is not None and not least <= value < math.inf
     ]
-    if settings.learning_rate == 0:
-        problems.append("--learning-rate is 0, expected more: nothing would change, and nothing could be ranked.")
-    if settings.learning_rate > 1:
-        problems.append(f"--learning-rate is {settings.learning_rate}, expected at most 1.")
+    if not 0 < settings.learning_rate <= 1:
+        problems.append(f"--learning-rate is {settings.learning_rate}, expected more than 0 and at most 1.")
     if settings.seed > MOST_SEED:
         problems.append(f"--seed is {settings.seed}, expected at most {MOST_SEED}.")
     if settings.trains not in TRAINS:

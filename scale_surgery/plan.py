@@ -25,8 +25,9 @@ from scale_surgery.sources import open_model
 from scale_surgery.specs import Collaboration, NewTensor, Widths, build_specs, expected_shapes, find_prefix, new_tensors
 
 SHARD_BYTES = 512 * 1024 * 1024
-# how the values of a new tensor are made: of decompositions, at random, zero, the mean of old ones, or copied
-Init = Literal["svd", "random", "zero", "mean", "copy"]
+# how the values of a new tensor are made: of decompositions, at random, zero, the mean of old ones, copied, or as the
+# gain with which a norm gives zeros
+Init = Literal["svd", "random", "zero", "mean", "copy", "mute"]
 
 
 @dataclass(frozen=True)
@@ -296,6 +297,8 @@ def _shard_numbers(found: tuple[NewTensor, ...], dtypes: list[str]) -> list[int]
 def _init(tensor: NewTensor, request: Request) -> Init:
     if tensor.is_copy:
         return "copy"
+    if tensor.kind == "norm" and tensor.block == "weight":
+        return "mute"
     if tensor.block == "w21":
         return request.init_w21
     if tensor.block == "w22":

@@ -14,6 +14,9 @@ from scale_surgery.methods import METHODS
 from scale_surgery.selection import format_layers
 from scale_surgery.tables import facts, format_bytes, format_seconds, format_widths
 
+# of duplicated layers
+MUTED = "what is added to the hidden state is zero, the rest a copy"
+
 if TYPE_CHECKING:
     from scale_surgery.plan import Plan, TensorPlan
 
@@ -52,7 +55,7 @@ def _method_rows(plan: Plan) -> list[tuple[str, str]]:
     if (numbering := numbering_of(plan.specs)) is not None:
         return [
             ("new layers", f"{format_layers(numbering.new)}  (of {plan.sizes.layers + len(numbering.new)} then)"),
-            ("initialisation", "output projections zero, everything else as in the layer below"),
+            ("initialisation", MUTED),
         ]
     where = format_layers(collaborative.layers)
     groups = f" ({' and '.join(collaborative.groups)})" if collaborative.groups else ""
@@ -91,8 +94,8 @@ def _reach(plan: Plan) -> str:
         return "none" if first is None else format_layers(tuple(range(first, plan.sizes.layers)))
 
     if (numbering := numbering_of(plan.specs)) is not None:
-        last = plan.sizes.layers + len(numbering.new) - 1
-        return f"layers {format_layers(tuple(range(numbering.new[0], last + 1)))}"
+        reached = tuple(range(numbering.new[0], plan.sizes.layers + len(numbering.new)))
+        return f"layer{'s' if len(reached) > 1 else ''} {format_layers(reached)}"
     if not plan.widths.up_width:
         return f"base stream: {down_to(plan.costs.base_stream_from)}"
     return f"up stream: {down_to(plan.costs.up_stream_from)}; base stream: {down_to(plan.costs.base_stream_from)}"

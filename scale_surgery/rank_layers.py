@@ -50,6 +50,8 @@ DEFAULT_BUDGET = "30%"
 DEFAULT_LENGTH = 1024
 # a text that is read more often than this is learned by heart, whatever it is
 MOST_PASSES = 50
+# a drift that is measured on fewer says more about them than about what the base knows
+LEAST_OLD_TOKENS = 256
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,8 @@ def rank_layers(
     proposals = tuple(_propose(job, layers, name) for name in sorted(SCORES, key=lambda name: name != score))
     return Ranking(
         name=job.source.name,
+        model=str(model),
+        revision=revision,
         family=job.plan.family,
         pilot=_describe(job, run),
         layers=layers,
@@ -214,7 +218,7 @@ def _read_texts(
     _check_ids(
         texts, source.name, read_sizes(get_family(checkpoint.config["model_type"]), checkpoint.config).vocabulary
     )
-    _check_amount(len(texts["new"].ids), settings, length)
+    _check_amount({side: len(text.ids) for side, text in texts.items()}, settings, length)
     return texts
 
 
@@ -235,21 +239,35 @@ def _check_ids(texts: Mapping[str, Sequences], name: str, vocabulary: int) -> No
         )
 
 
-def _check_amount(tokens: int, settings: PilotSettings, length: int) -> None:
+def _check_amount(tokens: Mapping[str, int], settings: PilotSettings, length: int) -> None:
     needed = math.ceil(settings.steps * settings.batch_size * length / MOST_PASSES)
-    if tokens < needed:
-        raise DataError(
-            f"--data: {tokens:,} tokens found, at least {needed:,} needed: the pilot takes {settings.steps} steps of "
-            f"{settings.batch_size} x {length} tokens, and what is read more than {MOST_PASSES} times is learned by "
-            "heart. Give more text, or lower --steps, --batch-size or --sequence-length."
+    fitting = tokens["new"] * MOST_PASSES // (settings.batch_size * length)
+    problems = []
+    if tokens["new"] < needed:
+        problems.append(
+            f"--data: {tokens['new']:,} tokens found, at least {needed:,} needed: the pilot takes "
+            f"{settings.steps} steps of {settings.batch_size} x {length} tokens, and what is read more than "
+            f"{MOST_PASSES} times is learned by heart. Give more text, or lower --steps"
+            + (f" (to {fitting})" if fitting else "")
+            + ", --batch-size or --sequence-length."
         )
+    if tokens.get("old", LEAST_OLD_TOKENS) < LEAST_OLD_TOKENS:
+        problems.append(
+            f"--old: {tokens['old']:,} tokens found, at least {LEAST_OLD_TOKENS:,} needed: the drift of a step is "
+            "measured on them. Give more text, or leave --old out."
+        )
+    if problems:
+        raise DataError.from_problems(problems)
 
 
 def _find_device(name: str) -> torch.device:
     import torch
 
     if name != "auto":
-        return torch.device(name)
+        try:
+            return torch.device(name)
+        except RuntimeError as error:
+            raise PlanError(f"--device is {name!r}, expected auto, cpu, cuda or another that torch knows.") from error
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return found or torch.device("cpu")
 
@@ -310,4 +328,4 @@ def _describe_depth(job: Job, layers: Sequence[LayerWorth], proposal: Proposal) 
     from scale_surgery.preserved_depth import PROMISED
 
     proposed = propose_collaboration({found.layer: found.worth for found in layers}, proposal.layers)
-    return DepthEstimate(PROMISED, tuple(layers), proposed, format_layers(proposed))
+    return DepthEstimate(PROMISED, len(job.texts["old"].ids), tuple(layers), proposed, format_layers(proposed))

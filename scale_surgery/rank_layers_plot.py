@@ -36,7 +36,7 @@ def ranking_figure(result: Ranking) -> Figure:
 
     width, height = PANEL_SIZE
     count = 2 if result.depth is None else 3
-    figure = Figure(figsize=(width, height * count + 0.5), layout="constrained")
+    figure = Figure(figsize=(width, height * count + 0.7), layout="constrained")
     panels = figure.subplots(count, 1, sharex=True, squeeze=False)[:, 0]
     chosen = {proposal.score: set(proposal.layers) for proposal in result.proposals}
     _draw_matrices(panels[0], result, lambda matrix: matrix.relative_norm)
@@ -96,4 +96,4 @@ def _draw_legend(figure: Figure, result: Ranking) -> None:
         handles.insert(1, Patch(color=VERMILION, label="layer, proposed for W12"))
     options: dict[str, Any] = {"color": "none", "markerfacecolor": "white", "markeredgecolor": INK, "markersize": 5}
     handles += [Line2D([], [], marker=MARKERS[role], label=role, **options) for role in result.layers[0].matrices]
-    figure.legend(handles=handles, loc="outside lower center", ncols=min(6, len(handles)), frameon=False, fontsize=8)
+    figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False, fontsize=8)

@@ -126,18 +126,22 @@ def _depth(depth: DepthEstimate, proposal: Proposal) -> str:
     worth = {one.layer: one.worth for one in depth.layers}
     whole = sum(worth[layer] for layer in proposal.layers)
     share = sum(worth[layer] for layer in depth.proposed) / whole if whole else 1.0
-    return f"L_fp {depth.preserved_depth}, {share:.0%} of their worth"
+    return (
+        f"preserved depth (L_fp) {depth.preserved_depth}, {share:.0%} of the worth, by {depth.old_tokens:,} old tokens"
+    )
 
 
 def _describe(proposal: Proposal, result: Ranking) -> str:
     count, share = len(proposal.layers), proposal.parameters_added / result.parameters
-    counted = f"{count} of {len(result.layers)} layers"
+    counted = f"{count} of {len(result.layers)} ranked layers"
     return f"--layers {proposal.argument}  ({counted}, +{proposal.parameters_added:,} parameters, {share:.1%})"
 
 
 def next_command(result: Ranking) -> str:
     """The command that makes the proposed expansion."""
-    words = ["scale-surgery", "expand", result.name, "--layers", result.proposals[0].argument]
+    words = ["scale-surgery", "expand", result.model]
+    words += ["--revision", result.revision] if result.revision else []
+    words += ["--layers", result.proposals[0].argument]
     words += [] if result.request.method == "scale" else ["--method", result.request.method]
     usual = complete(Request("all", method=result.request.method))
     for name in REPEATED:

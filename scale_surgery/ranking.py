@@ -14,6 +14,8 @@ Score = Literal["relative-norm", "effective-rank"]
 SCORES: tuple[Score, ...] = ("relative-norm", "effective-rank")
 # share of what all chosen layers are worth that the collaborative ones must hold
 WORTH_SHARE = 0.8
+# scores that differ by less may change places with the seed
+CLOSE = 0.1
 
 
 @dataclass(frozen=True)
@@ -118,12 +120,14 @@ class DepthEstimate:
 
     Attributes:
         promised: Nats per token of new text that each measured step promises, to first order.
+        old_tokens: Tokens of the old text.
         layers: What each layer promises and costs, ascending.
         proposed: Collaborative layers among the proposed ones, ascending.
         argument: The same as --collaborative-layers takes them.
     """
 
     promised: float
+    old_tokens: int
     layers: tuple[LayerWorth, ...]
     proposed: tuple[int, ...]
     argument: str
@@ -163,6 +167,8 @@ class Ranking:
 
     Attributes:
         name: Hub id, or name of the model's folder.
+        model: The model as it was given.
+        revision: Branch, tag or commit that was given.
         family: Its `model_type`.
         pilot: What was run.
         layers: How each layer changed, ascending.
@@ -175,6 +181,8 @@ class Ranking:
     """
 
     name: str
+    model: str
+    revision: str | None
     family: str
     pilot: Pilot
     layers: tuple[LayerScore, ...]
@@ -185,13 +193,31 @@ class Ranking:
     proposals: tuple[Proposal, ...]
     depth: DepthEstimate | None
 
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What speaks against the order."""
+        first, last = self.pilot.first_loss, self.pilot.last_loss
+        scores = [layer.score(self.score) for layer in self.layers]
+        found = []
+        if not last < first:
+            found.append(
+                f"the pilot learned nothing: its loss was {first:.3f} in the first steps and {last:.3f} in the last, "
+                "so the order says little. Lower --learning-rate, or raise --steps."
+            )
+        if len(scores) > 1 and (spread := 1 - min(scores) / max(scores) if max(scores) else 0.0) < CLOSE:
+            found.append(
+                f"the layers' scores lie within {spread:.1%} of each other: look whether another --seed or "
+                "--learning-rate keeps their order."
+            )
+        return tuple(found)
+
     def order(self, score: Score) -> tuple[int, ...]:
         """Layers by a score, the best first; of equal ones the higher layer."""
         return order_layers(self.layers, score)
 
     def to_json(self) -> dict[str, Any]:
         """The result as plain JSON values."""
-        content = asdict(self) | {"order": {name: self.order(name) for name in SCORES}}
+        content = asdict(self) | {"order": {name: self.order(name) for name in SCORES}, "warnings": self.warnings}
         if self.depth is not None:
             content["depth"]["preserved_depth"] = self.depth.preserved_depth
         # JSON has neither NaN nor infinity: they become texts

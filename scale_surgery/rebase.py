@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from scale_surgery.checkpoint import CONFIG_FILE, INDEX_FILE, MANIFEST_FILE, Checkpoint
+from scale_surgery.depth_names import numbering_of
+from scale_surgery.depth_shards import renumbered_shards
 from scale_surgery.errors import CheckpointError
-from scale_surgery.expand import expanded_config, stored_shard
+from scale_surgery.expand import expanded_config, make_index, stored_shard, take_over_shards
 from scale_surgery.extract_folder import Extract, stored_name
 from scale_surgery.families import get_family
 from scale_surgery.fused import written_config
@@ -92,9 +94,13 @@ def rebase(
     """
     own, places = _own_names(extract, base), _base_places(extract, base)
     # where both have a file, that of the expansion stays: somebody changed it there on purpose
-    taken = {stored: base.checkpoint.path / name for name, stored in places.items() if stored not in own}
+    checkpoint, numbering = base.checkpoint, numbering_of(extract.manifest.plan["specs"])
+    side_files = {name: stored for name, stored in places.items() if name not in checkpoint.shards}
+    taken = {stored: checkpoint.path / name for name, stored in side_files.items() if stored not in own}
     taken |= {name: extract.path / stored_name(name) for name in own}
-    with track("files", sum(file.stat().st_size for file in taken.values())) as advance:
+    shard_bytes = sum((checkpoint.path / shard).stat().st_size for shard in checkpoint.shards)
+    with track("files", shard_bytes + sum(file.stat().st_size for file in taken.values())) as advance:
+        take_over_shards(checkpoint, folder, numbering, how, advance)
         for name, file in taken.items():
             take_over(file, folder / name, how)
             advance(file.stat().st_size)
@@ -136,10 +142,10 @@ def _write_config(extract: Extract, base: Base, folder: Path, dtype: str, *, tru
 
 
 def _write_index(extract: Extract, base: Checkpoint, folder: Path) -> None:
-    weight_map = {name: stored_shard(info.file) for name, info in base.tensors.items()}
-    weight_map |= {name: info.file for name, info in extract.tensors.items()}
+    shards = {name: stored_shard(info.file) for name, info in base.tensors.items()}
+    shards |= {name: info.file for name, info in extract.tensors.items()}
     total = sum(info.bytes for info in (*base.tensors.values(), *extract.tensors.values()))
-    write_json(folder / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
+    write_json(folder / INDEX_FILE, make_index(shards, extract.manifest.plan["specs"], total))
 
 
 def _manifest(extract: Extract, base: Base, folder: Path, places: Mapping[str, str], dtype: str) -> Manifest:
@@ -150,6 +156,7 @@ def _manifest(extract: Extract, base: Base, folder: Path, places: Mapping[str, s
         "base_revision": base.source.revision,
         "base_fingerprint": fingerprint(given),
     }
+    renumbered = renumbered_shards(given, numbering_of(before.plan["specs"]))
     replaced = {
         name: _text(given.path / name)
         for name in given.side_files
@@ -171,6 +178,7 @@ def _manifest(extract: Extract, base: Base, folder: Path, places: Mapping[str, s
         verification=None,
         routing=_routing(extract, base, dtype),
         forced_base=_forced(before, base) if base.differing else before.forced_base,
+        renumbered={places[shard]: header for shard, header in renumbered.items()},
     )
 
 

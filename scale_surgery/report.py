@@ -10,7 +10,6 @@ Nothing is written: the page is `report_page`'s.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -168,29 +167,3 @@ def _notes(manifest: Manifest, comparison: Comparison, streams: Streams | None, 
 def _named(names: Sequence[str]) -> str:
     more = len(names) - MAX_NAMED
     return ", ".join(names[:MAX_NAMED]) + (f" and {more} more" if more > 0 else "")
-
-
-def check_page(page: Path, inputs: Sequence[str | Path]) -> None:
-    """Check that a page can be written and is no input, before any work is done.
-
-    Args:
-        page: The file to be; an existing one is replaced.
-        inputs: Model folder and texts.
-
-    Raises:
-        CheckpointError: If it is a folder, lies in a folder that is read or is a file that is read, or its own folder
-            cannot be written.
-    """
-    place = page.resolve()
-    problems = [
-        f"{page}: would be written into {source}, which is read. Choose another file."
-        for source in inputs
-        if Path(source).resolve() in (place, *place.parents)
-    ]
-    if place.is_dir():
-        problems.append(f"{page}: is a folder, expected a file to be. Give it a name, such as {page}/report.html.")
-    parent = next(folder for folder in place.parents if folder.exists())
-    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-        problems.append(f"{page}: {parent} is not a folder you may write to. Choose another place.")
-    if problems:
-        raise CheckpointError.from_problems(problems)

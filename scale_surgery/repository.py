@@ -82,9 +82,11 @@ class Contents:
 
     @property
     def base_files(self) -> set[str]:
-        """Names of the files of the base that lie in the folder."""
-        stored = self.manifest.base_files.values() if self.manifest is not None and self.form == "expanded" else ()
-        return {entry.stored_as for entry in stored if entry.stored_as is not None}
+        """Names of the files of the base that lie in the folder, byte for byte."""
+        if self.manifest is None or self.form != "expanded":
+            return set()
+        stored = {entry.stored_as for entry in self.manifest.base_files.values()}
+        return {name for name in stored if name is not None and name not in self.manifest.renumbered}
 
     @property
     def code(self) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from typing import Any
 
 from scale_surgery import modeling
 from scale_surgery.checkpoint import CONFIG_FILE, MANIFEST_FILE, Checkpoint, open_checkpoint, read_text
+from scale_surgery.depth import refuse_depth
 from scale_surgery.errors import CheckpointError, PlanError
 from scale_surgery.families import Family, Sizes, get_family
 from scale_surgery.manifest import Manifest, read_manifest, refuse_fused
@@ -113,6 +114,11 @@ def route_export(
     check_routing(routing)
     checkpoint, manifest = open_checkpoint(Path(expanded)), read_manifest(Path(expanded))
     refuse_fused(checkpoint.path, manifest)
+    refuse_depth(
+        manifest.plan["specs"],
+        expanded,
+        "It is a stock checkpoint, whose classes run one path; a router needs --method scale.",
+    )
     if manifest.routing is not None:
         raise CheckpointError(
             f"{expanded}: is a routed model already. Its numbers are changed by route-calibrate --write, or by "

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from scale_surgery.checkpoint import INDEX_FILE, MANIFEST_FILE, Checkpoint, open_checkpoint, read_json
+from scale_surgery.depth_names import stored_name
 from scale_surgery.errors import TrainingError
 from scale_surgery.manifest import read_manifest
 from scale_surgery.staging import BaseWeights, staged, take_over, write_json, write_tensors, write_text
@@ -199,16 +200,17 @@ def publish_tensors(target: Path, trained: Path, prefix: str, renamed: Mapping[s
     from scale_surgery.initialise import TORCH_DTYPES
 
     checkpoint = open_checkpoint(target)
-    planned = read_manifest(target).plan["tensors"]
+    plan = read_manifest(target).plan
+    planned = [{**tensor, "stored": stored_name(plan["specs"], tensor["name"])} for tensor in plan["tensors"]]
     index = read_json(target / INDEX_FILE)
     with safe_open(trained, framework="pt") as file:
-        names = module_names([tensor["name"] for tensor in planned], list(file.keys()), renamed)
+        names = module_names([tensor["stored"] for tensor in planned], list(file.keys()), renamed)
         for shard in sorted({tensor["shard"] for tensor in planned}):
-            own = [tensor["name"] for tensor in planned if tensor["shard"] == shard]
-            dtypes = {name: TORCH_DTYPES[checkpoint.tensors[name].dtype] for name in own}
-            stored = shard.replace("expansion-", prefix)
-            write_tensors(target / stored, {name: file.get_tensor(names[name]).to(dtypes[name]) for name in own})
-            index["weight_map"] |= dict.fromkeys(own, stored)
+            own = {tensor["stored"]: tensor["name"] for tensor in planned if tensor["shard"] == shard}
+            dtypes = {stored: TORCH_DTYPES[checkpoint.tensors[name].dtype] for stored, name in own.items()}
+            published = shard.replace("expansion-", prefix)
+            write_tensors(target / published, {name: file.get_tensor(names[name]).to(dtypes[name]) for name in own})
+            index["weight_map"] |= dict.fromkeys(own, published)
     write_json(target / INDEX_FILE, index)
     for shard in target.glob("expansion-*.safetensors"):
         if shard.name not in index["weight_map"].values():

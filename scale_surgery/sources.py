@@ -17,10 +17,12 @@ from scale_surgery.checkpoint import (
     OTHER_WEIGHT_SUFFIXES,
     Checkpoint,
     TensorInfo,
+    name_tensors,
     open_checkpoint,
     read_json,
     refuse_extract,
 )
+from scale_surgery.depth_names import CONFIG_KEY, numbering_of
 from scale_surgery.errors import CheckpointError
 
 SKIPPED_PATTERNS = [f"*{suffix}" for suffix in OTHER_WEIGHT_SUFFIXES]
@@ -121,7 +123,8 @@ def _remote_model(repo: str, revision: str | None) -> tuple[Source, Checkpoint]:
     left_out = tuple(file for file in others if file.endswith((*OTHER_WEIGHT_SUFFIXES, ".safetensors")))
     side_files = tuple(file for file in others if file not in left_out and file != MANIFEST_FILE)
     config = read_json(folders[0] / CONFIG_FILE)
-    checkpoint = Checkpoint(folders[0], config, tensors, tuple(sorted(headers)), side_files, left_out)
+    named = name_tensors(tensors, numbering_of(config.get(CONFIG_KEY)))
+    checkpoint = Checkpoint(folders[0], config, named, tuple(sorted(headers)), side_files, left_out)
     return Source(folders[0], repo, info.sha), checkpoint
 
 

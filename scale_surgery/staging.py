@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -51,6 +51,37 @@ def check_target(target: Path, sources: list[Path], *, overwrite: bool) -> None:
     parent = next(folder for folder in target.resolve().parents if folder.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         problems.append(f"{target}: {parent} is not a folder you may write to. Choose another output folder.")
+    if problems:
+        raise CheckpointError.from_problems(problems)
+
+
+def check_output_files(files: Sequence[Path | None], inputs: Sequence[str | Path]) -> None:
+    """Check that files can be written and are no inputs, before any work is done.
+
+    Args:
+        files: The files to be; existing ones are replaced. None for one that is not asked for.
+        inputs: Model folders and texts; Hub ids are no folders.
+
+    Raises:
+        CheckpointError: If one is a folder, lies in a folder that is read or is a file that is read, its own folder
+            cannot be written, or two are one; every such file is named.
+    """
+    places = {file: file.resolve() for file in files if file is not None}
+    problems = [
+        f"{file}: would be written into {source}, which is read. Choose another file."
+        for file, place in places.items()
+        for source in dict.fromkeys(map(str, inputs))
+        if Path(source).resolve() in (place, *place.parents)
+    ]
+    for file, place in places.items():
+        if place.is_dir():
+            problems.append(f"{file}: is a folder, expected a file to be. Choose a name inside it.")
+        parent = next(folder for folder in place.parents if folder.exists())
+        if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+            problems.append(f"{file}: {parent} is not a folder you may write to. Choose another place.")
+    given = [file.resolve() for file in files if file is not None]
+    if len(set(given)) < len(given):
+        problems.append(f"{next(iter(places))}: is to be two different files at once. Choose two names.")
     if problems:
         raise CheckpointError.from_problems(problems)
 

@@ -6,12 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from scale_surgery.checkpoint import EXTRACT_FILE, open_checkpoint, refuse_extract
+from scale_surgery.checkpoint import EXTRACT_FILE, INDEX_FILE, open_checkpoint, read_json, refuse_extract
+from scale_surgery.depth_names import numbering_of
+from scale_surgery.depth_shards import write_base_shard
 from scale_surgery.errors import CheckpointError
 from scale_surgery.fused import rebuild_shard
 from scale_surgery.manifest import Manifest, hash_files, read_manifest
 from scale_surgery.progress import Progress, Track, no_track
-from scale_surgery.staging import BaseWeights, check_space, check_target, staged, take_over, write_text
+from scale_surgery.staging import BaseWeights, check_space, check_target, staged, take_over, write_json, write_text
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,8 @@ def strip(
     manifest = read_manifest(path)
     check_target(target, [path], overwrite=overwrite)
     total = sum(file.bytes for file in manifest.base_files.values())
-    check_space(target, total if base_weights == "copy" or manifest.joined_shards else 0)
+    is_written = base_weights == "copy" or manifest.joined_shards or manifest.renumbered
+    check_space(target, total if is_written else 0)
     _check_present(path, manifest)
     state = {
         "strip": {name: file.sha256 for name, file in manifest.base_files.items()},
@@ -76,13 +79,15 @@ def strip(
 def _placing(
     path: Path, manifest: Manifest, base_weights: BaseWeights, advance: Progress
 ) -> Callable[[Path, Path], None]:
-    """How a stored file gets into the new folder: as a file, or taken out of the shards of a fused model."""
+    """How a stored file gets into the new folder: as a file, or its shard is written again as it was."""
     checkpoint = open_checkpoint(path) if manifest.joined_shards else None
 
     def place(source: Path, file: Path) -> None:
         shard = source.relative_to(path).as_posix()
         if checkpoint is not None and shard in manifest.joined_shards:
             rebuild_shard(checkpoint, manifest, shard, file, advance)
+        elif shard in manifest.renumbered:
+            write_base_shard(path, manifest, shard, file, advance)
         else:
             take_over(source, file, base_weights)
             advance(file.stat().st_size)
@@ -105,6 +110,30 @@ def restore(expanded: Path, folder: Path, manifest: Manifest, place: Callable[[P
             write_text(folder / name, manifest.replaced[name])
         else:
             place(expanded / file.stored_as, folder / name)
+
+
+def link_base(expanded: Path, folder: Path, manifest: Manifest) -> dict[str, str]:
+    """Make a folder that loads as the base: links to its files where they are whole, and no byte of a tensor copied.
+
+    Args:
+        expanded: Folder of the expanded checkpoint.
+        folder: Where the links go.
+        manifest: Its surgery.json.
+
+    Returns:
+        What `from_pretrained` has to be given as `key_mapping`: where layers were duplicated, the shards name tensors
+        by position, and these patterns make base names of them.
+    """
+    restore(expanded, folder, manifest, lambda source, link: link.symlink_to(source.resolve()))
+    numbering = numbering_of(manifest.plan["specs"])
+    if numbering is None:
+        return {}
+    index = folder / INDEX_FILE
+    if index.is_file():
+        content = read_json(index)
+        places = {numbering.stored(name): shard for name, shard in content["weight_map"].items()}
+        write_json(index, {**content, "weight_map": places})
+    return numbering.as_key_mapping(int(manifest.plan["sizes"]["layers"]))
 
 
 def _check_present(expanded: Path, manifest: Manifest) -> None:

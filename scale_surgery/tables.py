@@ -64,7 +64,7 @@ def render_inspection(found: Inspection) -> RenderableType:
     sizes = found.sizes
     rows = [
         ("family", found.family),
-        ("layers", f"{sizes.layers}  (0 to {sizes.layers - 1})"),
+        ("layers", _layers(found)),
         ("widths", f"hidden {sizes.hidden}, inner {sizes.inner}, vocabulary {sizes.vocabulary}"),
         ("heads", f"{sizes.query_heads} query, {sizes.key_value_heads} key/value, head size {sizes.head_size}"),
         ("dtype", found.dtype),
@@ -76,6 +76,12 @@ def render_inspection(found: Inspection) -> RenderableType:
     if found.expansion is None:
         return facts(found.name, rows)
     return Group(facts(found.name, rows), Text(), _render_summary(found.expansion))
+
+
+def _layers(found: Inspection) -> str:
+    own, new = found.sizes.layers, len(found.expansion.new_layers) if found.expansion is not None else 0
+    whose = f", {own} of them the base's" if new else ""
+    return f"{own + new}  (0 to {own + new - 1}){whose}"
 
 
 def _render_summary(added: ExpansionSummary) -> Table:
@@ -107,10 +113,12 @@ def format_widths(up_width: int, up_kv_heads: int, up_inner_width: int) -> str:
 
 def render_expansion(done: Expansion) -> RenderableType:
     """What an expansion wrote."""
+    is_renumbered = done.plan.request.method == "depth"
+    taken = "the same data, layers renumbered in headers" if is_renumbered else "taken over as files"
     rows = [
         ("written", str(done.path)),
         ("new shards", f"{len(done.plan.shards)}, {format_bytes(done.plan.costs.bytes_added)}"),
-        ("base shards", f"{format_bytes(done.base_bytes_written)} written, taken over as files"),
+        ("base shards", f"{format_bytes(done.base_bytes_written)} written, {taken}"),
         ("next", f"scale-surgery verify {done.path}"),
     ]
     rows += [("not taken along", ", ".join(done.left_out))] if done.left_out else []

@@ -18,11 +18,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from scale_surgery.checkpoint import Checkpoint, open_checkpoint
+from scale_surgery.depth_names import stored_name
 from scale_surgery.errors import CheckpointError, DataError, TrainingError
+from scale_surgery.freeze import expansion_parts, freeze_base, train_in_float32
 from scale_surgery.integrity import Integrity, bytes_to_check, check_files
 from scale_surgery.manifest import Manifest, hash_tensors, read_manifest, refuse_fused, tool_versions
+from scale_surgery.methods import method_of
 from scale_surgery.progress import Track, no_track
-from scale_surgery.run import CURVES_FILE, LOG_FILE, Run, check_resumable, last_measured
+from scale_surgery.run import CURVES_FILE, LOG_FILE, Run, check_resumable, last_measured, module_names
 from scale_surgery.settings import TrainingSettings, check_settings
 from scale_surgery.staging import BaseWeights, check_space, check_target, locked
 
@@ -142,7 +145,14 @@ def train(
         if resume:
             check_resumable(target, decisive)
         model = _load(checkpoint, settings, trust_remote_code=trust_remote_code)
-        run = Run(target, checkpoint, decisive, _record(model, settings, decisive), dict(model.renamed_modules))
+        _check_reach(model, checkpoint, manifest)
+        run = Run(
+            target,
+            checkpoint,
+            decisive,
+            _record(model, settings, decisive),
+            dict(getattr(model, "renamed_modules", {})),
+        )
         if not resume and processes.is_main_process:
             run.begin(base_weights, overwrite=overwrite)
         processes.wait_for_everyone()
@@ -285,17 +295,21 @@ def _steps(settings: TrainingSettings, sequences: int, processes: int) -> int:
 
 def _load(checkpoint: Checkpoint, settings: TrainingSettings, *, trust_remote_code: bool) -> Any:
     """Load the model; what trains is float32, the rest is as it is stored and frozen."""
-    import torch
-
     from scale_surgery.probe import model_class, quiet_transformers
 
     with quiet_transformers():
         model = model_class(checkpoint, trust_remote_code=trust_remote_code).from_pretrained(checkpoint.path)
-    for module in model.modules():
-        for name, parameter in getattr(module, "expansion_parameters", dict)().items():
-            parameter.requires_grad_(module.groups[name] in settings.groups)
-            # an update of less than a 256th of a bfloat16 number would be lost
-            parameter.data = parameter.data.to(torch.float32)
+    freeze_base(model)
+    train_in_float32(model)
+    for part in expansion_parts(model):
+        part.parameter.requires_grad_(part.group in settings.groups)
+    trained = {part.group for part in expansion_parts(model) if part.parameter.requires_grad}
+    if {"w11", "w21"} <= trained and "w12" not in trained:
+        raise TrainingError(
+            f"{checkpoint.path}: would train both copies of gate and up projection (w11, w21) and no half of the down "
+            "projection (w12): the copies would get equal gradients, stay equal for ever and be worth one. Add w12 to "
+            "--train-only."
+        )
     if "routing" in checkpoint.config["scale_surgery"]:
         model.enable_routing(settings.routed)
     if settings.routed and _is_base_everywhere(model):
@@ -307,10 +321,36 @@ def _load(checkpoint: Checkpoint, settings: TrainingSettings, *, trust_remote_co
     if not any(parameter.requires_grad for parameter in model.parameters()):
         chosen = ", ".join(settings.groups) or "none"
         raise TrainingError(
-            f"{checkpoint.path}: nothing would train; it has no tensor of the chosen groups ({chosen}). w12 exists in "
-            "collaborative layers only: expand with --variant adapt, or choose other groups."
+            f"{checkpoint.path}: nothing would train; it has no tensor of the chosen groups ({chosen}). "
+            f"{_advice(model)}"
         )
     return model
+
+
+def _check_reach(model: Any, checkpoint: Checkpoint, manifest: Manifest) -> None:
+    """Refuse to train copies of layers where what begins mute stays so: nothing would reach the output."""
+    if method_of(manifest.plan) != "depth":
+        return
+    mute = [tensor["name"] for tensor in manifest.plan["tensors"] if tensor["init"] in ("zero", "mute")]
+    hashes = hash_tensors(checkpoint, mute)
+    if any(hashes[name] != manifest.expansion_tensors[name] for name in mute):
+        return
+    parts = {part.name: part for part in expansion_parts(model)}
+    names = module_names([stored_name(manifest.plan["specs"], name) for name in mute], list(parts), {})
+    ways_out = [parts[name] for name in names.values()]
+    if not any(part.parameter.requires_grad for part in ways_out):
+        needed = " or ".join(sorted({part.group for part in ways_out}))
+        raise TrainingError(
+            f"{checkpoint.path}: nothing would be learned; its copies of layers begin by adding zeros, and what makes "
+            f"them zeros would not train. Choose {needed} too."
+        )
+
+
+def _advice(model: Any) -> str:
+    present = sorted({part.group for part in expansion_parts(model)})
+    if "w21" in present and "w12" not in present:
+        return "w12 exists in collaborative layers only: expand with --variant adapt, or choose other groups."
+    return f"Choose among {', '.join(present)}."
 
 
 def _is_base_everywhere(model: Any) -> bool:

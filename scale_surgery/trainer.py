@@ -20,6 +20,7 @@ from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerContr
 
 from scale_surgery.data import IGNORED, Sequences
 from scale_surgery.errors import TrainingError
+from scale_surgery.freeze import expansion_disabled, expansion_parts
 from scale_surgery.measure import Measurement, measure
 from scale_surgery.progress import Progress
 from scale_surgery.run import EXPANSION_FILE, Run
@@ -64,11 +65,7 @@ class ExpansionTrainer(Trainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the expansion tensors; every process takes part, because a tensor may be sharded over them."""
         model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
-        tensors = {
-            f"{path}.{name}".replace(WRAPPED, ""): full_tensor(parameter)
-            for path, module in model.named_modules()
-            for name, parameter in getattr(module, "expansion_parameters", dict)().items()
-        }
+        tensors = {part.name.replace(WRAPPED, ""): full_tensor(part.parameter) for part in expansion_parts(model)}
         spoiled = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
         if spoiled:
             raise TrainingError(self._diverged(f"{len(spoiled)} tensors hold numbers that are not finite"))
@@ -119,7 +116,7 @@ class ExpansionTrainer(Trainer):
     def evaluate(self, *args: Any, metric_key_prefix: str = "eval", **options: Any) -> dict[str, float]:
         """Measure loss and accuracy on old and new text, and what was forgotten and learned against the base."""
         if not self.base_nats:
-            with self.accelerator.unwrap_model(self.model).expansion_disabled():
+            with expansion_disabled(self.accelerator.unwrap_model(self.model)):
                 self.base_nats = {side: self.measure_side(side).nats_per_token for side in self.sides}
         found = {side: self.measure_side(side) for side in self.sides}
         metrics = {f"{side}_nats_per_token": measured.nats_per_token for side, measured in found.items()}
@@ -148,9 +145,11 @@ class ExpansionTrainer(Trainer):
 @contextmanager
 def routing_enabled(model: Any) -> Iterator[None]:
     """Let a model route inside a `with` block, if it has a router."""
+    if "routing" not in model.config.scale_surgery:
+        yield
+        return
     before = model.switches["routing"]
-    if "routing" in model.config.scale_surgery:
-        model.enable_routing(True)
+    model.enable_routing(True)
     try:
         yield
     finally:

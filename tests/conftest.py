@@ -41,6 +41,8 @@ REQUESTS = {
     "adapt": Request("0,2", variant="adapt", collaborate="both", init_w22="random"),
     "adapt_without_up_stream": Request("1", variant="adapt", up_width=0, init_w22="random"),
 }
+# the lowest layer and the last one, so that something is renumbered and something is not
+DEEPENED = Request("0,2", method="depth")
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,19 @@ def pair_of(base_of: Callable[..., Path], tmp_path_factory: pytest.TempPathFacto
         base = base_of(family, dtype, tied)
         expansion = expand(base, REQUESTS[request], tmp_path_factory.mktemp("expanded") / f"{base.name}_{request}")
         return Pair(base, expansion.path, expansion, load_base(base), load(expansion.path))
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def deep_of(base_of: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Pair]:
+    """Duplicate layers of a tiny base model."""
+
+    @functools.cache
+    def make(family: str = "llama", dtype: str = "float32", tied: bool = False) -> Pair:
+        base = base_of(family, dtype, tied)
+        done = expand(base, DEEPENED, tmp_path_factory.mktemp("deep") / base.name)
+        return Pair(base, done.path, done, load(base), load(done.path))
 
     return make
 

@@ -73,15 +73,16 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         rows = [json.dumps({"text": biography(person, 3)}) for person in people(count, start=start)]
         (folder / f"{name}.jsonl").write_text("\n".join(rows), encoding="utf-8")
     expand(SHIPPED_MODEL, Request("2-3", variant="adapt", collaborate="both"), folder / "expanded")
+    expand(SHIPPED_MODEL, Request("1,3", method="depth"), folder / "deep")
     return folder
 
 
-def command(place: Path, output: str, *options: str) -> list[str]:
+def command(place: Path, output: str, *options: str, model: str = "expanded") -> list[str]:
     """The command that trains in two processes, two rows each."""
     data = ["--data", str(place / "texts.jsonl"), "--eval-data", f"old={place / 'old.jsonl'}"]
     often = "--log-every 1 --save-every 2 --eval-every 2"
     words = f"--sequence-length 32 --batch-size 2 --steps 4 --learning-rate 0.003 {often}"
-    return ["train", str(place / "expanded"), "-o", str(place / output), *data, *words.split(), *options]
+    return ["train", str(place / model), "-o", str(place / output), *data, *words.split(), *options]
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +95,7 @@ def done(paths: dict[str, Path], place: Path, tmp_path_factory: pytest.TempPathF
         "steps": {"cases": cases, "out": str(out), "environment": fsdp2 | {"ACCELERATE_USE_FSDP": "false"}},
         "ddp": {"command": command(place, "ddp"), "environment": {}},
         "fsdp2": {"command": command(place, "fsdp2"), "environment": fsdp2},
+        "deep": {"command": command(place, "deep-fsdp2", model="deep"), "environment": fsdp2},
         "stopped": {"command": command(place, "stopped"), "environment": fsdp2, "stop_at": 3},
         "resumed": {"command": command(place, "stopped", "--resume"), "environment": fsdp2}
         | {"listed": str(stopped), "out": str(out / "stopped.json")},
@@ -184,14 +186,17 @@ def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tens
     return max((one[name] - other[name]).abs().max().item() for name in one)
 
 
-@pytest.fixture(scope="module")
-def trained_alone(place: Path) -> dict[str, torch.Tensor]:
+def train_alone(place: Path, model: str, output: str) -> dict[str, torch.Tensor]:
     """What one process learns from the same batches."""
     settings = {"learning_rate": 0.003, "log_every": 1, "save_every": 2, "eval_every": 2}
     run = TrainingSettings(steps=4, sequence_length=32, batch_size=4, **settings)
-    return trained(
-        train(place / "expanded", [place / "texts.jsonl"], place / "alone", run, old=[place / "old.jsonl"]).path
-    )
+    return trained(train(place / model, [place / "texts.jsonl"], place / output, run, old=[place / "old.jsonl"]).path)
+
+
+@pytest.fixture(scope="module")
+def trained_alone(place: Path) -> dict[str, torch.Tensor]:
+    """What one process makes of the expanded model."""
+    return train_alone(place, "expanded", "alone")
 
 
 @pytest.mark.parametrize("way", ["ddp", "fsdp2"])
@@ -204,6 +209,13 @@ def test_training_in_two_processes_learns_what_one_learns(
     logs = [(place / one / "training" / "log.jsonl").read_text().splitlines() for one in (way, "alone")]
     for found, wanted in zip(*(map(json.loads, lines) for lines in logs), strict=True):
         assert found == pytest.approx(wanted, abs=1e-4)
+
+
+def test_duplicated_layers_learn_in_two_processes_what_they_learn_in_one(done: Path, place: Path) -> None:
+    check_codes(done, "deep")
+    alone = train_alone(place, "deep", "deep-alone")
+    moved = largest_difference(trained(place / "deep"), alone)
+    assert largest_difference(trained(place / "deep-fsdp2"), alone) < ALLOWED_AFTER_TRAINING < moved / 50
 
 
 def test_a_stopped_run_in_two_processes_resumes_to_the_same_bits(done: Path, place: Path) -> None:

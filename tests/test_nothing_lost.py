@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 from scale_surgery import CheckpointError, PlanError, Request, expand, strip
 from scale_surgery.checkpoint import open_checkpoint
+from scale_surgery.cli import main
 from scale_surgery.plan import plan
 from tests.conftest import digests
 from tests.tiny import save_tiny
@@ -97,7 +99,10 @@ def test_links_are_for_shards_only(base: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"variant": "presrve"}, "--variant is 'presrve', expected one of: preserve, adapt."),
+        (
+            {"variant": "presrve"},
+            "--variant is 'presrve', expected one of: preserve, adapt, grow-freeze, grow-train, depth.",
+        ),
         ({"variant": "adapt", "collaborate": "atn"}, "--collaborate is 'atn', expected one of: attn, ffn, both."),
         ({"init_w21": "sdv"}, "--init-w21 is 'sdv', expected one of: svd, random, zero."),
         ({"dtype": "fp16"}, "--dtype is 'fp16', expected one of: float32, float16, bfloat16."),
@@ -169,3 +174,36 @@ def test_bytes_behind_the_last_tensor_are_damage(own: Any) -> None:
         stream.write(b"12345678")
     with pytest.raises(CheckpointError, match=r"its tensors end at byte \d+, the file has \d+ bytes"):
         open_checkpoint(source)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["plan", "{model}", "--layers", "1", "-o", "{file}"],
+        ["verify", "{expanded}", "--base", "{model}", "--report", "{file}"],
+        ["evaluate", "{model}", "--old", "{text}", "--new", "{text}", "--plot", "{file}"],
+        ["rank-layers", "{model}", "--data", "{text}", "-o", "{file}"],
+        ["rank-layers", "{model}", "--data", "{text}", "--plot", "{file}"],
+        ["report", "{expanded}", "--text", "{text}", "-o", "{file}"],
+    ],
+)
+def test_a_file_to_be_written_is_no_input(arguments: list[str], own: Any, base: Path, tmp_path: Path) -> None:
+    model, text = own("model"), tmp_path / "text.txt"
+    text.write_text("A text.")
+    expanded = expand(base, REQUEST, tmp_path / "expanded").path
+    places = {"model": model, "expanded": expanded, "text": text}
+    folder = model if "{model}" in arguments else expanded
+    files = [folder / "config.json", text] if "{text}" in arguments else [folder / "config.json"]
+    for file in files:
+        before = digests(tmp_path)
+        given = [part.format(**places, file=file) for part in arguments]
+        result = CliRunner().invoke(main, given)
+        source = text if file == text else folder
+        assert result.exit_code == 1
+        # lines are broken to the width of the terminal
+        assert f"{file}: would be written into {source}, which is read. Choose another file." in joined(result.stderr)
+        assert digests(tmp_path) == before
+
+
+def joined(lines: str) -> str:
+    return " ".join(lines.split())

@@ -38,7 +38,7 @@ from scale_surgery.request import Request
 from scale_surgery.route import route_export
 from scale_surgery.strip import strip
 from scale_surgery.verify import verify
-from tests.conftest import REQUESTS, digests, load, shake
+from tests.conftest import DEEPENED, REQUESTS, digests, load, shake
 from tests.hub_server import Fault, Hub, Repository, account, running
 
 REPO = "me/wide"
@@ -290,6 +290,21 @@ def test_a_stock_export_is_pushed(hub: Hub, stock: Path, tmp_path: Path) -> None
     assert torch.equal(*(load(path)(torch.arange(6)[None]).logits for path in (stock, found)))
     again = send(hub, found, repo="me/again", check=True)
     assert "license: mit\n" in again.card and "README.base-2.md" not in hub.files("me/again")
+
+
+def test_a_model_with_duplicated_layers_is_pushed(hub: Hub, base: Path, tmp_path: Path) -> None:
+    deep = expand(base, DEEPENED, tmp_path / "deep").path
+    done = send(hub, deep, check=True)
+    found = download(hub, tmp_path / "found")
+    assert done.form == "expanded" and "the code of `helper.py`" in (found / "README.md").read_text()
+    assert "freeze_base(model)" in done.card and "remote_code" not in done.card
+    origins = {file.name: file.origin for file in done.files if file.name.startswith("model-")}
+    # a shard with another header is another file for the Hub
+    assert set(origins.values()) == {"base", "model"}
+    assert all((deep / name).read_bytes() == (base / name).read_bytes() for name in origins if origins[name] == "base")
+    assert torch.equal(*(load(path)(torch.arange(6)[None]).logits for path in (base, found)))
+    strip(found, tmp_path / "stripped")
+    assert digests(tmp_path / "stripped") == digests(base)
 
 
 def test_a_stock_export_that_is_not_what_merge_wrote(hub: Hub, stock: Path, tmp_path: Path) -> None:

@@ -177,8 +177,8 @@ def test_full_training_scores_attention_too(base, texts):
             {"pilot": replace(PILOT, steps=5000)},
             DataError,
             "--data: {tokens} tokens found, at least 6,400 needed: the pilot takes 5000 steps of 2 x 32 tokens, and "
-            "what is read more than 50 times is learned by heart. Give more text, or lower --steps, --batch-size or "
-            "--sequence-length.",
+            "what is read more than 50 times is learned by heart. Give more text, or lower --steps (to {fitting}), "
+            "--batch-size or --sequence-length.",
         ),
         (
             {"pilot": replace(PILOT, sequence_length=65)},
@@ -190,11 +190,15 @@ def test_full_training_scores_attention_too(base, texts):
             PlanError,
             "--steps is 0, expected at least 1.\n"
             "--batch-size is -1, expected at least 1.\n"
-            "--learning-rate is 0, expected more: nothing would change, and nothing could be ranked.\n"
+            "--learning-rate is 0, expected more than 0 and at most 1.\n"
             "--seed is 4294967296, expected at most 4294967295.\n"
             "--train is 'all', expected one of: mlp, full.",
         ),
-        ({"pilot": replace(PILOT, learning_rate=3)}, PlanError, "--learning-rate is 3, expected at most 1."),
+        (
+            {"pilot": replace(PILOT, learning_rate=3)},
+            PlanError,
+            "--learning-rate is 3, expected more than 0 and at most 1.",
+        ),
         (
             {"budget": "lots"},
             PlanError,
@@ -224,7 +228,11 @@ def test_what_cannot_be_done(base, texts, ranked, options, error, text):
     price = plan(base, Request("1")).costs.parameters_added
     with pytest.raises(error) as caught:
         rank_layers(base, texts[0], **{"pilot": PILOT, **options})
-    assert str(caught.value) == text.replace("{tokens}", f"{ranked.pilot.tokens:,}").replace("{price}", f"{price:,}")
+    tokens = ranked.pilot.tokens
+    gaps = {"{tokens}": f"{tokens:,}", "{price}": f"{price:,}", "{fitting}": str(tokens * 50 // 64)}
+    for gap, filled in gaps.items():
+        text = text.replace(gap, filled)
+    assert str(caught.value) == text
 
 
 @pytest.mark.parametrize("request_", [Request("all", method="grow"), Request("all", variant="preserve")])
@@ -279,7 +287,7 @@ SHORT = ("--steps", "3", "--batch-size", "2", "--sequence-length", "32", "--lear
 
 
 def test_the_command_proposes_a_command_that_runs(base, texts, ranked, tmp_path, monkeypatch):
-    monkeypatch.chdir(base.parent)
+    monkeypatch.chdir(tmp_path)
     file, picture = tmp_path / "ranking.json", tmp_path / "ranking.png"
     options = ("--data", texts[0], "--old", texts[1], "--budget", "50%", "-o", file, "--plot", picture)
     output = run(base, *options, *SHORT)
@@ -288,7 +296,7 @@ def test_the_command_proposes_a_command_that_runs(base, texts, ranked, tmp_path,
     (command,) = [line for line in " ".join(output.split()).split("next ") if line.startswith("scale-surgery expand")]
     command = command.partition(" written to")[0]
     assert command == (
-        f"scale-surgery expand tiny --layers {ranked.proposals[0].argument} --variant adapt"
+        f"scale-surgery expand {base} --layers {ranked.proposals[0].argument} --variant adapt"
         + f" --collaborative-layers {ranked.depth.argument}" * (ranked.depth.proposed != ranked.proposals[0].layers)
     )
     done = CliRunner().invoke(main, [*command.split()[1:], "-o", str(tmp_path / "wide")])
@@ -298,6 +306,20 @@ def test_the_command_proposes_a_command_that_runs(base, texts, ranked, tmp_path,
     assert written["order"]["relative-norm"] == list(ranked.order("relative-norm"))
     assert written["depth"]["preserved_depth"] == ranked.depth.preserved_depth
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_pilot_that_learned_nothing_is_warned_of(ranked):
+    last = replace(ranked.layers[-1], relative_norm=2 * max(layer.relative_norm for layer in ranked.layers))
+    apart = replace(ranked, layers=(*ranked.layers[:-1], last))
+    assert apart.warnings == ()
+    close = replace(apart, layers=tuple(replace(layer, relative_norm=1 + layer.layer / 100) for layer in apart.layers))
+    assert [line[:43] for line in close.warnings] == ["the layers' scores lie within 3.8% of each "]
+    worse = replace(apart, pilot=replace(ranked.pilot, first_loss=1.0, last_loss=6.0))
+    assert worse.warnings == (
+        "the pilot learned nothing: its loss was 1.000 in the first steps and 6.000 in the last, so the order says "
+        "little. Lower --learning-rate, or raise --steps.",
+    )
+    assert worse.to_json()["warnings"] == list(worse.warnings)
 
 
 @pytest.mark.parametrize(
@@ -314,8 +336,9 @@ def test_the_command_proposes_a_command_that_runs(base, texts, ranked, tmp_path,
     ],
 )
 def test_the_proposed_command_repeats_what_was_asked_for(ranked, request_, words):
-    again = replace(ranked, request=complete(request_), depth=None)
-    assert next_command(again) == f"scale-surgery expand tiny --layers {ranked.proposals[0].argument}{words}"
+    again = replace(ranked, model="user/name", revision="v1", request=complete(request_), depth=None)
+    layers = f"--revision v1 --layers {ranked.proposals[0].argument}"
+    assert next_command(again) == f"scale-surgery expand user/name {layers}{words}"
 
 
 def test_details_name_every_matrix_within_80_columns(base, texts):

@@ -21,7 +21,6 @@ from scale_surgery import CheckpointError, Report, Request, Routing, expand, rep
 from scale_surgery.cli import main
 from scale_surgery.path_colours import DARK, LIGHT, Palette
 from scale_surgery.probe import Layer
-from scale_surgery.report import check_page
 from scale_surgery.report_charts import (
     HEIGHT,
     MOST_MARKERS,
@@ -36,6 +35,7 @@ from scale_surgery.report_charts import (
 from scale_surgery.report_page import LINES, STEPS, render_page, write_page
 from scale_surgery.report_records import Norms, Spectrum, Streams, TensorChange, by_layer
 from scale_surgery.report_tables import render_report
+from scale_surgery.staging import check_output_files
 from tests.conftest import shake
 from tests.test_route_report import CHROMIUM, COLOUR_VISION, contrast, parse, seen_by, shown
 from tests.tiny import save_tiny
@@ -277,21 +277,30 @@ def test_a_page_that_cannot_be_written_is_refused_before_any_work(place: Path, t
     text.write_text("A text.")
     refused: list[tuple[Path, str]] = [
         (text, f"{text}: would be written into {text}, which is read. Choose another file."),
-        (tmp_path, f"{tmp_path}: is a folder, expected a file to be. Give it a name, such as {tmp_path}/report.html."),
+        (tmp_path, f"{tmp_path}: is a folder, expected a file to be. Choose a name inside it."),
         (text / "a.html", f"{text}/a.html: {text} is not a folder you may write to. Choose another place."),
     ]
     for page, message in refused:
         with pytest.raises(CheckpointError) as caught:
-            check_page(page, [place / "adapt", text])
+            check_output_files([page], [place / "adapt", text])
         assert message in str(caught.value).splitlines()
-    check_page(tmp_path / "new" / "report.html", [place / "adapt", text])
+    check_output_files([tmp_path / "new" / "report.html", None], [place / "adapt", text])
+    twice = tmp_path / "report.html"
+    with pytest.raises(CheckpointError) as caught:
+        check_output_files(
+            [twice, tmp_path / "x" / ".." / "report.html", place / "adapt" / "config.json"], [place / "adapt"]
+        )
+    assert str(caught.value).splitlines() == [
+        f"{place}/adapt/config.json: would be written into {place}/adapt, which is read. Choose another file.",
+        f"{twice}: is to be two different files at once. Choose two names.",
+    ]
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_folder_without_permission_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     with pytest.raises(CheckpointError, match="is not a folder you may write to"):
-        check_page(tmp_path / "report.html", [])
+        check_output_files([tmp_path / "report.html"], [])
 
 
 def test_tracks_what_it_does(place: Path) -> None:

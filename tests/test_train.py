@@ -451,8 +451,8 @@ def test_settings_that_make_no_sense_are_named_together(place: Path, tmp_path: P
         "seed: -1, expected at least 0.",
         "epochs: 0, expected more.",
         "warmup: 1.5, expected a share of the steps, less than 1.",
-        "train-only: w13 is no group of expansion tensors, expected some of w12, w21, w22, biases, norms, embedding, "
-        "head.",
+        "train-only: w13 is no group of expansion tensors, expected some of w12, w21, w22, w11, biases, norms, "
+        "embedding, head, attn, ffn.",
     ]
 
 

@@ -1,0 +1,113 @@
+"""Names of tensors where layers are duplicated: by base layer in this package, by position in the files.
+
+With `--layers 1` a copy of layer 1 comes after it, and every layer above moves up by one:
+
+    in this package                  in the files, and in the model that loads them
+    model.layers.1.mlp.x             model.layers.1.mlp.x
+    model.layers.1.after.mlp.x       model.layers.2.mlp.x       the copy
+    model.layers.2.mlp.x             model.layers.3.mlp.x       the base's layer 2
+
+So a base tensor has one name, whatever stands below it. `open_checkpoint` turns names of files into these names, and
+`Numbering.stored` turns them back wherever a file is written.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from scale_surgery.errors import CheckpointError
+
+CONFIG_KEY = "scale_surgery"
+AFTER = "after."
+
+
+@dataclass(frozen=True)
+class Numbering:
+    """Where the layers of a base stand among copies.
+
+    Attributes:
+        base_model: What may stand before the layers in a name, such as `model`.
+        layers: Module list of the layers, such as `layers`.
+        copied: Base layers that have a copy after them, ascending.
+    """
+
+    base_model: str
+    layers: str
+    copied: tuple[int, ...]
+
+    @cached_property
+    def new(self) -> tuple[int, ...]:
+        """Positions of the copies."""
+        return tuple(layer + number for number, layer in enumerate(self.copied, 1))
+
+    @cached_property
+    def _pattern(self) -> re.Pattern[str]:
+        return re.compile(rf"((?:{re.escape(self.base_model)}\.)?{re.escape(self.layers)}\.)(\d+)\.(.+)")
+
+    def position(self, layer: int) -> int:
+        """Where a base layer stands: its number, and one for each copy below it."""
+        return layer + sum(copied < layer for copied in self.copied)
+
+    def stored(self, name: str) -> str:
+        """Name that a tensor has in the files."""
+        found = self._pattern.fullmatch(name)
+        if found is None:
+            return name
+        path, layer, rest = found[1], int(found[2]), found[3]
+        if rest.startswith(AFTER) and layer in self.copied:
+            return f"{path}{self.position(layer) + 1}.{rest.removeprefix(AFTER)}"
+        return f"{path}{self.position(layer)}.{rest}"
+
+    def named(self, stored: str) -> str:
+        """Name that a tensor of the files has in this package; the reverse of `stored`."""
+        found = self._pattern.fullmatch(stored)
+        if found is None:
+            return stored
+        path, position, rest = found[1], int(found[2]), found[3]
+        layer = position - sum(new <= position for new in self.new)
+        return f"{path}{layer}.{AFTER if position in self.new else ''}{rest}"
+
+    def as_key_mapping(self, layers: int) -> dict[str, str]:
+        """Patterns and names for transformers' `key_mapping`, which load base tensors out of files with positions.
+
+        Args:
+            layers: Number of base layers.
+        """
+        moved = {self.position(layer): layer for layer in range(layers) if self.position(layer) != layer}
+        word = re.escape(self.layers)
+        return {rf"(?<![^.]){word}\.{position}\.": f"{self.layers}.{layer}." for position, layer in moved.items()}
+
+
+def numbering_of(specs: Mapping[str, Any] | None) -> Numbering | None:
+    """The numbering that a model's key `scale_surgery` describes; None where no layer was duplicated.
+
+    Args:
+        specs: Value of that key in config.json, or the specifications in a plan.
+
+    Raises:
+        CheckpointError: If it does not say which layers have copies.
+    """
+    if not isinstance(specs, Mapping) or specs.get("method") != "depth":
+        return None
+    copied, names = specs.get("expanded_layers"), (specs.get("base_model"), specs.get("layers"))
+    are_layers = isinstance(copied, list | tuple) and all(type(layer) is int and layer >= 0 for layer in copied)
+    if not are_layers or not copied or sorted(set(copied)) != list(copied) or not all(map(_is_word, names)):
+        raise CheckpointError(
+            f"config.json: {CONFIG_KEY} says that layers were duplicated, and not which. Restore it from where you "
+            "got it."
+        )
+    return Numbering(str(names[0]), str(names[1]), tuple(copied))
+
+
+def _is_word(name: object) -> bool:
+    return isinstance(name, str) and name.isidentifier()
+
+
+def stored_name(specs: Mapping[str, Any], name: str) -> str:
+    """Name that a tensor has in the files of a model with these specifications, duplicated layers or not."""
+    numbering = numbering_of(specs)
+    return name if numbering is None else numbering.stored(name)
