@@ -14,6 +14,12 @@ SOURCES: Mapping[Method, str] = {
     "grow": "The expansion is that of Grow, Don't Overwrite; the way of keeping it apart from its base is SCALE's.",
     "depth": "The expansion is the block expansion of LLaMA Pro.",
 }
+# whose papers a card cites
+CITED: Mapping[Method, tuple[Method, ...]] = {
+    "scale": ("scale", "grow"),
+    "grow": ("grow", "scale"),
+    "depth": ("depth",),
+}
 # of models with duplicated layers
 COPIES = {
     "expanded": "A language model with new layers among its pretrained ones, made with `scale-surgery`.",
@@ -28,33 +34,31 @@ FREEZING = (
     '`model.config.scale_surgery["new_layers"]` lists the new layers. With the package `scale-surgery` installed, '
     "`scale_surgery.freeze_base(model)` lets them train, and nothing else."
 )
-CITATIONS = """```bibtex
-@misc{scale2025,
+CITATIONS: Mapping[Method, str] = {
+    "scale": """@misc{scale2025,
   title         = {{SCALE}: Upscaled Continual Learning of Large Language Models},
   author        = {Lee, Jin-woo and Choi, Junhwa and Hwang, Bongkyu and Choo, Jinho and Kim, Bogun and Yi, JeongSeon
                    and Lee, Joonseok and Jung, DongYoung and Park, Jaeseon and Park, Kyoungwon and Jung, Suk-hoon},
   year          = {2025},
   eprint        = {2511.03270},
   archivePrefix = {arXiv}
-}
-
-@misc{grow2026,
+}""",
+    "grow": """@misc{grow2026,
   title         = {Grow, Don't Overwrite: Fine-tuning Without Forgetting},
   author        = {Adila, Dyah and Mazzawi, Hanna and Dherin, Benoit and Gonzalvo, Xavier},
   year          = {2026},
   eprint        = {2603.08647},
   archivePrefix = {arXiv}
-}
-
-@misc{llamapro2024,
+}""",
+    "depth": """@misc{llamapro2024,
   title         = {{LLaMA} {Pro}: Progressive {LLaMA} with Block Expansion},
   author        = {Wu, Chengyue and Gan, Yukang and Ge, Yixiao and Lu, Zeyu and Wang, Jiahao and Feng, Ye
                    and Shan, Ying and Luo, Ping},
   year          = {2024},
   eprint        = {2401.02415},
   archivePrefix = {arXiv}
+}""",
 }
-```"""
 
 
 def grown(request: Mapping[str, Any], *, is_stock: bool) -> str:

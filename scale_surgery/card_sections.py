@@ -8,6 +8,7 @@ from typing import Any
 
 from scale_surgery.card_methods import (
     CITATIONS,
+    CITED,
     COPIED,
     COPIES,
     FREEZING,
@@ -307,4 +308,5 @@ def _taken_back(facts: CardFacts) -> str:
 
 
 def _cited(facts: CardFacts) -> str:
-    return f"## Citation\n\n{SOURCES[facts.method]}\n\n{CITATIONS}"
+    cited = "\n\n".join(CITATIONS[method] for method in CITED[facts.method])
+    return f"## Citation\n\n{SOURCES[facts.method]}\n\n```bibtex\n{cited}\n```"

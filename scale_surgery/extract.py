@@ -28,7 +28,7 @@ from scale_surgery.extract_folder import (
     content_problems,
     stored_name,
 )
-from scale_surgery.manifest import Manifest, hash_files, read_manifest, refuse_fused, tool_versions
+from scale_surgery.manifest import Manifest, check_numbering, hash_files, read_manifest, refuse_fused, tool_versions
 from scale_surgery.model_card import read_licence
 from scale_surgery.progress import Track, no_track
 from scale_surgery.staging import BaseWeights, check_space, check_target, staged, take_over, write_json
@@ -91,6 +91,7 @@ def extract(
     path, target = Path(expanded), Path(output)
     checkpoint, manifest = open_checkpoint(path), read_manifest(path)
     refuse_fused(path, manifest)
+    check_numbering(checkpoint, manifest)
     check_target(target, [path], overwrite=overwrite)
     _check_clashes(checkpoint)
     from_base = _find_base_files(checkpoint, manifest, track)

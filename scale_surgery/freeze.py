@@ -79,6 +79,11 @@ def new_layers(model: Any, numbering: Numbering) -> dict[str, Any]:
     """The copies in a loaded model, by their names there."""
     path = f"{numbering.base_model}.{numbering.layers}" if hasattr(model, numbering.base_model) else numbering.layers
     layers = model.get_submodule(path)
+    if numbering.new[-1] >= len(layers):
+        raise CheckpointError(
+            f"config.json: {CONFIG_KEY} names layer {numbering.new[-1]} as new, expected one of the model's "
+            f"{len(layers)}. Restore config.json from where you got it."
+        )
     return {f"{path}.{position}": layers[position] for position in numbering.new}
 
 

@@ -7,8 +7,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from scale_surgery.checkpoint import Checkpoint
+from scale_surgery.checkpoint import CONFIG_FILE, Checkpoint
 from scale_surgery.depth_names import AFTER, CONFIG_KEY, numbering_of
+from scale_surgery.errors import CheckpointError
 from scale_surgery.families import Family, Sizes, get_family, read_sizes
 from scale_surgery.methods import METHODS, Method
 from scale_surgery.routing_specs import Routing, read_routing
@@ -139,6 +140,15 @@ def _tied_copy(checkpoint: Checkpoint, family: Family, sizes: Sizes) -> int:
 
 def _summarise(checkpoint: Checkpoint) -> ExpansionSummary:
     specs = checkpoint.config["scale_surgery"]
+    try:
+        return _read_summary(checkpoint, specs)
+    except (KeyError, TypeError, AttributeError, StopIteration) as error:
+        raise CheckpointError(
+            f"{checkpoint.path / CONFIG_FILE}: scale_surgery is incomplete ({error}). Restore it from where you got it."
+        ) from error
+
+
+def _read_summary(checkpoint: Checkpoint, specs: Mapping[str, Any]) -> ExpansionSummary:
     manifest: Mapping[str, Any] = checkpoint.manifest or {}
     numbering = numbering_of(specs)
     widths = specs.get("widths") or asdict(Widths(0, 0, 0))

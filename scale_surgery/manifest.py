@@ -26,9 +26,10 @@ from scale_surgery.checkpoint import (
     read_chunks,
     read_json,
 )
-from scale_surgery.depth_names import numbering_of
+from scale_surgery.depth_names import CONFIG_KEY, Numbering, numbering_of
 from scale_surgery.errors import CheckpointError, PlanError
 from scale_surgery.families import get_family
+from scale_surgery.methods import method_of
 from scale_surgery.progress import Progress, no_progress
 from scale_surgery.routing_specs import Routing
 
@@ -174,6 +175,28 @@ def _check_plan(file: Path, plan: Mapping[str, Any], base_tensors: Mapping[str, 
     get_family(plan["family"])
     _ = plan["sizes"]["hidden"], plan["request"]["variant"], plan["specs"]["expanded_layers"]
     _ = [(tensor["name"], tensor["shape"]) for tensor in plan["tensors"]]
+    if method_of(plan) == "grow":
+        copies, inner = plan["request"]["copies"], plan["sizes"]["inner"]
+        if type(copies) is not int or copies < 2 or plan["widths"]["up_inner_width"] != (copies - 1) * inner:
+            raise PlanError(f"plan.request.copies is {copies!r}, which does not fit its widths")
+
+
+def check_numbering(checkpoint: Checkpoint, manifest: Manifest) -> None:
+    """Check that config.json and surgery.json name the same duplicated layers, by which tensors have their names.
+
+    Raises:
+        CheckpointError: If not.
+    """
+    found, wanted = numbering_of(checkpoint.config.get(CONFIG_KEY)), numbering_of(manifest.plan["specs"])
+    if found != wanted:
+        raise CheckpointError(
+            f"{checkpoint.path / CONFIG_FILE}: {CONFIG_KEY} names {_copied(found)} as duplicated, expected "
+            f"{_copied(wanted)} from {MANIFEST_FILE}. Restore config.json from where you got it."
+        )
+
+
+def _copied(numbering: Numbering | None) -> str:
+    return "no layer" if numbering is None else f"layers {', '.join(map(str, numbering.copied))}"
 
 
 def _routing_names(file: Path, routing: Mapping[str, Any] | None) -> list[str]:

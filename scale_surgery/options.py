@@ -30,6 +30,12 @@ def add_options(command: Command, options: Sequence[Callable[[Command], Command]
     return command
 
 
+def model_options(command: Command) -> Command:
+    """Add what says which model is meant."""
+    command = click.option("--revision", help="Branch, tag or commit of a Hub repository.")(command)
+    return click.argument("model")(command)
+
+
 def stop(out: Output, message: str, *, debug: bool) -> None:
     """Say what went wrong and exit with 1."""
     if debug:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from scale_surgery.checkpoint import MANIFEST_FILE, open_checkpoint
 from scale_surgery.errors import CheckpointError, DataError
-from scale_surgery.manifest import Manifest, read_manifest
+from scale_surgery.manifest import Manifest, check_numbering, read_manifest
 from scale_surgery.sources import find_source
 
 if TYPE_CHECKING:
@@ -101,7 +101,9 @@ def _open(model: str, revision: str | None, *, trust_remote_code: bool) -> Subje
     specs = checkpoint.config.get("scale_surgery", {})
     is_fused = specs.get("fused", False)
     is_expanded = bool(specs) and not is_fused
-    has_manifest = is_expanded and (source.path / MANIFEST_FILE).is_file()
+    manifest = read_manifest(source.path) if is_expanded and (source.path / MANIFEST_FILE).is_file() else None
+    if manifest is not None:
+        check_numbering(checkpoint, manifest)
     config = _load_config(source.path, source.name, trust_remote_code=trust_remote_code)
     tokenizer = load_tokenizer(source.path, trust_remote_code=trust_remote_code)
     if tokenizer is None:
@@ -115,7 +117,7 @@ def _open(model: str, revision: str | None, *, trust_remote_code: bool) -> Subje
         is_expanded=is_expanded,
         is_fused=is_fused,
         is_routed="routing" in specs,
-        manifest=read_manifest(source.path) if has_manifest else None,
+        manifest=manifest,
         base=None,
         tokenizer=tokenizer,
         context=getattr(config, "max_position_embeddings", None),

@@ -22,7 +22,7 @@ from scale_surgery.depth_names import stored_name
 from scale_surgery.errors import CheckpointError, DataError, TrainingError
 from scale_surgery.freeze import expansion_parts, freeze_base, train_in_float32
 from scale_surgery.integrity import Integrity, bytes_to_check, check_files
-from scale_surgery.manifest import Manifest, hash_tensors, read_manifest, refuse_fused, tool_versions
+from scale_surgery.manifest import Manifest, check_numbering, hash_tensors, read_manifest, refuse_fused, tool_versions
 from scale_surgery.methods import method_of
 from scale_surgery.progress import Track, no_track
 from scale_surgery.run import CURVES_FILE, LOG_FILE, Run, check_resumable, last_measured, module_names
@@ -122,6 +122,7 @@ def train(
     check_settings(settings)
     checkpoint, manifest = open_checkpoint(path), read_manifest(path)
     refuse_fused(path, manifest)
+    check_numbering(checkpoint, manifest)
     if settings.routed and manifest.routing is None:
         raise TrainingError(
             f"{path}: has no router, expected a routed model for --routed. Write one first: scale-surgery route-export."
@@ -303,11 +304,10 @@ def _load(checkpoint: Checkpoint, settings: TrainingSettings, *, trust_remote_co
     train_in_float32(model)
     for part in expansion_parts(model):
         part.parameter.requires_grad_(part.group in settings.groups)
-    trained = {part.group for part in expansion_parts(model) if part.parameter.requires_grad}
-    if {"w11", "w21"} <= trained and "w12" not in trained:
+    if _is_trapped(model):
         raise TrainingError(
-            f"{checkpoint.path}: would train both copies of gate and up projection (w11, w21) and no half of the down "
-            "projection (w12): the copies would get equal gradients, stay equal for ever and be worth one. Add w12 to "
+            f"{checkpoint.path}: would train both copies of its MLPs alike, which are still equal, and no half of the "
+            "down projection (w12): they would get equal gradients, stay equal for ever and be worth one. Add w12 to "
             "--train-only."
         )
     if "routing" in checkpoint.config["scale_surgery"]:
@@ -344,6 +344,20 @@ def _check_reach(model: Any, checkpoint: Checkpoint, manifest: Manifest) -> None
             f"{checkpoint.path}: nothing would be learned; its copies of layers begin by adding zeros, and what makes "
             f"them zeros would not train. Choose {needed} too."
         )
+
+
+def _is_trapped(model: Any) -> bool:
+    """Whether two equal copies of an MLP, the base's and the new one, would train in the same way."""
+    from torch import equal, nn
+
+    def is_half(down: Any) -> bool:
+        weight = down.weight if isinstance(down, nn.Linear) else down.weight.t()
+        return down.w12.shape == weight.shape and equal(down.w12, weight.to(down.w12.dtype) * down.share)
+
+    grown = [module for module in model.modules() if getattr(module, "w11", None) is not None]
+    halves = [module for module in model.modules() if hasattr(module, "share") and module.w12 is not None]
+    are_alike = all(one.w11.requires_grad == one.w21.requires_grad and equal(one.w11, one.w21) for one in grown)
+    return bool(grown) and are_alike and all(is_half(half) and not half.w12.requires_grad for half in halves)
 
 
 def _advice(model: Any) -> str:

@@ -32,7 +32,7 @@ from scale_surgery.errors import PlanError
 from scale_surgery.families import get_family
 from scale_surgery.fused import described_parts
 from scale_surgery.integrity import Integrity, bytes_to_check, check_files
-from scale_surgery.manifest import Manifest, read_manifest, tool_versions
+from scale_surgery.manifest import Manifest, check_numbering, read_manifest, tool_versions
 from scale_surgery.methods import DEFAULT_COPIES, method_of
 from scale_surgery.progress import Track, no_track
 from scale_surgery.route import routing_of
@@ -162,6 +162,7 @@ def verify(
         raise PlanError(f"--promise {unknown[0]} is unknown, expected one of: {', '.join(PROMISES)}.")
     path = Path(expanded)
     checkpoint, manifest = open_checkpoint(path), read_manifest(path)
+    check_numbering(checkpoint, manifest)
     given = open_checkpoint(find_source(base, revision).path) if base is not None else None
     with track("bytes", bytes_to_check(checkpoint, manifest, given)) as advance:
         integrity = check_files(checkpoint, manifest, given, advance)

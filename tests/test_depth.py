@@ -22,12 +22,14 @@ from scale_surgery import CheckpointError, PlanError, Request, expand, inspect, 
 from scale_surgery.checkpoint import open_checkpoint, read_tensor
 from scale_surgery.depth import BINDINGS, build_depth_specs, deepened_config
 from scale_surgery.depth_names import Numbering
+from scale_surgery.extract import extract
 from scale_surgery.families import get_family
 from scale_surgery.freeze import base_states, freeze_base, new_layers
 from scale_surgery.manifest import hash_tensors, read_manifest
 from scale_surgery.model_card import make_card
 from scale_surgery.plan_tables import render_plan
 from scale_surgery.repository import read_contents
+from scale_surgery.subjects import open_subjects
 from scale_surgery.tables import render_inspection
 from tests.conftest import DEEPENED, Pair, digests, load, shake
 from tests.test_interruptions import run_killed
@@ -572,3 +574,41 @@ def test_the_card_says_what_it_is(own):
     assert "no remote code is run" in text and "trust_remote_code" not in text
     assert "freeze_base(model)" in text and "LLaMA Pro" in text
     assert "W21" not in text and "W12" not in text
+
+
+@pytest.mark.parametrize(("copied", "named"), [([0, 1], "layers 0, 1"), (None, "no layer")])
+def test_a_config_that_names_other_layers_is_named_first(own: Path, copied: list[int] | None, named: str) -> None:
+    wanted = ", ".join(map(str, read_manifest(own).plan["layers"]))
+    config = json.loads((own / "config.json").read_text())
+    if copied is None:
+        del config["scale_surgery"]
+    else:
+        config["scale_surgery"]["expanded_layers"] = copied
+    (own / "config.json").write_text(json.dumps(config))
+    # without the key, evaluate sees a plain model
+    evaluating = [] if copied is None else [lambda path: open_subjects([path])]
+    for read in (verify, lambda path: extract(path, path.with_name("extract")), *evaluating):
+        with pytest.raises(CheckpointError) as raised:
+            read(own)
+        assert str(raised.value) == (
+            f"{own}/config.json: scale_surgery names {named} as duplicated, expected layers {wanted} from "
+            "surgery.json. Restore config.json from where you got it."
+        )
+
+
+def test_new_layers_beyond_the_last_are_named(deep_of: Callable[..., Pair]) -> None:
+    model = deep_of("llama").load()
+    model.config.scale_surgery = {**model.config.scale_surgery, "expanded_layers": [1, 99]}
+    with pytest.raises(CheckpointError, match=r"names layer 101 as new, expected one of the model's \d+"):
+        freeze_base(model)
+
+
+def test_an_incomplete_key_in_the_config(own: Path) -> None:
+    config = json.loads((own / "config.json").read_text())
+    del config["scale_surgery"]["variant"]
+    (own / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError) as raised:
+        inspect(own)
+    assert str(raised.value) == (
+        f"{own}/config.json: scale_surgery is incomplete ('variant'). Restore it from where you got it."
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from scale_surgery.plan import plan
 from scale_surgery.request import Request
 from scale_surgery.route import route_export
 from scale_surgery.routing_specs import Routing
-from scale_surgery.settings import TrainingSettings
+from scale_surgery.settings import GROUPS, TrainingSettings
 from scale_surgery.strip import strip
 from scale_surgery.train import train
 from scale_surgery.verify import Verification, verify
@@ -212,11 +213,30 @@ def test_training_into_the_trap_is_refused(stories: Path, tmp_path: Path) -> Non
     with pytest.raises(TrainingError) as raised:
         train(grown, [tmp_path / "new.txt"], tmp_path / "trained", settings)
     assert str(raised.value) == (
-        f"{grown}: would train both copies of gate and up projection (w11, w21) and no half of the down "
-        "projection (w12): the copies would get equal gradients, stay equal for ever and be worth one. Add w12 to "
+        f"{grown}: would train both copies of its MLPs alike, which are still equal, and no half of the down "
+        "projection (w12): they would get equal gradients, stay equal for ever and be worth one. Add w12 to "
         "--train-only."
     )
     assert not (tmp_path / "trained").exists()
+    # copies that are no longer equal may train so, and so may three, which noise keeps apart
+    apart = train(grown, [tmp_path / "new.txt"], tmp_path / "apart", replace(settings, groups=GROUPS)).path
+    train(apart, [tmp_path / "new.txt"], tmp_path / "trained", settings)
+    three = expand(stories, Request("4", method="grow", variant="grow-train", copies=3), tmp_path / "three").path
+    train(three, [tmp_path / "new.txt"], tmp_path / "three-trained", settings)
+
+
+@pytest.mark.parametrize("copies", [0, 1, 3, "x"])
+def test_a_spoiled_number_of_copies_is_noticed(copies: Any, grown_of: Callable[..., Path]) -> None:
+    grown = grown_of("llama")
+    record = json.loads((grown / "surgery.json").read_text())
+    record["plan"]["request"]["copies"] = copies
+    (grown / "surgery.json").write_text(json.dumps(record))
+    with pytest.raises(CheckpointError) as raised:
+        verify(grown)
+    assert str(raised.value) == (
+        f"{grown}/surgery.json: is incomplete (plan.request.copies is {copies!r}, which does not fit its widths). "
+        "Restore it from where you got it."
+    )
 
 
 @pytest.mark.parametrize("request_", [FREEZE, TRAIN], ids=["freeze", "train"])
