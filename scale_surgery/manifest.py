@@ -28,7 +28,7 @@ from scale_surgery.checkpoint import (
 )
 from scale_surgery.depth_names import CONFIG_KEY, Numbering, numbering_of
 from scale_surgery.errors import CheckpointError, PlanError
-from scale_surgery.families import get_family
+from scale_surgery.families import Sizes, get_family
 from scale_surgery.methods import method_of
 from scale_surgery.progress import Progress, no_progress
 from scale_surgery.routing_specs import Routing
@@ -175,6 +175,11 @@ def _check_plan(file: Path, plan: Mapping[str, Any], base_tensors: Mapping[str, 
     get_family(plan["family"])
     _ = plan["sizes"]["hidden"], plan["request"]["variant"], plan["specs"]["expanded_layers"]
     _ = [(tensor["name"], tensor["shape"]) for tensor in plan["tensors"]]
+    sizes = Sizes(**plan["sizes"])
+    if not all(type(number) is int for number in (sizes.hidden, sizes.layers, sizes.inner, sizes.vocabulary)):
+        raise PlanError("plan.sizes")
+    if (method_of(plan) == "depth") != (numbering_of(plan["specs"]) is not None):
+        raise PlanError("plan.request.method is not that of plan.specs")
     if method_of(plan) == "grow":
         copies, inner = plan["request"]["copies"], plan["sizes"]["inner"]
         if type(copies) is not int or copies < 2 or plan["widths"]["up_inner_width"] != (copies - 1) * inner:
@@ -237,7 +242,8 @@ def _check_renumbered(file: Path, content: Mapping[str, Any], files: Mapping[str
     numbering = numbering_of(content["plan"]["specs"])
     known = {entry.stored_as for entry in files.values()}
     are_headers = _are_texts(headers) and all(isinstance(json.loads(header), dict) for header in headers.values())
-    if not are_headers or not known.issuperset(headers) or (headers and numbering is None):
+    are_shards = known.issuperset(headers) and all(name.endswith(".safetensors") for name in headers)
+    if not are_headers or not are_shards or (headers and numbering is None):
         raise CheckpointError(f"{file}: is incomplete (renumbered). Restore it from where you got it.")
 
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
+from scale_surgery.errors import PlanError
 from scale_surgery.families import Family
 
 Method = Literal["scale", "grow", "depth"]
@@ -65,5 +66,12 @@ def code_files(family: Family, method: Method) -> tuple[str, ...]:
 
 
 def method_of(plan: Mapping[str, Any]) -> Method:
-    """The method of a plan in surgery.json."""
-    return cast(Method, plan["request"].get("method", "scale"))
+    """The method of a plan in surgery.json.
+
+    Raises:
+        PlanError: If there is no such method.
+    """
+    method = plan["request"].get("method", "scale")
+    if method not in METHODS:
+        raise PlanError(f"plan.request.method is {method!r}, expected one of: {', '.join(METHODS)}")
+    return cast(Method, method)

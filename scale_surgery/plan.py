@@ -345,9 +345,13 @@ def load_request(file: Path) -> Request:
         PlanError: If the file is not a plan of this program.
     """
     try:
-        return Request(**read_json(file)["request"])
-    except (KeyError, TypeError) as error:
-        raise PlanError(f"{file}: is not a plan of scale-surgery ({error}). Make one with plan -o.") from error
+        content = read_json(file)
+        _ = content["base_fingerprint"], content["tensors"]
+        return Request(**content["request"])
+    except (KeyError, TypeError, CheckpointError) as error:
+        found = "" if isinstance(error, CheckpointError) else f" ({error})"
+        missing = "" if file.is_file() else "there is no such file, it "
+        raise PlanError(f"{file}: {missing}is not a plan of scale-surgery{found}. Make one with plan -o.") from error
 
 
 def check_same_plan(plan: Plan, file: Path) -> None:

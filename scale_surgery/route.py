@@ -117,7 +117,7 @@ def route_export(
     refuse_depth(
         manifest.plan["specs"],
         expanded,
-        "It is a stock checkpoint, whose classes run one path; a router needs --method scale.",
+        "It is a stock checkpoint, whose classes run one path; a router needs --method scale or grow.",
     )
     if manifest.routing is not None:
         raise CheckpointError(

@@ -19,7 +19,7 @@ from benchmarks import biography_layers, biography_layers_report, biography_pilo
 from benchmarks.biography import QUICK
 from benchmarks.biography_methods import PRESERVE
 from benchmarks.biography_pilots import Proposal, keep_proposals, read_proposals
-from benchmarks.biography_places import GROWN, NORM, PAIRS, PRESERVED, WIDENED, collaborate
+from benchmarks.biography_places import DEPTHS, GROWN, NORM, PAIRS, WIDENED, collaborate
 from benchmarks.biography_runs import (
     Examination,
     Point,
@@ -52,7 +52,7 @@ def w12_layers(model: Any) -> set[int]:
 
 
 def test_w12_stands_in_the_layers_from_the_preserved_depth_on() -> None:
-    for methods in PRESERVED.values():
+    for methods in DEPTHS.values():
         for lowest, method in methods.items():
             assert w12_layers(method.make(SHIPPED_MODEL, 0)) == set(range(lowest, 4))
     named = {scope: set(trainable(method.make(SHIPPED_MODEL, 0))) for scope, method in NORM.items()}
@@ -153,9 +153,7 @@ def test_quick_runs_are_tabulated_and_drawn(tmp_path: Path, monkeypatch: pytest.
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(biography_layers, "NORM_RATES", (3e-3,))
     monkeypatch.setattr(biography_layers, "PAIRS", {"adapt": {(0, 1): WIDENED[0, 1]}, "grow": {(0, 1): GROWN[0, 1]}})
-    monkeypatch.setattr(
-        biography_layers, "PRESERVED", {"attn": {lowest: PRESERVED["attn"][lowest] for lowest in (2, 4)}}
-    )
+    monkeypatch.setattr(biography_layers, "DEPTHS", {"attn": {lowest: DEPTHS["attn"][lowest] for lowest in (2, 4)}})
     alike = dict.fromkeys(("relative-norm", "effective-rank"), (1, 0, 2, 3))
     append_record(tmp_path / "records.pilots.jsonl", dataclasses.replace(proposal(0, ()), orders=alike))
     for figure in biography_layers.FIGURES:

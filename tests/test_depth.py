@@ -612,3 +612,28 @@ def test_an_incomplete_key_in_the_config(own: Path) -> None:
     assert str(raised.value) == (
         f"{own}/config.json: scale_surgery is incomplete ('variant'). Restore it from where you got it."
     )
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (lambda record: record["renumbered"].update({"config.json": "{}"}), "renumbered"),
+        (
+            lambda record: record["plan"]["request"].update(method="foo"),
+            "plan.request.method is 'foo', expected one of: scale, grow, depth",
+        ),
+        (
+            lambda record: record["plan"]["request"].update(method="scale"),
+            "plan.request.method is not that of plan.specs",
+        ),
+        (lambda record: record["plan"]["sizes"].update(layers="x"), "plan.sizes"),
+    ],
+)
+def test_a_spoiled_record_is_named(own: Path, spoil: Callable[[Any], None], reason: str) -> None:
+    record = json.loads((own / "surgery.json").read_text())
+    spoil(record)
+    (own / "surgery.json").write_text(json.dumps(record))
+    with pytest.raises(CheckpointError) as raised:
+        strip(own, own.with_name("base"))
+    wanted = f"{own}/surgery.json: is incomplete ({reason}). Restore it from where you got it."
+    assert str(raised.value) == wanted

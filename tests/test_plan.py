@@ -241,8 +241,22 @@ def test_a_saved_plan_gives_its_request_back(base_of, tmp_path):
         check_same_plan(other, tmp_path / "plan.json")
 
 
-@pytest.mark.parametrize("content", ('{"a": 1}', '{"request": {"layers": "0", "sides": 3}}', '{"request": 4}'))
+# the last: rank-layers -o writes a request too
+NO_PLANS = (
+    '{"a": 1}',
+    '{"request": {"layers": "0", "sides": 3}}',
+    '{"request": 4}',
+    "x",
+    '{"request": {"layers": "0"}}',
+)
+
+
+@pytest.mark.parametrize("content", NO_PLANS)
 def test_a_file_that_is_no_plan(tmp_path, content):
+    with pytest.raises(
+        PlanError, match=r"plan\.json: there is no such file, it is not a plan of scale-surgery\. Make one"
+    ):
+        load_request(tmp_path / "plan.json")
     (tmp_path / "plan.json").write_text(content)
     with pytest.raises(PlanError, match=r"plan\.json: is not a plan of scale-surgery"):
         load_request(tmp_path / "plan.json")
