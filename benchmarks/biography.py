@@ -1,6 +1,8 @@
 """Continual learning in small: teach the shipped model new people, and see what it still knows of the old ones.
 
     python -m benchmarks.biography
+    python -m benchmarks.biography --figure growing
+    python -m benchmarks.biography --figure stream
     python -m benchmarks.biography --figure inits
     python -m benchmarks.biography --figure routed
 
@@ -31,8 +33,8 @@ from rich.console import Console
 from transformers import AutoTokenizer
 from transformers.utils import logging
 
-from benchmarks.biography_methods import INITS, METHODS, PRESERVE, ROUTED, Method
-from benchmarks.biography_report import LEGEND, TARGETS_LEGEND, render, render_targets
+from benchmarks.biography_methods import GROWING, INITS, METHODS, PRESERVE, ROUTED, STREAM, Method
+from benchmarks.biography_report import LEGEND, STREAM_LEGEND, TARGETS_LEGEND, render, render_targets
 from benchmarks.biography_runs import Examination, Run, Settings, append_record, read_records, run
 from scale_surgery import register
 from scale_surgery.biographies import SHIPPED_MODEL
@@ -41,7 +43,7 @@ COARSE = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)
 BETWEEN = (1.7e-5, 5.5e-5, 1.7e-4, 5.5e-4, 1.7e-3, 5.5e-3, 1.7e-2, 5.5e-2, 1.7e-1)
 HALF_A_STEP_BELOW = dict(zip(COARSE[1:], BETWEEN, strict=True))
 TIE = 0.01  # accuracies on Task 1 that differ by less count as equal
-FIGURES = {"methods": METHODS, "routed": ROUTED}
+FIGURES = {"methods": METHODS, "growing": GROWING, "stream": STREAM, "routed": ROUTED}
 NAMES = sorted({method.name for methods in FIGURES.values() for method in methods})
 QUICK = Settings(new_people=4, steps=8, rows=1, old_questions=24, old_texts=4)
 
@@ -125,7 +127,7 @@ def compare_inits(bench: Bench, seeds: int) -> dict[str, list[Run]]:
 
 
 @click.command()
-@click.option("--figure", type=click.Choice(["methods", "inits", "routed"]), default="methods", show_default=True)
+@click.option("--figure", type=click.Choice([*FIGURES, "inits"]), default="methods", show_default=True)
 @click.option(
     "--method", "names", type=click.Choice(NAMES), metavar="NAME", multiple=True, help="Of this figure. Default: all."
 )
@@ -149,7 +151,8 @@ def main(figure: str, names: tuple[str, ...], seeds: int, quick: bool, images: P
     bench = Bench(QUICK if quick else Settings(), output, console)
     is_inits = figure == "inits"
     groups = compare_inits(bench, seeds) if is_inits else compare(bench, select(FIGURES[figure], names), seeds)
-    console.print(render(groups, with_sizes=figure != "routed"), LEGEND, sep="\n", highlight=False)
+    legend = STREAM_LEGEND if figure == "stream" else LEGEND
+    console.print(render(groups, figure), legend, sep="\n", highlight=False)
     if figure == "routed":
         console.print(render_targets(groups), TARGETS_LEGEND, sep="\n", highlight=False)
     minutes = sum(found.seconds for found in bench.done.values()) / 60

@@ -57,7 +57,7 @@ class Look:
 
 # colours of Okabe and Ito, which colour-blind readers tell apart too, purple darker for text; a family shares one
 BLACK, GREY, ORANGE, VERMILION = "#000000", "#767676", "#E69F00", "#D55E00"
-BLUE, GREEN, PURPLE = "#0072B2", "#009E73", "#B8578F"
+BLUE, GREEN, PURPLE, BROWN = "#0072B2", "#009E73", "#B8578F", "#8A5A2B"
 LOOKS = {
     "full": Look(BLACK),
     "freeze": Look(GREY),
@@ -70,6 +70,9 @@ LOOKS = {
     "adapt both 0": Look(PURPLE, "^"),
     "adapt both 2": Look(PURPLE, "s"),
     "adapt both 3": Look(PURPLE, "D"),
+    "grow-freeze": Look(BROWN, "v"),
+    "grow-train": Look(BROWN, "v", is_hollow=True),
+    "depth": Look(VERMILION, "P"),
     "both 3 cosine": Look(VERMILION, "D"),
     "both 3 cosine, trained": Look(VERMILION, "D", is_hollow=True),
     "both 3 posterior": Look(GREEN, "D"),
@@ -98,6 +101,7 @@ STEPS = Axis("steps", lambda point: point.step)
 NEW_ACCURACY = Axis("new people (Task 1), %", lambda point: 100 * point.new_accuracy)
 OLD_ACCURACY = Axis("old people (Task 0), %", lambda point: 100 * point.old_accuracy)
 NEW_LOSS = Axis("new people's texts, nats per token", lambda point: point.new_loss)
+COSINE = Axis("cosine with the base model's", lambda point: nan if point.cosine is None else point.cosine)
 OLD_LOSS = Axis("old people's texts, nats per token", lambda point: point.old_loss)
 
 
@@ -105,7 +109,7 @@ def draw(figure: str, groups: Groups, folder: Path) -> Path:
     """Draw one figure.
 
     Args:
-        figure: "methods", "inits" or "routed".
+        figure: "methods", "growing", "stream", "inits" or "routed".
         groups: Runs with several seeds, by name.
         folder: Where the PNG goes.
 
@@ -116,40 +120,59 @@ def draw(figure: str, groups: Groups, folder: Path) -> Path:
     with matplotlib.rc_context(STYLE):
         drawn = Figure(figsize=SIZE, layout="constrained")
         drawn.get_layout_engine().set(wspace=0.05)
-        {"methods": _draw_methods, "inits": _draw_inits, "routed": _draw_routed}[figure](drawn, groups)
+        DRAWINGS[figure](drawn, groups)
         drawn.savefig(file, dpi=DOTS_PER_INCH)
     return file
 
 
 def _draw_methods(figure: Figure, groups: Groups) -> None:
     left, right = figure.subplots(1, 2)
-    _frame(left, "accuracy, every curve from top left", NEW_ACCURACY, OLD_ACCURACY)
-    _name_ends(left, _draw_paths(left, groups, NEW_ACCURACY, OLD_ACCURACY))
-    _frame(right, "loss at the end, better is up and right", NEW_LOSS, OLD_LOSS)
-    _name_ends(right, _draw_ends(right, groups, NEW_LOSS, OLD_LOSS))
+    frame(left, "accuracy, every curve from top left", NEW_ACCURACY, OLD_ACCURACY)
+    name_ends(left, _draw_paths(left, groups, NEW_ACCURACY, OLD_ACCURACY))
+    frame(right, "loss at the end, better is up and right", NEW_LOSS, OLD_LOSS)
+    name_ends(right, _draw_ends(right, groups, NEW_LOSS, OLD_LOSS))
 
 
 def _draw_routed(figure: Figure, groups: Groups) -> None:
     """Draw as the other methods, with one legend, because what routes ends at the same place."""
     left, right = figure.subplots(1, 2)
-    _frame(left, "accuracy, every curve from top left", NEW_ACCURACY, OLD_ACCURACY)
+    frame(left, "accuracy, every curve from top left", NEW_ACCURACY, OLD_ACCURACY)
     _draw_paths(left, groups, NEW_ACCURACY, OLD_ACCURACY)
-    _frame(right, "loss, better is up and right", NEW_LOSS, OLD_LOSS)
+    frame(right, "loss, better is up and right", NEW_LOSS, OLD_LOSS)
     _draw_ends(right, groups, NEW_LOSS, OLD_LOSS)
     limit = next(iter(groups.values()))[0].points[0].old_loss + FORGETTING_LIMIT
     line = right.axhline(limit, color=BLACK, linestyle=":", linewidth=1, label=f"base + {FORGETTING_LIMIT:g} nats")
-    marks = [_mark_end(right, (nan, nan), LOOKS[name], 7, name) for name in groups]
+    marks = [mark_end(right, (nan, nan), LOOKS[name], 7, name) for name in groups]
     figure.legend(handles=[*marks, line], loc="outside right center", frameon=False, labelspacing=0.9)
+
+
+def _draw_stream(figure: Figure, groups: Groups) -> None:
+    """Draw how far the base stream turns, and what is forgotten, over steps."""
+    left, right = figure.subplots(1, 2)
+    frame(left, "base stream, higher is closer to the base", STEPS, COSINE)
+    draw_courses(left, groups, COSINE)
+    frame(right, "forgetting, lower is better", STEPS, OLD_LOSS)
+    draw_courses(right, groups, OLD_LOSS)
 
 
 def _draw_inits(figure: Figure, groups: Groups) -> None:
     left, right = figure.subplots(1, 2)
     for axes, title, axis in ((left, "learning", NEW_LOSS), (right, "forgetting", OLD_LOSS)):
-        _frame(axes, f"{title}, lower is better", STEPS, axis)
-        _draw_courses(axes, groups, axis)
+        frame(axes, f"{title}, lower is better", STEPS, axis)
+        draw_courses(axes, groups, axis)
 
 
-def _frame(axes: Axes, title: str, x: Axis, y: Axis) -> None:
+DRAWINGS: dict[str, Callable[[Figure, Groups], None]] = {
+    "methods": _draw_methods,
+    "growing": _draw_methods,
+    "stream": _draw_stream,
+    "inits": _draw_inits,
+    "routed": _draw_routed,
+}
+
+
+def frame(axes: Axes, title: str, x: Axis, y: Axis) -> None:
+    """Name a panel and its axes."""
     axes.set(title=title, xlabel=x.label, ylabel=y.label)
     axes.set_axisbelow(True)
 
@@ -161,7 +184,7 @@ def _draw_paths(axes: Axes, groups: Groups, x: Axis, y: Axis) -> dict[str, tuple
     for name, runs in groups.items():
         path, look = _mean_path(runs, x, y), LOOKS[name]
         axes.plot(*zip(*path, strict=True), color=look.colour, marker=look.marker, markersize=3, linewidth=1.3)
-        _mark_end(axes, path[-1], look, 6.5)
+        mark_end(axes, path[-1], look, 6.5)
         ends[name] = path[-1]
     return ends
 
@@ -175,20 +198,21 @@ def _draw_ends(axes: Axes, groups: Groups, x: Axis, y: Axis) -> dict[str, tuple[
             place = x.of(run.end), y.of(run.end)
             axes.plot(*place, color=look.colour, marker=look.marker, markersize=3, alpha=0.6)
         ends[name] = _mean_path(runs, x, y)[-1]
-        _mark_end(axes, ends[name], look, 8)
+        mark_end(axes, ends[name], look, 8)
     # so that better is up and right, as in the other panel
     axes.invert_xaxis()
     axes.invert_yaxis()
     return ends
 
 
-def _mark_end(axes: Axes, place: tuple[float, float], look: Look, size: float, name: str | None = None) -> Line2D:
+def mark_end(axes: Axes, place: tuple[float, float], look: Look, size: float, name: str | None = None) -> Line2D:
+    """Draw one large mark; a name puts it into a legend."""
     style = {"marker": look.marker, "markersize": size, "color": look.fill, "markeredgecolor": look.edge}
     (mark,) = axes.plot(*place, linestyle="none", label=name, **style)
     return mark
 
 
-def _draw_courses(axes: Axes, groups: Groups, y: Axis) -> None:
+def draw_courses(axes: Axes, groups: Groups, y: Axis) -> None:
     """Draw the mean of each group over steps, with the range of its seeds."""
     ends = {}
     for name, runs in groups.items():
@@ -199,7 +223,7 @@ def _draw_courses(axes: Axes, groups: Groups, y: Axis) -> None:
         axes.plot(steps, means, color=look.colour, marker=look.marker, markersize=3.5, linewidth=1.3)
         ends[name] = path[-1]
     axes.set_xlim(0)
-    _name_ends(axes, ends)
+    name_ends(axes, ends)
 
 
 def _mean_path(runs: Sequence[Run], x: Axis, y: Axis) -> list[tuple[float, float]]:
@@ -207,7 +231,7 @@ def _mean_path(runs: Sequence[Run], x: Axis, y: Axis) -> list[tuple[float, float
     return [(fmean(map(x.of, points)), fmean(map(y.of, points))) for points in measured]
 
 
-def _name_ends(axes: Axes, ends: Mapping[str, tuple[float, float]]) -> None:
+def name_ends(axes: Axes, ends: Mapping[str, tuple[float, float]]) -> None:
     """Write names beside the panel, each at the height of its end or as near as the others allow."""
     to_share = axes.transData + axes.transAxes.inverted()
     heights = {name: float(to_share.transform(end)[1]) for name, end in ends.items()}

@@ -1,8 +1,10 @@
 """The methods that benchmarks/biography.py compares: ways to train a base model on new text, as data.
 
 Every method but full fine-tuning trains about as many parameters as freezing the lower half of the shipped model
-does, 295,552. What was chosen for that: the rank of the adapters, and the inner width of the expansions. A method that
-is added here needs a colour in biography_figures.py, and nothing else.
+does, 295,552. What was chosen for that: the rank of the adapters, the inner width of the expansions, and how many
+layers are copied. Copies of whole matrices come in steps: grow-train, which trains base matrices beside its copies, has
+327,680 in two layers, and would have half of it in one. A method that is added here needs a colour in
+biography_figures.py, and nothing else.
 
 A routed method is an expansion with a router. Routed at inference only, it trains as the same expansion does without
 one, at the rate of that, and the router is on when it is scored. Trained routed, the loss is that of the routed output.
@@ -21,7 +23,7 @@ from typing import Any, Literal
 import torch
 from transformers import AutoModelForCausalLM
 
-from scale_surgery import Request, expand
+from scale_surgery import Request, expand, freeze_base
 from scale_surgery.route import route_export
 from scale_surgery.routing_specs import Routing
 
@@ -87,6 +89,13 @@ def expanded(base: Path, seed: int, *, request: Request, routing: Routing | None
         return whole(made, seed)
 
 
+def deepened(base: Path, seed: int, *, request: Request) -> Any:
+    """Copy blocks of the base model into it, and load the result, a stock model, with all but the copies frozen."""
+    model = expanded(base, seed, request=request)
+    freeze_base(model)
+    return model
+
+
 def scale(name: str, inner_width: int, rate: float = 3e-3, **options: Any) -> Method:
     """Describe an expansion of all layers."""
     return Method(name, partial(expanded, request=Request("all", up_inner_width=inner_width, **options)), rate)
@@ -128,6 +137,21 @@ METHODS = (
     BOTH_2,
     BOTH_3,
 )
+
+GROW_RATE = 1e-3
+GROWING = (
+    *(
+        method
+        for method in METHODS
+        if method.name in ("full", "freeze", "LoRA", "preserve", "adapt attn 0", "adapt both 0")
+    ),
+    Method("grow-freeze", partial(expanded, request=Request("1-3", method="grow", variant="grow-freeze")), GROW_RATE),
+    Method("grow-train", partial(expanded, request=Request("2-3", method="grow", variant="grow-train")), GROW_RATE),
+    Method("depth", partial(deepened, request=Request("1,3", method="depth")), GROW_RATE),
+)
+
+# width, which leaves the base stream alone or writes into it everywhere, against depth
+STREAM = tuple(method for method in GROWING if method.name in ("preserve", "adapt attn 0", "adapt both 0", "depth"))
 
 # of four layers, 3 computes one twice, 0 all, and preserve none; preserve has no W12, so there is nothing to compare
 # by cosine

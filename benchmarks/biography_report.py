@@ -64,10 +64,19 @@ MEASURES = (
     Measure("forgets", forgetting, 2),
     Measure("learns", learning, 2),
 )
+STREAM_MEASURES = (
+    Measure("cosine", lambda run: run.end.cosine, 3),
+    Measure("lowest", lambda run: min(point.cosine or 0.0 for point in run.points), 3),
+    *MEASURES[-2:],
+)
 LEGEND = f"""\
 Means, and ranges over seeds below them. Task 1: new people, Task 0: old people,
 matched: Task 0 % when Task 1 first reaches {MATCHED:.0%}; forgets, learns: growth of
 the loss on old texts and fall of that on new ones, in nats per token."""
+STREAM_LEGEND = """\
+Means, and ranges over seeds below them. cosine: of the base stream that enters
+the final norm and the base model's, on old texts, at the end; lowest: at any
+measured step."""
 
 
 def spread(values: Iterable[float | None]) -> Spread | None:
@@ -79,19 +88,21 @@ def spread(values: Iterable[float | None]) -> Spread | None:
     return Spread(sum(known) / len(known), min(known), max(known))
 
 
-def render(groups: Mapping[str, Sequence[Run]], *, with_sizes: bool = True) -> Table:
+def render(groups: Mapping[str, Sequence[Run]], figure: str = "methods") -> Table:
     """Lay runs out as a table, a line for each group of seeds: means, and ranges below them."""
+    measures, with_sizes = STREAM_MEASURES if figure == "stream" else MEASURES, figure != "routed"
     table = Table("", box=box.SIMPLE_HEAD, padding=0, show_edge=False)
-    for column in (*(["trained"] if with_sizes else []), "rate", *(measure.name for measure in MEASURES)):
+    for column in (*(["trained"] if with_sizes else []), "rate", *(measure.name for measure in measures)):
         table.add_column(column, justify="right")
     for name, runs in groups.items():
         sizes = [f"{runs[0].parameters:,}"] if with_sizes else []
-        cells = [_cell(spread(map(measure.of, runs)), measure.digits) for measure in MEASURES]
+        cells = [cell(spread(map(measure.of, runs)), measure.digits) for measure in measures]
         table.add_row(name, *sizes, f"{runs[0].rate:g}", *cells)
     return table
 
 
-def _cell(found: Spread | None, digits: int) -> Text:
+def cell(found: Spread | None, digits: int) -> Text:
+    """Write a mean, and the range below it."""
     if found is None:
         return Text("–")
     return Text(f"{found.mean:.{digits}f}").append(f"\n{_range(found, digits)}", style="dim")

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from benchmarks.biography_methods import Method
-from benchmarks.train_biography_model import STYLES, batches, documents, nats_per_token
+from benchmarks.train_biography_model import ARCHITECTURE, STYLES, batches, documents, nats_per_token
 from scale_surgery.biographies import (
     SHIPPED_MODEL,
     SHIPPED_PEOPLE,
@@ -28,6 +30,7 @@ from scale_surgery.biographies import (
     questions,
 )
 
+WIDTH = ARCHITECTURE["hidden_size"]
 WARM_UP = 0.06  # share of the steps; a straight line to zero takes the rest
 GRADIENT_NORM = 1.0
 MEASURED = (0, 1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1)  # shares of the steps; most is lost early
@@ -54,13 +57,26 @@ class Settings:
 
 @dataclass(frozen=True)
 class Point:
-    """What a model scores after some steps: accuracies from 0 to 1, losses in nats per token."""
+    """What a model scores after some steps, and how far it has moved.
+
+    Attributes:
+        step: Optimizer steps done.
+        old_accuracy: Share of the questions about Task 0 that are answered.
+        new_accuracy: The same of Task 1.
+        old_loss: Nats per token of the texts of Task 0.
+        new_loss: The same of Task 1.
+        cosine: Of the base stream that enters the final norm and the base model's, mean over the tokens of the texts of
+            Task 0; None where a router chooses between two streams.
+        w12_norm: Frobenius norm of all W12 of a layer, mean over the layers that have any; None where none has.
+    """
 
     step: int
     old_accuracy: float
     new_accuracy: float
     old_loss: float
     new_loss: float
+    cosine: float | None = None
+    w12_norm: float | None = None
 
 
 @dataclass(frozen=True)
@@ -96,6 +112,7 @@ class Examination:
         self.new_questions = [question for person in new for question in questions(person)]
         self.old_texts = held_out_texts(old)[:: SHIPPED_PEOPLE // settings.old_texts]
         self.new_texts = held_out_texts(new)
+        self.base_stream = self._old_loss(AutoModelForCausalLM.from_pretrained(SHIPPED_MODEL))[1]
 
     def score(self, model: Any, step: int) -> Point:
         """Score a model, and leave it in training mode."""
@@ -103,9 +120,39 @@ class Examination:
         accuracies = [
             first_token_accuracy(model, self.tokenizer, asked) for asked in (self.old_questions, self.new_questions)
         ]
-        losses = [nats_per_token(model, self.tokenizer, texts) for texts in (self.old_texts, self.new_texts)]
+        old_loss, stream = self._old_loss(model)
+        new_loss = nats_per_token(model, self.tokenizer, self.new_texts)
+        is_routed = getattr(model, "is_routing_enabled", False)
+        cosine = None if is_routed else mean_cosine(stream, self.base_stream)
         model.train()
-        return Point(step, *accuracies, *losses)
+        return Point(step, *accuracies, old_loss, new_loss, cosine, w12_norm(model))
+
+    def _old_loss(self, model: Any) -> tuple[float, Tensor]:
+        """Score the texts of Task 0; return with it the base stream of their tokens, (tokens, d)."""
+        seen: list[Tensor] = []
+        (norm,) = (module for name, module in model.named_modules() if name.endswith("model.norm"))
+        hook = norm.register_forward_pre_hook(lambda module, given: seen.append(given[0][..., :WIDTH]))
+        loss = nats_per_token(model, self.tokenizer, self.old_texts)
+        hook.remove()
+        is_token = self.tokenizer(
+            self.old_texts, padding=True, padding_side="right", return_tensors="pt"
+        ).attention_mask
+        return loss, seen[0][is_token == 1]
+
+
+def mean_cosine(stream: Tensor, other: Tensor) -> float:
+    """Mean cosine of the rows of two matrices."""
+    return float(torch.nn.functional.cosine_similarity(stream, other).mean())
+
+
+def w12_norm(model: Any) -> float | None:
+    """Frobenius norm of all W12 of a layer, mean over the layers that have any; None where none has."""
+    squares: dict[str, float] = {}
+    for name, parameter in model.named_parameters():
+        if name.endswith(".w12"):
+            layer = name.split("layers.")[1].split(".")[0]
+            squares[layer] = squares.get(layer, 0.0) + float(parameter.detach().square().sum())
+    return fmean(math.sqrt(square) for square in squares.values()) if squares else None
 
 
 def one_question_each(group: tuple[Person, ...]) -> list[Question]:

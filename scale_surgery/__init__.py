@@ -25,7 +25,7 @@ from scale_surgery.errors import (
 from scale_surgery.evaluate import Evaluation, evaluate
 from scale_surgery.expand import Expansion, expand
 from scale_surgery.extract import Extracted, extract
-from scale_surgery.freeze import freeze_base
+from scale_surgery.freeze import expansion_disabled, freeze_base
 from scale_surgery.inspect import Inspection, inspect
 from scale_surgery.load_expansion import load_expansion
 from scale_surgery.merge import Merged, merge
@@ -82,6 +82,7 @@ __all__ = [
     "apply",
     "evaluate",
     "expand",
+    "expansion_disabled",
     "extract",
     "freeze_base",
     "inspect",

@@ -234,27 +234,32 @@ def svd_embedding(weight: Tensor, up: int, method: Method, generator: torch.Gene
     return torch.nn.functional.pad(columns * scale, (0, up - columns.shape[1]))
 
 
-def copied_w12(weight: Tensor, copies: int, generator: torch.Generator) -> Tensor:
+def copied_w12(weight: Tensor, copies: int, generator: torch.Generator, dtype: torch.dtype = torch.float32) -> Tensor:
     """W12 of a grown down projection: W / (copies + 1), once for each new copy.
 
-        W12_j = W / k + E_j,   k = copies + 1,   sum_j E_j = 0,   E = 0 for one new copy
+        W12_j = W / k + N_j - N_(j+1),   k = copies + 1,   N_0 = N_copies,   N = 0 for one new copy
 
     Several new copies that were equal would get equal gradients, would stay equal, and be worth one (ours; the noise
-    of each is a hundredth of the entries' root mean square). Copies read the same features at first, so that the
-    noise adds up to nothing.
+    of each has a hundredth of the entries' root mean square). Copies read the same features at first, so that the
+    noise, whose differences add up to zero, adds nothing.
 
     Args:
         weight: Down projection, shape (d_out, d_in), rows are outputs.
         copies: New copies.
         generator: Source of the noise.
+        dtype: Dtype of the result.
 
     Returns:
-        Shape (d_out, copies * d_in), float32.
+        Shape (d_out, copies * d_in).
     """
     share = weight.float() / (copies + 1)
     if copies == 1:
-        return share
-    noise = torch.randn(copies, *weight.shape, generator=generator).mul_(
-        COPY_NOISE * float(share.square().mean().sqrt())
-    )
-    return torch.cat([share + part for part in noise - noise.mean(0)], dim=1)
+        return share.to(dtype)
+    size = COPY_NOISE * float(share.square().mean().sqrt()) / 2**0.5
+    first = torch.randn(weight.shape, generator=generator) * size
+    made, noise = weight.new_empty(weight.shape[0], copies * weight.shape[1], dtype=dtype), first
+    for number, part in enumerate(made.chunk(copies, dim=1), 1):
+        following = first if number == copies else torch.randn(weight.shape, generator=generator) * size
+        part.copy_(share + noise - following)
+        noise = following
+    return made

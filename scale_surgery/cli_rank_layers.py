@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from scale_surgery.console import Output
 
 PILOT = ("trains", "steps", "batch_size", "sequence_length", "learning_rate", "seed", "bf16", "gradient_checkpointing")
-EXPANSION = ("among", "method", "variant", "collaborate", "ratio", "copies")
+EXPANSION = ("layers", "method", "variant", "collaborate", "ratio", "copies")
 
 
 def pilot_options(command: Command) -> Command:
@@ -45,7 +45,7 @@ def pilot_options(command: Command) -> Command:
 def expansion_options(command: Command) -> Command:
     """Add what says which expansion is to be paid for."""
     options = [
-        click.option("--among", help="Layers to choose among, as --layers of expand. Default: all."),
+        click.option("--layers", help="Layers to choose among, as --layers of expand. Default: all."),
         click.option("--method", type=click.Choice(list(METHODS)), help="Of the expansion to be. Default: scale."),
         click.option(
             "--variant",
@@ -126,7 +126,7 @@ def rank_layers_command(
     )
     if old and wanted.get("method", "scale") == "scale":
         wanted = {"variant": "adapt"} | wanted
-    request = Request(wanted.pop("among", "all"), **wanted)
+    request = Request(**{"layers": "all"} | wanted)
     result = rank_layers(model, data, PilotSettings(**pilot), request, old=old, track=out.track, **options)
     for warning in result.warnings:
         out.warn(warning)

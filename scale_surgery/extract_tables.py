@@ -42,7 +42,7 @@ def render_applied(done: Applied) -> RenderableType:
         ("its tensors", tensors),
         ("its files", files),
         ("expansion", f"{done.expansion_tensors} tensors"),
-        ("shards", f"{format_bytes(done.bytes_written)} written, taken over as files"),
+        ("shards", f"{format_bytes(done.bytes_written)} written"),
     ]
     if done.foreign_code:
         rows.append(("code", f"no release wrote it, read it before you trust it: {_named(done.foreign_code)}"))

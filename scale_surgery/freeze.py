@@ -107,7 +107,12 @@ def base_states(model: Any, states: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 def expansion_disabled(model: Any) -> Iterator[None]:
     """Run the base alone inside a `with` block; copies of layers pass on what they are given.
 
-    A KV cache belongs to the state in which it was filled.
+    Args:
+        model: An expanded model of any method, as `from_pretrained` gives it. A KV cache belongs to the state in which
+            it was filled.
+
+    Raises:
+        CheckpointError: If its config names no expansion.
     """
     numbering = numbering_of(_specs(model))
     if numbering is None:

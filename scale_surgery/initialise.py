@@ -47,7 +47,8 @@ def _copy(plan: Plan, tensor: TensorPlan, checkpoint: Checkpoint, device: str) -
     if tensor.block == "w11":
         return rows
     if tensor.block == "w12":
-        return blocks.copied_w12(rows, new, blocks.seeded_generator(plan.request.seed, tensor.name))
+        generator = blocks.seeded_generator(plan.request.seed, tensor.name)
+        return blocks.copied_w12(rows, new, generator, TORCH_DTYPES[tensor.dtype])
     streams = stream_widths(plan.sizes, plan.widths)
     linear = _linear_of(family, tensor)
     parts = torch.split(rows, [streams[stream][0] for stream in linear.writes()])

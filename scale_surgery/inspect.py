@@ -34,6 +34,7 @@ class ExpansionSummary:
         up_width: Features added to the residual stream.
         up_kv_heads: Key/value heads added in each expanded layer.
         up_inner_width: Features added inside each expanded MLP.
+        copies: MLPs in each layer of a grown model, the original included; otherwise None.
         parameters_by_block: Parameters added, by block name, of copied layers by group ("attn", "ffn", "norms"); all of
             them train.
         is_fused: Whether base weights and blocks are one matrix for each linear, so that nothing trains.
@@ -52,6 +53,7 @@ class ExpansionSummary:
     up_width: int
     up_kv_heads: int
     up_inner_width: int
+    copies: int | None
     parameters_by_block: Mapping[str, int]
     is_fused: bool
     verified: str | None
@@ -167,6 +169,7 @@ def _read_summary(checkpoint: Checkpoint, specs: Mapping[str, Any]) -> Expansion
         up_width=widths["up_width"],
         up_kv_heads=widths["up_kv_heads"],
         up_inner_width=widths["up_inner_width"],
+        copies=_count_mlps(specs),
         parameters_by_block=_count_blocks(checkpoint) if numbering is None else _count_copies(checkpoint),
         is_fused=specs.get("fused", False),
         verified=_verified(verification),
@@ -180,6 +183,12 @@ def _count_blocks(checkpoint: Checkpoint) -> dict[str, int]:
         if block in counts:
             counts[block] += info.elements
     return {block: count for block, count in counts.items() if count}
+
+
+def _count_mlps(specs: Mapping[str, Any]) -> int | None:
+    """How many MLPs share a layer of a grown model: its down projections count one over that."""
+    shares = [spec["share"] for spec in specs.get("expanded", {}).values() if "share" in spec]
+    return round(1 / shares[0]) if shares else None
 
 
 def _count_copies(checkpoint: Checkpoint) -> dict[str, int]:

@@ -23,6 +23,7 @@ from scale_surgery.families import Family, Sizes, get_family, read_sizes
 from scale_surgery.request import Request, complete, resolve
 from scale_surgery.sources import open_model
 from scale_surgery.specs import Collaboration, NewTensor, Widths, build_specs, expected_shapes, find_prefix, new_tensors
+from scale_surgery.staging import write_json
 
 SHARD_BYTES = 512 * 1024 * 1024
 # how the values of a new tensor are made: of decompositions, at random, zero, the mean of old ones, copied, or as the
@@ -140,12 +141,12 @@ def make_plan(checkpoint: Checkpoint, request: Request, *, name: str, revision: 
         CheckpointError: If the model is expanded already, or a base tensor is missing or has a wrong shape.
     """
     _refuse_expanded(checkpoint)
-    request = complete(request)
     if request.method == "depth":
         # what cannot be duplicated in any family is said before the family is asked for
         check_duplicable(checkpoint.config)
     family = get_family(checkpoint.config.get("model_type"))
     sizes = read_sizes(family, checkpoint.config)
+    request = complete(request, sizes.layers)
     prefix = find_prefix(family, checkpoint.tensors)
     _check_base(family, sizes, prefix, checkpoint)
     layers, widths, collaboration = resolve(sizes, request)
@@ -195,10 +196,8 @@ def _find_head(family: Family, tensors: Mapping[str, TensorInfo]) -> str:
 
 def _refuse_expanded(checkpoint: Checkpoint) -> None:
     if "scale_surgery" in checkpoint.config or checkpoint.manifest is not None:
-        raise CheckpointError(
-            f"{checkpoint.path}: this model is expanded already. Strip it first (scale-surgery strip), or expand "
-            "its base model."
-        )
+        first = "Strip it first (scale-surgery strip), or expand" if checkpoint.manifest is not None else "Expand"
+        raise CheckpointError(f"{checkpoint.path}: this model is expanded already. {first} its base model.")
 
 
 def _check_base(family: Family, sizes: Sizes, prefix: str, checkpoint: Checkpoint) -> None:
@@ -312,7 +311,7 @@ def _init(tensor: NewTensor, request: Request) -> Init:
 
 def save_plan(plan: Plan, file: Path) -> None:
     """Write a plan as JSON."""
-    file.write_text(json.dumps(plan.to_json(), indent=2) + "\n", encoding="utf-8")
+    write_json(file, plan.to_json())
 
 
 def read_plan(plain: Mapping[str, Any]) -> Plan:

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from scale_surgery.depth_names import numbering_of, stored_name
+from scale_surgery.families import get_family
 from scale_surgery.methods import METHODS
 from scale_surgery.selection import format_layers
 from scale_surgery.tables import facts, format_bytes, format_seconds, format_widths
@@ -69,7 +70,9 @@ def _method_rows(plan: Plan) -> list[tuple[str, str]]:
 def _stock_form(plan: Plan) -> str:
     stock = plan.costs.stock
     if plan.request.method == "depth":
-        return f"the folder itself: {plan.family} with more layers, no code of ours"
+        listed = get_family(plan.family).types_by_number is not None
+        caution = "; a program must read its layer_types, if it has them, and not go by numbers" if listed else ""
+        return f"the folder itself: {plan.family} with more layers, no code of ours{caution}"
     if stock is None:
         return "none. " + " ".join(plan.costs.stock_problems)
     added = stock.parameters - plan.costs.parameters_before

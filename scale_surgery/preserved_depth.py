@@ -96,7 +96,9 @@ def expanded_for_a_while(checkpoint: Checkpoint, plan: Plan, device: torch.devic
         config = expanded_config(checkpoint.config, plan.specs, get_family(plan.family), dtype)
         write_json(folder / CONFIG_FILE, config)
         write_json(folder / INDEX_FILE, {"metadata": {}, "weight_map": weight_map})
-        with loaded_whole(folder, plan.base_name, {"device": str(device), "trust_remote_code": False}) as model:
+        # in half precision the divergence of two runs is rounding, whatever the step
+        options = {"device": str(device), "trust_remote_code": False, "dtype": "float32"}
+        with loaded_whole(folder, plan.base_name, options) as model:
             yield model
 
 

@@ -10,15 +10,16 @@ Nothing is written: the page is `report_page`'s.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from scale_surgery.checkpoint import MANIFEST_FILE, Checkpoint, open_checkpoint
 from scale_surgery.errors import CheckpointError, PlanError
 from scale_surgery.manifest import Manifest, read_manifest, refuse_fused
 from scale_surgery.methods import method_of
-from scale_surgery.plan import Plan, read_plan
+from scale_surgery.plan import Init, Plan, read_plan
+from scale_surgery.plots import PANELS
 from scale_surgery.progress import Track, no_track
 from scale_surgery.report_blocks import Comparison
 from scale_surgery.report_records import Report, Streams, by_layer
@@ -107,11 +108,34 @@ def report(
 
 def _read_plan(path: Path, manifest: Manifest) -> Plan:
     try:
-        return read_plan(manifest.plan)
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        plan = read_plan(manifest.plan)
+        _check_records(plan, manifest)
+        return plan
+    except (KeyError, TypeError, AttributeError, ValueError, PlanError) as error:
         raise CheckpointError(
-            f"{path / MANIFEST_FILE}: its plan is incomplete ({error}). Restore it from where you got it."
+            f"{path / MANIFEST_FILE}: is incomplete ({error}). Restore it from where you got it."
         ) from error
+
+
+def _check_records(plan: Plan, manifest: Manifest) -> None:
+    """Touch what is read later, of tensors and of training runs.
+
+    Raises:
+        PlanError, TypeError, AttributeError: If it is of another kind.
+    """
+    for tensor in plan.tensors:
+        # outside the layers a tied head has no tensor of its own in the base
+        is_known = tensor.layer is None or tensor.source in manifest.base_tensors
+        if tensor.init not in get_args(Init) or not is_known:
+            raise PlanError(f"plan.tensors, {tensor.name}: init {tensor.init!r} of {tensor.source!r}")
+    for run in manifest.training:
+        measured = (value for value in (run.get("measured") or {}).values() if value is not None)
+        if not _are_numbers([run.get("steps", 0), *measured]):
+            raise PlanError("training")
+
+
+def _are_numbers(values: Iterable[object]) -> bool:
+    return all(isinstance(value, int | float) for value in values)
 
 
 def _check_tensors(checkpoint: Checkpoint, manifest: Manifest) -> None:
@@ -129,7 +153,8 @@ def _check_tensors(checkpoint: Checkpoint, manifest: Manifest) -> None:
 
 
 def _read_log(path: Path) -> Iterator[Mapping[str, Any]]:
-    """What the last training run logged; a line that is no JSON object, of a log cut short, is left out."""
+    """What the last training run logged; a line of a log cut short, or with texts for numbers, is left out."""
+    keys = [key for _, curves in PANELS for key, _, _ in curves]
     file = path / TRAINING_FOLDER / LOG_FILE
     lines = file.read_text(encoding="utf-8", errors="replace").splitlines() if file.is_file() else []
     for line in lines:
@@ -137,8 +162,10 @@ def _read_log(path: Path) -> Iterator[Mapping[str, Any]]:
             entry = json.loads(line)
         except ValueError:
             continue
-        if isinstance(entry, dict) and "step" in entry:
-            yield entry
+        if isinstance(entry, dict):
+            drawn = (entry[key] for key in keys if entry.get(key) is not None)
+            if _are_numbers([entry.get("step"), *drawn]):
+                yield entry
 
 
 def _notes(manifest: Manifest, comparison: Comparison, streams: Streams | None, state: str) -> Iterator[str]:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
+from itertools import groupby
 from typing import Literal
 
 WIDTH, HEIGHT = 360, 220
 LEFT, RIGHT, TOP, BOTTOM = 48, 10, 10, 36
-# a curve of more points has no markers
+# a curve of more points has no markers, but where one stands alone
 MOST_MARKERS = 40
 MOST_TICKS = 5
 # multiples of powers of ten at which a logarithmic axis may have ticks, the closest first
@@ -26,7 +27,7 @@ class Curve:
 
     Attributes:
         name: What it shows, for the legend.
-        points: Its points; what is not finite is left out, and the line with it.
+        points: Its points; the line breaks at a value that is not finite, and joins nothing across it.
         colour: Name of the page's variable for its colour.
         marker: Shape of its points: circle, square, or none of them.
         is_dashed: Whether it is dashed.
@@ -67,16 +68,17 @@ def render_chart(
         curves: Its lines.
         x_label: What is to the right; whole numbers.
         y_label: What is up.
-        is_log: Whether the vertical axis is logarithmic; values that are not above zero are then left out.
+        is_log: Whether the vertical axis is logarithmic; values that are not above zero then break the line too.
         reaches: A value that a linear vertical axis has to reach, such as zero; None for none.
 
     Returns:
-        The figure; empty where no curve has a point.
+        The figure; empty where no curve has a point to draw.
     """
-    shown = [Curve(**{**vars(curve), "points": _drawable(curve, is_log)}) for curve in curves]
-    values = [value for curve in shown for _, value in curve.points]
+    shown = [_with_breaks(curve, is_log) for curve in curves]
+    values = [value for curve in shown for _, value in curve.points if math.isfinite(value)]
     if not values:
         return ""
+    # of breaks too, so that a line that ends before the others is seen to end
     places = [place for curve in shown for place, _ in curve.points]
     x = linear_axis(x_label, min(places), max(places), is_whole=True)
     y = log_axis(y_label, values) if is_log else linear_axis(y_label, *_limits(values, reaches))
@@ -88,8 +90,17 @@ def render_chart(
     return f"<figure>\n<figcaption>{escape(title)}</figcaption>\n{svg}\n{_legend(shown)}</figure>"
 
 
-def _drawable(curve: Curve, is_log: bool) -> list[tuple[float, float]]:
-    return [(x, y) for x, y in curve.points if math.isfinite(y) and (y > 0 or not is_log)]
+def _with_breaks(curve: Curve, is_log: bool) -> Curve:
+    """The curve with NaN for each value that cannot be drawn."""
+    points = [(x, y if math.isfinite(y) and (y > 0 or not is_log) else math.nan) for x, y in curve.points]
+    return replace(curve, points=points)
+
+
+def _pieces(curve: Curve) -> Iterator[list[tuple[float, float]]]:
+    """Points between the breaks, each run of them by itself."""
+    for is_drawn, piece in groupby(curve.points, key=lambda point: math.isfinite(point[1])):
+        if is_drawn:
+            yield list(piece)
 
 
 def _limits(values: Sequence[float], reaches: float | None) -> tuple[float, float]:
@@ -142,21 +153,29 @@ def _grid(x: Axis, y: Axis) -> Iterator[str]:
 
 
 def _curve(curve: Curve, x: Axis, y: Axis) -> Iterator[str]:
-    places = [_place(x, y, point) for point in curve.points]
-    path = " ".join(f"{across:.1f},{down:.1f}" for across, down in places)
     dashes = " stroke-dasharray=4,3" if curve.is_dashed else ""
     title = f"<title>{escape(curve.name)}</title>"
-    yield f'<polyline points="{path}" stroke="var(--{curve.colour})"{dashes}>{title}</polyline>'
-    for (place, value), (across, down) in zip(curve.points, places, strict=True):
-        if marker := _shape(curve, across, down):
-            title = escape(f"{curve.name}, {x.label} {place:g}: {value:.4g}")
-            yield f'<g fill="var(--{curve.colour})">{marker}<title>{title}</title></g>'
+    for piece in _pieces(curve):
+        places = [_place(x, y, point) for point in piece]
+        is_line = len(piece) > 1
+        if is_line:
+            path = " ".join(f"{across:.1f},{down:.1f}" for across, down in places)
+            yield f'<polyline points="{path}" stroke="var(--{curve.colour})"{dashes}>{title}</polyline>'
+        # a point alone has no line to be seen by
+        if _is_marked(curve) or not is_line:
+            yield from (_marker(curve, x, *both) for both in zip(piece, places, strict=True))
+
+
+def _is_marked(curve: Curve) -> bool:
+    return curve.marker is not None and len(curve.points) <= MOST_MARKERS
+
+
+def _marker(curve: Curve, x: Axis, point: tuple[float, float], place: tuple[float, float]) -> str:
+    title = escape(f"{curve.name}, {x.label} {point[0]:g}: {point[1]:.4g}")
+    return f'<g fill="var(--{curve.colour})">{_shape(curve, *place)}<title>{title}</title></g>'
 
 
 def _shape(curve: Curve, across: float, down: float) -> str:
-    """A point of a curve; of a curve of many points none."""
-    if curve.marker is None or len(curve.points) > MOST_MARKERS:
-        return ""
     if curve.marker == "square":
         return f'<rect x="{across - 3:.1f}" y="{down - 3:.1f}" width="6" height="6"/>'
     return f'<circle cx="{across:.1f}" cy="{down:.1f}" r="3.2"/>'
@@ -164,7 +183,7 @@ def _shape(curve: Curve, across: float, down: float) -> str:
 
 def _legend(curves: Sequence[Curve]) -> str:
     """Names of the lines, where there are several."""
-    named = [curve for curve in curves if curve.in_legend and curve.points]
+    named = [curve for curve in curves if curve.in_legend and any(_pieces(curve))]
     if len(named) < 2:
         return ""
     entries = "".join(f"<li>{_sample(curve)}{escape(curve.name)}</li>" for curve in named)
@@ -174,5 +193,5 @@ def _legend(curves: Sequence[Curve]) -> str:
 def _sample(curve: Curve) -> str:
     dashes = " stroke-dasharray=4,3" if curve.is_dashed else ""
     line = f'<line x1="0" x2="22" y1="6" y2="6" stroke="var(--{curve.colour})"{dashes}/>'
-    marker = f'<g fill="var(--{curve.colour})">{_shape(curve, 11, 6)}</g>'
+    marker = f'<g fill="var(--{curve.colour})">{_shape(curve, 11, 6)}</g>' if _is_marked(curve) else ""
     return f'<svg viewBox="0 0 22 12" width="22" height="12" aria-hidden="true">{line}{marker}</svg>'

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from scale_surgery.errors import CheckpointError
 from scale_surgery.path_colours import DARK, LIGHT, Palette
 from scale_surgery.plots import PANELS, VERMILION, curve_of, running_mean
 from scale_surgery.report_charts import Curve, render_chart
 from scale_surgery.report_heat import matrices, render_matrices
 from scale_surgery.report_tables import (
+    COPIED_LAYERS,
     GROUPS,
     NONE,
     collaboration,
@@ -48,11 +51,31 @@ STEPS = {
 FIRST: Look = ("first", "circle")
 SECOND: Look = ("second", "square")
 LOOKS = {"attn": FIRST, "ffn": SECOND}
+# what the change of W12 is, by method; copies of layers have none
+W12_TEXTS = {
+    "scale": "What training wrote into the base stream: norm of the change of W12, all matrices of a group taken as "
+    "one. SCALE (arXiv 2511.03270) finds forgetting nearly linear in this norm.",
+    "grow": "W12 is the copies' part of the down projection, and started as the base's over the number of copies: norm "
+    "of its change.",
+}
 
 
 def write_page(report: Report, file: Path) -> None:
-    """Write a report as a page, whole or not at all; an existing file is replaced."""
-    write_text(file, render_page(report))
+    """Write a report as a page, whole or not at all; an existing file is replaced.
+
+    Raises:
+        CheckpointError: If it cannot be written.
+    """
+    page = render_page(report)
+    try:
+        write_text(file, page)
+    except OSError as error:
+        # what was begun; where its folder is gone too there is none
+        with suppress(OSError):
+            file.with_name(f"{file.name}.tmp").unlink()
+        raise CheckpointError(
+            f"{file}: cannot be written ({error.strerror or error}). Choose another place."
+        ) from error
 
 
 def render_page(report: Report) -> str:
@@ -123,8 +146,7 @@ def _sections(report: Report) -> Iterator[Section]:
     yield "The training run", "What the last run logged, over optimizer steps.", _charts(_run_charts(report))
     yield (
         "W12, layer by layer",
-        "What training wrote into the base stream: norm of the change of W12, all matrices of a group taken as one. "
-        "SCALE (arXiv 2511.03270) finds forgetting nearly linear in this norm.",
+        W12_TEXTS.get(report.method, ""),
         _charts(_collaboration_charts(report) if report.state == "trained" else iter(())),
     )
     yield "The base stream, layer by layer", *_stream_section(report.streams)
@@ -156,10 +178,10 @@ def _run_charts(report: Report) -> Iterator[str]:
 
 
 def _collaboration_charts(report: Report) -> Iterator[str]:
-    for title, label, name in (
-        ("Norm", "norm", "change"),
-        ("Norm over that of W", "share of W's norm", "change_of_base"),
-    ):
+    # what started as zeros has the norm of its change
+    titles = ("Change", "Change over the norm of W") if report.method == "grow" else ("Norm", "Norm over that of W")
+    labels = (titles[0].lower(), "share of W's norm")
+    for title, label, name in zip(titles, labels, ("change", "change_of_base"), strict=True):
         curves = [_layer_curve(report, group, name) for group in GROUPS]
         groups = [curve.name for curve in curves if curve.points]
         yield render_chart(f"{title}, {' and '.join(groups)}", curves, "layer", label)
@@ -248,7 +270,7 @@ def _row(tensor: TensorChange) -> str:
 
 def _terms(report: Report) -> Iterator[str]:
     if report.method == "depth":
-        yield "A copy of a layer has the number of the layer that it comes after, and counts to it."
+        yield f"{COPIED_LAYERS}; cosine and drift after a layer are after its copy."
     yield (
         "Norms are Frobenius norms. Relative: norm of the change since the expansion over the norm at the start. Of W: "
         "norm over that of the base weight beside it."

@@ -192,8 +192,8 @@ class Report:
 def _flat(row: dict[str, Any], norms: Norms) -> dict[str, Any]:
     derived = {"relative_change": norms.relative_change, "relative_norm": norms.relative_norm}
     derived |= {"change_of_base": norms.change_of_base}
-    flat: dict[str, Any] = {**row, **row.pop("norms"), **derived}
-    return flat
+    nested: dict[str, float | None] = row.pop("norms")
+    return row | nested | derived
 
 
 def _ratio(part: float | None, whole: float | None) -> float | None:

@@ -21,6 +21,7 @@ NONE = "–"
 GROUPS = {"attn": "attention", "ffn": "FFN"}
 NORM_COLUMNS = ("norm", "change", "relative", "of W")
 RANK_COLUMNS = ("rank", "of change", "full")
+COPIED_LAYERS = "A row is the copy that follows that base layer"
 
 
 def render_report(report: Report, *, details: bool = False) -> RenderableType:
@@ -88,7 +89,7 @@ def _facts(report: Report) -> RenderableType:
     rows = [
         ("base", report.base_name),
         ("variant", kind),
-        ("changed", f"{trained} of {count} expansion tensors, which hold {format_count(report.parameters)} parameters"),
+        ("changed", f"{trained} of {count} expansion tensors ({format_count(report.parameters)} parameters in all)"),
     ]
     if report.runs:
         rows.append(("training", f"{', '.join(format(run.get('steps', 0), ',') for run in report.runs)} steps"))
@@ -96,7 +97,8 @@ def _facts(report: Report) -> RenderableType:
         word = "norm" if norms.start_norm == 0 else "change"
         rows.append((name, f"{word} {format_norm(norms.change)}, {format_share(norms.change_of_base)} of W's norm"))
     if apart := separations(report):
-        rows.append(("copies apart", ", ".join(f"{role} {format_share(share)}" for role, share in apart.items())))
+        shares = ", ".join(f"{role} {format_share(share)}" for role, share in apart.items())
+        rows.append(("copies apart", f"{shares}, mean over layers"))
     rows += describe_measured(report)
     rows.append(("base stream", "no model was run" if report.streams is None else describe_streams(report.streams)))
     if report.streams is not None:
@@ -156,25 +158,42 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 def _layers(report: Report) -> RenderableType:
     """Each layer: norm of what started as zeros, relative change of what did not, and the base stream after it."""
-    columns = sorted({(layer.group, layer.block) for layer in report.layers if layer.group in GROUPS})
-    columns = [(group, block) for group, block in columns if "bias" not in block]
+    columns = _layer_columns(report.tensors)
     streams = {} if report.streams is None else {layer.layer: layer for layer in report.streams.layers}
-    found = {(layer.layer, layer.group, layer.block): layer.norms for layer in report.layers}
-    table = _table(
-        ("layer",), [*(f"{block} {group}" for group, block in columns), *(["cosine", "drift"] * bool(streams))]
-    )
-    for layer in sorted({place[0] for place in found} | {place for place in streams if place >= 0}):
-        cells = [_layer_cell(found.get((layer, *column))) for column in columns]
+    table = _table(("layer",), [*columns, *(["cosine", "drift"] * bool(streams))])
+    for layer in sorted({layer.layer for layer in report.layers} | {place for place in streams if place >= 0}):
+        cells = [_layer_cell(column.get(layer, ())) for column in columns.values()]
         if streams:
             after = streams[layer]
             cells += [f"{after.cosine:.4f}", "bit-equal" if after.is_bit_equal else format_norm(after.drift)]
         table.add_row(str(layer), *cells)
-    return Group(_heading("layers", "norm of what started as zeros, relative change of what did not"), table)
+    heading = _heading("layers", "norm of what started as zeros, relative change of what did not")
+    return Group(heading, *_on_copies(report, "cosine and drift are after it" if streams else ""), table)
 
 
-def _layer_cell(norms: Norms | None) -> str:
-    if norms is None:
+def _on_copies(report: Report, more: str = "") -> Iterator[Text]:
+    """Says what a row of a layer is where copies of layers were made."""
+    if report.method == "depth":
+        yield Text(f"{COPIED_LAYERS}{f'; {more}' if more else ''}.", style="dim")
+
+
+def _layer_columns(tensors: Iterable[TensorChange]) -> dict[str, dict[int, list[Norms]]]:
+    """Norms by column and layer: a block of a group, and by itself each role in it that alone started as zeros."""
+    own = [tensor for tensor in tensors if tensor.group in GROUPS and "bias" not in tensor.block]
+    started = {(tensor.group, tensor.block) for tensor in own if tensor.norms.start_norm != 0}
+    found: dict[str, dict[int, list[Norms]]] = {}
+    for tensor in sorted(own, key=lambda tensor: (tensor.group, tensor.block, tensor.norms.start_norm == 0)):
+        is_alone = tensor.norms.start_norm == 0 and (tensor.group, tensor.block) in started
+        name = f"{tensor.block} {tensor.role if is_alone else tensor.group}"
+        if tensor.layer is not None:
+            found.setdefault(name, {}).setdefault(tensor.layer, []).append(tensor.norms)
+    return found
+
+
+def _layer_cell(parts: Sequence[Norms]) -> str:
+    if not parts:
         return ""
+    norms = add_norms(parts)
     return format_norm(norms.norm) if norms.start_norm == 0 else format_share(norms.relative_change)
 
 
@@ -183,6 +202,5 @@ def _tensors(report: Report) -> RenderableType:
     for tensor in report.tensors:
         layer = "" if tensor.layer is None else str(tensor.layer)
         table.add_row(layer, tensor.block, tensor.role, *_norm_cells(tensor.norms), *_rank_cells([tensor]))
-    return Group(
-        _heading("tensors", "relative: change over norm at the start; of W: over the base weight's norm"), table
-    )
+    heading = _heading("tensors", "relative: change over norm at the start; of W: over the base weight's norm")
+    return Group(heading, *_on_copies(report), table)

@@ -88,11 +88,12 @@ class Request:
     copies: int | None = None
 
 
-def complete(request: Request) -> Request:
+def complete(request: Request, layers: int | None = None) -> Request:
     """Put in what a request leaves to its method: the variant, and how many copies.
 
     Args:
         request: What was asked for.
+        layers: Layers of the model, where it is known; then its choice of layers is checked too.
 
     Returns:
         The same request, said in full.
@@ -109,9 +110,17 @@ def complete(request: Request) -> Request:
             f"--copies is {request.copies}, expected 2 or more: the original is one of them, and 1 adds nothing."
         )
     if problems:
-        raise PlanError.from_problems(problems)
+        raise PlanError.from_problems([*problems, *_layer_problems(request, layers)])
     copies = request.copies or (DEFAULT_COPIES if request.method == "grow" else None)
     return replace(request, variant=request.variant or METHODS[request.method].variants[0], copies=copies)
+
+
+def _layer_problems(request: Request, layers: int | None) -> list[str]:
+    try:
+        select_layers(request.layers, layers) if layers is not None else None
+    except PlanError as error:
+        return [str(error)]
+    return []
 
 
 def _foreign_problems(request: Request) -> list[str]:

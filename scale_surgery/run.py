@@ -61,6 +61,20 @@ def check_resumable(target: Path, settings: Mapping[str, Any]) -> None:
         )
 
 
+def refuse_unfinished(target: Path) -> None:
+    """Refuse to begin a run where another waits to be continued.
+
+    Raises:
+        TrainingError: If one does.
+    """
+    file = target / TRAINING_FOLDER / SETTINGS_FILE
+    if file.is_file() and not read_json(file).get("finished"):
+        raise TrainingError(
+            f"{target}: holds a training run that was not finished. Continue it with --resume, or begin anew with "
+            "--overwrite."
+        )
+
+
 def module_names(disk_names: Sequence[str], present: Sequence[str], renamed: Mapping[str, str]) -> dict[str, str]:
     """Names that expansion tensors have in a loaded model, by their names on disk.
 

@@ -242,7 +242,11 @@ def finished_file(file: Path) -> Iterator[Path]:
     file.parent.mkdir(parents=True, exist_ok=True)
     temporary = file.parent / f"{file.name}.tmp"
     temporary.unlink(missing_ok=True)
-    yield temporary
+    try:
+        yield temporary
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
     if temporary.stat().st_nlink == 1:
         # safetensors writes 0600; a hard link shares its mode with the base, which is not ours to change
         temporary.chmod(0o666 & ~_umask())

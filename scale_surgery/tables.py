@@ -95,6 +95,8 @@ def _render_summary(added: ExpansionSummary) -> Table:
         ("router", "none" if added.routing is None else added.routing.description),
         ("added widths", format_widths(added.up_width, added.up_kv_heads, added.up_inner_width)),
     ]
+    if added.copies is not None:
+        widths = [widths[1], ("MLPs in each", f"{added.copies}, of which each counts 1/{added.copies}")]
     rows = [
         ("variant", added.variant),
         ("stands on", f"{added.base_name or 'unknown'}{revision}"),

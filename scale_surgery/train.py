@@ -25,7 +25,15 @@ from scale_surgery.integrity import Integrity, bytes_to_check, check_files
 from scale_surgery.manifest import Manifest, check_numbering, hash_tensors, read_manifest, refuse_fused, tool_versions
 from scale_surgery.methods import method_of
 from scale_surgery.progress import Track, no_track
-from scale_surgery.run import CURVES_FILE, LOG_FILE, Run, check_resumable, last_measured, module_names
+from scale_surgery.run import (
+    CURVES_FILE,
+    LOG_FILE,
+    Run,
+    check_resumable,
+    last_measured,
+    module_names,
+    refuse_unfinished,
+)
 from scale_surgery.settings import TrainingSettings, check_settings
 from scale_surgery.staging import BaseWeights, check_space, check_target, locked
 
@@ -130,6 +138,8 @@ def train(
     if resume:
         check_resumable(target, asdict(settings))
     else:
+        if not overwrite:
+            refuse_unfinished(target)
         check_target(target, [path], overwrite=overwrite)
         check_space(target, sum(info.bytes for info in checkpoint.tensors.values()) if base_weights == "copy" else 0)
     if target.resolve() == path.resolve():

@@ -16,7 +16,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks import biography, biography_report, biography_routers
-from benchmarks.biography_methods import BOTH_3, INITS, METHODS, PRESERVE, ROUTED, Method
+from benchmarks.biography_methods import BOTH_3, GROWING, INITS, METHODS, PRESERVE, ROUTED, STREAM, Method
 from benchmarks.biography_runs import Examination, Point, Run, new_batches, read_records, share_of_rate, train
 from scale_surgery.biographies import (
     ATTRIBUTES,
@@ -30,7 +30,11 @@ from scale_surgery.biographies import (
 )
 
 ADAPTERS = ("LoRA", "PiSSA")
-MATCHED = [method for method in METHODS if method.name != "full"]
+MATCHED = [
+    method
+    for method in {method.name: method for method in (*METHODS, *GROWING)}.values()
+    if method.name not in ("full", "grow-train")
+]
 PARAMETERS = 295_552
 QUICK = biography.QUICK
 QUIET = Console(quiet=True)
@@ -38,7 +42,7 @@ TOKENS = torch.arange(3, 63).view(2, 30)
 
 
 def named(name: str) -> Method:
-    return {method.name: method for method in (*METHODS, *ROUTED)}[name]
+    return {method.name: method for method in (*METHODS, *GROWING, *ROUTED)}[name]
 
 
 def make(method: Method) -> Any:
@@ -64,7 +68,7 @@ def examination() -> Examination:
 
 @pytest.mark.parametrize(
     "method",
-    {method.name: method for method in (*METHODS, *INITS.values(), *ROUTED)}.values(),
+    {method.name: method for method in (*METHODS, *GROWING, *INITS.values(), *ROUTED)}.values(),
     ids=lambda method: method.name,
 )
 def test_every_method_starts_at_the_base(method: Method, base_logits: torch.Tensor) -> None:
@@ -79,7 +83,16 @@ def test_trained_parameters_match(method: Method) -> None:
     assert trained == pytest.approx(PARAMETERS, rel=0.02)
 
 
-@pytest.mark.parametrize("method", [named("freeze"), PRESERVE], ids=lambda method: method.name)
+def test_grow_train_trains_base_matrices_beside_its_copies() -> None:
+    trained = {name for name, parameter in make(named("grow-train")).named_parameters() if parameter.requires_grad}
+    ends = {name.split("mlp.")[1] for name in trained}
+    assert ends == {"gate_proj.w11", "gate_proj.w21", "up_proj.w11", "up_proj.w21", "down_proj.w12"}
+    assert len(trained) == 2 * len(ends)  # in two layers
+
+
+@pytest.mark.parametrize(
+    "method", [named("freeze"), PRESERVE, named("grow-freeze"), named("depth")], ids=lambda method: method.name
+)
 def test_what_is_frozen_stays(method: Method, examination: Examination) -> None:
     model = make(method)
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
@@ -128,7 +141,8 @@ def test_an_interrupted_benchmark_continues(tmp_path: Path, monkeypatch: pytest.
 
 
 def scored(rate: float, new: float, old: float) -> Run:
-    points = (Point(0, 1.0, 0.0, 0.4, 1.5), Point(4, 0.9, 0.5 * new, 0.4, 1.2), Point(8, old, new, 0.6, 0.5))
+    start, middle = Point(0, 1.0, 0.0, 0.4, 1.5, 1.0), Point(4, 0.9, 0.5 * new, 0.4, 1.2, 0.95)
+    points = (start, middle, Point(8, old, new, 0.6, 0.5, 0.9))
     return Run("full", rate, 0, QUICK, 100, 1.0, points)
 
 
@@ -220,6 +234,13 @@ def test_targets_are_judged() -> None:
     assert "98.5 -" in table and "99.0 +" in table and "adapt" not in table
 
 
+def test_table_of_streams_has_cosines() -> None:
+    groups = {"depth": [scored(1, 1.0, 0.5)]}
+    lines = rendered(biography_report.render(groups, "stream")).splitlines()
+    assert "cosine" in lines[0] and "0.900" in lines[2]
+    assert "cosine" not in rendered(biography_report.render(groups))
+
+
 def rendered(table: Any) -> str:
     console = Console(width=80, file=io.StringIO())
     console.print(table)
@@ -276,7 +297,8 @@ def test_figures_are_drawn(tmp_path: Path) -> None:
 
     runs = [dataclasses.replace(scored(1, 1.0, 0.5), seed=seed) for seed in range(2)]
     figures = {"methods": [method.name for method in METHODS], "inits": list(INITS)}
-    figures["routed"] = [method.name for method in ROUTED]
+    for name, methods in (("growing", GROWING), ("stream", STREAM), ("routed", ROUTED)):
+        figures[name] = [method.name for method in methods]
     for figure, names in figures.items():
         file = draw(figure, dict.fromkeys(names, runs), tmp_path)
         assert file.read_bytes().startswith(b"\x89PNG")

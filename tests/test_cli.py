@@ -146,8 +146,11 @@ def test_errors_of_others_are_one_line_too(base: Path, tmp_path: Path) -> None:
     result = run("expand", base, "--layers", "0", "-o", tmp_path / "e", "--device", "cuda:7", code=1)
     assert result.stderr.startswith("error: ") and "--debug shows where." in result.stderr
     assert "Traceback" not in result.stderr and not (tmp_path / "e").exists()
-    result = run("plan", base, "--layers", "0", "-o", tmp_path / "none" / "plan.json", code=1)
+    (tmp_path / "file").touch()
+    result = run("plan", base, "--layers", "0", "-o", tmp_path / "file" / "plan.json", code=1)
     assert "plan.json" in result.stderr and "Traceback" not in result.stderr
+    run("plan", base, "--layers", "0", "-o", tmp_path / "new" / "plan.json")
+    assert (tmp_path / "new" / "plan.json").is_file()
 
 
 @pytest.mark.parametrize(

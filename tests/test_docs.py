@@ -138,7 +138,7 @@ def test_readme_quick_start(tmp_path, monkeypatch):
     base = save_tiny(tmp_path / "base", "qwen3", num_hidden_layers=5, vocab_size=1152)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(SHIPPED / file, base / file)
-    (tmp_path / "domain.jsonl").write_text('{"text": "A new text."}\n')
+    (tmp_path / "domain.jsonl").write_text('{"text": "A new text."}\n' * 400)
     (tmp_path / "general.txt").write_text("An old text.")
     monkeypatch.chdir(tmp_path)
     for line in shell.splitlines():

@@ -21,6 +21,7 @@ from scale_surgery.errors import CheckpointError, PlanError, TrainingError
 from scale_surgery.expand import expand
 from scale_surgery.extract import extract
 from scale_surgery.families import FAMILIES as FACTS
+from scale_surgery.inspect import inspect
 from scale_surgery.load_expansion import load_expansion
 from scale_surgery.manifest import read_manifest
 from scale_surgery.merge import merge
@@ -333,6 +334,18 @@ def test_bad_requests(request_: Request, lines: list[str], base_of: Callable[...
     with pytest.raises(PlanError) as raised:
         plan(base_of("llama"), request_)
     assert str(raised.value).splitlines() == lines
+
+
+def test_problems_of_options_and_layers_are_told_together(base_of: Callable[..., Path]) -> None:
+    with pytest.raises(PlanError) as raised:
+        plan(base_of("llama"), Request("9", method="grow", copies=1))
+    assert [line[:12] for line in str(raised.value).splitlines()] == ["--copies is ", "--layers 9: "]
+
+
+def test_inspect_counts_copies(grown_of: Callable[..., Path]) -> None:
+    found = inspect(grown_of("llama", Request("1", method="grow", copies=3)))
+    assert found.expansion is not None
+    assert (found.expansion.method, found.expansion.copies, found.expansion.layers) == ("grow", 3, (1,))
 
 
 def test_fused_is_refused(grown_of: Callable[..., Path], tmp_path: Path) -> None:

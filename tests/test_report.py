@@ -31,6 +31,8 @@ REPORTED = REQUESTS | {
 # every family in each method, and the other variants once
 COMPARED = [(family, name) for name in ("adapt", "grow-train", "depth") for family in FAMILIES]
 COMPARED += [("llama", "preserve"), ("llama", "adapt_without_up_stream"), ("phi3", "grow-freeze")]
+# lines of a log that somebody edited
+TEXTS_FOR_NUMBERS = '{"step": "x", "loss": 1.0}\n{"step": 3, "loss": "y"}'
 W12 = "model.layers.1.self_attn.q_proj.w12"
 W21 = "model.layers.1.self_attn.q_proj.w21"
 
@@ -351,7 +353,9 @@ def test_what_the_last_run_logged_and_measured(spoiled: Path) -> None:
     edit_manifest(spoiled, lambda content: content.update(training=[{"steps": 3}, {"steps": 4, "measured": measured}]))
     (spoiled / "training").mkdir()
     entry = {"step": 2, "loss": 3.0}
-    (spoiled / "training" / "log.jsonl").write_text(f'{json.dumps(entry)}\n[1]\n{{"epoch": 1}}\n{{"step": 4, "lo')
+    (spoiled / "training" / "log.jsonl").write_text(
+        f'{json.dumps(entry)}\n[1]\n{{"epoch": 1}}\n{TEXTS_FOR_NUMBERS}\n{{"step": 4, "lo'
+    )
     found = report(spoiled, files_only=True)
     assert found.log == (entry,) and found.measured == measured and len(found.runs) == 2
     page = render_page(found)
@@ -392,8 +396,30 @@ def test_missing_and_damaged_tensors_are_all_named(spoiled: Path) -> None:
 
 def test_a_spoiled_plan_is_refused(spoiled: Path) -> None:
     edit_manifest(spoiled, lambda content: content["plan"].pop("widths"))
-    with pytest.raises(CheckpointError, match=r"surgery\.json: its plan is incomplete \('widths'\)\. Restore it"):
+    with pytest.raises(CheckpointError, match=r"surgery\.json: is incomplete \('widths'\)\. Restore it"):
         report(spoiled)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda content: content.update(training=[3]), "'int' object has no attribute 'get'"),
+        (lambda content: content.update(training=[{"steps": "many"}]), "training"),
+        (lambda content: content.update(training=[{"steps": 1, "measured": {"learning": "x"}}]), "training"),
+        (lambda content: tensor_of(content).update(source="foo"), f"plan.tensors, {W21}: init 'svd' of 'foo'"),
+        (lambda content: tensor_of(content).update(init="foo"), f"plan.tensors, {W21}: init 'foo' of "),
+    ],
+)
+def test_spoiled_records_are_refused(spoiled: Path, change: Callable[[dict[str, Any]], None], reason: str) -> None:
+    edit_manifest(spoiled, change)
+    with pytest.raises(CheckpointError, match=r"surgery\.json: is incomplete \(.*\)\. Restore it") as caught:
+        report(spoiled)
+    assert reason in str(caught.value)
+
+
+def tensor_of(content: dict[str, Any]) -> dict[str, Any]:
+    (tensor,) = (tensor for tensor in content["plan"]["tensors"] if tensor["name"] == W21)
+    return tensor
 
 
 def test_texts_that_nobody_reads_and_texts_that_are_not_there(adapt: Path, tmp_path: Path) -> None:

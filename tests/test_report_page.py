@@ -7,6 +7,7 @@ import math
 import os
 import re
 import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -37,6 +38,7 @@ from scale_surgery.report_records import Norms, Spectrum, Streams, TensorChange,
 from scale_surgery.report_tables import render_report
 from scale_surgery.staging import check_output_files
 from tests.conftest import shake
+from tests.test_docs import COMMANDS
 from tests.test_route_report import CHROMIUM, COLOUR_VISION, contrast, parse, seen_by, shown
 from tests.tiny import save_tiny
 
@@ -130,6 +132,22 @@ def test_curves_of_the_training_run() -> None:
     assert "Questions answered" not in html
 
 
+def test_a_loss_that_is_no_number_breaks_the_line() -> None:
+    losses = (3.0, 2.0, math.nan, 2.0, 1.0)
+    html = render_page(handmade(tensor(0), log=tuple({"step": step, "loss": loss} for step, loss in enumerate(losses))))
+    (chart,) = re.findall(r"<figure>\n<figcaption>Training loss.*?</figure>", html, re.DOTALL)
+    assert [len(path) for path in paths_of(chart)] == [2, 2] and chart.count("<circle") == 4
+
+
+def test_only_what_scale_found_is_said_of_its_w12() -> None:
+    finding = "SCALE (arXiv 2511.03270) finds forgetting nearly linear in this norm."
+    scale, grow = (handmade(tensor(0, "down"), method=method) for method in ("scale", "grow"))
+    assert finding in render_page(scale)
+    page = render_page(grow)
+    assert "SCALE" not in page and "<figcaption>Change, FFN<" in page and "<figcaption>Norm, FFN<" in render_page(scale)
+    assert "W12 is the copies&#x27; part of the down projection" in page
+
+
 def test_no_more_layers_are_drawn_than_have_a_colour() -> None:
     html = render_page(handmade(*(tensor(layer, block="w21") for layer in range(30))))
     layers = re.findall(r"</svg>(layer \d+)</li>", html)
@@ -198,15 +216,42 @@ def test_logarithmic_axes_hold_their_values(values: tuple[float, ...]) -> None:
 
 
 def test_points_stand_inside_the_chart_and_what_is_no_number_is_left_out() -> None:
-    points = [(0, 1.0), (1, math.nan), (2, -3.0), (3, math.inf), (4, 2.0)]
+    points = [(0, 1.0), (1, 3.0), (2, math.nan), (3, -3.0), (4, math.inf), (5, 2.0), (6, 1.0)]
     html = render_chart("A <b>", [Curve("one", points, "first", "circle")], "x", "y")
-    assert "A &lt;b&gt;" in html and html.count("<circle") == 3
-    (path,) = re.findall(r'<polyline points="(.*?)"', html)
-    for across, down in (map(float, pair.split(",")) for pair in path.split()):
-        assert 0 <= across <= WIDTH and 0 <= down <= HEIGHT
+    assert "A &lt;b&gt;" in html and html.count("<circle") == 5
+    drawn = [point for path in paths_of(html) for point in path]
+    assert len(drawn) == 4 and all(0 <= across <= WIDTH and 0 <= down <= HEIGHT for across, down in drawn)
     logarithmic = render_chart("", [Curve("one", points, "first", "circle")], "x", "y", is_log=True)
-    assert logarithmic.count("<circle") == 2
+    assert logarithmic.count("<circle") == 4
     assert render_chart("", [Curve("one", [(0, math.nan)], "first")], "x", "y") == ""
+
+
+def test_a_line_breaks_where_a_value_cannot_be_drawn() -> None:
+    """No straight line across: neither of NaN nor of infinity, nor on a logarithmic axis of zero."""
+
+    def draw(*values: float, **options: Any) -> str:
+        return render_chart("", [Curve("one", list(enumerate(values)), "first")], "x", "y", **options)
+
+    assert [len(path) for path in paths_of(draw(1, 2, 3, 4, 5))] == [5]
+    for hole in (math.nan, math.inf, -math.inf):
+        before, after = paths_of(draw(1, 2, hole, 4, 5))
+        assert len(before) == len(after) == 2 and before[-1][0] < after[0][0]
+    assert [len(path) for path in paths_of(draw(1, 2, 0, 4, 5))] == [5]
+    assert [len(path) for path in paths_of(draw(1, 2, 0, 4, 5, is_log=True))] == [2, 2]
+    # what stands alone is seen, though the curve has no markers
+    alone = draw(1, 2, math.nan, 4)
+    assert len(paths_of(alone)) == alone.count("<circle") == 1 and "one, x 3: 4" in alone
+    # a run that ends in NaN ends before the axis does
+    (path,) = paths_of(draw(1, 2, math.nan, math.nan))
+    assert path[-1][0] < WIDTH / 2
+
+
+def paths_of(chart: str) -> list[list[tuple[float, float]]]:
+    """Points of each line of a chart."""
+    found = re.findall(r'<polyline points="(.*?)"', chart)
+    return [
+        [(float(across), float(down)) for across, down in re.findall("([0-9.]+),([0-9.]+)", path)] for path in found
+    ]
 
 
 def test_many_points_have_no_markers_and_one_curve_has_no_legend() -> None:
@@ -242,6 +287,36 @@ def test_layers_show_norms_of_zeros_and_changes_of_the_rest() -> None:
     row = next(line for line in text.splitlines() if line.startswith("1 "))
     assert row.split() == ["1", "2.83", "25.0%"]
     assert "no model was run" in text
+    # a role that alone started as zeros has a column of its own
+    copied = [tensor(1, "o", block="weight", norms=Norms(2.0, 0.0, 2.0, 8.0)), tensor(1, block="weight")]
+    lines = shown(render_report(handmade(*copied))).splitlines()
+    assert any(line.split() == ["layer", "weight", "attn", "weight", "o"] for line in lines)
+    assert next(line for line in lines if line.startswith("1 ")).split() == ["1", "25.0%", "2.00"]
+
+
+def test_terminal_counts_parameters_of_all_tensors() -> None:
+    text = shown(render_report(handmade(tensor(0), tensor(1), tensor(2, is_trained=False))))
+    assert "2 of 3 expansion tensors (100 parameters in all)" in text
+
+
+def test_terminal_says_that_separations_are_means_over_layers() -> None:
+    copies = [tensor(0, "gate", "w21", separation=0.25), tensor(1, "gate", "w21", separation=0.75)]
+    text = shown(render_report(handmade(*copies, tensor(1, "up_proj", "w21", separation=0.1), method="grow")))
+    assert "copies apart  gate 50.0%, up_proj 10.0%, mean over layers" in text
+    assert "copies apart" not in shown(render_report(handmade(tensor(0, block="w21"))))
+
+
+def test_terminal_says_which_layer_a_row_of_a_copy_is() -> None:
+    streams = Streams((Layer(-1, 0.0, 1.0, True), Layer(0, 1.0, 0.5, False)), "text", 3, "float32", "expanded")
+    copied = [tensor(0, block="weight")]
+    row = "A row is the copy that follows that base layer"
+    depth = handmade(*copied, method="depth")
+    assert f"{row}." in shown(render_report(depth)) and row in render_page(depth)
+    read = shown(render_report(replace(depth, streams=streams), details=True))
+    assert f"{row}; cosine and" in read and read.count(row) == 2 and max(map(len, read.splitlines())) <= 80
+    for other in ("scale", "grow"):
+        own = handmade(*copied, method=other)
+        assert row not in shown(render_report(own, details=True)) and row not in render_page(own)
 
 
 # the command line
@@ -260,7 +335,13 @@ def test_command_writes_table_page_and_json(place: Path, tmp_path: Path) -> None
     assert (
         content["path"].endswith("adapt") and content["state"] == "trained" and len(content["streams"]["layers"]) == 4
     )
-    assert content["tensors"][0].keys() >= {"name", "norm", "change", "relative_change", "rank", "is_trained"}
+    row = next(line for line in COMMANDS.read_text(encoding="utf-8").splitlines() if line.startswith("| `report` |"))
+    documented = re.search("for each role: (.*); `layers`", re.sub(r"\(.*?\)", "", row))
+    assert documented is not None
+    assert content["tensors"][0].keys() == set(re.findall("`(.*?)`", documented[1]))
+    # each norm once
+    norms = {"norm", "start_norm", "change", "base_norm", "relative_change", "relative_norm", "change_of_base"}
+    assert all(layer.keys() == {"layer", "group", "block"} | norms for layer in content["layers"])
 
 
 def test_command_refuses_in_one_line(place: Path, tmp_path: Path) -> None:
@@ -294,6 +375,16 @@ def test_a_page_that_cannot_be_written_is_refused_before_any_work(place: Path, t
         f"{place}/adapt/config.json: would be written into {place}/adapt, which is read. Choose another file.",
         f"{twice}: is to be two different files at once. Choose two names.",
     ]
+
+
+def test_a_page_that_breaks_off_leaves_nothing(place: Path, tmp_path: Path) -> None:
+    """The largest size of a file, as a full disk: in a process of its own, which it is for."""
+    page = tmp_path / "report.html"
+    command = f'ulimit -f 8; "{sys.executable}" -m scale_surgery report "{place / "adapt"}" --files-only -o "{page}"'
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert f"{page}: cannot be written (File too large). Choose another place." in " ".join(done.stderr.split())
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")

@@ -57,8 +57,8 @@ def own_heads(states: Tensor, sizes: list[int], parts: list[Part], is_eager: boo
             start = 0 if torch.compiler.is_compiling() else states.storage_offset() % head_stride
             beside = states.new_empty(batch, rows, sizes[index], head_stride)
             own = beside[..., start : start + size].transpose(1, 2).copy_(own)
-        # a copy of the new heads is what backward keeps, and not all heads
-        elif is_transposed or (is_unaligned and (batch > 1 or index) if part.is_old else own.requires_grad):
+        # new heads are aligned the same on one path and on two; a copy of them is what backward keeps
+        elif is_transposed or (is_unaligned and (batch > 1 or index)) or (own.requires_grad and not part.is_old):
             own = own.clone()
         found.append(own)
     return found

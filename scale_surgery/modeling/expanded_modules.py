@@ -23,7 +23,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from .expanded_streams import Streams, add_new_product, add_product, join, product, stack, streams_of
+from .expanded_streams import (
+    CACHE_LINE,
+    Streams,
+    add_new_product,
+    add_product,
+    join,
+    own_memory,
+    product,
+    stack,
+    streams_of,
+)
 
 EXPANSION_NAMES = ("w12", "w21", "w22", "w11", "up_weight", "up_bias", "bias11")
 
@@ -98,7 +108,7 @@ class ExpandedModule:
         known = streams_of(x, widths)
         parts = known or x.split(widths, dim=-1)
         # a copy of the up part is what backward keeps, and not the joined tensor
-        copied = known or [part.contiguous() if index % 2 else part.clone() for index, part in enumerate(parts)]
+        copied = known or [own_memory(part) if index % 2 else part.clone() for index, part in enumerate(parts)]
         return self.paired(copied)
 
     def paired(self, parts: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
@@ -169,9 +179,6 @@ class ExpandedLinear(ExpandedModule):
         if self.w22 is not None:
             y_up = add_product(y_up, x_up, self.w22)
         return y_up if self.up_bias is None else y_up + self.up_bias.to(like.dtype)
-
-
-CACHE_LINE = 64
 
 
 def aligned(tensor: Tensor, like: Tensor) -> Tensor:

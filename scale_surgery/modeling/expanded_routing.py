@@ -23,6 +23,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
 from .expanded_mixture import Mixture, chosen, cosines, follow, in_chunks, mix, normalizers, row_chunks
+from .expanded_streams import own_memory
 
 # logits that are made only to score tokens at a time: fewer rows make a matrix product slow
 SCORED_AT_ONCE = 2**24
@@ -177,27 +178,27 @@ class Paths:
     def base_logits(self) -> tuple[Tensor, Tensor]:
         """Z_p and Z_a, by the stock head, in memory of their own."""
         width = self.head.base_in
-        z_p = self.head.forward_stock(self.preserve[..., :width].detach().contiguous())
+        z_p = self.head.forward_stock(own_memory(self.preserve[..., :width].detach()))
         if self.adapt is self.preserve:
             return z_p, z_p.clone()
-        return z_p, self.head.forward_stock(self.adapt[..., :width].contiguous())
+        return z_p, self.head.forward_stock(own_memory(self.adapt[..., :width]))
 
     def lead(self, ids: Tensor) -> Tensor:
         """Evidence log p_P - log p_A of one token a position; the logits of one path after those of the other."""
         width = self.head.base_in
-        logits = self.head.forward_stock(self.preserve[..., :width].detach().contiguous())
+        logits = self.head.forward_stock(own_memory(self.preserve[..., :width].detach()))
         if self.adapt is self.preserve:
             ahead = chosen(self.head.capped(logits), ids)
         else:
             ahead = chosen(self.head.capped_in_place(logits), ids)
             del logits
-            logits = self.head.forward_stock(self.adapt[..., :width].contiguous())
+            logits = self.head.forward_stock(own_memory(self.adapt[..., :width]))
         return ahead - chosen(self.head.capped_in_place(self.head.add_up(logits, self.up()[1])), ids)
 
     def up(self) -> tuple[Tensor, Tensor]:
         """Up streams of both paths."""
         width = self.head.base_in
-        return self.preserve[..., width:].contiguous(), self.adapt[..., width:].contiguous()
+        return own_memory(self.preserve[..., width:]), own_memory(self.adapt[..., width:])
 
     def logits(self) -> tuple[Tensor, Tensor]:
         """What each path alone gives out: the base model's logits, and those of the model that does not route."""

@@ -52,6 +52,20 @@ def add_product(y: Tensor, x: Tensor, block: Tensor) -> Tensor:
     return y
 
 
+CACHE_LINE = 64
+
+
+def own_memory(x: Tensor) -> Tensor:
+    """x, contiguous and aligned as memory of its own is.
+
+    A slice of a single row is contiguous where it lies, and on a CPU the product of a matrix and one row may round by
+    where that begins.
+    """
+    x = x.contiguous()
+    is_aligned = torch.compiler.is_compiling() or x.device.type != "cpu" or x.data_ptr() % CACHE_LINE == 0
+    return x if is_aligned else x.clone()
+
+
 # base stream and up stream of one path; None where the path has no up stream here
 Streams = tuple[Tensor, Tensor | None]
 
