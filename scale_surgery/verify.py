@@ -352,33 +352,37 @@ def _start(integrity: Integrity, manifest: Manifest) -> str:
 def _output_at_init(
     integrity: Integrity, numbers: Numbers | None, general: tuple[str, ...], manifest: Manifest, *, claimed: bool
 ) -> Promise:
-    problems, evidence = [*integrity.nonzero], _start(integrity, manifest)
-    if numbers is None:
-        evidence += "; no model was run"
-    else:
-        problems += general
-        evidence += f"; logits {_equality(numbers.is_bit_equal, numbers.drift, numbers)}"
+    found, problems = [], []
+    if numbers is not None:
+        found.append(f"logits {_equality(numbers.is_bit_equal, numbers.drift, numbers)}")
         if not numbers.is_bit_equal:
             problems.append(f"logits: drift {numbers.drift:.3g} in {numbers.dtype}, expected bit-equal.")
         if numbers.generation_equal is False or numbers.uncached_equal is False:
             problems.append("greedy continuation differs, with or without KV cache.")
-    return Promise("output_at_init", claimed, _holds(problems, numbers), evidence, tuple(problems))
+    return _at_init("output_at_init", integrity, manifest, found, (*general, *problems), claimed=claimed)
 
 
 def _near_output_at_init(
     integrity: Integrity, numbers: Numbers | None, general: tuple[str, ...], manifest: Manifest, *, claimed: bool
 ) -> Promise:
     """Claimed where copies count other shares than a half, or in float16, whose small numbers cannot be halved."""
-    problems, evidence = [*integrity.nonzero], _start(integrity, manifest)
-    if numbers is None:
-        evidence += "; no model was run"
-    else:
-        problems += general
+    found, problems = [], []
+    if numbers is not None:
         most = TOLERANCES[numbers.dtype] * numbers.largest_logit
-        evidence += f"; logits {_equality(numbers.is_bit_equal, numbers.drift, numbers)}, rounding explains {most:.3g}"
+        equality = _equality(numbers.is_bit_equal, numbers.drift, numbers)
+        found.append(f"logits {equality}, rounding explains {most:.3g}")
         if not numbers.drift <= most:
             problems.append(f"logits: drift {numbers.drift:.3g} in {numbers.dtype}, expected at most {most:.3g}.")
-    return Promise("near_output_at_init", claimed, _holds(problems, numbers), evidence, tuple(problems))
+    return _at_init("near_output_at_init", integrity, manifest, found, (*general, *problems), claimed=claimed)
+
+
+def _at_init(
+    name: str, integrity: Integrity, manifest: Manifest, found: list[str], problems: tuple[str, ...], *, claimed: bool
+) -> Promise:
+    """A promise about the start: what files say of it, and what was found where models were run."""
+    evidence = "; ".join([_start(integrity, manifest), *(found or ["no model was run"])])
+    every = (*integrity.nonzero, *(problems if found else ()))
+    return Promise(name, claimed, (not every) if found or every else None, evidence, every)
 
 
 def _base_stream_always(
