@@ -7,7 +7,6 @@ with its own tokenizer, and long texts are read in overlapping windows.
 
 from __future__ import annotations
 
-import json
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,6 +21,7 @@ from scale_surgery.errors import CheckpointError, DataError
 from scale_surgery.freeze import expansion_disabled
 from scale_surgery.measure import Measurement, measure
 from scale_surgery.progress import Progress, Track, no_track
+from scale_surgery.staging import plain_json
 from scale_surgery.strip import link_base
 from scale_surgery.subjects import Subject, choose_lengths, open_subjects, read_texts
 
@@ -89,7 +89,7 @@ class Evaluation:
         for row, score in zip(content["scores"], self.scores, strict=True):
             row |= {"old": _measurement_to_json(score.old), "new": _measurement_to_json(score.new)}
         # JSON has neither NaN nor infinity: they become texts
-        plain: dict[str, Any] = json.loads(json.dumps(content), parse_constant=str)
+        plain: dict[str, Any] = plain_json(content)
         return plain
 
 

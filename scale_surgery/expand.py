@@ -127,7 +127,7 @@ def expand(
         "base": {file: _stamp(source.path / file) for file in (*checkpoint.shards, *checkpoint.side_files)},
     }
     with staged(target, state, overwrite=overwrite) as partial:
-        _write_expansion(made, checkpoint, partial, device, track)
+        write_expansion(made, checkpoint, partial, device, track)
         written = _take_over_base(made, checkpoint, partial, base_weights, track)
         pinned = _write_code_and_config(made, checkpoint, partial, trust_remote_code)
         _write_index_and_manifest(made, checkpoint, partial, track)
@@ -155,7 +155,16 @@ def _check_clashes(checkpoint: Checkpoint, plan: Plan) -> None:
         raise CheckpointError.from_problems(problems)
 
 
-def _write_expansion(plan: Plan, checkpoint: Checkpoint, partial: Path, device: str, track: Track) -> None:
+def write_expansion(plan: Plan, checkpoint: Checkpoint, partial: Path, device: str, track: Track) -> None:
+    """Write the shards of new tensors; one that is there already, from an interrupted run, stays.
+
+    Args:
+        plan: What to write.
+        checkpoint: The base.
+        partial: Where the shards go.
+        device: Where the decompositions are computed.
+        track: Makes progress bars.
+    """
     from scale_surgery.initialise import make_tensor
 
     with track("new tensors", plan.costs.parameters_added) as advance:
@@ -257,12 +266,17 @@ def _write_code_and_config(plan: Plan, checkpoint: Checkpoint, partial: Path, tr
 
 
 def _write_index_and_manifest(plan: Plan, checkpoint: Checkpoint, partial: Path, track: Track) -> None:
+    write_json(partial / INDEX_FILE, planned_index(plan, checkpoint))
+    expanded = open_checkpoint(partial)
+    write_json(partial / MANIFEST_FILE, asdict(_make_manifest(plan, checkpoint, expanded, track)))
+
+
+def planned_index(plan: Plan, checkpoint: Checkpoint) -> dict[str, Any]:
+    """The index of the expanded checkpoint that a plan makes of a base."""
     places = {name: stored_shard(info.file) for name, info in checkpoint.tensors.items()}
     places |= {tensor.name: tensor.shard for tensor in plan.tensors}
     total = sum(info.bytes for info in checkpoint.tensors.values()) + plan.costs.bytes_added
-    write_json(partial / INDEX_FILE, make_index(places, plan.specs, total))
-    expanded = open_checkpoint(partial)
-    write_json(partial / MANIFEST_FILE, asdict(_make_manifest(plan, checkpoint, expanded, track)))
+    return make_index(places, plan.specs, total)
 
 
 def make_index(places: Mapping[str, str], specs: Mapping[str, Any], total_bytes: int) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from scale_surgery import blocks
 from scale_surgery.checkpoint import Checkpoint, read_tensor
 from scale_surgery.families import Family, Linear, get_family
 from scale_surgery.plan import Plan, TensorPlan
+from scale_surgery.progress import Progress, no_progress
 from scale_surgery.specs import stream_widths
 
 TORCH_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -55,18 +56,20 @@ def _copy(plan: Plan, tensor: TensorPlan, checkpoint: Checkpoint, device: str) -
     return torch.cat([part for part in parts for _ in range(new)])
 
 
-def altered_copies(plan: Plan, checkpoint: Checkpoint) -> list[str]:
+def altered_copies(plan: Plan, checkpoint: Checkpoint, advance: Progress = no_progress) -> list[str]:
     """Copies of base tensors in an expanded checkpoint that are none any more, a line each.
 
     Args:
         plan: Its plan.
         checkpoint: The expanded checkpoint, with the base tensors.
+        advance: Called with the bytes of each copy.
 
     Returns:
         The lines; tensors that are missing or of a wrong shape are left to other checks.
     """
     lines = []
     for tensor in plan.tensors:
+        advance(tensor.bytes)
         info = checkpoint.tensors.get(tensor.name)
         source = checkpoint.tensors.get(tensor.source)
         if tensor.init != "copy" or info is None or info.shape != tensor.shape or source is None:

@@ -86,7 +86,7 @@ def check_files(
         unreleased_code=tuple(_unreleased(checkpoint)),
         fingerprint=_fingerprint(manifest, hashes | expansion),
         is_loadable=not damaged and len(hashes) == len(manifest.base_tensors),
-        nonzero=tuple(_nonzero(checkpoint, manifest)),
+        nonzero=tuple(_nonzero(checkpoint, manifest, advance)),
         trained=tuple(name for name, digest in expansion.items() if manifest.expansion_tensors.get(name) != digest),
         base_tensors=len(manifest.base_tensors),
         base_bytes=sum(parts[name].bytes for name in hashes),
@@ -103,6 +103,9 @@ def bytes_to_check(checkpoint: Checkpoint, manifest: Manifest, base: Checkpoint 
     """Bytes that `check_files` reads, for a progress bar."""
     total = sum(info.bytes for info in checkpoint.tensors.values())
     total += sum(file.bytes for file in manifest.base_files.values() if file.stored_as is not None)
+    if method_of(manifest.plan) == "grow":
+        # each copy is made again to be compared
+        total += sum(tensor.bytes for tensor in read_plan(manifest.plan).tensors)
     return total + (sum(info.bytes for info in base.tensors.values()) if base is not None else 0)
 
 
@@ -241,12 +244,12 @@ def _not_mute(checkpoint: Checkpoint, manifest: Manifest) -> Iterator[str]:
                 yield f"{tensor['name']}: {count} of {found.numel()} entries are not {value or 'zero'}."
 
 
-def _nonzero(checkpoint: Checkpoint, manifest: Manifest) -> list[str]:
+def _nonzero(checkpoint: Checkpoint, manifest: Manifest, advance: Progress) -> list[str]:
     """W12 and the head's up part, where they hold anything but zeros; of a grown model, copies that are none."""
     if method_of(manifest.plan) == "grow":
         from scale_surgery.initialise import altered_copies
 
-        return altered_copies(read_plan(manifest.plan), checkpoint)
+        return altered_copies(read_plan(manifest.plan), checkpoint, advance)
     if method_of(manifest.plan) == "depth":
         return list(_not_mute(checkpoint, manifest))
     family = get_family(str(checkpoint.config["model_type"]).removeprefix("scale_"))

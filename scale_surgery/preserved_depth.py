@@ -26,14 +26,14 @@ from torch import Tensor, nn
 from scale_surgery.checkpoint import CONFIG_FILE, INDEX_FILE, Checkpoint
 from scale_surgery.data import Sequences, collate
 from scale_surgery.evaluate import loaded_whole
-from scale_surgery.expand import expanded_config, stored_shard
+from scale_surgery.expand import expanded_config, planned_index, stored_shard, write_expansion
 from scale_surgery.families import get_family
-from scale_surgery.initialise import TORCH_DTYPES, make_tensor
+from scale_surgery.initialise import TORCH_DTYPES
 from scale_surgery.measure import LOGITS_AT_ONCE
 from scale_surgery.plan import Plan
 from scale_surgery.progress import Progress, Track
 from scale_surgery.ranking import LayerWorth
-from scale_surgery.staging import write_json, write_tensors
+from scale_surgery.staging import write_json
 
 # what each step promises on new text, nats per token: small enough for the drift to be quadratic, large enough to be
 # seen through rounding
@@ -81,21 +81,13 @@ def expanded_for_a_while(checkpoint: Checkpoint, plan: Plan, device: torch.devic
     """Load an expansion from a temporary folder, in which base shards are links."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        weight_map = {tensor: stored_shard(info.file) for tensor, info in checkpoint.tensors.items()}
         for shard in checkpoint.shards:
             (folder / stored_shard(shard)).symlink_to((checkpoint.path / shard).resolve())
-        with track("new tensors", plan.costs.parameters_added) as advance:
-            for shard in plan.shards:
-                planned = [tensor for tensor in plan.tensors if tensor.shard == shard]
-                write_tensors(
-                    folder / shard, {own.name: make_tensor(plan, own, checkpoint, device.type) for own in planned}
-                )
-                weight_map |= {tensor.name: shard for tensor in planned}
-                advance(sum(tensor.elements for tensor in planned))
+        write_expansion(plan, checkpoint, folder, device.type, track)
         dtype = str(TORCH_DTYPES[checkpoint.dtype]).removeprefix("torch.")
         config = expanded_config(checkpoint.config, plan.specs, get_family(plan.family), dtype)
         write_json(folder / CONFIG_FILE, config)
-        write_json(folder / INDEX_FILE, {"metadata": {}, "weight_map": weight_map})
+        write_json(folder / INDEX_FILE, planned_index(plan, checkpoint))
         # in half precision the divergence of two runs is rounding, whatever the step
         options = {"device": str(device), "trust_remote_code": False, "dtype": "float32"}
         with loaded_whole(folder, plan.base_name, options) as model:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from scale_surgery.pilot_settings import PilotSettings
 from scale_surgery.request import Request
+from scale_surgery.staging import plain_json
 
 Score = Literal["relative-norm", "effective-rank"]
 SCORES: tuple[Score, ...] = ("relative-norm", "effective-rank")
@@ -221,7 +221,7 @@ class Ranking:
         if self.depth is not None:
             content["depth"]["preserved_depth"] = self.depth.preserved_depth
         # JSON has neither NaN nor infinity: they become texts
-        plain: dict[str, Any] = json.loads(json.dumps(content), parse_constant=str)
+        plain: dict[str, Any] = plain_json(content)
         return plain
 
 

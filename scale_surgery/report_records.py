@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+
+from scale_surgery.staging import plain_json
 
 if TYPE_CHECKING:
     from scale_surgery.probe import Layer
@@ -185,7 +186,7 @@ class Report:
         for key in ("tensors", "layers"):
             content[key] = [_flat(row, own.norms) for row, own in zip(content[key], getattr(self, key), strict=True)]
         # JSON has neither NaN nor infinity: they become texts
-        plain: dict[str, Any] = json.loads(json.dumps(content), parse_constant=str)
+        plain: dict[str, Any] = plain_json(content)
         return plain
 
 

@@ -5,7 +5,6 @@ old and new text --one pass--> path_scores --every setting--> routing_sweep --th
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -20,6 +19,7 @@ from scale_surgery.progress import Track, no_track
 from scale_surgery.route import set_routing
 from scale_surgery.routing_specs import Routing, read_routing
 from scale_surgery.routing_sweep import Outcome, sweep_model
+from scale_surgery.staging import plain_json
 from scale_surgery.subjects import choose_lengths, open_subjects, read_texts
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class Calibration:
         outcomes = {"outcomes": [outcome.to_json() for outcome in self.outcomes]}
         single = {name: content[name].to_json() for name in ("base", "adapt", "present", "proposed")}
         # JSON has no infinity: it becomes a text
-        plain: dict[str, Any] = json.loads(json.dumps(content | single | outcomes, default=str), parse_constant=str)
+        plain: dict[str, Any] = plain_json(content | single | outcomes)
         return plain
 
 

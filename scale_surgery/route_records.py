@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 from scale_surgery.routing_specs import Routing, router_settings
+from scale_surgery.staging import plain_json
 
 if TYPE_CHECKING:
     from scale_surgery.evaluate import Dtype
@@ -114,7 +114,7 @@ class RouteReport:
     def records(self) -> list[dict[str, Any]]:
         """Each token as plain JSON values, with its file and the number of its document there, from 0."""
         return [
-            plain({"file": file.file, "document": number, **self._token_to_json(token)})
+            plain_json({"file": file.file, "document": number, **self._token_to_json(token)})
             for file in self.files
             for number, document in enumerate(file.documents)
             for token in document.tokens
@@ -126,15 +126,10 @@ class RouteReport:
             field.name: getattr(self, field.name) for field in fields(self) if field.name not in ("files", "routing")
         }
         files = [{"file": file.file, **asdict(file.totals)} for file in self.files]
-        return {**own, "routing": router_settings(self.routing), "files": plain(files), "tokens": self.records()}
+        return {**own, "routing": router_settings(self.routing), "files": plain_json(files), "tokens": self.records()}
 
     def _token_to_json(self, token: TokenRoute) -> dict[str, Any]:
         content = asdict(token)
         if self.routing.router != "cosine":
             del content["decision"]
         return content
-
-
-def plain(content: Any) -> Any:
-    """Plain JSON values, with texts in place of NaN and infinity, which JSON does not have."""
-    return json.loads(json.dumps(content), parse_constant=str)

@@ -271,6 +271,11 @@ def as_json(content: Mapping[str, Any]) -> str:
     return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
 
 
+def plain_json(content: Any) -> Any:
+    """Plain JSON values, with texts in place of paths, and of NaN and infinity, which JSON does not have."""
+    return json.loads(json.dumps(content, default=str), parse_constant=str)
+
+
 def write_json(file: Path, content: Mapping[str, Any]) -> None:
     """Write a JSON object, whole or not at all."""
     write_text(file, as_json(content))

@@ -15,7 +15,6 @@ hold. A trained model no longer claims `output_at_init`.
 
 from __future__ import annotations
 
-import json
 import math
 import platform
 import tempfile
@@ -33,12 +32,12 @@ from scale_surgery.families import get_family
 from scale_surgery.fused import described_parts
 from scale_surgery.integrity import Integrity, bytes_to_check, check_files
 from scale_surgery.manifest import Manifest, check_numbering, read_manifest, tool_versions
-from scale_surgery.methods import DEFAULT_COPIES, method_of
+from scale_surgery.methods import method_of
 from scale_surgery.progress import Track, no_track
 from scale_surgery.route import routing_of
 from scale_surgery.routing_specs import Routing
 from scale_surgery.sources import find_source
-from scale_surgery.staging import write_json
+from scale_surgery.staging import plain_json, write_json
 from scale_surgery.strip import link_base
 
 if TYPE_CHECKING:
@@ -47,6 +46,8 @@ if TYPE_CHECKING:
 PROMISES = ("recoverable", "output_at_init", "near_output_at_init", "base_stream_always", "bounded_forgetting")
 # halving rounds nothing in them, as long as no number is as small as the smallest that they can hold
 HALVING_DTYPES = ("F32", "BF16")
+# copies that count a half each
+HALVES = 2
 DEFAULT_MEMORY_BYTES = 4 * 1024**3
 
 
@@ -113,7 +114,7 @@ class Verification:
         content = asdict(replace(self, path=Path(self.path.name)))
         del content["recorded"]
         # JSON has no NaN: a drift that is none becomes the text "NaN"
-        plain: dict[str, Any] = json.loads(json.dumps(content, default=str), parse_constant=str)
+        plain: dict[str, Any] = plain_json(content)
         return plain
 
 
@@ -336,7 +337,7 @@ def _is_exact_at_init(manifest: Manifest) -> bool:
     """Whether an expansion starts as its base bit for bit: of grown models those whose two copies count a half each."""
     copies = manifest.plan["request"].get("copies")
     dtypes = {tensor["dtype"] for tensor in manifest.plan["tensors"]}
-    return copies is None or (copies == DEFAULT_COPIES and dtypes <= set(HALVING_DTYPES))
+    return copies is None or (copies == HALVES and dtypes <= set(HALVING_DTYPES))
 
 
 def _start(integrity: Integrity, manifest: Manifest) -> str:

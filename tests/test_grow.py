@@ -25,6 +25,7 @@ from scale_surgery.inspect import inspect
 from scale_surgery.load_expansion import load_expansion
 from scale_surgery.manifest import read_manifest
 from scale_surgery.merge import merge
+from scale_surgery.modeling.expanded_modules import GrownLinear
 from scale_surgery.plan import plan
 from scale_surgery.request import Request
 from scale_surgery.route import route_export
@@ -299,6 +300,24 @@ def test_routed(family: str, routing: Routing, grown_of: Callable[..., Path], tm
     assert result.passed
     assert promise(result, "base_stream_always").claimed
     assert promise(result, "base_stream_always").holds
+
+
+def test_a_preserve_path_that_counts_half_is_noticed(
+    grown_of: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control: on the preserve path the base product must count whole."""
+    routed = route_export(shake(grown_of("llama")), tmp_path / "routed", Routing(switch_rate=0)).path
+    stock = GrownLinear.forward_preserve
+
+    def halved(self: Any, base: Tensor, up: Tensor) -> Any:
+        y_base, y_up = stock(self, base, up)
+        return y_base * self.share, y_up
+
+    monkeypatch.setattr(GrownLinear, "forward_preserve", halved)
+    result = verify(routed, record=False)
+    assert not result.passed
+    assert not promise(result, "base_stream_always").holds
+    assert not promise(result, "bounded_forgetting").holds
 
 
 @pytest.mark.parametrize(
