@@ -1,0 +1,113 @@
+"""Attention of an expanded layer: old and new heads attend one after the other, inside the stock forward.
+
+The old heads get the shapes, the strides and the alignment that they have in the base model, so their results are
+the base model's, bit for bit. This file travels with the checkpoint.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+# bytes; kernels may treat rows that begin at a multiple of a vector register differently
+ALIGNMENT = 64
+
+
+class View:
+    """An object seen with some values of its own; everything else is read live from the object."""
+
+    def __init__(self, viewed: Any, own: dict[str, Any]) -> None:
+        self.__dict__.update(own, viewed=viewed)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "viewed":
+            raise AttributeError(name)
+        return getattr(self.viewed, name)
+
+
+class Part(NamedTuple):
+    """Heads that attend by themselves: how many, whether the base model has them, and whether gradients stop there."""
+
+    heads: int
+    kv_heads: int
+    is_old: bool
+    is_detached: bool = False
+
+
+def own_heads(states: Tensor, sizes: list[int], parts: list[Part], is_eager: bool) -> list[Tensor]:
+    """Split queries, keys or values (b, heads, t, head size) into parts of so many heads.
+
+    Old heads get the strides and the alignment that they have in the base model, because matrix kernels
+    choose their path by both. In a cache, where each head lies by itself, nothing needs to be copied for the
+    usual head sizes, except for eager attention, whose batched product would copy them into another order.
+    """
+    batch, _, rows, size = states.shape
+    _, head_stride, row_stride, _ = states.stride()
+    is_transposed = row_stride > head_stride
+    is_unaligned = is_eager or head_stride * states.element_size() % ALIGNMENT
+    found = []
+    for index, (part, own) in enumerate(zip(parts, states.split(sizes, dim=1), strict=True)):
+        own = own.detach() if part.is_detached else own
+        if part.is_old and is_transposed:
+            # a head may be part of a fused projection, at some distance from its start; a graph cannot hold that number
+            start = 0 if torch.compiler.is_compiling() else states.storage_offset() % head_stride
+            beside = states.new_empty(batch, rows, sizes[index], head_stride)
+            own = beside[..., start : start + size].transpose(1, 2).copy_(own)
+        # new heads are aligned the same on one path and on two; a copy of them is what backward keeps
+        elif is_transposed or (is_unaligned and (batch > 1 or index)) or (own.requires_grad and not part.is_old):
+            own = own.clone()
+        found.append(own)
+    return found
+
+
+def split_attention(module, query, key, value, attention_mask, **kwargs):
+    """Attention of each part of the heads, one after the other, by the kernel that the model's config names."""
+    config = module.config.viewed
+    name = config._attn_implementation
+    run = module.eager_attention if name == "eager" else ALL_ATTENTION_FUNCTIONS[name]
+    seen = View(module, {"config": config})
+    parts = [
+        part._replace(is_detached=part.is_detached or (part.is_old and module.base_detached)) for part in module.parts
+    ]
+    heads, kv_heads = [part.heads for part in parts], [part.kv_heads for part in parts]
+    states = [
+        own_heads(own, sizes, parts, name == "eager")
+        for own, sizes in ((query, heads), (key, kv_heads), (value, kv_heads))
+    ]
+    outputs = [run(seen, *own, attention_mask, **kwargs) for own in zip(*states, strict=True)]
+    attended, weights = zip(*outputs, strict=True)
+    return torch.cat(attended, dim=2), None if weights[0] is None else torch.cat(weights, dim=1)
+
+
+SPLIT_ATTENTION = "scale_surgery_split_heads"
+ALL_ATTENTION_FUNCTIONS.register(SPLIT_ATTENTION, split_attention)
+
+
+def expand_attention(module: nn.Module, mode: str, parts: list[Part], attributes: dict, config: dict) -> None:
+    """Tell an attention module of its heads in a mode: what its stock forward then reads from itself and its config.
+
+    Args:
+        module: The attention module.
+        mode: "expanded", one path, or "routed", two.
+        parts: Its heads, in the order in which they lie; none where all of them attend at once.
+        attributes: Values of the module's attributes.
+        config: Values of its config.
+    """
+    if not hasattr(module, "modes"):
+        module.base_detached = False
+        module.eager_attention = vars(import_module(type(module).__module__))["eager_attention_forward"]
+        module.modes = {"stock": {"config": module.config}}
+    module.modes["stock"] |= {name: getattr(module, name) for name in attributes}
+    split = {"_attn_implementation": SPLIT_ATTENTION} if parts else {}
+    own_config = View(module.modes["stock"]["config"], config | split)
+    module.modes[mode] = {"config": own_config, "parts": parts} | attributes
+
+
+def switch_attention(module: nn.Module, mode: str) -> None:
+    """Let an attention module see the heads of a mode; the stock ones where it has none of its own in that mode."""
+    for name, value in (module.modes["stock"] | module.modes.get(mode, {})).items():
+        setattr(module, name, value)

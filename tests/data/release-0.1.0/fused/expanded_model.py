@@ -1,0 +1,318 @@
+"""The mixin before a stock model class: it expands the model's modules as its configuration says.
+
+It also freezes the base after loading, says what trains, and switches the expansion and the routing off and on.
+This file travels with the checkpoint: it opens no file, and needs only torch and transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from .expanded_attention import Part, expand_attention, switch_attention
+from .expanded_fused import fuse_layer, fuse_norm, widen
+from .expanded_modules import EXPANSION_NAMES, ExpandedModule, GrownLinear, expand_module
+
+
+def expand_layer(layer: nn.Module, specs: dict[str, dict], collaborative_groups: list[str], dtype: str | None) -> None:
+    """Expand the modules of one layer as `specs` say: module name to kind and sizes."""
+    for name, spec in specs.items():
+        sizes = {key: value for key, value in spec.items() if key != "group"}
+        if spec["kind"] in ("linear", "grown"):
+            sizes["collaborative"] = spec["group"] in collaborative_groups
+        if spec["kind"] in ("linear", "grown", "norm"):
+            sizes["dtype"] = dtype
+        expand_module(layer.get_submodule(name), **sizes)
+
+
+def expand_layers(base_model: nn.Module, plan: dict[str, Any]) -> None:
+    """Expand the chosen layers, and let the up stream pass through the others."""
+    collaborative = plan["collaborative"]
+    for index, layer in enumerate(base_model.get_submodule(plan["layers"])):
+        if index not in plan["expanded_layers"]:
+            fuse_layer(layer, plan["passing"]) if is_fused(plan) else expand_layer(layer, plan["passing"], [], None)
+            continue
+        if is_fused(plan):
+            fuse_layer(layer, plan["expanded"])
+        else:
+            groups = collaborative["groups"] if index in collaborative["layers"] else []
+            expand_layer(layer, plan["expanded"], groups, plan["dtype"])
+        for name, spec in plan["attention"].items():
+            # in the fused form nothing is equal bit for bit, so that all heads may attend at once
+            parts = [Part(spec["heads"], spec["kv_heads"], is_old=True), new_heads(plan, spec)]
+            own = [] if is_fused(plan) else parts
+            expand_attention(layer.get_submodule(name), "expanded", own, spec["attributes"], spec["config"])
+
+
+def is_fused(plan: dict[str, Any]) -> bool:
+    """Whether base weight and blocks of each linear are one matrix, and those of a head that is not tied."""
+    return plan.get("fused", False)
+
+
+def new_heads(plan: dict[str, Any], spec: dict[str, Any]) -> Part:
+    """The heads that an expansion adds to a layer."""
+    kv_heads = plan["widths"]["up_kv_heads"]
+    return Part(kv_heads * (spec["heads"] // spec["kv_heads"]), kv_heads, is_old=False)
+
+
+def fork(layer: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+    """Begin two paths with what enters the first collaborative layer; a hook, so that no stock forward is touched."""
+    if not layer.is_forking:
+        return None
+    hidden, *others = args or (kwargs["hidden_states"],)
+    both = torch.cat((hidden[..., : layer.preserve_width], hidden), dim=-1)
+    return ((both, *others), kwargs) if args else (args, kwargs | {"hidden_states": both})
+
+
+def route_layers(base_model: nn.Module, plan: dict[str, Any]) -> None:
+    """Let two paths pass through every module from the first collaborative layer to the last norm."""
+    routing, layers = plan["routing"], base_model.get_submodule(plan["layers"])
+    if routing["fork"] != min(plan["collaborative"]["layers"], default=None):
+        raise ValueError(
+            f"config.json: scale_surgery.routing.fork is {routing['fork']}, expected the first collaborative layer: "
+            "the preserve path would not be the base model's. Was it changed by hand?"
+        )
+    if routing["fork"] is None:
+        return
+    first = layers[routing["fork"]]
+    first.preserve_width, first.is_forking = routing["preserve_width"], False
+    first.register_forward_pre_hook(fork, with_kwargs=True)
+    for index, layer in enumerate(layers):
+        if index >= routing["fork"]:
+            route_layer(layer, plan, "expanded" if index in plan["expanded_layers"] else "passing")
+    for name, spec in routing["last"].items():
+        norm = base_model.get_submodule(name)
+        if not isinstance(norm, ExpandedModule):
+            expand_module(norm, **spec)
+        norm.can_route, norm.is_last, norm.keeps_up = True, True, routing["keeps_up"]
+
+
+def route_layer(layer: nn.Module, plan: dict[str, Any], kind: str) -> None:
+    """Let two paths pass through one layer, "expanded" or "passing"."""
+    routing = plan["routing"]
+    for name, spec in routing["modules"][kind].items():
+        expand_module(layer.get_submodule(name), **spec)
+    for module in layer.modules():
+        if isinstance(module, ExpandedModule):
+            module.can_route, module.keeps_up = True, routing["keeps_up"]
+    for name, spec in routing["attention"].items():
+        old = Part(spec["heads"], spec["kv_heads"], is_old=True)
+        new = [new_heads(plan, spec)] if kind == "expanded" and plan["attention"] else []
+        parts = [old._replace(is_detached=True), *(new if routing["keeps_up"] else []), old, *new]
+        expand_attention(layer.get_submodule(name), "routed", parts, **spec[kind])
+
+
+def detach_base(model: nn.Module, base_model: nn.Module, plan: dict[str, Any]) -> None:
+    """Let no gradient pass through the base stream where nothing that trains reaches it.
+
+    That is below the first collaborative layer; without one it is the whole model, final norm and head included.
+    """
+    collaborative = plan["collaborative"]["layers"]
+    layers = base_model.get_submodule(plan["layers"])
+    parts = layers[: min(collaborative)] if collaborative else [model]
+    for module in (module for part in parts for module in part.modules()):
+        if hasattr(module, "base_detached"):
+            module.base_detached = True
+
+
+class ExpandedPreTrainedModel:
+    """Mixin before a stock model class: expands its modules as `config.scale_surgery` says, and freezes the base."""
+
+    def __init__(self, config, *args, **kwargs):
+        super().__init__(config, *args, **kwargs)
+        plan = config.scale_surgery
+        base_model = getattr(self, plan["base_model"], self)
+        for name, spec in plan["model"].items():
+            own_dtype = {} if spec["kind"] == "passing" else {"dtype": plan["dtype"]}
+            if is_fused(plan) and spec["kind"] == "norm":
+                fuse_norm(base_model.get_submodule(name), spec)
+            else:
+                expand_module(base_model.get_submodule(name), **spec, **own_dtype)
+        head = self.get_output_embeddings()
+        if head is not None and is_fused(plan) and plan["fused_head"]:
+            widen(head, plan["head"]["base"] + plan["head"]["up"], head.weight.shape[0])
+        elif head is not None:
+            without = {"kind": "head", "base": head.weight.shape[1], "up": 0}
+            expand_module(head, **(plan["head"] or without), dtype=plan["dtype"])
+        expand_layers(base_model, plan)
+        detach_base(self, base_model, plan)
+        if "routing" in plan:
+            route_layers(base_model, plan)
+        if plan["dtype"] == "float32":
+            # new tensors that were asked for in float32 stay so when the base is loaded in half precision
+            self._keep_in_fp32_modules_strict = set(self.expansion_names())
+        # without a head there is nothing to route: then the model is the adapt path
+        self.switches = {"expansion": True, "routing": "routing" in plan and head is not None}
+        self.apply_switches()
+        self.post_init()
+        self.freeze_base()
+
+    # names on disk to names of modules, as patterns, where this transformers release renamed a module
+    renamed_modules: dict[str, str] = {}
+
+    @classmethod
+    def from_pretrained(cls, *args, **kwargs):
+        """Load as transformers does, then freeze the base: loading itself resets `requires_grad`.
+
+        `expansion_enabled=False` gives the base model, `routing_enabled=False` the adapt path alone: see
+        `enable_expansion` and `enable_routing`.
+        """
+        if cls.renamed_modules:
+            kwargs.setdefault("key_mapping", cls.renamed_modules)
+        is_enabled, is_routed = kwargs.pop("expansion_enabled", True), kwargs.pop("routing_enabled", True)
+        loaded = super().from_pretrained(*args, **kwargs)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        model.freeze_base()
+        model.align_copies()
+        model.enable_expansion(is_enabled)
+        if not is_routed:
+            model.enable_routing(False)
+        return loaded
+
+    def freeze_base(self) -> None:
+        """Let the expansion tensors train, and nothing else; in the fused form nothing trains."""
+        names = () if is_fused(self.config.scale_surgery) else EXPANSION_NAMES
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(name.rsplit(".", 1)[-1] in names)
+
+    def align_copies(self) -> None:
+        """Let what a grown model copied from its base lie in memory as the base does."""
+        for module in self.modules():
+            if isinstance(module, GrownLinear):
+                module.align_copies()
+
+    def _set_gradient_checkpointing(self, enable=True, **kwargs):
+        """As transformers; some of its releases let no gradient into a layer whose input requires none.
+
+        Reentrant checkpointing is like that, and below the first expanded layer nothing requires a gradient.
+        """
+        super()._set_gradient_checkpointing(enable=enable, **kwargs)
+        if enable:
+            self.enable_input_require_grads()
+
+    def enable_expansion(self, is_enabled: bool = True) -> None:
+        """Switch the expansion on, or off for good: then the stock modules run alone, and the model is its base.
+
+        A KV cache belongs to the state in which it was filled.
+        """
+        if not is_enabled:
+            self._check_blocks()
+        self.switches["expansion"] = is_enabled
+        self.apply_switches()
+
+    def _check_blocks(self) -> None:
+        if is_fused(self.config.scale_surgery):
+            raise ValueError(
+                "This model is fused: base weights and blocks are one matrix, so the expansion cannot be switched off. "
+                "Write its blocks again: scale-surgery merge FUSED --to blocks."
+            )
+
+    @property
+    def is_expansion_enabled(self) -> bool:
+        """Whether the expansion takes part in a forward."""
+        return self.switches["expansion"]
+
+    def expansion_disabled(self) -> AbstractContextManager[None]:
+        """Run the base model alone inside a `with` block."""
+        self._check_blocks()
+        return self._switched_off("expansion")
+
+    def enable_routing(self, is_enabled: bool = True) -> None:
+        """Switch the routing on, or off for good: then the adapt path runs alone, as before the model was routed.
+
+        A KV cache belongs to the state in which it was filled, and so does a backward pass that computes activations
+        again.
+        """
+        if is_enabled and "routing" not in self.config.scale_surgery:
+            raise ValueError("This model has no router. Write one that has: scale-surgery route-export.")
+        if is_enabled and self.get_output_embeddings() is None:
+            raise ValueError("This model has no head, so there is nothing to route. Load it as AutoModelForCausalLM.")
+        self.switches["routing"] = is_enabled
+        self.apply_switches()
+
+    @property
+    def is_routing_enabled(self) -> bool:
+        """Whether the model routes: both paths run, and a router makes its logits."""
+        return self.switches["routing"] and self.switches["expansion"]
+
+    def routing_disabled(self) -> AbstractContextManager[None]:
+        """Run the adapt path alone inside a `with` block."""
+        return self._switched_off("routing")
+
+    @contextmanager
+    def _switched_off(self, name: str) -> Iterator[None]:
+        before = self.switches[name]
+        self.switches[name] = False
+        self.apply_switches()
+        try:
+            yield
+        finally:
+            self.switches[name] = before
+            self.apply_switches()
+
+    def apply_switches(self) -> None:
+        """Tell every module which of its forms runs; a cache that generation keeps belongs to another form."""
+        self.__dict__.pop("_cache", None)
+        is_enabled, is_routed = self.is_expansion_enabled, self.is_routing_enabled
+        for module in self.modules():
+            if isinstance(module, ExpandedModule):
+                module.is_enabled, module.is_routed = is_enabled, is_routed and module.can_route
+            elif hasattr(module, "modes"):
+                is_two = is_routed and "routed" in module.modes
+                switch_attention(module, "routed" if is_two else "expanded" if is_enabled else "stock")
+            elif hasattr(module, "is_forking"):
+                module.is_forking = is_routed
+
+    def trainable_parameters(self) -> dict[str, dict[str, int]]:
+        """Count what trains: for each layer, and for what lies outside the layers, parameters by group."""
+        layers = self.config.scale_surgery["layers"] + "."
+        counts: dict[str, dict[str, int]] = {}
+        for path, module in self.named_modules():
+            for name, parameter in getattr(module, "expansion_parameters", dict)().items():
+                _, _, inside = path.partition(layers)
+                place = f"layer {inside.split('.')[0]}" if inside else "outside"
+                group = module.groups[name]
+                row = counts.setdefault(place, {})
+                row[group] = row.get(group, 0) + parameter.numel() * parameter.requires_grad
+        return counts
+
+    def print_trainable_parameters(self) -> None:
+        """Print what trains as a table: a row a layer, a column a group."""
+        counts = self.trainable_parameters()
+        groups = sorted({group for row in counts.values() for group in row})
+        print(f"{'':<10}" + "".join(f"{group:>12}" for group in groups))
+        for place, row in counts.items():
+            print(f"{place:<10}" + "".join(f"{row.get(group, 0):>12,}" for group in groups))
+        total = sum(parameter.numel() for parameter in self.parameters())
+        trained = sum(sum(row.values()) for row in counts.values())
+        print(f"trains {trained:,} of {total:,} parameters ({trained / total:.2%})")
+
+    def expansion_names(self) -> set[str]:
+        """Last parts of the names of this model's expansion tensors."""
+        last_parts = {name.rsplit(".", 1)[-1] for name, _ in self.named_parameters()}
+        return last_parts.intersection(EXPANSION_NAMES)
+
+    def resize_token_embeddings(self, *args, **kwargs):
+        """Refuse: embedding and head have an up part that stock code does not resize."""
+        raise NotImplementedError("Resize the base model's embeddings first, then expand it.")
+
+    @torch.no_grad()
+    def initialize_weights(self):
+        """Initialise as the stock model does; expansion tensors that no file gave are zero.
+
+        transformers lets the stock base model initialise its own modules, and it knows no expansion tensors.
+        """
+        missing = [
+            parameter
+            for module in self.modules()
+            if isinstance(module, ExpandedModule) and not getattr(module, "_is_hf_initialized", False)
+            for parameter in module.expansion_parameters().values()
+            if not getattr(parameter, "_is_hf_initialized", False)
+        ]
+        super().initialize_weights()
+        for parameter in missing:
+            parameter.zero_()
