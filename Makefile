@@ -52,7 +52,7 @@ docs: install  ## build the documentation, strictly, into site/; to read it: pyt
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 demo-model: install  ## train the shipped model again, from nothing (under 30 minutes on two cores)
-	$(BIN)/python benchmarks/train_biography_model.py
+	$(BIN)/python benchmarks/biography/train_model.py
 
 clean:  ## remove environments and what was built
 	rm -rf $(VENV) $(COMPAT) demo site .mypy_cache .ruff_cache .pytest_cache

@@ -22,7 +22,7 @@ from transformers.utils import logging
 from benchmarks import training_cost
 from benchmarks.make_checkpoint import SPREAD, Shape, make_checkpoint, tensor_shapes
 from scale_surgery import Request, expand, register
-from scale_surgery.merge import merge
+from scale_surgery.surgery.merge import merge
 
 # two thirds of the width and half of the layers of Llama 3.2 1B
 SHAPES = training_cost.SHAPES | {

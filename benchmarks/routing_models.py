@@ -14,8 +14,8 @@ from transformers.utils import logging
 from benchmarks import make_checkpoint, training_cost
 from benchmarks.make_checkpoint import Shape
 from scale_surgery import Request, expand, register
-from scale_surgery.route import route_export
-from scale_surgery.routing_specs import Routing
+from scale_surgery.planning.routing_specs import Routing
+from scale_surgery.surgery.route import route_export
 
 # an eighth of the width of Llama 3.1 8B: the head has its share of the whole there, 7 %, and what is added is an eighth
 EIGHTH = Shape(hidden=512, inner=1792, layers=16, heads=8, key_value_heads=8, vocabulary=9216)

@@ -41,7 +41,7 @@ from safetensors.torch import load_file, save_file
 from scale_surgery import Request, expand, register
 from scale_surgery.biographies import SHIPPED_MODEL
 from scale_surgery.errors import SurgeryError
-from scale_surgery.merge import merge
+from scale_surgery.surgery.merge import merge
 
 SHIPPED = "shipped"
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "olmo2", "gpt_neox", "phi3", "gpt2")

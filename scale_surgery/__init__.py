@@ -10,9 +10,8 @@ Importing this package imports neither torch nor transformers. After `scale_surg
 load by transformers' auto classes without remote code.
 """
 
-__version__ = "0.1.0"
+from importlib.metadata import version as _version
 
-from scale_surgery.apply import Applied, apply
 from scale_surgery.errors import (
     CheckpointError,
     DataError,
@@ -22,31 +21,34 @@ from scale_surgery.errors import (
     TrainingError,
     UnsupportedFamilyError,
 )
-from scale_surgery.evaluate import Evaluation, evaluate
-from scale_surgery.expand import Expansion, expand
-from scale_surgery.extract import Extracted, extract
-from scale_surgery.freeze import expansion_disabled, freeze_base
-from scale_surgery.inspect import Inspection, inspect
-from scale_surgery.load_expansion import load_expansion
-from scale_surgery.merge import Merged, merge
+from scale_surgery.evidence.evaluate import Evaluation, evaluate
+from scale_surgery.evidence.report import report
+from scale_surgery.evidence.report_records import Report
+from scale_surgery.evidence.verify import Promise, Verification, verify
+from scale_surgery.hub.push import Push, Pushed, push
 from scale_surgery.modeling import register
-from scale_surgery.pilot_settings import PilotSettings
-from scale_surgery.plan import Plan, plan
-from scale_surgery.push import Push, Pushed, push
-from scale_surgery.rank_layers import rank_layers
-from scale_surgery.ranking import Ranking
-from scale_surgery.report import report
-from scale_surgery.report_records import Report
-from scale_surgery.request import Request
-from scale_surgery.route import Routed, route_export, set_routing, unroute
-from scale_surgery.route_calibrate import Calibration, route_calibrate
-from scale_surgery.route_records import RouteReport
-from scale_surgery.route_report import route_report
-from scale_surgery.routing_specs import Routing
-from scale_surgery.settings import TrainingSettings
-from scale_surgery.strip import Stripped, strip
-from scale_surgery.train import Training, train
-from scale_surgery.verify import Promise, Verification, verify
+from scale_surgery.planning.inspect import Inspection, inspect
+from scale_surgery.planning.plan import Plan, plan
+from scale_surgery.planning.request import Request
+from scale_surgery.planning.routing_specs import Routing
+from scale_surgery.routing.calibrate import Calibration, route_calibrate
+from scale_surgery.routing.records import RouteReport
+from scale_surgery.routing.report import route_report
+from scale_surgery.running.freeze import expansion_disabled, freeze_base
+from scale_surgery.surgery.apply import Applied, apply
+from scale_surgery.surgery.expand import Expansion, expand
+from scale_surgery.surgery.extract import Extracted, extract
+from scale_surgery.surgery.load_expansion import load_expansion
+from scale_surgery.surgery.merge import Merged, merge
+from scale_surgery.surgery.route import Routed, route_export, set_routing, unroute
+from scale_surgery.surgery.strip import Stripped, strip
+from scale_surgery.training.pilot_settings import PilotSettings
+from scale_surgery.training.rank_layers import rank_layers
+from scale_surgery.training.ranking import Ranking
+from scale_surgery.training.settings import TrainingSettings
+from scale_surgery.training.train import Training, train
+
+__version__ = _version("scale-surgery")
 
 __all__ = [
     "Applied",

@@ -1,6 +1,6 @@
 """`python -m scale_surgery` is the command `scale-surgery`."""
 
-from scale_surgery.cli import main
+from scale_surgery.cli.program import main
 
 if __name__ == "__main__":
     main()

@@ -14,22 +14,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from scale_surgery.biographies import SHIPPED_MODEL, SHIPPED_PEOPLE, Person, biography, people, questions
-from scale_surgery.checkpoint import list_files
+from scale_surgery.checkpoint.folder import list_files
+from scale_surgery.checkpoint.staging import write_text
 from scale_surgery.errors import CheckpointError
-from scale_surgery.evaluate import Evaluation, evaluate
-from scale_surgery.expand import expand
-from scale_surgery.inspect import inspect
-from scale_surgery.plan import plan
-from scale_surgery.request import Request
-from scale_surgery.route import route_export
-from scale_surgery.settings import TrainingSettings
-from scale_surgery.staging import write_text
-from scale_surgery.strip import strip
-from scale_surgery.train import train
-from scale_surgery.verify import verify
+from scale_surgery.evidence.evaluate import Evaluation, evaluate
+from scale_surgery.evidence.verify import verify
+from scale_surgery.planning.inspect import inspect
+from scale_surgery.planning.plan import plan
+from scale_surgery.planning.request import Request
+from scale_surgery.surgery.expand import expand
+from scale_surgery.surgery.route import route_export
+from scale_surgery.surgery.strip import strip
+from scale_surgery.training.settings import TrainingSettings
+from scale_surgery.training.train import train
 
 if TYPE_CHECKING:
-    from scale_surgery.console import Output
+    from scale_surgery.show.console import Output
 
 MARKER = ".scale-surgery-demo"
 LAYERS = "all"
@@ -105,8 +105,8 @@ def demo(folder: Path, out: Output, *, steps: int = STEPS) -> Demo:
     """
     import torch
 
-    from scale_surgery import tables
-    from scale_surgery.plan_tables import render_plan
+    from scale_surgery.show import tables
+    from scale_surgery.show.tables_plan import render_plan
 
     # small matrices gain nothing from threads, and on a busy machine threads wait for each other
     torch.set_num_threads(1)
@@ -152,7 +152,7 @@ class Teller:
 
     def __call__(self, arguments: str | None, title: str, command: str | None = None) -> None:
         """Say the next step: arguments of this program, or another command."""
-        from scale_surgery import tables
+        from scale_surgery.show import tables
 
         self.number += 1
         self.out.say(tables.render_step(self.number, title, command or f"scale-surgery {arguments}"))
@@ -160,8 +160,8 @@ class Teller:
 
 def _teach(folder: Path, steps: int, out: Output, tell: Teller) -> Evaluation:
     """Train on new people in three ways, route one, and ask for old and new people."""
-    from scale_surgery import tables
-    from scale_surgery.routing_tables import render_routed
+    from scale_surgery.show import tables
+    from scale_surgery.show.tables_route import render_routed
 
     base, data = folder / "biographies", folder / "new_people.jsonl"
     _write_people(folder)
@@ -220,9 +220,9 @@ def _fine_tune(base: Path, data: Path, output: Path, settings: TrainingSettings,
     """Train every parameter of the base on the same sequences, for comparison."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer
 
-    from scale_surgery.data import collate, pack, read_documents, tokenize
-    from scale_surgery.probe import quiet_transformers
-    from scale_surgery.train import make_arguments
+    from scale_surgery.running.loading import quiet_transformers
+    from scale_surgery.running.texts import collate, pack, read_documents, tokenize
+    from scale_surgery.training.train import make_arguments
 
     with quiet_transformers():
         model, tokenizer = AutoModelForCausalLM.from_pretrained(base), AutoTokenizer.from_pretrained(base)

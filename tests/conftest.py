@@ -28,8 +28,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from scale_surgery import modeling
-from scale_surgery.expand import Expansion, expand
-from scale_surgery.request import Request
+from scale_surgery.planning.request import Request
+from scale_surgery.surgery.expand import Expansion, expand
 from tests.tiny import save_tiny
 
 transformers.utils.logging.disable_progress_bar()

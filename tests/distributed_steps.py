@@ -1,4 +1,4 @@
-"""Two processes that talk by gloo, for tests/test_distributed.py: `python -m tests.distributed_steps JOBS.json`.
+"""Two processes that talk by gloo, for test_distributed.py: `python -m tests.distributed_steps JOBS.json`.
 
 torch and transformers are imported once; each job is then two forks of this process.
 """
@@ -24,8 +24,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from scale_surgery import modeling
-from scale_surgery.cli import main as command_line
-from scale_surgery.trainer import RunReport
+from scale_surgery.cli.program import main as command_line
+from scale_surgery.training.trainer import RunReport
 
 PROCESSES = 2
 SECONDS = 120

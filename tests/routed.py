@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from scale_surgery.expand import expand
 from scale_surgery.modeling.expanded_routing import CosineRouter
-from scale_surgery.request import Request
-from scale_surgery.route import route_export
-from scale_surgery.routing_specs import Routing
+from scale_surgery.planning.request import Request
+from scale_surgery.planning.routing_specs import Routing
+from scale_surgery.surgery.expand import expand
+from scale_surgery.surgery.route import route_export
 from tests.conftest import load
 
 # the ways in which two paths can pass through a model of three layers

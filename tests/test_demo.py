@@ -8,8 +8,8 @@ import pytest
 
 from scale_surgery import CheckpointError
 from scale_surgery.biographies import SHIPPED_MODEL
-from scale_surgery.console import Output
 from scale_surgery.demo import demo
+from scale_surgery.show.console import Output
 from tests.conftest import digests
 
 

@@ -19,9 +19,9 @@ from click.testing import CliRunner
 
 from benchmarks import make_checkpoint, pipeline, svd
 from scale_surgery import Request
-from scale_surgery.cli import main
+from scale_surgery.cli.program import main
 from scale_surgery.errors import SurgeryError
-from scale_surgery.families import FAMILIES
+from scale_surgery.planning.families import FAMILIES
 from tests.tiny import save_tiny
 
 ROOT = Path(__file__).parents[1]

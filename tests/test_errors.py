@@ -44,7 +44,8 @@ def test_what_the_package_raises_is_in_the_tree():
     known = {name for name in vars(errors) if name.endswith("Error")}
     # caught inside the package, or a mistake of who calls a function that no command gives a user's values to
     elsewhere = {"selection.py": {"ValueError"}, "staging.py": {"OSError"}, "biographies.py": {"ValueError"}}
-    for file in PACKAGE.glob("*.py"):
+    # code that travels with checkpoints stands alone and has no tree
+    for file in (file for file in PACKAGE.rglob("*.py") if file.parent.name != "modeling"):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
                 name = ast.unparse(node.exc.func).removesuffix(".from_problems")

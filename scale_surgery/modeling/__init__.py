@@ -9,7 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from scale_surgery.families import FAMILIES, Family
+from scale_surgery.planning.families import FAMILIES, Family
 
 FOLDER = Path(__file__).parent
 # release -> exported code file -> sha256; python -m tests.test_trust writes the entry of this one

@@ -1,0 +1,424 @@
+"""Safetensors checkpoints as they lie on disk: headers, index, side files, and reading one tensor at a time.
+
+`open_checkpoint` turns a folder into a `Checkpoint`, a value that knows every tensor's name, dtype, shape and
+place without having read a weight. All problems that headers and index can show are found here.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
+
+from scale_surgery.checkpoint.numbering import CONFIG_KEY, Numbering, numbering_of
+from scale_surgery.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+TRAINING_FOLDER = "training"
+LOG_FILE = "log.jsonl"
+
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+CONFIG_FILE = "config.json"
+MANIFEST_FILE = "surgery.json"
+EXTRACT_FILE = "extract.json"
+CHUNK_BYTES = 1 << 22
+MAX_HEADER_BYTES = 100_000_000
+# of a file in a folder
+MAX_NAME_BYTES = 255
+
+DTYPE_BYTES = {
+    "F64": 8,
+    "F32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "I64": 8,
+    "I32": 4,
+    "I16": 2,
+    "I8": 1,
+    "U64": 8,
+    "U32": 4,
+    "U16": 2,
+    "U8": 1,
+    "BOOL": 1,
+}
+FLOAT_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+# the same weights in a format that this program does not read; transformers prefers safetensors to them
+OTHER_WEIGHT_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx")
+# version control and download bookkeeping, no part of a checkpoint
+IGNORED_FOLDERS = (".git", ".cache", "__pycache__")
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Where a tensor lies: file, dtype (safetensors' name), shape, first byte in the file and byte count.
+
+    `stored_as` is its name in the file, where layers were duplicated and it has another; see depth_names.py.
+    """
+
+    name: str
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    bytes: int
+    stored_as: str | None = None
+
+    @property
+    def elements(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint whose headers have been read and checked.
+
+    Attributes:
+        path: The folder.
+        config: Parsed config.json.
+        tensors: Every tensor by name.
+        shards: Names of the safetensors files that hold them, in order.
+        side_files: Names of all other files that belong to it, relative, in order.
+        left_out: Files that hold weights in another form (pickles, shards that no index names) and are not
+            taken along.
+    """
+
+    path: Path
+    config: Mapping[str, Any]
+    tensors: Mapping[str, TensorInfo]
+    shards: tuple[str, ...]
+    side_files: tuple[str, ...]
+    left_out: tuple[str, ...]
+
+    @cached_property
+    def manifest(self) -> Mapping[str, Any] | None:
+        """Parsed surgery.json, or None where there is none."""
+        file = self.path / MANIFEST_FILE
+        return read_json(file) if file.is_file() else None
+
+    @property
+    def dtype(self) -> str:
+        """Dtype of most of the parameters, in safetensors' name."""
+        counts: dict[str, int] = {}
+        for info in self.tensors.values():
+            counts[info.dtype] = counts.get(info.dtype, 0) + info.elements
+        return max(counts, key=lambda dtype: counts[dtype])
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Read a JSON object.
+
+    Raises:
+        CheckpointError: If the file is missing, is not JSON or is not an object.
+    """
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{file}: not found. Is this a model folder?") from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file}: not readable as JSON ({error}). Download it again.") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{file}: found {type(content).__name__}, expected a JSON object.")
+    return content
+
+
+def read_header(path: Path, file: str) -> dict[str, TensorInfo]:
+    """Read the header of one safetensors file: 8 bytes of length, then JSON.
+
+    Args:
+        path: Folder of the checkpoint.
+        file: Name of the file in it.
+
+    Returns:
+        Every tensor of the file by name.
+
+    Raises:
+        CheckpointError: If the file is missing, truncated or not safetensors.
+    """
+    try:
+        size = (path / file).stat().st_size
+        with (path / file).open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            if size < 8 or not 2 <= length <= min(size - 8, MAX_HEADER_BYTES):
+                raise CheckpointError(
+                    f"{file}: its first 8 bytes promise a header of {length} bytes in a file of {size} bytes. "
+                    "It is truncated or not a safetensors file: download it again."
+                )
+            header = json.loads(stream.read(length))
+            return _parse_header(file, header, 8 + length, size)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{file}: shard not found in {path}. Download it again.") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{file}: its header is not that of a safetensors file ({error}). Download it again."
+        ) from error
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read ({error}).") from error
+
+
+def _parse_header(file: str, header: Mapping[str, Any], data_start: int, size: int) -> dict[str, TensorInfo]:
+    tensors = {}
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        begin, end = entry["data_offsets"]
+        info = TensorInfo(name, file, entry["dtype"], tuple(entry["shape"]), data_start + begin, end - begin)
+        if data_start + end > size:
+            raise CheckpointError(
+                f"{file}: {name} ends at byte {data_start + end}, the file has {size} bytes. "
+                "It is truncated: download it again."
+            )
+        if info.bytes != info.elements * DTYPE_BYTES.get(info.dtype, 0) and info.dtype in DTYPE_BYTES:
+            raise CheckpointError(
+                f"{file}: {name} has {info.bytes} bytes, expected {info.elements * DTYPE_BYTES[info.dtype]} "
+                f"for shape {info.shape} in {info.dtype}. Download it again."
+            )
+        tensors[name] = info
+    _check_offsets(file, tensors, data_start, size)
+    return tensors
+
+
+def _check_offsets(file: str, tensors: Mapping[str, TensorInfo], data_start: int, size: int) -> None:
+    expected = data_start
+    for info in sorted(tensors.values(), key=lambda info: (info.offset, info.bytes)):
+        if info.offset != expected or info.bytes < 0:
+            raise CheckpointError(
+                f"{file}: {info.name} begins at byte {info.offset}, expected {expected}, where the tensor before it "
+                "ends. It is damaged: download it again."
+            )
+        expected += info.bytes
+    if expected != size:
+        raise CheckpointError(
+            f"{file}: its tensors end at byte {expected}, the file has {size} bytes. It is damaged: download it again."
+        )
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Read config, index and headers of a checkpoint, and check them against each other.
+
+    Args:
+        path: Folder with config.json and safetensors weights.
+
+    Returns:
+        The checkpoint; no weight has been read.
+
+    Raises:
+        CheckpointError: If the folder is missing or empty, has no config or no safetensors weights, a shard is
+            missing or damaged, or index and shards disagree. Every problem found is listed.
+    """
+    files = list_files(path)
+    refuse_extract(path, files)
+    config = read_json(path / CONFIG_FILE)
+    shards, declared = _find_shards(path, files)
+    tensors, problems = _read_shards(path, shards)
+    problems += _index_problems(declared, tensors) if declared is not None and not problems else []
+    if problems:
+        raise CheckpointError.from_problems(problems)
+    others = [file for file in files if not file.endswith(".safetensors")]
+    left_out = tuple(file for file in others if file.endswith(OTHER_WEIGHT_SUFFIXES))
+    left_out += tuple(file for file in files if file.endswith(".safetensors") and file not in shards)
+    side_files = tuple(file for file in others if file not in left_out and file != MANIFEST_FILE)
+    named = name_tensors(tensors, numbering_of(config.get(CONFIG_KEY)))
+    return Checkpoint(path, config, named, tuple(shards), side_files, left_out)
+
+
+def name_tensors(tensors: Mapping[str, TensorInfo], numbering: Numbering | None) -> dict[str, TensorInfo]:
+    """Give tensors the names that they have in this package; see depth_names.py.
+
+    Args:
+        tensors: Tensors by their names in the files.
+        numbering: Where layers stand among copies; None where no layer was duplicated.
+
+    Raises:
+        CheckpointError: If two tensors would have one name.
+    """
+    if numbering is None:
+        return dict(tensors)
+    named = {stored: numbering.named(stored) for stored in tensors}
+    if len(set(named.values())) < len(named):
+        raise CheckpointError(
+            f"{CONFIG_FILE}: two tensors of the files would be one where layers {list(numbering.copied)} have copies. "
+            "Restore config.json from where you got it."
+        )
+    return {named[stored]: replace(info, name=named[stored], stored_as=stored) for stored, info in tensors.items()}
+
+
+def check_folder(path: Path) -> None:
+    """Check that a model folder is there.
+
+    Raises:
+        CheckpointError: If it is missing or is no folder.
+    """
+    if not path.exists():
+        raise CheckpointError(
+            f"{path}: not found. Give a model folder. What lies on the Hub is fetched first: hf download org/name "
+            "--local-dir FOLDER."
+        )
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: is a file, expected a model folder.")
+
+
+def list_files(path: Path) -> list[str]:
+    """List the files of a folder, relative, sorted, without version control and download bookkeeping.
+
+    Raises:
+        CheckpointError: If the folder is missing, is not a folder or holds no file.
+    """
+    check_folder(path)
+    files = (file.relative_to(path) for file in sorted(path.rglob("*")) if file.is_file())
+    kept = [file.as_posix() for file in files if not set(file.parts).intersection(IGNORED_FOLDERS)]
+    if not kept:
+        raise CheckpointError(f"{path}: the folder is empty, expected config.json and safetensors weights.")
+    return kept
+
+
+def refuse_extract(path: str | Path, files: Iterable[str]) -> None:
+    """Refuse an extract where a whole model is needed.
+
+    Args:
+        path: What the user named.
+        files: Names of its files.
+
+    Raises:
+        CheckpointError: If it is one.
+    """
+    if EXTRACT_FILE in files:
+        raise CheckpointError(
+            f"{path}: is an extract, an expansion without its base, expected a whole model. Put it on its base first: "
+            f"scale-surgery apply {path} --base MODEL -o EXPANDED."
+        )
+
+
+def _find_shards(path: Path, files: list[str]) -> tuple[list[str], dict[str, str] | None]:
+    # transformers takes model.safetensors before the index when both are there, and so do we
+    if SINGLE_FILE in files:
+        return [SINGLE_FILE], None
+    if INDEX_FILE in files:
+        weight_map = read_json(path / INDEX_FILE).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise CheckpointError(f"{INDEX_FILE}: has no weight_map, expected tensor names to shards.")
+        _refuse_escapes(weight_map)
+        return sorted(set(weight_map.values())), weight_map
+    raise CheckpointError(_no_weights(path, files))
+
+
+def _no_weights(path: Path, files: list[str]) -> str:
+    pickles = [file for file in files if file.endswith((".bin", ".pt", ".pth", ".ckpt"))]
+    if pickles:
+        return (
+            f"{path}: found only pickled weights ({pickles[0]}), expected {SINGLE_FILE} or {INDEX_FILE}. "
+            "Pickles can run code when they are read; convert them once, where you trust them: "
+            "AutoModelForCausalLM.from_pretrained(OLD).save_pretrained(NEW)."
+        )
+    return f"{path}: no weights, expected {SINGLE_FILE} or {INDEX_FILE}."
+
+
+def is_inside(name: object) -> bool:
+    """Whether a name that somebody else wrote stays inside the folder it is joined to."""
+    if not isinstance(name, str) or "\\" in name or not PurePosixPath(name).parts:
+        return False
+    path = PurePosixPath(name)
+    # ./x and x//y are other names of a file that may be checked under its own
+    is_plain = path.as_posix() == name and all(len(part.encode()) <= MAX_NAME_BYTES for part in path.parts)
+    return is_plain and not path.is_absolute() and ".." not in path.parts
+
+
+def stays_behind(path: Path, name: str) -> bool:
+    """Whether a file of a folder is no part of a model that is passed on, unless a record names it.
+
+    Hidden files hold keys and settings, trainers keep states and logs with names of machines in them, and a link may
+    lead to anything; the Hub's cache alone is made of links.
+    """
+    parts, root = PurePosixPath(name).parts, path.resolve()
+    is_hidden = any(part.startswith(".") for part in parts) and name != ".gitattributes"
+    is_state = any(re.fullmatch(r"checkpoint-\d+|runs", part) for part in parts[:-1]) or ".tfevents." in name
+    places = [root, *([root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [])]
+    target = (path / name).resolve()
+    return is_hidden or is_state or not any(target.is_relative_to(place) for place in places)
+
+
+def _refuse_escapes(weight_map: Mapping[str, str]) -> None:
+    outside = [
+        f"{INDEX_FILE}: {name} is said to lie in {file!r}, expected a file inside the folder. "
+        "Do not use this checkpoint before you know who made it."
+        for name, file in weight_map.items()
+        if not is_inside(file)
+    ]
+    if outside:
+        raise CheckpointError.from_problems(outside[:10])
+
+
+def _read_shards(path: Path, shards: list[str]) -> tuple[dict[str, TensorInfo], list[str]]:
+    tensors: dict[str, TensorInfo] = {}
+    problems = []
+    for shard in shards:
+        try:
+            header = read_header(path, shard)
+        except CheckpointError as error:
+            problems.append(str(error))
+            continue
+        problems += [f"{name}: stored in {tensors[name].file} and in {shard}." for name in header if name in tensors]
+        tensors |= header
+    return tensors, problems
+
+
+def _index_problems(declared: Mapping[str, str], tensors: Mapping[str, TensorInfo]) -> list[str]:
+    problems = []
+    for name, file in declared.items():
+        found = tensors[name].file if name in tensors else "no shard"
+        if found != file:
+            problems.append(f"{INDEX_FILE}: {name} is said to lie in {file}, found in {found}. Download it again.")
+    unlisted = [name for name in tensors if name not in declared]
+    problems += [f"{INDEX_FILE}: {name} lies in {tensors[name].file} but is not listed." for name in unlisted]
+    return problems
+
+
+def read_text(checkpoint: Checkpoint, file: str) -> str:
+    """Read a text file of a checkpoint as it lies there.
+
+    Raises:
+        CheckpointError: If it is missing or is no text.
+    """
+    try:
+        return (checkpoint.path / file).read_bytes().decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{file}: cannot be read ({error}). Restore it from where you got it.") from error
+
+
+def read_tensor(checkpoint: Checkpoint, name: str) -> Tensor:
+    """Read one tensor; nothing else of its shard is touched or stays mapped.
+
+    Args:
+        checkpoint: The checkpoint.
+        name: Name of the tensor.
+
+    Returns:
+        The tensor in its stored dtype, on the CPU.
+    """
+    from safetensors import safe_open
+
+    info = checkpoint.tensors[name]
+    with safe_open(checkpoint.path / info.file, framework="pt") as shard:
+        tensor: Tensor = shard.get_tensor(info.stored_as or name)
+    return tensor
+
+
+def read_chunks(file: Path, start: int = 0, length: int | None = None) -> Iterator[bytes]:
+    """Read a range of a file in chunks of a few MB."""
+    left = file.stat().st_size - start if length is None else length
+    with file.open("rb") as stream:
+        stream.seek(start)
+        while left > 0 and (chunk := stream.read(min(CHUNK_BYTES, left))):
+            left -= len(chunk)
+            yield chunk

@@ -1,0 +1,118 @@
+"""Write a safetensors file tensor by tensor: at no time more than one tensor is in memory.
+
+A file is 8 bytes of header length, the header as JSON, and the tensors' bytes one after the other.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from scale_surgery.checkpoint.folder import DTYPE_BYTES, Checkpoint, read_chunks
+from scale_surgery.checkpoint.staging import finished_file
+from scale_surgery.errors import CheckpointError
+from scale_surgery.progress import Progress, no_progress
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+HEADER_ALIGNMENT = 8
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a file to be: its name, dtype (safetensors' name) and shape, and where its bytes come from."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    read: Callable[[], Iterable[bytes]]
+
+    @property
+    def bytes(self) -> int:
+        """Its size."""
+        return prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+def stored(checkpoint: Checkpoint, name: str) -> Entry:
+    """A tensor that is taken over as it lies on disk."""
+    info = checkpoint.tensors[name]
+    return Entry(
+        name, info.dtype, info.shape, lambda: read_chunks(checkpoint.path / info.file, info.offset, info.bytes)
+    )
+
+
+def computed(name: str, dtype: str, shape: tuple[int, ...], make: Callable[[], Tensor]) -> Entry:
+    """A tensor that is made when its turn comes."""
+    return Entry(name, dtype, shape, lambda: [tensor_bytes(make())])
+
+
+def tensor_bytes(tensor: Tensor) -> bytes:
+    """A tensor's bytes, row by row, as they lie in a file."""
+    import torch
+
+    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+
+
+def make_header(entries: Iterable[Entry]) -> tuple[bytes, list[Entry]]:
+    """The header of a file, with its length before it, and the order in which the tensors then lie.
+
+    As safetensors' own writer orders them: wide elements first, so that each tensor is aligned.
+    """
+    ordered = sorted(entries, key=lambda entry: (-DTYPE_BYTES[entry.dtype], entry.name))
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for entry in ordered:
+        begin, end = end, end + entry.bytes
+        header[entry.name] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
+    text += b" " * (-len(text) % HEADER_ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text, ordered
+
+
+def write_shard(file: Path, entries: Iterable[Entry], advance: Progress = no_progress) -> None:
+    """Write a safetensors file, whole or not at all.
+
+    Args:
+        file: The file to be.
+        entries: Its tensors.
+        advance: Called with the bytes done.
+    """
+    header, ordered = make_header(entries)
+    write_pieces(file, header, ordered, advance)
+
+
+def write_pieces(file: Path, header: bytes, ordered: Iterable[Entry], advance: Progress = no_progress) -> None:
+    """Write a header as it is given and the tensors in the order in which it lists them.
+
+    Raises:
+        CheckpointError: If a tensor does not have the bytes that its dtype and shape need.
+    """
+    with finished_file(file) as temporary, temporary.open("wb") as stream:
+        stream.write(header)
+        for entry in ordered:
+            written = 0
+            for piece in entry.read():
+                stream.write(piece)
+                written += len(piece)
+            if written != entry.bytes:
+                raise CheckpointError(f"{entry.name}: {written} bytes, expected {entry.bytes}.")
+            advance(written)
+
+
+def header_bytes(file: Path) -> bytes:
+    """Header of a safetensors file as it lies there, with its length before it."""
+    with file.open("rb") as stream:
+        length = stream.read(8)
+        return length + stream.read(int.from_bytes(length, "little"))
+
+
+def entries_of(header: bytes, read: Mapping[str, Callable[[], Iterable[bytes]]]) -> Iterator[Entry]:
+    """The tensors that a header lists, in the order in which they lie, with where their bytes come from."""
+    listed = {name: entry for name, entry in json.loads(header[8:]).items() if name != "__metadata__"}
+    for name, entry in sorted(listed.items(), key=lambda item: item[1]["data_offsets"]):
+        yield Entry(name, entry["dtype"], tuple(entry["shape"]), read[name])

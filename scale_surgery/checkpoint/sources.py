@@ -1,0 +1,152 @@
+"""Find the model that the user named: a folder, or a repository on the Hugging Face Hub.
+
+`find_source` gives a folder with the whole model. `open_model` gives its headers; of a Hub repository that is not
+in the local cache it fetches those alone, so a plan for a model of any size takes seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from scale_surgery.checkpoint.folder import (
+    CONFIG_FILE,
+    MANIFEST_FILE,
+    OTHER_WEIGHT_SUFFIXES,
+    Checkpoint,
+    TensorInfo,
+    name_tensors,
+    open_checkpoint,
+    read_json,
+    refuse_extract,
+)
+from scale_surgery.checkpoint.numbering import CONFIG_KEY, numbering_of
+from scale_surgery.errors import CheckpointError
+
+SKIPPED_PATTERNS = [f"*{suffix}" for suffix in OTHER_WEIGHT_SUFFIXES]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a model lies and what to call it; the path of a folder is never recorded, only its name."""
+
+    path: Path
+    name: str
+    revision: str | None
+
+
+def find_source(model: str | Path, revision: str | None = None) -> Source:
+    """Find a model; a Hub repository is downloaded into the local cache, weights in other formats left out.
+
+    Honours HF_HUB_OFFLINE, HF_HOME and the other settings of huggingface_hub.
+
+    Args:
+        model: A folder, or a Hub id such as org/name.
+        revision: Branch, tag or commit of a Hub repository.
+
+    Returns:
+        The folder, the model's name, and the commit of a Hub repository.
+
+    Raises:
+        CheckpointError: If there is no such folder, and no such repository can be had.
+    """
+    if (local := _local_source(model)) is not None:
+        return local
+    from huggingface_hub import snapshot_download
+
+    with _hub_errors(str(model)):
+        folder = Path(snapshot_download(str(model), revision=revision, ignore_patterns=SKIPPED_PATTERNS))
+    # snapshots lie in a folder named after their commit
+    return Source(folder, str(model), folder.name)
+
+
+def open_model(model: str | Path, revision: str | None = None) -> tuple[Source, Checkpoint]:
+    """Read a model's config and headers, wherever it is; no weight is read or downloaded.
+
+    Args:
+        model: A folder, or a Hub id such as org/name.
+        revision: Branch, tag or commit of a Hub repository.
+
+    Returns:
+        The source, and its checkpoint; that of a Hub repository outside the cache holds headers only.
+
+    Raises:
+        CheckpointError: If the model cannot be found or read.
+    """
+    if (local := _local_source(model)) is not None:
+        return local, open_checkpoint(local.path)
+    return _cached_model(str(model), revision) or _remote_model(str(model), revision)
+
+
+def _local_source(model: str | Path) -> Source | None:
+    path = Path(model)
+    if path.exists():
+        return Source(path, path.resolve().name, None)
+    parts = str(model).split("/")
+    if len(parts) != 2 or not all(parts) or str(model).startswith((".", "~")):
+        raise CheckpointError(f"{model}: not found. Give a model folder or a Hub id such as org/name.")
+    return None
+
+
+def _cached_model(repo: str, revision: str | None) -> tuple[Source, Checkpoint] | None:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        folder = Path(snapshot_download(repo, revision=revision, local_files_only=True))
+        return Source(folder, repo, folder.name), open_checkpoint(folder)
+    except (LocalEntryNotFoundError, CheckpointError):
+        return None  # nothing cached, or a part of it
+
+
+def _remote_model(repo: str, revision: str | None) -> tuple[Source, Checkpoint]:
+    from huggingface_hub import HfApi, hf_hub_download
+
+    with _hub_errors(repo):
+        api = HfApi()
+        info = api.model_info(repo, revision=revision)
+        files = sorted(sibling.rfilename for sibling in info.siblings or ())
+        refuse_extract(repo, files)
+        small = [file for file in (CONFIG_FILE, MANIFEST_FILE) if file in files]
+        folders = [Path(hf_hub_download(repo, file, revision=info.sha)).parent for file in small]
+        if not folders:
+            raise CheckpointError(f"{repo}: has no {CONFIG_FILE}, expected a model repository.")
+        headers = api.get_safetensors_metadata(repo, revision=info.sha).files_metadata
+    tensors = {
+        name: TensorInfo(name, file, tensor.dtype, tuple(tensor.shape), *_place(tensor.data_offsets))
+        for file, header in headers.items()
+        for name, tensor in header.tensors.items()
+    }
+    others = tuple(file for file in files if file not in headers)
+    left_out = tuple(file for file in others if file.endswith((*OTHER_WEIGHT_SUFFIXES, ".safetensors")))
+    side_files = tuple(file for file in others if file not in left_out and file != MANIFEST_FILE)
+    config = read_json(folders[0] / CONFIG_FILE)
+    named = name_tensors(tensors, numbering_of(config.get(CONFIG_KEY)))
+    checkpoint = Checkpoint(folders[0], config, named, tuple(sorted(headers)), side_files, left_out)
+    return Source(folders[0], repo, info.sha), checkpoint
+
+
+def _place(offsets: tuple[int, int]) -> tuple[int, int]:
+    # where the data begins in the file is not known and not needed without the weights
+    return offsets[0], offsets[1] - offsets[0]
+
+
+@contextmanager
+def _hub_errors(repo: str) -> Iterator[None]:
+    from huggingface_hub.errors import HfHubHTTPError, NotASafetensorsRepoError, SafetensorsParsingError
+
+    try:
+        yield
+    except NotASafetensorsRepoError as error:
+        raise CheckpointError(
+            f"{repo}: has no safetensors weights. Convert it once, where you trust its pickles: "
+            "AutoModelForCausalLM.from_pretrained(OLD).save_pretrained(NEW)."
+        ) from error
+    except (HfHubHTTPError, SafetensorsParsingError, OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise CheckpointError(
+            f"{repo}: no such folder, and the Hub does not give it ({reason}). Check the name, your access "
+            "(hf auth login), the network, and HF_HUB_OFFLINE."
+        ) from error

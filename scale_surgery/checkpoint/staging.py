@@ -1,0 +1,341 @@
+"""Whole or absent: write a folder under a temporary name, and give it its final name when it is complete.
+
+Also how a file of the base model gets into such a folder: as a reflink, a copy or a hard link, never by being
+read and written again as tensors. Inputs are never opened for writing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from scale_surgery.checkpoint.folder import CONFIG_FILE
+from scale_surgery.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+BaseWeights = Literal["auto", "copy", "link"]
+FICLONE = 0x40049409  # Linux ioctl: share the blocks of another file until one of the two is written
+
+
+def check_target(target: Path, sources: list[Path], *, overwrite: bool) -> None:
+    """Check that a folder can be written without touching anything else, before any work is done.
+
+    Args:
+        target: The folder to be.
+        sources: Folders that are read.
+        overwrite: Whether an existing model folder may be replaced.
+
+    Raises:
+        CheckpointError: If the target exists or cannot be written, or if it or the name for its unfinished
+            form belongs to something else, an input above all.
+    """
+    partial = _partial(target)
+    problems = [
+        f"{path}: lies inside, around or at the input {source}. Choose another output folder."
+        for source in sources
+        for path in (target, partial)
+        if _touches(path, source)
+    ]
+    if not problems:
+        problems = _occupied(target, partial, overwrite=overwrite)
+    parent = next(folder for folder in target.resolve().parents if folder.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        problems.append(f"{target}: {parent} is not a folder you may write to. Choose another output folder.")
+    if problems:
+        raise CheckpointError.from_problems(problems)
+
+
+def check_output_files(files: Sequence[Path | None], inputs: Sequence[str | Path]) -> None:
+    """Check that files can be written and are no inputs, before any work is done.
+
+    Args:
+        files: The files to be; existing ones are replaced. None for one that is not asked for.
+        inputs: Model folders and texts; Hub ids are no folders.
+
+    Raises:
+        CheckpointError: If one is a folder, lies in a folder that is read or is a file that is read, its own folder
+            cannot be written, or two are one; every such file is named.
+    """
+    places = {file: file.resolve() for file in files if file is not None}
+    problems = [
+        f"{file}: would be written into {source}, which is read. Choose another file."
+        for file, place in places.items()
+        for source in dict.fromkeys(map(str, inputs))
+        if Path(source).resolve() in (place, *place.parents)
+    ]
+    for file, place in places.items():
+        if place.is_dir():
+            problems.append(f"{file}: is a folder, expected a file to be. Choose a name inside it.")
+        parent = next(folder for folder in place.parents if folder.exists())
+        if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+            problems.append(f"{file}: {parent} is not a folder you may write to. Choose another place.")
+    given = [file.resolve() for file in files if file is not None]
+    if len(set(given)) < len(given):
+        problems.append(f"{next(iter(places))}: is to be two different files at once. Choose two names.")
+    if problems:
+        raise CheckpointError.from_problems(problems)
+
+
+def _touches(path: Path, source: Path) -> bool:
+    written, read = path.resolve(), source.resolve()
+    if written == read or written.is_relative_to(read) or read.is_relative_to(written):
+        return True
+    # files of the input may be links, as in the Hub's cache
+    return written.is_dir() and any(file.resolve().is_relative_to(written) for file in source.rglob("*"))
+
+
+def _occupied(target: Path, partial: Path, *, overwrite: bool) -> list[str]:
+    if target.is_symlink():
+        return [f"{target}: is a symbolic link, expected a folder to be. Choose another output folder."]
+    if target.exists() and not target.is_dir():
+        return [f"{target}: is a file, expected a folder to be. Choose another output folder."]
+    if target.exists() and not overwrite:
+        return [f"{target}: exists already. Choose another output folder, or give --overwrite."]
+    problems = []
+    if target.exists() and any(target.iterdir()) and not (target / CONFIG_FILE).is_file():
+        problems.append(f"{target}: is no model folder, --overwrite will not replace it. Choose another output folder.")
+    if partial.exists() and not _state_file(target).exists():
+        problems.append(
+            f"{partial}: was not begun by this program, will not continue it. Choose another output folder."
+        )
+    return problems
+
+
+def _partial(target: Path) -> Path:
+    return target.parent / f"{target.name}.partial"
+
+
+def _state_file(target: Path) -> Path:
+    # beside the unfinished folder, so that no name in it is reserved
+    return target.parent / f".{target.name}.partial.json"
+
+
+def check_space(target: Path, needed_bytes: int) -> None:
+    """Check that the disk has room.
+
+    Raises:
+        CheckpointError: If it has not.
+    """
+    parent = next(folder for folder in target.resolve().parents if folder.exists())
+    free = shutil.disk_usage(parent).free
+    if free < needed_bytes:
+        raise CheckpointError(
+            f"{target}: needs {needed_bytes:,} bytes, {parent} has {free:,} free. Free some space, choose another "
+            "output folder, or give --base-weights link."
+        )
+
+
+@contextlib.contextmanager
+def staged(target: Path, state: Mapping[str, Any], *, overwrite: bool) -> Iterator[Path]:
+    """Give a folder to write into; when the block ends well it becomes `target`, otherwise `target` is untouched.
+
+    The folder is `<target>.partial`. After an interruption it stays, and a next run with the same `state` finds
+    the files that were finished; with another state it starts clean.
+
+    Args:
+        target: The folder to be.
+        state: What is being made; decides whether an unfinished folder may be continued.
+        overwrite: Whether an existing target is replaced.
+
+    Yields:
+        The folder to write into.
+
+    Raises:
+        CheckpointError: If another process is writing it, the disk is full, or a file cannot be written.
+    """
+    partial = _partial(target)
+    try:
+        with locked(partial):
+            _prepare(target, state)
+            yield partial
+            sync_folder(partial)
+            _rename(partial, target, overwrite=overwrite)
+            _state_file(target).unlink()
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        hint = "Free some space, or give --base-weights link" if full else "Check the folder and its permissions"
+        raise CheckpointError(
+            f"{target}: not written, {error.strerror or error} ({error.filename or partial}). {hint}; a second run "
+            f"continues from what is finished in {partial.name}."
+        ) from error
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Let no other process of this program write a folder meanwhile.
+
+    Raises:
+        CheckpointError: If one does already.
+    """
+    import fcntl  # not on Windows, where models can still be read
+
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    lock = folder.parent / f".{folder.name}.lock"
+    busy = f"{folder}: another process is writing it. Wait until it is done."
+    with lock.open("w") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise CheckpointError(busy) from error
+        if not lock.exists() or os.fstat(stream.fileno()).st_ino != lock.stat().st_ino:
+            raise CheckpointError(busy)  # the file that we locked is no longer the one that others see
+        try:
+            yield
+        finally:
+            lock.unlink(missing_ok=True)
+
+
+def _prepare(target: Path, state: Mapping[str, Any]) -> None:
+    wanted = json.dumps(state, sort_keys=True)
+    partial, state_file = _partial(target), _state_file(target)
+    if not (state_file.is_file() and state_file.read_text(encoding="utf-8") == wanted):
+        if state_file.exists():
+            shutil.rmtree(partial, ignore_errors=True)
+        state_file.write_text(wanted, encoding="utf-8")
+    partial.mkdir(exist_ok=True)
+    for unfinished in partial.rglob("*.tmp"):
+        unfinished.unlink()
+
+
+def _rename(partial: Path, target: Path, *, overwrite: bool) -> None:
+    if not target.exists():
+        partial.rename(target)
+    elif overwrite:
+        # the old folder moves to a name that nobody has, and goes when the new one is in its place
+        replaced = Path(tempfile.mkdtemp(prefix=f".{target.name}.replaced-", dir=target.parent))
+        target.rename(replaced)
+        partial.rename(target)
+        shutil.rmtree(replaced)
+    else:
+        raise CheckpointError(f"{target}: appeared while it was being made. The result is in {partial}.")
+    _sync(target.parent)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until every file of a folder, and their names, are on disk."""
+    for path in sorted(folder.rglob("*")):
+        _sync(path)
+    _sync(folder)
+
+
+@contextlib.contextmanager
+def finished_file(file: Path) -> Iterator[Path]:
+    """Give a temporary sibling to write; when the block ends well it becomes `file`, on disk, readable as usual."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    temporary = file.parent / f"{file.name}.tmp"
+    temporary.unlink(missing_ok=True)
+    try:
+        yield temporary
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    if temporary.stat().st_nlink == 1:
+        # safetensors writes 0600; a hard link shares its mode with the base, which is not ours to change
+        temporary.chmod(0o666 & ~_umask())
+    _sync(temporary)
+    temporary.rename(file)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def write_text(file: Path, text: str) -> None:
+    """Write a small text file, whole or not at all, without translating line ends."""
+    with finished_file(file) as temporary:
+        temporary.write_bytes(text.encode("utf-8"))
+
+
+def as_json(content: Mapping[str, Any]) -> str:
+    """A JSON object as the text that this program writes."""
+    return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+
+
+def plain_json(content: Any) -> Any:
+    """Plain JSON values, with texts in place of paths, and of NaN and infinity, which JSON does not have."""
+    return json.loads(json.dumps(content, default=str), parse_constant=str)
+
+
+def write_json(file: Path, content: Mapping[str, Any]) -> None:
+    """Write a JSON object, whole or not at all."""
+    write_text(file, as_json(content))
+
+
+def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write a safetensors file, whole or not at all."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    with finished_file(file) as temporary:
+        try:
+            save_file(dict(tensors), temporary, metadata={"format": "pt"})
+        except SafetensorError as error:
+            # it tells of a full disk, or of any other error of the system, in its text only
+            found = re.search(r"os error (\d+)", str(error))
+            number = int(found[1]) if found else errno.EIO
+            raise OSError(number, os.strerror(number), str(file)) from error
+
+
+def take_over(source: Path, file: Path, how: BaseWeights) -> None:
+    """Take a file over as a file.
+
+    Args:
+        source: The file; a symbolic link is followed, as in the Hub's cache.
+        file: What it becomes; left alone if it is there already, from an interrupted run.
+        how: "auto" shares blocks where the file system can (a reflink) and copies otherwise; "copy" copies;
+            "link" makes a hard link of a shard, and copies small files, which programs edit in place.
+
+    Raises:
+        CheckpointError: If a hard link is asked for across file systems.
+    """
+    real = source.resolve()
+    if file.exists() and (file.stat().st_size == real.stat().st_size):
+        return
+    with finished_file(file) as temporary:
+        if how == "link" and file.suffix == ".safetensors":
+            _link(real, temporary)
+        elif how == "copy" or not _reflink(real, temporary):
+            shutil.copyfile(real, temporary)
+
+
+def _link(source: Path, file: Path) -> None:
+    try:
+        os.link(source, file)
+    except OSError as error:
+        raise CheckpointError(
+            f"{source}: cannot be hard-linked to {file.parent} ({error.strerror}). Hard links need one file system "
+            "and your own files: give --base-weights copy."
+        ) from error
+
+
+def _reflink(source: Path, file: Path) -> bool:
+    import fcntl
+
+    try:
+        with source.open("rb") as read, file.open("wb") as written:
+            fcntl.ioctl(written, FICLONE, read.fileno())
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        return False
+    return True

@@ -1,0 +1,62 @@
+"""The commands about extracts: parse, call one function, hand its result to the console."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from scale_surgery.cli.options import FOLDER, output_options, overwrite_options
+
+if TYPE_CHECKING:
+    from scale_surgery.show.console import Output
+
+
+@click.command(name="extract")
+@click.argument("expanded", type=FOLDER)
+@click.option("-o", "--output", type=FOLDER, required=True, help="Folder to be.")
+@overwrite_options
+@output_options
+def extract_command(expanded: Path, output: Path, base_weights: Any, overwrite: bool, out: Output) -> None:
+    """Take the expansion alone out of EXPANDED: a small folder without the base, which names its base.
+
+    \b
+    Example: scale-surgery extract EXPANDED -o EXTRACT
+    """
+    from scale_surgery.show.tables_extract import render_extracted
+    from scale_surgery.surgery.extract import extract
+
+    done = extract(expanded, output, base_weights=base_weights, overwrite=overwrite, track=out.track)
+    out.show(done, render_extracted(done))
+
+
+@click.command(name="apply")
+@click.argument("extract")
+@click.option(
+    "--base", help="Base model, a folder or a Hub id. Default: the Hub repository that EXTRACT names, at its commit."
+)
+@click.option("--revision", help="Branch, tag or commit of the base's Hub repository. Default: as EXTRACT names it.")
+@click.option("--extract-revision", help="Branch, tag or commit of EXTRACT's Hub repository. Default: its main branch.")
+@click.option("-o", "--output", type=FOLDER, required=True, help="Folder to be.")
+@click.option(
+    "--force",
+    is_flag=True,
+    help="Accept a base whose tensors differ. It is recorded, and no promise but recoverable is made.",
+)
+@overwrite_options
+@click.option(
+    "--trust-remote-code", "--trust_remote_code", is_flag=True, help="Let a custom tokenizer run its own code."
+)
+@output_options
+def apply_command(extract: str, output: Path, out: Output, **options: Any) -> None:
+    """Put EXTRACT, a folder or a Hub id, back on its base: the folder that it was taken from, byte for byte.
+
+    \b
+    Example: scale-surgery apply EXTRACT --base MODEL -o EXPANDED
+    """
+    from scale_surgery.show.tables_extract import render_applied
+    from scale_surgery.surgery.apply import apply
+
+    done = apply(extract, output, track=out.track, **options)
+    out.show(done, render_applied(done))

@@ -1,0 +1,41 @@
+"""The command merge: parse, call one function, hand its result to the console."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from scale_surgery.cli.options import FOLDER, output_options, overwrite_option, parse_size, running_options
+
+if TYPE_CHECKING:
+    from scale_surgery.show.console import Output
+
+
+@click.command(name="merge")
+@click.argument("expanded", type=FOLDER)
+@click.option("-o", "--output", type=FOLDER, required=True, help="Folder to be.")
+@click.option(
+    "--to",
+    type=click.Choice(["fused", "stock", "blocks"]),
+    default="fused",
+    show_default=True,
+    help="fused: one matrix for each linear, same code, for serving. stock: a plain checkpoint of the base's "
+    "architecture, for models without an up stream. blocks: take a fused model apart again, byte for byte.",
+)
+@running_options
+@overwrite_option
+@output_options
+def merge_command(expanded: Path, output: Path, to: Any, memory: str, out: Output, **options: Any) -> None:
+    """Merge the blocks of EXPANDED into one matrix for each linear, and measure how far its logits drift.
+
+    \b
+    Example: scale-surgery merge EXPANDED -o FUSED
+    Without remote code: scale-surgery merge EXPANDED -o STOCK --to stock
+    """
+    from scale_surgery.show.tables_merge import render_merged
+    from scale_surgery.surgery.merge import merge
+
+    done = merge(expanded, output, to, memory_bytes=parse_size(memory), track=out.track, **options)
+    out.show(done, render_merged(done))

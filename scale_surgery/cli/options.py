@@ -1,0 +1,173 @@
+"""Options that several commands share, and what turns errors into one line."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from scale_surgery.errors import SurgeryError
+
+if TYPE_CHECKING:
+    from scale_surgery.show.console import Output
+
+Command = Callable[..., Any]
+FOLDER = click.Path(path_type=Path, file_okay=False)
+FILE = click.Path(path_type=Path, dir_okay=False)
+TEXTS = click.Path(path_type=Path)
+
+
+def add_options(command: Command, options: Sequence[Callable[[Command], Command]]) -> Command:
+    """Add options to a command; its help lists them in this order."""
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def model_options(command: Command) -> Command:
+    """Add what says which model is meant."""
+    command = click.option("--revision", help="Branch, tag or commit of a Hub repository.")(command)
+    return click.argument("model")(command)
+
+
+def stop(out: Output, message: str, *, debug: bool) -> None:
+    """Say what went wrong and exit with 1."""
+    if debug:
+        traceback.print_exc()
+    out.fail(message)
+    sys.exit(1)
+
+
+def output_options(command: Command) -> Command:
+    """Add --json, --quiet and --debug; give the command an `Output`; turn known errors into one line."""
+
+    @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+    @click.option("-q", "--quiet", is_flag=True, help="No progress bars, no warnings.")
+    @click.option("--debug", is_flag=True, help="Show a traceback with an error.")
+    @functools.wraps(command)
+    def run(*args: Any, as_json: bool, quiet: bool, debug: bool, **options: Any) -> None:
+        from scale_surgery.show.console import Output
+
+        out = Output(as_json=as_json, quiet=quiet)
+        if quiet or not sys.stderr.isatty():
+            # the Hub's client shows bars of its own, and reads this when it is imported
+            os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+        try:
+            command(*args, out=out, **options)
+        except click.ClickException:
+            raise
+        except SurgeryError as error:
+            stop(out, str(error), debug=debug)
+        except KeyboardInterrupt:
+            continues = "The same command again takes up what was finished; train needs --resume."
+            stop(out, f"interrupted; what was not finished has no final name. {continues}", debug=debug)
+        except Exception as error:
+            # other programs' errors: a device that is not there, memory that ran out, a file that cannot be written
+            stop(out, f"{type(error).__name__}: {error}. --debug shows where.", debug=debug)
+
+    return run
+
+
+def overwrite_options(command: Command) -> Command:
+    """Add how base files are taken over, and whether a target may be replaced."""
+    weights = click.option(
+        "--base-weights",
+        type=click.Choice(["auto", "copy", "link"]),
+        default="auto",
+        show_default=True,
+        help="auto: a reflink where the file system can, else a copy. link: a hard link, which writes no byte at any "
+        "size; a program that later writes such a file in place would change the base through it.",
+    )
+    return overwrite_option(weights(command))
+
+
+def overwrite_option(command: Command) -> Command:
+    """Add whether a target may be replaced."""
+    overwrite = click.option("--overwrite", is_flag=True, help="Replace the output folder when the new one is whole.")
+    return overwrite(command)
+
+
+def parse_size(text: str) -> int:
+    """Read a size such as 4GiB, 500MB or 2000000 as bytes."""
+    units = {"GIB": 1024**3, "MIB": 1024**2, "KIB": 1024, "GB": 10**9, "MB": 10**6, "KB": 10**3, "B": 1}
+    upper = text.strip().upper()
+    unit = next((unit for unit in units if upper.endswith(unit)), "")
+    try:
+        return int(float(upper.removesuffix(unit)) * units.get(unit, 1))
+    except ValueError as error:
+        raise click.UsageError(f"--memory {text} is not a size, expected for example 4GiB or 500MB.") from error
+
+
+def running_options(command: Command) -> Command:
+    """Add how models run on probe prompts."""
+    options = [
+        click.option("--prompts", "prompts_file", type=FILE, help="Probe prompts, one a line. Default: built-in ones."),
+        click.option(
+            "--new-tokens",
+            type=click.IntRange(min=0),
+            default=8,
+            show_default=True,
+            help="Tokens to generate for each prompt; 0 for none.",
+        ),
+        click.option(
+            "--memory",
+            default="4GiB",
+            show_default=True,
+            help="On the CPU, weights above this are streamed from their files.",
+        ),
+        click.option("--device", default="cpu", show_default=True, help="Where the models run."),
+        click.option(
+            "--trust-remote-code",
+            "--trust_remote_code",
+            is_flag=True,
+            help="Run the code in EXPANDED instead of this program's own.",
+        ),
+    ]
+    return add_options(command, options)
+
+
+def reading_options(models: str) -> Callable[[Command], Command]:
+    """Add how texts are read by models, which the help calls `models`."""
+    context = f"the shortest context of {models}" if models == "MODELS" else f"the context of {models}"
+    options = [
+        click.option(
+            "--sequence-length",
+            type=click.IntRange(min=2),
+            help=f"Most tokens that are read at once. Default: {context}, at most 1024.",
+        ),
+        click.option(
+            "--step",
+            type=click.IntRange(min=1),
+            help="Tokens from one window of a longer text to the next. Default: half of --sequence-length.",
+        ),
+        click.option(
+            "--batch-size",
+            type=click.IntRange(min=1),
+            default=8,
+            show_default=True,
+            help="Windows in one forward pass.",
+        ),
+        click.option(
+            "--dtype",
+            type=click.Choice(["float32", "float16", "bfloat16"]),
+            help="Cast weights to it. Default: as they are stored.",
+        ),
+        click.option("--device", default="cpu", show_default=True, help="Where models run: cpu, cuda, ..."),
+        click.option(
+            "--trust-remote-code",
+            "--trust_remote_code",
+            is_flag=True,
+            help=f"Run the code in {models} instead of this program's own.",
+        ),
+    ]
+
+    def add(command: Command) -> Command:
+        return add_options(command, options)
+
+    return add

@@ -1,0 +1,86 @@
+"""The command push: parse, call one function, hand its result to the console."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from scale_surgery.cli.options import FILE, FOLDER, output_options
+from scale_surgery.errors import HubError
+
+if TYPE_CHECKING:
+    from scale_surgery.show.console import Output
+
+
+@click.command(name="push")
+@click.argument("folder", type=FOLDER)
+@click.argument("repo")
+@click.option("--private", is_flag=True, help="Make a repository that is not there yet private.")
+@click.option("--create-pr", is_flag=True, help="Open a pull request instead of writing to the main branch.")
+@click.option("--revision", help="Branch to write to, made where it is not there. Default: the main branch.")
+@click.option("--commit-message", help="First line of the commit. Default: Push ... with scale-surgery.")
+@click.option(
+    "--dry-run", is_flag=True, help="Check everything and list the files; send nothing that changes anything."
+)
+@click.option("--extract-only", is_flag=True, help="Push the expansion alone, without the base; see extract.")
+@click.option(
+    "--card", type=FILE, help="Push this file as README.md. Default: FOLDER's own card, else one written from facts."
+)
+@click.option("--write-card", is_flag=True, help="Write the card from facts even in place of one that somebody wrote.")
+@click.option("--show-card", is_flag=True, help="Print the model card.")
+@click.option(
+    "--replace",
+    is_flag=True,
+    help="Make this model of a repository that holds another: its other model files leave it.",
+)
+@click.option("--no-verify", is_flag=True, help="Do not check bytes and structure of FOLDER first.")
+@click.option("--token", help="Token of the Hub. Default: HF_TOKEN, or that of hf auth login.")
+@output_options
+def push_command(
+    folder: Path,
+    repo: str,
+    dry_run: bool,
+    show_card: bool,
+    no_verify: bool,
+    token: str | None,
+    out: Output,
+    **options: Any,
+) -> None:
+    """Push FOLDER to the repository REPO on the Hub: checked, with a model card, large files only once.
+
+    FOLDER is what expand, train, route-export, merge or extract made; it is only read. The same command again
+    continues a push that broke off.
+
+    \b
+    Example: scale-surgery push EXPANDED me/qwen3-wide --private --dry-run
+    """
+    from scale_surgery.hub.push import Push, push
+    from scale_surgery.show.tables_push import render_files, render_pushed
+
+    if options["create_pr"] and options["revision"] is not None:
+        raise click.UsageError("--create-pr goes to the main branch: leave out --revision.")
+    if options["card"] is not None and options["write_card"]:
+        raise click.UsageError("Give --card or --write-card, one of the two.")
+    how = Push(**options, check=not no_verify)
+    try:
+        done = push(
+            folder,
+            repo,
+            how,
+            dry_run=dry_run,
+            token=token,
+            announce=lambda found: out.say(render_files(found)),
+            track=out.track,
+        )
+    except KeyboardInterrupt as error:
+        raise HubError(
+            f"{repo}: interrupted. The commit comes last: before it the repository is what it was. The same command "
+            "again continues, and what has arrived is not sent a second time."
+        ) from error
+    if show_card and done.card is not None:
+        out.say(done.card, as_it_is=True)
+    out.show(done, render_pushed(done))
+    sys.exit(0 if done.obstacle is None else 1)

@@ -1,0 +1,65 @@
+"""The command report: parse, call one function, hand its result to the console."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from scale_surgery.cli.options import FILE, FOLDER, TEXTS, output_options
+
+if TYPE_CHECKING:
+    from scale_surgery.show.console import Output
+
+
+@click.command(name="report")
+@click.argument("expanded", type=FOLDER)
+@click.option(
+    "--text", "texts", multiple=True, type=TEXTS, help="Probe text, repeatable. Default: the prompts of verify."
+)
+@click.option("--files-only", is_flag=True, help="Read tensors, run no model: nothing about the base stream.")
+@click.option("-o", "--output", type=FILE, help="Write a page with plots and every number. HTML.")
+@click.option("--details", is_flag=True, help="List every tensor.")
+@click.option(
+    "--sequence-length",
+    type=click.IntRange(min=2),
+    help="Most tokens of a text that are read at once. Default: the context of EXPANDED, at most 1024.",
+)
+@click.option(
+    "--batch-size",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Windows in one forward pass; hidden states of all layers are held for them.",
+)
+@click.option("--device", default="cpu", show_default=True, help="Where to compute: cpu, cuda, ...")
+@click.option(
+    "--trust-remote-code",
+    "--trust_remote_code",
+    is_flag=True,
+    help="Run the code in EXPANDED instead of this program's own.",
+)
+@output_options
+def report_command(
+    expanded: Path, texts: tuple[Path, ...], output: Path | None, details: bool, out: Output, **options: Any
+) -> None:
+    """Show what training did to EXPANDED: norms and effective ranks of its blocks, and its base stream.
+
+    Norms are Frobenius norms. Drift is the largest absolute difference from the base model's base stream, cosine the
+    mean over tokens. Texts are as for train: text files, JSONL, folders that the library datasets saved.
+
+    \b
+    Example: scale-surgery report EXPANDED --text general.txt -o report.html
+    """
+    from scale_surgery.checkpoint.staging import check_output_files
+    from scale_surgery.evidence.report import report
+    from scale_surgery.show.page_report import write_page
+    from scale_surgery.show.tables_report import render_report
+
+    check_output_files([output], [expanded, *texts])
+    found = report(expanded, texts, track=out.track, **options)
+    out.show(found, render_report(found, details=details))
+    if output is not None:
+        write_page(found, output)
+        out.say(f"\nwritten to {output}")

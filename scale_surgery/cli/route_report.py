@@ -1,0 +1,45 @@
+"""The command `route-report`: parse, call one function, hand its result to the console."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from scale_surgery.cli.options import FILE, TEXTS, output_options, reading_options
+
+if TYPE_CHECKING:
+    from scale_surgery.show.console import Output
+
+
+@click.command(name="route-report")
+@click.argument("model")
+@click.option("--text", "texts", multiple=True, required=True, type=TEXTS, help="Text to look at, repeatable.")
+@click.option("-o", "--output", type=FILE, help="Write a page: tokens in colour, the numbers of each on hover. HTML.")
+@click.option("--jsonl", type=FILE, help="Write a line of JSON for each token.")
+@reading_options("MODEL")
+@click.option("--revision", help="Branch, tag or commit of a Hub repository.")
+@output_options
+def route_report_command(
+    model: str, texts: tuple[Path, ...], output: Path | None, jsonl: Path | None, out: Output, **options: Any
+) -> None:
+    """Show which path of the routed MODEL each token of a text came from, and what both paths made of it.
+
+    Texts are as for train: text files, JSONL, folders that the library datasets saved.
+
+    \b
+    Example: scale-surgery route-report ROUTED --text notes.txt -o report.html
+    """
+    from scale_surgery.routing.report import check_outputs, route_report, write_jsonl
+    from scale_surgery.show.page_routing import write_page
+    from scale_surgery.show.tables_route_report import render_route_report
+
+    written = [(file, write) for file, write in ((output, write_page), (jsonl, write_jsonl)) if file is not None]
+    check_outputs(texts, [file for file, _ in written])
+    report = route_report(model, texts, track=out.track, **options)
+    out.show(report, render_route_report(report))
+    for file, write in written:
+        write(report, file)
+    if written:
+        out.say(f"\nwritten to {' and '.join(str(file) for file, _ in written)}")

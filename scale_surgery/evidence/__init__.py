@@ -1,0 +1,1 @@
+"""What reads a model folder and judges it: verify, evaluate, report."""

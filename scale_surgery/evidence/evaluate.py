@@ -1,0 +1,293 @@
+"""Forgetting and learning side by side: what several models score on old and on new text.
+
+An expanded model is measured three times: its base model, by the stock class; as it is; and with its expansion
+disabled. One that routes is also measured with its routing disabled, which is its adapt path alone. Every model reads
+with its own tokenizer, and long texts are read in overlapping windows.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from scale_surgery.checkpoint.folder import MANIFEST_FILE
+from scale_surgery.checkpoint.staging import plain_json
+from scale_surgery.errors import DataError
+from scale_surgery.evidence.subjects import Subject, choose_lengths, open_subjects, read_texts
+from scale_surgery.progress import Progress, Track, no_track
+from scale_surgery.running.freeze import expansion_disabled
+from scale_surgery.running.loading import loaded_whole
+from scale_surgery.running.loss import Measurement, measure
+from scale_surgery.running.options import Dtype
+from scale_surgery.surgery.parts import link_base
+
+if TYPE_CHECKING:
+    from scale_surgery.running.texts import Document, Sequences
+
+Kind = Literal["base", "expanded", "adapt", "disabled", "other"]
+
+
+@dataclass(frozen=True)
+class Score:
+    """What one model scored, a row of the table.
+
+    Attributes:
+        name: What it is called.
+        kind: "base", the base model of an expanded one; "expanded"; "adapt", a routed model with its routing disabled;
+            "disabled", an expanded model with its expansion disabled; or "other", a model without expansion.
+        base: Name of the row that it is compared with, or None.
+        old: What it scored on old text, or None where none was given.
+        new: The same on new text.
+        forgetting: Its nats per token on old text minus those of the base, or None.
+        learning: The base's nats per token on new text minus its own, or None.
+    """
+
+    name: str
+    kind: Kind
+    base: str | None
+    old: Measurement | None = None
+    new: Measurement | None = None
+    forgetting: float | None = None
+    learning: float | None = None
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The result of `evaluate`.
+
+    Attributes:
+        scores: A row for each model.
+        old: Files of old text.
+        new: Files of new text.
+        sequence_length: Most tokens of a window.
+        step: Tokens from one window of a long text to the next.
+        dtype: What weights were cast to, or None where they stayed as stored.
+        notes: What a reader of the numbers must know.
+    """
+
+    scores: tuple[Score, ...]
+    old: tuple[str, ...]
+    new: tuple[str, ...]
+    sequence_length: int
+    step: int
+    dtype: Dtype | None
+    notes: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """The result as plain JSON values, with what follows from the sums."""
+        content = asdict(self)
+        for row, score in zip(content["scores"], self.scores, strict=True):
+            row |= {"old": _measurement_to_json(score.old), "new": _measurement_to_json(score.new)}
+        # JSON has neither NaN nor infinity: they become texts
+        plain: dict[str, Any] = plain_json(content)
+        return plain
+
+
+@dataclass(frozen=True)
+class Row:
+    """A score, and what it was measured on: sha256 of token ids and windows, by side.
+
+    Where those are equal, losses can be compared.
+    """
+
+    score: Score
+    fingerprints: Mapping[str, str]
+
+
+def evaluate(
+    models: str | Path | Sequence[str | Path],
+    old: str | Path | Sequence[str | Path] = (),
+    new: str | Path | Sequence[str | Path] = (),
+    *,
+    sequence_length: int | None = None,
+    step: int | None = None,
+    batch_size: int = 8,
+    device: str = "cpu",
+    dtype: Dtype | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    track: Track = no_track,
+) -> Evaluation:
+    """Measure loss, perplexity and first-token accuracy of models on old and on new text.
+
+    A base that several expanded models share is measured once. A model without expansion is compared with the base
+    where there is only one.
+
+    Args:
+        models: A folder or Hub id, or several.
+        old: A file or saved dataset that tells what the base knows, or several, as for `data.read_documents`.
+        new: The same with what was to be learned; of the two one must be given.
+        sequence_length: Most tokens that are read at once; by default the shortest context, at most 1024.
+        step: Tokens from one window of a longer text to the next; by default half of that.
+        batch_size: Windows in one forward pass.
+        device: Where the models run.
+        dtype: What weights are cast to; by default they stay as stored.
+        revision: Branch, tag or commit of Hub repositories.
+        trust_remote_code: Run the code in model folders instead of this package's, and a tokenizer's own.
+        track: Makes progress bars.
+
+    Returns:
+        A row for each model, with forgetting and learning against its base.
+
+    Raises:
+        DataError: If a file cannot be read or holds nothing to score, the lengths do not fit, or a model has no
+            tokenizer that loads.
+        CheckpointError: If a model cannot be found or loaded.
+    """
+    old_files, new_files = _listed(old), _listed(new)
+    documents = {"old": _read(old_files, "old"), "new": _read(new_files, "new")}
+    if not any(documents.values()):
+        raise DataError("There is no text to measure on. Give files with --old, with --new or with both.")
+    subjects = open_subjects(_listed(models), revision=revision, trust_remote_code=trust_remote_code)
+    length, step = choose_lengths(subjects, sequence_length, step)
+    options = {"device": device, "dtype": dtype, "trust_remote_code": trust_remote_code}
+    meters = [Meter(read_texts(subject, documents, length, step), batch_size, options) for subject in subjects]
+    rows = _measure_all(subjects, meters, track)
+    return Evaluation(
+        scores=tuple(_compare(row, rows) for row in rows),
+        old=tuple(map(str, old_files)),
+        new=tuple(map(str, new_files)),
+        sequence_length=length,
+        step=step,
+        dtype=dtype,
+        notes=tuple(_notes(subjects, rows)),
+    )
+
+
+def _listed(given: str | Path | Sequence[str | Path]) -> list[str | Path]:
+    return [given] if isinstance(given, str | Path) else list(given)
+
+
+def _read(files: Sequence[str | Path], side: str) -> list[Document]:
+    from scale_surgery.running.texts import read_documents
+
+    documents = list(read_documents([Path(file) for file in files]))
+    if files and not documents:
+        raise DataError(f"The {side} text is empty: {', '.join(map(str, files))}. Give at least one document.")
+    return documents
+
+
+@dataclass(frozen=True)
+class Meter:
+    """Measures models on the same windows.
+
+    Attributes:
+        texts: Windows by side.
+        batch_size: Windows in one forward pass.
+        options: How models are loaded.
+    """
+
+    texts: Mapping[str, Sequences]
+    batch_size: int
+    options: Mapping[str, Any]
+
+    @cached_property
+    def fingerprints(self) -> dict[str, str]:
+        """sha256 of the windows, by side."""
+        return {side: text.fingerprint() for side, text in self.texts.items()}
+
+    def tokens(self, subject: Subject, *, with_base: bool) -> int:
+        """Tokens that will be read to measure a model, and its base where that is to be measured with it."""
+        return sum(len(text.ids) for text in self.texts.values()) * (
+            1 + subject.is_expanded + (subject.is_expanded and subject.is_routed) + with_base
+        )
+
+    def measure_base(self, subject: Subject, advance: Progress) -> Row:
+        """Measure the base model inside an expanded one, by the stock class."""
+        assert subject.manifest is not None and subject.base is not None
+        with tempfile.TemporaryDirectory() as folder:
+            renamed = link_base(subject.path, Path(folder), subject.manifest)
+            with loaded_whole(Path(folder), subject.base, {**self.options, "renamed": renamed}) as model:
+                return self._measure(model, Score(subject.base, "base", None), advance)
+
+    def measure_subject(self, subject: Subject, advance: Progress) -> list[Row]:
+        """Measure a model, a routed one again with its routing disabled, and an expanded one as its base."""
+        disabled = f"{subject.name}, expansion disabled"
+        with loaded_whole(subject.path, subject.name, self.options) as model:
+            if not subject.is_expanded:
+                return [self._measure(model, Score(subject.name, "other", None), advance)]
+            base = subject.base or disabled
+            rows = [self._measure(model, Score(subject.name, "expanded", base), advance)]
+            if subject.is_routed:
+                with model.routing_disabled():
+                    alone = Score(f"{subject.name}, routing disabled", "adapt", base)
+                    rows.append(self._measure(model, alone, advance))
+            with expansion_disabled(model):
+                return [*rows, self._measure(model, Score(disabled, "disabled", subject.base), advance)]
+
+    def _measure(self, model: Any, score: Score, advance: Progress) -> Row:
+        report = partial(advance, note=score.name)
+        found = {side: measure(model, text, self.batch_size, report) for side, text in self.texts.items()}
+        return Row(replace(score, old=found.get("old"), new=found.get("new")), self.fingerprints)
+
+
+def _measure_all(subjects: Sequence[Subject], meters: Sequence[Meter], track: Track) -> list[Row]:
+    # a base that several models share is measured with the first of them
+    first_with = {subject.base: subject for subject in reversed(subjects)}
+    brings_base = [subject.base is not None and first_with[subject.base] is subject for subject in subjects]
+    jobs = list(zip(subjects, meters, brings_base, strict=True))
+    total = sum(meter.tokens(subject, with_base=with_base) for subject, meter, with_base in jobs)
+    rows: list[Row] = []
+    with track("evaluate", total) as advance:
+        for subject, meter, with_base in jobs:
+            rows += [meter.measure_base(subject, advance)] if with_base else []
+            rows += meter.measure_subject(subject, advance)
+    return rows
+
+
+def _compare(row: Row, rows: Sequence[Row]) -> Score:
+    """Add forgetting and learning against the base, where there is one that reads the same tokens."""
+    score = row.score
+    name = _base_of(row, rows)
+    base = next((other for other in rows if other.score.name == name), None)
+    if base is None or base.fingerprints != row.fingerprints:
+        return replace(score, base=None)
+    return replace(
+        score,
+        base=base.score.name,
+        forgetting=_difference(score.old, base.score.old),
+        learning=_difference(base.score.new, score.new),
+    )
+
+
+def _base_of(row: Row, rows: Sequence[Row]) -> str | None:
+    bases = {other.score.base for other in rows} - {None}
+    if row.score.kind == "other" and len(bases) == 1:
+        return bases.pop()
+    return row.score.base
+
+
+def _difference(more: Measurement | None, less: Measurement | None) -> float | None:
+    return None if more is None or less is None else more.nats_per_token - less.nats_per_token
+
+
+def _notes(subjects: Sequence[Subject], rows: Sequence[Row]) -> Iterator[str]:
+    for subject in subjects:
+        if subject.is_fused and len(subjects) == 1:
+            yield (
+                f"{subject.name}: is fused and holds no base that could be measured with it. What it forgot and "
+                "learned shows beside its base: give that as one more model."
+            )
+        if subject.is_expanded and subject.manifest is None:
+            yield (
+                f"{subject.name}: has no {MANIFEST_FILE}, so its base cannot be given back as files; it is compared "
+                "with itself, expansion disabled."
+            )
+    first, *others = rows
+    for other in others:
+        if other.score.kind in ("expanded", "other") and other.fingerprints != first.fingerprints:
+            yield (
+                f"{other.score.name}: reads other tokens than {first.score.name}; their losses cannot be compared, "
+                "accuracies can."
+            )
+
+
+def _measurement_to_json(found: Measurement | None) -> dict[str, Any] | None:
+    if found is None:
+        return None
+    derived = {"nats_per_token": found.nats_per_token, "perplexity": found.perplexity, "accuracy": found.accuracy}
+    return derived | asdict(found)

@@ -1,0 +1,193 @@
+"""What training did to an expanded checkpoint: how large each block became, and how far the base stream has gone.
+
+surgery.json, base tensors --expand's own initialisation--> how each tensor started
+expansion tensors          --norms, effective ranks-->      what became of it
+probe text                 --both models-->                 drift and cosine of the base stream, layer by layer
+
+Nothing is written: the page is `report_page`'s.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+from scale_surgery.checkpoint.folder import LOG_FILE, MANIFEST_FILE, TRAINING_FOLDER, Checkpoint, open_checkpoint
+from scale_surgery.errors import CheckpointError, PlanError
+from scale_surgery.evidence.report_blocks import Comparison
+from scale_surgery.evidence.report_records import CURVES, Report, Streams, by_layer
+from scale_surgery.evidence.report_streams import compare_streams
+from scale_surgery.planning.methods import method_of
+from scale_surgery.planning.plan import Plan, read_plan
+from scale_surgery.planning.tensors import Init
+from scale_surgery.progress import Track, no_track
+from scale_surgery.surgery.record import Manifest, read_manifest, refuse_fused, routing_of
+
+MAX_NAMED = 5
+
+
+def report(
+    expanded: str | Path,
+    texts: str | Path | Sequence[str | Path] = (),
+    *,
+    files_only: bool = False,
+    sequence_length: int | None = None,
+    batch_size: int = 1,
+    device: str = "cpu",
+    trust_remote_code: bool = False,
+    track: Track = no_track,
+) -> Report:
+    """Show what training did to an expanded checkpoint.
+
+    Norms are Frobenius norms; the effective rank is exp of the entropy of the normalised singular values (Roy and
+    Vetterli 2007). A block is compared with what `expand` made it, which is made again from the base inside.
+
+    Args:
+        expanded: Folder of the expanded checkpoint.
+        texts: Probe text for the base stream: a file or saved dataset, or several, as for `data.read_documents`; by
+            default the built-in prompts of `verify`.
+        files_only: Read tensors, run no model; then nothing is said of the base stream.
+        sequence_length: Most tokens of a text that are read at once; by default the context, at most 1024.
+        batch_size: Windows in one forward pass.
+        device: Where to compute.
+        trust_remote_code: Run the code in the folder instead of this package's, and a tokenizer's own.
+        track: Makes progress bars.
+
+    Returns:
+        Every expansion tensor, each layer, the base stream, and what the training runs measured.
+
+    Raises:
+        CheckpointError: If this is no expanded checkpoint, it is fused, tensors are missing or of a wrong shape (all
+            are named), or it cannot be loaded.
+        DataError: If a text cannot be read.
+        PlanError: If texts are given and no model is to run.
+    """
+    path, files = Path(expanded), [texts] if isinstance(texts, str | Path) else list(texts)
+    if files and files_only:
+        raise PlanError("--text with --files-only: no model runs, so no text is read. Leave out one of the two.")
+    checkpoint, manifest = open_checkpoint(path), read_manifest(path)
+    refuse_fused(path, manifest)
+    _check_tensors(checkpoint, manifest)
+    plan = _read_plan(path, manifest)
+    comparison = Comparison(checkpoint, manifest, plan, device)
+    with track("blocks", sum(tensor.bytes for tensor in plan.tensors)) as advance:
+        tensors = tuple(comparison.changes(advance))
+    streams = None
+    if not files_only:
+        streams = compare_streams(
+            path,
+            files,
+            plan.sizes.hidden,
+            sequence_length=sequence_length,
+            batch_size=batch_size,
+            device=device,
+            trust_remote_code=trust_remote_code,
+            track=track,
+        )
+    state: Any = "trained" if any(tensor.is_trained for tensor in tensors) else "initial"
+    return Report(
+        path=path,
+        base_name=manifest.base_name,
+        method=method_of(manifest.plan),
+        variant=str(manifest.plan["request"]["variant"]),
+        routing=routing_of(manifest),
+        state=state,
+        parameters=sum(tensor.elements for tensor in plan.tensors),
+        tensors=tensors,
+        layers=by_layer(tensors),
+        streams=streams,
+        runs=manifest.training,
+        log=tuple(_read_log(path)),
+        notes=tuple(_notes(manifest, comparison, streams, state)),
+    )
+
+
+def _read_plan(path: Path, manifest: Manifest) -> Plan:
+    try:
+        plan = read_plan(manifest.plan)
+        _check_records(plan, manifest)
+        return plan
+    except (KeyError, TypeError, AttributeError, ValueError, PlanError) as error:
+        raise CheckpointError(
+            f"{path / MANIFEST_FILE}: is incomplete ({error}). Restore it from where you got it."
+        ) from error
+
+
+def _check_records(plan: Plan, manifest: Manifest) -> None:
+    """Touch what is read later, of tensors and of training runs.
+
+    Raises:
+        PlanError, TypeError, AttributeError: If it is of another kind.
+    """
+    for tensor in plan.tensors:
+        # outside the layers a tied head has no tensor of its own in the base
+        is_known = tensor.layer is None or tensor.source in manifest.base_tensors
+        if tensor.init not in get_args(Init) or not is_known:
+            raise PlanError(f"plan.tensors, {tensor.name}: init {tensor.init!r} of {tensor.source!r}")
+    for run in manifest.training:
+        measured = (value for value in (run.get("measured") or {}).values() if value is not None)
+        if not _are_numbers([run.get("steps", 0), *measured]):
+            raise PlanError("training")
+
+
+def _are_numbers(values: Iterable[object]) -> bool:
+    return all(isinstance(value, int | float) for value in values)
+
+
+def _check_tensors(checkpoint: Checkpoint, manifest: Manifest) -> None:
+    """Refuse a checkpoint in which a tensor is missing or has another shape than planned; all are named."""
+    shapes = {tensor["name"]: tuple(tensor["shape"]) for tensor in manifest.plan["tensors"]}
+    missing = [name for name in (*manifest.base_tensors, *shapes) if name not in checkpoint.tensors]
+    problems = [f"{name}: is missing from {checkpoint.path}. Restore its shard." for name in missing]
+    problems += [
+        f"{name}: shape {checkpoint.tensors[name].shape}, expected {shape} from the plan. Restore its shard."
+        for name, shape in shapes.items()
+        if name not in missing and checkpoint.tensors[name].shape != shape
+    ]
+    if problems:
+        raise CheckpointError.from_problems(problems)
+
+
+def _read_log(path: Path) -> Iterator[Mapping[str, Any]]:
+    """What the last training run logged; a line of a log cut short, or with texts for numbers, is left out."""
+    file = path / TRAINING_FOLDER / LOG_FILE
+    lines = file.read_text(encoding="utf-8", errors="replace").splitlines() if file.is_file() else []
+    for line in lines:
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(entry, dict):
+            drawn = (entry[key] for key in CURVES if entry.get(key) is not None)
+            if _are_numbers([entry.get("step"), *drawn]):
+                yield entry
+
+
+def _notes(manifest: Manifest, comparison: Comparison, streams: Streams | None, state: str) -> Iterator[str]:
+    if state == "initial":
+        yield "Nothing was trained: every expansion tensor has the bytes that the expansion wrote."
+    if comparison.spoiled:
+        yield f"NaN or infinity in {_named(comparison.spoiled)}: the model is broken."
+    if comparison.differing:
+        yield (
+            f"The start of {_named(comparison.differing)} was made again and has another sha256 than the one that was "
+            "written: another machine, device or release rounds the last bits another way. Changes hold up to that."
+        )
+    if comparison.unknown:
+        name = (manifest.forced_base or {}).get("expected_name", "another base")
+        yield (
+            f"How {_named(comparison.unknown)} started is not known: the expansion was made on {name} and put on "
+            "another base by force."
+        )
+    if streams is not None and streams.path == "adapt":
+        yield (
+            "Routed: the preserve path is the base model's bit for bit, so the base stream is that of the adapt path, "
+            "routing disabled."
+        )
+
+
+def _named(names: Sequence[str]) -> str:
+    more = len(names) - MAX_NAMED
+    return ", ".join(names[:MAX_NAMED]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,233 @@
+"""What became of each expansion tensor: read it, make its start again, compare; a few tensors in memory at a time.
+
+How a tensor started is not stored. Where its bytes are still those that the expansion wrote, it is its own start;
+otherwise the start is made again from the base inside the checkpoint, as `expand` made it, and its sha256 compared with
+the one in surgery.json.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from scale_surgery.checkpoint.folder import Checkpoint, read_tensor
+from scale_surgery.checkpoint.hashes import hash_tensor
+from scale_surgery.evidence.report_records import Norms, Spectrum, TensorChange
+from scale_surgery.evidence.spectra import effective_rank, norm_of, singular_values
+from scale_surgery.planning.families import Family, Linear, get_family
+from scale_surgery.planning.plan import Plan
+from scale_surgery.planning.specs import stream_widths
+from scale_surgery.planning.tensors import TensorPlan
+from scale_surgery.progress import Progress
+from scale_surgery.surgery.record import Manifest
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# singular values of a spectrum that are reported; a plot shows no more
+SPECTRUM_POINTS = 64
+SPECTRUM_BLOCK = "w21"
+
+
+@dataclass
+class Comparison:
+    """Compares the tensors of an expanded checkpoint with how they started.
+
+    Attributes:
+        checkpoint: The expanded checkpoint.
+        manifest: Its surgery.json.
+        plan: The plan that it was made by.
+        device: Where to compute.
+        differing: Tensors whose start, made again, has another sha256 than the one that was written.
+        unknown: Tensors whose start cannot be known: they stand beside a base tensor that they were not made on.
+        spoiled: Tensors that hold NaN or infinity.
+    """
+
+    checkpoint: Checkpoint
+    manifest: Manifest
+    plan: Plan
+    device: str
+    differing: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+    spoiled: list[str] = field(default_factory=list)
+    base_norms: dict[str, list[float]] = field(default_factory=dict)
+
+    def changes(self, advance: Progress) -> Iterator[TensorChange]:
+        """Compare every tensor; `advance` is called with the bytes done."""
+        for tensor in self.plan.tensors:
+            yield from self._compare(tensor)
+            advance(tensor.bytes)
+
+    def _compare(self, tensor: TensorPlan) -> Iterator[TensorChange]:
+        linear = find_linear(get_family(self.plan.family), tensor)
+        stored = read_tensor(self.checkpoint, tensor.name)
+        if not stored.isfinite().all():
+            self.spoiled.append(tensor.name)
+        is_trained = self._is_trained(tensor)
+        now = self._split(linear, self._by_rows(tensor.block, stored))
+        start: Sequence[Tensor | None] = now
+        if is_trained:
+            made = self._start_of(tensor)
+            start = [None] * len(now) if made is None else self._split(linear, self._by_rows(tensor.block, made))
+        roles = linear.roles if linear is not None else (_place_of(self.plan, tensor),)
+        base_norms = self._base_norms(linear, tensor) or [None] * len(roles)
+        originals = self._originals(linear, tensor) or [None] * len(roles)
+        for role, own, before, base_norm, original in zip(roles, now, start, base_norms, originals, strict=True):
+            group = linear.group if linear is not None else role
+            change = _measure(tensor, role, group, own, before, base_norm, is_trained=is_trained)
+            yield change if original is None else replace(change, separation=_separation(own, original))
+
+    def _is_trained(self, tensor: TensorPlan) -> bool:
+        digest = hash_tensor(self.checkpoint.path, self.checkpoint.tensors[tensor.name])
+        return self.manifest.expansion_tensors.get(tensor.name) != digest
+
+    def _by_rows(self, block: str, value: Tensor) -> Tensor:
+        """A tensor with outputs as rows; a base weight, and what is a copy of one, may be stored the other way."""
+        is_transposed = block == "weight" and value.dim() == 2 and get_family(self.plan.family).transposed
+        return value.T if is_transposed else value
+
+    def _start_of(self, tensor: TensorPlan) -> Tensor | None:
+        """How a tensor started; None where its base tensor is not the one that it was made from."""
+        from scale_surgery.checkpoint.shards import tensor_bytes
+        from scale_surgery.surgery.initialise import make_tensor
+
+        forced = (self.manifest.forced_base or {}).get("differing", ())
+        if tensor.init not in ("zero", "random") and tensor.source in forced:
+            self.unknown.append(tensor.name)
+            return None
+        start = make_tensor(self.plan, tensor, self.checkpoint, self.device)
+        if hashlib.sha256(tensor_bytes(start)).hexdigest() != self.manifest.expansion_tensors.get(tensor.name):
+            self.differing.append(tensor.name)
+        return start
+
+    def _split(self, linear: Linear | None, value: Tensor) -> list[Tensor]:
+        """The rows of each role of a fused projection, as matrices; the whole where it is none."""
+        from scale_surgery.surgery.initialise import split_roles
+
+        rows = value[:, None].to(self.device) if value.dim() == 1 else value.to(self.device)
+        if linear is None or len(linear.roles) == 1:
+            return [rows]
+        widths = next(widths for widths in _role_widths(self.plan, linear) if sum(widths) == rows.shape[0])
+        return split_roles(rows, linear, widths, self.plan.sizes.head_size)
+
+    def _base_norms(self, linear: Linear | None, tensor: TensorPlan) -> Sequence[float | None]:
+        """Norm of the base weight beside a matrix, by role; empty where there is none."""
+        if len(tensor.shape) < 2:
+            return []
+        name = self._base_name(tensor)
+        if name not in self.base_norms and name in self.checkpoint.tensors:
+            parts = self._split(linear, self._by_rows("weight", read_tensor(self.checkpoint, name)))
+            self.base_norms[name] = [norm_of(part) for part in parts]
+        return self.base_norms.get(name, [])
+
+    def _originals(self, linear: Linear | None, tensor: TensorPlan) -> Sequence[Tensor | None]:
+        """What a W21 of copies is copies of, as it is now, by role; empty where it is no copy."""
+        if tensor.block != "w21" or tensor.init != "copy":
+            return []
+        trained = f"{tensor.name.removesuffix('w21')}w11"
+        if trained in self.checkpoint.tensors:
+            return self._split(linear, read_tensor(self.checkpoint, trained))
+        return self._split(linear, self._by_rows("weight", read_tensor(self.checkpoint, tensor.source)))
+
+    def _base_name(self, tensor: TensorPlan) -> str:
+        """Name of the base weight beside a tensor; a tied head has none of its own and is the embedding."""
+        if tensor.source in self.checkpoint.tensors or tensor.layer is not None:
+            return tensor.source
+        return f"{self.plan.prefix}{get_family(self.plan.family).embedding}.weight"
+
+
+def find_linear(family: Family, tensor: TensorPlan) -> Linear | None:
+    """The linear that a tensor stands beside, or None: norm, embedding, head."""
+    module = tensor.source.rpartition(".")[0]
+    found = (linear for linear in family.linears if module.endswith(f".{linear.name}"))
+    return next(found, None) if tensor.layer is not None else None
+
+
+def _place_of(plan: Plan, tensor: TensorPlan) -> str:
+    if tensor.layer is not None or len(tensor.shape) < 2:
+        return "norm"
+    is_embedding = tensor.source == f"{plan.prefix}{get_family(plan.family).embedding}.weight"
+    return "embedding" if is_embedding else "head"
+
+
+def _role_widths(plan: Plan, linear: Linear) -> Iterator[list[int]]:
+    """Numbers of rows that the roles of a fused projection can have: those of the base, and those that are added."""
+    streams = stream_widths(plan.sizes, plan.widths)
+    yield [streams[stream][0] for stream in linear.writes()]
+    yield [streams[stream][1] for stream in linear.writes()]
+    sections = plan.specs.get("expanded", {}).get(linear.name, {}).get("out_features", [])
+    if len(sections) == len(linear.roles):
+        yield [up for _, up in sections]
+
+
+def _measure(
+    tensor: TensorPlan,
+    role: str,
+    group: str,
+    now: Tensor,
+    start: Tensor | None,
+    base_norm: float | None,
+    *,
+    is_trained: bool,
+) -> TensorChange:
+    """Measure a matrix, or a vector as a matrix of one column, against its start; an untrained one is its start."""
+    change = None if start is None else now.double() - start.double()
+    values = _values(now)
+    start_values = _values(start) if is_trained else values
+    spectrum = None
+    if tensor.block == SPECTRUM_BLOCK and values is not None and start_values is not None:
+        spectrum = _spectrum(start_values, values)
+    return TensorChange(
+        name=tensor.name,
+        layer=tensor.layer,
+        role=role,
+        group=group,
+        block=tensor.block,
+        init=tensor.init,
+        shape=tuple(now.shape)[: len(tensor.shape)],
+        norms=Norms(norm_of(now), _optional_norm(start), _optional_norm(change), base_norm),
+        rank=_rank(values),
+        start_rank=_rank(start_values),
+        change_rank=_rank(_values(change)) if is_trained else None,
+        spectrum=spectrum,
+        is_trained=is_trained,
+    )
+
+
+def _separation(copies: Tensor, original: Tensor) -> float | None:
+    """How far copies, one below the other, went from their original: norm of the difference over that of as many."""
+    count = copies.shape[0] // original.shape[0]
+    apart = copies.double().view(count, *original.shape) - original.double()
+    whole = norm_of(original) * math.sqrt(count)
+    return norm_of(apart) / whole if whole else None
+
+
+def _optional_norm(tensor: Tensor | None) -> float | None:
+    return None if tensor is None else norm_of(tensor)
+
+
+def _values(matrix: Tensor | None) -> Tensor | None:
+    """Singular values of a matrix; None of what is none, and of one with NaN or infinity in it."""
+    if matrix is None or matrix.dim() < 2 or min(matrix.shape) == 1 or not matrix.isfinite().all():
+        return None
+    return singular_values(matrix)
+
+
+def _rank(values: Tensor | None) -> float | None:
+    return None if values is None else effective_rank(values)
+
+
+def _spectrum(start: Tensor, now: Tensor) -> Spectrum:
+    ranks = _some_ranks(len(now))
+    places = [rank - 1 for rank in ranks]
+    return Spectrum(tuple(ranks), tuple(start[places].tolist()), tuple(now[places].tolist()))
+
+
+def _some_ranks(count: int) -> Sequence[int]:
+    """At most SPECTRUM_POINTS ranks from 1 to `count`, evenly spaced, both ends among them."""
+    if count <= SPECTRUM_POINTS:
+        return range(1, count + 1)
+    return [1 + round(point * (count - 1) / (SPECTRUM_POINTS - 1)) for point in range(SPECTRUM_POINTS)]

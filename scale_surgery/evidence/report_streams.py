@@ -1,0 +1,161 @@
+"""How far an expanded model's base stream has gone from the base model's, layer by layer, on probe text.
+
+One model in memory gives both: with its expansion disabled it is its base, bit for bit. Of a routed model the preserve
+path is the base's too, so its adapt path is compared.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from scale_surgery.evidence.report_records import Streams
+from scale_surgery.evidence.subjects import choose_lengths, open_subjects, read_texts
+from scale_surgery.progress import Progress, Track
+from scale_surgery.running.freeze import base_states, expansion_disabled
+from scale_surgery.running.loading import loaded_whole
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from scale_surgery.running.probe import Batch, Layer
+
+
+def compare_streams(
+    path: Path,
+    texts: Sequence[str | Path],
+    width: int,
+    *,
+    sequence_length: int | None,
+    batch_size: int,
+    device: str,
+    trust_remote_code: bool,
+    track: Track,
+) -> Streams:
+    """Run an expanded model and the base inside it on probe text, and compare the base stream after each layer.
+
+    Args:
+        path: Folder of the expanded checkpoint.
+        texts: Files and saved datasets to read; the built-in prompts of `verify` where there are none.
+        width: Base width d.
+        sequence_length: Most tokens of a window of a text; by default the model's context, at most 1024.
+        batch_size: Windows in one forward pass.
+        device: Where the model runs.
+        trust_remote_code: Run the code in the folder instead of this package's, and a tokenizer's own.
+        track: Makes progress bars.
+
+    Returns:
+        Drift (largest absolute difference) and cosine (mean over tokens) after each layer.
+
+    Raises:
+        DataError: If a text cannot be read, or there is no tokenizer for it.
+        CheckpointError: If the model cannot be loaded.
+    """
+    if texts:
+        batches = _text_batches(path, texts, sequence_length, batch_size, trust_remote_code=trust_remote_code)
+        source = ", ".join(map(str, texts))
+    else:
+        batches, source = _prompt_batches(path, trust_remote_code=trust_remote_code)
+    tokens = sum(int(batch.mask.sum()) for batch in batches)
+    options = {"device": device, "trust_remote_code": trust_remote_code}
+    with track("base stream", tokens) as advance, loaded_whole(path, path.name, options) as model:
+        layers, dtype = _compare(model, batches, width, advance)
+        is_routed = bool(getattr(model, "is_routing_enabled", False))
+    return Streams(layers, source, tokens, dtype, "adapt" if is_routed else "expanded")
+
+
+def _prompt_batches(path: Path, *, trust_remote_code: bool) -> tuple[list[Batch], str]:
+    """The prompts of `verify` as one batch; random ids where the model has no tokenizer."""
+    from transformers import AutoConfig
+
+    from scale_surgery import modeling
+    from scale_surgery.running import probe
+    from scale_surgery.running.tokenizer import load_tokenizer
+
+    modeling.register()
+    tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
+    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    batch = probe.make_batch(tokenizer, probe.PROMPTS, config, 0)
+    source = "built-in prompts" if tokenizer is not None else "random ids, there is no tokenizer"
+    return [batch], source
+
+
+def _text_batches(
+    path: Path, texts: Sequence[str | Path], length: int | None, batch_size: int, *, trust_remote_code: bool
+) -> list[Batch]:
+    """Texts cut into windows, one after the other, prompts of questions included."""
+    from scale_surgery.running.probe import Batch
+    from scale_surgery.running.texts import collate, read_files
+
+    documents = [document for found in read_files(texts).values() for document in found]
+    (subject,) = open_subjects([path], trust_remote_code=trust_remote_code)
+    length, _ = choose_lengths([subject], length, None)
+    windows = read_texts(subject, {"probe": documents}, length, length)["probe"]
+    batches = []
+    for start in range(0, len(windows), batch_size):
+        rows = collate([windows[row] for row in range(start, min(start + batch_size, len(windows)))])
+        batches.append(Batch(rows["input_ids"], rows["attention_mask"]))
+    return batches
+
+
+def _compare(model: Any, batches: Sequence[Batch], width: int, advance: Progress) -> tuple[tuple[Layer, ...], str]:
+    from scale_surgery.running.probe import Layer
+
+    drifts: list[list[float]] = []
+    cosines: list[list[float]] = []
+    dtype, tokens = "", 0
+    for batch in batches:
+        pairs = list(_states(model, batch, width))
+        drifts.append([_drift(*pair) for pair in pairs])
+        cosines.append([_cosines(*pair) for pair in pairs])
+        dtype = str(pairs[0][0].dtype).removeprefix("torch.")
+        tokens += int(batch.mask.sum())
+        advance(int(batch.mask.sum()))
+    # NaN, the worst, is no maximum of Python's
+    largest = [math.nan if any(map(math.isnan, column)) else max(column) for column in zip(*drifts, strict=True)]
+    means = [sum(column) / tokens for column in zip(*cosines, strict=True)]
+    layers = zip(range(-1, len(means)), largest, means, strict=False)
+    return tuple(Layer(layer, drift, cosine, drift == 0) for layer, drift, cosine in layers), dtype
+
+
+def _states(model: Any, batch: Batch, width: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """The base stream of the base and of the expanded model after each layer, (tokens, d), padding left out."""
+    with expansion_disabled(model):
+        before = base_states(model, _run(model, batch))
+    with adapt_path(model):
+        after = base_states(model, _run(model, batch))
+    real = batch.mask.bool().to(before[0].device)
+    for one, other in zip(before, after, strict=True):
+        yield one[real][:, :width], other[real][:, :width]
+
+
+def adapt_path(model: Any) -> AbstractContextManager[None]:
+    """Run a routed model's adapt path alone inside a `with` block; any other model as it is."""
+    is_routed = getattr(model, "is_routing_enabled", False)
+    return model.routing_disabled() if is_routed else nullcontext()
+
+
+def _run(model: Any, batch: Batch) -> tuple[Tensor, ...]:
+    """Hidden states of the model without its head, whose logits nobody needs here."""
+    import torch
+
+    device = next(model.parameters()).device
+    inputs = {"input_ids": batch.ids.to(device), "attention_mask": batch.mask.to(device)}
+    with torch.no_grad():
+        output = model.base_model(**inputs, output_hidden_states=True, use_cache=False)
+    states: tuple[Tensor, ...] = output.hidden_states
+    return states
+
+
+def _drift(one: Tensor, other: Tensor) -> float:
+    return float((one.double() - other.double()).abs().max())
+
+
+def _cosines(one: Tensor, other: Tensor) -> float:
+    """Sum of cosines over tokens."""
+    from torch.nn import functional
+
+    return float(functional.cosine_similarity(one.double(), other.double(), dim=-1).sum())

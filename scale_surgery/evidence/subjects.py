@@ -1,0 +1,208 @@
+"""Models that are to be measured, and texts as each of them reads them; no weight is loaded here."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from scale_surgery.checkpoint.folder import MANIFEST_FILE, open_checkpoint
+from scale_surgery.checkpoint.sources import find_source
+from scale_surgery.errors import CheckpointError, DataError
+from scale_surgery.surgery.record import Manifest, check_numbering, read_manifest
+
+if TYPE_CHECKING:
+    from scale_surgery.running.texts import Document, Sequences
+
+# windows are no longer than this where nobody says so, however long a model's context is
+DEFAULT_LENGTH = 1024
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model to measure.
+
+    Attributes:
+        path: Its folder.
+        name: What it is called.
+        is_expanded: Whether it has an expansion, which can be disabled.
+        is_fused: Whether its blocks are joined with its base, so that neither can be measured by itself.
+        is_routed: Whether it has a router, which can be disabled.
+        manifest: Its surgery.json, which gives its base back; None where it has none.
+        base: What the base inside it is called, the same for models that share one; None without surgery.json.
+        tokenizer: Its tokenizer.
+        context: Most tokens that it reads at once, or None where its config does not say.
+        vocabulary: Token ids that it has embeddings for.
+    """
+
+    path: Path
+    name: str
+    is_expanded: bool
+    is_fused: bool
+    is_routed: bool
+    manifest: Manifest | None
+    base: str | None
+    tokenizer: Any
+    context: int | None
+    vocabulary: int
+
+
+def open_subjects(
+    models: Sequence[str | Path], *, revision: str | None = None, trust_remote_code: bool = False
+) -> list[Subject]:
+    """Find models and read all of them but their weights.
+
+    Args:
+        models: Folders or Hub ids; one that is given twice counts once.
+        revision: Branch, tag or commit of Hub repositories.
+        trust_remote_code: Let a config and a tokenizer run code of their own.
+
+    Returns:
+        The models; two folders of the same name are called by the paths that were given.
+
+    Raises:
+        CheckpointError: If no model is given, or one cannot be found or read.
+        DataError: If one has no tokenizer that loads.
+    """
+    # one folder has many spellings
+    places = {str(Path(model).resolve() if Path(model).exists() else model): str(model) for model in reversed(models)}
+    given = list(reversed(places.values()))
+    if not given:
+        raise CheckpointError("There is no model to measure. Give a folder or a Hub id such as org/name.")
+    subjects = [_open(model, revision, trust_remote_code=trust_remote_code) for model in given]
+    uses = Counter(subject.name for subject in subjects)
+    named = [
+        subject if uses[subject.name] == 1 else replace(subject, name=model)
+        for subject, model in zip(subjects, given, strict=True)
+    ]
+    return [replace(subject, base=base) for subject, base in zip(named, _name_bases(named), strict=True)]
+
+
+def _name_bases(subjects: Sequence[Subject]) -> Iterator[str | None]:
+    names: dict[tuple[tuple[str, str], ...], str] = {}
+    for subject in subjects:
+        if subject.manifest is None:
+            yield None
+            continue
+        files = tuple(sorted((name, file.sha256) for name, file in subject.manifest.base_files.items()))
+        name = f"{subject.manifest.base_name} (base)"
+        # two bases of one name: other files, for example another revision
+        unique = name if name not in names.values() else f"{subject.manifest.base_name} (base of {subject.name})"
+        yield names.setdefault(files, unique)
+
+
+def _open(model: str, revision: str | None, *, trust_remote_code: bool) -> Subject:
+    from scale_surgery.running.tokenizer import load_tokenizer
+
+    source = find_source(model, revision)
+    checkpoint = open_checkpoint(source.path)
+    specs = checkpoint.config.get("scale_surgery", {})
+    is_fused = specs.get("fused", False)
+    is_expanded = bool(specs) and not is_fused
+    manifest = read_manifest(source.path) if is_expanded and (source.path / MANIFEST_FILE).is_file() else None
+    if manifest is not None:
+        check_numbering(checkpoint, manifest)
+    config = _load_config(source.path, source.name, trust_remote_code=trust_remote_code)
+    tokenizer = load_tokenizer(source.path, trust_remote_code=trust_remote_code)
+    if tokenizer is None:
+        raise DataError(
+            f"{source.name}: has no tokenizer that loads, expected tokenizer.json or another that transformers knows. "
+            "Put the tokenizer's files beside the weights; --trust-remote-code lets one run its own code."
+        )
+    return Subject(
+        path=source.path,
+        name=source.name,
+        is_expanded=is_expanded,
+        is_fused=is_fused,
+        is_routed="routing" in specs,
+        manifest=manifest,
+        base=None,
+        tokenizer=tokenizer,
+        context=getattr(config, "max_position_embeddings", None),
+        vocabulary=config.vocab_size,
+    )
+
+
+def _load_config(path: Path, name: str, *, trust_remote_code: bool) -> Any:
+    from transformers import AutoConfig
+
+    from scale_surgery import modeling
+
+    modeling.register()
+    try:
+        config: Any = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (ImportError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{name}: transformers does not read its config ({error}). Expected a causal language model that this "
+            "release of transformers knows; --trust-remote-code lets it run its own code."
+        ) from error
+    return config.get_text_config()
+
+
+def choose_lengths(subjects: Sequence[Subject], length: int | None, step: int | None) -> tuple[int, int]:
+    """Choose the windows, the same for all models, so that their losses can be compared.
+
+    Args:
+        subjects: The models.
+        length: Most tokens of a window; by default the shortest context, at most DEFAULT_LENGTH.
+        step: Tokens from one window to the next; by default half of the length.
+
+    Returns:
+        Length and step.
+
+    Raises:
+        DataError: If the length exceeds a context, or the step leaves no token to predict from.
+    """
+    contexts = {subject.name: subject.context for subject in subjects if subject.context is not None}
+    length = min([DEFAULT_LENGTH, *contexts.values()]) if length is None else length
+    problems = [
+        f"--sequence-length is {length}, expected at most {context}, the context of {name}."
+        for name, context in contexts.items()
+        if length > context
+    ]
+    if length < 2:
+        problems.append(f"--sequence-length is {length}, expected at least 2: the first token is not predicted.")
+    step = max(1, length // 2) if step is None else step
+    if not problems and not 1 <= step < length:
+        problems.append(f"--step is {step}, expected 1 to {length - 1}, less than --sequence-length.")
+    if problems:
+        raise DataError.from_problems(problems)
+    return length, step
+
+
+def read_texts(
+    subject: Subject, documents: Mapping[str, Sequence[Document]], length: int, step: int
+) -> dict[str, Sequences]:
+    """Turn documents into windows of the tokens that a model reads.
+
+    Args:
+        subject: The model.
+        documents: Documents by side, "old" and "new"; a side without any is left out.
+        length: Most tokens of a window.
+        step: Tokens from one window to the next.
+
+    Returns:
+        The windows by side.
+
+    Raises:
+        DataError: If a side holds nothing to score, or a token that the model has no embedding for.
+    """
+    from scale_surgery.running.texts import stride, tokenize
+
+    texts = {}
+    for side, some in documents.items():
+        if not some:
+            continue
+        windows = stride(tokenize(some, subject.tokenizer), length, step)
+        highest = int(windows.ids.max())
+        if highest >= subject.vocabulary:
+            raise DataError(
+                f"{subject.name}: its tokenizer gives the id {highest} for the {side} text, expected ids below "
+                f"{subject.vocabulary}, the size of its embedding. Use the tokenizer that the model was trained with."
+            )
+        if not windows.scored:
+            raise DataError(f"The {side} text is one token long for {subject.name}: nothing predicts it. Give more.")
+        texts[side] = windows
+    return texts

@@ -1,0 +1,312 @@
+"""The text of a model card, a function for each section; each says only what the facts hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from scale_surgery.checkpoint.numbering import numbering_of
+from scale_surgery.hub.card_methods import (
+    CITATIONS,
+    CITED,
+    COPIED,
+    COPIES,
+    FREEZING,
+    SOURCES,
+    copied_rows,
+    grown,
+    putting_layers_back,
+    start,
+)
+from scale_surgery.planning.methods import Method, method_of
+from scale_surgery.planning.routing_specs import Routing
+from scale_surgery.planning.selection import format_layers
+
+FORMS = {
+    "expanded": "A language model with new blocks beside its pretrained tensors, made with `scale-surgery`.",
+    "extract": "The new blocks of an expanded language model, without the model itself, made with `scale-surgery`.",
+    "stock": "A language model whose layers were widened with `scale-surgery`, in the form of its own architecture.",
+}
+
+
+@dataclass(frozen=True)
+class CardFacts:
+    """What a model card is written from.
+
+    Attributes:
+        repo: Hub id of the model.
+        form: "expanded", "extract" or "stock".
+        base_id: Hub id of the base; None where it is not on a Hub.
+        base_revision: Commit of the base; None likewise.
+        base_fingerprint: sha256 over the base's config and the names, dtypes and shapes of its tensors.
+        record: surgery.json, or merge.json of a stock export.
+        plan: What was planned; None for a stock export.
+        routing: How it routes, or None.
+        is_fused: Whether blocks and base tensors are joined for serving.
+        forced: What differs from the base that it was made on, where it was put on another by force; else None.
+        drift: How far a merged model's logits are from those of the model it was made from, or None.
+        training: Records of training runs.
+        certificate: What verification found, or None.
+        code: Files of a stock checkpoint that are Python, or that name some.
+        base_file: File of the repository that holds the base's own card, or None.
+        has_curves: Whether the curves of the last training run lie in the repository.
+        tool: Versions with which it was made.
+    """
+
+    repo: str
+    form: str
+    base_id: str | None
+    base_revision: str | None
+    base_fingerprint: str
+    record: Mapping[str, Any]
+    plan: Mapping[str, Any] | None
+    routing: Routing | None
+    is_fused: bool
+    forced: Mapping[str, Any] | None
+    drift: Mapping[str, Any] | None
+    training: tuple[Mapping[str, Any], ...]
+    certificate: Mapping[str, Any] | None
+    code: tuple[str, ...]
+    base_file: str | None
+    has_curves: bool
+    tool: Mapping[str, str]
+
+    @property
+    def method(self) -> Method:
+        """How the model grew; a stock export records its request alone."""
+        return method_of(self.plan or self.record)
+
+    @property
+    def base(self) -> str:
+        """The base, as a card may name it: a link, or no name."""
+        if self.base_id is None:
+            return "a checkpoint that is not on the Hub"
+        return f"[{self.base_id}](https://huggingface.co/{self.base_id})"
+
+
+def body(facts: CardFacts) -> str:
+    """The text of a card below its metadata."""
+    parts = (_opening, _widened, _trained, _evaluated, _promised, _loaded, _taken_back, _cited)
+    return "\n\n".join(text for part in parts if (text := part(facts)))
+
+
+def _opening(facts: CardFacts) -> str:
+    own_card = f"; its own card is [{facts.base_file}]({facts.base_file})" if facts.base_file else ""
+    form = (COPIES if facts.method == "depth" else FORMS)[facts.form]
+    return f"# {facts.repo.rpartition('/')[2]}\n\n{form} Base: {facts.base}{own_card}."
+
+
+def _widened(facts: CardFacts) -> str:
+    rows = [("base", f"{facts.base}{f' at commit `{facts.base_revision}`' if facts.base_revision else ''}")]
+    rows += [("fingerprint of the base", f"`{facts.base_fingerprint}`")]
+    rows += _planned_rows(facts.plan) if facts.plan is not None else _stock_rows(facts.record)
+    if facts.routing is not None:
+        rows += [("router", f"{facts.routing.description}; one forward pass, two paths, a choice for each token")]
+    if facts.is_fused:
+        rows += [("form", "fused for serving: each linear of an expanded layer is one matrix")]
+    if facts.forced is not None:
+        count = len(facts.forced["differing"])
+        differing = "1 tensor differs" if count == 1 else f"{count} tensors differ"
+        rows += [("put on it by force", f"{differing} from the base it was made on")]
+    rows += _drift_rows(facts.drift)
+    versions = ", ".join(f"{name} {version}" for name, version in facts.tool.items())
+    rows += [("made with", versions)] if versions else []
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows)
+    title = "What was added" if facts.method == "depth" else "What was widened"
+    return f"## {title}\n\n{_mathematics(facts)}\n\n| | |\n|---|---|\n{table}"
+
+
+def _mathematics(facts: CardFacts) -> str:
+    if facts.method == "depth":
+        return COPIED
+    if facts.method == "grow":
+        return grown((facts.plan or facts.record)["request"], is_stock=facts.form == "stock")
+    if facts.form == "stock":
+        return (
+            "Linears of the chosen layers got new rows and columns, [W W12; W21 W22] in place of W; other layers were "
+            "filled with zeros to the same width. W itself was not changed."
+        )
+    beside = (
+        "W21 and W22 make and pass on a second stream beside the hidden state, and W12 writes from it into the hidden "
+        "state; where W12 does not exist, nothing new is written there."
+        if facts.plan is None or facts.plan["widths"]["up_width"]
+        else "W21 makes new attention heads or inner features of the hidden state, and W12 writes what they compute "
+        "into it."
+    )
+    return (
+        "Every linear of an expanded layer is a block matrix [W W12; W21 W22]. W is the pretrained tensor, byte for "
+        f"byte; the other blocks are new. {beside}"
+    )
+
+
+def _planned_rows(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
+    request, widths, costs, sizes = plan["request"], plan["widths"], plan["costs"], plan["sizes"]
+    if (numbering := numbering_of(plan["specs"])) is not None:
+        return copied_rows(plan, numbering)
+    collaborative = plan["specs"]["collaborative"]
+    where = format_layers(tuple(collaborative["layers"])) if collaborative["layers"] else "none"
+    groups = f" ({' and '.join(collaborative['groups'])})" if collaborative["layers"] else ""
+    added, before = costs["parameters_added"], costs["parameters_before"]
+    return [
+        ("variant", f"`{request['variant']}`"),
+        ("expanded layers", f"{format_layers(tuple(plan['layers']))} of 0-{sizes['layers'] - 1}"),
+        ("layers with W12", where + groups),
+        (
+            "added widths",
+            f"hidden state {widths['up_width']}, key/value heads {widths['up_kv_heads']}, "
+            f"inner {widths['up_inner_width']}",
+        ),
+        ("parameters", f"{before:,} of the base, {added:,} new ({added / before:.1%})"),
+        ("start", start(request)),
+    ]
+
+
+def _stock_rows(record: Mapping[str, Any]) -> list[tuple[str, str]]:
+    named = {"variant": "variant", "layers": "expanded layers"}
+    rows = [(text, f"`{record['request'][key]}`") for key, text in named.items()]
+    filled = f"; {record['padding']:,} of them are zeros that fill up the other layers" if record["padding"] else ""
+    return [*rows, ("parameters", f"{record['parameters']:,}{filled}")]
+
+
+def _drift_rows(drift: Mapping[str, Any] | None) -> list[tuple[str, str]]:
+    if drift is None:
+        return []
+    differ = "bit-equal" if drift["is_bit_equal"] else f"differ by at most {drift['drift']:.3g}"
+    found = f"{differ} on {drift['tokens']} tokens ({drift['dtype']})"
+    return [("logits against the model it was merged from", found)]
+
+
+def _trained(facts: CardFacts) -> str:
+    if not facts.training:
+        return "## Training\n\nThe new blocks have not been trained with `scale-surgery train`."
+    rows = [
+        f"| {number} | {run['steps']} | {run['trained_parameters']:,} | {run['settings']['learning_rate']:g} | "
+        f"{run['begun'][:10]} |"
+        for number, run in enumerate(facts.training, 1)
+    ]
+    head = "| run | steps | parameters trained | learning rate | begun |\n|---|--:|--:|--:|---|"
+    curves = "\n\n![Curves of the last run](training/curves.png)" if facts.has_curves else ""
+    return "## Training\n\nOnly new tensors were trained, none of the base.\n\n" + "\n".join([head, *rows]) + curves
+
+
+def _evaluated(facts: CardFacts) -> str:
+    measured = facts.training[-1].get("measured", {}) if facts.training else {}
+    rows = [
+        f"| {text} text | {measured[f'{side}_nats_per_token']:.4f} | {_share(measured.get(f'{side}_accuracy'))} | "
+        f"{change} {measured[change]:+.4f} |"
+        for side, text, change in (("old", "old", "forgetting"), ("new", "new", "learning"))
+        if f"{side}_nats_per_token" in measured and change in measured
+    ]
+    if not rows:
+        return ""
+    record = "merge.json" if facts.form == "stock" else "surgery.json"
+    head = "| | loss, nats per token | first-token accuracy | against the base |\n|---|--:|--:|--:|"
+    return (
+        f"## Evaluation\n\nMeasured at the end of the last training run{_measured_on(facts)}, on texts of who "
+        f"trained it; `{record}` has their sha256.\n\n" + "\n".join([head, *rows])
+    )
+
+
+def _measured_on(facts: CardFacts) -> str:
+    """What the numbers are about, where that is not the model of this card."""
+    is_routed = bool(facts.training[-1]["settings"].get("routed"))
+    text = ", on the base that the blocks were made on" if facts.forced is not None else ""
+    if is_routed == (facts.routing is not None):
+        return text
+    return (
+        f"{text}, {'with its router, which it has no longer' if is_routed else 'of the adapt path alone, not routed'}"
+    )
+
+
+def _share(accuracy: float | None) -> str:
+    return "–" if accuracy is None else f"{accuracy:.1%}"
+
+
+def _promised(facts: CardFacts) -> str:
+    if facts.form == "stock":
+        return ""
+    if facts.certificate is None:
+        return "## Promises\n\nNo verification is recorded: `scale-surgery verify` finds out which promises hold."
+    found = facts.certificate
+    # a base that is a folder is not named
+    expected = (facts.forced or {}).get("expected_name")
+    rows = [
+        f"| `{promise['name']}` | {_verdict(promise, found['required'])} | "
+        f"{promise['evidence'].replace(f'those of {expected}', 'those of the base that it was made on')} |"
+        for promise in found["promises"]
+    ]
+    head = "| promise | result | evidence |\n|---|---|---|"
+    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    where = f"`scale-surgery verify`, {found['date']}, {versions}, {found['machine']}."
+    if found.get("not_run") == "files only":
+        # without a date, so that a second push of the same folder has the same card
+        where = "`scale-surgery verify --files-only`: bytes and structure were checked, no model was run."
+    subject = " They are about the whole model, applied to its base." if facts.form == "extract" else ""
+    return "\n".join([f"## Promises\n\n{where}{subject} `surgery.json` holds the hashes behind them.\n", head, *rows])
+
+
+def _verdict(promise: Mapping[str, Any], required: Any) -> str:
+    if promise["holds"] is None:
+        return "not checked"
+    if promise["holds"]:
+        return "holds" if promise["claimed"] or promise["name"] in required else "holds (unclaimed)"
+    return "**BROKEN**" if promise["name"] in required else "not claimed"
+
+
+def _loaded(facts: CardFacts) -> str:
+    base = facts.base_id or "BASE"
+    if facts.form == "extract" and facts.method == "depth":
+        return putting_layers_back(facts.repo, base)
+    if facts.form == "extract":
+        return (
+            "## How to load\n\nThis repository holds no whole model. Put the blocks on their base, on disk or in "
+            f"memory:\n\n```sh\nscale-surgery apply {facts.repo} --base {base} -o expanded\n```\n\n```python\n"
+            f'from scale_surgery import load_expansion\n\nmodel = load_expansion("{base}", "{facts.repo}")\n```'
+        )
+    if facts.form == "stock" or facts.method == "depth":
+        code = ", ".join(f"`{name}`" for name in facts.code)
+        running = f"these lines do not run the code of {code}" if code else "no remote code is run"
+        freezing = f"\n\n{FREEZING}" if facts.method == "depth" else ""
+        return f"## How to load\n\nAs any model of its architecture; {running}.\n\n{_python(facts.repo, '')}{freezing}"
+    trusting = _python(facts.repo, ", trust_remote_code=True")
+    own = _python(facts.repo, "", "import scale_surgery\n", "\nscale_surgery.register()")
+    switch = "" if facts.is_fused else _switches(facts.routing)
+    return (
+        "## How to load\n\nWith the code in this repository, which needs `torch` and `transformers` alone:\n\n"
+        f"{trusting}"
+        f"\n\nOr with the package `scale-surgery` installed, and no remote code:\n\n{own}{switch}"
+    )
+
+
+def _python(repo: str, option: str, imports: str = "", register: str = "") -> str:
+    return (
+        f"```python\n{imports}from transformers import AutoModelForCausalLM, AutoTokenizer\n{register}\n"
+        f'tokenizer = AutoTokenizer.from_pretrained("{repo}"{option})\n'
+        f'model = AutoModelForCausalLM.from_pretrained("{repo}"{option})\n```'
+    )
+
+
+def _switches(routing: Routing | None) -> str:
+    text = "\n\n`with model.expansion_disabled():` the same model is its base."
+    return text if routing is None else f"{text} `with model.routing_disabled():` it is its adapt path alone."
+
+
+def _taken_back(facts: CardFacts) -> str:
+    if facts.form != "expanded":
+        one_way = "This form does not go back: the expanded model, or its extract, gives the base and the blocks apart."
+        return f"## How to get the base back\n\n{one_way}" if facts.form == "stock" else ""
+    lines = [f"hf download {facts.repo} --local-dir expanded", "scale-surgery strip expanded -o base"]
+    where = "The base's files lie in this repository, byte for byte, and `surgery.json` has the sha256 of each"
+    if facts.is_fused:
+        lines[1:] = ["scale-surgery merge expanded --to blocks -o blocks", "scale-surgery strip blocks -o base"]
+        where = "The bytes of every base tensor lie in this repository, and `surgery.json` has the sha256 of each"
+    if facts.method == "depth":
+        where = "The bytes of every base tensor lie in this repository, and `surgery.json` has the sha256 of each file"
+    commands = "\n".join(lines)
+    return f"## How to get the base back\n\n{where}:\n\n```sh\n{commands}\n```"
+
+
+def _cited(facts: CardFacts) -> str:
+    cited = "\n\n".join(CITATIONS[method] for method in CITED[facts.method])
+    return f"## Citation\n\n{SOURCES[facts.method]}\n\n```bibtex\n{cited}\n```"

@@ -1,0 +1,82 @@
+"""What is checked of a folder before a push: the bytes that its own record names, and the structure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from scale_surgery.checkpoint.hashes import hash_files
+from scale_surgery.errors import CheckpointError
+from scale_surgery.evidence.verify import Verification, verify
+from scale_surgery.hub.repository import CARD_FILE, Contents, names_code
+from scale_surgery.progress import Track
+from scale_surgery.surgery.extract_folder import check_own_files, open_extract
+from scale_surgery.surgery.record import STOCK_RECORD_FILE
+
+MAX_PROBLEMS = 12
+
+
+def check_contents(contents: Contents, track: Track) -> Verification | None:
+    """Check what files alone can show.
+
+    Args:
+        contents: The folder.
+        track: Makes progress bars.
+
+    Returns:
+        What was found of an expanded folder; None for an extract or a stock export that is as it was written.
+
+    Raises:
+        CheckpointError: If it is not; each file is named.
+    """
+    if contents.form == "extract":
+        check_own_files(open_extract(contents.path), track)
+        return None
+    if contents.form == "stock":
+        _check_stock(contents, track)
+        return None
+    result = verify(contents.path, files_only=True, record=False, track=track)
+    if not result.passed:
+        broken = [promise for promise in result.promises if promise.name in result.required and not promise.holds]
+        problems = list(dict.fromkeys([*result.problems, *(line for promise in broken for line in promise.problems)]))
+        advice = f"{contents.path}: not pushed, it does not verify. scale-surgery verify {contents.path} shows all."
+        _refuse(contents, problems, advice)
+    return result
+
+
+def _check_stock(contents: Contents, track: Track) -> None:
+    file = contents.path / STOCK_RECORD_FILE
+    written = contents.record.get("files")
+    if not isinstance(written, dict):
+        raise CheckpointError(
+            f"{file}: lists no files, expected the sha256 of each. Make it again with scale-surgery merge --to stock, "
+            "or give --no-verify."
+        )
+    try:
+        problems = list(
+            _stock_problems(contents, {name: str(entry["sha256"]) for name, entry in written.items()}, track)
+        )
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(f"{file}: is incomplete ({error}). Restore it from where you got it.") from error
+    if problems:
+        _refuse(contents, problems, f"{contents.path}: not pushed, it is not what merge wrote. Restore what is named.")
+
+
+def _stock_problems(contents: Contents, written: dict[str, str], track: Track) -> Iterator[str]:
+    present = [name for name in written if name in contents.files]
+    yield from (f"{name}: not found in {contents.path}." for name in written if name not in present)
+    with track("hashes", sum((contents.path / name).stat().st_size for name in present)) as advance:
+        hashes = hash_files(contents.path, present, advance)
+    for name, digest in hashes.items():
+        if digest != written[name]:
+            yield f"{name}: sha256 {digest[:16]}..., expected {written[name][:16]}... from {STOCK_RECORD_FILE}."
+    for name in contents.files:
+        if name not in written and names_code(contents.path, name):
+            yield f"{name}: is code, or names some, and merge did not write it. Read it before you let it run."
+
+
+def _refuse(contents: Contents, problems: list[str], advice: str) -> None:
+    more = [f"... and {len(problems) - MAX_PROBLEMS} more"] if len(problems) > MAX_PROBLEMS else []
+    card = []
+    if any(problem.startswith(f"{CARD_FILE}: ") for problem in problems):
+        card = [f"{CARD_FILE}: has to stay the base's, so that strip gives it back. Give a card of your own by --card."]
+    raise CheckpointError.from_problems([*problems[:MAX_PROBLEMS], *more, *card, advice])

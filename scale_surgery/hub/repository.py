@@ -1,0 +1,282 @@
+"""The repository that a folder becomes, made as a folder of links: which files, and under which names.
+
+DIR/*                       --linked-->    the same, byte for byte
+DIR/README.md of the base   --linked-->    README.base.md, since README.md is the model card
+surgery.json, merge.json    --edited-->    the base's README.md lies in README.base.md, so that strip finds it
+states of trainers, weights in other formats, what no index names,
+hidden files, links to something outside                               left out
+
+A download of the repository verifies and strips like the folder. The folder itself is only read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from scale_surgery.checkpoint.folder import (
+    EXTRACT_FILE,
+    MANIFEST_FILE,
+    OTHER_WEIGHT_SUFFIXES,
+    list_files,
+    open_checkpoint,
+    read_json,
+    stays_behind,
+)
+from scale_surgery.checkpoint.hashes import hash_file
+from scale_surgery.checkpoint.staging import as_json, write_json
+from scale_surgery.errors import CheckpointError
+from scale_surgery.surgery.licence import LICENCE_KEYS
+from scale_surgery.surgery.record import STOCK_RECORD_FILE as MERGE_FILE
+from scale_surgery.surgery.record import Manifest, read_manifest
+
+MARK = re.compile(r"\n<!-- written by scale-surgery push, sha256 ([0-9a-f]{64}) -->\n$")
+
+
+Form = Literal["expanded", "extract", "stock"]
+Origin = Literal["base", "model", "written"]
+CARD_FILE = "README.md"
+RECORDS = frozenset({MANIFEST_FILE, EXTRACT_FILE, MERGE_FILE})
+UNFINISHED_SUFFIXES = (".tmp", ".lock", ".partial.json")
+
+
+@dataclass(frozen=True)
+class RepositoryFile:
+    """A file of a repository.
+
+    Attributes:
+        name: Its name there.
+        bytes: Its size.
+        origin: "base" for a file of the base model, byte for byte, which the Hub need not store twice; "model" for
+            another file of the folder; "written" for one that was written or edited for the repository.
+    """
+
+    name: str
+    bytes: int
+    origin: Origin
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a folder holds that belongs into a repository.
+
+    Attributes:
+        path: The folder.
+        form: "expanded" (routed, trained and fused models too), "extract", or "stock" for a stock export.
+        files: Names of the files to be taken.
+        left_out: Names of the others.
+        manifest: surgery.json, or None for a stock export.
+        record: Parsed surgery.json, or merge.json of a stock export.
+        base_card: Name of the file that holds the base's README.md, or None.
+        own_card: Name of the user's own model card, or None.
+    """
+
+    path: Path
+    form: Form
+    files: tuple[str, ...]
+    left_out: tuple[str, ...]
+    manifest: Manifest | None
+    record: Mapping[str, Any]
+    base_card: str | None
+    own_card: str | None
+
+    @property
+    def base_files(self) -> set[str]:
+        """Names of the files of the base that lie in the folder, byte for byte."""
+        if self.manifest is None or self.form != "expanded":
+            return set()
+        stored = {entry.stored_as for entry in self.manifest.base_files.values()}
+        return {name for name in stored if name is not None and name not in self.manifest.renumbered}
+
+    @property
+    def code(self) -> tuple[str, ...]:
+        """Names of the files that are Python, or that name some: what `trust_remote_code` runs."""
+        return tuple(name for name in self.files if names_code(self.path, name))
+
+    @property
+    def licence(self) -> dict[str, Any]:
+        """The licence that an extract took from its base's card."""
+        found = read_json(self.path / EXTRACT_FILE).get("licence") if self.form == "extract" else None
+        return {key: found[key] for key in LICENCE_KEYS if key in found} if isinstance(found, dict) else {}
+
+    @property
+    def free_name(self) -> str:
+        """A name for the base's README.md that no other file has."""
+        names = ("README.base.md", *(f"README.base-{number}.md" for number in range(2, len(self.files) + 3)))
+        return next(name for name in names if name not in self.files)
+
+
+def read_contents(path: Path) -> Contents:
+    """Find out what a folder is, and which of its files belong into a repository.
+
+    Args:
+        path: An expanded folder, a stock export, or an extract.
+
+    Returns:
+        Its contents; no weight has been read.
+
+    Raises:
+        CheckpointError: If the folder is none of them, or it is incomplete.
+    """
+    names = list_files(path)
+    form = _find_form(path, names)
+    checkpoint = None if form == "extract" else open_checkpoint(path)
+    manifest = None if form == "stock" else read_manifest(path)
+    record = read_json(path / (MERGE_FILE if form == "stock" else MANIFEST_FILE))
+    known = {*(checkpoint.shards if checkpoint else ()), *_recorded(path, form, record)}
+    foreign = checkpoint.left_out if checkpoint else ()
+    stays = {name for name in names if stays_behind(path, name)} - known
+    unfinished = {name for name in names if name.endswith(UNFINISHED_SUFFIXES)}
+    left_out = tuple(name for name in names if name in foreign or name in stays | unfinished)
+    files = tuple(name for name in names if name not in left_out)
+    base_card = None if form == "extract" else _find_base_card(path, files, record)
+    is_own = CARD_FILE in files and base_card != CARD_FILE and not is_written_card(read_card(path / CARD_FILE))
+    return Contents(path, form, files, left_out, manifest, record, base_card, CARD_FILE if is_own else None)
+
+
+def read_card(file: Path) -> str:
+    """The text of a model card, as it is."""
+    return file.read_bytes().decode("utf-8", errors="replace")
+
+
+def assemble(contents: Contents, folder: Path, *, with_own_card: bool) -> None:
+    """Fill an empty folder with links to the files of a repository; README.md stays out, unless it is the user's own.
+
+    Args:
+        contents: What goes in.
+        folder: Where the links go.
+        with_own_card: Whether the user's own README.md goes in.
+    """
+    names = {name: name for name in contents.files if name != CARD_FILE or (with_own_card and contents.own_card)}
+    if contents.base_card == CARD_FILE:
+        names[CARD_FILE] = contents.free_name
+    for name, linked in names.items():
+        (folder / linked).parent.mkdir(parents=True, exist_ok=True)
+        (folder / linked).symlink_to((contents.path / name).resolve())
+    for file, content in _edited(contents, names).items():
+        (folder / file).unlink()
+        write_json(folder / file, content)
+
+
+def describe_files(contents: Contents, folder: Path) -> tuple[RepositoryFile, ...]:
+    """List the files of an assembled repository with their sizes."""
+    names = sorted(file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file())
+    return tuple(
+        RepositoryFile(name, (folder / name).stat().st_size, _origin(contents, folder, name)) for name in names
+    )
+
+
+def is_part_of_a_model(name: str) -> bool:
+    """Whether a file decides what a repository loads as, so that one from elsewhere would make another model of it."""
+    return name in RECORDS or name.endswith((".safetensors", ".safetensors.index.json", ".py", *OTHER_WEIGHT_SUFFIXES))
+
+
+def names_code(path: Path, name: str) -> bool:
+    """Whether a file of a folder is Python, or a config whose `auto_map` names some."""
+    return name.endswith(".py") or (name.endswith("config.json") and bool(read_json(path / name).get("auto_map")))
+
+
+def is_same_base(record: Mapping[str, Any], there: str) -> bool:
+    """Whether the record of a repository, surgery.json or merge.json, names the base tensors that another one names."""
+    try:
+        other = json.loads(there)
+        tables = [[_tensors(found), _weights(found)] for found in (record, other)]
+    except (ValueError, TypeError, AttributeError, KeyError):
+        return False
+    # tensors are compared where both list them; merge.json has the base's files alone
+    mine, theirs = next(((mine, theirs) for mine, theirs in zip(*tables, strict=True) if mine and theirs), (1, 2))
+    return mine == theirs
+
+
+def _tensors(record: Mapping[str, Any]) -> dict[str, str]:
+    return dict(record.get("base_tensors", {}))
+
+
+def _weights(record: Mapping[str, Any]) -> set[str]:
+    files = record["base_files"].items()
+    return {entry["sha256"] for name, entry in files if name.endswith(".safetensors")}
+
+
+def git_hash(file: Path) -> str:
+    """Name of a file as a git blob."""
+    content = file.read_bytes()
+    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+
+
+def _find_form(path: Path, names: list[str]) -> Form:
+    forms: dict[str, Form] = {EXTRACT_FILE: "extract", MANIFEST_FILE: "expanded", MERGE_FILE: "stock"}
+    for file, form in forms.items():
+        if file in names:
+            return form
+    raise CheckpointError(
+        f"{path}: has neither {MANIFEST_FILE}, {EXTRACT_FILE} nor {MERGE_FILE}, expected a folder that scale-surgery "
+        "expand, train, route-export, merge or extract made. Another model is pushed by hf upload."
+    )
+
+
+def _recorded(path: Path, form: Form, record: Mapping[str, Any]) -> set[str]:
+    """Names of files that the folder's own record knows by their hashes, hidden or linked as they may be."""
+    if form == "extract":
+        return set(read_json(path / EXTRACT_FILE)["files"])
+    return {str(entry.get("stored_as") or name) for name, entry in record.get("base_files", {}).items()}
+
+
+def _find_base_card(path: Path, files: tuple[str, ...], record: Mapping[str, Any]) -> str | None:
+    entry = record.get("base_files", {}).get(CARD_FILE)
+    if entry is None or entry.get("stored_as", CARD_FILE) not in files:
+        return None
+    name = str(entry.get("stored_as", CARD_FILE))
+    return name if hash_file(path / name) == entry["sha256"] else None
+
+
+def _edited(contents: Contents, names: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """JSON files that have to say another thing in the repository than in the folder."""
+    if contents.base_card == CARD_FILE:
+        file = MERGE_FILE if contents.form == "stock" else MANIFEST_FILE
+        return {file: _with_moved_card(contents.record, names[CARD_FILE])}
+    if contents.form == "extract" and CARD_FILE not in names:
+        # a card that an earlier push wrote makes room for a new one
+        content = read_json(contents.path / EXTRACT_FILE)
+        files = {name: entry for name, entry in content["files"].items() if name != CARD_FILE}
+        return {EXTRACT_FILE: {**content, "files": files}} if files != content["files"] else {}
+    return {}
+
+
+def _with_moved_card(record: Mapping[str, Any], stored_as: str) -> dict[str, Any]:
+    """A record that says where the base's README.md lies now; also in what a fused model remembers of its blocks."""
+    files = record["base_files"]
+    changed = {**record, "base_files": {**files, CARD_FILE: {**files[CARD_FILE], "stored_as": stored_as}}}
+    if CARD_FILE in (written := record.get("files", {})):
+        changed["files"] = {stored_as if name == CARD_FILE else name: entry for name, entry in written.items()}
+    fused = record.get("fused")
+    if fused is not None and MANIFEST_FILE in fused["texts"]:
+        before = as_json(_with_moved_card(json.loads(fused["texts"][MANIFEST_FILE]), stored_as))
+        changed["fused"] = {**fused, "texts": {**fused["texts"], MANIFEST_FILE: before}}
+    return changed
+
+
+def _origin(contents: Contents, folder: Path, name: str) -> Origin:
+    if not (folder / name).is_symlink():
+        return "written"
+    source = contents.base_card if name not in contents.files else name
+    is_base = source in contents.base_files and source != contents.own_card
+    return "base" if is_base else "model"
+
+
+def is_written_card(text: str) -> bool:
+    """Whether a card is one that this program wrote and nobody has edited."""
+    found = MARK.search(text)
+    return found is not None and found[1] == _digest(text[: found.start()])
+
+
+def _marked(text: str) -> str:
+    return f"{text}\n<!-- written by scale-surgery push, sha256 {_digest(text)} -->\n"
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8")).hexdigest()

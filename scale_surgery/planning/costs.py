@@ -1,0 +1,179 @@
+"""What an expansion costs: parameters, bytes, forward cost, training depth, and estimates of time and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from scale_surgery.checkpoint.folder import DTYPE_BYTES, Checkpoint
+from scale_surgery.planning.families import Family, Sizes
+from scale_surgery.planning.specs import REPLACING, Widths
+from scale_surgery.planning.stock import StockCost, StockWidths, cost_of_stock, stock_problems
+
+if TYPE_CHECKING:
+    from scale_surgery.planning.tensors import TensorPlan
+
+# two ordinary CPU cores (docs/benchmarks.md); estimates are meant to be right within a factor of a few
+FLOPS_PER_SECOND = {"exact": 40e9, "fast": 100e9}
+BYTES_PER_SECOND = 1e9
+# interpreter with torch and transformers imported
+PROCESS_BYTES = 500_000_000
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What an expansion adds, and what it takes.
+
+    Attributes:
+        parameters_before: Parameters of the base model as stored.
+        parameters_added: Parameters added in all.
+        bytes_added: Bytes of the new shards.
+        parameters_per_layer: Parameters added in the expanded layer that gets most.
+        forward_factor: Multiply-adds of all linears and the head, expanded over base.
+        up_stream_from: Lowest layer through which training backpropagates the up stream.
+        base_stream_from: Lowest layer through which training backpropagates the base stream, None for none.
+        peak_memory_bytes: Estimated peak memory of the expansion.
+        seconds: Estimated time of the expansion, without copying base files.
+        stock: What the stock form would cost, a plain checkpoint of the base's architecture; None where there is none.
+        stock_problems: Why there is none.
+    """
+
+    parameters_before: int
+    parameters_added: int
+    bytes_added: int
+    parameters_per_layer: int
+    forward_factor: float
+    up_stream_from: int
+    base_stream_from: int | None
+    peak_memory_bytes: int
+    seconds: float
+    stock: StockCost | None
+    stock_problems: tuple[str, ...]
+
+
+def read_costs(plain: Mapping[str, Any]) -> Costs:
+    """Make costs of the plain values that they were written as."""
+    stock = plain["stock"]
+    widths = {name: StockWidths(**stock[name]) for name in ("before", "after")} if stock else {}
+    problems = tuple(plain["stock_problems"])
+    return Costs(**{**plain, "stock": StockCost(**{**stock, **widths}) if stock else None, "stock_problems": problems})
+
+
+def estimate(
+    family: Family,
+    sizes: Sizes,
+    specs: Mapping[str, Any],
+    tensors: Sequence[TensorPlan],
+    checkpoint: Checkpoint,
+    svd: str,
+) -> Costs:
+    """Add up what a plan costs.
+
+    Args:
+        family: Facts of the architecture.
+        sizes: Sizes of the base model.
+        specs: Module specifications of the plan.
+        tensors: New tensors of the plan.
+        checkpoint: The base model.
+        svd: "exact" or "fast".
+
+    Returns:
+        Counts, which are exact, and estimates of time and memory, which are not.
+    """
+    added = sum(tensor.elements for tensor in tensors)
+    beside = sum(tensor.elements for tensor in tensors if tensor.block not in REPLACING)
+    first = specs["expanded_layers"][0]
+    collaborative = specs["collaborative"]["layers"]
+    decomposed = [tensor for tensor in tensors if tensor.init == "svd"]
+    base_bytes = sum(info.bytes for info in checkpoint.tensors.values())
+    flops = sum(_svd_flops(tensor, checkpoint, svd) for tensor in decomposed)
+    before = sum(info.elements for info in checkpoint.tensors.values())
+    widths = Widths(**specs["widths"])
+    problems = tuple(stock_problems(family, sizes, widths, checkpoint.config))
+    return Costs(
+        parameters_before=before,
+        parameters_added=added,
+        bytes_added=sum(tensor.bytes for tensor in tensors),
+        parameters_per_layer=max(
+            sum(tensor.elements for tensor in tensors if tensor.layer == layer) for layer in specs["expanded_layers"]
+        ),
+        forward_factor=_forward_factor(family, sizes, tensors, checkpoint),
+        up_stream_from=first,
+        base_stream_from=min(collaborative) if collaborative else None,
+        peak_memory_bytes=_peak_memory(decomposed, tensors, checkpoint, svd),
+        seconds=flops / FLOPS_PER_SECOND[svd] + 2 * base_bytes / BYTES_PER_SECOND,
+        stock=None if problems else cost_of_stock(family, sizes, widths, checkpoint.tensors, (before, beside)),
+        stock_problems=problems,
+    )
+
+
+def estimate_depth(
+    family: Family,
+    sizes: Sizes,
+    specs: Mapping[str, Any],
+    tensors: Sequence[TensorPlan],
+    checkpoint: Checkpoint,
+    _: str,
+) -> Costs:
+    """Add up what duplicated layers cost; as `estimate`, nothing is decomposed.
+
+    Training reaches down to the lowest copy, which stands after the first of the chosen layers.
+    """
+    layers = specs["expanded_layers"]
+    added = sum(tensor.elements for tensor in tensors)
+    total = sum(info.bytes for info in checkpoint.tensors.values()) + sum(tensor.bytes for tensor in tensors)
+    return Costs(
+        parameters_before=sum(info.elements for info in checkpoint.tensors.values()),
+        parameters_added=added,
+        bytes_added=sum(tensor.bytes for tensor in tensors),
+        parameters_per_layer=added // len(layers),
+        forward_factor=_forward_factor(family, sizes, tensors, checkpoint),
+        up_stream_from=layers[0],
+        base_stream_from=layers[0],
+        peak_memory_bytes=_peak_memory([], tensors, checkpoint, ""),
+        seconds=2 * total / BYTES_PER_SECOND,
+        stock=None,
+        stock_problems=("it is a stock checkpoint already, of more layers",),
+    )
+
+
+def _forward_factor(family: Family, sizes: Sizes, tensors: Sequence[TensorPlan], checkpoint: Checkpoint) -> float:
+    linears = tuple(f".{linear.name}.weight" for linear in family.linears)
+    base = sum(info.elements for name, info in checkpoint.tensors.items() if name.endswith(linears))
+    base += sizes.vocabulary * sizes.hidden
+    # a trained copy takes the place of a base product
+    others = [tensor for tensor in tensors if len(tensor.shape) == 2 and tensor.block not in REPLACING]
+    is_product = [tensor for tensor in others if not tensor.source.endswith(f"{family.embedding}.weight")]
+    return (base + sum(tensor.elements for tensor in is_product)) / base
+
+
+def _svd_flops(tensor: TensorPlan, checkpoint: Checkpoint, svd: str) -> float:
+    """Gram matrix and images of the directions, then the directions themselves; see blocks.py."""
+    rows, columns = checkpoint.tensors[tensor.source].shape
+    small = min(rows, columns)
+    count = min(small, *tensor.shape)
+    products = 2.0 * rows * columns * (small + count)
+    return products + (10.0 * small**3 if svd == "exact" else 16.0 * small**2 * count)
+
+
+def _peak_memory(
+    decomposed: Sequence[TensorPlan], tensors: Sequence[TensorPlan], checkpoint: Checkpoint, svd: str
+) -> int:
+    shards: dict[str, int] = {}
+    for tensor in tensors:
+        shards[tensor.shard] = shards.get(tensor.shard, 0) + tensor.bytes
+    working = 0
+    for tensor in decomposed:
+        info = checkpoint.tensors[tensor.source]
+        small = min(info.shape)
+        width = 8 if svd == "exact" else 4
+        matrices = 4 * small * small if svd == "exact" else info.elements
+        working = max(working, info.elements * DTYPE_BYTES[info.dtype] + width * matrices)
+    for tensor in tensors:
+        if tensor.init == "copy" and tensor.block == "w12":
+            info = checkpoint.tensors[tensor.source]
+            # in float32 the share of one copy; of several also what keeps them apart
+            matrices = 1 if tensor.elements == info.elements else 5
+            working = max(working, info.elements * (DTYPE_BYTES[info.dtype] + 4 * matrices))
+    return PROCESS_BYTES + working + 2 * max(shards.values(), default=0)

@@ -1,0 +1,209 @@
+"""Look at a checkpoint from its headers and config: family, sizes, parameters, and what an expansion added."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from scale_surgery.checkpoint.folder import CONFIG_FILE, Checkpoint
+from scale_surgery.checkpoint.numbering import AFTER, CONFIG_KEY, numbering_of
+from scale_surgery.checkpoint.sources import open_model
+from scale_surgery.errors import CheckpointError
+from scale_surgery.planning.families import Family, Sizes, get_family, read_sizes
+from scale_surgery.planning.methods import METHODS, Method
+from scale_surgery.planning.routing_specs import Routing, read_routing
+from scale_surgery.planning.specs import Widths
+
+
+@dataclass(frozen=True)
+class ExpansionSummary:
+    """What an expansion added.
+
+    Attributes:
+        method: "scale", "grow" or "depth".
+        variant: What trains, such as "preserve" or "adapt".
+        base_name: Hub id or folder name of the base model.
+        base_revision: Commit of the Hub repository, where known.
+        layers: Expanded layers, by their numbers in the base.
+        new_layers: Where copies of them stand, of a model with duplicated layers; otherwise none.
+        collaborative_layers: Layers with W12.
+        collaborative_groups: Where W12 stands in them, "attn" and "ffn".
+        routing: How it routes, or None.
+        up_width: Features added to the residual stream.
+        up_kv_heads: Key/value heads added in each expanded layer.
+        up_inner_width: Features added inside each expanded MLP.
+        copies: MLPs in each layer of a grown model, the original included; otherwise None.
+        parameters_by_block: Parameters added, by block name, of copied layers by group ("attn", "ffn", "norms"); all of
+            them train.
+        is_fused: Whether base weights and blocks are one matrix for each linear, so that nothing trains.
+        verified: Date of the last verification that passed or failed, with its result, or None.
+    """
+
+    method: Method
+    variant: str
+    base_name: str | None
+    base_revision: str | None
+    layers: tuple[int, ...]
+    new_layers: tuple[int, ...]
+    collaborative_layers: tuple[int, ...]
+    collaborative_groups: tuple[str, ...]
+    routing: Routing | None
+    up_width: int
+    up_kv_heads: int
+    up_inner_width: int
+    copies: int | None
+    parameters_by_block: Mapping[str, int]
+    is_fused: bool
+    verified: str | None
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What `inspect` found.
+
+    Attributes:
+        name: Hub id or folder name.
+        family: `model_type` of the base model.
+        sizes: Sizes of the base model.
+        dtype: Dtype of most parameters, in safetensors' name.
+        shards: Safetensors files with their bytes.
+        tensors: Number of tensors.
+        parameters_stored: Parameters in the files.
+        parameters_unique: The same without a head that is stored although it is tied to the embedding.
+        bytes: Bytes of all tensors.
+        left_out: Files with weights in other formats.
+        expansion: What was added, for an expanded model.
+    """
+
+    name: str
+    family: str
+    sizes: Sizes
+    dtype: str
+    shards: Mapping[str, int]
+    tensors: int
+    parameters_stored: int
+    parameters_unique: int
+    bytes: int
+    left_out: tuple[str, ...]
+    expansion: ExpansionSummary | None
+
+
+def inspect(model: str | Path, *, revision: str | None = None) -> Inspection:
+    """Describe a checkpoint; no weight is read.
+
+    Args:
+        model: A folder or a Hub id, a base model or an expanded one.
+        revision: Branch, tag or commit of a Hub repository.
+
+    Returns:
+        The description.
+
+    Raises:
+        CheckpointError: If the model cannot be read.
+        UnsupportedFamilyError: If its architecture is not supported.
+    """
+    source, checkpoint = open_model(model, revision)
+    family = get_family(_base_type(checkpoint.config))
+    sizes = read_sizes(family, checkpoint.config)
+    if (numbering := numbering_of(checkpoint.config.get(CONFIG_KEY))) is not None:
+        sizes = replace(sizes, layers=sizes.layers - len(numbering.new))
+    stored = sum(info.elements for info in checkpoint.tensors.values())
+    shards: dict[str, int] = {}
+    for info in checkpoint.tensors.values():
+        shards[info.file] = shards.get(info.file, 0) + info.bytes
+    return Inspection(
+        name=source.name,
+        family=family.model_type,
+        sizes=sizes,
+        dtype=checkpoint.dtype,
+        shards=shards,
+        tensors=len(checkpoint.tensors),
+        parameters_stored=stored,
+        parameters_unique=stored - _tied_copy(checkpoint, family, sizes),
+        bytes=sum(shards.values()),
+        left_out=checkpoint.left_out,
+        expansion=_summarise(checkpoint) if "scale_surgery" in checkpoint.config else None,
+    )
+
+
+def _base_type(config: Mapping[str, Any]) -> object:
+    model_type = config.get("model_type")
+    return model_type.removeprefix("scale_") if isinstance(model_type, str) else model_type
+
+
+def _tied_copy(checkpoint: Checkpoint, family: Family, sizes: Sizes) -> int:
+    if not sizes.is_tied:
+        return 0
+    copies = {f"{family.head}.weight", "lm_head.weight"}.intersection(checkpoint.tensors)
+    return sum(checkpoint.tensors[name].elements for name in copies)
+
+
+def _summarise(checkpoint: Checkpoint) -> ExpansionSummary:
+    specs = checkpoint.config["scale_surgery"]
+    try:
+        return _read_summary(checkpoint, specs)
+    except (KeyError, TypeError, AttributeError, StopIteration) as error:
+        raise CheckpointError(
+            f"{checkpoint.path / CONFIG_FILE}: scale_surgery is incomplete ({error}). Restore it from where you got it."
+        ) from error
+
+
+def _read_summary(checkpoint: Checkpoint, specs: Mapping[str, Any]) -> ExpansionSummary:
+    manifest: Mapping[str, Any] = checkpoint.manifest or {}
+    numbering = numbering_of(specs)
+    widths = specs.get("widths") or asdict(Widths(0, 0, 0))
+    collaborative = specs.get("collaborative") or {"layers": (), "groups": ()}
+    verification = manifest.get("verification")
+    return ExpansionSummary(
+        method=next(method for method, known in METHODS.items() if specs["variant"] in known.variants),
+        variant=specs["variant"],
+        base_name=manifest.get("base_name"),
+        base_revision=manifest.get("base_revision"),
+        layers=tuple(specs["expanded_layers"]),
+        new_layers=() if numbering is None else numbering.new,
+        collaborative_layers=tuple(collaborative["layers"]),
+        collaborative_groups=tuple(collaborative["groups"]),
+        routing=read_routing(specs),
+        up_width=widths["up_width"],
+        up_kv_heads=widths["up_kv_heads"],
+        up_inner_width=widths["up_inner_width"],
+        copies=_count_mlps(specs),
+        parameters_by_block=_count_blocks(checkpoint) if numbering is None else _count_copies(checkpoint),
+        is_fused=specs.get("fused", False),
+        verified=_verified(verification),
+    )
+
+
+def _count_blocks(checkpoint: Checkpoint) -> dict[str, int]:
+    counts = dict.fromkeys(("w12", "w21", "w22", "w11", "up_weight", "up_bias", "bias11"), 0)
+    for info in checkpoint.tensors.values():
+        block = info.name.rsplit(".", 1)[-1]
+        if block in counts:
+            counts[block] += info.elements
+    return {block: count for block, count in counts.items() if count}
+
+
+def _count_mlps(specs: Mapping[str, Any]) -> int | None:
+    """How many MLPs share a layer of a grown model: its down projections count one over that."""
+    shares = [spec["share"] for spec in specs.get("expanded", {}).values() if "share" in spec]
+    return round(1 / shares[0]) if shares else None
+
+
+def _count_copies(checkpoint: Checkpoint) -> dict[str, int]:
+    """Parameters of copied layers by group."""
+    linears = {linear.name: linear.group for linear in get_family(checkpoint.config["model_type"]).linears}
+    counts = dict.fromkeys(("attn", "ffn", "norms"), 0)
+    for info in checkpoint.tensors.values():
+        _, is_copy, inside = info.name.partition(f".{AFTER}")
+        if is_copy:
+            group = linears.get(inside.rpartition(".")[0], "norms")
+            counts[group] += info.elements
+    return {group: count for group, count in counts.items() if count}
+
+
+def _verified(verification: Mapping[str, Any] | None) -> str | None:
+    if verification is None:
+        return None
+    return f"{'passed' if verification['passed'] else 'FAILED'} {verification['date']}"

@@ -1,0 +1,125 @@
+"""From a family's facts to what a routed model needs beside its expansion: where two paths pass, and how wide they are.
+
+What comes out is the content of `scale_surgery.routing` in config.json, which the exported modeling code executes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from scale_surgery.planning.families import Family, Linear, Sizes
+from scale_surgery.planning.specs import Spec, Widths, attention_values, stream_widths
+
+ROUTERS = ("cosine", "posterior")
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How each token is routed.
+
+    Attributes:
+        router: "cosine" decides by the cosine of both paths' base logits (SCALE, arXiv 2511.03270, eq. 5);
+            "posterior" mixes both paths by how well each has predicted the text so far.
+        threshold: Cosine, from -1 to 1, above which a token takes the preserve path (cosine).
+        prior: Weight of the preserve path at the start of a text, between 0 and 1 (posterior).
+        switch_rate: Share of its weight that each path gives to the other at every token, from 0 up to 1 (posterior).
+        strict: The preserve side gives out the base model's logits alone; always so for posterior.
+    """
+
+    router: Literal["cosine", "posterior"] = "posterior"
+    threshold: float = 0.5
+    prior: float = 0.5
+    switch_rate: float = 0.01
+    strict: bool = False
+
+    @property
+    def is_strict(self) -> bool:
+        """Whether the preserve path is the base model alone, without an up stream of its own."""
+        return self.strict or self.router == "posterior"
+
+    @property
+    def description(self) -> str:
+        """The router and its numbers in one line."""
+        if self.router == "cosine":
+            return f"cosine, threshold {self.threshold:g}" + (", strict" if self.strict else "")
+        return f"posterior, prior {self.prior:g}, switch rate {self.switch_rate:g}"
+
+
+def router_settings(routing: Routing) -> Spec:
+    """The numbers that config.json keeps: those of the chosen router."""
+    names = ("threshold",) if routing.router == "cosine" else ("prior", "switch_rate")
+    kept = {name: value for name, value in asdict(routing).items() if name in names}
+    return {"router": routing.router, **kept, "strict": routing.is_strict}
+
+
+def read_routing(specs: Mapping[str, Any]) -> Routing | None:
+    """How a model routes, by the module specifications in its config.json; None where it does not."""
+    own = specs.get("routing")
+    names = ("router", "threshold", "prior", "switch_rate", "strict")
+    return None if own is None else Routing(**{name: own[name] for name in names if name in own})
+
+
+def build_routing(
+    family: Family, sizes: Sizes, specs: Mapping[str, Any], routing: Routing, softcap: float | None
+) -> Spec:
+    """Say what two paths pass through, beside the modules that are expanded.
+
+    Args:
+        family: Facts of the architecture.
+        sizes: Sizes of the base model.
+        specs: Module specifications of the expansion.
+        routing: How tokens are routed.
+        softcap: What the base model caps its logits with, or None.
+
+    Returns:
+        The content of `scale_surgery.routing` as plain JSON values.
+    """
+    widths = Widths(**specs["widths"])
+    keeps_up = not routing.is_strict
+    last = {family.final_norm: _stock()} if family.final_norm not in specs["model"] else {family.final_norm: {}}
+    return router_settings(routing) | {
+        "softcap": softcap,
+        "fork": min(specs["collaborative"]["layers"], default=None),
+        "keeps_up": keeps_up,
+        "preserve_width": sizes.hidden + (widths.up_width if keeps_up else 0),
+        "modules": {kind: _missing_modules(family, sizes, specs[kind]) for kind in ("expanded", "passing")},
+        "last": last,
+        "attention": {family.attention: _attention(family, sizes, widths, keeps_up=keeps_up)},
+    }
+
+
+def _stock(sections: tuple[int, ...] = ()) -> Spec:
+    """A module without a block of its own."""
+    return {"kind": "passing", "base": None, "up": 0} | ({"sections": list(sections)} if sections else {})
+
+
+def _missing_modules(family: Family, sizes: Sizes, known: Mapping[str, Any]) -> Spec:
+    """Modules of a layer that no specification names yet; every one has to take two paths."""
+    specs = {linear.name: _stock(_sections(linear, sizes)) for linear in family.linears}
+    specs |= {name: _stock() for name in family.pre_norms + family.post_norms}
+    for norm in family.inner_norms:
+        heads = stream_widths(sizes, Widths(0, 0, 0))[norm.stream][0] // sizes.head_size
+        own = {"kind": "head_norm", "heads": heads, "axis": norm.head_axis}
+        specs[norm.name] = _stock() if norm.head_axis is None else own
+    specs[family.activation] = {"kind": "activation", "base": sizes.inner}
+    return {name: spec for name, spec in specs.items() if name not in known}
+
+
+def _sections(linear: Linear, sizes: Sizes) -> tuple[int, ...]:
+    streams = stream_widths(sizes, Widths(0, 0, 0))
+    is_one = len(linear.roles) == 1 or linear.fused_by == "head"
+    return () if is_one else tuple(streams[stream][0] for stream in linear.writes())
+
+
+def _attention(family: Family, sizes: Sizes, widths: Widths, *, keeps_up: bool) -> Spec:
+    new, group = widths.up_kv_heads, sizes.queries_per_key_value
+    added = new * (2 if keeps_up else 1)
+    return {
+        "heads": sizes.query_heads,
+        "kv_heads": sizes.key_value_heads,
+        "cached_heads": 2 * sizes.key_value_heads + added,
+        "expanded": attention_values(family, sizes, 2 * sizes.query_heads + added * group),
+        "passing": attention_values(family, sizes, 2 * sizes.query_heads),
+    }

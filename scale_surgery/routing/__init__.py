@@ -1,0 +1,1 @@
+"""Looking at a router and setting its numbers: calibrate, report by token."""

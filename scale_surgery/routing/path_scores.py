@@ -1,0 +1,214 @@
+"""What both paths of a routed model say of a text, noted in one pass; from it follows what any router would score.
+
+text   --forward pass-->     log-probability of each token on every side, and cosine   `read_paths`
+these  --no forward pass-->  loss, accuracy and routed share, whatever the router's numbers   `measure_router`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scale_surgery.modeling.expanded_routing import Paths, Tokens, TokenScores, score_tokens
+from scale_surgery.progress import Progress, no_progress
+from scale_surgery.running.loss import Measurement
+from scale_surgery.running.texts import PROMPT, Sequences, collate, pad
+
+
+@dataclass(frozen=True)
+class Answers:
+    """First tokens of answers, and the weights of the adapt path with which each is the most likely token.
+
+    Attributes:
+        row: Row of each in its batch (answers,).
+        column: Column of its score.
+        least: Smallest such weight.
+        most: Largest such weight; below `least` where there is none.
+        is_known: Whether the base model gives it the largest logit.
+    """
+
+    row: Tensor
+    column: Tensor
+    least: Tensor
+    most: Tensor
+    is_known: Tensor
+
+    def answered(self, weight: Tensor) -> Tensor:
+        """Whether each is the most likely token (answers,), given weights of the adapt path (b, t - 1)."""
+        own = weight[self.row, self.column]
+        return (self.least <= own) & (own <= self.most)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What both paths say of some windows, on the CPU.
+
+    Attributes:
+        scores: Scores of each token but the first (b, t - 1), routed to the base model alone.
+        tokens: What a router must know beside them.
+        is_scored: Which of them count (b, t - 1).
+        answers: First tokens of answers.
+    """
+
+    scores: TokenScores
+    tokens: Tokens
+    is_scored: Tensor
+    answers: Answers
+
+
+class Observer:
+    """Stands in for a model's router in a forward pass: notes what both paths say, and routes nothing."""
+
+    needs_ids = True
+
+    def __init__(self, router: Any, labels: Tensor) -> None:
+        self.router, self.labels = router, labels
+        self.batch: Batch | None = None
+
+    def logits(self, paths: Paths, tokens: Tokens) -> Tensor:
+        """Note what there is; what comes back is read by nobody."""
+        assert tokens.ids is not None
+        base, preserve, adapt, _, cosine, _ = (part.cpu() for part in score_tokens(self.router, paths, tokens))
+        scores = TokenScores(base, preserve, adapt, base, cosine, torch.zeros_like(base))
+        self.batch = Batch(
+            scores,
+            Tokens(tokens.ids.cpu(), tokens.restarts.cpu(), None, slice(None)),
+            self.labels[:, 1:] >= 0,
+            self.find_answers(paths),
+        )
+        return paths.preserve[:, -1:]
+
+    def find_answers(self, paths: Paths) -> Answers:
+        """Compare first tokens of answers with every other token."""
+        row, column = ((self.labels[:, :-1] == PROMPT) & (self.labels[:, 1:] >= 0)).nonzero().unbind(1)
+        targets = self.labels[row, column + 1].to(paths.preserve.device)
+        # one tensor where the paths are one
+        preserve = paths.preserve[row, column][None]
+        adapt = preserve if paths.adapt is paths.preserve else paths.adapt[row, column][None]
+        found, start = [torch.zeros(3, 0, dtype=torch.float64)], 0
+        for part in Paths(paths.head, preserve, adapt).chunks(paths.head.weight.shape[0]) if len(row) else ():
+            own = targets[start : start + part.preserve.shape[1]]
+            found.append(torch.stack(self.compare(part, own)).cpu())
+            start += len(own)
+        least, most, is_known = torch.cat(found, 1)
+        return Answers(row, column, least, most, is_known.bool())
+
+    def compare(self, part: Paths, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """`least`, `most` and `is_known` of `Answers`, of some answers; float64."""
+        z_p, z_a = part.base_logits()
+        is_known = part.head.capped(z_p)[0].argmax(-1) == targets
+        side = part.head.capped(self.router.preserve_side(part, z_p, z_a))[0]
+        adapt = part.head.capped(part.head.add_up(z_a, part.up()[1]))[0]
+        return *winning_weights(side, adapt, targets), is_known.double()
+
+
+def winning_weights(preserve: Tensor, adapt: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Find the weights of the adapt path with which a token is the most likely one of the mixture.
+
+    What the token is ahead of another is a line over the weight, so each other token bounds the weight from one side.
+
+    Args:
+        preserve: Logits of the preserve side (n, v).
+        adapt: Logits of the adapt path (n, v).
+        targets: Token ids (n,).
+
+    Returns:
+        Smallest and largest weight (n,), float64; the largest is below the smallest where there is none.
+    """
+    at_zero, at_one = (
+        likely.gather(1, targets[:, None]) - likely
+        for likely in (preserve.double().softmax(-1), adapt.double().softmax(-1))
+    )
+    slope = at_one - at_zero
+    crossing = -at_zero / slope
+    least = torch.where(slope > 0, crossing, 0.0).amax(-1).clamp(min=0)
+    most = torch.where(slope < 0, crossing, 1.0).amin(-1).clamp(max=1)
+    is_behind = ((slope == 0) & (at_zero < 0)).any(-1)
+    return least, most.masked_fill(is_behind, -1.0)
+
+
+def read_paths(model: Any, sequences: Sequences, batch_size: int, advance: Progress = no_progress) -> tuple[Batch, ...]:
+    """Read token sequences once, the longest first, in the batches of `measure`.
+
+    Args:
+        model: A routed model in evaluation mode, on any device; its router is given back.
+        sequences: What to read and what to score.
+        batch_size: Sequences in one forward pass.
+        advance: Called with the tokens done after each pass.
+
+    Returns:
+        What both paths say.
+    """
+    order = sorted(range(len(sequences)), key=lambda row: sequences.starts[row] - sequences.starts[row + 1])
+    batches = []
+    with torch.no_grad(), _observed(model) as router:
+        for start in range(0, len(order), batch_size):
+            rows = [sequences[row] for row in order[start : start + batch_size]]
+            batches.append(_read_batch(model, router, rows))
+            advance(sum(len(row["input_ids"]) for row in rows))
+    return tuple(batches)
+
+
+@contextmanager
+def _observed(model: Any) -> Iterator[Any]:
+    router = model.router
+    try:
+        yield router
+    finally:
+        model.router = router
+
+
+def _read_batch(model: Any, router: Any, rows: Sequence[Mapping[str, Tensor]]) -> Batch:
+    batch, device = collate(rows), next(model.parameters()).device
+    model.router = observer = Observer(router, pad(rows, "labels"))
+    model(**{name: batch[name].to(device) for name in ("input_ids", "attention_mask")}, use_cache=False)
+    assert observer.batch is not None
+    return observer.batch
+
+
+def measure_router(batches: Sequence[Batch], router: Any) -> tuple[Measurement, float]:
+    """What a router makes of texts that were read.
+
+    Args:
+        batches: What both paths say.
+        router: The model's router, with any numbers.
+
+    Returns:
+        The sums, and the mean weight of the adapt path over the scored tokens.
+    """
+    total, weight = Measurement(0.0, 0, 0, 0), 0.0
+    for batch in batches:
+        scores = router.weigh(batch.scores, batch.tokens)
+        total += _measure(batch, scores.routed, batch.answers.answered(scores.weight))
+        weight += float(scores.weight[batch.is_scored].double().sum())
+    return total, weight / total.scored
+
+
+def measure_base(batches: Sequence[Batch]) -> Measurement:
+    """What the base model makes of texts that were read."""
+    found = (_measure(batch, batch.scores.base, batch.answers.is_known) for batch in batches)
+    return sum(found, Measurement(0.0, 0, 0, 0))
+
+
+def measure_adapt(batches: Sequence[Batch]) -> Measurement:
+    """What the adapt path alone makes of texts that were read."""
+    found = (
+        _measure(batch, batch.scores.adapt, batch.answers.answered(torch.ones_like(batch.scores.adapt)))
+        for batch in batches
+    )
+    return sum(found, Measurement(0.0, 0, 0, 0))
+
+
+def _measure(batch: Batch, scores: Tensor, answered: Tensor) -> Measurement:
+    own = scores[batch.is_scored].double()
+    return Measurement(-float(own.sum()), len(own), len(answered), int(answered.sum()))
+
+
+def scored_cosines(batches: Sequence[Batch]) -> Tensor:
+    """Cosines of both paths' base logits where a scored token is predicted, in ascending order (tokens,)."""
+    return torch.cat([batch.scores.cosine[batch.is_scored] for batch in batches]).sort().values

@@ -1,0 +1,210 @@
+"""What a routed model does with each token of a text: both paths' log-probabilities, and which path gave it.
+
+Texts are read as by `evaluate`: the same documents, tokens and overlapping windows, so that totals are its losses.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from scale_surgery.checkpoint.sources import open_model
+from scale_surgery.checkpoint.staging import write_text
+from scale_surgery.errors import CheckpointError, DataError
+from scale_surgery.evidence.subjects import Subject, choose_lengths, open_subjects, read_texts
+from scale_surgery.planning.routing_specs import Routing, read_routing
+from scale_surgery.progress import Progress, Track, no_track
+from scale_surgery.routing.records import DocumentRoute, FileRoute, RouteReport, TokenRoute, Totals
+from scale_surgery.routing.token_texts import token_texts
+from scale_surgery.running.loading import loaded_whole
+from scale_surgery.running.options import Dtype
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from scale_surgery.running.texts import Document, Sequences
+
+# digits of a number of a token; float32 has no more
+DIGITS = 6
+# fields of TokenScores: base, preserve, adapt, routed, cosine, weight
+SCORES = 6
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A file as the model reads it.
+
+    Attributes:
+        file: Its name.
+        documents: Its documents.
+        sequences: Their tokens, a sequence each; labels are negative where totals do not count.
+        windows: The same in overlapping windows; labels are negative where a token was in the window before.
+    """
+
+    file: str
+    documents: Sequence[Document]
+    sequences: Sequences
+    windows: Sequences
+
+
+def route_report(
+    model: str | Path,
+    texts: str | Path | Sequence[str | Path],
+    *,
+    sequence_length: int | None = None,
+    step: int | None = None,
+    batch_size: int = 8,
+    device: str = "cpu",
+    dtype: Dtype | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    track: Track = no_track,
+) -> RouteReport:
+    """Show for each token of texts what both paths of a routed model make of it, and which one it came from.
+
+    Args:
+        model: A routed model, a folder or Hub id.
+        texts: A file or saved dataset, or several, as for `data.read_documents`.
+        sequence_length: Most tokens that are read at once; by default the model's context, at most 1024.
+        step: Tokens from one window of a longer text to the next; by default half of that.
+        batch_size: Windows in one forward pass.
+        device: Where the model runs.
+        dtype: What weights are cast to; by default they stay as stored.
+        revision: Branch, tag or commit of a Hub repository.
+        trust_remote_code: Run the code in the model folder instead of this package's, and a tokenizer's own.
+        track: Makes progress bars.
+
+    Returns:
+        Every token of every file, and totals by file.
+
+    Raises:
+        DataError: If a text cannot be read or holds nothing to score, the lengths do not fit, or the model has no
+            tokenizer that loads.
+        CheckpointError: If the model cannot be found or loaded, is not expanded, or has no router.
+    """
+    from scale_surgery.running.texts import read_files
+
+    documents = read_files([texts] if isinstance(texts, str | Path) else texts)
+    routing = _read_routing(model, revision)
+    (subject,) = open_subjects([model], revision=revision, trust_remote_code=trust_remote_code)
+    length, step = choose_lengths([subject], sequence_length, step)
+    readings = _read(subject, documents, length, step)
+    options = {"device": device, "dtype": dtype, "trust_remote_code": trust_remote_code}
+    total = sum(len(reading.windows.ids) for reading in readings)
+    with track("route-report", total) as advance, loaded_whole(subject.path, subject.name, options) as network:
+        scores = [_score(network, reading.windows, batch_size, advance) for reading in readings]
+    files = [_join(*pair, subject.tokenizer, routing) for pair in zip(readings, scores, strict=True)]
+    base = f"{subject.name}, expansion disabled" if subject.manifest is None else subject.manifest.base_name
+    return RouteReport(subject.name, base, routing, length, step, dtype, tuple(files))
+
+
+def write_jsonl(report: RouteReport, file: Path) -> None:
+    """Write a line of JSON for each token, whole or not at all; an existing file is replaced."""
+    write_text(file, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in report.records()))
+
+
+def check_outputs(texts: Sequence[str | Path], outputs: Sequence[Path]) -> None:
+    """Check that files to be written are files of their own, before any work is done.
+
+    Args:
+        texts: What is read.
+        outputs: What is to be written; existing files are replaced.
+
+    Raises:
+        DataError: If one is a text, or another output too; every such file is named.
+    """
+    places = [output.resolve() for output in outputs]
+    problems = [
+        f"{output}: would be written over the text {text}. Choose another file."
+        for output, place in zip(outputs, places, strict=True)
+        for text in texts
+        if Path(text).resolve() in (place, *place.parents)
+    ]
+    if len(set(places)) < len(places):
+        problems.append(f"{outputs[0]}: is to be the page and the JSONL file at once. Choose two files.")
+    if problems:
+        raise DataError.from_problems(problems)
+
+
+def _read_routing(model: str | Path, revision: str | None) -> Routing:
+    """How a model's config.json says that it routes; its numbers are checked when it is loaded."""
+    _, checkpoint = open_model(model, revision)
+    specs = checkpoint.config.get("scale_surgery")
+    if specs is None:
+        raise CheckpointError(
+            f"{model}: is not expanded and has one path only, expected a model made by scale-surgery expand and "
+            "scale-surgery route-export."
+        )
+    if (routing := read_routing(specs)) is None:
+        raise CheckpointError(f"{model}: has no router: write one with scale-surgery route-export.")
+    return routing
+
+
+def _read(subject: Subject, documents: Mapping[str, Sequence[Document]], length: int, step: int) -> list[Reading]:
+    from scale_surgery.running.texts import Sequences, stride
+
+    # no document is as long as this, so each is one sequence
+    whole = read_texts(subject, documents, sys.maxsize, 1)
+    # ids as labels: of a prompt, too, each token is shown once
+    windows = {file: stride(Sequences(own.ids, own.ids, own.starts), length, step) for file, own in whole.items()}
+    return [Reading(file, documents[file], own, windows[file]) for file, own in whole.items()]
+
+
+def _score(model: Any, windows: Sequences, batch_size: int, advance: Progress) -> Tensor:
+    """Score every token that was in no window before; (fields of TokenScores, tokens), NaN where nothing predicts."""
+    import torch
+
+    from scale_surgery.running.texts import collate
+
+    scores = torch.full((SCORES, len(windows.ids)), math.nan, dtype=torch.float64)
+    device = next(model.parameters()).device
+    for rows in _batches(windows, batch_size):
+        batch = collate([windows[row] for row in rows])
+        inputs = {name: batch[name].to(device) for name in ("input_ids", "attention_mask")}
+        found = torch.stack(tuple(model.score_tokens(**inputs))).cpu().double()
+        for place, row in enumerate(rows):
+            start, end = windows.starts[row : row + 2]
+            scores[:, start + 1 : end] = found[:, place, : end - start - 1]
+        advance(int(batch["attention_mask"].sum()))
+    return scores[:, windows.labels >= 0]
+
+
+def _batches(windows: Sequences, batch_size: int) -> Iterator[list[int]]:
+    """Rows of windows, the longest first, so that memory runs out at once or never, and equal lengths need no pad."""
+    sizes = [end - start for start, end in pairwise(windows.starts)]
+    order = sorted(range(len(sizes)), key=lambda row: -sizes[row])
+    return (order[start : start + batch_size] for start in range(0, len(order), batch_size))
+
+
+def _join(reading: Reading, scores: Tensor, tokenizer: Any, routing: Routing) -> FileRoute:
+    """Put the texts and the numbers of a file together."""
+    own = reading.sequences
+    is_counted = own.labels >= 0
+    is_counted[list(own.starts[:-1])] = False
+    documents = []
+    for document, start, end in zip(reading.documents, own.starts[:-1], own.starts[1:], strict=True):
+        ids = own.ids[start:end].tolist()
+        names = zip(token_texts(document, ids, tokenizer), tokenizer.convert_ids_to_tokens(ids), ids, strict=True)
+        rows = zip(names, is_counted[start:end].tolist(), scores[:, start:end].T.tolist(), strict=True)
+        tokens = tuple(_token(place, *row, routing) for place, row in enumerate(rows))
+        documents.append(DocumentRoute(document.source, tokens))
+    base, preserve, adapt, routed, _, weight = scores[:, is_counted].mean(1).tolist()
+    totals = Totals(len(documents), int(is_counted.sum()), -base, -preserve, -adapt, -routed, weight)
+    return FileRoute(reading.file, totals, tuple(documents))
+
+
+def _token(
+    place: int, names: tuple[str, str, int], is_counted: bool, scores: Sequence[float], routing: Routing
+) -> TokenRoute:
+    text, piece, id_ = names
+    if not place:
+        return TokenRoute(place, text, str(piece), id_, is_counted)
+    base, preserve, adapt, routed, cosine, weight = (float(f"{score:.{DIGITS}g}") for score in scores)
+    decision: Any = None if routing.router != "cosine" else "adapt" if weight == 1 else "preserve"
+    return TokenRoute(place, text, str(piece), id_, is_counted, base, preserve, adapt, routed, cosine, weight, decision)

@@ -1,0 +1,78 @@
+"""What each token of a document reads as, and how that is made visible.
+
+Joined, the texts of a document's tokens read as the document. A character that is split over several tokens stands
+at one of them; the others are empty and are shown by their bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from scale_surgery.running.texts import Document
+
+REPLACEMENT = "\ufffd"
+# UTF-8 spends no more on a character, so after as many tokens nothing is waited for any more
+MOST_BYTES = 4
+
+
+def token_texts(document: Document, ids: Sequence[int], tokenizer: Any) -> list[str]:
+    """Find what each token of a document reads as.
+
+    Args:
+        document: The document.
+        ids: Its token ids, as `data.tokenize` made them.
+        tokenizer: The model's tokenizer.
+
+    Returns:
+        A text for each token; special tokens by their names.
+    """
+    texts = _by_offsets(document, ids, tokenizer) if getattr(tokenizer, "is_fast", False) else None
+    return _by_decoding(ids, tokenizer) if texts is None else texts
+
+
+def _by_offsets(document: Document, ids: Sequence[int], tokenizer: Any) -> list[str] | None:
+    """Cut the document where its tokens end; None where the tokenizer gives other tokens this time."""
+    end = 0 if tokenizer.eos_token_id is None else 1
+    options = {"return_offsets_mapping": True, "return_attention_mask": False, "verbose": False}
+    text = tokenizer(document.text, add_special_tokens=False, **options)
+    prompt = tokenizer(document.prompt, **options)
+    read_only = len(ids) - end - len(text["input_ids"])
+    if [*prompt["input_ids"][:read_only], *text["input_ids"]] != list(ids[: len(ids) - end]):
+        return None
+    shares = _cut(document.prompt, prompt["offset_mapping"][:read_only])
+    shares += [*_cut(document.text, text["offset_mapping"]), *[""] * end]
+    special = set(tokenizer.all_special_ids)
+    names = tokenizer.convert_ids_to_tokens(list(ids))
+    return [share or (name if id_ in special else "") for share, name, id_ in zip(shares, names, ids, strict=True)]
+
+
+def _cut(text: str, offsets: Sequence[tuple[int, int]]) -> list[str]:
+    """Give each token what stands before its end and no token before it has; the last one gets the rest."""
+    shares, done = [], 0
+    for _, end in offsets:
+        shares.append(text[done : max(done, end)])
+        done = max(done, end)
+    if shares:
+        shares[-1] += text[done:]
+    return shares
+
+
+def _by_decoding(ids: Sequence[int], tokenizer: Any) -> list[str]:
+    """Decode token by token, each behind the one before it, which decides about spaces."""
+
+    def decode(start: int, end: int) -> str:
+        some = list(ids[start:end])
+        return str(tokenizer.decode(some, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    texts, before, done = [], 0, 0
+    for place in range(len(ids)):
+        known, now = decode(before, done), decode(before, place + 1)
+        # some tokenizers show a character that has only begun as a replacement, others not at all
+        is_part = (now.endswith(REPLACEMENT) or now == known) and place + 1 - done < MOST_BYTES
+        is_part = is_part and place + 1 < len(ids)
+        texts.append("" if is_part else now[len(known) :])
+        if not is_part:
+            before, done = done, place + 1
+    return texts

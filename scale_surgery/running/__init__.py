@@ -1,0 +1,1 @@
+"""A model in memory: load it, read its texts, probe it, measure its loss, freeze it."""

@@ -1,0 +1,184 @@
+"""What of a loaded model is its expansion, for every method: freeze the rest, name what trains, leave it out.
+
+A model with modules of ours knows its expansion. One with duplicated layers is a stock model, which knows nothing of
+it: there config.json says which layers are new.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from scale_surgery.checkpoint.numbering import CONFIG_KEY, Numbering, numbering_of
+from scale_surgery.errors import CheckpointError
+from scale_surgery.planning.families import get_family
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+class Part(NamedTuple):
+    """A parameter of an expansion: its name in the model, its group (see settings.GROUPS), and itself."""
+
+    name: str
+    group: str
+    parameter: nn.Parameter
+
+
+def freeze_base(model: Any) -> Any:
+    """Let the expansion of a loaded model train, and nothing else; `from_pretrained` and trainers may reset it.
+
+    Args:
+        model: An expanded model of any method, as `from_pretrained` gives it.
+
+    Returns:
+        The same model.
+
+    Raises:
+        CheckpointError: If its config names no expansion.
+    """
+    if numbering_of(_specs(model)) is None:
+        model.freeze_base()
+        return model
+    new = {id(part.parameter) for part in expansion_parts(model)}
+    for parameter in model.parameters():
+        parameter.requires_grad_(id(parameter) in new)
+    return model
+
+
+def expansion_parts(model: Any) -> Iterator[Part]:
+    """List the parameters of a loaded model that belong to its expansion, frozen ones too.
+
+    Raises:
+        CheckpointError: If its config names no expansion.
+    """
+    if (numbering := numbering_of(_specs(model))) is None:
+        for path, module in model.named_modules():
+            for name, parameter in getattr(module, "expansion_parameters", dict)().items():
+                yield Part(f"{path}.{name}", module.groups[name], parameter)
+        return
+    groups = {linear.name: linear.group for linear in get_family(model.config.model_type).linears}
+    for path, layer in new_layers(model, numbering).items():
+        for name, parameter in layer.named_parameters():
+            yield Part(f"{path}.{name}", groups.get(name.rpartition(".")[0], "norms"), parameter)
+
+
+def _specs(model: Any) -> Any:
+    specs = getattr(model.config, CONFIG_KEY, None)
+    if not specs:
+        raise CheckpointError(
+            f"model: its config has no {CONFIG_KEY}, expected a model made by scale-surgery expand. Load the folder "
+            "that it wrote, and keep config.json with the weights."
+        )
+    return specs
+
+
+def new_layers(model: Any, numbering: Numbering) -> dict[str, Any]:
+    """The copies in a loaded model, by their names there."""
+    path = f"{numbering.base_model}.{numbering.layers}" if hasattr(model, numbering.base_model) else numbering.layers
+    layers = model.get_submodule(path)
+    if numbering.new[-1] >= len(layers):
+        raise CheckpointError(
+            f"config.json: {CONFIG_KEY} names layer {numbering.new[-1]} as new, expected one of the model's "
+            f"{len(layers)}. Restore config.json from where you got it."
+        )
+    return {f"{path}.{position}": layers[position] for position in numbering.new}
+
+
+def base_states(model: Any, states: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Of the hidden states that a model gives, one for each layer that its base has too, as the base would give them.
+
+    Args:
+        model: The model.
+        states: What enters each layer, and what the last norm gives; each (prompts, tokens, features).
+
+    Returns:
+        What enters each layer of the base, and what the last norm gives.
+    """
+    numbering = numbering_of(getattr(model.config, CONFIG_KEY, None))
+    if numbering is None:
+        return states
+    return tuple(state for position, state in enumerate(states) if position not in numbering.new)
+
+
+@contextmanager
+def expansion_disabled(model: Any) -> Iterator[None]:
+    """Run the base alone inside a `with` block; copies of layers pass on what they are given.
+
+    Args:
+        model: An expanded model of any method, as `from_pretrained` gives it. A KV cache belongs to the state in which
+            it was filled.
+
+    Raises:
+        CheckpointError: If its config names no expansion.
+    """
+    numbering = numbering_of(_specs(model))
+    if numbering is None:
+        with model.expansion_disabled():
+            yield
+        return
+    copies = new_layers(model, numbering).values()
+    before = [vars(layer).get("forward") for layer in copies]
+    for layer in copies:
+        layer.forward = _pass_on
+    try:
+        yield
+    finally:
+        for layer, forward in zip(copies, before, strict=True):
+            del layer.forward
+            if forward is not None:
+                layer.forward = forward
+
+
+def _pass_on(hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+    return hidden_states
+
+
+def train_in_float32(model: Any) -> None:
+    """Keep what trains in float32, and compute with it in the dtype in which it is stored.
+
+    An update of less than a 256th of a bfloat16 number would be lost. Modules of ours cast for themselves; a copy of
+    a stock layer is given cast parameters.
+
+    Args:
+        model: An expanded model whose parameters have the dtypes of its files.
+    """
+    import torch
+
+    specs = _specs(model)
+    numbering = numbering_of(specs)
+    for layer in new_layers(model, numbering).values() if numbering is not None else ():
+        dtypes = {name: parameter.dtype for name, parameter in layer.named_parameters()}
+        if set(dtypes.values()) != {torch.float32}:
+            _compute_in(layer, dtypes)
+    for part in expansion_parts(model):
+        part.parameter.data = part.parameter.data.to(torch.float32)
+
+
+def _compute_in(layer: Any, dtypes: dict[str, Any]) -> None:
+    """Let a layer compute with its parameters cast to these dtypes."""
+    from torch import nn
+    from torch.func import functional_call
+
+    forward = layer.forward
+
+    class Casting(nn.Module):
+        """Stands around a layer, and is no part of the model."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, *args: Any, **options: Any) -> Any:
+            return forward(*args, **options)
+
+    around = Casting()
+
+    @functools.wraps(forward)
+    def cast_forward(*args: Any, **options: Any) -> Any:
+        cast = {f"layer.{name}": parameter.to(dtypes[name]) for name, parameter in layer.named_parameters()}
+        return functional_call(around, cast, args, options)
+
+    layer.forward = cast_forward

@@ -1,0 +1,121 @@
+"""Load a model as a user would, and say what did not fit; free it afterwards."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from scale_surgery import modeling
+from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
+from scale_surgery.checkpoint.numbering import CONFIG_KEY, numbering_of
+from scale_surgery.errors import CheckpointError
+
+MAX_PROBLEMS = 12
+# what transformers and torch raise for a folder or a device that is not right
+LOADING_ERRORS = (
+    ImportError, OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, AssertionError
+)  # fmt: skip
+
+
+@contextmanager
+def loaded(
+    path: Path,
+    *,
+    memory_bytes: int,
+    device: str,
+    trust_remote_code: bool,
+    dtype: str | None = None,
+    renamed: Mapping[str, str] | None = None,
+) -> Iterator[tuple[Any, list[str]]]:
+    """Load a model as a user would, and give it with what went wrong on load; free it afterwards.
+
+    Args:
+        path: Model folder.
+        memory_bytes: On the CPU, weights above this are streamed from their files.
+        device: Where to run.
+        trust_remote_code: Run the folder's own code; otherwise this package's classes.
+        dtype: What weights are cast to; as stored where it is None.
+        renamed: Patterns of names in the files, and the names in the model; see `strip.link_base`.
+
+    Yields:
+        The model in evaluation mode, and the names of tensors that were missing, unexpected or mismatched.
+    """
+    checkpoint = open_checkpoint(path)
+    size = sum(info.bytes for info in checkpoint.tensors.values())
+    auto_class = model_class(checkpoint, trust_remote_code=trust_remote_code)
+    with tempfile.TemporaryDirectory() as offload_folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        options: dict[str, Any] = {"device_map": {"": device}} if device != "cpu" else {}
+        if device == "cpu" and size > memory_bytes:
+            options = {"device_map": "auto", "max_memory": {"cpu": memory_bytes}, "offload_folder": offload_folder}
+        options |= {"dtype": dtype or "auto", "trust_remote_code": trust_remote_code}
+        options |= {"key_mapping": dict(renamed)} if renamed else {}
+        with quiet_transformers():
+            model, info = auto_class.from_pretrained(path, output_loading_info=True, **options)
+            model.eval()
+            yield model, _load_problems(info)
+            del model
+        gc.collect()
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Silence the progress bars and messages of transformers and accelerate; what matters is reported by us."""
+    from transformers.utils import logging as transformers_logging
+
+    transformers: Any = transformers_logging
+    accelerate = logging.getLogger("accelerate")
+    levels = transformers.get_verbosity(), accelerate.level
+    was_shown = transformers.is_progress_bar_enabled()
+    transformers.set_verbosity_error()
+    transformers.disable_progress_bar()
+    accelerate.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        transformers.set_verbosity(levels[0])
+        accelerate.setLevel(levels[1])
+        if was_shown:
+            transformers.enable_progress_bar()
+
+
+def model_class(checkpoint: Checkpoint, *, trust_remote_code: bool) -> Any:
+    """The auto class, which knows our model types, or the class in the folder itself."""
+    from transformers import AutoModelForCausalLM
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+    modeling.register()
+    has_own_code = CONFIG_KEY in checkpoint.config and numbering_of(checkpoint.config[CONFIG_KEY]) is None
+    if trust_remote_code and has_own_code:
+        return get_class_from_dynamic_module(checkpoint.config["auto_map"]["AutoModelForCausalLM"], checkpoint.path)
+    return AutoModelForCausalLM
+
+
+def _load_problems(info: dict[str, Any]) -> list[str]:
+    words = {"missing_keys": "missing", "unexpected_keys": "unexpected", "mismatched_keys": "of a wrong shape"}
+    return [f"{key}: {word} on load." for kind, word in words.items() for key in sorted(map(str, info.get(kind, ())))]
+
+
+@contextmanager
+def loaded_whole(path: Path, name: str, options: Mapping[str, Any]) -> Iterator[Any]:
+    """Load a model whole; one whose tensors do not fit its class is another model and is refused."""
+    with ExitStack() as stack:
+        try:
+            # streamed weights would be read again for every batch
+            model, problems = stack.enter_context(loaded(path, memory_bytes=sys.maxsize, **options))
+        except LOADING_ERRORS as error:
+            raise CheckpointError(
+                f"{name}: cannot be loaded ({type(error).__name__}: {error}). Check --device, and whether transformers "
+                "alone loads it."
+            ) from error
+        if problems:
+            advice = f"{name}: its tensors do not fit its class, so another model would be measured."
+            raise CheckpointError.from_problems([*problems[:MAX_PROBLEMS], advice])
+        yield model

@@ -1,0 +1,132 @@
+"""Loss and first-token accuracy of one model on token sequences; no file is opened here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from scale_surgery.progress import Progress, no_progress
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from scale_surgery.running.texts import Sequences
+
+# logits that are taken to float32 at a time: 64 MiB, whatever the size of the batch and of the vocabulary
+LOGITS_AT_ONCE = 2**24
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What a model scored; measurements on shares of the same text add up.
+
+    Attributes:
+        nats: Sum of -log p over the scored tokens.
+        scored: How many tokens were scored.
+        questions: Answers whose first token was predicted from a prompt.
+        answered: Those of them whose first token had the largest logit.
+    """
+
+    nats: float
+    scored: int
+    questions: int
+    answered: int
+
+    def __add__(self, other: Measurement) -> Measurement:
+        return Measurement(
+            self.nats + other.nats,
+            self.scored + other.scored,
+            self.questions + other.questions,
+            self.answered + other.answered,
+        )
+
+    @property
+    def nats_per_token(self) -> float:
+        """Mean of -log p over the scored tokens; NaN where there are none."""
+        return self.nats / self.scored if self.scored else math.nan
+
+    @property
+    def perplexity(self) -> float:
+        """Exponential of nats per token."""
+        try:
+            return math.exp(self.nats_per_token)
+        except OverflowError:
+            return math.inf
+
+    @property
+    def accuracy(self) -> float | None:
+        """Share of questions answered, from 0 to 1; None where there are none."""
+        return self.answered / self.questions if self.questions else None
+
+
+def measure(model: Any, sequences: Sequences, batch_size: int, advance: Progress = no_progress) -> Measurement:
+    """Score a causal model on token sequences, the longest first.
+
+    An answer counts as known when its first token has the largest logit after the prompt, the hard accuracy.
+
+    Args:
+        model: A causal language model of transformers, on any device; its training mode is given back.
+        sequences: What to read and what to score.
+        batch_size: Sequences in one forward pass.
+        advance: Called with the tokens done after each pass.
+
+    Returns:
+        The sums.
+    """
+    import torch
+
+    # the longest first, so that memory runs out at once or not at all; equal lengths need no padding
+    order = sorted(range(len(sequences)), key=lambda row: sequences.starts[row] - sequences.starts[row + 1])
+    total = Measurement(0.0, 0, 0, 0)
+    with torch.no_grad(), _evaluating(model):
+        for start in range(0, len(order), batch_size):
+            rows = [sequences[row] for row in order[start : start + batch_size]]
+            total += _measure_batch(model, rows)
+            advance(sum(len(row["input_ids"]) for row in rows))
+    return total
+
+
+@contextmanager
+def _evaluating(model: Any) -> Iterator[None]:
+    """Run a model without dropout; every module gets back the mode that it had."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def _measure_batch(model: Any, rows: Sequence[dict[str, Tensor]]) -> Measurement:
+    from scale_surgery.running.texts import collate, pad
+
+    batch = collate(rows)
+    device = next(model.parameters()).device
+    inputs = {name: batch[name].to(device) for name in ("input_ids", "attention_mask")}
+    logits = model(**inputs, use_cache=False).logits[:, :-1]
+    labels = pad(rows, "labels")
+    scored = (labels[:, 1:] >= 0).nonzero()
+    tokens_at_once = max(1, LOGITS_AT_ONCE // logits.shape[-1])
+    total = Measurement(0.0, 0, 0, 0)
+    for start in range(0, len(scored), tokens_at_once):
+        total += _measure_tokens(logits, labels, *scored[start : start + tokens_at_once].unbind(1))
+    return total
+
+
+def _measure_tokens(logits: Tensor, labels: Tensor, row: Tensor, column: Tensor) -> Measurement:
+    """Score the tokens that stand after `column` in `row`; both (tokens,)."""
+    from torch.nn import functional
+
+    from scale_surgery.running.texts import PROMPT
+
+    chosen = logits[row.to(logits.device), column.to(logits.device)].float()  # (tokens, v)
+    targets = labels[row, column + 1].to(logits.device)
+    nats = functional.cross_entropy(chosen, targets, reduction="none")
+    is_first = (labels[row, column] == PROMPT).to(logits.device)
+    answered = chosen[is_first].argmax(-1) == targets[is_first]
+    # float64 is not there on every device
+    return Measurement(float(nats.cpu().double().sum()), len(row), len(answered), int(answered.sum()))

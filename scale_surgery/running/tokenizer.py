@@ -1,0 +1,62 @@
+"""Token ids: an expanded model must tokenize as its base does.
+
+transformers chooses a tokenizer class by the model type among other things, and an expanded model has a model
+type of its own. Where that changes the class, the expanded folder's tokenizer_config.json names the base's.
+"""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+from scale_surgery import modeling
+from scale_surgery.checkpoint.folder import read_json
+from scale_surgery.checkpoint.staging import write_json
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
+TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
+# the name that transformers 4 and 5 both know for a tokenizer that is all in tokenizer.json
+PORTABLE_NAMES = {"TokenizersBackend": "PreTrainedTokenizerFast"}
+
+
+def load_tokenizer(path: Path, *, trust_remote_code: bool = False) -> Any | None:
+    """Load a folder's tokenizer as a user would, by AutoTokenizer; None where it has none or it needs its own code.
+
+    Args:
+        path: Model folder.
+        trust_remote_code: Whether the tokenizer may run code of its own.
+    """
+    if not any((path / file).exists() for file in TOKENIZER_FILES):
+        return None
+    from transformers import AutoTokenizer
+
+    modeling.register()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (ImportError, OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def pin_tokenizer_class(base: Path, expanded: Path, *, trust_remote_code: bool = False) -> str | None:
+    """Name the base's tokenizer class in the expanded folder where transformers would choose another.
+
+    Args:
+        base: The base model.
+        expanded: The expanded model, with its config.json and the base's tokenizer files.
+        trust_remote_code: Whether the base's tokenizer may run code of its own.
+
+    Returns:
+        The class that was written into tokenizer_config.json, or None where nothing had to change.
+    """
+    wanted = load_tokenizer(base, trust_remote_code=trust_remote_code)
+    found = load_tokenizer(expanded, trust_remote_code=trust_remote_code)
+    if wanted is None or type(wanted) is type(found):
+        return None
+    name = type(wanted).__name__
+    file = expanded / TOKENIZER_CONFIG_FILE
+    config = read_json(file) if file.exists() else {}
+    write_json(file, config | {"tokenizer_class": PORTABLE_NAMES.get(name, name)})
+    return name

@@ -1,0 +1,215 @@
+"""Forgetting against learning as PNG: a point for each setting of a router, beside the base and the adapt path."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import groupby, pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from scale_surgery.show.figures import BLUE, GREY, VERMILION, save_figure, tidy
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.transforms import Bbox
+
+    from scale_surgery.routing.calibrate import Calibration
+    from scale_surgery.routing.sweep import Outcome
+
+PANEL_WIDTH, HEIGHT = 5.2, 5.0
+INK = "#222222"
+# of what is shown, at each side
+MARGIN = 0.07
+# settings that fill less of an axis than this get a panel of their own
+SMALL = 0.5
+# nothing is blown up beyond this, in nats per token
+LEAST_SPREAD = 0.005
+# sizes of the first and of the last point of a line
+SMALLEST, LARGEST = 10, 46
+MARKS: dict[str, dict[str, Any]] = {
+    "base": {"marker": "*", "s": 190, "color": INK, "zorder": 4},
+    "adapt": {"marker": "s", "s": 70, "color": VERMILION, "zorder": 4},
+    "present": {"marker": "D", "s": 110, "facecolor": "none", "edgecolor": INK, "linewidth": 1.4, "zorder": 5},
+    "proposed": {"marker": "o", "s": 260, "facecolor": "none", "edgecolor": VERMILION, "linewidth": 2.0, "zorder": 5},
+}
+DOTTED: dict[str, Any] = {"color": GREY, "linewidth": 1.0, "linestyle": (0, (2, 3)), "zorder": 1}
+# where a threshold may be written, the best first: points from its marker
+OFFSETS = ((7, -7), (-7, 7), (7, 7), (-7, -7))
+
+
+def plot_calibration(result: Calibration, file: Path) -> None:
+    """Draw forgetting against learning for every setting; base, adapt path, present and best setting are marked.
+
+    Args:
+        result: What was measured.
+        file: PNG to be; replaced where it exists.
+    """
+    save_figure(calibration_figure(result), file)
+
+
+def calibration_figure(result: Calibration) -> Figure:
+    """The figure of `plot_calibration`; a second panel shows the settings alone where they lie close together."""
+    from matplotlib.figure import Figure
+
+    everything = [result.base, result.adapt, *result.outcomes]
+    panels = [everything]
+    if _is_crowded(result.outcomes, everything):
+        panels.append(list(result.outcomes))
+    figure = Figure(figsize=(PANEL_WIDTH * len(panels), HEIGHT), layout="constrained")
+    for axes, shown in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        _draw_panel(axes, result, shown)
+    figure.axes[0].set_ylabel("learning on new text, nats per token")
+    if len(panels) > 1:
+        _frame(figure.axes[0], figure.axes[1])
+    _draw_legend(figure, is_cosine=_is_cosine(result))
+    if _is_cosine(result):
+        figure.draw_without_rendering()
+        _name_thresholds(figure.axes[-1], result)
+    return figure
+
+
+def _is_cosine(result: Calibration) -> bool:
+    return result.present.routing is not None and result.present.routing.router == "cosine"
+
+
+def _is_crowded(outcomes: Sequence[Outcome], everything: Sequence[Outcome]) -> bool:
+    pairs = zip(_limits(outcomes), _limits(everything), strict=True)
+    return any(own[1] - own[0] < SMALL * (whole[1] - whole[0]) for own, whole in pairs)
+
+
+def _limits(outcomes: Sequence[Outcome]) -> list[tuple[float, float]]:
+    """Ends of both axes."""
+    ends = []
+    for values in ([outcome.forgetting for outcome in outcomes], [outcome.learning for outcome in outcomes]):
+        low, high = min(values), max(values)
+        spread = max(high - low, LEAST_SPREAD)
+        ends.append((low - MARGIN * spread, low + (1 + MARGIN) * spread))
+    return ends
+
+
+def _draw_panel(axes: Axes, result: Calibration, shown: Sequence[Outcome]) -> None:
+    across, up = _limits(shown)
+    axes.set_xlim(*across)
+    axes.set_ylim(*up)
+    axes.set_xlabel("forgetting on old text, nats per token")
+    tidy(axes)
+    for label, colour, line in _lines(result):
+        x, y = [outcome.forgetting for outcome in line], [outcome.learning for outcome in line]
+        sizes = [SMALLEST + (LARGEST - SMALLEST) * place / max(1, len(line) - 1) for place in range(len(line))]
+        axes.plot(x, y, color=colour, linewidth=1.0, zorder=2)
+        axes.scatter(x, y, s=sizes, color=colour, zorder=3, label=label)
+    for name, label in _labels(result).items():
+        outcome: Outcome = getattr(result, name)
+        if outcome in shown:
+            axes.scatter(outcome.forgetting, outcome.learning, label=label, **MARKS[name])
+    if across[0] <= result.most_forgetting <= across[1]:
+        axes.axvline(result.most_forgetting, label=f"{result.most_forgetting:g} may be forgotten", **DOTTED)
+
+
+def _lines(result: Calibration) -> Iterator[tuple[str, Any, list[Outcome]]]:
+    """Name, colour and points of each line, along which the preserve path loses weight."""
+    from matplotlib import colormaps
+
+    if _is_cosine(result):
+        yield "thresholds, larger points: higher", BLUE, list(result.outcomes)
+        return
+    rates = [list(some) for _, some in groupby(result.outcomes, key=_switch_rate)]
+    for place, some in enumerate(rates):
+        colour = colormaps["viridis"](0.92 * place / max(1, len(rates) - 1))
+        yield f"switch rate {_switch_rate(some[0]):g}", colour, some[::-1]
+
+
+def _switch_rate(outcome: Outcome) -> float:
+    assert outcome.routing is not None
+    return outcome.routing.switch_rate
+
+
+def _labels(result: Calibration) -> dict[str, str]:
+    """Marks by name of the outcome, and what the legend says."""
+    return {
+        "base": "base model",
+        "adapt": "adapt path alone",
+        "present": f"present: {result.present.numbers}",
+        "proposed": f"best: {result.proposed.numbers}",
+    }
+
+
+def _frame(axes: Axes, closer: Axes) -> None:
+    """Show in one panel what another one shows closer."""
+    from matplotlib.patches import Rectangle
+
+    (left, right), (bottom, top) = closer.get_xlim(), closer.get_ylim()
+    axes.add_patch(Rectangle((left, bottom), right - left, top - bottom, fill=False, edgecolor=GREY, linewidth=0.8))
+    closer.set_title("the frame in the left panel, closer", fontsize=9, color=GREY)
+
+
+def _draw_legend(figure: Figure, *, is_cosine: bool) -> None:
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    options: dict[str, Any] = {"ncols": 2 * len(figure.axes)}
+    if not is_cosine:
+        options = {"ncols": 3, "title": "larger points: lower prior", "title_fontsize": 8}
+    figure.legend(handles, labels, loc="outside lower center", frameon=False, fontsize=8, markerscale=0.65, **options)
+
+
+def _name_thresholds(axes: Axes, result: Calibration) -> None:
+    """Write thresholds beside their points, where nothing is covered and no other point is nearer."""
+    taken = [_box(axes, getattr(result, name), 7) for name in MARKS]
+    line = axes.transData.transform(_along([_place(outcome) for outcome in result.outcomes]))
+    first = [result.present, result.proposed, result.outcomes[0], result.outcomes[-1]]
+    for outcome in dict.fromkeys([*first, *result.outcomes]):
+        own = _box(axes, outcome, 2)
+        others = [other for other in (_box(axes, one, 2) for one in result.outcomes) if not other.overlaps(own)]
+        for offset in OFFSETS:
+            label = _write(axes, outcome, *offset)
+            box = label.get_window_extent()
+            is_outside = axes.bbox.count_contains(box.corners()) < 4
+            is_misread = any(_gap(box, other) < _gap(box, own) for other in others)
+            if not (is_outside or is_misread or box.count_overlaps(taken) or box.count_contains(line)):
+                # points in one place have one label
+                taken += [box, own]
+                break
+            label.remove()
+
+
+def _place(outcome: Outcome) -> tuple[float, float]:
+    return outcome.forgetting, outcome.learning
+
+
+def _box(axes: Axes, outcome: Outcome, reach: float) -> Bbox:
+    """What lies around a point, in pixels."""
+    from matplotlib.transforms import Bbox
+
+    x, y = axes.transData.transform(_place(outcome))
+    return Bbox([[x - reach, y - reach], [x + reach, y + reach]])
+
+
+def _gap(one: Bbox, other: Bbox) -> float:
+    across = max(one.x0 - other.x1, other.x0 - one.x1, 0.0)
+    up = max(one.y0 - other.y1, other.y0 - one.y1, 0.0)
+    return math.hypot(across, up)
+
+
+def _along(places: Sequence[tuple[float, float]], parts: int = 40) -> list[tuple[float, float]]:
+    """Places on the line through some places."""
+    pairs = list(pairwise(places))
+    shares = [part / parts for part in range(parts)]
+    return [
+        *((a + share * (c - a), b + share * (d - b)) for (a, b), (c, d) in pairs for share in shares),
+        *places[-1:],
+    ]
+
+
+def _write(axes: Axes, outcome: Outcome, across: int, up: int) -> Any:
+    return axes.annotate(
+        outcome.numbers.removeprefix("threshold "),
+        _place(outcome),
+        (across, up),
+        textcoords="offset points",
+        horizontalalignment="left" if across > 0 else "right",
+        verticalalignment="bottom" if up > 0 else "top",
+        fontsize=8,
+        color=INK,
+        zorder=6,
+    )

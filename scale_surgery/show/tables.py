@@ -1,0 +1,320 @@
+"""What results look like: functions named `render_*` turn a result into something that rich can show."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from scale_surgery.planning.methods import METHODS
+from scale_surgery.planning.selection import format_layers
+
+if TYPE_CHECKING:
+    from scale_surgery.demo import Demo, Reloaded
+    from scale_surgery.evidence.evaluate import Evaluation
+    from scale_surgery.evidence.verify import Promise, Verification
+    from scale_surgery.planning.inspect import ExpansionSummary, Inspection
+    from scale_surgery.running.loss import Measurement
+    from scale_surgery.running.probe import Layer
+    from scale_surgery.surgery.expand import Expansion
+    from scale_surgery.surgery.strip import Stripped
+    from scale_surgery.training.train import Training
+
+MAX_PROBLEMS = 12
+
+
+def format_bytes(count: float) -> str:
+    """Write a number of bytes for people, in decimal units: 163.0 kB."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+def format_count(count: float) -> str:
+    """Write a number of parameters for people: 40.8 k, 1.24 B."""
+    for unit in ("", "k", "M"):
+        if count < 1000:
+            return f"{count:.3g} {unit}".rstrip()
+        count /= 1000
+    return f"{count:.3g} B"
+
+
+def format_seconds(seconds: float) -> str:
+    """Write a duration for people."""
+    return "under a second" if seconds < 1 else f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+
+
+def facts(title: str, rows: list[tuple[str, str]]) -> Table:
+    """Names and values, one pair a line."""
+    table = Table(title=title, title_justify="left", title_style="bold", show_header=False, box=None, pad_edge=False)
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in rows:
+        table.add_row(name, value)
+    return table
+
+
+def render_inspection(found: Inspection) -> RenderableType:
+    """An inspection as a table."""
+    sizes = found.sizes
+    rows = [
+        ("family", found.family),
+        ("layers", _layers(found)),
+        ("widths", f"hidden {sizes.hidden}, inner {sizes.inner}, vocabulary {sizes.vocabulary}"),
+        ("heads", f"{sizes.query_heads} query, {sizes.key_value_heads} key/value, head size {sizes.head_size}"),
+        ("dtype", found.dtype),
+        ("head", "tied to the embedding" if sizes.is_tied else "its own tensor"),
+        ("parameters", f"{found.parameters_stored:,} stored, {found.parameters_unique:,} unique"),
+        ("shards", f"{len(found.shards)}, {found.tensors} tensors, {format_bytes(found.bytes)}"),
+    ]
+    rows += [("not taken along", ", ".join(found.left_out))] if found.left_out else []
+    if found.expansion is None:
+        return facts(found.name, rows)
+    return Group(facts(found.name, rows), Text(), _render_summary(found.expansion))
+
+
+def _layers(found: Inspection) -> str:
+    own, new = found.sizes.layers, len(found.expansion.new_layers) if found.expansion is not None else 0
+    whose = f", {own} of them the base's" if new else ""
+    return f"{own + new}  (0 to {own + new - 1}){whose}"
+
+
+def _render_summary(added: ExpansionSummary) -> Table:
+    blocks = ", ".join(f"{block} {format_count(count)}" for block, count in added.parameters_by_block.items())
+    revision = f" at {added.base_revision[:12]}" if added.base_revision else ""
+    where = "none" if not added.collaborative_layers else format_layers(added.collaborative_layers)
+    groups = f" ({' and '.join(added.collaborative_groups)})" if added.collaborative_groups else ""
+    new = [("new layers", format_layers(added.new_layers))] if added.new_layers else []
+    widths = [
+        ("collaborative", where + groups),
+        ("router", "none" if added.routing is None else added.routing.description),
+        ("added widths", format_widths(added.up_width, added.up_kv_heads, added.up_inner_width)),
+    ]
+    if added.copies is not None:
+        widths = [widths[1], ("MLPs in each", f"{added.copies}, of which each counts 1/{added.copies}")]
+    rows = [
+        ("variant", added.variant),
+        ("stands on", f"{added.base_name or 'unknown'}{revision}"),
+        (f"{METHODS[added.method].verb} layers", format_layers(added.layers)),
+        *(new or widths),
+        ("trains", "nothing: fused, base weights and blocks are one matrix" if added.is_fused else blocks),
+        ("last verified", added.verified or "never"),
+    ]
+    return facts("expansion", rows)
+
+
+def format_widths(up_width: int, up_kv_heads: int, up_inner_width: int) -> str:
+    """Write added widths for people."""
+    return f"residual stream {up_width}, key/value heads {up_kv_heads}, inner {up_inner_width}"
+
+
+def render_expansion(done: Expansion) -> RenderableType:
+    """What an expansion wrote."""
+    is_renumbered = done.plan.request.method == "depth"
+    taken = "the same data, layers renumbered in headers" if is_renumbered else "taken over as files"
+    rows = [
+        ("written", str(done.path)),
+        ("new shards", f"{len(done.plan.shards)}, {format_bytes(done.plan.costs.bytes_added)}"),
+        ("base shards", f"{format_bytes(done.base_bytes_written)} written, {taken}"),
+        ("next", f"scale-surgery verify {done.path}"),
+    ]
+    rows += [("not taken along", ", ".join(done.left_out))] if done.left_out else []
+    return facts("expanded", rows)
+
+
+def render_verification(result: Verification) -> RenderableType:
+    """A verification as tables: promises, numbers, problems."""
+    table = Table(
+        title="promises", title_justify="left", title_style="bold", box=None, pad_edge=False, header_style="dim"
+    )
+    table.add_column("promise", no_wrap=True)
+    table.add_column("result", no_wrap=True)
+    table.add_column("evidence", overflow="fold")
+    for promise in result.promises:
+        table.add_row(promise.name, _verdict(promise, promise.name in result.required), promise.evidence)
+    parts: list[RenderableType] = [table, Text(), _render_numbers(result)]
+    parts += [Text(f"problem: {problem}", style="red") for problem in _problems(result)]
+    parts += [Text(f"warning: {warning}", style="yellow") for warning in result.warnings]
+    word = Text("verified", style="bold green") if result.passed else Text("NOT verified", style="bold red")
+    state = "untrained" if result.state == "initial" else f"trained ({result.trained_tensors} tensors changed)"
+    kind = result.variant if result.routing is None else f"{result.variant}, routed ({result.routing.description})"
+    return Group(*parts, Text(), word + Text(f"  {kind}, {state}, base {result.base_name}"))
+
+
+def _verdict(promise: Promise, is_required: bool) -> Text:
+    if promise.holds is None and not (is_required or promise.claimed):
+        return Text("not claimed", style="dim")
+    if promise.holds is None:
+        return Text("not checked", style="bold red" if is_required else "yellow")
+    if promise.holds:
+        return Text("holds" if is_required or promise.claimed else "holds (unclaimed)", style="green")
+    return Text("BROKEN", style="bold red") if is_required else Text("not claimed", style="dim")
+
+
+def _problems(result: Verification) -> list[str]:
+    found = list(result.problems)
+    for promise in result.promises:
+        if promise.name in result.required and not promise.holds:
+            found += promise.problems
+    found = list(dict.fromkeys(found))
+    more = len(found) - MAX_PROBLEMS
+    return found[:MAX_PROBLEMS] + ([f"... and {more} more; --report FILE writes all"] if more > 0 else [])
+
+
+def _render_numbers(result: Verification) -> RenderableType:
+    numbers = result.numbers
+    if numbers is None:
+        return Text(f"no model was run: {result.not_run}", style="dim")
+    # a drift that is no number is the worst
+    worst = max(numbers.layers, key=lambda layer: math.inf if math.isnan(layer.drift) else layer.drift)
+    lowest = min((layer.cosine for layer in numbers.layers), key=lambda cosine: -2 if math.isnan(cosine) else cosine)
+    kind = "tokens" if numbers.is_text else "random ids (no tokenizer)"
+    rows = [
+        ("probes", f"{numbers.prompts} prompts, {numbers.tokens} {kind}, {numbers.dtype}, {numbers.attention}"),
+        ("logits", "bit-equal" if numbers.is_bit_equal else f"drift {numbers.drift:.3g}"),
+        ("KL divergence", f"{numbers.kl_divergence:.3g} nats per token"),
+        ("top-1 agreement", f"{numbers.top1_agreement:.1%}"),
+        ("base stream", f"{_drift_of(worst)}, lowest cosine {lowest:.6f}"),
+        ("continuation", _continuation(numbers)),
+    ]
+    table = facts("numbers", rows)
+    return table if worst.drift == 0 else Group(table, Text(), _render_layers(numbers.layers))
+
+
+def _drift_of(worst: Layer) -> str:
+    if worst.is_bit_equal:
+        return "bit-equal after every layer"
+    return f"largest drift {worst.drift:.3g}, after {'the embedding' if worst.layer < 0 else f'layer {worst.layer}'}"
+
+
+def _render_layers(layers: tuple[Layer, ...]) -> Table:
+    title = "base stream against the base model's"
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, header_style="dim")
+    for name in ("after", "drift", "cosine"):
+        table.add_column(name, justify="right")
+    for layer in layers:
+        after = "embedding" if layer.layer < 0 else f"layer {layer.layer}"
+        table.add_row(after, "bit-equal" if layer.is_bit_equal else f"{layer.drift:.3g}", f"{layer.cosine:.6f}")
+    return table
+
+
+def _continuation(numbers: Any) -> str:
+    if numbers.generation_equal is None:
+        return "not run"
+    cached, uncached = numbers.generation_equal, numbers.uncached_equal
+    with_cache = "the base's tokens" if cached else "other tokens than the base's"
+    without = "too" if cached == uncached else "the base's tokens" if uncached else "other tokens than the base's"
+    return f"greedy, {numbers.new_tokens} tokens: {with_cache}; without KV cache {without}"
+
+
+def render_stripped(done: Stripped) -> RenderableType:
+    """What `strip` gave back."""
+    rows = [
+        ("written", str(done.path)),
+        ("base", done.base_name),
+        ("files", f"{len(done.files)}, each equal to the base's by sha256"),
+    ]
+    rows += [("never taken along", ", ".join(done.left_out))] if done.left_out else []
+    return facts("stripped", rows)
+
+
+def render_training(done: Training) -> RenderableType:
+    """What a training run did."""
+    rows = [
+        ("written", str(done.path)),
+        ("steps", f"{done.steps:,} in {format_seconds(done.seconds)}"),
+        ("trained", f"{done.trained_parameters:,} parameters, none of the base"),
+        ("loss", "none logged" if done.loss is None else f"{done.loss:.4f} nats per token, last of the log"),
+    ]
+    measured = done.measured
+    for side, change in (("old", "forgetting"), ("new", "learning")):
+        if f"{side}_nats_per_token" in measured:
+            accuracy = f", accuracy {measured[f'{side}_accuracy']:.1%}" if f"{side}_accuracy" in measured else ""
+            loss = f"{measured[f'{side}_nats_per_token']:.4f} nats per token{accuracy}"
+            rows.append((f"{side} text", f"{loss}; {change} {measured[change]:+.4f}"))
+    rows += [("curves", str(done.curves)), ("next", f"scale-surgery verify {done.path}")]
+    return facts("trained", rows)
+
+
+def render_evaluation(result: Evaluation) -> RenderableType:
+    """What models scored, a table for old text and one for new text."""
+    sides = (
+        ("old text", "forgetting", [(score.name, score.old, score.forgetting) for score in result.scores]),
+        ("new text", "learning", [(score.name, score.new, score.learning) for score in result.scores]),
+    )
+    parts: list[RenderableType] = []
+    for title, change, scores in sides:
+        rows = [(name, found, value) for name, found, value in scores if found is not None]
+        if rows:
+            parts += [_render_side(title, change, rows), Text()]
+    notes = [Text(f"note: {note}", style="yellow") for note in result.notes]
+    return Group(*(parts if notes else parts[:-1]), *notes)
+
+
+def _render_side(title: str, change: str, rows: list[tuple[str, Measurement, float | None]]) -> RenderableType:
+    first = rows[0][1]
+    counts = f"{first.scored:,} tokens scored" + (f", {first.questions:,} questions" if first.questions else "")
+    # a table's own title would be wrapped at the table's width
+    heading = Text(title, style="bold") + Text(f"  ({counts}; losses in nats per token)", style="not bold")
+    table = Table(box=None, pad_edge=False)
+    table.add_column("", overflow="fold")
+    for name in ("loss", "perplexity", *(["accuracy"] if first.questions else []), change):
+        table.add_column(name, justify="right", header_style="dim", no_wrap=True)
+    for name, found, value in rows:
+        accuracy = [] if found.accuracy is None else [f"{found.accuracy:.1%}"]
+        # equal to the last bit is more than equal to four digits
+        gained = "" if value is None else "0" if value == 0 else f"{value:+.4f}"
+        table.add_row(name, f"{found.nats_per_token:.4f}", f"{found.perplexity:.4g}", *accuracy, gained)
+    return Group(heading, table)
+
+
+def render_step(number: int, title: str, command: str | None) -> RenderableType:
+    """The heading of one step of the demo, with the command to type."""
+    shown = [Text(f"$ {command}", style="dim"), Text()] if command else []
+    return Group(Text(), Text(f"{number}. {title}", style="bold cyan"), *shown)
+
+
+def render_reloaded(found: Reloaded) -> RenderableType:
+    """What a fresh process found."""
+    rows = [
+        ("class", found.model_class),
+        ("logits", "bit-equal to the base's" if found.logits_bit_equal else "DIFFERENT from the base's"),
+        ("trains", f"{found.trainable:,} new parameters; {found.frozen:,} are frozen"),
+        ("asked", " ".join(found.question.split())),
+        ("answered", f"{found.answer}  (right: {found.expected})"),
+    ]
+    return facts("loaded with trust_remote_code", rows)
+
+
+def render_demo(result: Demo) -> RenderableType:
+    """What the demo proved."""
+    same = f"{result.files_identical} of {result.files_compared} files are identical, byte for byte"
+    word = Text("All promises kept.", style="bold green") if result.passed else Text("FAILED.", style="bold red")
+    left = Text(f"Left for you in {result.folder}/: every model of the demo, and its data", style="dim")
+    return Group(Text(same), word, left)
+
+
+def render_lesson(lesson: Evaluation, new_people: int) -> RenderableType:
+    """The end of the demo: who is known after each way to learn."""
+    names = {
+        "trained": "preserve",
+        "routed, routing disabled": "adapt",
+        "routed": "adapt, routed",
+        "fine-tuned": "full fine-tuning",
+    }
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column("")
+    for side in ("old people known", f"{new_people} new people known", "base bytes"):
+        table.add_column(side, justify="right")
+    order = {"base": 0, **{name: index for index, name in enumerate(names, 1)}}
+    for score in sorted(lesson.scores, key=lambda score: 0 if score.kind == "base" else order.get(score.name, 0)):
+        if score.kind != "disabled" and score.old is not None and score.new is not None:
+            name = "base" if score.kind == "base" else names[score.name]
+            kept = "overwritten" if score.kind == "other" else "all there"
+            table.add_row(name, f"{score.old.accuracy or 0:.1%}", f"{score.new.accuracy or 0:.1%}", kept)
+    return table

@@ -1,0 +1,148 @@
+"""What the calibration of a router looks like; see `tables`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from scale_surgery.show.tables import facts
+
+if TYPE_CHECKING:
+    from scale_surgery.routing.calibrate import Calibration
+    from scale_surgery.routing.sweep import Outcome
+    from scale_surgery.running.loss import Measurement
+
+# a setting is shown where it differs from the one above by this share of the range, in forgetting or in learning
+DIFFERENT = 0.1
+
+
+def render_calibration(result: Calibration, *, details: bool = False) -> RenderableType:
+    """What a sweep found: base, adapt path, present and best setting, and the settings to choose from."""
+    shown = list(result.outcomes) if details else choose_shown(result)
+    some = f"{len(shown)} of {len(result.outcomes)} settings"
+    return Group(
+        _render_heading(result),
+        _render_outcomes(result, shown),
+        Text(some if details else f"{some}, those worth a choice; --details lists all", style="dim"),
+        Text(),
+        _render_choice(result),
+    )
+
+
+def choose_shown(result: Calibration) -> list[Outcome]:
+    """Leave out settings that another beats in forgetting and in learning, and those that hardly differ from the last.
+
+    Args:
+        result: The calibration.
+
+    Returns:
+        The others in the order of their forgetting; the present, the proposed and the default setting always.
+    """
+    always = [outcome for outcome in result.outcomes if outcome in (result.present, result.proposed)]
+    always += [outcome for outcome in result.outcomes if _is_default(outcome)]
+    best = list(_unbeaten(result.outcomes))
+    reach = [DIFFERENT * (max(values) - min(values)) for values in zip(*map(_place, best), strict=True)]
+    kept: list[Outcome] = []
+    for outcome in sorted({*best, *always}, key=_place):
+        if outcome in always or not kept or _differs(outcome, kept[-1], reach):
+            kept.append(outcome)
+    return kept
+
+
+def _is_default(outcome: Outcome) -> bool:
+    routing = outcome.routing
+    return routing is not None and routing == replace(type(routing)(routing.router), strict=routing.strict)
+
+
+def _unbeaten(outcomes: Sequence[Outcome]) -> Iterator[Outcome]:
+    most: float | None = None
+    for outcome in sorted(outcomes, key=lambda outcome: (outcome.forgetting, -outcome.learning)):
+        if most is None or outcome.learning > most:
+            most = outcome.learning
+            yield outcome
+
+
+def _place(outcome: Outcome) -> tuple[float, float]:
+    return outcome.forgetting, outcome.learning
+
+
+def _differs(one: Outcome, other: Outcome, reach: Sequence[float]) -> bool:
+    return any(abs(a - b) > least for a, b, least in zip(_place(one), _place(other), reach, strict=True))
+
+
+def _render_heading(result: Calibration) -> RenderableType:
+    sides = [
+        f"{side} text: {found.scored:,} tokens" + (f", {found.questions:,} questions" if found.questions else "")
+        for side, found in (("old", result.base.old), ("new", result.base.new))
+    ]
+    router = result.present.routing
+    assert router is not None
+    kind = f"{router.router} router" + (", strict" if router.router == "cosine" and router.strict else "")
+    return Group(Text(f"{result.name}: {kind}", style="bold"), Text("; ".join(sides)))
+
+
+def _render_outcomes(result: Calibration, shown: Sequence[Outcome]) -> Table:
+    numbers = ["threshold"] if _is_cosine(result) else ["prior", "rate"]
+    sides = [side for side in ("old", "new") if getattr(result.base, side).questions]
+    names = [*numbers, "forgets", "learns", "kept", "routed\nold", "routed\nnew", *(f"right\n{side}" for side in sides)]
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column("")
+    for name in names:
+        table.add_column(name, justify="right", no_wrap=True)
+    first = {"base": result.base, "adapt": result.adapt, "present": result.present, "best": result.proposed}
+    for name, outcome in first.items():
+        table.add_row(name, *_cells(outcome, numbers, sides))
+    table.add_row()
+    for outcome in shown:
+        style = "bold" if outcome is result.proposed else None
+        table.add_row("", *_cells(outcome, numbers, sides), style=style)
+    return table
+
+
+def _is_cosine(result: Calibration) -> bool:
+    return result.present.routing is not None and result.present.routing.router == "cosine"
+
+
+def _cells(outcome: Outcome, numbers: Sequence[str], sides: Sequence[str]) -> list[str]:
+    routing = outcome.routing
+    values = {} if routing is None else {"threshold": f"{routing.threshold:.10g}", "prior": f"{routing.prior:.3g}"}
+    values |= {} if routing is None else {"rate": f"{routing.switch_rate:.3g}"}
+    accuracies: list[Measurement] = [getattr(outcome, side) for side in sides]
+    return [
+        *(values.get(name, "") for name in numbers),
+        _nats(outcome.forgetting),
+        _nats(outcome.learning),
+        _share(outcome.kept),
+        *map(_share, (outcome.routed_old, outcome.routed_new)),
+        *(_share(found.accuracy) for found in accuracies),
+    ]
+
+
+def _nats(value: float) -> str:
+    # equal to the last bit is more than equal to four digits
+    return "0" if value == 0 else f"{value:+.{4 if abs(value) < 10 else 3}f}"
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.{1 if abs(value) < 10 else 0}%}"
+
+
+def _render_choice(result: Calibration) -> RenderableType:
+    best, present = result.proposed, result.present
+    kept = "" if best.kept is None else f", {_share(best.kept)} of what the adapt path learns"
+    rows = [
+        ("rule", f"learns most among those that forget at most {result.most_forgetting:g} nats per token"),
+        ("best", f"{best.numbers}: forgets {_nats(best.forgetting)}, learns {_nats(best.learning)}{kept}"),
+    ]
+    rows += [] if result.is_within else [("but", "no setting forgets so little: it is the one that forgets least")]
+    if result.written:
+        rows += [("written", f"it was {present.numbers}"), ("next", f"scale-surgery verify {result.path}")]
+    else:
+        rows.append(("next", "nothing: the model routes so already" if best == present else "--write sets it"))
+    rows += [] if result.plot is None else [("drawn", str(result.plot))]
+    return facts("", rows)

@@ -1,0 +1,153 @@
+"""What a ranking of layers looks like in a terminal; see `tables`."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from scale_surgery.planning.request import Request, complete
+from scale_surgery.show.tables import facts, format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from scale_surgery.training.ranking import DepthEstimate, LayerScore, Proposal, Ranking, Score
+
+TRAINED = {"mlp": "the MLP matrices", "full": "every parameter"}
+# what `expand` has to be told again, beside layers and method, where it is not what the method does anyway
+REPEATED = ("variant", "copies", "collaborate", "ratio")
+SCORE_NAMES: dict[Score, str] = {"relative-norm": "change", "effective-rank": "rank"}
+
+
+def render_ranking(result: Ranking, *, details: bool = False) -> RenderableType:
+    """The pilot, its layers from the best to the last, and what is proposed."""
+    parts: list[RenderableType] = [_render_pilot(result), Text(), _render_layers(result), Text()]
+    if details:
+        parts += [_render_matrices(result, "relative-norm"), Text(), _render_matrices(result, "effective-rank"), Text()]
+    return Group(*parts, facts("proposal", list(_proposal_rows(result))))
+
+
+def _render_pilot(result: Ranking) -> RenderableType:
+    pilot = result.pilot
+    memory = "" if pilot.peak_memory_bytes is None else f"; peak memory {format_bytes(pilot.peak_memory_bytes)}"
+    rows = [
+        ("trained", f"{TRAINED[pilot.settings.trains]}, {pilot.trained_parameters:,} of {result.parameters:,}"),
+        ("text", f"{pilot.tokens:,} tokens, {_passes(pilot.passes)}"),
+        ("loss", f"{pilot.first_loss:.3f} nats per token in the first steps, {pilot.last_loss:.3f} in the last"),
+        ("took", f"{pilot.settings.steps} steps, {format_seconds(pilot.seconds)}{memory}"),
+    ]
+    return facts(f"{result.name}: pilot", rows)
+
+
+def _passes(passes: float) -> str:
+    return f"each read {passes:.1f} times" if passes >= 1 else f"{passes:.1%} of them read"
+
+
+def _render_layers(result: Ranking) -> Table:
+    most = max(_most(layer) for layer in result.layers)
+    table = Table(
+        title="layers", title_justify="left", title_style="bold", box=None, pad_edge=False, header_style="dim"
+    )
+    for name in ("place", "layer", "change", f"rank\nof {most}", "place\nby " + _other(result)):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    found = {} if result.depth is None else {one.layer: one for one in result.depth.layers}
+    for name in ("gradient\nof W12", "drift of\na step", "worth\nof W12") if found else ():
+        table.add_column(name, justify="right", no_wrap=True)
+    layers = {layer.layer: layer for layer in result.layers}
+    other = result.order(result.proposals[1].score)
+    for place, number in enumerate(result.order(result.score), start=1):
+        is_chosen = number in result.proposals[0].layers
+        scores = [_change(layers[number].relative_norm), f"{layers[number].effective_rank:.1f}"]
+        row = [str(place), str(number), *scores, str(other.index(number) + 1), _mark(result, number)]
+        if number in found:
+            one = found[number]
+            row += [f"{one.gradient_energy**0.5:.3g}", f"{one.drift:.2g}", f"{one.worth:.3g}"]
+        table.add_row(*row, style="bold" if is_chosen else None)
+    return table
+
+
+def _mark(result: Ranking, layer: int) -> str:
+    chosen, order = result.proposals[0].layers, result.order(result.score)
+    if layer not in chosen:
+        return "over budget" if any(other in chosen for other in order[order.index(layer) :]) else ""
+    return "chosen, W12" if result.depth is not None and layer in result.depth.proposed else "chosen"
+
+
+def _other(result: Ranking) -> str:
+    return SCORE_NAMES[result.proposals[1].score]
+
+
+def _most(layer: LayerScore) -> int:
+    return sum(matrix.rank for matrix in layer.matrices.values())
+
+
+def _change(value: float) -> str:
+    return f"{value:.2%}" if value < 10 else f"{value:.0%}"
+
+
+def _render_matrices(result: Ranking, score: Score) -> Table:
+    title = {"relative-norm": "change of each matrix", "effective-rank": "effective rank of the change of each matrix"}
+    options = {"title_justify": "left", "title_style": "bold", "pad_edge": False, "header_style": "dim"}
+    table = Table(title=title[score], box=None, **options)  # type: ignore[arg-type]
+    table.add_column("layer", justify="right")
+    for role, matrix in result.layers[0].matrices.items():
+        table.add_column(
+            role if score == "relative-norm" else f"{role}\nof {matrix.rank}", justify="right", no_wrap=True
+        )
+    for layer in result.layers:
+        cells = [
+            _change(one.relative_norm) if score == "relative-norm" else f"{one.effective_rank:.1f}"
+            for one in layer.matrices.values()
+        ]
+        table.add_row(str(layer.layer), *cells)
+    return table
+
+
+def _proposal_rows(result: Ranking) -> Iterator[tuple[str, str]]:
+    first, second = result.proposals
+    yield "budget", f"{result.budget:,} parameters, {result.budget / result.parameters:.1%} of {result.parameters:,}"
+    yield f"by {SCORE_NAMES[first.score]}", _describe(first, result)
+    yield (
+        f"by {SCORE_NAMES[second.score]}",
+        "the same layers" if second.layers == first.layers else _describe(second, result),
+    )
+    if result.depth is not None:
+        yield "W12", f"--collaborative-layers {result.depth.argument}  ({_depth(result.depth, first)})"
+    elif result.request.method == "scale":
+        yield "W12", "not asked for; --old FILES, with text that the base knows, has its layers proposed too"
+    yield "next", next_command(result)
+
+
+def _depth(depth: DepthEstimate, proposal: Proposal) -> str:
+    worth = {one.layer: one.worth for one in depth.layers}
+    whole = sum(worth[layer] for layer in proposal.layers)
+    share = sum(worth[layer] for layer in depth.proposed) / whole if whole else 1.0
+    return (
+        f"preserved depth (L_fp) {depth.preserved_depth}, {share:.0%} of the worth, by {depth.old_tokens:,} old tokens"
+    )
+
+
+def _describe(proposal: Proposal, result: Ranking) -> str:
+    count, share = len(proposal.layers), proposal.parameters_added / result.parameters
+    counted = f"{count} of {len(result.layers)} ranked layers"
+    return f"--layers {proposal.argument}  ({counted}, +{proposal.parameters_added:,} parameters, {share:.1%})"
+
+
+def next_command(result: Ranking) -> str:
+    """The command that makes the proposed expansion."""
+    words = ["scale-surgery", "expand", result.model]
+    words += ["--revision", result.revision] if result.revision else []
+    words += ["--layers", result.proposals[0].argument]
+    words += [] if result.request.method == "scale" else ["--method", result.request.method]
+    usual = complete(Request("all", method=result.request.method))
+    for name in REPEATED:
+        value = getattr(result.request, name)
+        if value != getattr(usual, name):
+            words += [f"--{name}", str(value)]
+    if result.depth is not None and result.depth.proposed != result.proposals[0].layers:
+        words += ["--collaborative-layers", result.depth.argument]
+    return shlex.join(words)

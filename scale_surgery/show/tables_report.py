@@ -1,0 +1,206 @@
+"""What a report looks like in a terminal; see `tables`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from scale_surgery.evidence.report_records import Norms, TensorChange, add_norms
+from scale_surgery.show.tables import facts, format_count
+
+if TYPE_CHECKING:
+    from scale_surgery.evidence.report_records import Report, Streams
+
+# what a value that there is none of looks like
+NONE = "–"
+GROUPS = {"attn": "attention", "ffn": "FFN"}
+NORM_COLUMNS = ("norm", "change", "relative", "of W")
+RANK_COLUMNS = ("rank", "of change", "full")
+COPIED_LAYERS = "A row is the copy that follows that base layer"
+
+
+def render_report(report: Report, *, details: bool = False) -> RenderableType:
+    """A report as tables: the facts, the blocks over all layers, and each layer; with `details` each tensor."""
+    parts: list[RenderableType] = [_facts(report), Text(), _blocks(report), Text(), _layers(report)]
+    parts += [Text(), _tensors(report)] if details else []
+    parts += [Text(f"note: {note}", style="yellow") for note in report.notes]
+    return Group(*parts)
+
+
+def format_norm(value: float | None) -> str:
+    """Write a norm with three digits, or a dash where there is none."""
+    if value is None:
+        return NONE
+    return "0" if value == 0 else f"{value:.0f}" if value >= 1000 else f"{value:#.3g}".removesuffix(".")
+
+
+def format_share(value: float | None) -> str:
+    """Write a share in percent."""
+    if value is None:
+        return NONE
+    return "0" if value == 0 else f"{value:.0%}" if value >= 10 else f"{value:.1%}"
+
+
+def format_rank(rank: float | None) -> str:
+    """Write an effective rank."""
+    return NONE if rank is None else f"{rank:.1f}"
+
+
+def collaboration(report: Report) -> list[tuple[str, Norms]]:
+    """Norms of W12 over all layers, of attention and of the FFN; of those that have one."""
+    found = ((f"W12 {name}", report.find("w12", group)) for group, name in GROUPS.items())
+    return [(name, add_norms(tensor.norms for tensor in tensors)) for name, tensors in found if tensors]
+
+
+def separations(report: Report) -> dict[str, float]:
+    """How far copies went from their originals, by role, the mean over layers; empty where there are none."""
+    found: dict[str, list[float]] = {}
+    for tensor in report.tensors:
+        if tensor.separation is not None:
+            found.setdefault(tensor.role, []).append(tensor.separation)
+    return {role: sum(values) / len(values) for role, values in found.items()}
+
+
+def describe_streams(streams: Streams) -> str:
+    """The base stream in one line."""
+    if streams.is_bit_equal:
+        return "bit-equal to the base model's after every layer"
+    last, worst = streams.layers[-1], max(streams.layers, key=lambda layer: (math.isnan(layer.drift), layer.drift))
+    return f"cosine {last.cosine:.4f} at the end; largest drift {format_norm(worst.drift)}, after layer {worst.layer}"
+
+
+def describe_measured(report: Report) -> Iterator[tuple[str, str]]:
+    """Forgetting and learning as the last training run measured them last."""
+    for side, change in (("old", "forgetting"), ("new", "learning")):
+        if change in report.measured:
+            loss = report.measured[f"{side}_nats_per_token"]
+            yield change, f"{report.measured[change]:+.4f} nats per token on {side} text, to {loss:.4f}"
+
+
+def _facts(report: Report) -> RenderableType:
+    count = len({tensor.name for tensor in report.tensors})
+    trained = len({tensor.name for tensor in report.tensors if tensor.is_trained})
+    kind = report.variant if report.routing is None else f"{report.variant}, routed ({report.routing.description})"
+    rows = [
+        ("base", report.base_name),
+        ("variant", kind),
+        ("changed", f"{trained} of {count} expansion tensors ({format_count(report.parameters)} parameters in all)"),
+    ]
+    if report.runs:
+        rows.append(("training", f"{', '.join(format(run.get('steps', 0), ',') for run in report.runs)} steps"))
+    for name, norms in collaboration(report):
+        word = "norm" if norms.start_norm == 0 else "change"
+        rows.append((name, f"{word} {format_norm(norms.change)}, {format_share(norms.change_of_base)} of W's norm"))
+    if apart := separations(report):
+        shares = ", ".join(f"{role} {format_share(share)}" for role, share in apart.items())
+        rows.append(("copies apart", f"{shares}, mean over layers"))
+    rows += describe_measured(report)
+    rows.append(("base stream", "no model was run" if report.streams is None else describe_streams(report.streams)))
+    if report.streams is not None:
+        rows.append(("read", f"{report.streams.source}: {report.streams.tokens:,} tokens, {report.streams.dtype}"))
+    return facts(report.path.name, rows)
+
+
+def _heading(title: str, note: str) -> Text:
+    # a table's own title would be wrapped at the table's width
+    return Text(title, style="bold") + Text(f"  ({note})", style="not bold")
+
+
+def _table(first: Sequence[str], numbers: Sequence[str]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in first:
+        table.add_column(name, overflow="fold")
+    for name in numbers:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def _blocks(report: Report) -> RenderableType:
+    """Each block of each role, all layers taken as one; effective ranks are means over layers."""
+    table = _table(("block", "role"), (*NORM_COLUMNS, *RANK_COLUMNS))
+    for (block, role), own in _by_block(report.tensors).items():
+        norms = add_norms(tensor.norms for tensor in own)
+        table.add_row(block, role, *_norm_cells(norms), *_rank_cells(own))
+    note = "norms over all layers; rank: mean effective rank of a layer"
+    return Group(_heading("blocks", note), table)
+
+
+def _by_block(tensors: Iterable[TensorChange]) -> dict[tuple[str, str], list[TensorChange]]:
+    """Tensors by block and role, blocks of linears first, in the order of their names."""
+    found: dict[tuple[str, str], list[TensorChange]] = {}
+    # sorting keeps the roles in the order of the layer
+    for tensor in sorted(tensors, key=lambda tensor: (tensor.group not in GROUPS, tensor.block)):
+        found.setdefault((tensor.block, tensor.role), []).append(tensor)
+    return found
+
+
+def _norm_cells(norms: Norms) -> tuple[str, str, str, str]:
+    shares = (format_share(norms.relative_change), format_share(norms.relative_norm))
+    return format_norm(norms.norm), format_norm(norms.change), *shares
+
+
+def _rank_cells(tensors: Sequence[TensorChange]) -> Iterator[str]:
+    """Effective rank and that of the change, means over tensors, and the most that they can be."""
+    for name in ("rank", "change_rank"):
+        yield format_rank(_mean([getattr(tensor, name) for tensor in tensors]))
+    yield NONE if len(tensors[0].shape) < 2 else str(tensors[0].full_rank)
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    found = [value for value in values if value is not None]
+    return sum(found) / len(found) if found else None
+
+
+def _layers(report: Report) -> RenderableType:
+    """Each layer: norm of what started as zeros, relative change of what did not, and the base stream after it."""
+    columns = _layer_columns(report.tensors)
+    streams = {} if report.streams is None else {layer.layer: layer for layer in report.streams.layers}
+    table = _table(("layer",), [*columns, *(["cosine", "drift"] * bool(streams))])
+    for layer in sorted({layer.layer for layer in report.layers} | {place for place in streams if place >= 0}):
+        cells = [_layer_cell(column.get(layer, ())) for column in columns.values()]
+        if streams:
+            after = streams[layer]
+            cells += [f"{after.cosine:.4f}", "bit-equal" if after.is_bit_equal else format_norm(after.drift)]
+        table.add_row(str(layer), *cells)
+    heading = _heading("layers", "norm of what started as zeros, relative change of what did not")
+    return Group(heading, *_on_copies(report, "cosine and drift are after it" if streams else ""), table)
+
+
+def _on_copies(report: Report, more: str = "") -> Iterator[Text]:
+    """Says what a row of a layer is where copies of layers were made."""
+    if report.method == "depth":
+        yield Text(f"{COPIED_LAYERS}{f'; {more}' if more else ''}.", style="dim")
+
+
+def _layer_columns(tensors: Iterable[TensorChange]) -> dict[str, dict[int, list[Norms]]]:
+    """Norms by column and layer: a block of a group, and by itself each role in it that alone started as zeros."""
+    own = [tensor for tensor in tensors if tensor.group in GROUPS and "bias" not in tensor.block]
+    started = {(tensor.group, tensor.block) for tensor in own if tensor.norms.start_norm != 0}
+    found: dict[str, dict[int, list[Norms]]] = {}
+    for tensor in sorted(own, key=lambda tensor: (tensor.group, tensor.block, tensor.norms.start_norm == 0)):
+        is_alone = tensor.norms.start_norm == 0 and (tensor.group, tensor.block) in started
+        name = f"{tensor.block} {tensor.role if is_alone else tensor.group}"
+        if tensor.layer is not None:
+            found.setdefault(name, {}).setdefault(tensor.layer, []).append(tensor.norms)
+    return found
+
+
+def _layer_cell(parts: Sequence[Norms]) -> str:
+    if not parts:
+        return ""
+    norms = add_norms(parts)
+    return format_norm(norms.norm) if norms.start_norm == 0 else format_share(norms.relative_change)
+
+
+def _tensors(report: Report) -> RenderableType:
+    table = _table(("layer", "block", "role"), (*NORM_COLUMNS, *RANK_COLUMNS))
+    for tensor in report.tensors:
+        layer = "" if tensor.layer is None else str(tensor.layer)
+        table.add_row(layer, tensor.block, tensor.role, *_norm_cells(tensor.norms), *_rank_cells([tensor]))
+    heading = _heading("tensors", "relative: change over norm at the start; of W: over the base weight's norm")
+    return Group(heading, *_on_copies(report), table)

@@ -1,0 +1,56 @@
+"""Text in which nothing is invisible: blanks, control characters and bytes get signs."""
+
+from __future__ import annotations
+
+import functools
+import re
+import unicodedata
+
+BYTE_PIECE = re.compile("<0x([0-9A-F]{2})>")
+SIGNS = {"\n": "↵", "\t": "→", "\r": "␍", "\x7f": "␡"}
+# joiners belong to the spelling of emoji and of several scripts
+JOINERS = "\u200c\u200d"
+
+
+def visible(text: str, piece: str) -> str:
+    """Show a token so that nothing of it is invisible.
+
+    Args:
+        text: What it reads as.
+        piece: How the vocabulary spells it, shown where it reads as nothing.
+
+    Returns:
+        A text without line breaks, tabs, control characters and blanks that stand alone.
+    """
+    if not text:
+        return f"⟨{_bytes_of(piece) or piece or '?'}⟩"
+    if text.isspace():
+        text = text.replace(" ", "·")
+    return "".join(map(_visible_character, text))
+
+
+def _visible_character(character: str) -> str:
+    if character in SIGNS:
+        return SIGNS[character]
+    category = unicodedata.category(character)
+    if category == "Cc":
+        return chr(0x2400 + ord(character)) if character < " " else f"⟨U+{ord(character):04X}⟩"
+    is_hidden = category in ("Cf", "Cs", "Cn", "Zl", "Zp") and character not in JOINERS
+    return f"⟨U+{ord(character):04X}⟩" if is_hidden else character
+
+
+def _bytes_of(piece: str) -> str | None:
+    """Spell the bytes of a piece in hexadecimal; None where it does not stand for bytes."""
+    if found := BYTE_PIECE.fullmatch(piece):
+        return found[1]
+    alphabet = _byte_alphabet()
+    is_bytes = piece != "" and all(character in alphabet for character in piece)
+    return " ".join(f"{alphabet[character]:02X}" for character in piece) if is_bytes else None
+
+
+@functools.cache
+def _byte_alphabet() -> dict[str, int]:
+    """Map characters to the bytes for which they stand in a byte-level vocabulary, GPT-2's and its heirs'."""
+    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [byte for byte in range(256) if byte not in shown]
+    return {chr(byte): byte for byte in shown} | {chr(256 + place): byte for place, byte in enumerate(hidden)}

@@ -1,0 +1,125 @@
+"""All that config.json and the index of a model folder say, whatever was done to it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from scale_surgery import modeling
+from scale_surgery.checkpoint.folder import CONFIG_FILE, SINGLE_FILE, Checkpoint
+from scale_surgery.checkpoint.numbering import numbering_of, stored_name
+from scale_surgery.planning.depth import deepened_config
+from scale_surgery.planning.families import Family, Sizes, get_family
+from scale_surgery.planning.plan import Plan
+from scale_surgery.planning.routing_specs import build_routing
+from scale_surgery.surgery.joining import has_joined_head
+from scale_surgery.surgery.record import Manifest, routing_of
+
+NUMBERED_SINGLE_FILE = "model-00001-of-00001.safetensors"
+
+
+def stored_shard(shard: str) -> str:
+    """Name that a base shard has in the expanded folder: a single file becomes a numbered one."""
+    return NUMBERED_SINGLE_FILE if shard == SINGLE_FILE else shard
+
+
+def expanded_config(config: Mapping[str, Any], specs: Mapping[str, Any], family: Family, dtype: str) -> dict[str, Any]:
+    """Edit a base model's config.json: own model type and classes, our plan, everything else as it was.
+
+    A model with duplicated layers is a stock one of more layers: see `deepened_config`.
+
+    Args:
+        config: Parsed config.json of the base.
+        specs: Module specifications of the plan.
+        family: Facts of the architecture.
+        dtype: Dtype of the base model, written where the config names none, since the first shard that a
+            loader opens may now be one of ours.
+
+    Returns:
+        The new config.
+    """
+    if numbering_of(specs) is not None:
+        edited = deepened_config(config, specs, family)
+    else:
+        edited = dict(config) | {
+            "architectures": [f"Scale{family.stem}ForCausalLM"],
+            "model_type": family.expanded_type,
+            "auto_map": {**(config.get("auto_map") or {}), **modeling.auto_map(family)},
+            "scale_surgery": dict(specs),
+        }
+    if not {"dtype", "torch_dtype"}.intersection(config):
+        edited["torch_dtype"] = dtype
+    return edited
+
+
+def planned_index(plan: Plan, checkpoint: Checkpoint) -> dict[str, Any]:
+    """The index of the expanded checkpoint that a plan makes of a base."""
+    places = {name: stored_shard(info.file) for name, info in checkpoint.tensors.items()}
+    places |= {tensor.name: tensor.shard for tensor in plan.tensors}
+    total = sum(info.bytes for info in checkpoint.tensors.values()) + plan.costs.bytes_added
+    return make_index(places, plan.specs, total)
+
+
+def make_index(places: Mapping[str, str], specs: Mapping[str, Any], total_bytes: int) -> dict[str, Any]:
+    """The index of an expanded checkpoint.
+
+    Args:
+        places: Shard of each tensor, by the names that tensors have in this package.
+        specs: Module specifications of the plan.
+        total_bytes: Bytes of all tensors.
+    """
+    weight_map = {stored_name(specs, name): shard for name, shard in places.items()}
+    return {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
+
+
+def fused_config(config: Mapping[str, Any], manifest: Manifest) -> dict[str, Any]:
+    """Edit an expanded model's config.json: its linears are joined, and its head where that can be."""
+    fused = {"fused": True, "fused_head": has_joined_head(manifest)}
+    return {**config, "scale_surgery": {**config["scale_surgery"], **fused}}
+
+
+def written_config(manifest: Manifest, base: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """What config.json of an expanded model says on a base: expanded, routed and fused as surgery.json has it.
+
+    Args:
+        manifest: surgery.json.
+        base: Parsed config.json of the base.
+        dtype: Dtype of the base, for a config that names none.
+    """
+    written = expanded_config(base, manifest.plan["specs"], get_family(manifest.plan["family"]), dtype)
+    if manifest.routing is not None:
+        written = routed_config(written, manifest)
+    return written if manifest.fused is None else fused_config(written, manifest)
+
+
+def config_problems(manifest: Manifest, config: Mapping[str, Any]) -> list[str]:
+    """Keys of config.json that are not what was written, a line each."""
+    written = written_config(manifest, json.loads(manifest.replaced[CONFIG_FILE]), config.get("torch_dtype", ""))
+    differing = sorted(key for key in {*written, *config} if written.get(key) != config.get(key))
+    return [f"{CONFIG_FILE}: {key} is not what the expansion wrote." for key in differing]
+
+
+def routed_config(config: Mapping[str, Any], manifest: Manifest) -> dict[str, Any]:
+    """Edit an expanded model's config.json: how it routes, and no cap on what the router gives out.
+
+    Args:
+        config: Parsed config.json of the expanded model.
+        manifest: surgery.json of the routed one.
+
+    Returns:
+        The new config.
+    """
+    routing, family = routing_of(manifest), get_family(manifest.plan["family"])
+    assert routing is not None
+    sizes, specs = Sizes(**manifest.plan["sizes"]), manifest.plan["specs"]
+    cap = softcap_of(family, config)
+    own = build_routing(family, sizes, specs, routing, cap)
+    # stock code would cap the mixture; the router caps what it mixes
+    uncapped = {} if cap is None or family.softcap is None else {family.softcap[0]: None}
+    return {**config, **uncapped, "scale_surgery": {**config["scale_surgery"], "routing": own}}
+
+
+def softcap_of(family: Family, config: Mapping[str, Any]) -> float | None:
+    """What a base model caps its logits with, or None."""
+    return None if family.softcap is None else config.get(*family.softcap)

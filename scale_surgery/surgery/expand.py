@@ -1,0 +1,270 @@
+"""Execute a plan: a base checkpoint and a plan become an expanded checkpoint beside it.
+
+base shards   --as files-->        model-*.safetensors       (same bytes; above a duplicated layer under other names)
+plan          --tensor by tensor-> expansion-*.safetensors   (new tensors only)
+config.json   --edited-->          config.json, *.py         (own model_type, own classes)
+everything else --as files-->      everything else
+                                   model.safetensors.index.json, surgery.json   (last)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from scale_surgery import modeling
+from scale_surgery.checkpoint.folder import (
+    CONFIG_FILE,
+    INDEX_FILE,
+    MANIFEST_FILE,
+    Checkpoint,
+    open_checkpoint,
+)
+from scale_surgery.checkpoint.hashes import hash_files, hash_tensors
+from scale_surgery.checkpoint.numbering import Numbering, numbering_of, stored_name
+from scale_surgery.checkpoint.sources import Source, find_source
+from scale_surgery.checkpoint.staging import (
+    BaseWeights,
+    check_space,
+    check_target,
+    staged,
+    take_over,
+    write_json,
+    write_tensors,
+    write_text,
+)
+from scale_surgery.errors import CheckpointError, PlanError
+from scale_surgery.planning.families import get_family
+from scale_surgery.planning.methods import Method, code_files
+from scale_surgery.planning.plan import Plan, check_same_plan, load_request, make_plan
+from scale_surgery.planning.request import Request
+from scale_surgery.progress import Progress, Track, no_track
+from scale_surgery.surgery import record as manifests
+from scale_surgery.surgery.config import expanded_config, planned_index, stored_shard
+from scale_surgery.surgery.record import BaseFile, Manifest
+from scale_surgery.surgery.renumbered import renumbered_shards, write_renumbered
+
+
+@dataclass(frozen=True)
+class Expansion:
+    """What `expand` did.
+
+    Attributes:
+        path: The expanded checkpoint.
+        plan: The plan that was executed.
+        base_bytes_written: Bytes of base shards that were written; 0 with hard links.
+        left_out: Base files that were not taken along: weights in another format.
+        pinned_tokenizer: The tokenizer class that tokenizer_config.json now names, where it had to.
+    """
+
+    path: Path
+    plan: Plan
+    base_bytes_written: int
+    left_out: tuple[str, ...]
+    pinned_tokenizer: str | None
+
+
+def default_output(source: Source, method: Method) -> Path:
+    """Where an expanded model goes when nothing is said: `<name>-<method>` in the current folder."""
+    return Path(f"{source.name.rsplit('/', 1)[-1]}-{method}")
+
+
+def expand(
+    model: str | Path,
+    request: Request | None = None,
+    output: str | Path | None = None,
+    *,
+    plan_file: Path | None = None,
+    revision: str | None = None,
+    base_weights: BaseWeights = "auto",
+    device: str = "cpu",
+    overwrite: bool = False,
+    trust_remote_code: bool = False,
+    track: Track = no_track,
+) -> Expansion:
+    """Widen chosen layers of a checkpoint; every base tensor keeps its bytes.
+
+    Args:
+        model: A folder or a Hub id.
+        request: What is asked for; left out where `plan_file` is given.
+        output: Folder to be; default `<name>-scale` in the current folder, or `-grow` or `-depth`.
+        plan_file: A saved plan to execute exactly.
+        revision: Branch, tag or commit of a Hub repository.
+        base_weights: How base files are taken over: "auto", "copy" or "link".
+        device: Where the decompositions are computed, such as "cpu" or "cuda".
+        overwrite: Whether an existing output folder may be replaced.
+        trust_remote_code: Whether a custom tokenizer of the base may run its own code.
+        track: Makes progress bars.
+
+    Returns:
+        What was done.
+
+    Raises:
+        PlanError: If the request does not fit the model, or the saved plan not this model.
+        CheckpointError: If the model cannot be read or the output cannot be written.
+    """
+    source = find_source(model, revision)
+    checkpoint = open_checkpoint(source.path)
+    if (request is None) == (plan_file is None):
+        raise PlanError("Give a request (--layers ...) or a saved plan (--plan), one of the two.")
+    request = request or load_request(plan_file)  # type: ignore[arg-type]
+    made = make_plan(checkpoint, request, name=source.name, revision=source.revision)
+    if plan_file is not None:
+        check_same_plan(made, plan_file)
+    target = Path(output) if output is not None else default_output(source, request.method)
+    check_target(target, [source.path], overwrite=overwrite)
+    _check_clashes(checkpoint, made)
+    check_space(target, _needed_bytes(checkpoint, made, base_weights))
+    state = {
+        "plan": made.to_json(),
+        "base_weights": base_weights,
+        "tool": manifests.tool_versions(),
+        # an unfinished folder is continued only while the base's files are the ones it was begun with
+        "base": {file: _stamp(source.path / file) for file in (*checkpoint.shards, *checkpoint.side_files)},
+    }
+    with staged(target, state, overwrite=overwrite) as partial:
+        write_expansion(made, checkpoint, partial, device, track)
+        written = _take_over_base(made, checkpoint, partial, base_weights, track)
+        pinned = _write_code_and_config(made, checkpoint, partial, trust_remote_code)
+        _write_index_and_manifest(made, checkpoint, partial, track)
+    return Expansion(target, made, written, checkpoint.left_out, pinned)
+
+
+def _stamp(file: Path) -> list[int]:
+    found = file.stat()
+    return [found.st_size, found.st_mtime_ns]
+
+
+def _needed_bytes(checkpoint: Checkpoint, plan: Plan, base_weights: BaseWeights) -> int:
+    # a reflink takes no space either, but whether it works is only known when it is tried
+    copied = checkpoint.shards if base_weights == "copy" else renumbered_shards(checkpoint, numbering_of(plan.specs))
+    return sum((checkpoint.path / shard).stat().st_size for shard in copied) + plan.costs.bytes_added
+
+
+def _check_clashes(checkpoint: Checkpoint, plan: Plan) -> None:
+    ours = {*code_files(get_family(plan.family), plan.request.method), *plan.shards}
+    names = [tensor.name for tensor in plan.tensors if tensor.name in checkpoint.tensors]
+    problems = [f"{name}: the base model has a tensor of this name already." for name in names]
+    clashing = sorted(ours.intersection([*checkpoint.side_files, *checkpoint.shards]))
+    problems += [f"{file}: the base model has a file of this name, which the expansion needs." for file in clashing]
+    if problems:
+        raise CheckpointError.from_problems(problems)
+
+
+def write_expansion(plan: Plan, checkpoint: Checkpoint, partial: Path, device: str, track: Track) -> None:
+    """Write the shards of new tensors; one that is there already, from an interrupted run, stays.
+
+    Args:
+        plan: What to write.
+        checkpoint: The base.
+        partial: Where the shards go.
+        device: Where the decompositions are computed.
+        track: Makes progress bars.
+    """
+    from scale_surgery.surgery.initialise import make_tensor
+
+    with track("new tensors", plan.costs.parameters_added) as advance:
+        for shard in plan.shards:
+            planned = [tensor for tensor in plan.tensors if tensor.shard == shard]
+            if not (partial / shard).exists():
+                tensors = {}
+                for tensor in planned:
+                    stored = stored_name(plan.specs, tensor.name)
+                    tensors[stored] = make_tensor(plan, tensor, checkpoint, device)
+                    advance(tensor.elements)
+                write_tensors(partial / shard, tensors)
+            else:
+                advance(sum(tensor.elements for tensor in planned))
+
+
+def _take_over_base(plan: Plan, checkpoint: Checkpoint, partial: Path, how: BaseWeights, track: Track) -> int:
+    """Take base files over; gives the bytes of shards that were written."""
+    sizes = {shard: (checkpoint.path / shard).stat().st_size for shard in checkpoint.shards}
+    with track("base shards", sum(sizes.values())) as advance:
+        renumbered = take_over_shards(checkpoint, partial, numbering_of(plan.specs), how, advance)
+    for file in checkpoint.side_files:
+        if file not in (CONFIG_FILE, INDEX_FILE):
+            # small, and a program may edit them in place: always copies
+            take_over(checkpoint.path / file, partial / file, "copy")
+    return sum(size for shard, size in sizes.items() if how != "link" or shard in renumbered)
+
+
+def take_over_shards(
+    checkpoint: Checkpoint, folder: Path, numbering: Numbering | None, how: BaseWeights, advance: Progress
+) -> Mapping[str, str]:
+    """Take the shards of a base over as files; those in which tensors get other names, with another header.
+
+    Args:
+        checkpoint: The base.
+        folder: Where they go.
+        numbering: Where its layers stand among copies; None where no layer is duplicated.
+        how: How files are taken over.
+        advance: Called with the bytes done.
+
+    Returns:
+        The header that the base has of each shard in which tensors get other names.
+    """
+    renumbered = renumbered_shards(checkpoint, numbering)
+    for shard in checkpoint.shards:
+        source, file = checkpoint.path / shard, folder / stored_shard(shard)
+        if numbering is not None and shard in renumbered:
+            write_renumbered(source, file, numbering, advance)
+        else:
+            take_over(source, file, how)
+            advance(source.stat().st_size)
+    return renumbered
+
+
+def _write_code_and_config(plan: Plan, checkpoint: Checkpoint, partial: Path, trust_remote_code: bool) -> str | None:
+    from scale_surgery.running.tokenizer import pin_tokenizer_class
+    from scale_surgery.surgery.initialise import TORCH_DTYPES
+
+    family = get_family(plan.family)
+    for file in code_files(family, plan.request.method):
+        write_text(partial / file, modeling.code_text(file))
+    dtype = str(TORCH_DTYPES[checkpoint.dtype]).removeprefix("torch.")
+    write_json(partial / CONFIG_FILE, expanded_config(checkpoint.config, plan.specs, family, dtype))
+    return pin_tokenizer_class(checkpoint.path, partial, trust_remote_code=trust_remote_code)
+
+
+def _write_index_and_manifest(plan: Plan, checkpoint: Checkpoint, partial: Path, track: Track) -> None:
+    write_json(partial / INDEX_FILE, planned_index(plan, checkpoint))
+    expanded = open_checkpoint(partial)
+    write_json(partial / MANIFEST_FILE, asdict(_make_manifest(plan, checkpoint, expanded, track)))
+
+
+def _make_manifest(plan: Plan, checkpoint: Checkpoint, expanded: Checkpoint, track: Track) -> Manifest:
+    files = [*checkpoint.shards, *checkpoint.side_files]
+    sizes = {file: (checkpoint.path / file).stat().st_size for file in files}
+    tensor_bytes = sum(info.bytes for info in checkpoint.tensors.values())
+    with track("base hashes", sum(sizes.values()) + tensor_bytes) as advance:
+        hashes = hash_files(checkpoint.path, files, advance)
+        tensors = hash_tensors(checkpoint, list(checkpoint.tensors), advance)
+    renumbered = renumbered_shards(checkpoint, numbering_of(plan.specs))
+    replaced = {
+        file: (checkpoint.path / file).read_bytes().decode("utf-8")
+        for file in checkpoint.side_files
+        if file in (CONFIG_FILE, INDEX_FILE) or not _is_same_file(checkpoint.path / file, expanded.path / file)
+    }
+    return Manifest(
+        base_name=plan.base_name,
+        base_revision=plan.base_revision,
+        base_fingerprint=plan.base_fingerprint,
+        base_files={
+            file: BaseFile(hashes[file], sizes[file], None if file in replaced else stored_shard(file))
+            for file in files
+        },
+        base_tensors=tensors,
+        left_out=checkpoint.left_out,
+        replaced=replaced,
+        expansion_tensors=hash_tensors(expanded, [tensor.name for tensor in plan.tensors]),
+        code={file: modeling.code_hash(file) for file in code_files(get_family(plan.family), plan.request.method)},
+        plan=plan.to_json(),
+        tool=manifests.tool_versions(),
+        renumbered={stored_shard(shard): header for shard, header in renumbered.items()},
+    )
+
+
+def _is_same_file(one: Path, other: Path) -> bool:
+    return one.stat().st_size == other.stat().st_size and one.read_bytes() == other.read_bytes()

@@ -1,0 +1,185 @@
+"""Take the expansion alone out of an expanded checkpoint: a folder without the base, which names its base.
+
+expansion shards, config.json, *.py, surgery.json   --as files-->   the same
+model.safetensors.index.json                        --as a file->   expanded.index.json
+what is the base's                                                  stays out; extract.json lists it
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from scale_surgery.checkpoint.folder import EXTRACT_FILE, MANIFEST_FILE, Checkpoint, open_checkpoint, stays_behind
+from scale_surgery.checkpoint.hashes import hash_files
+from scale_surgery.checkpoint.staging import BaseWeights, check_space, check_target, staged, take_over, write_json
+from scale_surgery.errors import CheckpointError
+from scale_surgery.progress import Track, no_track
+from scale_surgery.surgery.extract_folder import EXTRACT_FORMAT, STORED_INDEX, OwnFile, content_problems, stored_name
+from scale_surgery.surgery.licence import read_licence
+from scale_surgery.surgery.record import Manifest, check_numbering, read_manifest, refuse_fused, tool_versions
+from scale_surgery.surgery.renumbered import hash_stored
+
+# expansion tensors are made from base tensors, so the terms of the base go with them
+LICENCE = re.compile(r"(licen[cs]e|notice|copying|use_policy)", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Extracted:
+    """What `extract` did.
+
+    Attributes:
+        path: The extract.
+        base_name: What the base model is called.
+        base_revision: Commit of its Hub repository, where known.
+        tensors: Number of expansion tensors.
+        files: Files of the expanded folder that lie in the extract, with their bytes.
+        licences: Licence files of the base, which lie in it too.
+        bytes: Bytes of all these files.
+        base_bytes: Bytes of the base's files, which stayed out.
+        left_out: Files of the expanded folder that are neither: training checkpoints, weights in other formats.
+    """
+
+    path: Path
+    base_name: str
+    base_revision: str | None
+    tensors: int
+    files: dict[str, int]
+    licences: tuple[str, ...]
+    bytes: int
+    base_bytes: int
+    left_out: tuple[str, ...]
+
+
+def extract(
+    expanded: str | Path,
+    output: str | Path,
+    *,
+    base_weights: BaseWeights = "auto",
+    overwrite: bool = False,
+    track: Track = no_track,
+) -> Extracted:
+    """Write the expansion alone, and what is needed to put it back on its base.
+
+    Args:
+        expanded: Folder of an expanded checkpoint.
+        output: Folder to be.
+        base_weights: How shards are taken over, here those of the expansion: "auto", "copy" or "link".
+        overwrite: Whether an existing output folder may be replaced.
+        track: Makes progress bars.
+
+    Returns:
+        What was written.
+
+    Raises:
+        CheckpointError: If this is no expanded checkpoint, it is fused, it is not what the expansion wrote, or the
+            output cannot be written; every problem is named.
+    """
+    path, target = Path(expanded), Path(output)
+    checkpoint, manifest = open_checkpoint(path), read_manifest(path)
+    refuse_fused(path, manifest)
+    check_numbering(checkpoint, manifest)
+    check_target(target, [path], overwrite=overwrite)
+    _check_clashes(checkpoint)
+    from_base = _find_base_files(checkpoint, manifest, track)
+    files, left_out = _own_files(checkpoint, manifest, from_base)
+    _check_own(checkpoint, manifest, files)
+    licences = tuple(name for name in from_base if LICENCE.match(PurePosixPath(name).name))
+    sizes = {name: (path / name).stat().st_size for name in (*files, *licences)}
+    check_space(target, sum(sizes.values()) if base_weights == "copy" else 0)
+    content = {
+        "format": EXTRACT_FORMAT,
+        "base_name": manifest.base_name,
+        "base_revision": manifest.base_revision,
+        "base_fingerprint": manifest.base_fingerprint,
+        "files": {name: {"sha256": file.sha256, "bytes": file.bytes} for name, file in files.items()},
+        "from_base": list(from_base),
+        "licence": _named_licence(path, manifest, from_base),
+        "licences": list(licences),
+        "base_tensors": {
+            name: [checkpoint.tensors[name].dtype, list(checkpoint.tensors[name].shape)]
+            for name in manifest.base_tensors
+        },
+        "tool": tool_versions(),
+    }
+    with (
+        staged(target, {"extract": content, "base_weights": base_weights}, overwrite=overwrite) as partial,
+        track("files", sum(sizes.values())) as advance,
+    ):
+        for name, size in sizes.items():
+            take_over(path / name, partial / stored_name(name), base_weights)
+            advance(size)
+        write_json(partial / EXTRACT_FILE, content)
+    return Extracted(
+        path=target,
+        base_name=manifest.base_name,
+        base_revision=manifest.base_revision,
+        tensors=len(manifest.plan["tensors"]),
+        files={name: file.bytes for name, file in files.items()},
+        licences=licences,
+        bytes=sum(sizes.values()),
+        base_bytes=sum((path / name).stat().st_size for name in from_base),
+        left_out=left_out,
+    )
+
+
+def _named_licence(path: Path, manifest: Manifest, from_base: tuple[str, ...]) -> dict[str, Any]:
+    """The licence that the base's card names, for the card of the extract."""
+    card = manifest.base_files.get("README.md")
+    if card is None or card.stored_as not in from_base:
+        return {}
+    return read_licence((path / str(card.stored_as)).read_text(encoding="utf-8", errors="replace"))
+
+
+def _check_clashes(checkpoint: Checkpoint) -> None:
+    taken = [name for name in (EXTRACT_FILE, STORED_INDEX) if name in checkpoint.side_files]
+    if taken:
+        raise CheckpointError.from_problems(
+            f"{name}: lies in {checkpoint.path}, and an extract needs this name. Move that file away." for name in taken
+        )
+
+
+def _find_base_files(checkpoint: Checkpoint, manifest: Manifest, track: Track) -> tuple[str, ...]:
+    """Names of files that are the base's, byte for byte; a small file that was edited is the expansion's own.
+
+    A shard whose header alone is another, where layers were duplicated, is made of the base's again by `apply`.
+    """
+    stored = {file.stored_as: file for file in manifest.base_files.values() if file.stored_as is not None}
+    present = [name for name in stored if (checkpoint.path / name).is_file()]
+    with track("base hashes", sum(stored[name].bytes for name in present)) as advance:
+        hashes = hash_stored(checkpoint.path, manifest, present, advance)
+    shards = {name for name in stored if name.endswith(".safetensors")}
+    shards |= {checkpoint.tensors[name].file for name in manifest.base_tensors if name in checkpoint.tensors}
+    changed = [name for name in sorted(shards) if name not in stored or hashes.get(name) != stored[name].sha256]
+    if changed:
+        raise CheckpointError.from_problems(
+            f"{name}: is not the base's file that {MANIFEST_FILE} names. The base inside {checkpoint.path} was changed "
+            "after the expansion: expand it again, or restore the file."
+            for name in changed
+        )
+    return tuple(name for name in present if hashes[name] == stored[name].sha256)
+
+
+def _own_files(
+    checkpoint: Checkpoint, manifest: Manifest, from_base: tuple[str, ...]
+) -> tuple[dict[str, OwnFile], tuple[str, ...]]:
+    """The expansion's own files with their hashes, and what is left out."""
+    others = [name for name in (*checkpoint.shards, *checkpoint.side_files, MANIFEST_FILE) if name not in from_base]
+    known = {*checkpoint.shards, *manifest.base_files}
+    stays = tuple(name for name in others if stays_behind(checkpoint.path, name) and name not in known)
+    own = [name for name in others if name not in stays]
+    hashes = hash_files(checkpoint.path, own)
+    files = {name: OwnFile(hashes[name], (checkpoint.path / name).stat().st_size) for name in own}
+    return files, (*stays, *checkpoint.left_out)
+
+
+def _check_own(checkpoint: Checkpoint, manifest: Manifest, files: dict[str, OwnFile]) -> None:
+    tensors = {name: info for name, info in checkpoint.tensors.items() if name not in manifest.base_tensors}
+    problems = content_problems(checkpoint.path, manifest, checkpoint.config, files, tensors)
+    missing = [name for name in manifest.base_tensors if name not in checkpoint.tensors]
+    problems += [f"{name}: base tensor is missing." for name in missing]
+    if problems:
+        advice = f"{checkpoint.path}: is not what the expansion wrote, so it is not extracted. Restore what is named."
+        raise CheckpointError.from_problems([*problems, advice])

@@ -1,0 +1,266 @@
+"""The folder that `extract` writes: an expansion without its base, and what is needed to put it back.
+
+expansion-*.safetensors, config.json, surgery.json, *.py, training/   as they lie in the expanded folder
+expanded.index.json    its index, under a name by which no loader takes the folder for a whole model
+LICENSE, NOTICE, ...   those of the base: the expansion's tensors are made from its tensors
+extract.json           which base, which files, and dtype and shape of each base tensor
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from scale_surgery.checkpoint.folder import (
+    CONFIG_FILE,
+    EXTRACT_FILE,
+    INDEX_FILE,
+    MANIFEST_FILE,
+    OTHER_WEIGHT_SUFFIXES,
+    TensorInfo,
+    is_inside,
+    name_tensors,
+    read_header,
+    read_json,
+)
+from scale_surgery.checkpoint.hashes import hash_files
+from scale_surgery.checkpoint.numbering import numbering_of
+from scale_surgery.checkpoint.sources import Source, find_source
+from scale_surgery.errors import CheckpointError
+from scale_surgery.planning.families import get_family
+from scale_surgery.planning.methods import code_files, method_of
+from scale_surgery.progress import Track, no_track
+from scale_surgery.surgery.config import config_problems
+from scale_surgery.surgery.record import Manifest, read_manifest, refuse_fused
+
+EXTRACT_FORMAT = 1
+STORED_INDEX = "expanded.index.json"
+
+
+@dataclass(frozen=True)
+class OwnFile:
+    """A file of the expanded folder that is not the base's: its sha256 and size."""
+
+    sha256: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class TensorForm:
+    """Dtype (safetensors' name) and shape of a tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, info: TensorInfo) -> TensorForm:
+        """That of a stored tensor."""
+        return cls(info.dtype, tuple(info.shape))
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {list(self.shape)}"
+
+
+@dataclass(frozen=True)
+class Extract:
+    """An expansion without its base.
+
+    Attributes:
+        path: The folder.
+        name: What it is called.
+        manifest: surgery.json of the expanded folder.
+        files: Files of the expanded folder that lie in the extract, by their names there.
+        from_base: Files of the expanded folder that are the base's, by their names there.
+        base_tensors: Dtype and shape of each base tensor.
+        tensors: The expansion tensors: where each lies in the extract.
+    """
+
+    path: Path
+    name: str
+    manifest: Manifest
+    files: Mapping[str, OwnFile]
+    from_base: tuple[str, ...]
+    base_tensors: Mapping[str, TensorForm]
+    tensors: Mapping[str, TensorInfo]
+
+
+def stored_name(file: str) -> str:
+    """Name that a file of the expanded folder has in the extract."""
+    return STORED_INDEX if file == INDEX_FILE else file
+
+
+def open_extract(extract: str | Path, revision: str | None = None) -> Extract:
+    """Read and check an extract; nothing in it is trusted.
+
+    Args:
+        extract: A folder or a Hub id.
+        revision: Branch, tag or commit of a Hub repository.
+
+    Returns:
+        The extract; no tensor has been read.
+
+    Raises:
+        CheckpointError: If this is no extract, it is incomplete, or it holds what no expansion wrote.
+    """
+    source = find_source(extract, revision)
+    path, file = source.path, source.path / EXTRACT_FILE
+    if path.is_dir() and not file.is_file():
+        raise CheckpointError(f"{extract}: has no {EXTRACT_FILE}, expected a folder made by scale-surgery extract.")
+    content = read_json(file)
+    if content.get("format") != EXTRACT_FORMAT:
+        raise CheckpointError(
+            f"{file}: format {content.get('format')!r}, expected {EXTRACT_FORMAT}. Use the release that made it."
+        )
+    manifest = read_manifest(path)
+    refuse_fused(path, manifest)
+    try:
+        found = _read(source, content, manifest)
+        config = read_json(path / CONFIG_FILE)
+        problems = [*content_problems(path, manifest, config, found.files, found.tensors), *_list_problems(found)]
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise CheckpointError(f"{file}: is incomplete ({error}). Restore it from where you got it.") from error
+    if problems:
+        raise CheckpointError.from_problems(problems)
+    return found
+
+
+def _read(source: Source, content: Mapping[str, Any], manifest: Manifest) -> Extract:
+    files = {name: OwnFile(str(entry["sha256"]), int(entry["bytes"])) for name, entry in content["files"].items()}
+    from_base = tuple(content["from_base"])
+    _check_names(source.path, files, from_base)
+    return Extract(
+        path=source.path,
+        name=source.name,
+        manifest=manifest,
+        files=files,
+        from_base=from_base,
+        base_tensors={
+            name: TensorForm(str(dtype), tuple(shape)) for name, (dtype, shape) in content["base_tensors"].items()
+        },
+        tensors=name_tensors(
+            {name: info for shard in sorted(_shards(files)) for name, info in read_header(source.path, shard).items()},
+            numbering_of(manifest.plan["specs"]),
+        ),
+    )
+
+
+def check_own_files(extract: Extract, track: Track = no_track) -> None:
+    """Compare the files of an extract with the hashes in extract.json.
+
+    Raises:
+        CheckpointError: If some differ; each is named.
+    """
+    names = {stored_name(name): file for name, file in extract.files.items()}
+    with track("extract hashes", sum(file.bytes for file in names.values())) as advance:
+        hashes = hash_files(extract.path, list(names), advance)
+    changed = [
+        f"{name}: sha256 {hashes[name]}, expected {file.sha256} from {EXTRACT_FILE}. Download the extract again."
+        for name, file in names.items()
+        if hashes[name] != file.sha256
+    ]
+    if changed:
+        raise CheckpointError.from_problems(changed)
+
+
+def content_problems(
+    path: Path,
+    manifest: Manifest,
+    config: Mapping[str, Any],
+    files: Mapping[str, OwnFile],
+    tensors: Mapping[str, TensorInfo],
+) -> list[str]:
+    """What speaks against an expansion: tensors that no plan names, a changed config.json, unknown code, pickles.
+
+    Args:
+        path: The extract, or the expanded folder.
+        manifest: surgery.json of the expanded folder.
+        config: Its parsed config.json.
+        files: Its files that are not the base's.
+        tensors: Tensors of its shards that are not the base's.
+
+    Returns:
+        A line for each problem.
+    """
+    return [
+        *_tensor_problems(manifest, tensors),
+        *_text_problems(manifest),
+        *config_problems(manifest, config),
+        *_code_problems(manifest, files),
+        *_remote_code_problems(path, manifest, files),
+    ]
+
+
+def _tensor_problems(manifest: Manifest, tensors: Mapping[str, TensorInfo]) -> Iterator[str]:
+    planned = {tensor["name"]: tuple(tensor["shape"]) for tensor in manifest.plan["tensors"]}
+    yield from (f"{name}: expansion tensor is missing." for name in planned if name not in tensors)
+    for name, info in tensors.items():
+        if name not in planned:
+            yield f"{name}: lies in {info.file}, and is no tensor of the expansion's plan."
+        elif tuple(info.shape) != planned[name]:
+            yield f"{name}: shape {info.shape}, expected {planned[name]} from the plan."
+
+
+def _text_problems(manifest: Manifest) -> Iterator[str]:
+    for name, text in manifest.replaced.items():
+        digest = hashlib.sha256(text.encode("utf-8")).hexdigest()
+        if name not in manifest.base_files or digest != manifest.base_files[name].sha256:
+            yield f"{MANIFEST_FILE}: its text of the base's {name} is not what it was."
+
+
+def _code_problems(manifest: Manifest, files: Mapping[str, OwnFile]) -> Iterator[str]:
+    code = {name for name in files if name.endswith(".py")}
+    known = set(code_files(get_family(manifest.plan["family"]), method_of(manifest.plan)))
+    yield from (f"{name}: unknown code file. Read it before you trust it." for name in sorted(code - known))
+    for name in sorted(code & known):
+        if manifest.code.get(name) != files[name].sha256:
+            yield f"{name}: is not the code that the expansion wrote. Read it before you trust it."
+    yield from (f"{name}: code file is missing." for name in sorted(set(manifest.code) - code))
+    pickles = sorted(name for name in files if name.endswith(OTHER_WEIGHT_SUFFIXES))
+    yield from (f"{name}: holds weights in another format, expected none in an expansion." for name in pickles)
+
+
+def _remote_code_problems(path: Path, manifest: Manifest, files: Mapping[str, OwnFile]) -> Iterator[str]:
+    """Configs of tokenizers and processors that name code which the base's do not."""
+    for name in files:
+        if not name.endswith("_config.json"):
+            continue
+        base = json.loads(manifest.replaced.get(name, "{}"))
+        if read_json(path / name).get("auto_map") not in (None, base.get("auto_map")):
+            yield f"{name}: auto_map names code that the base does not name. Read it before you trust it."
+
+
+def _shards(files: Mapping[str, OwnFile]) -> Iterator[str]:
+    return (name for name in files if name.endswith(".safetensors"))
+
+
+def _check_names(path: Path, files: Mapping[str, OwnFile], from_base: tuple[str, ...]) -> None:
+    file = path / EXTRACT_FILE
+    problems = [
+        f"{file}: {name!r} is said to be a file of the model, expected a name inside the folder. "
+        "Do not use this extract before you know who made it."
+        for name in (*files, *from_base)
+        if not is_inside(name)
+    ]
+    needed = {CONFIG_FILE, INDEX_FILE, MANIFEST_FILE, *files}
+    if not problems:
+        problems = [
+            f"{stored_name(name)}: not found in {path}. Download the extract again."
+            for name in sorted(needed)
+            if name not in files or not (path / stored_name(name)).is_file()
+        ]
+    if problems:
+        raise CheckpointError.from_problems(problems)
+
+
+def _list_problems(extract: Extract) -> Iterator[str]:
+    """Lists in extract.json that do not agree with surgery.json."""
+    stored = {entry.stored_as for entry in extract.manifest.base_files.values()}
+    for name in extract.from_base:
+        if name not in stored or name in extract.files:
+            yield f"{EXTRACT_FILE}: {name} is said to be the base's, which {MANIFEST_FILE} does not say."
+    if set(extract.base_tensors) != set(extract.manifest.base_tensors):
+        yield f"{EXTRACT_FILE}: lists other base tensors than {MANIFEST_FILE}. Restore it from where you got it."

@@ -1,0 +1,164 @@
+"""The fused form on disk: each linear of an expanded layer is one matrix; and back, every file byte for byte.
+
+base shards, expansion shards  --joined tensor by tensor-->  fused-*.safetensors
+config.json                    --edited-->                   scale_surgery.fused: true
+surgery.json                   headers and texts of what was there, from which each file is written again
+
+Joining copies, so the bytes of every base tensor and of every block lie in the fused shards.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from scale_surgery import modeling
+from scale_surgery.checkpoint.folder import (
+    CONFIG_FILE,
+    INDEX_FILE,
+    MANIFEST_FILE,
+    Checkpoint,
+    read_tensor,
+    read_text,
+)
+from scale_surgery.checkpoint.hashes import hash_file, hash_files
+from scale_surgery.checkpoint.shards import (
+    Entry,
+    computed,
+    header_bytes,
+    stored,
+    write_shard,
+)
+from scale_surgery.checkpoint.staging import as_json, write_text
+from scale_surgery.errors import CheckpointError, PlanError
+from scale_surgery.planning.families import get_family
+from scale_surgery.planning.methods import method_of
+from scale_surgery.progress import Track
+from scale_surgery.surgery.config import fused_config
+from scale_surgery.surgery.joining import cast_problems, join, joined_tensors
+from scale_surgery.surgery.parts import described_parts, rebuild_shard
+from scale_surgery.surgery.record import Manifest
+
+if TYPE_CHECKING:
+    pass
+
+
+def check_fusible(checkpoint: Checkpoint, manifest: Manifest) -> None:
+    """Check that the blocks of every linear can be joined without a cast.
+
+    Raises:
+        PlanError: If not; every tensor of another dtype than its base tensor is named. Or if the model is grown.
+    """
+    problems = cast_problems(checkpoint, manifest)
+    if method_of(manifest.plan) == "grow":
+        problems.append(
+            "--to fused: the model is grown, and the base product of its down projections counts a share, so that one "
+            "matrix would hold other bytes than the base's. Merge --to stock: a plain checkpoint with a larger MLP."
+        )
+    if problems:
+        raise PlanError.from_problems(problems)
+
+
+def write_fused(checkpoint: Checkpoint, manifest: Manifest, folder: Path, track: Track) -> dict[str, Any]:
+    """Write the shards, the index, config.json and the code of a model's fused form.
+
+    Args:
+        checkpoint: The expanded model.
+        manifest: Its surgery.json.
+        folder: Where they go; shards that are there already, from an interrupted run, stay.
+        track: Makes progress bars.
+
+    Returns:
+        What surgery.json has to remember so that the files can be written again.
+
+    Raises:
+        CheckpointError: If a base shard is not what it was, or a text cannot be read.
+    """
+    code = {file: modeling.code_text(file) for file in get_family(manifest.plan["family"]).code_files}
+    before = {file: read_text(checkpoint, file) for file in (INDEX_FILE, CONFIG_FILE, *code, MANIFEST_FILE)}
+    remembered = _shards_of(checkpoint, manifest, track)
+    shards = fused_shards(checkpoint, manifest)
+    total = sum(entry.bytes for entries in shards.values() for entry in entries)
+    with track("fused shards", total) as advance:
+        for shard, entries in shards.items():
+            if (folder / shard).exists():
+                advance(sum(entry.bytes for entry in entries))
+            else:
+                write_shard(folder / shard, entries, advance)
+    weight_map = {entry.name: shard for shard, entries in shards.items() for entry in entries}
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    texts = {
+        INDEX_FILE: as_json(index),
+        CONFIG_FILE: as_json(fused_config(checkpoint.config, manifest)),
+        **code,
+    }
+    for file, text in texts.items():
+        write_text(folder / file, text)
+    return {
+        "shards": remembered,
+        "texts": {file: text for file, text in before.items() if texts.get(file) != text},
+    }
+
+
+def fused_shards(checkpoint: Checkpoint, manifest: Manifest) -> dict[str, list[Entry]]:
+    """What each shard of the fused form holds: of each shard the tensors that stay, with the joined ones in place."""
+    joined = {item.name: item for item in joined_tensors(manifest)}
+    gone = {name for item in joined.values() for name in item.pieces.values()} - set(joined)
+    read = functools.partial(read_tensor, checkpoint)
+    kept: dict[str, list[Entry]] = {shard: [] for shard in checkpoint.shards}
+    for name, info in checkpoint.tensors.items():
+        if name in joined:
+            item = joined[name]
+            kept[info.file].append(computed(name, info.dtype, item.shape, functools.partial(join, item, read)))
+        elif name not in gone:
+            kept[info.file].append(stored(checkpoint, name))
+    filled = [entries for entries in kept.values() if entries]
+    return {f"fused-{i:05d}-of-{len(filled):05d}.safetensors": entries for i, entries in enumerate(filled, 1)}
+
+
+def _shards_of(checkpoint: Checkpoint, manifest: Manifest, track: Track) -> dict[str, dict[str, str]]:
+    """Header and sha256 of every shard; a base shard that was changed could never be given back."""
+    known = {file.stored_as: file.sha256 for file in manifest.base_files.values()}
+    with track("hashes", sum((checkpoint.path / shard).stat().st_size for shard in checkpoint.shards)) as advance:
+        hashes = hash_files(checkpoint.path, list(checkpoint.shards), advance)
+    changed = [
+        f"{shard}: sha256 {digest}, expected {known[shard]} from surgery.json. The base inside {checkpoint.path} was "
+        "changed after the expansion: restore the file."
+        for shard, digest in hashes.items()
+        if known.get(shard, digest) != digest
+    ]
+    if changed:
+        raise CheckpointError.from_problems(changed)
+    headers = {shard: header_bytes(checkpoint.path / shard)[8:].decode("utf-8") for shard in checkpoint.shards}
+    return {shard: {"header": header, "sha256": hashes[shard]} for shard, header in headers.items()}
+
+
+def write_blocks(checkpoint: Checkpoint, manifest: Manifest, folder: Path, track: Track) -> None:
+    """Write every file that `write_fused` made another of, and check each shard by its hash.
+
+    Args:
+        checkpoint: The fused model.
+        manifest: Its surgery.json.
+        folder: Where they go.
+        track: Makes progress bars.
+
+    Raises:
+        CheckpointError: If a shard does not come out as it was, because the fused one was changed.
+    """
+    assert manifest.fused is not None
+    problems = []
+    # each byte is written, and read again to be hashed
+    with track("shards", 2 * sum(info.bytes for info in described_parts(checkpoint, manifest).values())) as advance:
+        for shard, record in manifest.joined_shards.items():
+            rebuild_shard(checkpoint, manifest, shard, folder / shard, advance)
+            if (found := hash_file(folder / shard, advance)) != record["sha256"]:
+                problems.append(
+                    f"{shard}: sha256 {found}, expected {record['sha256']} from surgery.json. The fused shards were "
+                    "changed after the merge: the blocks cannot be given back from this folder."
+                )
+                (folder / shard).unlink()
+    if problems:
+        raise CheckpointError.from_problems(problems)
+    for file, text in manifest.fused["texts"].items():
+        write_text(folder / file, text)

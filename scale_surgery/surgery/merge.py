@@ -1,0 +1,239 @@
+"""Merge an expansion into its base: one matrix for each linear, in a form for serving, or in a stock checkpoint.
+
+fused   expanded model -> the same model with joined linears, same remote code; goes back to blocks bit for bit
+blocks  fused model -> the expanded model, every file byte for byte
+stock   expanded model without an up stream -> a plain checkpoint of the base's own architecture
+
+A merged model's logits are compared with those of the model it was made from before the folder gets its name.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from scale_surgery import modeling
+from scale_surgery.checkpoint.folder import (
+    DTYPE_BYTES,
+    INDEX_FILE,
+    MANIFEST_FILE,
+    TRAINING_FOLDER,
+    Checkpoint,
+    list_files,
+    open_checkpoint,
+)
+from scale_surgery.checkpoint.hashes import hash_files
+from scale_surgery.checkpoint.staging import check_space, check_target, staged, take_over, write_json
+from scale_surgery.errors import CheckpointError
+from scale_surgery.planning.depth import refuse_depth
+from scale_surgery.planning.families import get_family
+from scale_surgery.progress import Track, no_track
+from scale_surgery.running.drift import DEFAULT_NEW_TOKENS, Drift, measure_drift
+from scale_surgery.running.options import DEFAULT_MEMORY_BYTES
+from scale_surgery.surgery.fused import check_fusible, fused_shards, write_blocks, write_fused
+from scale_surgery.surgery.joining import damaged_pieces
+from scale_surgery.surgery.merge_stock import check_stock, stock_cost, write_stock
+from scale_surgery.surgery.record import STOCK_RECORD_FILE, Manifest, read_manifest, tool_versions
+
+Form = Literal["fused", "stock", "blocks"]
+
+
+@dataclass(frozen=True)
+class Merged:
+    """What `merge` did.
+
+    Attributes:
+        path: The new checkpoint.
+        form: What it is: "fused", "stock" or "blocks".
+        base_name: What its base model is called.
+        parameters_before: Stored parameters of the model that it was made from.
+        parameters: Its stored parameters.
+        bytes_written: Bytes of its shards.
+        drift: How far its logits are from those of the model it was made from; None for "blocks", whose files are
+            compared by hash.
+        left_out: Files that were not taken along.
+    """
+
+    path: Path
+    form: Form
+    base_name: str
+    parameters_before: int
+    parameters: int
+    bytes_written: int
+    drift: Drift | None
+    left_out: tuple[str, ...]
+
+
+def merge(
+    expanded: str | Path,
+    output: str | Path,
+    to: Form = "fused",
+    *,
+    prompts_file: Path | None = None,
+    new_tokens: int = DEFAULT_NEW_TOKENS,
+    memory_bytes: int = DEFAULT_MEMORY_BYTES,
+    device: str = "cpu",
+    overwrite: bool = False,
+    trust_remote_code: bool = False,
+    track: Track = no_track,
+) -> Merged:
+    """Merge an expanded checkpoint, or take a fused one apart again.
+
+    Args:
+        expanded: Folder of an expanded checkpoint; for "blocks" of a fused one.
+        output: Folder to be.
+        to: "fused", "stock" or "blocks".
+        prompts_file: Probe prompts to measure the drift on, one a line; built-in ones otherwise.
+        new_tokens: Tokens to generate for each prompt; 0 for none.
+        memory_bytes: On the CPU, weights above this are streamed from their files while the models run.
+        device: Where the models run.
+        overwrite: Whether an existing output folder may be replaced.
+        trust_remote_code: Run the folder's own code instead of this package's, and its tokenizer's.
+        track: Makes progress bars.
+
+    Returns:
+        What was done.
+
+    Raises:
+        PlanError: If this model cannot have that form; every reason is given.
+        CheckpointError: If this is no expanded checkpoint, its logits drift further than rounding explains, or the
+            output cannot be written. Then nothing is left under its name.
+    """
+    from scale_surgery.running.probe import read_prompts
+
+    source, target = Path(expanded), Path(output)
+    checkpoint, manifest = open_checkpoint(source), read_manifest(source)
+    _check_form(source, checkpoint, manifest, to)
+    if prompts_file is not None:
+        read_prompts(prompts_file)  # what cannot be read is known before anything is written
+    check_target(target, [source], overwrite=overwrite)
+    check_space(target, _needed_bytes(checkpoint, manifest, to))
+    drift = None
+    with staged(target, _state(checkpoint, manifest, to), overwrite=overwrite) as partial:
+        remembered = _write(checkpoint, manifest, partial, to, track)
+        if to != "blocks":
+            probing: dict[str, Any] = {"prompts_file": prompts_file, "new_tokens": new_tokens, "track": track}
+            running: dict[str, Any] = {"memory_bytes": memory_bytes, "device": device}
+            drift = measure_drift(source, partial, **probing, **running, trust_remote_code=trust_remote_code)
+            _check_drift(partial, target, drift)
+            if to == "fused":
+                write_json(partial / MANIFEST_FILE, _fused_record(manifest, remembered, drift))
+            else:
+                write_json(partial / STOCK_RECORD_FILE, _stock_record(partial, manifest, drift, track))
+    return _describe(target, to, checkpoint, manifest, drift)
+
+
+def _check_form(source: Path, checkpoint: Checkpoint, manifest: Manifest, to: Form) -> None:
+    refuse_depth(
+        manifest.plan["specs"],
+        source,
+        "It is a stock checkpoint already, which any program loads as it is, so there is nothing to merge.",
+    )
+    if to == "blocks" and manifest.fused is None:
+        raise CheckpointError(f"{source}: has its blocks, expected a model made by scale-surgery merge --to fused.")
+    if to != "blocks" and manifest.fused is not None:
+        raise CheckpointError(f"{source}: is fused already. Take it apart first: scale-surgery merge --to blocks.")
+    if to != "blocks" and (problems := damaged_pieces(checkpoint, manifest)):
+        raise CheckpointError.from_problems([*problems, "scale-surgery verify says what else is not as it was."])
+    if to == "fused":
+        check_fusible(checkpoint, manifest)
+    elif to == "stock":
+        check_stock(checkpoint, manifest)
+
+
+def _needed_bytes(checkpoint: Checkpoint, manifest: Manifest, to: Form) -> int:
+    if to == "stock":
+        return stock_cost(manifest).parameters * DTYPE_BYTES[checkpoint.dtype]
+    if to == "fused":
+        return sum(entry.bytes for entries in fused_shards(checkpoint, manifest).values() for entry in entries)
+    return sum(info.bytes for info in checkpoint.tensors.values())
+
+
+def _state(checkpoint: Checkpoint, manifest: Manifest, to: Form) -> dict[str, Any]:
+    """What decides whether an unfinished folder may be continued."""
+    stamps = {
+        file: (checkpoint.path / file).stat() for file in (*checkpoint.shards, *checkpoint.side_files, MANIFEST_FILE)
+    }
+    sizes = {file: [found.st_size, found.st_mtime_ns] for file, found in stamps.items()}
+    return {"merge": to, "base": manifest.base_fingerprint, "files": sizes, "tool": tool_versions()}
+
+
+def _write(checkpoint: Checkpoint, manifest: Manifest, partial: Path, to: Form, track: Track) -> dict[str, Any]:
+    """Write all but the record; returns what surgery.json of a fused model has to remember."""
+    if to == "stock":
+        write_stock(checkpoint, manifest, partial, track)
+        return {}
+    if to == "fused":
+        remembered = write_fused(checkpoint, manifest, partial, track)
+    else:
+        write_blocks(checkpoint, manifest, partial, track)
+        remembered = {}
+    for file in checkpoint.side_files:
+        if file not in (INDEX_FILE, *_left_out(checkpoint)) and not (partial / file).exists():
+            take_over(checkpoint.path / file, partial / file, "copy")
+    return remembered
+
+
+def _left_out(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Files that do not go along: weights in other formats, and states of a training run that was not finished."""
+    states = tuple(file for file in checkpoint.side_files if file.startswith(f"{TRAINING_FOLDER}/checkpoint-"))
+    return (*checkpoint.left_out, *states)
+
+
+def _check_drift(partial: Path, target: Path, drift: Drift) -> None:
+    if drift.holds:
+        return
+    shutil.rmtree(partial)  # a second run begins anew
+    raise CheckpointError(
+        f"{target}: not written, its logits drift by {drift.drift:.3g} of {drift.largest_logit:.3g} "
+        f"({drift.share:.2g}), expected at most {drift.tolerance:g} of the largest logit, which is what rounding in "
+        f"{drift.dtype} does. Is {partial.parent} a sound disk, and is the model's code its own? "
+        "scale-surgery verify says."
+    )
+
+
+def _fused_record(manifest: Manifest, remembered: Mapping[str, Any], drift: Drift) -> dict[str, Any]:
+    """surgery.json of a fused model."""
+    code = {file: modeling.code_hash(file) for file in get_family(manifest.plan["family"]).code_files}
+    return asdict(replace(manifest, fused={**remembered, "drift": asdict(drift)}, code=code, verification=None))
+
+
+def _stock_record(partial: Path, manifest: Manifest, drift: Drift, track: Track) -> dict[str, Any]:
+    """merge.json: where a stock export comes from, how far its logits are from there, and what was written."""
+    sizes = {name: (partial / name).stat().st_size for name in list_files(partial) if name != STOCK_RECORD_FILE}
+    with track("hashes", sum(sizes.values())) as advance:
+        written = hash_files(partial, list(sizes), advance)
+    return {
+        "form": "stock",
+        "base_name": manifest.base_name,
+        "base_revision": manifest.base_revision,
+        "base_fingerprint": manifest.base_fingerprint,
+        "request": manifest.plan["request"],
+        "training": list(manifest.training),
+        "base_files": {
+            name: {"sha256": file.sha256, "bytes": file.bytes}
+            for name, file in manifest.base_files.items()
+            if name != STOCK_RECORD_FILE
+        },
+        "files": {name: {"sha256": digest, "bytes": sizes[name]} for name, digest in written.items()},
+        **asdict(stock_cost(manifest)),
+        "drift": asdict(drift),
+        "tool": tool_versions(),
+    }
+
+
+def _describe(target: Path, to: Form, checkpoint: Checkpoint, manifest: Manifest, drift: Drift | None) -> Merged:
+    written = open_checkpoint(target)
+    return Merged(
+        path=target,
+        form=to,
+        base_name=manifest.base_name,
+        parameters_before=sum(info.elements for info in checkpoint.tensors.values()),
+        parameters=sum(info.elements for info in written.tensors.values()),
+        bytes_written=sum(info.bytes for info in written.tensors.values()),
+        drift=drift,
+        left_out=_left_out(checkpoint),
+    )

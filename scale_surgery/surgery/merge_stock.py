@@ -1,0 +1,201 @@
+"""The stock form on disk: a plain checkpoint of the base's own architecture, for programs that run no other code.
+
+base shards      --joined and padded tensor by tensor-->   the same shards, the same names
+config.json      the base's own, with the new number of heads and inner width
+everything else  the base's own files
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from scale_surgery.checkpoint.folder import CONFIG_FILE, INDEX_FILE, Checkpoint, read_tensor
+from scale_surgery.checkpoint.shards import Entry, computed, stored, write_shard
+from scale_surgery.checkpoint.staging import take_over, write_json
+from scale_surgery.errors import PlanError
+from scale_surgery.planning.families import Family, Sizes, get_family
+from scale_surgery.planning.specs import REPLACING, Widths, stream_widths
+from scale_surgery.planning.stock import StockCost, cost_of_stock, stock_problems, stock_shapes, stock_sizes
+from scale_surgery.progress import Progress, Track, no_track
+from scale_surgery.surgery.joining import Joined, cast_problems, join, joined_tensors
+from scale_surgery.surgery.parts import restore
+from scale_surgery.surgery.record import Manifest
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def check_stock(checkpoint: Checkpoint, manifest: Manifest) -> None:
+    """Check that an expanded model has a stock form.
+
+    Args:
+        checkpoint: The expanded model.
+        manifest: Its surgery.json.
+
+    Raises:
+        PlanError: If it has none; every reason is given.
+    """
+    problems = [*_state_problems(manifest), *stock_problems(*_facts(manifest), _base_config(manifest))]
+    if not manifest.fused:
+        problems += cast_problems(checkpoint, manifest)
+    if problems:
+        raise PlanError.from_problems(problems)
+
+
+def stock_cost(manifest: Manifest) -> StockCost:
+    """Count what the stock form of an expanded model costs.
+
+    Args:
+        manifest: Its surgery.json.
+
+    Returns:
+        Parameters, of them padding, and widths before and after.
+    """
+    tensors = manifest.plan["tensors"]
+    beside = sum(prod(tensor["shape"]) for tensor in tensors if tensor["block"] not in REPLACING)
+    parameters = (manifest.plan["costs"]["parameters_before"], beside)
+    return cost_of_stock(*_facts(manifest), manifest.base_tensors, parameters)
+
+
+def _facts(manifest: Manifest) -> tuple[Family, Sizes, Widths]:
+    plan = manifest.plan
+    return get_family(plan["family"]), Sizes(**plan["sizes"]), Widths(**plan["widths"])
+
+
+def _base_config(manifest: Manifest) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads(manifest.replaced[CONFIG_FILE])
+    return config
+
+
+def _state_problems(manifest: Manifest) -> list[str]:
+    problems = []
+    if manifest.routing:
+        problems.append(
+            f"--to stock: the model is routed ({manifest.routing['settings']['router']}), expected one path: a stock "
+            "class has no router. Take it away first: scale-surgery route-export --router none."
+        )
+    if manifest.fused:
+        problems.append(
+            "--to stock: the model is fused, expected its blocks beside the base tensors. Take it apart first: "
+            "scale-surgery merge --to blocks."
+        )
+    return problems
+
+
+def write_stock(checkpoint: Checkpoint, manifest: Manifest, partial: Path, track: Track = no_track) -> None:
+    """Write the stock form of an expanded model: every file of the base, under its name, in its shards.
+
+    Args:
+        checkpoint: The expanded model.
+        manifest: Its surgery.json; `check_stock` finds nothing wrong with it.
+        partial: The folder to write into; shards that are there already, from an interrupted run, stay.
+        track: Makes progress bars.
+    """
+    shards = stock_shards(checkpoint, manifest)
+    total = sum(entry.bytes for entries in shards.values() for entry in entries)
+    with track("stock shards", total) as advance:
+        restore(checkpoint.path, partial, manifest, functools.partial(_place, checkpoint, shards, advance))
+    write_json(partial / CONFIG_FILE, stock_config(_base_config(manifest), *_facts(manifest)))
+    if INDEX_FILE in manifest.base_files:
+        index = json.loads(manifest.replaced[INDEX_FILE])
+        write_json(partial / INDEX_FILE, index | {"metadata": _index_metadata(index.get("metadata"), shards)})
+
+
+def stock_shards(checkpoint: Checkpoint, manifest: Manifest) -> dict[str, list[Entry]]:
+    """What each base shard holds in the stock form, by the shard's name in the expanded folder."""
+    shapes = stock_shapes(*_facts(manifest), manifest.base_tensors)
+    joined = {item.name: item for item in joined_tensors(manifest)}
+    shards: dict[str, list[Entry]] = {}
+    for name in manifest.base_tensors:
+        info = checkpoint.tensors[name]
+        entry = stored(checkpoint, name)
+        if name in shapes:
+            make = functools.partial(_make, checkpoint, manifest, name, joined.get(name))
+            entry = computed(name, info.dtype, shapes[name], make)
+        shards.setdefault(info.file, []).append(entry)
+    return shards
+
+
+def _make(checkpoint: Checkpoint, manifest: Manifest, name: str, joined: Joined | None) -> Tensor:
+    """A larger tensor: base and new values side by side where its layer was expanded, then zeros."""
+    read = functools.partial(read_tensor, checkpoint)
+    family, sizes, widths = _facts(manifest)
+    linear = next(linear for linear in family.linears if name.rpartition(".")[0].endswith(f".{linear.name}"))
+    before = stream_widths(sizes, widths if joined else Widths(0, 0, 0))
+    after = stream_widths(stock_sizes(family, sizes, widths), Widths(0, 0, 0))
+    tensor = join(joined, read) if joined else read(name)
+    rows = [(sum(before[stream]), sum(after[stream])) for stream in linear.writes()]
+    is_transposed = family.transposed and tensor.dim() == 2
+    padded = pad(tensor.t() if is_transposed else tensor, rows, sum(after[linear.reads]))
+    return padded.t() if is_transposed else padded
+
+
+def pad(tensor: Tensor, rows: Sequence[tuple[int, int]], columns: int) -> Tensor:
+    """Pad a weight or a bias with zeros.
+
+    Args:
+        tensor: (outputs, inputs), or (outputs,).
+        rows: Outputs of each section before and after.
+        columns: Inputs after.
+
+    Returns:
+        The tensor, where the zeros of each section follow its values.
+    """
+    import torch
+    from torch.nn.functional import pad as pad_end
+
+    parts = torch.split(tensor, [before for before, _ in rows])
+    beside = [0, columns - tensor.shape[1]] if tensor.dim() == 2 else []
+    return torch.cat(
+        [pad_end(part, [*beside, 0, after - len(part)]) for part, (_, after) in zip(parts, rows, strict=True)]
+    )
+
+
+def _place(
+    checkpoint: Checkpoint, shards: Mapping[str, list[Entry]], advance: Progress, source: Path, file: Path
+) -> None:
+    """Put a file of the base where it goes; a shard with what it holds in the stock form."""
+    entries = shards.get(source.relative_to(checkpoint.path).as_posix())
+    if entries is None:
+        take_over(source, file, "copy")
+        return
+    grows = any(entry.shape != checkpoint.tensors[entry.name].shape for entry in entries)
+    if grows and not file.exists():
+        write_shard(file, entries, advance)
+        return
+    if not grows:
+        take_over(source, file, "auto")
+    advance(sum(entry.bytes for entry in entries))
+
+
+def stock_config(config: Mapping[str, Any], family: Family, sizes: Sizes, widths: Widths) -> dict[str, Any]:
+    """Edit a base model's config.json: the heads and the inner width of the stock form, all else as it was.
+
+    Args:
+        config: Parsed config.json of the base.
+        family: Facts of the architecture.
+        sizes: Sizes of the base model.
+        widths: What was added.
+
+    Returns:
+        The new config; the head size stands in it where heads were added, since it no longer follows from them.
+    """
+    heads = ("query_heads", "key_value_heads", "head_size") if widths.up_kv_heads else ()
+    inner = ("inner",) if widths.up_inner_width else ()
+    stock = stock_sizes(family, sizes, widths)
+    return {**config, **{family.key(name): getattr(stock, name) for name in (*heads, *inner)}}
+
+
+def _index_metadata(metadata: Mapping[str, Any] | None, shards: Mapping[str, list[Entry]]) -> dict[str, Any]:
+    entries = [entry for shard in shards.values() for entry in shard]
+    counts = {
+        "total_parameters": sum(prod(entry.shape) for entry in entries),
+        "total_size": sum(entry.bytes for entry in entries),
+    }
+    found = dict(metadata or {})
+    return found | {name: count for name, count in counts.items() if name in found or name == "total_size"}

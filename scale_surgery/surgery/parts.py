@@ -1,0 +1,166 @@
+"""Base tensors and blocks of a model folder, and its base as files, wherever they lie."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from scale_surgery.checkpoint.folder import INDEX_FILE, MANIFEST_FILE, Checkpoint, TensorInfo, read_json, read_tensor
+from scale_surgery.checkpoint.hashes import hash_tensors
+from scale_surgery.checkpoint.numbering import numbering_of
+from scale_surgery.checkpoint.shards import entries_of, tensor_bytes, write_pieces
+from scale_surgery.checkpoint.staging import write_json, write_text
+from scale_surgery.errors import CheckpointError
+from scale_surgery.progress import Progress, no_progress
+from scale_surgery.surgery.joining import Joined, joined_tensors, take
+from scale_surgery.surgery.record import Manifest
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def part_readers(checkpoint: Checkpoint, manifest: Manifest) -> dict[str, Callable[[], Tensor]]:
+    """How to read every base tensor and every block of an expanded model, fused or not, by name.
+
+    Args:
+        checkpoint: The model.
+        manifest: Its surgery.json.
+
+    Returns:
+        The readers; what lies in a joined tensor that is missing or of a wrong shape has none.
+    """
+    found: dict[str, Callable[[], Tensor]] = {
+        name: functools.partial(read_tensor, checkpoint, name) for name in checkpoint.tensors
+    }
+    # the pieces of a matrix are asked for one after the other
+    read = functools.lru_cache(maxsize=1)(functools.partial(read_tensor, checkpoint))
+    for item in joined_tensors(manifest) if manifest.fused is not None else ():
+        whole = found.pop(item.name, None)
+        if whole is not None and checkpoint.tensors[item.name].shape == item.shape:
+            found |= {name: functools.partial(_take, item, block, read) for block, name in item.pieces.items()}
+    return found
+
+
+def described_parts(checkpoint: Checkpoint, manifest: Manifest) -> Mapping[str, TensorInfo]:
+    """Dtype, shape and size of every base tensor and block of an expanded model, fused or not, by name.
+
+    Args:
+        checkpoint: The model.
+        manifest: Its surgery.json; of a fused model it says what lay where before.
+    """
+    if manifest.fused is None:
+        return checkpoint.tensors
+    headers = {shard: json.loads(record["header"]) for shard, record in manifest.joined_shards.items()}
+    return {
+        name: TensorInfo(name, shard, entry["dtype"], tuple(entry["shape"]), begin, end - begin)
+        for shard, header in headers.items()
+        for name, entry in header.items()
+        if name != "__metadata__"
+        for begin, end in [entry["data_offsets"]]
+    }
+
+
+def _take(item: Joined, block: str, read: Callable[[str], Tensor]) -> Tensor:
+    return take(item, block, read(item.name))
+
+
+def hash_parts(
+    checkpoint: Checkpoint, manifest: Manifest, names: Iterable[str], advance: Progress = no_progress
+) -> dict[str, str]:
+    """sha256 of the bytes of base tensors and blocks, by name; of those that are there."""
+    if manifest.fused is None:
+        return hash_tensors(checkpoint, [name for name in names if name in checkpoint.tensors], advance)
+    readers, hashes = part_readers(checkpoint, manifest), {}
+    for name in names:
+        if name in readers:
+            found = tensor_bytes(readers[name]())
+            hashes[name] = hashlib.sha256(found).hexdigest()
+            advance(len(found))
+    return hashes
+
+
+def restore(expanded: Path, folder: Path, manifest: Manifest, place: Callable[[Path, Path], None]) -> None:
+    """Put the base model's files into a folder, under their own names.
+
+    Args:
+        expanded: Folder of the expanded checkpoint.
+        folder: Where the files go.
+        manifest: Its surgery.json.
+        place: Gets a stored file and the path that it is to have, and puts it there.
+    """
+    for name, file in manifest.base_files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        if file.stored_as is None:
+            write_text(folder / name, manifest.replaced[name])
+        else:
+            place(expanded / file.stored_as, folder / name)
+
+
+def link_base(expanded: Path, folder: Path, manifest: Manifest) -> dict[str, str]:
+    """Make a folder that loads as the base: links to its files where they are whole, and no byte of a tensor copied.
+
+    Args:
+        expanded: Folder of the expanded checkpoint.
+        folder: Where the links go.
+        manifest: Its surgery.json.
+
+    Returns:
+        What `from_pretrained` has to be given as `key_mapping`: where layers were duplicated, the shards name tensors
+        by position, and these patterns make base names of them.
+    """
+    restore(expanded, folder, manifest, lambda source, link: link.symlink_to(source.resolve()))
+    numbering = numbering_of(manifest.plan["specs"])
+    if numbering is None:
+        return {}
+    index = folder / INDEX_FILE
+    if index.is_file():
+        content = read_json(index)
+        places = {numbering.stored(name): shard for name, shard in content["weight_map"].items()}
+        write_json(index, {**content, "weight_map": places})
+    return numbering.as_key_mapping(int(manifest.plan["sizes"]["layers"]))
+
+
+def _check_present(expanded: Path, manifest: Manifest) -> None:
+    joined = manifest.joined_shards
+    missing = [
+        f"{file.stored_as}: not found in {expanded}, it holds the base's {name}. Restore it from where you got it."
+        for name, file in manifest.base_files.items()
+        if file.stored_as is not None and file.stored_as not in joined and not (expanded / file.stored_as).is_file()
+    ]
+    if missing:
+        raise CheckpointError.from_problems(missing)
+
+
+def rebuild_shard(
+    checkpoint: Checkpoint, manifest: Manifest, shard: str, file: Path, advance: Progress = no_progress
+) -> None:
+    """Write a shard again as it was before its tensors were joined.
+
+    Args:
+        checkpoint: The fused model.
+        manifest: Its surgery.json.
+        shard: Name that the shard had.
+        file: The file to be.
+        advance: Called with the bytes done.
+
+    Raises:
+        CheckpointError: If surgery.json does not say what the shard held.
+    """
+    text = manifest.joined_shards[shard]["header"].encode("utf-8")
+    header = len(text).to_bytes(8, "little") + text
+    read = {name: _bytes_reader(tensor) for name, tensor in part_readers(checkpoint, manifest).items()}
+    try:
+        write_pieces(file, header, entries_of(header, read), advance)
+    except (CheckpointError, KeyError, ValueError, TypeError) as error:
+        raise CheckpointError(
+            f"{MANIFEST_FILE}: its header of {shard} does not fit the tensors in {checkpoint.path} ({error}). "
+            "Restore both from where you got them."
+        ) from error
+
+
+def _bytes_reader(read: Callable[[], Tensor]) -> Callable[[], Iterable[bytes]]:
+    return lambda: [tensor_bytes(read())]

@@ -1,0 +1,213 @@
+"""An extracted expansion on a base whose files are other than those that it was made on.
+
+base files       --as files-->    the same, under the names that `expand` would give them
+expansion shards --as files-->    the same
+config.json      --edited anew--> where the base's is another; tokenizer_config.json likewise
+index, surgery.json               written for this base, so that `strip` gives its files back
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from scale_surgery.checkpoint.folder import CONFIG_FILE, INDEX_FILE, MANIFEST_FILE, Checkpoint
+from scale_surgery.checkpoint.hashes import hash_file
+from scale_surgery.checkpoint.numbering import numbering_of
+from scale_surgery.checkpoint.sources import Source
+from scale_surgery.checkpoint.staging import BaseWeights, as_json, take_over, write_json
+from scale_surgery.errors import CheckpointError
+from scale_surgery.planning.families import get_family
+from scale_surgery.planning.plan import fingerprint
+from scale_surgery.progress import Track
+from scale_surgery.running.tokenizer import TOKENIZER_CONFIG_FILE
+from scale_surgery.surgery.config import expanded_config, make_index, stored_shard, written_config
+from scale_surgery.surgery.expand import take_over_shards
+from scale_surgery.surgery.extract_folder import Extract, stored_name
+from scale_surgery.surgery.record import BaseFile, Manifest, tool_versions
+from scale_surgery.surgery.renumbered import renumbered_shards
+
+# written for each base, never taken over from the extract as they are
+WRITTEN = (CONFIG_FILE, INDEX_FILE, MANIFEST_FILE)
+
+
+@dataclass(frozen=True)
+class Base:
+    """A base model, compared with the one that an expansion was made on.
+
+    Attributes:
+        source: Where it is.
+        checkpoint: Its config and headers.
+        files: sha256 of each of its files.
+        tensors: sha256 of each of its tensors.
+        differing: How tensors differ, by name.
+        other_files: Names of files that are changed, new or missing.
+    """
+
+    source: Source
+    checkpoint: Checkpoint
+    files: Mapping[str, str]
+    tensors: Mapping[str, str]
+    differing: Mapping[str, str]
+    other_files: tuple[str, ...]
+
+
+def check_names(extract: Extract, base: Base) -> None:
+    """Check that no two files would have one name; a side file that the expansion replaced before is no clash.
+
+    Args:
+        extract: The expansion.
+        base: The base.
+
+    Raises:
+        CheckpointError: If they would; every name is listed.
+    """
+    own, places = _own_names(extract, base), _base_places(extract, base)
+    known = {file.stored_as or name for name, file in extract.manifest.base_files.items()}
+    replacing = {name for name in own if name in known and not name.endswith(".safetensors")}
+    uses = Counter([*places.values(), *(name for name in own if name not in replacing)])
+    clashing = sorted(name for name, count in uses.items() if count > 1)
+    if clashing:
+        raise CheckpointError.from_problems(
+            f"{name}: the base model has a file of this name, which the expansion needs. Take it out of the base."
+            for name in clashing
+        )
+
+
+def rebase(
+    extract: Extract, base: Base, folder: Path, how: BaseWeights, *, trust_remote_code: bool, track: Track
+) -> None:
+    """Write an expanded checkpoint around the files of a base.
+
+    Args:
+        extract: The expansion.
+        base: The base; names and shapes of its tensors fit.
+        folder: Where the files go.
+        how: How shards are taken over.
+        trust_remote_code: Whether a custom tokenizer of the base may run its own code.
+        track: Makes progress bars.
+
+    Raises:
+        CheckpointError: If a file of the base that the expansion replaces is no text.
+    """
+    own, places = _own_names(extract, base), _base_places(extract, base)
+    # where both have a file, that of the expansion stays: somebody changed it there on purpose
+    checkpoint, numbering = base.checkpoint, numbering_of(extract.manifest.plan["specs"])
+    side_files = {name: stored for name, stored in places.items() if name not in checkpoint.shards}
+    taken = {stored: checkpoint.path / name for name, stored in side_files.items() if stored not in own}
+    taken |= {name: extract.path / stored_name(name) for name in own}
+    shard_bytes = sum((checkpoint.path / shard).stat().st_size for shard in checkpoint.shards)
+    with track("files", shard_bytes + sum(file.stat().st_size for file in taken.values())) as advance:
+        take_over_shards(checkpoint, folder, numbering, how, advance)
+        for name, file in taken.items():
+            take_over(file, folder / name, how)
+            advance(file.stat().st_size)
+    dtype = _torch_dtype(base.checkpoint)
+    _write_config(extract, base, folder, dtype, trust_remote_code=trust_remote_code)
+    _write_index(extract, base.checkpoint, folder)
+    write_json(folder / MANIFEST_FILE, asdict(_manifest(extract, base, folder, places, dtype)))
+
+
+def _own_names(extract: Extract, base: Base) -> list[str]:
+    """Files that are taken over from the extract; the tokenizer's class is pinned for each base."""
+    repinned = {TOKENIZER_CONFIG_FILE}.intersection(base.other_files)
+    return [name for name in extract.files if name not in WRITTEN and name not in repinned]
+
+
+def _base_places(extract: Extract, base: Base) -> dict[str, str]:
+    """Names that the base's files get; config and index are written anew."""
+    recorded = {name: file.stored_as or name for name, file in extract.manifest.base_files.items()}
+    places = {shard: stored_shard(shard) for shard in base.checkpoint.shards}
+    side_files = (file for file in base.checkpoint.side_files if file not in WRITTEN)
+    return places | {file: recorded.get(file, file) for file in side_files}
+
+
+def _torch_dtype(checkpoint: Checkpoint) -> str:
+    from scale_surgery.surgery.initialise import TORCH_DTYPES
+
+    return str(TORCH_DTYPES[checkpoint.dtype]).removeprefix("torch.")
+
+
+def _write_config(extract: Extract, base: Base, folder: Path, dtype: str, *, trust_remote_code: bool) -> None:
+    from scale_surgery.running.tokenizer import pin_tokenizer_class
+
+    if CONFIG_FILE not in base.other_files:
+        take_over(extract.path / CONFIG_FILE, folder / CONFIG_FILE, "copy")
+    else:
+        write_json(folder / CONFIG_FILE, written_config(extract.manifest, base.checkpoint.config, dtype))
+    if TOKENIZER_CONFIG_FILE in base.other_files:
+        pin_tokenizer_class(base.checkpoint.path, folder, trust_remote_code=trust_remote_code)
+
+
+def _write_index(extract: Extract, base: Checkpoint, folder: Path) -> None:
+    shards = {name: stored_shard(info.file) for name, info in base.tensors.items()}
+    shards |= {name: info.file for name, info in extract.tensors.items()}
+    total = sum(info.bytes for info in (*base.tensors.values(), *extract.tensors.values()))
+    write_json(folder / INDEX_FILE, make_index(shards, extract.manifest.plan["specs"], total))
+
+
+def _manifest(extract: Extract, base: Base, folder: Path, places: Mapping[str, str], dtype: str) -> Manifest:
+    """surgery.json for this base."""
+    before, given = extract.manifest, base.checkpoint
+    identity: dict[str, Any] = {
+        "base_name": base.source.name,
+        "base_revision": base.source.revision,
+        "base_fingerprint": fingerprint(given),
+    }
+    renumbered = renumbered_shards(given, numbering_of(before.plan["specs"]))
+    replaced = {
+        name: _text(given.path / name)
+        for name in given.side_files
+        if name in WRITTEN or hash_file(folder / places[name]) != base.files[name]
+    }
+    files = {
+        name: BaseFile(digest, (given.path / name).stat().st_size, None if name in replaced else places[name])
+        for name, digest in base.files.items()
+    }
+    return replace(
+        before,
+        **identity,
+        base_files=files,
+        base_tensors={name: base.tensors[name] for name in given.tensors},
+        left_out=given.left_out,
+        replaced=replaced,
+        plan={**before.plan, **identity},
+        tool=tool_versions(),
+        verification=None,
+        routing=_routing(extract, base, dtype),
+        forced_base=_forced(before, base) if base.differing else before.forced_base,
+        renumbered={places[shard]: header for shard, header in renumbered.items()},
+    )
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise CheckpointError(
+            f"{file.name}: the expansion has another file of this name, and the base's is no text that surgery.json "
+            "could keep. Take it out of the base."
+        ) from error
+
+
+def _routing(extract: Extract, base: Base, dtype: str) -> dict[str, Any] | None:
+    """What un-routing gives back: the unrouted model's config.json, made from this base's."""
+    manifest = extract.manifest
+    if manifest.routing is None or CONFIG_FILE not in base.other_files:
+        return None if manifest.routing is None else dict(manifest.routing)
+    family = get_family(manifest.plan["family"])
+    text = as_json(expanded_config(base.checkpoint.config, manifest.plan["specs"], family, dtype))
+    before = manifest.routing["before"]
+    changed = {"files": {**before["files"], CONFIG_FILE: text}, "verification": None}
+    return {**manifest.routing, "before": {**before, **changed}}
+
+
+def _forced(manifest: Manifest, base: Base) -> dict[str, Any]:
+    return {
+        "expected_name": manifest.base_name,
+        "expected_revision": manifest.base_revision,
+        "differing": list(base.differing),
+    }

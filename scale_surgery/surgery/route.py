@@ -1,0 +1,272 @@
+"""Give an expanded checkpoint a router, take it away again, or set its numbers; no tensor is read or written.
+
+weights and tokenizer  --as files-->  the same
+config.json            --edited-->    scale_surgery.routing: router, its numbers, where the paths part
+*.py                   --this release's-->
+surgery.json           what was there before, so that `--router none` gives it back
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from scale_surgery import modeling
+from scale_surgery.checkpoint.folder import CONFIG_FILE, MANIFEST_FILE, Checkpoint, open_checkpoint, read_text
+from scale_surgery.checkpoint.staging import (
+    BaseWeights,
+    as_json,
+    check_space,
+    check_target,
+    staged,
+    take_over,
+    write_json,
+    write_text,
+)
+from scale_surgery.errors import CheckpointError, PlanError
+from scale_surgery.planning.depth import refuse_depth
+from scale_surgery.planning.families import get_family
+from scale_surgery.planning.routing_specs import ROUTERS, Routing, router_settings
+from scale_surgery.progress import Track, no_track
+from scale_surgery.surgery.config import routed_config
+from scale_surgery.surgery.record import Manifest, read_manifest, refuse_fused, routing_of
+
+
+@dataclass(frozen=True)
+class Routed:
+    """What `route_export` did.
+
+    Attributes:
+        path: The new checkpoint.
+        base_name: What its base model is called.
+        routing: How it routes, or None where the router was taken away.
+        fork: First layer that both paths run; None where they part only in the head.
+        layers: Layers of the base model.
+        bytes_written: Bytes of shards that were written; 0 with hard links.
+    """
+
+    path: Path
+    base_name: str
+    routing: Routing | None
+    fork: int | None
+    layers: int
+    bytes_written: int
+
+    @property
+    def cost(self) -> float:
+        """Cost of the layers in a forward, as a multiple of the model without a router: 1 + (L - L_fp) / L."""
+        return 1.0 if self.routing is None or self.fork is None else 1 + (self.layers - self.fork) / self.layers
+
+
+def check_routing(routing: Routing) -> None:
+    """Check that the numbers of a router make sense, on any model.
+
+    Raises:
+        PlanError: If not; every number that does not is named.
+    """
+    problems = []
+    if routing.router not in ROUTERS:
+        problems.append(f"router: {routing.router}, expected one of {', '.join(ROUTERS)}, or none to take it away.")
+    if not -1 <= routing.threshold <= 1:
+        problems.append(f"threshold: {routing.threshold}, expected a cosine, from -1 to 1.")
+    if not 0 < routing.prior < 1:
+        problems.append(f"prior: {routing.prior}, expected a probability between 0 and 1, neither of them.")
+    if not 0 <= routing.switch_rate < 1:
+        problems.append(f"switch-rate: {routing.switch_rate}, expected a share, at least 0 and less than 1.")
+    if problems:
+        raise PlanError.from_problems(problems)
+
+
+def route_export(
+    expanded: str | Path,
+    output: str | Path,
+    routing: Routing | None = None,
+    *,
+    base_weights: BaseWeights = "auto",
+    overwrite: bool = False,
+    track: Track = no_track,
+) -> Routed:
+    """Write a checkpoint whose model computes both paths in one forward pass and routes each token.
+
+    Args:
+        expanded: Folder of an expanded checkpoint without a router.
+        output: Folder to be.
+        routing: How to route; by default the posterior router with its defaults.
+        base_weights: How base shards are taken over: "auto", "copy" or "link".
+        overwrite: Whether an existing output folder may be replaced.
+        track: Makes progress bars.
+
+    Returns:
+        What was done.
+
+    Raises:
+        PlanError: If the numbers make no sense, or the router cannot tell the two paths of this model apart.
+        CheckpointError: If this is no expanded checkpoint, it routes already, or the output cannot be written.
+    """
+    routing = routing or Routing()
+    check_routing(routing)
+    checkpoint, manifest = open_checkpoint(Path(expanded)), read_manifest(Path(expanded))
+    refuse_fused(checkpoint.path, manifest)
+    refuse_depth(
+        manifest.plan["specs"],
+        expanded,
+        "It is a stock checkpoint, whose classes run one path; a router needs --method scale or grow.",
+    )
+    if manifest.routing is not None:
+        raise CheckpointError(
+            f"{expanded}: is a routed model already. Its numbers are changed by route-calibrate --write, or by "
+            "scale_surgery.set_routing in Python; for another router take this one away first: --router none."
+        )
+    _check_paths(manifest, routing)
+    code = {file: modeling.code_text(file) for file in get_family(manifest.plan["family"]).code_files}
+    record = {"settings": asdict(routing), "before": _before(checkpoint, manifest, code)}
+    hashes = {file: modeling.code_hash(file) for file in code}
+    changed = replace(manifest, routing=record, code=hashes, verification=None)
+    config = as_json(routed_config(checkpoint.config, changed))
+    take = Taking(base_weights, overwrite, track)
+    return _write(checkpoint, manifest, Path(output), changed, {**code, CONFIG_FILE: config}, take)
+
+
+def unroute(
+    routed: str | Path,
+    output: str | Path,
+    *,
+    base_weights: BaseWeights = "auto",
+    overwrite: bool = False,
+    track: Track = no_track,
+) -> Routed:
+    """Write a routed checkpoint without its router: what was there before, and what it has learned since.
+
+    Args:
+        routed: Folder of a routed checkpoint.
+        output: Folder to be.
+        base_weights: How base shards are taken over: "auto", "copy" or "link".
+        overwrite: Whether an existing output folder may be replaced.
+        track: Makes progress bars.
+
+    Returns:
+        What was done.
+
+    Raises:
+        CheckpointError: If this is no routed checkpoint, or the output cannot be written.
+    """
+    checkpoint, manifest = open_checkpoint(Path(routed)), read_manifest(Path(routed))
+    refuse_fused(checkpoint.path, manifest)
+    if manifest.routing is None:
+        raise CheckpointError(f"{routed}: has no router, expected a model made by scale-surgery route-export.")
+    before = manifest.routing["before"]
+    is_untrained = len(manifest.training) == before["training_runs"]
+    verification = before["verification"] if is_untrained else None
+    changed = replace(manifest, routing=None, code=before["code"], verification=verification)
+    own = {file: read_text(checkpoint, file) for file in before["code"] if file not in before["files"]}
+    take = Taking(base_weights, overwrite, track)
+    return _write(checkpoint, manifest, Path(output), changed, {**own, **before["files"]}, take)
+
+
+def set_routing(routed: str | Path, routing: Routing) -> None:
+    """Change the numbers of a routed checkpoint's router in place; config.json and surgery.json are written.
+
+    Args:
+        routed: Folder of a routed checkpoint.
+        routing: The same router with other numbers.
+
+    Raises:
+        PlanError: If the numbers make no sense.
+        CheckpointError: If this is no routed checkpoint, or one with another router, or it cannot be written.
+    """
+    check_routing(routing)
+    checkpoint, manifest = open_checkpoint(Path(routed)), read_manifest(Path(routed))
+    refuse_fused(checkpoint.path, manifest)
+    known = routing_of(manifest)
+    if known is None or (known.router, known.is_strict) != (routing.router, routing.is_strict):
+        found = "none" if known is None else known.description
+        raise CheckpointError(f"{routed}: its router is {found}; it cannot become {routing.description}. Export anew.")
+    record = {**(manifest.routing or {}), "settings": asdict(routing)}
+    changed = replace(manifest, routing=record, verification=None)
+    own = checkpoint.config["scale_surgery"]
+    numbers = own["routing"] | router_settings(routing)
+    config = {**checkpoint.config, "scale_surgery": {**own, "routing": numbers}}
+    before = read_text(checkpoint, CONFIG_FILE)
+    try:
+        write_json(checkpoint.path / CONFIG_FILE, config)
+        write_json(checkpoint.path / MANIFEST_FILE, asdict(changed))
+    except OSError as error:
+        # the two say the same, or nothing has changed
+        with contextlib.suppress(OSError):
+            write_text(checkpoint.path / CONFIG_FILE, before)
+        raise CheckpointError(f"{routed}: cannot be written ({error.strerror or error}). Check the folder.") from error
+
+
+@dataclass(frozen=True)
+class Taking:
+    """How files are taken over."""
+
+    base_weights: BaseWeights
+    overwrite: bool
+    track: Track
+
+
+def _before(checkpoint: Checkpoint, manifest: Manifest, code: Mapping[str, str]) -> dict[str, Any]:
+    """What un-routing has to give back; code that stays the same need not be kept."""
+    files = {file: read_text(checkpoint, file) for file in (CONFIG_FILE, *manifest.code)}
+    return {
+        "files": {file: text for file, text in files.items() if code.get(file) != text},
+        "code": dict(manifest.code),
+        "keys": list(checkpoint.manifest or ()),
+        "training_runs": len(manifest.training),
+        "verification": manifest.verification,
+    }
+
+
+def _manifest_content(changed: Manifest, manifest: Manifest) -> dict[str, Any]:
+    """What surgery.json is to hold; un-routed, no key that it did not have before and that says nothing."""
+    content = asdict(changed)
+    if changed.routing is not None or manifest.routing is None:
+        return content
+    had = manifest.routing["before"]["keys"]
+    return {key: value for key, value in content.items() if key in had or value}
+
+
+def _write(
+    checkpoint: Checkpoint, manifest: Manifest, target: Path, changed: Manifest, texts: Mapping[str, str], take: Taking
+) -> Routed:
+    """Write a checkpoint with other texts; every other file is taken over as a file."""
+    files = [*checkpoint.shards, *checkpoint.side_files]
+    kept = [file for file in files if file not in texts and file not in manifest.code]
+    sizes = {file: (checkpoint.path / file).stat().st_size for file in kept}
+    check_target(target, [checkpoint.path], overwrite=take.overwrite)
+    check_space(target, sum(sizes.values()) if take.base_weights == "copy" else 0)
+    state = {"route": changed.routing, "sizes": sizes, "base_weights": take.base_weights, "texts": texts}
+    with (
+        staged(target, state, overwrite=take.overwrite) as partial,
+        take.track("files", sum(sizes.values())) as advance,
+    ):
+        for file, size in sizes.items():
+            take_over(checkpoint.path / file, partial / file, take.base_weights)
+            advance(size)
+        for file, text in texts.items():
+            write_text(partial / file, text)
+        write_json(partial / MANIFEST_FILE, _manifest_content(changed, manifest))
+    shards = sum(sizes[file] for file in checkpoint.shards)
+    collaborative = changed.plan["specs"]["collaborative"]["layers"]
+    return Routed(
+        path=target,
+        base_name=changed.base_name,
+        routing=routing_of(changed),
+        fork=None if changed.routing is None else min(collaborative, default=None),
+        layers=changed.plan["sizes"]["layers"],
+        bytes_written=0 if take.base_weights == "link" else shards,
+    )
+
+
+def _check_paths(manifest: Manifest, routing: Routing) -> None:
+    """Refuse a router that could not tell the paths of a model apart."""
+    has_paths = bool(manifest.plan["specs"]["collaborative"]["layers"])
+    if not has_paths and routing.router == "cosine":
+        raise PlanError(
+            "router: cosine compares the base logits of both paths, and without W12 they are equal for every token; "
+            "expected an adapt model. Take --router posterior, which also weighs what the up stream adds."
+        )

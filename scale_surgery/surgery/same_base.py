@@ -1,0 +1,134 @@
+"""Whether a base is the one that an extracted expansion was made on: its config, its tensors' shapes, their bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from scale_surgery.checkpoint.folder import Checkpoint
+from scale_surgery.checkpoint.hashes import hash_tensors
+from scale_surgery.errors import CheckpointError
+from scale_surgery.planning.families import Sizes, get_family, read_sizes
+from scale_surgery.progress import Track
+from scale_surgery.surgery.extract_folder import Extract, TensorForm
+from scale_surgery.surgery.record import Manifest
+
+MOST_LISTED = 10
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def check_fit(extract: Extract, base: Checkpoint, name: str) -> None:
+    """Check that an expansion fits a base by names and shapes, whatever its values.
+
+    Args:
+        extract: The expansion.
+        base: The base; its headers are enough.
+        name: What it is called.
+
+    Raises:
+        CheckpointError: If it does not fit; the first problems are listed.
+        PlanError: If the base is of an architecture that is not supported.
+    """
+    if "scale_surgery" in base.config or base.manifest is not None:
+        raise CheckpointError(
+            f"{name}: is expanded already, expected a base model. Strip it first (scale-surgery strip)."
+        )
+    shapes = {tensor: form.shape for tensor, form in extract.base_tensors.items()}
+    given = {tensor: tuple(info.shape) for tensor, info in base.tensors.items()}
+    check_sizes(extract, base.config, shapes, given, name)
+
+
+def check_sizes(extract: Extract, config: Mapping[str, Any], shapes: Shapes, given: Shapes, name: str) -> None:
+    """Check config and shapes of a base, on disk or in memory.
+
+    Args:
+        extract: The expansion.
+        config: The base's config as plain values.
+        shapes: Shapes of the tensors that are expected.
+        given: Shapes of the base's.
+        name: What the base is called.
+
+    Raises:
+        CheckpointError: If they do not fit; the first problems are listed.
+        PlanError: If the base is of an architecture that is not supported.
+    """
+    if problems := [*_config_problems(extract.manifest, config), *_shape_problems(shapes, given)]:
+        head = f"{name}: does not fit, this expansion was made on {base_title(extract.manifest)}."
+        raise CheckpointError.from_problems([head, *_shortened(problems)])
+
+
+def hash_base(base: Checkpoint, track: Track) -> dict[str, str]:
+    """sha256 of the bytes of every tensor of a base."""
+    with track("base tensors", sum(info.bytes for info in base.tensors.values())) as advance:
+        return hash_tensors(base, list(base.tensors), advance)
+
+
+def find_differing(extract: Extract, base: Checkpoint, hashes: Mapping[str, str]) -> dict[str, str]:
+    """Find base tensors that are not those that an expansion was made on.
+
+    Args:
+        extract: The expansion.
+        base: A base that fits.
+        hashes: sha256 of each of its tensors.
+
+    Returns:
+        How each of them differs, by name.
+    """
+    found = {}
+    for name, info in base.tensors.items():
+        given, wanted = TensorForm.of(info), extract.base_tensors[name]
+        if given != wanted:
+            found[name] = f"{given}, expected {wanted}."
+        elif hashes[name] != extract.manifest.base_tensors[name]:
+            found[name] = "its bytes differ."
+    return found
+
+
+def refuse_differing(extract: Extract, name: str, differing: Mapping[str, str], count: int, advice: str) -> None:
+    """Refuse a base whose tensors differ.
+
+    Args:
+        extract: The expansion.
+        name: What the base is called.
+        differing: How tensors differ, by name.
+        count: How many tensors were compared.
+        advice: What to do.
+
+    Raises:
+        CheckpointError: If there are some; all are counted, the first are named.
+    """
+    if differing:
+        head = f"{name}: {len(differing)} of {count} tensors differ from those of {base_title(extract.manifest)}, on "
+        lines = _shortened([f"{tensor}: {how}" for tensor, how in differing.items()])
+        raise CheckpointError.from_problems([f"{head}which this expansion was made.", *lines, advice])
+
+
+def base_title(manifest: Manifest) -> str:
+    """What a base is called, with its commit where that is known."""
+    return manifest.base_name + (f" at {manifest.base_revision}" if manifest.base_revision else "")
+
+
+def _shortened(lines: list[str]) -> list[str]:
+    more = len(lines) - MOST_LISTED
+    return lines if more <= 0 else [*lines[:MOST_LISTED], f"... and {more} more."]
+
+
+def _config_problems(manifest: Manifest, config: Mapping[str, Any]) -> Iterator[str]:
+    family = get_family(config.get("model_type"))
+    if family.model_type != manifest.plan["family"]:
+        yield f"config.json: model_type is {family.model_type!r}, expected {manifest.plan['family']!r}."
+        return
+    found, wanted = asdict(read_sizes(family, config)), asdict(Sizes(**manifest.plan["sizes"]))
+    differing = (key for key in found if found[key] != wanted[key])
+    yield from (f"config.json: {key} is {found[key]}, expected {wanted[key]}." for key in differing)
+    refused = (key for key in family.refused if config.get(key))
+    yield from (f"config.json: {key} is {config[key]!r}: {family.refused[key]}." for key in refused)
+
+
+def _shape_problems(shapes: Shapes, given: Shapes) -> Iterator[str]:
+    yield from (f"{name}: no such tensor in this base." for name in shapes if name not in given)
+    yield from (f"{name}: not expected in this base." for name in given if name not in shapes)
+    for name in shapes:
+        if name in given and shapes[name] != given[name]:
+            yield f"{name}: shape {list(given[name])}, expected {list(shapes[name])}."

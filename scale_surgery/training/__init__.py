@@ -1,0 +1,1 @@
+"""Training the new tensors, and choosing the layers that are worth it."""

@@ -1,0 +1,295 @@
+"""A short training run of a base model, of which only the changes of its matrices are kept.
+
+What trains is held once in float32 beside two moments of AdamW, and the optimizer steps on a tensor as soon as its
+gradient is there, so that no two gradients stand in memory together: 12 bytes for each parameter that trains. What does
+not train stays as it is stored. The values at the start are read again from the files, one matrix at a time.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from scale_surgery.checkpoint.folder import Checkpoint, read_tensor
+from scale_surgery.errors import TrainingError
+from scale_surgery.planning.families import Family, Linear, Role, get_family, read_sizes
+from scale_surgery.planning.specs import Widths, find_prefix, stream_widths
+from scale_surgery.progress import Progress, Track
+from scale_surgery.running.texts import Sequences, collate
+from scale_surgery.surgery.initialise import split_roles
+from scale_surgery.training.update_scores import Update, measure_update
+
+if TYPE_CHECKING:
+    from scale_surgery.training.pilot_settings import PilotSettings
+
+WARM_UP = 0.06  # share of the steps, as in `train`
+# losses at the beginning and at the end are means over this share of the steps
+REPORTED_SHARE = 0.05
+
+
+@dataclass(frozen=True)
+class PilotRun:
+    """What a pilot did.
+
+    Attributes:
+        first_loss: Loss of the first steps, nats per token.
+        last_loss: Loss of the last steps.
+        seconds: Time of the training alone.
+        trained_parameters: Number of parameters that trained.
+        peak_memory_bytes: Most memory in use until its end: of the device, or of this process on the CPU; None where
+            the system does not say.
+        updates: Change of each matrix, by layer and role.
+    """
+
+    first_loss: float
+    last_loss: float
+    seconds: float
+    trained_parameters: int
+    peak_memory_bytes: int | None
+    updates: dict[int, dict[Role, Update]]
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A linear that trained: its layer, its facts, its module, and the name of its weight on disk."""
+
+    layer: int
+    linear: Linear
+    module: nn.Module
+    stored_name: str
+
+
+def run_pilot(
+    model: Any, checkpoint: Checkpoint, text: Sequences, settings: PilotSettings, device: torch.device, track: Track
+) -> PilotRun:
+    """Train a base model for a few steps, and measure how its matrices changed; the model is spent afterwards.
+
+    Args:
+        model: The base model as it is stored, of a stock class.
+        checkpoint: The files that it was loaded from.
+        text: Sequences to learn.
+        settings: How to train.
+        device: Where to train.
+        track: Makes progress bars.
+
+    Returns:
+        Losses, and the change of each matrix that trained.
+
+    Raises:
+        TrainingError: If the loss is not a number, or a matrix holds other than finite numbers.
+    """
+    family = get_family(checkpoint.config.get("model_type"))
+    precision = choose_precision(model, settings, device)
+    groups = ("ffn",) if settings.trains == "mlp" else ("attn", "ffn")
+    matrices = find_matrices(model, family, checkpoint, groups)
+    parameters = choose_trained(model, matrices, is_full=settings.trains == "full")
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    started = time.monotonic()
+    with track("pilot", settings.steps) as advance:
+        losses = train_pilot(model.to(device), parameters, text, settings, precision, advance)
+    seconds, peak = time.monotonic() - started, peak_memory(device)
+    with track("scores", len(matrices)) as advance:
+        updates = measure_updates(matrices, family, checkpoint, advance)
+    part = math.ceil(REPORTED_SHARE * len(losses))
+    return PilotRun(
+        first_loss=sum(losses[:part]) / part,
+        last_loss=sum(losses[-part:]) / part,
+        seconds=seconds,
+        trained_parameters=sum(parameter.numel() for parameter in parameters),
+        peak_memory_bytes=peak,
+        updates=updates,
+    )
+
+
+def find_matrices(model: Any, family: Family, checkpoint: Checkpoint, groups: tuple[str, ...]) -> list[Matrix]:
+    """The linears of all layers that belong to the given groups, "attn" or "ffn"."""
+    prefix = find_prefix(family, checkpoint.tensors)
+    layers = getattr(model, family.base_model).get_submodule(family.layers)
+    return [
+        Matrix(
+            number, linear, layer.get_submodule(linear.name), f"{prefix}{family.layers}.{number}.{linear.name}.weight"
+        )
+        for number, layer in enumerate(layers)
+        for linear in family.linears
+        if linear.group in groups
+    ]
+
+
+def choose_trained(model: Any, matrices: list[Matrix], *, is_full: bool) -> list[nn.Parameter]:
+    """Let every parameter train, or the given matrices alone; what trains is float32 from here on."""
+    model.requires_grad_(is_full)
+    for matrix in matrices:
+        matrix.module.weight.requires_grad_(True)
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in parameters:
+        # an update of less than a 256th of a bfloat16 number would be lost
+        parameter.data = parameter.data.float()
+    return parameters
+
+
+def choose_precision(model: Any, settings: PilotSettings, device: torch.device) -> AbstractContextManager[Any]:
+    """In which precision a forward pass computes: autocast to bfloat16, or float32 throughout."""
+    is_bf16 = model.dtype != torch.float32 if settings.bf16 is None else settings.bf16
+    if is_bf16:
+        return torch.autocast(device.type, dtype=torch.bfloat16)
+    model.float()
+    return nullcontext()
+
+
+def train_pilot(
+    model: Any,
+    parameters: list[nn.Parameter],
+    text: Sequences,
+    settings: PilotSettings,
+    precision: AbstractContextManager[Any],
+    advance: Progress,
+) -> list[float]:
+    """Train in place.
+
+    Args:
+        model: The model, on its device.
+        parameters: What trains, float32.
+        text: Sequences to learn.
+        settings: How to train.
+        precision: In which precision a forward pass computes.
+        advance: Called after each step, with the loss.
+
+    Returns:
+        The loss of each step, nats per token.
+
+    Raises:
+        TrainingError: If a loss is not a number.
+    """
+    losses = []
+    model.train()
+    model.config.use_cache = False
+    if settings.gradient_checkpointing:
+        # transformers 5 renamed it on the way
+        enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+        enable({"use_reentrant": False})
+    device = next(model.parameters()).device
+    with _seeded(settings.seed), _stepping(parameters) as set_rate:
+        for step, batch in zip(range(1, settings.steps + 1), batches(text, settings), strict=False):
+            set_rate(settings.learning_rate * share_of_rate(step, settings.steps))
+            with precision:
+                loss = model(**{name: tensor.to(device) for name, tensor in batch.items()}).loss
+            loss.backward()
+            losses.append(float(loss.detach()))
+            if not math.isfinite(losses[-1]):
+                raise TrainingError(
+                    f"The loss is {losses[-1]} at step {step} of the pilot, with a learning rate of "
+                    f"{settings.learning_rate:g}. Lower --learning-rate."
+                )
+            advance(1, f"loss {losses[-1]:.3f}")
+    return losses
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Seed what models draw, such as dropout, and give the state of before back."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        yield
+
+
+@contextmanager
+def _stepping(parameters: list[nn.Parameter]) -> Iterator[Any]:
+    """Step on each parameter as soon as its gradient is there, and free it; gives a function that sets the rate."""
+    optimizers = {parameter: torch.optim.AdamW([parameter], weight_decay=0.0) for parameter in parameters}
+
+    def step(parameter: Tensor) -> None:
+        optimizer = optimizers[parameter]  # type: ignore[index]
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def set_rate(rate: float) -> None:
+        for optimizer in optimizers.values():
+            optimizer.param_groups[0]["lr"] = rate
+
+    hooked: list[Any] = list(parameters)  # torch leaves this method without types
+    hooks = [parameter.register_post_accumulate_grad_hook(step) for parameter in hooked]
+    try:
+        yield set_rate
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def share_of_rate(step: int, steps: int) -> float:
+    """Share of the highest learning rate at a step, which counts from 1: a straight line up, then one down to zero."""
+    warm_up = math.ceil(WARM_UP * steps)
+    return step / warm_up if step <= warm_up else (steps + 1 - step) / (steps + 1 - warm_up)
+
+
+def batches(text: Sequences, settings: PilotSettings) -> Iterator[dict[str, Tensor]]:
+    """Yield batches without end, the sequences in a new order in each pass."""
+    generator = torch.Generator().manual_seed(settings.seed)
+    waiting: list[int] = []
+    while True:
+        while len(waiting) < settings.batch_size:
+            waiting += torch.randperm(len(text), generator=generator).tolist()
+        rows, waiting = waiting[: settings.batch_size], waiting[settings.batch_size :]
+        yield collate([text[row] for row in rows])
+
+
+def peak_memory(device: torch.device) -> int | None:
+    """Most memory that was in use until now, in bytes: of the device, or of this process on the CPU."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    try:
+        import resource
+    except ImportError:
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak
+
+
+@torch.no_grad()
+def measure_updates(
+    matrices: list[Matrix], family: Family, checkpoint: Checkpoint, advance: Progress
+) -> dict[int, dict[Role, Update]]:
+    """Compare each matrix with its values on disk, role by role where a projection is fused.
+
+    Args:
+        matrices: What trained.
+        family: Facts of the architecture.
+        checkpoint: The files with the values at the start.
+        advance: Called after each matrix.
+
+    Returns:
+        The changes, by layer and role.
+
+    Raises:
+        TrainingError: If a matrix holds numbers that are not finite.
+    """
+    sizes = read_sizes(family, checkpoint.config)
+    streams = stream_widths(sizes, Widths(0, 0, 0))
+    updates: dict[int, dict[Role, Update]] = {}
+    for matrix in matrices:
+        after: Any = matrix.module.weight
+        if not after.isfinite().all():
+            raise TrainingError(
+                f"{matrix.stored_name}: holds numbers that are not finite after the pilot. Lower --learning-rate."
+            )
+        if after.device.type != "cuda":
+            after = after.cpu()  # float64 is not there on every device
+        before = read_tensor(checkpoint, matrix.stored_name).to(after.device)
+        widths = [streams[stream][0] for stream in matrix.linear.writes()]
+        pairs = (
+            split_roles(weight.T if family.transposed else weight, matrix.linear, widths, sizes.head_size)
+            for weight in (before, after)
+        )
+        own = updates.setdefault(matrix.layer, {})
+        for role, old, new in zip(matrix.linear.roles, *pairs, strict=True):
+            own[role] = measure_update(old, new)
+        advance(1)
+    return updates

@@ -1,0 +1,231 @@
+"""What a ranking of layers says: scores of matrices and layers, what a budget pays for, where W12 is worth it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from scale_surgery.checkpoint.staging import plain_json
+from scale_surgery.planning.request import Request
+from scale_surgery.training.pilot_settings import PilotSettings
+
+Score = Literal["relative-norm", "effective-rank"]
+SCORES: tuple[Score, ...] = ("relative-norm", "effective-rank")
+# share of what all chosen layers are worth that the collaborative ones must hold
+WORTH_SHARE = 0.8
+# scores that differ by less may change places with the seed
+CLOSE = 0.1
+
+
+@dataclass(frozen=True)
+class MatrixScore:
+    """How a pilot changed one matrix.
+
+    Attributes:
+        relative_norm: Frobenius norm of the change over that of the matrix.
+        effective_rank: Effective rank of the change.
+        rank: Number of its singular values, the most that the effective rank can be.
+    """
+
+    relative_norm: float
+    effective_rank: float
+    rank: int
+
+
+@dataclass(frozen=True)
+class LayerScore:
+    """How a pilot changed one layer: its matrices as the blocks on the diagonal of one matrix.
+
+    Attributes:
+        layer: Number of the layer.
+        relative_norm: Frobenius norm of all changes over that of all matrices.
+        effective_rank: Effective rank of all changes.
+        matrices: Scores of each matrix by role: "gate", "up_proj", "down", "q", ...
+    """
+
+    layer: int
+    relative_norm: float
+    effective_rank: float
+    matrices: Mapping[str, MatrixScore]
+
+    def score(self, name: Score) -> float:
+        """One of the two scores."""
+        return self.relative_norm if name == "relative-norm" else self.effective_rank
+
+
+@dataclass(frozen=True)
+class Pilot:
+    """What the pilot run was.
+
+    Attributes:
+        settings: How it trained.
+        tokens: Tokens of the data.
+        passes: How often each token was read.
+        first_loss: Loss of its first steps, nats per token.
+        last_loss: Loss of its last steps.
+        seconds: Time of the training.
+        trained_parameters: Number of parameters that trained.
+        peak_memory_bytes: Most memory in use until its end: of the device, or of the whole process on the CPU; None
+            where the system does not say.
+    """
+
+    settings: PilotSettings
+    tokens: int
+    passes: float
+    first_loss: float
+    last_loss: float
+    seconds: float
+    trained_parameters: int
+    peak_memory_bytes: int | None
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """The layers that a score and a budget give.
+
+    Attributes:
+        score: Score by which layers were taken.
+        layers: The layers, ascending.
+        argument: The same as --layers takes them.
+        parameters_added: What an expansion of them adds.
+    """
+
+    score: Score
+    layers: tuple[int, ...]
+    argument: str
+    parameters_added: int
+
+
+@dataclass(frozen=True)
+class LayerWorth:
+    """What W12 of one layer promises on new text, and what a step there costs on old text.
+
+    Attributes:
+        layer: Number of the layer.
+        gradient_energy: Square of the norm of the gradient of the loss on new text by W12, at W12 = 0.
+        drift: KL(base || stepped) on old text, nats per token, after a step that promises `promised` nats on new text.
+        worth: promised^2 / (2 drift), in nats; see `preserved_depth`.
+    """
+
+    layer: int
+    gradient_energy: float
+    drift: float
+    worth: float
+
+
+@dataclass(frozen=True)
+class DepthEstimate:
+    """Where W12 is worth it.
+
+    Attributes:
+        promised: Nats per token of new text that each measured step promises, to first order.
+        old_tokens: Tokens of the old text.
+        layers: What each layer promises and costs, ascending.
+        proposed: Collaborative layers among the proposed ones, ascending.
+        argument: The same as --collaborative-layers takes them.
+    """
+
+    promised: float
+    old_tokens: int
+    layers: tuple[LayerWorth, ...]
+    proposed: tuple[int, ...]
+    argument: str
+
+    @property
+    def preserved_depth(self) -> int:
+        """Proposed L_fp: number of lowest layers without W12."""
+        return self.proposed[0]
+
+
+def propose_collaboration(worth: Mapping[int, float], layers: Sequence[int]) -> tuple[int, ...]:
+    """Choose the highest of some layers that hold most of what all of them are worth.
+
+    Under a drift that is quadratic, and adds up over layers, the most that a step of drift e can learn, to first order,
+    is sqrt(2 e sum_l worth_l), so that with 80% of the worth 89% of it is left.
+
+    Args:
+        worth: What W12 of each layer is worth, in nats.
+        layers: The layers to choose among.
+
+    Returns:
+        The fewest highest layers with at least WORTH_SHARE of the worth of all, ascending; all of them where none is
+        worth anything.
+    """
+    total = sum(worth[layer] for layer in layers)
+    chosen: list[int] = []
+    for layer in sorted(layers, reverse=True):
+        chosen.append(layer)
+        if total and sum(worth[other] for other in chosen) >= WORTH_SHARE * total:
+            break
+    return tuple(sorted(chosen))
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """The result of `rank_layers`.
+
+    Attributes:
+        name: Hub id, or name of the model's folder.
+        model: The model as it was given.
+        revision: Branch, tag or commit that was given.
+        family: Its `model_type`.
+        pilot: What was run.
+        layers: How each layer changed, ascending.
+        score: Score that orders the layers and gives the first proposal.
+        request: The expansion to be, as it was asked for; its layers are those that were ranked.
+        budget: Parameters that it may add.
+        parameters: Parameters of the base as stored.
+        proposals: What the budget pays for by each score, the chosen score first.
+        depth: Where W12 is worth it; None without old text.
+    """
+
+    name: str
+    model: str
+    revision: str | None
+    family: str
+    pilot: Pilot
+    layers: tuple[LayerScore, ...]
+    score: Score
+    request: Request
+    budget: int
+    parameters: int
+    proposals: tuple[Proposal, ...]
+    depth: DepthEstimate | None
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What speaks against the order."""
+        first, last = self.pilot.first_loss, self.pilot.last_loss
+        scores = [layer.score(self.score) for layer in self.layers]
+        found = []
+        if not last < first:
+            found.append(
+                f"the pilot learned nothing: its loss was {first:.3f} in the first steps and {last:.3f} in the last, "
+                "so the order says little. Lower --learning-rate, or raise --steps."
+            )
+        if len(scores) > 1 and (spread := 1 - min(scores) / max(scores) if max(scores) else 0.0) < CLOSE:
+            found.append(
+                f"the layers' scores lie within {spread:.1%} of each other: look whether another --seed or "
+                "--learning-rate keeps their order."
+            )
+        return tuple(found)
+
+    def order(self, score: Score) -> tuple[int, ...]:
+        """Layers by a score, the best first; of equal ones the higher layer."""
+        return order_layers(self.layers, score)
+
+    def to_json(self) -> dict[str, Any]:
+        """The result as plain JSON values."""
+        content = asdict(self) | {"order": {name: self.order(name) for name in SCORES}, "warnings": self.warnings}
+        if self.depth is not None:
+            content["depth"]["preserved_depth"] = self.depth.preserved_depth
+        # JSON has neither NaN nor infinity: they become texts
+        plain: dict[str, Any] = plain_json(content)
+        return plain
+
+
+def order_layers(layers: Sequence[LayerScore], score: Score) -> tuple[int, ...]:
+    """Numbers of layers by a score, the best first; of equal ones the higher layer, as "the last k" would take it."""
+    by_score = sorted(layers, key=lambda layer: (layer.score(score), layer.layer), reverse=True)
+    return tuple(layer.layer for layer in by_score)

@@ -1,0 +1,237 @@
+"""The folder of a training run: an expanded checkpoint that always is the last whole one, and a log beside it.
+
+    OUT/                                   loads, verifies and strips like any expanded checkpoint
+      expansion-step-200-00001-of-...      the expansion tensors of the last whole checkpoint; at the end without step
+      model-*, config.json, ...            taken over from the expanded checkpoint, as files
+      training/
+        settings.json  log.jsonl  curves.png
+        checkpoint-200/                    for --resume: expansion tensors, optimizer, schedule, random state
+
+One file says which shards count: the index. New shards get new names, then the index is replaced, then the old
+shards go; so at any moment the folder is one whole checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from scale_surgery.checkpoint.folder import (
+    INDEX_FILE,
+    LOG_FILE,
+    MANIFEST_FILE,
+    TRAINING_FOLDER,
+    Checkpoint,
+    open_checkpoint,
+    read_json,
+)
+from scale_surgery.checkpoint.numbering import stored_name
+from scale_surgery.checkpoint.staging import BaseWeights, staged, take_over, write_json, write_tensors, write_text
+from scale_surgery.errors import TrainingError
+from scale_surgery.surgery.record import read_manifest
+
+SETTINGS_FILE = "settings.json"
+CURVES_FILE = "curves.png"
+EXPANSION_FILE = "expansion.safetensors"
+# written last into a checkpoint: without it the checkpoint is not whole
+COMPLETE_FILE = "complete.json"
+SECONDS_BETWEEN_DRAWINGS = 60
+MEASURED = {"old_nats_per_token", "new_nats_per_token"}
+Log = Sequence[Mapping[str, Any]]
+
+
+def check_resumable(target: Path, settings: Mapping[str, Any]) -> None:
+    """Check that a run can be continued with these settings, all that decide the result or some of them.
+
+    Raises:
+        TrainingError: If there is no run, it is finished, or it was begun with other settings; all are named.
+    """
+    file = target / TRAINING_FOLDER / SETTINGS_FILE
+    if not file.is_file():
+        raise TrainingError(f"{target}: holds no training run to resume. Leave --resume out to begin one.")
+    begun = read_json(file)
+    if begun.get("finished"):
+        raise TrainingError(f"{target}: this run is finished. Give the folder as EXPANDED to train it further.")
+    now = json.loads(json.dumps(settings))
+    differing = sorted(name for name in now if begun.get(name) != now[name])
+    if differing:
+        raise TrainingError.from_problems(
+            f"{target}: was begun with {name} {begun.get(name)}, found {now.get(name)}. Resume with the same settings."
+            for name in differing
+        )
+
+
+def refuse_unfinished(target: Path) -> None:
+    """Refuse to begin a run where another waits to be continued.
+
+    Raises:
+        TrainingError: If one does.
+    """
+    file = target / TRAINING_FOLDER / SETTINGS_FILE
+    if file.is_file() and not read_json(file).get("finished"):
+        raise TrainingError(
+            f"{target}: holds a training run that was not finished. Continue it with --resume, or begin anew with "
+            "--overwrite."
+        )
+
+
+def module_names(disk_names: Sequence[str], present: Sequence[str], renamed: Mapping[str, str]) -> dict[str, str]:
+    """Names that expansion tensors have in a loaded model, by their names on disk.
+
+    Args:
+        disk_names: Names on disk.
+        present: Names in the model.
+        renamed: Patterns of names on disk, and what transformers calls them.
+
+    Returns:
+        Names in the model, by names on disk.
+    """
+    found = {}
+    for name in disk_names:
+        own = name
+        for pattern, word in renamed.items():
+            own = re.sub(pattern, word, own)
+        # a base that was saved without its head has names without the prefix of the whole model
+        found[name] = next(known for known in present if known == own or known.endswith(f".{own}"))
+    return found
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training run and its folder.
+
+    Attributes:
+        target: The folder.
+        checkpoint: The expanded checkpoint that is trained.
+        decisive: What decides the result; a resumed run must have the same.
+        record: What surgery.json is to say of the run, beside its log.
+        renamed: See `module_names`.
+    """
+
+    target: Path
+    checkpoint: Checkpoint
+    decisive: Mapping[str, Any]
+    record: Mapping[str, Any]
+    renamed: Mapping[str, str]
+
+    @property
+    def folder(self) -> Path:
+        """Where log, curves and checkpoints lie."""
+        return self.target / TRAINING_FOLDER
+
+    def whole_checkpoints(self) -> list[Path]:
+        """Checkpoints that were written to their end, the latest last."""
+        found = [path.parent for path in self.folder.glob(f"checkpoint-*/{COMPLETE_FILE}")]
+        return sorted(found, key=self.step_of)
+
+    @staticmethod
+    def step_of(checkpoint: Path) -> int:
+        """Step of a checkpoint."""
+        return int(checkpoint.name.removeprefix("checkpoint-"))
+
+    def begin(self, base_weights: BaseWeights, *, overwrite: bool) -> None:
+        """Write the folder, with the expansion as it stands before the first step.
+
+        Args:
+            base_weights: How base shards are taken over: "auto", "copy" or "link".
+            overwrite: Whether an existing folder is replaced.
+        """
+        source = self.checkpoint
+        base_shards = {entry.stored_as for entry in read_manifest(source.path).base_files.values()}
+        state = {"train": dict(self.decisive), "base_weights": base_weights}
+        with staged(self.target, state, overwrite=overwrite) as partial:
+            for file in (*source.shards, *source.side_files, MANIFEST_FILE):
+                if not file.startswith(f"{TRAINING_FOLDER}/"):
+                    take_over(source.path / file, partial / file, base_weights if file in base_shards else "copy")
+            write_json(partial / TRAINING_FOLDER / SETTINGS_FILE, self.decisive)
+
+    def publish(self, saved: Path, log: Log) -> None:
+        """Make a checkpoint of the run the content of the folder.
+
+        Args:
+            saved: The checkpoint, written to its end but for its mark.
+            log: Log of the run so far.
+        """
+        write_json(saved / COMPLETE_FILE, {"step": self.step_of(saved)})
+        publish_tensors(self.target, saved / EXPANSION_FILE, f"expansion-step-{self.step_of(saved)}-", self.renamed)
+        self.write(log)
+        self.draw(log, seconds=SECONDS_BETWEEN_DRAWINGS)
+        for other in self.folder.glob("checkpoint-*"):
+            if other.name != saved.name:
+                shutil.rmtree(other)
+
+    def write(self, log: Log) -> None:
+        """Write the log, and what was trained into surgery.json."""
+        self.write_log(log)
+        manifest = read_manifest(self.target)
+        earlier = manifest.training[: self.decisive["earlier_runs"]]
+        entry = {**self.record, "steps": log[-1]["step"] if log else 0, "measured": last_measured(log)}
+        changed = replace(manifest, training=(*earlier, entry), verification=None)
+        write_json(self.target / MANIFEST_FILE, asdict(changed))
+
+    def draw(self, log: Log, *, seconds: float = 0) -> None:
+        """Draw the curves, unless they were drawn in the last `seconds`."""
+        from scale_surgery.show.figures import plot_training
+
+        file = self.folder / CURVES_FILE
+        if not file.exists() or time.time() - file.stat().st_mtime >= seconds:
+            plot_training([dict(entry) for entry in log], file)
+
+    def write_log(self, log: Log) -> None:
+        """Write the log as JSON lines."""
+        kept = (entry for entry in log if "train_runtime" not in entry)
+        write_text(self.folder / LOG_FILE, "".join(json.dumps(dict(entry)) + "\n" for entry in kept))
+
+    def finish(self, log: Log) -> None:
+        """Give the shards their names without a step, write the log to its end; what a resumed run needs goes."""
+        publish_tensors(self.target, self.whole_checkpoints()[-1] / EXPANSION_FILE, "expansion-", self.renamed)
+        self.write(log)
+        self.draw(log)
+        write_json(self.folder / SETTINGS_FILE, {**self.decisive, "finished": True})
+        for checkpoint in self.folder.glob("checkpoint-*"):
+            shutil.rmtree(checkpoint)
+
+
+def last_measured(log: Log) -> dict[str, float]:
+    """The last measurement in a log; empty where nothing was measured."""
+    measured = [entry for entry in log if MEASURED.intersection(entry)]
+    return {name: measured[-1][name] for name in measured[-1] if name != "epoch"} if measured else {}
+
+
+def publish_tensors(target: Path, trained: Path, prefix: str, renamed: Mapping[str, str]) -> None:
+    """Make trained tensors those of a folder: new shards, then the index, then the old shards go.
+
+    Tensors are cast once, to the dtype that they have in the folder.
+
+    Args:
+        target: Folder of the run.
+        trained: Safetensors file with the trained tensors, under their names in the model.
+        prefix: How the names of their shards begin, in place of "expansion-".
+        renamed: See `module_names`.
+    """
+    from safetensors import safe_open
+
+    from scale_surgery.surgery.initialise import TORCH_DTYPES
+
+    checkpoint = open_checkpoint(target)
+    plan = read_manifest(target).plan
+    planned = [{**tensor, "stored": stored_name(plan["specs"], tensor["name"])} for tensor in plan["tensors"]]
+    index = read_json(target / INDEX_FILE)
+    with safe_open(trained, framework="pt") as file:
+        names = module_names([tensor["stored"] for tensor in planned], list(file.keys()), renamed)
+        for shard in sorted({tensor["shard"] for tensor in planned}):
+            own = {tensor["stored"]: tensor["name"] for tensor in planned if tensor["shard"] == shard}
+            dtypes = {stored: TORCH_DTYPES[checkpoint.tensors[name].dtype] for stored, name in own.items()}
+            published = shard.replace("expansion-", prefix)
+            write_tensors(target / published, {name: file.get_tensor(names[name]).to(dtypes[name]) for name in own})
+            index["weight_map"] |= dict.fromkeys(own, published)
+    write_json(target / INDEX_FILE, index)
+    for shard in target.glob("expansion-*.safetensors"):
+        if shard.name not in index["weight_map"].values():
+            shard.unlink()

@@ -1,0 +1,241 @@
+"""The Hugging Face Trainer, taught three things: to save the expansion alone, to measure forgetting, to report.
+
+Everything else is the Trainer's: batches, optimizer, schedule, accumulation, precision, several processes, resume.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from scale_surgery.checkpoint.staging import write_tensors
+from scale_surgery.errors import TrainingError
+from scale_surgery.progress import Progress
+from scale_surgery.running.freeze import expansion_disabled, expansion_parts
+from scale_surgery.running.loss import Measurement, measure
+from scale_surgery.running.texts import IGNORED, Sequences
+from scale_surgery.training.run_folder import EXPANSION_FILE, Run
+
+OPTIMIZER_NAME, SCHEDULER_NAME = "optimizer.pt", "scheduler.pt"
+# what torch puts into names of modules whose activations it computes again
+WRAPPED = "_checkpoint_wrapped_module."
+SHOWN = ("loss", "forgetting", "learning")
+
+
+def full_tensor(parameter: Tensor) -> Tensor:
+    """A parameter as one tensor, gathered from all processes where it is sharded."""
+    whole: Tensor = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+    return whole.detach()
+
+
+class ExpansionTrainer(Trainer):
+    """A Trainer whose checkpoints hold expansion tensors and optimizer state, and no base tensor.
+
+    Args:
+        sides: Sequences to measure on during the run, by "old" and "new".
+        eval_batch: Sequences in one forward pass of a measurement.
+        options: As for Trainer.
+    """
+
+    def __init__(self, *, sides: Mapping[str, Sequences], eval_batch: int, **options: Any) -> None:
+        # the Trainer wants a data set where it is to evaluate; what is measured stands in `sides`
+        super().__init__(**options, eval_dataset=dict(sides) or None)
+        self.remove_callback(PrinterCallback)
+        self.sides, self.eval_batch = sides, eval_batch
+        self.base_nats: dict[str, float] = {}
+        self.measured_at: int | None = None
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """As the Trainer; with FSDP2 in bfloat16, gradients are added and the loss is given in float32."""
+        super().create_accelerator_and_postprocess()
+        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
+        if plugin is not None and plugin.fsdp_version == 2 and plugin.mixed_precision_policy is not None:
+            plugin.mixed_precision_policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the expansion tensors; every process takes part, because a tensor may be sharded over them."""
+        model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+        tensors = {part.name.replace(WRAPPED, ""): full_tensor(part.parameter) for part in expansion_parts(model)}
+        spoiled = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
+        if spoiled:
+            raise TrainingError(self._diverged(f"{len(spoiled)} tensors hold numbers that are not finite"))
+        if self.args.should_save:
+            whole = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+            write_tensors(Path(output_dir or str(self.args.output_dir)) / EXPANSION_FILE, whole)
+
+    def _diverged(self, found: str) -> str:
+        target = Path(str(self.args.output_dir)).parent
+        step = self.state.global_step
+        return f"{target}: {found} at step {step}. Lower --learning-rate; the folder holds the last whole checkpoint."
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Load the expansion tensors of a checkpoint; the base is loaded already."""
+        model = self.accelerator.unwrap_model(model or self.model, keep_torch_compile=False)
+        load_whole(model, load_file(Path(resume_from_checkpoint) / EXPANSION_FILE))
+
+    def restore(self, checkpoint: Path) -> None:
+        """Take up the weights and the log of a checkpoint, to train no further."""
+        self._load_from_checkpoint(str(checkpoint))
+        self.state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """As the Trainer, but for FSDP, with which it would write the whole model, base and all."""
+        if not self.is_fsdp_enabled:
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        optimizer, schedule = self._optimizer_and_schedule()
+        state = whole_optimizer_state(self.model, optimizer)
+        if self.args.should_save:
+            torch.save(state, Path(output_dir) / OPTIMIZER_NAME)
+            torch.save(schedule.state_dict(), Path(output_dir) / SCHEDULER_NAME)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """The reverse; tensors and plain values only are read, no code."""
+        if not self.is_fsdp_enabled or checkpoint is None:
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        options: dict[str, Any] = {"map_location": "cpu", "weights_only": True}
+        optimizer, schedule = self._optimizer_and_schedule()
+        load_whole_optimizer_state(self.model, optimizer, torch.load(Path(checkpoint) / OPTIMIZER_NAME, **options))
+        schedule.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER_NAME, **options))
+
+    def _optimizer_and_schedule(self) -> tuple[Any, Any]:
+        prepared: Any = self.optimizer
+        return prepared.optimizer, self.lr_scheduler
+
+    def evaluate(self, *args: Any, metric_key_prefix: str = "eval", **options: Any) -> dict[str, float]:
+        """Measure loss and accuracy on old and new text, and what was forgotten and learned against the base."""
+        if not self.base_nats:
+            with expansion_disabled(self.accelerator.unwrap_model(self.model)):
+                self.base_nats = {side: self.measure_side(side).nats_per_token for side in self.sides}
+        found = {side: self.measure_side(side) for side in self.sides}
+        metrics = {f"{side}_nats_per_token": measured.nats_per_token for side, measured in found.items()}
+        metrics |= {
+            f"{side}_accuracy": measured.accuracy for side, measured in found.items() if measured.accuracy is not None
+        }
+        if "old" in found:
+            metrics["forgetting"] = found["old"].nats_per_token - self.base_nats["old"]
+        if "new" in found:
+            metrics["learning"] = self.base_nats["new"] - found["new"].nats_per_token
+        self.measured_at = self.state.global_step
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
+
+    def measure_side(self, side: str) -> Measurement:
+        """Measure on the old or on the new text, each process on its share; a model with a router routes."""
+        share = share_of(self.sides[side], self.accelerator.process_index, self.accelerator.num_processes)
+        with routing_enabled(self.accelerator.unwrap_model(self.model, keep_torch_compile=False)):
+            found = measure(self.model, share, self.eval_batch)
+        sums = torch.tensor([found.nats, found.scored, found.questions, found.answered], dtype=torch.float64)
+        nats, *counts = self.accelerator.reduce(sums.to(self.accelerator.device)).tolist()
+        return Measurement(nats, *map(int, counts))
+
+
+@contextmanager
+def routing_enabled(model: Any) -> Iterator[None]:
+    """Let a model route inside a `with` block, if it has a router."""
+    if "routing" not in model.config.scale_surgery:
+        yield
+        return
+    before = model.switches["routing"]
+    model.enable_routing(True)
+    try:
+        yield
+    finally:
+        model.enable_routing(before)
+
+
+def load_whole(model: Any, tensors: Mapping[str, Tensor]) -> None:
+    """Load whole tensors into parameters, which may be sharded over processes."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+    options = StateDictOptions(full_state_dict=True, strict=False)
+    set_model_state_dict(model, dict(tensors), options=options)
+
+
+def whole_optimizer_state(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """State of an optimizer whose parameters may be sharded over processes, gathered on the CPU of the first."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        # after a measurement some units are whole still, and hold other tensors than the optimizer
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    return get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+
+
+def load_whole_optimizer_state(model: Any, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Give an optimizer what `whole_optimizer_state` gathered."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
+
+    set_optimizer_state_dict(model, optimizer, state, options=StateDictOptions(full_state_dict=True))
+
+
+def share_of(sequences: Sequences, rank: int, processes: int) -> Sequences:
+    """Every `processes`-th sequence; where one is missing at the end, one that is read and not scored.
+
+    All processes then make the same number of forward passes, which a sharded model needs.
+    """
+    if processes == 1:
+        return sequences
+    rows = math.ceil(len(sequences) / processes)
+    taken = [rank + row * processes for row in range(rows)]
+    parts = [sequences[index % len(sequences)] for index in taken]
+    labels = [
+        part["labels"] if index < len(sequences) else torch.full_like(part["labels"], IGNORED)
+        for index, part in zip(taken, parts, strict=True)
+    ]
+    lengths = torch.tensor([0, *(len(part["input_ids"]) for part in parts)])
+    ids = torch.cat([part["input_ids"] for part in parts])
+    return Sequences(ids.int(), torch.cat(labels).int(), tuple(lengths.cumsum(0).tolist()))
+
+
+class RunReport(TrainerCallback):
+    """Tells how a run goes, and makes its folder follow.
+
+    Args:
+        advance: Called after each step, with a note.
+        run: The run.
+    """
+
+    def __init__(self, advance: Progress, run: Run) -> None:
+        self.advance, self.run = advance, run
+        self.note: dict[str, float] = {}
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: TrainerControl, **__: Any) -> None:
+        """Show what a resumed run has done already."""
+        self.advance(state.global_step)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, *_: TrainerControl, **__: Any) -> None:
+        """Advance the bar."""
+        self.advance(1, "  ".join(f"{name} {self.note[name]:.3f}" for name in SHOWN if name in self.note))
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, *_: TrainerControl, **__: Any) -> None:
+        """Write the log, and stop where the loss is no number."""
+        latest = state.log_history[-1]
+        self.note |= {name: latest[name] for name in SHOWN if name in latest}
+        if state.is_world_process_zero:
+            self.run.write_log(state.log_history)
+        if not math.isfinite(latest.get("loss", 0.0)):
+            raise TrainingError(
+                f"{self.run.target}: the loss is {latest['loss']} at step {state.global_step}. Lower --learning-rate; "
+                "the folder holds the last whole checkpoint."
+            )
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, *_: TrainerControl, **__: Any) -> None:
+        """Publish a checkpoint that is whole now, also what the other processes have to write into it."""
+        PartialState().wait_for_everyone()
+        if state.is_world_process_zero:
+            self.run.publish(self.run.folder / f"checkpoint-{state.global_step}", state.log_history)

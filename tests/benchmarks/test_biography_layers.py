@@ -1,0 +1,183 @@
+"""The benchmark of places: measures of the base stream and of W12, lines, tables, figures, and quick runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from rich.console import Console
+from transformers import AutoTokenizer
+
+from benchmarks.biography import layers as biography_layers
+from benchmarks.biography import layers_report as biography_layers_report
+from benchmarks.biography import pilots as biography_pilots
+from benchmarks.biography.compare import QUICK
+from benchmarks.biography.methods import PRESERVE
+from benchmarks.biography.pilots import Proposal, keep_proposals, read_proposals
+from benchmarks.biography.places import DEPTHS, GROWN, NORM, PAIRS, WIDENED, collaborate
+from benchmarks.biography.runs import (
+    Examination,
+    Point,
+    Run,
+    append_record,
+    mean_cosine,
+    new_batches,
+    read_records,
+    train,
+    w12_norm,
+)
+from scale_surgery.biographies import SHIPPED_MODEL
+
+
+@pytest.fixture(scope="module")
+def examination() -> Examination:
+    return Examination(AutoTokenizer.from_pretrained(SHIPPED_MODEL), QUICK)
+
+
+def trainable(model: Any) -> dict[str, torch.nn.Parameter]:
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def sizes(model: Any) -> int:
+    return sum(parameter.numel() for parameter in trainable(model).values())
+
+
+def w12_layers(model: Any) -> set[int]:
+    return {int(name.split("layers.")[1].split(".")[0]) for name in trainable(model) if name.endswith(".w12")}
+
+
+def test_w12_stands_in_the_layers_from_the_preserved_depth_on() -> None:
+    for methods in DEPTHS.values():
+        for lowest, method in methods.items():
+            assert w12_layers(method.make(SHIPPED_MODEL, 0)) == set(range(lowest, 4))
+    named = {scope: set(trainable(method.make(SHIPPED_MODEL, 0))) for scope, method in NORM.items()}
+    w12 = {scope: {name.split(".")[3] for name in names if name.endswith(".w12")} for scope, names in named.items()}
+    assert w12 == {"attn": {"self_attn"}, "ffn": {"mlp"}}
+
+
+def test_pairs_of_layers_train_as_many_parameters() -> None:
+    widened = {pair: sizes(method.make(SHIPPED_MODEL, 0)) for pair, method in WIDENED.items()}
+    assert max(widened.values()) < 1.01 * min(widened.values())
+    assert {sizes(GROWN[pair].make(SHIPPED_MODEL, 0)) for pair in (PAIRS[0], PAIRS[-1])} == {196_608}
+
+
+def test_base_stream_stays_in_preserve_and_turns_where_w12_trains(examination: Examination) -> None:
+    ends = {}
+    for method in (PRESERVE, collaborate("attn", 0)):
+        points = list(
+            train(method.make(SHIPPED_MODEL, 0), 1e-2, new_batches(examination.tokenizer, QUICK, 0), examination, QUICK)
+        )
+        assert points[0].cosine == pytest.approx(1, abs=1e-6)
+        ends[method.name] = points[-1]
+    assert ends["preserve"].cosine == pytest.approx(1, abs=1e-6)
+    assert ends["preserve"].w12_norm is None
+    assert ends["collaborate attn 0"].cosine < 0.99
+    assert ends["collaborate attn 0"].w12_norm > 0.1
+
+
+def test_cosine_is_a_mean_over_tokens() -> None:
+    stream = torch.tensor([[1.0, 0.0], [2.0, 0.0]])
+    assert mean_cosine(stream, torch.tensor([[3.0, 0.0], [0.0, 1.0]])) == pytest.approx(0.5)
+
+
+def test_norm_of_w12_is_that_of_a_layer() -> None:
+    model = collaborate("both", 2).make(SHIPPED_MODEL, 0)
+    assert w12_norm(model) == 0.0
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(".w12"):
+                parameter.fill_(3.0 if ".3." in name else 0.0)
+    filled = sum(value.numel() for name, value in trainable(model).items() if name.endswith(".w12") and ".3." in name)
+    assert w12_norm(model) == pytest.approx(3 * math.sqrt(filled) / 2)  # the other of two layers has none
+
+
+def test_line_is_found_with_its_share_of_variance() -> None:
+    exact = biography_layers_report.fit([(0.0, 1.0), (1.0, 3.0), (2.0, 5.0)])
+    assert (exact.slope, exact.intercept, exact.r_squared, exact.points) == pytest.approx((2, 1, 1, 3))
+    assert biography_layers_report.fit([(0.0, 0.0), (1.0, 1.0), (2.0, 0.0)]).r_squared == pytest.approx(0)
+
+
+def scored(seed: int = 0, norm: float | None = 2.0) -> Run:
+    start, middle = Point(0, 1.0, 0.0, 0.4, 1.5, 1.0, 0.0), Point(4, 0.9, 0.5, 0.5, 1.2, 0.95, 1.0)
+    points = (start, middle, Point(8, 0.8, 1.0, 0.8, 0.5, 0.9, norm))
+    return Run("any", 1e-3, seed, QUICK, 100, 1.0, points)
+
+
+def test_steps_of_a_run_become_points() -> None:
+    norms, forgotten = zip(*biography_layers_report.norms_and_forgetting([scored()]), strict=True)
+    assert norms == (1.0, 2.0)
+    assert forgotten == pytest.approx((0.1, 0.4))
+    _, learned = zip(*biography_layers_report.norms_and_learning([scored()]), strict=True)
+    assert learned == pytest.approx((0.3, 1.0))
+    assert len(biography_layers_report.norms_and_forgetting([scored(norm=None)])) == 1
+
+
+def proposal(seed: int, best: tuple[int, ...]) -> Proposal:
+    orders = {"relative-norm": best, "effective-rank": (3, 2, 1, 0)}
+    worth = {"attn": (1.0, 2.0, 3.0, 4.0), "both": (4.0, 3.0, 2.0, 1.0)}
+    values = (0.1, 0.2, 0.3, 0.4)
+    return Proposal(seed, QUICK, 1.0, values, values, orders, worth, {"attn": seed, "both": 1})
+
+
+def rendered(table: Any) -> str:
+    console = Console(width=80, file=io.StringIO())
+    console.print(table)
+    return console.file.getvalue()
+
+
+def test_tables_say_what_pilots_propose() -> None:
+    proposals = [proposal(0, (1, 0, 2, 3)), proposal(1, (2, 0, 1, 3))]
+    assert proposals[0].pair("relative-norm") == (0, 1)
+    pairs = rendered(biography_layers_report.render_pairs({pair: [scored(), scored(1)] for pair in PAIRS}, proposals))
+    lines = {line[:4]: line for line in pairs.splitlines()}
+    assert lines["0, 1"].endswith("1 / 0") and lines["2, 3"].endswith("0 / 2") and "/" not in lines["1, 3"]
+    found = rendered(biography_layers_report.render_proposals(proposals))
+    assert "layers 0,1 or 0,2" in found and "L_fp 0 or 1" in found
+
+
+def test_pilots_run_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "pilots.jsonl"
+    append_record(file, proposal(0, (1, 0, 2, 3)))
+    monkeypatch.setattr(biography_pilots, "propose", lambda seed, settings: proposal(seed, (2, 0, 1, 3)))
+    kept = keep_proposals(file, QUICK, 2)
+    assert [found.orders["relative-norm"] for found in kept] == [(1, 0, 2, 3), (2, 0, 1, 3)]
+    assert read_proposals(file) == kept
+
+
+def test_quick_runs_are_tabulated_and_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(biography_layers, "NORM_RATES", (3e-3,))
+    monkeypatch.setattr(biography_layers, "PAIRS", {"adapt": {(0, 1): WIDENED[0, 1]}, "grow": {(0, 1): GROWN[0, 1]}})
+    monkeypatch.setattr(biography_layers, "DEPTHS", {"attn": {lowest: DEPTHS["attn"][lowest] for lowest in (2, 4)}})
+    alike = dict.fromkeys(("relative-norm", "effective-rank"), (1, 0, 2, 3))
+    append_record(tmp_path / "records.pilots.jsonl", dataclasses.replace(proposal(0, ()), orders=alike))
+    for figure in biography_layers.FIGURES:
+        options = ["--quick", "--seeds", "1", "--images", str(tmp_path), "-o", str(tmp_path / "records.jsonl")]
+        done = CliRunner().invoke(biography_layers.main, ["--figure", figure, *options], catch_exceptions=False)
+        assert done.exit_code == 0, done.output
+        assert max(map(len, done.output.splitlines()[:-1])) <= 80, done.output
+        assert (tmp_path / f"biography-{figure}.png").read_bytes().startswith(b"\x89PNG")
+    runs = read_records(tmp_path / "records.jsonl")
+    # of both figures that have it, the same run
+    assert [run.method for run in runs].count("collaborate attn 2") == 1
+    assert len(runs) == 5
+    assert all(run.end.new_loss < run.points[0].new_loss for run in runs)
+
+
+def test_pilot_reads_what_runs_train_on(tmp_path: Path) -> None:
+    settings = dataclasses.replace(QUICK, new_people=6, old_texts=4, steps=1)
+    found = biography_pilots.propose(0, settings)
+    assert sorted(found.orders["relative-norm"]) == sorted(found.orders["effective-rank"]) == [0, 1, 2, 3]
+    assert all(value > 0 for value in (*found.relative_norm, *found.effective_rank))
+    assert set(found.preserved_depth) == {"attn", "both"} and set(found.preserved_depth.values()) <= {0, 1, 2, 3}
+    file = tmp_path / "pilots.jsonl"
+    append_record(file, found)
+    assert read_proposals(file) == [found]
+    assert json.loads(file.read_text())["seed"] == 0

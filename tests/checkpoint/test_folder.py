@@ -1,0 +1,218 @@
+"""Reading checkpoints: what headers and index say, and what is said of folders that are no good."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from scale_surgery.checkpoint.folder import (
+    INDEX_FILE,
+    is_inside,
+    list_files,
+    open_checkpoint,
+    read_chunks,
+    read_header,
+    read_json,
+    read_tensor,
+)
+from scale_surgery.errors import CheckpointError
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(CheckpointError) as error:
+        open_checkpoint(path)
+    return str(error.value)
+
+
+def edit_index(folder: Path, change) -> None:
+    content = json.loads((folder / INDEX_FILE).read_text())
+    change(content["weight_map"])
+    (folder / INDEX_FILE).write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize(("tied", "dtype"), ((False, "float32"), (True, "bfloat16")))
+def test_headers_say_what_safetensors_reads(base_of, tied, dtype):
+    folder = base_of("llama", dtype, tied)
+    checkpoint = open_checkpoint(folder)
+    assert len(checkpoint.shards) > 1 if tied else checkpoint.shards == ("model.safetensors",)
+    assert checkpoint.dtype == {"float32": "F32", "bfloat16": "BF16"}[dtype]
+    assert checkpoint.config["model_type"] == "llama"
+    assert checkpoint.manifest is None
+    wanted = {name: value for shard in checkpoint.shards for name, value in load_file(folder / shard).items()}
+    assert set(wanted) == set(checkpoint.tensors)
+    for name, value in wanted.items():
+        info = checkpoint.tensors[name]
+        assert info.shape == tuple(value.shape)
+        assert torch.equal(read_tensor(checkpoint, name), value)
+        raw = b"".join(read_chunks(folder / info.file, info.offset, info.bytes))
+        assert raw == value.view(torch.uint8).numpy().tobytes()
+        assert info.elements == value.numel()
+
+
+def test_folders_that_are_no_models(tmp_path):
+    found = refusal(tmp_path / "no")
+    assert found.startswith(f"{tmp_path}/no: not found. Give a model folder. What lies on the Hub is fetched first: ")
+    assert refusal(tmp_path) == f"{tmp_path}: the folder is empty, expected config.json and safetensors weights."
+    (tmp_path / "file").write_text("x")
+    assert refusal(tmp_path / "file") == f"{tmp_path}/file: is a file, expected a model folder."
+    assert refusal(tmp_path) == f"{tmp_path}/config.json: not found. Is this a model folder?"
+    (tmp_path / "config.json").write_text("{}")
+    wanted = "no weights, expected model.safetensors or model.safetensors.index.json."
+    assert refusal(tmp_path) == f"{tmp_path}: {wanted}"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    (
+        (b"", "not readable as JSON"),
+        (b"{", "not readable as JSON"),
+        (b"\xff\xfe", "not readable as JSON"),
+        (b"[1]", "found list, expected a JSON object"),
+    ),
+)
+def test_a_config_that_is_no_json_object(llama_base, content, message):
+    (llama_base / "config.json").write_bytes(content)
+    assert message in refusal(llama_base)
+    assert str(llama_base / "config.json") in refusal(llama_base)
+
+
+def test_json_in_a_folder_of_that_name(tmp_path):
+    (tmp_path / "config.json").mkdir()
+    with pytest.raises(CheckpointError, match=r"config\.json: not readable as JSON"):
+        read_json(tmp_path / "config.json")
+
+
+@pytest.mark.parametrize("name", ("pytorch_model.bin", "consolidated.00.pth", "model.ckpt"))
+def test_pickled_weights_are_refused_with_the_way_out(llama_base, name):
+    (llama_base / "model.safetensors").rename(llama_base / name)
+    message = refusal(llama_base)
+    assert f"found only pickled weights ({name}), expected model.safetensors" in message
+    assert "convert them once, where you trust them: AutoModelForCausalLM.from_pretrained(OLD)" in message
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    (
+        (b"", "its first 8 bytes promise a header of 0 bytes in a file of 0 bytes. It is truncated or not a safe"),
+        (b"short", "in a file of 5 bytes. It is truncated or not a safetensors file: download it again"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "It is truncated or not a safetensors file"),
+        ((2).to_bytes(8, "little") + b"[]", "its header is not that of a safetensors file"),
+        ((4).to_bytes(8, "little") + b"{no}", "its header is not that of a safetensors file"),
+        (
+            (13).to_bytes(8, "little") + b'{"a":{"x":1}}',
+            "its header is not that of a safetensors file ('data_offsets')",
+        ),
+    ),
+)
+def test_a_shard_that_is_not_safetensors(llama_base, content, message):
+    (llama_base / "model.safetensors").write_bytes(content)
+    found = refusal(llama_base)
+    assert found.startswith("model.safetensors: ")
+    assert message in found
+
+
+def test_a_truncated_shard_names_the_tensor_and_the_bytes(llama_base):
+    shard = llama_base / "model.safetensors"
+    size = shard.stat().st_size
+    with shard.open("r+b") as stream:
+        stream.truncate(size - 1)
+    last = max(read_header_of(llama_base).values(), key=lambda entry: entry["data_offsets"][1])
+    message = refusal(llama_base)
+    assert f"ends at byte {size}, the file has {size - 1} bytes. It is truncated: download it again." in message
+    assert any(name in message for name, entry in read_header_of(llama_base).items() if entry == last)
+
+
+def read_header_of(folder: Path) -> dict:
+    content = (folder / "model.safetensors").read_bytes()
+    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    return {name: entry for name, entry in header.items() if name != "__metadata__"}
+
+
+def test_bytes_that_do_not_fit_the_shape(tmp_path):
+    header = json.dumps({"w": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 20]}}).encode()
+    (tmp_path / "a.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(20))
+    with pytest.raises(CheckpointError, match=r"w has 20 bytes, expected 24 for shape \(2, 3\) in F32"):
+        read_header(tmp_path, "a.safetensors")
+
+
+def test_missing_and_damaged_shards_are_all_named(sharded_base):
+    first, second, *_ = sorted(file.name for file in sharded_base.glob("*.safetensors"))
+    (sharded_base / first).unlink()
+    (sharded_base / second).write_bytes(b"x")
+    lines = refusal(sharded_base).splitlines()
+    assert lines[0] == f"{first}: shard not found in {sharded_base}. Download it again."
+    assert lines[1].startswith(f"{second}: its first 8 bytes promise a header")
+    assert len(lines) == 2
+
+
+@pytest.mark.parametrize("file", ("../x.safetensors", "/etc/x.safetensors", "a/../../x", "..\\x", 7, ""))
+def test_an_index_that_leaves_the_folder(sharded_base, file):
+    edit_index(sharded_base, lambda weight_map: weight_map.update({"model.norm.weight": file}))
+    wanted = f"{INDEX_FILE}: model.norm.weight is said to lie in {file!r}, expected a file inside the folder."
+    assert refusal(sharded_base) == f"{wanted} Do not use this checkpoint before you know who made it."
+
+
+def test_what_is_inside():
+    assert is_inside("a")
+    assert is_inside("a/b..c/d.txt")
+    assert not any(is_inside(name) for name in ("", ".", "..", "a/..", "/a", "\\a", None, 3))
+
+
+def test_index_and_shards_that_disagree(sharded_base):
+    shards = sorted(file.name for file in sharded_base.glob("*.safetensors"))
+    where = json.loads((sharded_base / INDEX_FILE).read_text())["weight_map"]
+    moved, dropped = "model.norm.weight", "model.embed_tokens.weight"
+    other = next(shard for shard in shards if shard != where[moved])
+
+    def change(weight_map):
+        weight_map[moved] = other
+        del weight_map[dropped]
+        weight_map["model.ghost.weight"] = shards[0]
+
+    edit_index(sharded_base, change)
+    assert set(refusal(sharded_base).splitlines()) == {
+        f"{INDEX_FILE}: {moved} is said to lie in {other}, found in {where[moved]}. Download it again.",
+        f"{INDEX_FILE}: model.ghost.weight is said to lie in {shards[0]}, found in no shard. Download it again.",
+        f"{INDEX_FILE}: {dropped} lies in {where[dropped]} but is not listed.",
+    }
+
+
+def test_a_tensor_stored_twice(sharded_base):
+    first, second, *_ = sorted(sharded_base.glob("*.safetensors"))
+    name, value = next(iter(load_file(first).items()))
+    save_file(load_file(second) | {name: value}, second)
+    assert f"{name}: stored in {first.name} and in {second.name}." in refusal(sharded_base)
+
+
+def test_an_index_without_a_weight_map(sharded_base):
+    for content in ("{}", '{"weight_map": []}', '{"weight_map": {}}'):
+        (sharded_base / INDEX_FILE).write_text(content)
+        assert refusal(sharded_base) == f"{INDEX_FILE}: has no weight_map, expected tensor names to shards."
+
+
+def test_a_single_file_wins_over_an_index_as_in_transformers(llama_base, sharded_base):
+    shutil.copy(sharded_base / INDEX_FILE, llama_base)
+    checkpoint = open_checkpoint(llama_base)
+    assert checkpoint.shards == ("model.safetensors",)
+    assert INDEX_FILE in checkpoint.side_files
+
+
+def test_which_files_belong(llama_base):
+    for name in (".git/HEAD", ".cache/huggingface/x", "__pycache__/a.pyc", "deep/.git/x", "sub/ok.txt", "m.gguf"):
+        (llama_base / name).parent.mkdir(parents=True, exist_ok=True)
+        (llama_base / name).write_text("x")
+    assert list_files(llama_base) == [
+        "config.json",
+        "generation_config.json",
+        "m.gguf",
+        "model.safetensors",
+        "sub/ok.txt",
+    ]
+    checkpoint = open_checkpoint(llama_base)
+    assert checkpoint.side_files == ("config.json", "generation_config.json", "sub/ok.txt")
+    assert checkpoint.left_out == ("m.gguf",)

@@ -1,0 +1,100 @@
+"""Finding the model that the user named: a folder, or a Hub repository in the local cache, without a network."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from scale_surgery.checkpoint.sources import find_source, open_model
+from scale_surgery.errors import CheckpointError
+from scale_surgery.planning.plan import plan
+from scale_surgery.planning.request import Request
+from scale_surgery.surgery.expand import expand
+from scale_surgery.surgery.record import read_manifest
+from scale_surgery.surgery.strip import strip
+from tests.conftest import digests
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture(scope="module")
+def cached(base_of) -> Path:
+    """A repository in the Hub's cache as huggingface_hub lays it out; gives its snapshot."""
+    repo = Path(os.environ["HF_HOME"]) / "hub" / "models--surgeons--tiny"
+    snapshot = repo / "snapshots" / COMMIT
+    snapshot.mkdir(parents=True)
+    (repo / "blobs").mkdir()
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text(COMMIT)
+    for name, digest in digests(base_of("llama", tied=True)).items():
+        shutil.copy(base_of("llama", tied=True) / name, repo / "blobs" / digest)
+        (snapshot / name).symlink_to(f"../../blobs/{digest}")
+    yield snapshot
+    shutil.rmtree(repo)
+
+
+@pytest.mark.parametrize("revision", (None, "main", COMMIT))
+def test_a_repository_in_the_cache(cached, revision):
+    source = find_source("surgeons/tiny", revision)
+    assert (source.path, source.name, source.revision) == (cached, "surgeons/tiny", COMMIT)
+    opened, checkpoint = open_model("surgeons/tiny", revision)
+    assert opened == source
+    assert checkpoint.path == cached
+
+
+@pytest.mark.parametrize("how", ("auto", "copy", "link"))
+def test_an_expansion_records_id_and_commit_and_leaves_the_cache_alone(cached, base_of, tmp_path, how):
+    blobs = cached.parents[1] / "blobs"
+    before = digests(blobs)
+    expansion = expand("surgeons/tiny", Request("0"), tmp_path / "expanded", base_weights=how)
+    manifest = read_manifest(expansion.path)
+    assert (manifest.base_name, manifest.base_revision) == ("surgeons/tiny", COMMIT)
+    assert digests(blobs) == before
+    assert not any(file.is_symlink() for file in expansion.path.iterdir()), "files, not links into the cache"
+    for file in expansion.path.iterdir():
+        assert str(cached.parents[2]).encode() not in file.read_bytes()
+    strip(expansion.path, tmp_path / "stripped", base_weights=how)
+    assert digests(tmp_path / "stripped") == digests(base_of("llama", tied=True))
+
+
+def test_the_default_output_is_named_after_the_repository(cached, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert expand("surgeons/tiny", Request("0")).path == Path("tiny-scale")
+    assert plan("surgeons/tiny", Request("0")).base_revision == COMMIT
+
+
+def test_a_folder_comes_before_a_repository_of_the_same_name(cached, base_of, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(base_of("qwen3"), tmp_path / "surgeons" / "tiny")
+    source = find_source("surgeons/tiny")
+    assert (source.path, source.name, source.revision) == (Path("surgeons/tiny"), "tiny", None)
+
+
+def test_a_folder_is_known_by_its_name_only(base_of, monkeypatch):
+    folder = base_of("llama")
+    for given in (folder, str(folder), f"{folder}/", folder / ".." / folder.name):
+        assert find_source(given).name == folder.name
+    monkeypatch.chdir(folder)
+    assert find_source(".").name == folder.name
+
+
+@pytest.mark.parametrize("use", (find_source, open_model))
+@pytest.mark.parametrize(("repo", "revision"), (("nobody/nothing", None), ("surgeons/tiny", "no-such-branch")))
+def test_what_cannot_be_had_offline(cached, use, repo, revision):
+    with pytest.raises(CheckpointError) as error:
+        use(repo, revision)
+    message = str(error.value)
+    assert message.startswith(f"{repo}: no such folder, and the Hub does not give it (")
+    assert message.endswith("Check the name, your access (hf auth login), the network, and HF_HUB_OFFLINE.")
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize("use", (find_source, open_model))
+@pytest.mark.parametrize("name", ("nowhere", "./no/where", "a/b/c", "/no/where", "~/model", "../x", "org/"))
+def test_what_is_neither_a_folder_nor_a_repository(use, name):
+    with pytest.raises(CheckpointError) as error:
+        use(name)
+    assert str(error.value) == f"{name}: not found. Give a model folder or a Hub id such as org/name."

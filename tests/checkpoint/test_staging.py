@@ -1,0 +1,164 @@
+"""Writing folders and files: whole or absent, with the right modes, and taking files over as files."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from scale_surgery.checkpoint.staging import (
+    check_space,
+    check_target,
+    finished_file,
+    staged,
+    take_over,
+    write_json,
+    write_tensors,
+    write_text,
+)
+from scale_surgery.errors import CheckpointError
+
+
+def test_a_folder_gets_its_name_when_it_is_complete(tmp_path):
+    target = tmp_path / "new" / "folder" / "out.v1-x"
+    with staged(target, {}, overwrite=False) as partial:
+        assert partial.name == "out.v1-x.partial"
+        write_text(partial / "sub" / "a.txt", "a")
+        assert not target.exists()
+    assert sorted(path.relative_to(target).as_posix() for path in target.rglob("*")) == ["sub", "sub/a.txt"]
+    assert [path.name for path in target.parent.iterdir()] == ["out.v1-x"]
+
+
+def test_another_state_starts_clean_and_the_same_goes_on(tmp_path):
+    def interrupted(state: dict) -> list[str]:
+        with pytest.raises(KeyboardInterrupt), staged(tmp_path / "out", state, overwrite=False) as partial:
+            found = sorted(path.name for path in partial.iterdir())
+            (partial / "finished").write_text("x")
+            (partial / "half.tmp").write_text("x")
+            raise KeyboardInterrupt
+        return found
+
+    assert interrupted({"a": 1}) == []
+    assert interrupted({"a": 1}) == ["finished"]
+    assert interrupted({"a": 2}) == []
+    assert interrupted({"a": 2}) == ["finished"]
+    (tmp_path / ".out.partial.json").write_text("{")
+    assert interrupted({"a": 2}) == []
+
+
+def test_texts_keep_their_line_ends_and_json_its_letters(tmp_path):
+    write_text(tmp_path / "a", "one\r\ntwo\n\x00é")
+    assert (tmp_path / "a").read_bytes() == "one\r\ntwo\n\x00é".encode()
+    write_json(tmp_path / "b", {"ü": [1, 1e-5]})
+    assert (tmp_path / "b").read_text(encoding="utf-8") == '{\n  "ü": [\n    1,\n    1e-05\n  ]\n}\n'
+
+
+def test_a_file_that_fails_keeps_the_old_one(tmp_path):
+    file = tmp_path / "file"
+    file.write_text("old")
+    with pytest.raises(ZeroDivisionError), finished_file(file) as temporary:
+        temporary.write_text("new, half")
+        raise ZeroDivisionError
+    assert file.read_text() == "old"
+    write_text(file, "new")
+    assert file.read_text() == "new"
+
+
+def test_tensors_are_readable_by_others(tmp_path):
+    """safetensors itself writes files that only their owner can read."""
+    old = os.umask(0o022)
+    try:
+        write_tensors(tmp_path / "a.safetensors", {"w": torch.ones(3)})
+    finally:
+        os.umask(old)
+    assert (tmp_path / "a.safetensors").stat().st_mode & 0o777 == 0o644
+    assert torch.equal(load_file(tmp_path / "a.safetensors")["w"], torch.ones(3))
+
+
+@pytest.mark.parametrize(("how", "is_shared"), (("auto", False), ("copy", False), ("link", True)))
+def test_taking_a_file_over(tmp_path, how, is_shared):
+    (tmp_path / "blob").write_bytes(b"bytes")
+    (tmp_path / "blob").chmod(0o444)
+    (tmp_path / "source").symlink_to("blob")
+    file = tmp_path / "sub" / "a.safetensors"
+    take_over(tmp_path / "source", file, how)
+    assert file.read_bytes() == b"bytes"
+    assert not file.is_symlink()
+    assert file.samefile(tmp_path / "blob") == is_shared
+    assert (tmp_path / "blob").stat().st_mode & 0o777 == 0o444, "the mode of the input is not ours to change"
+    assert [path.name for path in file.parent.iterdir()] == ["a.safetensors"]
+    # small files are never shared: programs edit them in place
+    take_over(tmp_path / "source", tmp_path / "sub" / "config.json", how)
+    assert not (tmp_path / "sub" / "config.json").samefile(tmp_path / "blob")
+
+
+def test_a_file_of_another_size_is_taken_over_again(tmp_path):
+    (tmp_path / "source").write_bytes(b"whole")
+    (tmp_path / "file").write_bytes(b"ha")
+    take_over(tmp_path / "source", tmp_path / "file", "copy")
+    assert (tmp_path / "file").read_bytes() == b"whole"
+
+
+def test_a_link_to_another_file_system_says_so(tmp_path, monkeypatch):
+    def refuse(*ignored):
+        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+
+    (tmp_path / "source").write_bytes(b"x")
+    monkeypatch.setattr(os, "link", refuse)
+    with pytest.raises(
+        CheckpointError, match=r"cannot be hard-linked .* \(Invalid cross-device link\).*--base-weights co"
+    ):
+        take_over(tmp_path / "source", tmp_path / "a.safetensors", "link")
+    assert not (tmp_path / "a.safetensors").exists()
+
+
+@pytest.mark.parametrize("number", (errno.ENOSPC, errno.EDQUOT))
+def test_a_full_disk_says_what_helps(tmp_path, number):
+    with (
+        pytest.raises(CheckpointError, match=r"out: not written, .* Free some space, .*; a second run continues from"),
+        staged(tmp_path / "out", {}, overwrite=False) as partial,
+    ):
+        raise OSError(number, os.strerror(number), str(partial / "x"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_is_not_ours_is_neither_replaced_nor_continued(tmp_path):
+    foreign, unfinished = "is no model folder, --overwrite will not replace it", "was not begun by this"
+    for name, message in (("out", foreign), ("out.partial", unfinished)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "precious").write_text("x")
+        with pytest.raises(CheckpointError, match=f"{tmp_path}/{name}: {message}"):
+            check_target(tmp_path / "out", [], overwrite=True)
+        (tmp_path / name).rename(tmp_path / f"{name}-moved")
+
+
+def test_several_problems_of_a_target(tmp_path):
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "file").write_text("x")
+    with pytest.raises(CheckpointError) as error:
+        check_target(tmp_path / "source" / "file", [tmp_path / "source"], overwrite=True)
+    lines = str(error.value).splitlines()
+    assert [line.split(",")[0] for line in lines] == [
+        f"{tmp_path}/source/file: lies inside",
+        f"{tmp_path}/source/file.partial: lies inside",
+    ]
+    check_target(tmp_path / "other" / "deep", [tmp_path / "source"], overwrite=False)
+    # a name that only begins like the source's
+    check_target(tmp_path / "source-2", [tmp_path / "source"], overwrite=False)
+
+
+def test_space_is_asked_of_the_nearest_folder_that_is_there(tmp_path):
+    check_space(tmp_path / "not" / "yet", 1)
+    with pytest.raises(CheckpointError, match=rf"needs 1,000,000,000,000,000,000 bytes, {tmp_path} has [\d,]+ free"):
+        check_space(tmp_path / "not" / "yet", 10**18)
+
+
+def test_the_state_file_is_not_left_in_the_target(tmp_path):
+    with staged(tmp_path / "out", {"a": 1}, overwrite=False) as partial:
+        assert json.loads((tmp_path / ".out.partial.json").read_text()) == {"a": 1}
+        assert not list(partial.iterdir()), "no name in it is reserved"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]

@@ -1,0 +1,175 @@
+"""The command line: what it prints where, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+from scale_surgery.cli.program import main, parse_size
+from tests.conftest import digests
+from tests.tiny import save_tiny
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("cli") / "base", "llama")
+
+
+@pytest.fixture(scope="module")
+def expanded(base: Path) -> Path:
+    run("expand", base, "--layers", "last:1", "-o", base.parent / "expanded")
+    return base.parent / "expanded"
+
+
+def run(*arguments: object, code: int = 0) -> Result:
+    result = CliRunner().invoke(main, [str(argument) for argument in arguments])
+    assert result.exit_code == code, result.output
+    return result
+
+
+def test_help_imports_neither_torch_nor_transformers() -> None:
+    code = (
+        "import sys; from scale_surgery.cli.program import main\n"
+        "try: main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "print(sorted({'torch', 'transformers', 'rich'} & set(sys.modules)))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.splitlines()[-1] == "[]"
+
+
+def test_every_command_has_help_with_an_example() -> None:
+    for name, command in main.commands.items():
+        text = run(name, "--help").output
+        assert f"Example: scale-surgery {name}" in text
+        assert "\\b" not in text
+        unexplained = [p.name for p in command.params if isinstance(p, click.Option) and not p.help]
+        assert not unexplained, f"{name}: {unexplained}"
+
+
+def test_module_and_command_are_the_same() -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "scale_surgery", "--version"], capture_output=True, text=True, check=True
+    )
+    assert result.stdout == run("--version").output
+
+
+def test_the_whole_job(base: Path, tmp_path: Path) -> None:
+    plan, expanded, stripped = tmp_path / "plan.json", tmp_path / "expanded", tmp_path / "stripped"
+    assert "family" in run("inspect", base).stdout
+    run("plan", base, "--layers", "1-2", "-o", plan)
+    assert "expanded layers   1-2  (2 of 3)" in run("expand", base, "--plan", plan, "-o", expanded).stdout
+    report = tmp_path / "certificate.json"
+    shown = run("verify", expanded, "--base", base, "--report", report).stdout
+    assert "bit-equal" in shown and "verified  preserve, untrained, base base" in " ".join(shown.split("\n"))
+    assert json.loads(report.read_text())["passed"] is True
+    run("strip", expanded, "-o", stripped)
+    assert digests(stripped) == digests(base)
+
+
+def test_json_is_all_that_stdout_holds(base: Path, expanded: Path, tmp_path: Path) -> None:
+    assert json.loads(run("inspect", base, "--json").stdout)["family"] == "llama"
+    plan = json.loads(run("plan", base, "--layers", "all", "--json").stdout)
+    assert plan["layers"] == [0, 1, 2]
+    done = json.loads(run("expand", base, "--layers", "all", "-o", tmp_path / "e", "--json").stdout)
+    assert done["plan"]["tensors"] == plan["tensors"]
+    result = json.loads(run("verify", expanded, "--new-tokens", "2", "--json").stdout)
+    assert [promise["name"] for promise in result["promises"]] == [
+        "recoverable",
+        "output_at_init",
+        "base_stream_always",
+        "bounded_forgetting",
+    ]
+    assert json.loads(run("strip", expanded, "-o", tmp_path / "s", "--json").stdout)["base_name"] == "base"
+
+
+def test_dry_run_is_plan(base: Path, tmp_path: Path) -> None:
+    planned = run("plan", base, "--layers", "last:2").stdout
+    assert run("expand", base, "--layers", "last:2", "-o", tmp_path / "no", "--dry-run").stdout == planned
+    assert not (tmp_path / "no").exists()
+
+
+def test_expand_names_its_output_after_the_model(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run("expand", base, "--layers", "-1")
+    assert (tmp_path / "base-scale" / "surgery.json").is_file()
+
+
+def test_verify_exits_with_1_when_a_promise_is_broken(expanded: Path) -> None:
+    shown = run("verify", expanded, "--files-only").stdout
+    assert "BROKEN" not in shown and "not checked" in shown
+    assert "NOT verified" in run("verify", expanded, "--files-only", "--promise", "output_at_init", code=1).stdout
+
+
+def test_a_known_error_is_one_line_on_stderr_and_exit_code_1(base: Path, tmp_path: Path) -> None:
+    result = run("expand", base, "--layers", "9", "-o", tmp_path / "no", code=1)
+    assert result.stdout == ""
+    assert " ".join(result.stderr.split()) == (
+        "error: --layers 9: layer 9 is out of range, the model has layers 0 to 2."
+    )
+    assert "Traceback" in run("expand", base, "--layers", "9", "--debug", code=1).stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["expand", "BASE"], "Give --layers, or --plan with a saved plan, one of the two."),
+        (["plan", "BASE"], "--layers is missing, for example --layers last:4."),
+        (["plan", "BASE", "--seed", "1"], "--seed needs --layers."),
+        (["verify", "BASE", "--promise", "preserved"], "--promise preserved is not one of recoverable"),
+        (["verify", "BASE", "--memory", "four"], "--memory four is not a size, expected for example 4GiB or 500MB."),
+        (["strip", "BASE"], "Missing option '-o'"),
+    ],
+)
+def test_wrong_usage_exits_with_2(base: Path, arguments: list[str], message: str) -> None:
+    result = run(*[str(base) if word == "BASE" else word for word in arguments], code=2)
+    assert message in result.stderr
+
+
+def test_weights_in_other_formats_are_said_to_stay_behind(base: Path, tmp_path: Path) -> None:
+    (base / "pytorch_model.bin").write_bytes(b"pickle")
+    try:
+        result = run("expand", base, "--layers", "0", "-o", tmp_path / "e")
+        assert "not taken along  pytorch_model.bin" in result.stdout
+        assert result.stderr == ""  # no terminal, no warnings
+    finally:
+        (base / "pytorch_model.bin").unlink()
+
+
+def test_errors_of_others_are_one_line_too(base: Path, tmp_path: Path) -> None:
+    result = run("expand", base, "--layers", "0", "-o", tmp_path / "e", "--device", "cuda:7", code=1)
+    assert result.stderr.startswith("error: ") and "--debug shows where." in result.stderr
+    assert "Traceback" not in result.stderr and not (tmp_path / "e").exists()
+    (tmp_path / "file").touch()
+    result = run("plan", base, "--layers", "0", "-o", tmp_path / "file" / "plan.json", code=1)
+    assert "plan.json" in result.stderr and "Traceback" not in result.stderr
+    run("plan", base, "--layers", "0", "-o", tmp_path / "new" / "plan.json")
+    assert (tmp_path / "new" / "plan.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("4GiB", 4 * 1024**3), ("500MB", 500_000_000), ("77", 77), ("1.5 KB", 1500)]
+)
+def test_sizes(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+def test_overwrite_replaces_a_model_folder_and_nothing_else(base: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("years of work")
+    result = run("expand", base, "--layers", "0", "-o", tmp_path / "mine", "--overwrite", code=1)
+    assert "mine: is no model folder, --overwrite will not replace it." in " ".join(result.stderr.split())
+    assert (tmp_path / "mine" / "thesis.txt").read_text() == "years of work"
+    (tmp_path / "e.partial").mkdir()
+    (tmp_path / "e.partial" / "thesis.txt").write_text("more work")
+    result = run("expand", base, "--layers", "0", "-o", tmp_path / "e", code=1)
+    assert "e.partial: was not begun by this program, will not continue it." in " ".join(result.stderr.split())
+    run("expand", base, "--layers", "0", "-o", tmp_path / "f")
+    run("expand", base, "--layers", "1", "-o", tmp_path / "f", "--overwrite")
+    assert json.loads((tmp_path / "f" / "surgery.json").read_text())["plan"]["layers"] == [1]

@@ -1,0 +1,530 @@
+"""Measuring: against plain torch, over windows, in rows that are compared with the right base, and its refusals."""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from safetensors.torch import load_file, save_file
+
+from scale_surgery import CheckpointError, DataError, Evaluation, Request, SurgeryError, evaluate, expand, strip
+from scale_surgery.cli.program import main
+from scale_surgery.evidence.evaluate import Score
+from scale_surgery.running import loss as measure
+from scale_surgery.running.loss import Measurement
+from scale_surgery.running.texts import IGNORED, PROMPT, Document, Sequences, stride, tokenize
+from tests.conftest import load
+from tests.running.test_texts import letters, lines
+from tests.tiny import save_tiny
+
+QUESTIONS = [Document("ab?", " cd", ""), Document("where is it?", " there", ""), Document("q?", " z", "")]
+TEXTS = [Document("", "the quick brown fox jumps over the lazy dog and sleeps", ""), Document("", "hey", "")]
+
+
+def with_tokenizer(folder: Path, **kinds: bool) -> Path:
+    letters(**kinds).save_pretrained(folder)
+    return folder
+
+
+def perturb(folder: Path) -> Path:
+    """Move every expansion tensor, which stands for any training."""
+    torch.manual_seed(1)
+    for shard in folder.glob("expansion-*.safetensors"):
+        tensors = {name: tensor + 0.1 * torch.randn_like(tensor) for name, tensor in load_file(shard).items()}
+        save_file(tensors, shard, metadata={"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_collection() -> Iterator[None]:
+    """Every model that is freed is followed by a collection, which need not look at all that was imported."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny model, two trained expansions of it, one of another model, and texts."""
+    place = tmp_path_factory.mktemp("evaluate")
+    base = with_tokenizer(save_tiny(place / "base", "llama"))
+    other = with_tokenizer(save_tiny(place / "other", "qwen3", shard_size="30KB"))
+    perturb(expand(base, Request("1-2"), place / "wide").path)
+    perturb(expand(base, Request("0,2", variant="adapt", collaborate="both"), place / "adapted").path)
+    perturb(expand(other, Request("1"), place / "other-wide").path)
+    (place / "old.txt").write_text(TEXTS[0].text)
+    lines(place / "new.jsonl", *({"question": document.prompt, "answer": document.text} for document in QUESTIONS))
+    return place
+
+
+@pytest.fixture(scope="module")
+def model(place: Path) -> Any:
+    return load(place / "base")
+
+
+@pytest.fixture(scope="module")
+def result(place: Path) -> Evaluation:
+    """Everything at once: two models of one base, and that base itself as a plain folder."""
+    return evaluate(
+        [place / "wide", place / "base", place / "adapted"], [place / "old.txt"], [place / "new.jsonl"], batch_size=2
+    )
+
+
+def row(result: Evaluation, name: str) -> Score:
+    (found,) = [score for score in result.scores if score.name == name]
+    return found
+
+
+def refusal(*args: Any, error: type[SurgeryError] = DataError, **options: Any) -> str:
+    with pytest.raises(error) as found:
+        evaluate(*args, **options)
+    return str(found.value)
+
+
+@torch.no_grad()
+def plain_nats(model: Any, ids: list[int], scored: list[int]) -> float:
+    """Sum of -log p of the tokens at some places, one forward pass for each, in float64."""
+    total = 0.0
+    for place in scored:
+        logits = model(torch.tensor([ids[:place]])).logits[0, -1].double()
+        total -= float(logits.log_softmax(-1)[ids[place]])
+    return total
+
+
+def plain(model: Any, sequences: Sequences) -> Measurement:
+    """The same as `measure`, token by token."""
+    total = Measurement(0.0, 0, 0, 0)
+    for index in range(len(sequences)):
+        ids, labels = (sequences[index][name].tolist() for name in ("input_ids", "labels"))
+        scored = [place for place in range(1, len(ids)) if labels[place] >= 0]
+        asked = [place for place in scored if labels[place - 1] == PROMPT]
+        with torch.no_grad():
+            guesses = [int(model(torch.tensor([ids[:place]])).logits[0, -1].argmax()) for place in asked]
+        answered = sum(guess == ids[place] for guess, place in zip(guesses, asked, strict=True))
+        total += Measurement(plain_nats(model, ids, scored), len(scored), len(asked), answered)
+    return total
+
+
+def same(one: Measurement, other: Measurement) -> bool:
+    counts = (one.scored, one.questions, one.answered) == (other.scored, other.questions, other.answered)
+    return counts and math.isclose(one.nats, other.nats, rel_tol=1e-5)
+
+
+# one model on token sequences
+
+
+@pytest.mark.parametrize("starts", [True, False], ids=["start token", "no start token"])
+def test_measure_is_the_plain_computation(model: Any, starts: bool) -> None:
+    sequences = tokenize([*QUESTIONS, *TEXTS], letters(starts=starts))
+    found = measure.measure(model, sequences, 3)
+    assert same(found, plain(model, sequences))
+    assert (found.scored, found.questions) == (sequences.scored, 3)
+    assert found.nats_per_token == found.nats / found.scored
+    assert found.perplexity == math.exp(found.nats_per_token)
+
+
+def test_batches_and_pieces_of_logits_change_nothing(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    sequences = tokenize([*QUESTIONS, *TEXTS], letters())
+    whole = measure.measure(model, sequences, 8)
+    assert same(measure.measure(model, sequences, 1), whole)
+    for tokens in (1, 2, 7):
+        monkeypatch.setattr(measure, "LOGITS_AT_ONCE", tokens * 97)
+        assert same(measure.measure(model, sequences, 4), whole)
+
+
+def test_float32_sums_in_half_precision(place: Path) -> None:
+    half = load(place / "base", dtype=torch.bfloat16)
+    sequences = tokenize([*QUESTIONS, *TEXTS], letters())
+    found = measure.measure(half, sequences, 1)
+    expected = 0.0
+    for index in range(len(sequences)):
+        ids, labels = sequences[index]["input_ids"], sequences[index]["labels"]
+        with torch.no_grad():
+            logits = half(ids[None], attention_mask=torch.ones_like(ids)[None], use_cache=False).logits[0]
+        nats = -logits.double().log_softmax(-1)[:-1].gather(1, ids[1:, None])[:, 0]
+        expected += float(nats[labels[1:] >= 0].sum())
+    assert math.isclose(found.nats, expected, rel_tol=1e-6)
+
+
+def test_windows_are_the_naive_strided_loss(model: Any) -> None:
+    sequences = tokenize(TEXTS, letters())
+    length, step = 12, 5
+    expected = 0.0
+    for index in range(len(sequences)):
+        ids = sequences[index]["input_ids"].tolist()
+        for place in range(1, len(ids)):
+            left = next(left for left in range(0, len(ids), step) if place < left + length)
+            expected += plain_nats(model, ids[left:], [place - left])
+    found = measure.measure(model, stride(sequences, length, step), 4)
+    assert found.scored == sequences.scored
+    assert math.isclose(found.nats, expected, rel_tol=1e-5)
+
+
+def test_answers_count_and_texts_do_not(model: Any) -> None:
+    assert measure.measure(model, tokenize(TEXTS, letters()), 2).accuracy is None
+    best = {}
+    for document in QUESTIONS:
+        prompt = tokenize([Document("", document.prompt, "")], letters(ends=False))[0]["input_ids"]
+        with torch.no_grad():
+            best[document.prompt] = int(model(prompt[None]).logits[0, -1].argmax())
+    tokenizer = letters()
+    sequences = tokenize(QUESTIONS, tokenizer)
+    # the model's own guess in place of the second question's first answer token: one of three is known
+    first = sequences.starts[1] + 1 + len(QUESTIONS[1].prompt)
+    sequences.ids[first] = sequences.labels[first] = best[QUESTIONS[1].prompt]
+    assert measure.measure(model, sequences, 2).accuracy == pytest.approx(1 / 3)
+
+
+def test_what_scores_nothing(model: Any) -> None:
+    sequences = tokenize(TEXTS, letters())
+    ignored = Sequences(sequences.ids, torch.full_like(sequences.labels, IGNORED), sequences.starts)
+    found = measure.measure(model, ignored, 2)
+    assert found == Measurement(0.0, 0, 0, 0)
+    assert math.isnan(found.nats_per_token) and math.isnan(found.perplexity) and found.accuracy is None
+    assert Measurement(1000.0, 1, 0, 0).perplexity == math.inf
+
+
+def test_modes_and_gradients_are_given_back(place: Path) -> None:
+    model = load(place / "wide").train()
+    model.lm_head.eval()
+    advanced = []
+    sequences = tokenize(TEXTS, letters())
+    found = measure.measure(model, sequences, 1, lambda tokens, note="": advanced.append(tokens))
+    assert model.training and not model.lm_head.training
+    assert same(found, measure.measure(model.eval(), sequences, 1)), "it was measured without dropout"
+    assert advanced == sorted(advanced, reverse=True) and sum(advanced) == len(sequences.ids)
+    assert torch.is_grad_enabled() and any(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_modes_are_given_back_after_an_error(place: Path) -> None:
+    model = load(place / "base").train()
+    sequences = tokenize([Document("", "a", "")], letters())
+    sequences.ids[0] = 1000
+    with pytest.raises(IndexError):
+        measure.measure(model, sequences, 1)
+    assert model.training
+
+
+# several models
+
+
+def test_rows(result: Evaluation) -> None:
+    assert [(score.name, score.kind, score.base) for score in result.scores] == [
+        ("base (base)", "base", None),
+        ("wide", "expanded", "base (base)"),
+        ("wide, expansion disabled", "disabled", "base (base)"),
+        ("base", "other", "base (base)"),
+        ("adapted", "expanded", "base (base)"),
+        ("adapted, expansion disabled", "disabled", "base (base)"),
+    ]
+    assert (result.sequence_length, result.step, result.notes) == (64, 32, ())
+
+
+def test_disabled_is_the_base_to_the_last_bit(result: Evaluation) -> None:
+    base = row(result, "base (base)")
+    assert base.forgetting is None and base.learning is None
+    for name in ("wide, expansion disabled", "adapted, expansion disabled", "base"):
+        found = row(result, name)
+        assert (found.old, found.new) == (base.old, base.new)
+        assert (found.forgetting, found.learning) == (0.0, 0.0)
+
+
+def test_forgetting_and_learning_are_differences_of_losses(result: Evaluation) -> None:
+    base = row(result, "base (base)")
+    for name in ("wide", "adapted"):
+        found = row(result, name)
+        assert found.forgetting == found.old.nats_per_token - base.old.nats_per_token != 0
+        assert found.learning == base.new.nats_per_token - found.new.nats_per_token != 0
+
+
+def test_a_row_is_what_measure_gives(place: Path, result: Evaluation) -> None:
+    found = row(result, "wide").new
+    assert found == measure.measure(load(place / "wide"), tokenize(QUESTIONS, letters()), 2)
+
+
+def test_one_side_alone(place: Path) -> None:
+    found = evaluate(place / "wide", new=[place / "new.jsonl"])
+    assert [score.old for score in found.scores] == [None] * 3
+    assert row(found, "wide").forgetting is None and row(found, "wide").learning is not None
+
+
+def test_plain_models_alone_are_compared_with_nothing(place: Path) -> None:
+    found = evaluate([place / "base", place / "base", place / "other"], [place / "old.txt"])
+    assert [(score.name, score.kind, score.base) for score in found.scores] == [
+        ("base", "other", None),
+        ("other", "other", None),
+    ]
+
+
+def test_each_with_its_own_base(place: Path) -> None:
+    found = evaluate([place / "wide", place / "other-wide", place / "other"], [place / "old.txt"])
+    assert {score.name: score.base for score in found.scores if score.kind != "disabled"} == {
+        "base (base)": None,
+        "wide": "base (base)",
+        "other (base)": None,
+        "other-wide": "other (base)",
+        "other": None,
+    }
+    assert row(found, "other (base)").old == row(found, "other").old
+
+
+def test_bases_of_one_name_are_told_apart(place: Path, tmp_path: Path) -> None:
+    """Equal names and shapes, other weights."""
+    base = Path(shutil.copytree(place / "base", tmp_path / "base"))
+    tensors = {name: tensor * 1.01 for name, tensor in load_file(base / "model.safetensors").items()}
+    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+    wide = expand(base, Request("1-2"), tmp_path / "wide").path
+    found = evaluate([place / "wide", wide], [place / "old.txt"])
+    assert [score.name for score in found.scores] == [
+        "base (base)",
+        str(place / "wide"),
+        f"{place / 'wide'}, expansion disabled",
+        f"base (base of {wide})",
+        str(wide),
+        f"{wide}, expansion disabled",
+    ]
+    assert found.scores[4].base == f"base (base of {wide})" and found.scores[4].forgetting == 0.0
+
+
+def test_a_trainer_s_folder_is_compared_with_itself(place: Path, tmp_path: Path) -> None:
+    model = load(place / "wide")
+    model.save_pretrained(tmp_path / "saved")
+    with_tokenizer(tmp_path / "saved")
+    found = evaluate([tmp_path / "saved"], [place / "old.txt"])
+    assert [(score.name, score.kind, score.base) for score in found.scores] == [
+        ("saved", "expanded", "saved, expansion disabled"),
+        ("saved, expansion disabled", "disabled", None),
+    ]
+    assert found.notes == (
+        "saved: has no surgery.json, so its base cannot be given back as files; it is compared with itself, "
+        "expansion disabled.",
+    )
+    wanted = evaluate([place / "wide"], [place / "old.txt"])
+    assert found.scores[0].forgetting == row(wanted, "wide").forgetting
+
+
+def test_other_tokens_are_not_compared(place: Path, tmp_path: Path) -> None:
+    base = Path(shutil.copytree(place / "base", tmp_path / "unstarted"))
+    with_tokenizer(base, starts=False)
+    found = evaluate([place / "wide", base], [place / "old.txt"])
+    assert row(found, "unstarted").base is None and row(found, "unstarted").forgetting is None
+    assert found.notes == (
+        "unstarted: reads other tokens than base (base); their losses cannot be compared, accuracies can.",
+    )
+
+
+def test_windows_fit_the_shortest_context(place: Path, tmp_path: Path) -> None:
+    short = with_tokenizer(save_tiny(tmp_path / "short", "llama", max_position_embeddings=16))
+    found = evaluate([place / "base", short], [place / "old.txt"])
+    assert (found.sequence_length, found.step) == (16, 8)
+    assert evaluate(short, [place / "old.txt"], sequence_length=9).step == 4
+    asked = evaluate(place / "base", [place / "old.txt"], sequence_length=10, step=3)
+    assert (asked.sequence_length, asked.step) == (10, 3)
+    expected = measure.measure(load(place / "base"), stride(tokenize(TEXTS[:1], letters()), 10, 3), 8)
+    assert asked.scores[0].old == expected
+
+
+def test_dtype(place: Path) -> None:
+    found = evaluate(place / "wide", [place / "old.txt"], dtype="bfloat16")
+    expected = measure.measure(load(place / "wide", dtype=torch.bfloat16), tokenize(TEXTS[:1], letters()), 8)
+    assert row(found, "wide").old == expected
+    assert found.scores[0].old == found.scores[2].old and found.dtype == "bfloat16"
+
+
+def test_remote_code(place: Path) -> None:
+    found = evaluate(place / "wide", [place / "old.txt"], trust_remote_code=True)
+    assert row(found, "wide").old == row(evaluate(place / "wide", [place / "old.txt"]), "wide").old
+
+
+def test_progress(place: Path) -> None:
+    seen: dict[str, int] = {}
+    totals = []
+
+    @contextmanager
+    def track(label: str, total: int) -> Iterator[Any]:
+        totals.append((label, total))
+        yield lambda tokens, note="": seen.__setitem__(note, seen.get(note, 0) + tokens)
+
+    evaluate([place / "wide", place / "adapted"], [place / "old.txt"], [place / "new.jsonl"], track=track)
+    assert len(seen) == 5 and len(set(seen.values())) == 1
+    assert totals == [("evaluate", sum(seen.values()))]
+
+
+def test_json_has_no_nan(place: Path, tmp_path: Path) -> None:
+    broken = Path(shutil.copytree(place / "base", tmp_path / "broken"))
+    tensors = load_file(broken / "model.safetensors")
+    tensors["model.norm.weight"] = torch.full_like(tensors["model.norm.weight"], math.nan)
+    save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
+    content = evaluate(broken, [place / "old.txt"]).to_json()
+    assert content["scores"][0]["old"]["nats_per_token"] == "NaN"
+    json.dumps(content, allow_nan=False)
+
+
+# refusals, before any model is loaded
+
+
+@pytest.fixture
+def unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def loaded(*_: Any, **__: Any) -> None:
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr("scale_surgery.running.loading.loaded", loaded)
+
+
+@pytest.mark.usefixtures("unloaded")
+def test_texts_that_are_refused(place: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").write_text(" ")
+    lines(tmp_path / "bad.jsonl", {"body": "x"})
+    wide, old = place / "wide", [place / "old.txt"]
+    assert refusal(wide) == "There is no text to measure on. Give files with --old, with --new or with both."
+    assert refusal(wide, [], [tmp_path / "empty.txt"]) == (
+        f"The new text is empty: {tmp_path}/empty.txt. Give at least one document."
+    )
+    assert refusal(wide, [*old, tmp_path / "bad.jsonl"]).startswith(f"{tmp_path}/bad.jsonl, line 1: has the fields")
+    assert refusal(wide, [tmp_path / "none.txt"]).startswith(f"{tmp_path}/none.txt: cannot be read as text")
+
+
+@pytest.mark.usefixtures("unloaded")
+def test_lengths_that_are_refused(place: Path) -> None:
+    models, old = [place / "wide", place / "base"], [place / "old.txt"]
+    assert refusal(models, old, sequence_length=65).splitlines() == [
+        "--sequence-length is 65, expected at most 64, the context of wide.",
+        "--sequence-length is 65, expected at most 64, the context of base.",
+    ]
+    assert refusal(models, old, sequence_length=1) == (
+        "--sequence-length is 1, expected at least 2: the first token is not predicted."
+    )
+    assert refusal(models, old, sequence_length=8, step=8) == (
+        "--step is 8, expected 1 to 7, less than --sequence-length."
+    )
+
+
+@pytest.mark.usefixtures("unloaded")
+def test_models_that_are_refused(place: Path, tmp_path: Path) -> None:
+    old = place / "old.txt"
+    assert refusal([], old, error=CheckpointError) == (
+        "There is no model to measure. Give a folder or a Hub id such as org/name."
+    )
+    assert refusal(tmp_path / "none", old, error=CheckpointError) == (
+        f"{tmp_path}/none: not found. Give a model folder or a Hub id such as org/name."
+    )
+    mute = save_tiny(tmp_path / "mute", "llama")
+    assert refusal([place / "wide", mute], old) == (
+        "mute: has no tokenizer that loads, expected tokenizer.json or another that transformers knows. Put the "
+        "tokenizer's files beside the weights; --trust-remote-code lets one run its own code."
+    )
+    unknown = Path(shutil.copytree(place / "base", tmp_path / "unknown"))
+    config = json.loads((unknown / "config.json").read_text())
+    (unknown / "config.json").write_text(json.dumps(config | {"model_type": "nobody"}))
+    assert refusal(unknown, old, error=CheckpointError).startswith("unknown: transformers does not read its config (")
+
+
+@pytest.mark.usefixtures("unloaded")
+def test_tokens_that_are_refused(place: Path, tmp_path: Path) -> None:
+    small = with_tokenizer(save_tiny(tmp_path / "small", "llama", vocab_size=20))
+    assert refusal(small, [place / "old.txt"]) == (
+        "small: its tokenizer gives the id 30 for the old text, expected ids below 20, the size of its embedding. "
+        "Use the tokenizer that the model was trained with."
+    )
+    (tmp_path / "one.txt").write_text("a")
+    bare = Path(shutil.copytree(place / "base", tmp_path / "bare"))
+    with_tokenizer(bare, starts=False, ends=False)
+    assert refusal(bare, [tmp_path / "one.txt"]) == (
+        "The old text is one token long for bare: nothing predicts it. Give more."
+    )
+
+
+def test_a_model_whose_tensors_do_not_fit(place: Path, tmp_path: Path) -> None:
+    base = Path(shutil.copytree(place / "base", tmp_path / "base"))
+    tensors = load_file(base / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+    assert refusal(base, [place / "old.txt"], error=CheckpointError).splitlines() == [
+        "model.norm.weight: missing on load.",
+        "base: its tensors do not fit its class, so another model would be measured.",
+    ]
+
+
+def test_a_device_that_is_not_there(place: Path) -> None:
+    message = refusal(place / "base", [place / "old.txt"], device="cuda:7", error=CheckpointError)
+    assert message.startswith("base: cannot be loaded (")
+    assert message.endswith("Check --device, and whether transformers alone loads it.")
+
+
+def test_a_base_that_cannot_be_given_back(place: Path, tmp_path: Path) -> None:
+    wide = Path(shutil.copytree(place / "wide", tmp_path / "wide"))
+    (wide / "surgery.json").write_text("{}")
+    assert "format None, expected 1" in refusal(wide, [place / "old.txt"], error=CheckpointError)
+    strip(place / "wide", tmp_path / "again")
+    assert evaluate(tmp_path / "again", [place / "old.txt"]).scores[0].kind == "other"
+
+
+# the command
+
+
+def run(*arguments: object, code: int = 0) -> Result:
+    runner = CliRunner(env={"COLUMNS": "80", "TERM": "dumb", "NO_COLOR": "1"})
+    result = runner.invoke(main, ["evaluate", *map(str, arguments)])
+    assert result.exit_code == code, result.output
+    return result
+
+
+def test_command_shows_a_table_for_each_side(place: Path, tmp_path: Path, result: Evaluation) -> None:
+    texts = ("--old", place / "old.txt", "--new", place / "new.jsonl")
+    shown = run(place / "wide", *texts, "--plot", tmp_path / "plane.png", "--batch-size", "2").stdout
+    old, new = shown.split("\n\n")[:2]
+    assert old.splitlines()[0].rstrip() == "old text  (55 tokens scored; losses in nats per token)"
+    assert new.splitlines()[0].rstrip() == "new text  (14 tokens scored, 3 questions; losses in nats per token)"
+    wide = row(result, "wide")
+    assert f"{wide.old.nats_per_token:.4f}" in old and f"{wide.forgetting:+.4f}" in old
+    assert f"{wide.new.perplexity:.4g}" in new and f"{wide.learning:+.4f}" in new
+    assert [line.split()[-1] for line in old.splitlines() if line.startswith("wide, exp")] == ["0"]
+    assert max(map(len, shown.splitlines())) <= 80
+    assert (tmp_path / "plane.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_command_gives_json(place: Path, result: Evaluation) -> None:
+    texts = ("--old", place / "old.txt", "--new", place / "new.jsonl")
+    models = (place / "wide", place / "base", place / "adapted")
+    content = json.loads(run(*models, *texts, "--batch-size", "2", "--json").stdout)
+    assert content == result.to_json()
+    wide = next(score for score in content["scores"] if score["name"] == "wide")
+    assert wide["new"]["accuracy"] == row(result, "wide").new.accuracy
+    assert wide["new"].keys() == {
+        "nats_per_token", "perplexity", "accuracy", "nats", "scored", "questions", "answered"
+    }  # fmt: skip
+
+
+def test_command_notes(place: Path, tmp_path: Path) -> None:
+    base = Path(shutil.copytree(place / "base", tmp_path / "unstarted"))
+    with_tokenizer(base, starts=False)
+    shown = run(place / "base", base, "--old", place / "old.txt").stdout
+    assert "note: unstarted: reads other tokens than base;" in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["BASE"], "--old and --new are missing, give one of them or both."),
+        (["BASE", "--old", "old.txt", "--plot", "p.png"], "--plot needs --old and --new"),
+        (["--old", "old.txt"], "Missing argument 'MODELS...'"),
+        (["BASE", "--old", "old.txt", "--step", "0"], "0 is not in the range x>=1"),
+    ],
+)
+def test_wrong_usage_exits_with_2(place: Path, arguments: list[str], message: str) -> None:
+    assert message in run(*[place / "base" if word == "BASE" else word for word in arguments], code=2).stderr
+
+
+def test_refusals_exit_with_1_and_one_line(place: Path) -> None:
+    failed = run(place / "base", "--old", place / "none.txt", code=1)
+    assert failed.stdout == "" and failed.stderr.startswith("error: ") and "Traceback" not in failed.stderr

@@ -1,0 +1,439 @@
+"""What a report says, against the files that expand wrote, `verify`, and closed forms; and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from scale_surgery import CheckpointError, DataError, PlanError, Request, expand, extract, merge, route_export, verify
+from scale_surgery.biographies import SHIPPED_MODEL
+from scale_surgery.checkpoint.folder import open_checkpoint, read_tensor
+from scale_surgery.evidence.report import report
+from scale_surgery.evidence.report_records import Norms, Report, TensorChange, add_norms, by_layer
+from scale_surgery.show.page_report import render_page
+from scale_surgery.show.tables_report import format_norm, format_share
+from tests.conftest import REQUESTS, shake
+from tests.tiny import FAMILIES, save_tiny
+
+REPORTED = REQUESTS | {
+    "grow-freeze": Request("0,2", method="grow", variant="grow-freeze"),
+    "grow-train": Request("0,2", method="grow", variant="grow-train", copies=3),
+    "depth": Request("0,2", method="depth"),
+}
+# every family in each method, and the other variants once
+COMPARED = [(family, name) for name in ("adapt", "grow-train", "depth") for family in FAMILIES]
+COMPARED += [("llama", "preserve"), ("llama", "adapt_without_up_stream"), ("phi3", "grow-freeze")]
+# lines of a log that somebody edited
+TEXTS_FOR_NUMBERS = '{"step": "x", "loss": 1.0}\n{"step": 3, "loss": "y"}'
+W12 = "model.layers.1.self_attn.q_proj.w12"
+W21 = "model.layers.1.self_attn.q_proj.w21"
+
+
+@pytest.fixture(scope="module")
+def made_of(base_of: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path, Path]]:
+    """An expansion as it was written, and a copy in which every expansion tensor was changed."""
+    found: dict[tuple[str, ...], tuple[Path, Path]] = {}
+
+    def make(family: str, request: str, dtype: str = "float32") -> tuple[Path, Path]:
+        key = (family, request, dtype)
+        if key not in found:
+            folder = tmp_path_factory.mktemp("report")
+            written = expand(base_of(family, dtype), REPORTED[request], folder / "written").path
+            found[key] = written, shake(Path(shutil.copytree(written, folder / "changed")))
+        return found[key]
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def adapt(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A changed adapt model of a tiny llama, W12 in attention and FFN of layer 1."""
+    folder = tmp_path_factory.mktemp("adapt")
+    base = save_tiny(folder / "base", "llama")
+    request = Request("0-1", variant="adapt", collaborate="both", collaborative_layers="1")
+    return shake(expand(base, request, folder / "adapt").path)
+
+
+@pytest.fixture
+def spoiled(adapt: Path, tmp_path: Path) -> Path:
+    """A private copy of it."""
+    return Path(shutil.copytree(adapt, tmp_path / "spoiled"))
+
+
+def parts_of(found: Report) -> dict[str, list[TensorChange]]:
+    parts: dict[str, list[TensorChange]] = {}
+    for tensor in found.tensors:
+        parts.setdefault(tensor.name, []).append(tensor)
+    return parts
+
+
+def read_all(path: Path) -> dict[str, torch.Tensor]:
+    checkpoint = open_checkpoint(path)
+    return {name: read_tensor(checkpoint, name).double() for name in checkpoint.tensors}
+
+
+def edit_manifest(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    content = json.loads((path / "surgery.json").read_text())
+    change(content)
+    (path / "surgery.json").write_text(json.dumps(content))
+
+
+def edit_shard(path: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    (shard,) = path.glob("expansion-*.safetensors")
+    tensors = load_file(shard)
+    change(tensors)
+    save_file(tensors, shard, metadata={"format": "pt"})
+
+
+# numbers
+
+
+@pytest.mark.parametrize(("family", "request_name"), COMPARED)
+def test_changes_are_those_from_the_files_that_expand_wrote(made_of, family: str, request_name: str) -> None:
+    written, changed = made_of(family, request_name)
+    before, after = read_all(written), read_all(changed)
+    found = report(changed, files_only=True)
+    planned = [tensor["name"] for tensor in json.loads((written / "surgery.json").read_text())["plan"]["tensors"]]
+    assert list(parts_of(found)) == planned and found.state == "trained" and found.notes == ()
+    for name, parts in parts_of(found).items():
+        norms = add_norms(part.norms for part in parts)
+        assert norms.norm == pytest.approx(float(after[name].norm()), rel=1e-9)
+        assert norms.start_norm == pytest.approx(float(before[name].norm()), rel=1e-9)
+        assert norms.change == pytest.approx(float((after[name] - before[name]).norm()), rel=1e-9)
+        assert all(part.is_trained for part in parts)
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3", "gpt2"])
+def test_half_precision_starts_are_made_again_bit_for_bit(made_of, family: str) -> None:
+    written, changed = made_of(family, "adapt", "bfloat16")
+    found = report(changed, files_only=True)
+    before = read_all(written)
+    assert found.notes == ()
+    assert all(
+        add_norms(part.norms for part in parts).start_norm == pytest.approx(float(before[name].norm()), rel=1e-9)
+        for name, parts in parts_of(found).items()
+    )
+
+
+def test_ranks_and_shares_of_one_block(made_of) -> None:
+    written, changed = made_of("llama", "adapt")
+    name = "model.layers.2.mlp.gate_proj.w21"
+    (block,) = parts_of(report(changed, files_only=True))[name]
+    now, start = read_all(changed)[name], read_all(written)[name]
+    base = read_all(changed)["model.layers.2.mlp.gate_proj.weight"]
+    for found, matrix in ((block.rank, now), (block.start_rank, start), (block.change_rank, now - start)):
+        values = torch.linalg.svdvals(matrix)
+        shares = values / values.sum()
+        assert found == pytest.approx(float((-(shares * shares.log()).sum()).exp()), rel=1e-6)
+    assert (block.layer, block.role, block.group, block.block, block.init) == (2, "gate", "ffn", "w21", "svd")
+    assert block.norms.relative_norm == pytest.approx(float(now.norm() / base.norm()))
+    assert block.norms.relative_change == pytest.approx(float((now - start).norm() / start.norm()))
+    assert block.norms.change_of_base == pytest.approx(float((now - start).norm() / base.norm()))
+    assert block.spectrum is not None
+    assert block.spectrum.start == pytest.approx(torch.linalg.svdvals(start).tolist(), rel=1e-6)
+    assert block.spectrum.now == pytest.approx(torch.linalg.svdvals(now).tolist(), rel=1e-6)
+    assert block.spectrum.ranks == tuple(range(1, block.full_rank + 1))
+
+
+def test_fused_projections_are_taken_apart_by_role(made_of) -> None:
+    """By section in phi3, where new rows follow in each section's order; head by head in GPT-NeoX."""
+    _, phi3 = made_of("phi3", "adapt")
+    tensors = read_all(phi3)
+    rows = {
+        part.role: part for part in parts_of(report(phi3, files_only=True))["model.layers.2.self_attn.qkv_proj.w12"]
+    }
+    block, start = tensors["model.layers.2.self_attn.qkv_proj.w12"], 0
+    for role, count in (("q", 40), ("k", 20), ("v", 20)):
+        assert rows[role].norms.norm == pytest.approx(float(block[start : start + count].norm()))
+        assert rows[role].shape == (count, block.shape[1])
+        start += count
+    assert rows["q"].norms.base_norm == pytest.approx(
+        float(tensors["model.layers.2.self_attn.qkv_proj.weight"][:40].norm())
+    )
+    _, neox = made_of("gpt_neox", "adapt")
+    name = "gpt_neox.layers.2.attention.query_key_value.w21"
+    by_role = {part.role: part for part in parts_of(report(neox, files_only=True))[name]}
+    heads = read_all(neox)[name].view(-1, 3, 10, 40)
+    for place, role in enumerate(("q", "k", "v")):
+        assert by_role[role].norms.norm == pytest.approx(float(heads[:, place].norm()))
+
+
+def test_layers_add_up_their_tensors(adapt: Path) -> None:
+    found = report(adapt, files_only=True)
+    tensors = read_all(adapt)
+    linears = ("q_proj", "k_proj", "v_proj", "o_proj")
+    (layer,) = [one for one in found.layers if (one.layer, one.group, one.block) == (1, "attn", "w12")]
+    whole = torch.cat([tensors[f"model.layers.1.self_attn.{name}.w12"].flatten() for name in linears])
+    assert layer.norms.norm == pytest.approx(float(whole.norm()))
+    assert {(one.layer, one.group) for one in found.layers if one.block == "w12"} == {(1, "attn"), (1, "ffn")}
+    assert found.to_json()["layers"][0].keys() >= {"layer", "group", "block", "norm", "relative_norm"}
+
+
+def test_norms_add_up_as_squares_and_what_is_unknown_stays_unknown() -> None:
+    norms = add_norms([Norms(3.0, 1.0, None, None), Norms(4.0, 0.0, 2.0, None)])
+    assert norms == Norms(5.0, 1.0, None, None)
+    assert norms.relative_change is None and norms.relative_norm is None
+    assert Norms(1.0, 0.0, 1.0, 4.0).relative_change is None
+    assert by_layer(()) == ()
+
+
+def test_an_untrained_model_is_reported_as_untrained_with_zeros(made_of) -> None:
+    for request in ("preserve", "adapt", "grow-freeze", "depth"):
+        written, changed = made_of("llama", request)
+        found = report(written)
+        assert found.state == "initial"
+        assert found.notes[0] == "Nothing was trained: every expansion tensor has the bytes that the expansion wrote."
+        assert all(tensor.norms.change == 0 and not tensor.is_trained for tensor in found.tensors)
+        assert all(tensor.change_rank is None for tensor in found.tensors)
+        assert found.streams is not None and found.streams.is_bit_equal
+        assert report(changed, files_only=True).state == "trained"
+
+
+def test_only_what_changed_counts_as_changed(spoiled: Path, made_of) -> None:
+    written, _ = made_of("llama", "preserve")
+    path = Path(shutil.copytree(written, spoiled.parent / "one"))
+    edit_shard(path, lambda tensors: tensors[W21].view(-1)[0].add_(0.5))
+    changed = [tensor for tensor in report(path, files_only=True).tensors if tensor.is_trained]
+    assert [tensor.name for tensor in changed] == [W21]
+    assert changed[0].norms.change == pytest.approx(0.5, rel=1e-5)
+    assert changed[0].change_rank == pytest.approx(1, abs=1e-3)
+
+
+def test_a_start_with_another_hash_is_named(spoiled: Path) -> None:
+    assert report(spoiled, files_only=True).notes == ()
+    edit_manifest(spoiled, lambda content: content["expansion_tensors"].update({W21: "0" * 64}))
+    found = report(spoiled, files_only=True)
+    assert found.notes == (
+        f"The start of {W21} was made again and has another sha256 than the one that was written: another machine, "
+        "device or release rounds the last bits another way. Changes hold up to that.",
+    )
+
+
+def test_a_start_on_another_base_is_not_guessed(spoiled: Path) -> None:
+    differing = {W21.replace("w21", "weight"): "values"}
+    edit_manifest(
+        spoiled, lambda content: content.update(forced_base={"expected_name": "first", "differing": differing})
+    )
+    found = report(spoiled, files_only=True)
+    (block,) = parts_of(found)[W21]
+    assert (block.norms.start_norm, block.norms.change, block.start_rank, block.spectrum) == (None,) * 4
+    assert block.norms.norm > 0 and block.rank is not None
+    # zeros are zeros on any base
+    assert parts_of(found)[W12][0].norms.start_norm == 0
+    assert f"How {W21} started is not known: the expansion was made on first" in found.notes[0]
+    assert "W21" in render_page(found)
+
+
+def test_numbers_that_are_none_are_named(spoiled: Path) -> None:
+    edit_shard(spoiled, lambda tensors: tensors[W12].view(-1)[0].fill_(math.nan))
+    found = report(spoiled, files_only=True)
+    assert f"NaN or infinity in {W12}: the model is broken." in found.notes
+    content = json.loads(json.dumps(found.to_json()), parse_constant=lambda name: pytest.fail(f"{name} in JSON"))
+    (row,) = [row for row in content["tensors"] if row["name"] == W12]
+    assert row["norm"] == "NaN" and row["rank"] is None
+    assert "nan" in render_page(found)
+
+
+# copies
+
+
+def test_copies_that_move_together_do_not_separate(made_of, tmp_path: Path) -> None:
+    """The symmetry trap: originals and copies that train alike change and gain nothing."""
+    written, changed = made_of("llama", "grow-train")
+    together = Path(shutil.copytree(written, tmp_path / "together"))
+
+    def move(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if name.endswith(".w11")]:
+            noise = torch.randn(tensors[name].shape, generator=torch.Generator().manual_seed(3))
+            tensors[name] += noise
+            tensors[name.replace("w11", "w21")] += torch.cat([noise, noise])
+
+    edit_shard(together, move)
+    copies = report(together, files_only=True).find("w21")
+    assert len(copies) == 4 and all(copy.separation == pytest.approx(0, abs=1e-6) for copy in copies)
+    assert all(copy.norms.relative_change > 1 for copy in copies)
+    apart = report(changed, files_only=True).find("w21")
+    assert all(copy.separation > 0.1 for copy in apart)
+
+
+def test_separation_from_a_frozen_original_is_the_relative_change(made_of) -> None:
+    _, changed = made_of("llama", "grow-freeze")
+    found = report(changed, files_only=True)
+    assert {tensor.role for tensor in found.tensors if tensor.separation is not None} == {"gate", "up_proj"}
+    for copy in found.find("w21"):
+        assert copy.separation == pytest.approx(copy.norms.relative_change)
+
+
+def test_copied_layers_start_as_copies_and_write_nothing(made_of) -> None:
+    _, changed = made_of("llama", "depth")
+    found = report(changed, files_only=True)
+    assert {tensor.layer for tensor in found.tensors} == {0, 2} and found.method == "depth"
+    starts = {tensor.role: tensor.norms.start_norm for tensor in found.find("weight")}
+    assert starts["o"] == starts["down"] == 0 and all(starts[role] > 0 for role in ("q", "k", "v", "gate", "up_proj"))
+    assert "Copied weight, from zeros" in render_page(found)
+
+
+# the base stream
+
+
+@pytest.mark.parametrize("request_name", ["adapt", "adapt_without_up_stream", "grow-train", "depth"])
+def test_the_base_stream_is_that_of_verify(made_of, request_name: str) -> None:
+    """Which loads the base by itself, from its own files."""
+    _, changed = made_of("llama", request_name)
+    found, numbers = report(changed).streams, verify(changed, new_tokens=0, record=False).numbers
+    assert found is not None and numbers is not None
+    assert found.tokens == numbers.tokens and found.source == "random ids, there is no tokenizer"
+    assert [layer.layer for layer in found.layers] == [layer.layer for layer in numbers.layers]
+    for own, theirs in zip(found.layers, numbers.layers, strict=True):
+        assert own.drift == pytest.approx(theirs.drift, rel=1e-4)
+        assert own.cosine == pytest.approx(theirs.cosine, rel=1e-6) and own.is_bit_equal == theirs.is_bit_equal
+    assert not found.is_bit_equal and found.layers[0].is_bit_equal
+
+
+def test_preserve_keeps_the_base_stream_and_adapt_does_not(made_of) -> None:
+    for family in ("llama", "gpt2"):
+        kept, moved = (report(made_of(family, name)[1]).streams for name in ("preserve", "adapt"))
+        assert kept is not None and kept.is_bit_equal and not moved.is_bit_equal
+
+
+def test_of_a_routed_model_the_adapt_path_is_compared(adapt: Path, tmp_path: Path) -> None:
+    routed = route_export(adapt, tmp_path / "routed").path
+    plain, found = report(adapt).streams, report(routed)
+    assert found.streams is not None and found.streams.path == "adapt" and plain.path == "expanded"
+    assert found.streams.layers == plain.layers and not plain.is_bit_equal
+    assert found.notes == (
+        "Routed: the preserve path is the base model's bit for bit, so the base stream is that of the adapt path, "
+        "routing disabled.",
+    )
+    numbers = verify(routed, new_tokens=0, record=False).numbers
+    assert numbers is not None and all(layer.is_bit_equal for layer in numbers.layers)
+
+
+def test_own_text_is_read_whole_in_windows(tmp_path: Path) -> None:
+    request = Request("2-3", variant="adapt", collaborate="both")
+    path = shake(expand(SHIPPED_MODEL, request, tmp_path / "wide").path)
+    text, asked = tmp_path / "text.txt", tmp_path / "asked.jsonl"
+    text.write_text("Once upon a time there was a fox. " * 20)
+    asked.write_text('{"question": "Who?", "answer": "The fox."}\n')
+    one = report(path, [text, asked], sequence_length=32).streams
+    same = report(path, [text, asked], sequence_length=32, batch_size=4).streams
+    whole = report(path, text).streams
+    prompts = report(path).streams
+    assert one is not None and same is not None and whole is not None and prompts is not None
+    assert one.tokens == same.tokens > whole.tokens and one.source == f"{text}, {asked}"
+    for layer, other in zip(one.layers, same.layers, strict=True):
+        assert layer.drift == pytest.approx(other.drift, rel=1e-4)
+        assert layer.cosine == pytest.approx(other.cosine, rel=1e-6)
+    assert prompts.source == "built-in prompts" and prompts.layers != whole.layers
+    assert one.layers[2].is_bit_equal and not one.layers[3].is_bit_equal
+
+
+def test_files_only_runs_no_model(adapt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from scale_surgery.evidence import report_streams
+
+    monkeypatch.setattr(report_streams, "loaded_whole", lambda *_: pytest.fail("a model was loaded"))
+    assert report(adapt, files_only=True).streams is None
+    with pytest.raises(pytest.fail.Exception, match="a model was loaded"):
+        report(adapt)
+
+
+# the training run
+
+
+def test_what_the_last_run_logged_and_measured(spoiled: Path) -> None:
+    measured = {"old_nats_per_token": 1.5, "new_nats_per_token": 0.5, "forgetting": 0.25, "learning": 2.0, "step": 4}
+    edit_manifest(spoiled, lambda content: content.update(training=[{"steps": 3}, {"steps": 4, "measured": measured}]))
+    (spoiled / "training").mkdir()
+    entry = {"step": 2, "loss": 3.0}
+    (spoiled / "training" / "log.jsonl").write_text(
+        f'{json.dumps(entry)}\n[1]\n{{"epoch": 1}}\n{TEXTS_FOR_NUMBERS}\n{{"step": 4, "lo'
+    )
+    found = report(spoiled, files_only=True)
+    assert found.log == (entry,) and found.measured == measured and len(found.runs) == 2
+    page = render_page(found)
+    assert "Training loss" in page and "+0.2500" in page and "2 runs" in page
+
+
+# refusals
+
+
+def test_what_is_no_expanded_model_is_refused(adapt: Path, tmp_path: Path) -> None:
+    base = save_tiny(tmp_path / "base", "llama")
+    with pytest.raises(CheckpointError, match=r"has no surgery\.json, expected a model made by scale-surgery expand"):
+        report(base)
+    with pytest.raises(CheckpointError, match=r"missing: not found\. Give a model folder"):
+        report(tmp_path / "missing")
+    with pytest.raises(CheckpointError, match="is an extract, an expansion without its base"):
+        report(extract(adapt, tmp_path / "extract").path)
+    with pytest.raises(CheckpointError, match=r"is fused.*Take them apart first: scale-surgery merge --to blocks"):
+        report(merge(adapt, tmp_path / "fused").path)
+
+
+def test_missing_and_damaged_tensors_are_all_named(spoiled: Path) -> None:
+    def damage(tensors: dict[str, torch.Tensor]) -> None:
+        del tensors[W21]
+        tensors[W12] = torch.zeros(3, 2)
+
+    edit_shard(spoiled, damage)
+    index = json.loads((spoiled / "model.safetensors.index.json").read_text())
+    del index["weight_map"][W21]
+    (spoiled / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError) as caught:
+        report(spoiled)
+    assert str(caught.value).splitlines() == [
+        f"{W21}: is missing from {spoiled}. Restore its shard.",
+        f"{W12}: shape (3, 2), expected (40, 20) from the plan. Restore its shard.",
+    ]
+
+
+def test_a_spoiled_plan_is_refused(spoiled: Path) -> None:
+    edit_manifest(spoiled, lambda content: content["plan"].pop("widths"))
+    with pytest.raises(CheckpointError, match=r"surgery\.json: is incomplete \('widths'\)\. Restore it"):
+        report(spoiled)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda content: content.update(training=[3]), "'int' object has no attribute 'get'"),
+        (lambda content: content.update(training=[{"steps": "many"}]), "training"),
+        (lambda content: content.update(training=[{"steps": 1, "measured": {"learning": "x"}}]), "training"),
+        (lambda content: tensor_of(content).update(source="foo"), f"plan.tensors, {W21}: init 'svd' of 'foo'"),
+        (lambda content: tensor_of(content).update(init="foo"), f"plan.tensors, {W21}: init 'foo' of "),
+    ],
+)
+def test_spoiled_records_are_refused(spoiled: Path, change: Callable[[dict[str, Any]], None], reason: str) -> None:
+    edit_manifest(spoiled, change)
+    with pytest.raises(CheckpointError, match=r"surgery\.json: is incomplete \(.*\)\. Restore it") as caught:
+        report(spoiled)
+    assert reason in str(caught.value)
+
+
+def tensor_of(content: dict[str, Any]) -> dict[str, Any]:
+    (tensor,) = (tensor for tensor in content["plan"]["tensors"] if tensor["name"] == W21)
+    return tensor
+
+
+def test_texts_that_nobody_reads_and_texts_that_are_not_there(adapt: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("A text.")
+    with pytest.raises(PlanError, match="--text with --files-only: no model runs, so no text is read"):
+        report(adapt, text, files_only=True)
+    with pytest.raises(DataError, match="cannot be read as text"):
+        report(adapt, tmp_path / "missing.txt")
+    with pytest.raises(DataError, match="has no tokenizer that loads"):
+        report(adapt, text)
+
+
+def test_numbers_as_text() -> None:
+    shown = [format_norm(value) for value in (None, 0.0, 0.012345, 1.0, 123.4, 4321.0)]
+    assert shown == ["–", "0", "0.0123", "1.00", "123", "4321"]
+    assert [format_share(value) for value in (None, 0.0, 0.1234, 12.5)] == ["–", "0", "12.3%", "1250%"]

@@ -1,0 +1,289 @@
+"""Verification: what it proves, and that it fails and names the tensor when a promise is broken."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+import scale_surgery
+from scale_surgery import CheckpointError, PlanError, Request, Verification, expand, verify
+from scale_surgery.checkpoint.folder import open_checkpoint
+from tests.tiny import save_tiny
+
+W21 = "model.layers.1.self_attn.q_proj.w21"
+W12 = "model.layers.1.self_attn.q_proj.w12"
+SHARD = "expansion-00001-of-00001.safetensors"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny base and its expansions: folder with base, preserve and adapt."""
+    folder = tmp_path_factory.mktemp("verify")
+    base = save_tiny(folder / "base", "llama")
+    expand(base, Request("1-2"), folder / "preserve")
+    expand(base, Request("1-2", variant="adapt"), folder / "adapt")
+    return folder
+
+
+@pytest.fixture
+def copy(made: Path, tmp_path: Path):
+    """A private copy of one of the expansions, to be spoiled."""
+    return lambda name: Path(shutil.copytree(made / name, tmp_path / name))
+
+
+def edit_shard(path: Path, change) -> None:
+    tensors = load_file(path / SHARD)
+    change(tensors)
+    save_file(tensors, path / SHARD, metadata={"format": "pt"})
+
+
+def promise(result: Verification, name: str):
+    return next(promise for promise in result.promises if promise.name == name)
+
+
+def train(path: Path, steps: int = 3) -> None:
+    """A few optimiser steps with weight decay on random tokens, saved into the expansion shard alone."""
+    torch.manual_seed(0)
+    scale_surgery.register()
+    model = AutoModelForCausalLM.from_pretrained(path)
+    optimizer = torch.optim.AdamW(filter(lambda p: p.requires_grad, model.parameters()), lr=1e-2, weight_decay=0.1)
+    for _ in range(steps):
+        ids = torch.randint(3, 97, (2, 9))
+        model(ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    trained = {name: tensor.detach().clone() for name, tensor in model.named_parameters() if tensor.requires_grad}
+    save_file(trained, path / SHARD, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("variant", ["preserve", "adapt"])
+def test_an_untrained_expansion_keeps_what_it_claims(made: Path, variant: str) -> None:
+    result = verify(made / variant, made / "base", record=False)
+    assert result.passed and result.state == "initial" and not result.problems
+    assert promise(result, "recoverable").holds and promise(result, "output_at_init").holds
+    assert promise(result, "base_stream_always").claimed is (variant == "preserve")
+    assert promise(result, "base_stream_always").holds is (variant == "preserve")
+    numbers = result.numbers
+    assert numbers is not None
+    assert numbers.is_bit_equal and numbers.drift == 0 and numbers.kl_divergence == 0 and numbers.top1_agreement == 1
+    assert numbers.generation_equal and numbers.uncached_equal
+    assert [layer.layer for layer in numbers.layers] == [-1, 0, 1, 2]
+    assert all(layer.is_bit_equal and layer.drift == 0 and layer.cosine == pytest.approx(1) for layer in numbers.layers)
+
+
+def test_the_result_is_recorded_and_says_when(made: Path, copy) -> None:
+    path = copy("preserve")
+    result = verify(path)
+    recorded = json.loads((path / "surgery.json").read_text())["verification"]
+    assert recorded == result.to_json() and recorded["passed"] is True and recorded["path"] == "preserve"
+    assert verify(path).passed  # recording changed nothing that is verified
+
+
+def test_streamed_from_disk_gives_the_same_numbers(made: Path) -> None:
+    whole = verify(made / "preserve", record=False)
+    streamed = verify(made / "preserve", record=False, memory_bytes=60_000)
+    assert streamed.numbers == whole.numbers and streamed.passed
+
+
+def test_a_trained_preserve_model_keeps_its_base_stream_and_no_longer_claims_its_output(copy) -> None:
+    path = copy("preserve")
+    train(path)
+    result = verify(path)
+    assert result.passed and result.state == "trained" and result.trained_tensors > 0
+    assert not promise(result, "output_at_init").claimed and not promise(result, "output_at_init").holds
+    assert promise(result, "base_stream_always").holds and promise(result, "recoverable").holds
+    assert result.numbers is not None and not result.numbers.is_bit_equal and result.numbers.base_logits_bit_equal
+    assert not verify(path, required=("output_at_init",)).passed
+
+
+def test_a_trained_adapt_model_changes_its_base_stream_and_stays_recoverable(copy) -> None:
+    path = copy("adapt")
+    train(path)
+    result = verify(path)
+    assert result.passed and result.required == ("recoverable",)
+    assert result.numbers is not None and not result.numbers.base_logits_bit_equal
+    assert [layer.is_bit_equal for layer in result.numbers.layers][:2] == [True, True]
+    assert not verify(path, required=("base_stream_always",)).passed
+
+
+def test_one_flipped_byte_of_a_base_tensor_is_named(copy) -> None:
+    path = copy("preserve")
+    info = open_checkpoint(path).tensors["model.layers.0.mlp.gate_proj.weight"]
+    content = bytearray((path / info.file).read_bytes())
+    content[info.offset + 5] ^= 1
+    (path / info.file).write_bytes(content)
+    result = verify(path)
+    problems = promise(result, "recoverable").problems
+    assert not result.passed and not promise(result, "recoverable").holds
+    assert any(problem.startswith("model.layers.0.mlp.gate_proj.weight: sha256") for problem in problems)
+    assert not any(problem.startswith("model.layers.0.mlp.up_proj.weight") for problem in problems)
+
+
+@pytest.mark.parametrize("variant", ["preserve", "adapt"])
+def test_a_non_zero_entry_of_a_frozen_w12_is_named(copy, variant: str) -> None:
+    """In a preservation layer, and in the part of a collaborative layer that does not collaborate, no W12 exists."""
+    path, name = copy(variant), "model.layers.1.mlp.gate_proj.w12"
+    block = torch.zeros(52, 20)
+    block[3, 4] = 1e-3
+    edit_shard(path, lambda tensors: tensors.update({name: block}))
+    index = json.loads((path / "model.safetensors.index.json").read_text())
+    index["weight_map"][name] = SHARD
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    result = verify(path)
+    assert not result.passed
+    assert any(problem.startswith(f"{name}: ") and "1 non-zero" in problem for problem in result.problems)
+
+
+def test_a_non_zero_entry_of_a_collaborative_w12_breaks_output_at_init(copy) -> None:
+    path = copy("adapt")
+    edit_shard(path, lambda tensors: tensors[W12].view(-1)[0].fill_(1e-2))
+    result = verify(path, required=("output_at_init",))
+    assert not result.passed
+    assert any(problem.startswith(f"{W12}: 1 of ") for problem in promise(result, "output_at_init").problems)
+
+
+def test_swapped_w12_and_w21_are_named(copy) -> None:
+    path = copy("adapt")
+
+    def swap(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[W12], tensors[W21] = tensors[W21], tensors[W12]
+
+    edit_shard(path, swap)
+    result = verify(path)
+    assert not result.passed and result.numbers is None
+    assert {problem.split(":")[0] for problem in result.problems} == {W12, W21}
+
+
+def test_a_joint_norm_is_caught(copy) -> None:
+    """A norm over both streams together changes the base stream; code that does so differs from ours."""
+    path = copy("preserve")
+    code = (path / "expanded_modules.py").read_text()
+    lines = (
+        "y_base = self.forward_stock(base)",
+        "return y_base, self.forward_up(up).to(",
+    )
+    split = "\n".join(f"        {line}" for line in lines)
+    assert split in code
+    both = "torch.cat((base, up), -1)"
+    joint = split.replace("forward_stock(base)", f"forward_stock(base) * base.norm() / {both}.norm()")
+    (path / "expanded_modules.py").write_text(code.replace(split, joint))
+    unread = verify(path)
+    assert not unread.passed and unread.numbers is None
+    assert unread.problems == (
+        "expanded_modules.py: is not the code that the expansion wrote. Read it before you trust it.",
+    )
+    assert verify(path, files_only=True, required=("recoverable",)).passed
+    run = verify(path, trust_remote_code=True)
+    assert run.numbers is not None and not run.numbers.is_bit_equal and run.numbers.drift > 1e-3
+    assert not promise(run, "output_at_init").holds and not promise(run, "base_stream_always").holds
+    assert any(
+        problem.startswith("base stream after layer 1: drift")
+        for problem in promise(run, "base_stream_always").problems
+    )
+
+
+def test_the_wrong_base_is_refused_by_tensor(made: Path, tmp_path: Path) -> None:
+    other = save_tiny(tmp_path / "other", "llama")
+    tensors = load_file(other / "model.safetensors")
+    tensors["model.norm.weight"] += 1
+    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    result = verify(made / "preserve", other, record=False)
+    assert not result.passed
+    problems = promise(result, "recoverable").problems
+    assert len(problems) == 1 and problems[0].startswith("model.norm.weight: ") and str(other) in problems[0]
+
+
+def test_a_base_of_another_shape_is_no_base_and_runs_no_model(made: Path, tmp_path: Path) -> None:
+    other = save_tiny(tmp_path / "other", "llama", vocab_size=101)
+    result = verify(made / "preserve", other, record=False)
+    assert not result.passed and result.numbers is None
+    assert any("model.embed_tokens.weight" in problem for problem in promise(result, "recoverable").problems)
+
+
+def test_code_and_config_that_the_expansion_did_not_write_are_named(copy) -> None:
+    path = copy("preserve")
+    (path / "evil.py").write_text("class X: ...")
+    config = json.loads((path / "config.json").read_text())
+    config["auto_map"]["AutoModelForCausalLM"] = "evil.X"
+    (path / "config.json").write_text(json.dumps(config | {"rope_theta": 5.0}))
+    result = verify(path)
+    assert not result.passed and result.numbers is None
+    assert set(result.problems) == {
+        "evil.py: unknown code file. Read it before you trust it.",
+        "config.json: auto_map is not what the expansion wrote.",
+        "config.json: rope_theta is not what the expansion wrote.",
+    }
+
+
+def test_a_manifest_whose_text_of_the_base_was_changed_is_no_base(copy) -> None:
+    path = copy("preserve")
+    manifest = json.loads((path / "surgery.json").read_text())
+    manifest["replaced"]["config.json"] += "\n"
+    (path / "surgery.json").write_text(json.dumps(manifest))
+    result = verify(path, files_only=True)
+    assert promise(result, "recoverable").problems == (
+        "surgery.json: its text of the base's config.json is not what it was.",
+    )
+
+
+def test_a_base_of_another_dtype_over_the_same_bytes_is_another_base(made: Path, tmp_path: Path) -> None:
+    other = Path(shutil.copytree(made / "base", tmp_path / "other"))
+    content = (other / "model.safetensors").read_bytes()
+    (other / "model.safetensors").write_bytes(content.replace(b'"F32"', b'"I32"'))
+    result = verify(made / "preserve", other, files_only=True, record=False)
+    assert any("F32" in problem and "I32" in problem for problem in promise(result, "recoverable").problems)
+
+
+def test_a_model_that_computes_nan_keeps_no_promise_and_gives_valid_json(tmp_path: Path) -> None:
+    base = save_tiny(tmp_path / "base", "llama")
+    tensors = load_file(base / "model.safetensors")
+    tensors["model.norm.weight"][0] = float("nan")
+    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+    expand(base, Request("1"), tmp_path / "expanded")
+    result = verify(tmp_path / "expanded")
+    assert not result.passed and not promise(result, "output_at_init").holds
+    json.loads(json.dumps(result.to_json(), allow_nan=False))
+
+
+def test_an_unknown_promise_is_refused(made: Path) -> None:
+    with pytest.raises(PlanError, match="--promise base_stream_alwys is unknown, expected one of: recoverable"):
+        verify(made / "preserve", required=("base_stream_alwys",))
+
+
+def test_a_folder_that_cannot_be_written_is_verified_and_not_recorded(copy) -> None:
+    path = copy("preserve")
+    assert verify(path, files_only=True).recorded
+    assert not verify(path, files_only=True, record=False).recorded
+    before = (path / "surgery.json").read_bytes()
+    (path / "surgery.json.tmp").mkdir()  # in the way of the new surgery.json, also for a user who may write anywhere
+    result = verify(path, files_only=True)
+    assert result.passed and not result.recorded
+    assert (path / "surgery.json").read_bytes() == before
+
+
+def test_files_only_runs_no_model(made: Path) -> None:
+    result = verify(made / "preserve", files_only=True, record=False)
+    assert result.passed and result.numbers is None and result.required == ("recoverable",)
+    assert promise(result, "output_at_init").holds is None
+    assert "no model was run" in promise(result, "output_at_init").evidence
+    assert not verify(made / "preserve", files_only=True, required=("output_at_init",), record=False).passed
+
+
+def test_prompts_of_a_file_and_without_a_tokenizer(made: Path, tmp_path: Path) -> None:
+    empty = tmp_path / "empty.txt"
+    empty.write_text("\n\n")
+    with pytest.raises(CheckpointError, match=r"empty\.txt: holds no prompt, expected one a line"):
+        verify(made / "preserve", prompts_file=empty, record=False)
+    result = verify(made / "preserve", record=False, new_tokens=0)
+    assert result.numbers is not None and result.numbers.generation_equal is None and result.passed
+
+
+def test_not_an_expanded_model(made: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"has no surgery\.json, expected a model made by scale-surgery expand"):
+        verify(made / "base")

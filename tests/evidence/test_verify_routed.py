@@ -1,0 +1,169 @@
+"""What verify says of routed checkpoints, and that it notices when it is not so."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
+
+from scale_surgery import Request, Routing, Verification, expand, inspect, route_export, verify
+from scale_surgery.biographies import SHIPPED_MODEL, biography, people
+from scale_surgery.cli.program import main
+
+ROUTINGS = {
+    "mixture": Routing(switch_rate=0),
+    "switching": Routing(),
+    "cosine": Routing("cosine", threshold=0.9),
+    "strict": Routing("cosine", threshold=0.9, strict=True),
+}
+Copy = Callable[[str], Path]
+
+
+def shake(path: Path) -> None:
+    """Change every expansion tensor on disk, as training does."""
+    torch.manual_seed(0)
+    for file in path.glob("expansion-*.safetensors"):
+        tensors = {name: own + torch.randn_like(own) * 0.2 for name, own in load_file(file).items()}
+        save_file(tensors, file, metadata={"format": "pt"})
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("verify_routed")
+    expand(SHIPPED_MODEL, Request("1-3", variant="adapt", collaborative_layers="2-3"), folder / "fresh")
+    shutil.copytree(folder / "fresh", folder / "adapt")
+    shake(folder / "adapt")
+    texts = [biography(person, 3).replace("\n", " ") for person in people(4)]
+    (folder / "known.txt").write_text("\n".join(texts))
+    for name, routing in ROUTINGS.items():
+        route_export(folder / "adapt", folder / name, routing)
+    return folder
+
+
+@pytest.fixture
+def copy(place: Path, tmp_path: Path) -> Copy:
+    """Copies of routed folders, to be damaged by a test."""
+
+    def make(name: str) -> Path:
+        return Path(shutil.copytree(place / name, tmp_path / name))
+
+    return make
+
+
+def promise(result: Verification, name: str):
+    return next(found for found in result.promises if found.name == name)
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_a_routed_model_keeps_what_it_promises(place: Path, name: str) -> None:
+    result = verify(place / name, SHIPPED_MODEL)
+    assert result.passed and result.routing == ROUTINGS[name] and result.state == "trained"
+    claimed = {found.name for found in result.promises if found.claimed}
+    assert claimed == {"recoverable", "base_stream_always"} | ({"bounded_forgetting"} if name == "mixture" else set())
+    assert promise(result, "base_stream_always").evidence.startswith("8 W12 blocks exist, on the adapt path alone; ")
+    numbers = result.numbers
+    assert numbers is not None and numbers.base_logits_bit_equal and all(layer.is_bit_equal for layer in numbers.layers)
+    assert not numbers.is_bit_equal, "the control: what is routed is not the base's output"
+
+
+def test_the_bound_in_numbers(place: Path) -> None:
+    held = promise(verify(place / "mixture"), "bounded_forgetting")
+    assert held.holds and held.evidence.startswith("at most 0.693 nats a text; ")
+    switching = promise(verify(place / "switching"), "bounded_forgetting")
+    assert not switching.claimed and switching.problems == (
+        "switch rate 0.01: the bound grows with the text, expected 0.",
+    )
+    assert switching.evidence.startswith("at most 0.693 nats a text and 0.01 nats a token; ")
+    cosine = promise(verify(place / "cosine"), "bounded_forgetting")
+    assert not cosine.claimed and cosine.problems == ("the cosine router promises no bound.",)
+
+
+def test_without_the_router_the_bound_is_broken(place: Path) -> None:
+    """The control of the bound: the adapt path alone loses far more than ln 2 on some prompt."""
+    numbers = verify(place / "adapt", prompts_file=place / "known.txt").numbers
+    assert numbers is not None and numbers.excess > 10 * math.log(2)
+    held = verify(place / "mixture", prompts_file=place / "known.txt").numbers
+    assert held is not None and 0 < held.excess <= math.log(2) + held.rounding < 1
+
+
+def test_before_training_output_and_bound_hold(place: Path, tmp_path: Path) -> None:
+    for name, routing in ROUTINGS.items():
+        result = verify(route_export(place / "fresh", tmp_path / name, routing).path)
+        assert result.passed and "output_at_init" in result.required
+        assert result.numbers is not None and result.numbers.is_bit_equal and result.numbers.generation_equal
+
+
+def test_files_alone_leave_what_needs_a_model_open(place: Path) -> None:
+    result = verify(place / "mixture", files_only=True)
+    assert result.passed and promise(result, "base_stream_always").holds is None
+    assert promise(result, "bounded_forgetting").holds is None
+
+
+def change(file: Path, old: str, new: str) -> None:
+    text = file.read_text()
+    assert text.count(old) == 1, old
+    file.write_text(text.replace(old, new))
+
+
+def test_a_router_that_gives_the_base_no_weight_is_caught(place: Path, copy: Copy) -> None:
+    path = copy("mixture")
+    change(
+        path / "expanded_mixture.py", "one.copy_(_mix_rows(one.float(), other.float(), *numbers))", "one.copy_(other)"
+    )
+    assert not verify(path).passed
+    run = verify(path, trust_remote_code=True, prompts_file=place / "known.txt")
+    assert not run.passed and not promise(run, "bounded_forgetting").holds
+    assert any(problem.startswith("a prompt loses ") for problem in promise(run, "bounded_forgetting").problems)
+    assert promise(run, "base_stream_always").problems == run.problems, "the paths are what they were"
+
+
+def test_a_preserve_path_with_w12_is_caught(copy: Copy) -> None:
+    path = copy("strict")
+    old = "return self.forward_preserve_streams(base, up) if self.keeps_up else (self.forward_stock(base), None)"
+    change(path / "expanded_modules.py", old, "y = self.forward_stock(base); return y * 1.001, None")
+    run = verify(path, trust_remote_code=True)
+    assert run.numbers is not None and not run.numbers.base_logits_bit_equal
+    assert any("base stream after layer 2" in problem for problem in promise(run, "base_stream_always").problems)
+
+
+def test_a_config_changed_by_hand_is_caught(copy: Copy) -> None:
+    path = copy("mixture")
+    config = json.loads((path / "config.json").read_text())
+    config["scale_surgery"]["routing"]["prior"] = 0.001
+    (path / "config.json").write_text(json.dumps(config))
+    result = verify(path)
+    assert not result.passed and result.numbers is None
+    assert result.problems == ("config.json: scale_surgery is not what the expansion wrote.",)
+
+
+def test_a_base_tensor_changed_by_hand_is_caught(copy: Copy) -> None:
+    path = copy("mixture")
+    file = path / "model-00001-of-00001.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.3.mlp.down_proj.weight"][0, 0] += 1
+    save_file(tensors, file, metadata={"format": "pt"})
+    result = verify(path, SHIPPED_MODEL)
+    assert not result.passed and not promise(result, "recoverable").holds
+    assert not promise(result, "base_stream_always").holds and not promise(result, "bounded_forgetting").holds
+
+
+def test_inspect_says_how_it_routes(place: Path) -> None:
+    for name, routing in ROUTINGS.items():
+        found = inspect(place / name).expansion
+        assert found is not None and found.routing is not None
+        assert found.routing.description == routing.description
+    unrouted = inspect(place / "adapt").expansion
+    assert unrouted is not None and unrouted.routing is None
+
+
+def test_the_command_names_the_router(place: Path) -> None:
+    done = CliRunner(env={"COLUMNS": "80"}).invoke(main, ["verify", str(place / "mixture"), "--new-tokens", "0"])
+    assert done.exit_code == 0
+    assert "verified adapt, routed (posterior, prior 0.5, switch rate 0), trained" in " ".join(done.output.split())

@@ -1,0 +1,293 @@
+"""The model card: what it says stands in the records, what it does not know it leaves out, and its code runs."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub import ModelCard
+
+from scale_surgery import Routing
+from scale_surgery.errors import CheckpointError
+from scale_surgery.evidence.verify import verify
+from scale_surgery.hub.card import current_certificate, make_card, metadata_problem
+from scale_surgery.hub.repository import is_written_card, read_contents
+from scale_surgery.planning.request import Request
+from scale_surgery.surgery.expand import expand
+from scale_surgery.surgery.extract import extract
+from scale_surgery.surgery.licence import read_licence
+from scale_surgery.surgery.merge import merge
+from scale_surgery.surgery.route import route_export
+from tests.conftest import REQUESTS, shake
+
+REPO = "lab/wide-model"
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+RUN = {
+    "begun": "2026-01-02T03:04:05+00:00",
+    "steps": 40,
+    "trained_parameters": 1234,
+    "settings": {"learning_rate": 0.01},
+    "measured": {
+        "old_nats_per_token": 0.0732,
+        "forgetting": 0.0706,
+        "new_nats_per_token": 0.2244,
+        "new_accuracy": 0.917,
+        "learning": -0.5,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def expanded(base_of: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return expand(base_of("llama"), REQUESTS["adapt"], tmp_path_factory.mktemp("made") / "secret-name").path
+
+
+@pytest.fixture
+def own(expanded: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(expanded, tmp_path / "own"))
+
+
+def record(folder: Path, **changes: Any) -> None:
+    file = folder / "surgery.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes, indent=2) + "\n")
+
+
+def card(folder: Path, base_text: str | None = None, base_file: str | None = None, **found: Any) -> str:
+    text = make_card(read_contents(folder), REPO, base_text, base_file, found.get("certificate")).text
+    assert metadata_problem(text) is None and is_written_card(text)
+    assert not re.search(r"preserved|None|/(tmp|home|root)/", text), "a banned word, a hole, a path"
+    return text
+
+
+def metadata(text: str) -> dict[str, Any]:
+    found: dict[str, Any] = ModelCard(text).data.to_dict()  # type: ignore[no-untyped-call]
+    return found
+
+
+def test_a_base_on_the_hub_is_named_with_its_commit(own: Path) -> None:
+    record(own, base_name="org/Base-1.5B", base_revision=COMMIT)
+    text = card(own)
+    assert metadata(text)["base_model"] == "org/Base-1.5B"
+    assert f"[org/Base-1.5B](https://huggingface.co/org/Base-1.5B) at commit `{COMMIT}`" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "revision"), (("secret-base", None), ("org/looks-like-one", None), ("/srv/secret/base", COMMIT))
+)
+def test_a_local_base_is_not_named(own: Path, name: str, revision: str | None) -> None:
+    record(own, base_name=name, base_revision=revision)
+    made = make_card(read_contents(own), REPO, None, None, None)
+    assert "base_model" not in metadata(made.text)
+    assert name not in made.text and "secret" not in made.text
+    assert "Base: a checkpoint that is not on the Hub." in made.text
+    assert made.notes == (
+        "base_model is left out of the card: the base is a local folder, no Hub id is known.",
+        "license is left out of the card: no README.md of the base here names one. Add it by --card.",
+    )
+
+
+def test_metadata_are_what_they_should_be(own: Path) -> None:
+    record(own, base_name="org/base", base_revision=COMMIT)
+    base_card = "---\nlicense: other\nlicense_name: llama3\nlicense_link: LICENSE\ndatasets: [x/y]\n---\n# Base\n"
+    text = card(own, base_card, "README.base.md")
+    assert metadata(text) == {
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "license": "other",
+        "license_name": "llama3",
+        "license_link": "LICENSE",
+        "base_model": "org/base",
+        "base_model_relation": "finetune",
+        "tags": ["scale-surgery", "continual-learning", "model-expansion", "adapt"],
+    }
+    assert "; its own card is [README.base.md](README.base.md)." in text
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    (
+        ("---\nlicense: mit\n---\n", {"license": "mit"}),
+        ("---\r\nlicense: apache-2.0\r\ntags: [a]\r\n---\r\n# x", {"license": "apache-2.0"}),
+        ("---\nlicense:\n- mit\n- bsd\n---\n", {"license": ["mit", "bsd"]}),
+        ("---\ntags: [a]\n---\n", {}),
+        ("# license: mit\n", {}),
+        ("---\nlicense: [mit\n---\n", {}),
+        ("---\n- license\n---\n", {}),
+        ("", {}),
+        (None, {}),
+    ),
+)
+def test_the_licence_is_that_of_the_base_s_card(text: str | None, expected: dict[str, Any]) -> None:
+    assert read_licence(text) == expected
+
+
+def test_what_was_widened_stands_in_the_plan(expanded: Path) -> None:
+    text = card(expanded)
+    plan = json.loads((expanded / "surgery.json").read_text())["plan"]
+    assert text.startswith("---\nlibrary_name: transformers\n") and "\n# wide-model\n" in text
+    for row in (
+        "| variant | `adapt` |",
+        "| expanded layers | 0,2 of 0-2 |",
+        "| layers with W12 | 0,2 (attn and ffn) |",
+        f"| parameters | {plan['costs']['parameters_before']:,} of the base, {plan['costs']['parameters_added']:,} new",
+        "| start | W12 zero, W21 svd, W22 random, seed 0 |",
+        f"| fingerprint of the base | `{plan['base_fingerprint']}` |",
+    ):
+        assert row in text
+    assert "arXiv" in text and "2511.03270" in text and "2603.08647" in text
+    assert "The new blocks have not been trained with `scale-surgery train`." in text and "## Evaluation" not in text
+
+
+def test_without_a_second_stream_none_is_spoken_of(pair_of: Any, expanded: Path) -> None:
+    assert "second stream beside" not in card(pair_of("llama", "adapt_without_up_stream").path)
+    assert "second stream beside" in card(expanded)
+
+
+def test_training_and_what_was_measured(own: Path) -> None:
+    record(own, training=[{**RUN, "measured": {}}, RUN])
+    (own / "training").mkdir()
+    (own / "training" / "curves.png").write_bytes(b"")
+    text = card(own)
+    assert "| 2 | 40 | 1,234 | 0.01 | 2026-01-02 |" in text
+    assert "| old text | 0.0732 | – | forgetting +0.0706 |" in text
+    assert "| new text | 0.2244 | 91.7% | learning -0.5000 |" in text
+    assert "![Curves of the last run](training/curves.png)" in text
+    record(own, training=[RUN, {**RUN, "measured": {}}])
+    assert "## Evaluation" not in card(own), "numbers of an earlier run are not those of this model"
+
+
+def test_numbers_of_another_model_say_so(own: Path) -> None:
+    measured = "Measured at the end of the last training run"
+    record(own, training=[RUN])
+    assert f"{measured}, on texts" in card(own)
+    record(own, training=[{**RUN, "settings": {"learning_rate": 0.01, "routed": True}}])
+    assert f"{measured}, with its router, which it has no longer, on texts" in card(own)
+    forced = {"expected_name": "x", "expected_revision": None, "differing": ["a"]}
+    record(own, training=[RUN], forced_base=forced)
+    text = card(own)
+    assert f"{measured}, on the base that the blocks were made on, on texts" in text
+    assert "| 1 tensor differs from the base it was made on |" in text
+
+
+def test_promises_are_those_of_the_certificate(own: Path) -> None:
+    assert "No verification is recorded" in card(own)
+    found = verify(own, record=False)
+    certificate = json.loads(json.dumps(found.to_json()))
+    text = card(own, certificate=certificate)
+    holds = next(promise for promise in found.promises if promise.name == "output_at_init")
+    assert f"| `output_at_init` | holds | {holds.evidence} |" in text
+    assert f"`scale-surgery verify`, {found.date}, " in text
+    assert "| `base_stream_always` | not claimed |" in text
+    for promise in certificate["promises"]:
+        promise["holds"] = None if promise["name"] == "output_at_init" else False
+    text = card(own, certificate=certificate)
+    assert "| `recoverable` | **BROKEN** |" in text and "| `output_at_init` | not checked |" in text
+
+
+def test_a_certificate_of_other_tensors_is_not_shown(own: Path) -> None:
+    now = verify(own, files_only=True, record=False)
+    recorded = now.to_json() | {"date": "then"}
+    assert current_certificate(recorded, now) is recorded
+    assert current_certificate(None, now) == now.to_json()
+    assert current_certificate(recorded, None) is None
+    shake(own)
+    later = verify(own, files_only=True, record=False)
+    shake(own, seed=2)
+    # as many tensors are trained as before, but they are others
+    again = verify(own, files_only=True, record=False)
+    assert (later.state, later.trained_tensors) == (again.state, again.trained_tensors)
+    assert current_certificate(later.to_json(), again) == again.to_json()
+
+
+def test_routed_and_fused_models(expanded: Path, tmp_path: Path) -> None:
+    folder = route_export(expanded, tmp_path / "routed", Routing(switch_rate=0)).path
+    routed = card(folder)
+    assert "| router | posterior, prior 0.5, switch rate 0; one forward pass" in routed
+    assert "model.routing_disabled()" in routed and "routed" in metadata(routed)["tags"]
+    fused = card(merge(expanded, tmp_path / "fused").path)
+    assert "| form | fused for serving" in fused and "expansion_disabled" not in fused
+    drift = r"(bit-equal|differ by at most [\d.e-]+) on \d+ tokens \(float32\)"
+    assert re.search(rf"\| logits against the model it was merged from \| {drift} \|", fused)
+    assert "routed" not in metadata(fused)["tags"] and "merged" not in card(expanded)
+    for was_routed, said in ((False, "run, of the adapt path alone, not routed, on texts"), (True, "run, on texts")):
+        record(folder, training=[{**RUN, "settings": {"learning_rate": 0.01, "routed": was_routed}}])
+        assert said in card(folder)
+
+
+def test_a_stock_export(base_of: Any, tmp_path: Path) -> None:
+    request = Request("1", variant="adapt", up_width=0, up_kv_heads=0, collaborate="ffn")
+    text = card(merge(expand(base_of("llama"), request, tmp_path / "wide").path, tmp_path / "stock", "stock").path)
+    assert "no remote code is run" in text and "trust_remote_code" not in text
+    assert "## Promises" not in text and "strip" not in text
+    assert "| expanded layers | `1` |" in text and "This form does not go back" in text
+    record = json.loads((tmp_path / "stock" / "merge.json").read_text())
+    assert f"| parameters | {record['parameters']:,}; {record['padding']:,} of them are zeros that fill up" in text
+    (tmp_path / "stock" / "evil.py").write_text("import os\n")
+    made = make_card(read_contents(tmp_path / "stock"), REPO, None, None, None)
+    assert "no remote code is run" not in made.text
+    assert "these lines do not run the code of `evil.py`." in made.text
+    note = "evil.py: is code, or names some, which trust_remote_code=True runs. Read it before you publish it."
+    assert made.notes[-1] == note
+
+
+def test_an_extract_says_how_to_put_it_back(own: Path, tmp_path: Path) -> None:
+    record(own, base_name="org/base", base_revision=COMMIT)
+    folder = extract(own, tmp_path / "blocks").path
+    text = card(folder)
+    assert metadata(text)["base_model_relation"] == "adapter"
+    assert f"scale-surgery apply {REPO} --base org/base -o expanded" in text
+    assert f'load_expansion("org/base", "{REPO}")' in text
+    assert "from_pretrained" not in text and "strip" not in text
+
+
+def test_the_load_line_of_an_extract_runs(own: Path, base_of: Any, tmp_path: Path) -> None:
+    text = card(extract(own, tmp_path / "blocks").path)
+    (block,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    names: dict[str, Any] = {}
+    block = block.replace('"BASE"', f'"{base_of("llama")}"').replace(f'"{REPO}"', f'"{tmp_path / "blocks"}"')
+    exec(compile(block, "<card>", "exec"), names)
+    assert type(names["model"]).__name__ == "ScaleLlamaForCausalLM"
+
+
+def test_a_base_that_was_forced_on_it_is_told(own: Path) -> None:
+    record(own, forced_base={"expected_name": "secret-base", "expected_revision": None, "differing": ["a", "b"]})
+    text = card(own, certificate=verify(own, files_only=True, record=False).to_json())
+    assert "| put on it by force | 2 tensors differ from the base it was made on |" in text
+    assert "2 tensors are not those of the base that it was made on; " in text and "secret" not in text
+
+
+def test_the_code_of_a_card_runs(expanded: Path, shipped_copy: Path) -> None:
+    text = card(expanded).replace(f'"{REPO}"', f'"{shipped_copy}"')
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert len(blocks) == 2
+    for block in blocks:
+        names: dict[str, Any] = {}
+        exec(compile(block, "<card>", "exec"), names)
+        assert type(names["model"]).__name__ == "ScaleLlamaForCausalLM" and names["tokenizer"]("a").input_ids
+
+
+@pytest.fixture(scope="module")
+def shipped_copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from scale_surgery.biographies import SHIPPED_MODEL
+
+    return expand(SHIPPED_MODEL, Request("last:1"), tmp_path_factory.mktemp("shipped") / "wide").path
+
+
+def test_a_card_that_somebody_edited_is_known(expanded: Path) -> None:
+    text = card(expanded)
+    assert is_written_card(text)
+    for edited in (text.replace("wide-model", "wide-Model", 1), text + "More.\n", text[:-2], "", "# Mine\n"):
+        assert not is_written_card(edited)
+
+
+def test_a_record_with_holes_is_one_line(own: Path) -> None:
+    record(own, training=[{"steps": 3}])
+    with pytest.raises(CheckpointError) as error:
+        card(own)
+    assert str(error.value) == (
+        f"{own / 'surgery.json'}: is incomplete ('trained_parameters'). Restore it from where you got it."
+    )

@@ -1,0 +1,801 @@
+"""Pushing to a Hub on the loopback with the real client: what arrives, what breaks, and what is refused before."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import torch
+from click.testing import CliRunner
+from huggingface_hub import constants
+from rich.console import Console
+
+from scale_surgery.cli.program import main
+from scale_surgery.errors import CheckpointError, HubError
+from scale_surgery.evidence.verify import verify
+from scale_surgery.hub import client as asking
+from scale_surgery.hub.client import access_problem, check_repo_id
+from scale_surgery.hub.push import Push, push
+from scale_surgery.hub.repository import is_same_base, is_written_card
+from scale_surgery.planning.request import Request
+from scale_surgery.show.tables_push import render_pushed
+from scale_surgery.surgery.apply import apply
+from scale_surgery.surgery.expand import expand
+from scale_surgery.surgery.extract import extract
+from scale_surgery.surgery.merge import merge
+from scale_surgery.surgery.route import route_export
+from scale_surgery.surgery.strip import strip
+from tests.conftest import DEEPENED, REQUESTS, digests, load, shake
+from tests.hub_server import Fault, Hub, Repository, account, running
+
+REPO = "me/wide"
+AGAIN = "The same command again continues: what has arrived is not sent a second time."
+BASE_CARD = b"---\nlicense: mit\n---\r\n# caf\xc3\xa9, no final newline"
+PUTS = r"PUT /lfs/.*"
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A running Hub, and a client that may ask it; large files go by LFS, as without hf_xet."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    huggingface_hub.utils.disable_progress_bars()
+    with running() as found:
+        yield found
+        huggingface_hub.close_session()
+    huggingface_hub.utils.enable_progress_bars()
+
+
+@pytest.fixture(scope="module")
+def base(base_of: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base in several shards, with a card, code and other files of its own."""
+    folder = Path(shutil.copytree(base_of("llama", tied=True), tmp_path_factory.mktemp("own") / "base"))
+    files = {"README.md": BASE_CARD, "LICENSE": b"MIT", "helper.py": b"print(1)\n", "notes/deep/file.txt": b"below"}
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expanded(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An expansion of it; tests that change it copy it."""
+    return expand(base, REQUESTS["adapt"], tmp_path_factory.mktemp("expanded") / "wide").path
+
+
+@pytest.fixture(scope="module")
+def stock(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A stock export of it; tests that change it copy it."""
+    request, folder = Request("1", variant="adapt", up_width=0, up_kv_heads=0, collaborate="ffn"), tmp_path_factory
+    wide = expand(base, request, folder.mktemp("wide") / "wide").path
+    return merge(wide, folder.mktemp("stock") / "stock", "stock").path
+
+
+@pytest.fixture
+def own(expanded: Path, tmp_path: Path) -> Path:
+    """A copy of the expansion, to be changed by a test."""
+    return Path(shutil.copytree(expanded, tmp_path / "own"))
+
+
+def send(hub: Hub, folder: Path, repo: str = REPO, token: str | None = "hf_writer", **options: Any) -> Any:
+    """Push without the check, which costs a second, unless a test is about it."""
+    dry_run, how = options.pop("dry_run", False), Push(**{"check": False, **options})
+    return push(folder, repo, how, token=token, endpoint=hub.address, dry_run=dry_run)
+
+
+def download(hub: Hub, folder: Path, repo: str = REPO, revision: str | None = None) -> Path:
+    options: Any = {"revision": revision, "endpoint": hub.address, "token": "hf_writer", "local_dir": folder}
+    return Path(huggingface_hub.snapshot_download(repo, **options))
+
+
+def edit_json(file: Path, **changes: Any) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes, indent=2) + "\n")
+
+
+def flip_last_byte(file: Path) -> bytes:
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    return bytes(content)
+
+
+def changing(hub: Hub) -> list[str]:
+    """Requests that change something on a Hub."""
+    return [line for line in hub.requests if not line.startswith(("GET", "HEAD")) and "validate-yaml" not in line]
+
+
+def message(hub: Hub, folder: Path, **options: Any) -> str:
+    with pytest.raises(HubError) as error:
+        send(hub, folder, **options)
+    return str(error.value)
+
+
+# -- what arrives
+
+
+@pytest.mark.parametrize("form", ("expanded", "routed", "fused"))
+def test_a_download_is_the_folder_and_verifies_and_strips(
+    hub: Hub, base: Path, expanded: Path, form: str, tmp_path: Path
+) -> None:
+    make: Any = {"routed": route_export, "fused": merge}.get(form)
+    folder = expanded if make is None else make(expanded, tmp_path / "made").path
+    before = digests(folder)
+    done = send(hub, folder, check=True)
+    assert digests(folder) == before, "the folder is only read"
+    found = download(hub, tmp_path / "found")
+    after = {name: digest for name, digest in digests(found).items() if not name.startswith(".")}
+    moved = before.pop("README.md")
+    assert after.pop("README.base.md") == moved
+    assert is_written_card((found / "README.md").read_text())
+    assert {**after, "README.md": "", "surgery.json": ""} == {**before, "README.md": "", "surgery.json": ""}
+    manifests = [json.loads((path / "surgery.json").read_text()) for path in (folder, found)]
+    assert manifests[1]["base_files"]["README.md"].pop("stored_as") == "README.base.md"
+    assert manifests[0]["base_files"]["README.md"].pop("stored_as") == "README.md"
+    fused = [manifest.pop("fused") for manifest in manifests]
+    assert manifests[0] == manifests[1] and (fused[0] is None) == (form != "fused")
+    assert verify(found, files_only=True, record=False).passed
+    blocks = merge(found, tmp_path / "blocks", "blocks").path if form == "fused" else found
+    strip(blocks, tmp_path / "base")
+    assert digests(tmp_path / "base") == digests(base)
+    assert done.commit and done.url == f"{hub.address}/{REPO}/commit/{done.commit}"
+    assert hub.repositories[REPO].messages == ["Push an expanded model with scale-surgery"]
+    assert not done.is_private and "license: mit\n" in done.card
+
+
+def test_a_download_loads_to_the_same_logits(hub: Hub, expanded: Path, tmp_path: Path) -> None:
+    send(hub, expanded)
+    ids = torch.arange(12).reshape(2, 6)
+    models = [load(path) for path in (expanded, download(hub, tmp_path / "found"))]
+    assert torch.equal(*(model(ids).logits for model in models))
+
+
+def test_a_second_push_of_the_same_folder_makes_no_commit(hub: Hub, expanded: Path) -> None:
+    said, handler, logger = [], logging.Handler(), logging.getLogger("huggingface_hub.hf_api")
+    handler.emit = said.append  # type: ignore[method-assign]
+    first = send(hub, expanded, check=True)
+    logger.addHandler(handler)
+    again = send(hub, expanded, check=True)
+    logger.removeHandler(handler)
+    assert again.commit == first.commit and len(hub.repositories[REPO].messages) == 1
+    assert (first.is_unchanged, again.is_unchanged, said) == (False, True, [])
+    for done, title in ((first, "pushed"), (again, "nothing to push: the Hub has it all")):
+        console = Console(width=80, record=True, file=io.StringIO())
+        console.print(render_pushed(done))
+        shown = console.export_text().splitlines()
+        assert shown[0].strip() == title
+        assert f"see         {hub.address}/{REPO}" in [line.rstrip() for line in shown]
+
+
+def test_a_downloaded_push_is_pushed_again_with_a_new_card(hub: Hub, expanded: Path, tmp_path: Path) -> None:
+    send(hub, expanded)
+    found = download(hub, tmp_path / "found")
+    edit_json(found / "surgery.json", training=[])
+    send(hub, found, repo="me/other")
+    files = hub.files("me/other")
+    assert files["README.md"].startswith(b"---\n") and b"# other\n" in files["README.md"]
+    assert files["README.base.md"] == BASE_CARD and "README.base-2.md" not in files
+
+
+def test_what_the_hub_has_already_is_not_sent(hub: Hub, base: Path, expanded: Path) -> None:
+    shards = {name: digest for name, digest in digests(base).items() if name.endswith(".safetensors")}
+    hub.objects |= {digest: (base / name).read_bytes() for name, digest in shards.items()}
+    done = send(hub, expanded)
+    new = list(expanded.glob("expansion-*.safetensors"))
+    assert sum(hub.received.values()) == sum(file.stat().st_size for file in new)
+    assert {file.name for file in done.files if file.origin == "base"} >= set(shards)
+    assert len(shards) > 1 and not {file.name for file in new} & {f.name for f in done.files if f.origin == "base"}
+
+
+def test_without_the_base_on_the_hub_its_shards_are_sent(hub: Hub, expanded: Path) -> None:
+    """The control of the test above."""
+    send(hub, expanded)
+    assert sum(hub.received.values()) == sum(file.stat().st_size for file in expanded.glob("*.safetensors"))
+
+
+def test_files_go_in_parts_where_the_hub_wants_that(hub: Hub, expanded: Path) -> None:
+    hub.part_bytes = 10_000
+    send(hub, expanded)
+    assert any(path.count("/") == 3 for path in hub.received)
+    name = "expansion-00001-of-00001.safetensors"
+    assert hub.files(REPO)[name] == (expanded / name).read_bytes()
+
+
+def test_code_that_no_release_wrote_is_told(hub: Hub, own: Path) -> None:
+    record = json.loads((own / "surgery.json").read_text())
+    (own / "expanded_model.py").write_text("# edited\n")
+    digest = digests(own)["expanded_model.py"]
+    edit_json(own / "surgery.json", code={**record["code"], "expanded_model.py": digest})
+    (note,) = [note for note in send(hub, own, check=True).notes if "expanded_model.py" in note]
+    assert "Read it before you let it run" in note
+
+
+def test_training_checkpoints_and_pickles_stay_behind(hub: Hub, own: Path) -> None:
+    left = ("training/checkpoint-7/optimizer.pt", "old.bin", "stray.safetensors", ".cache/lock", "x.tmp")
+    for name in (*left, "training/log.jsonl"):
+        (own / name).parent.mkdir(parents=True, exist_ok=True)
+        (own / name).write_bytes(b"x")
+    done = send(hub, own)
+    assert set(done.left_out) == set(left) - {".cache/lock"}
+    assert "training/log.jsonl" in hub.files(REPO)
+    assert not set(left) & set(hub.files(REPO))
+
+
+def test_hidden_files_links_to_elsewhere_and_states_of_trainers_stay_behind(
+    hub: Hub, own: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "secret").write_text("key")
+    left = (".env", ".ssh/id_rsa", "checkpoint-500/trainer_state.json", "runs/host/events.out.tfevents.1.host")
+    for name in (*left, ".gitattributes", "notes.txt"):
+        (own / name).parent.mkdir(parents=True, exist_ok=True)
+        (own / name).write_bytes(b"x")
+    (own / "link.txt").symlink_to(tmp_path / "secret")
+    (own / "inside.txt").symlink_to("notes.txt")
+    done = send(hub, own)
+    assert set(done.left_out) == {*left, "link.txt"}
+    assert {".gitattributes", "notes.txt", "inside.txt"} <= set(hub.files(REPO))
+    assert not {*left, "link.txt"} & set(hub.files(REPO))
+    assert set(extract(own, tmp_path / "extract").left_out) == {*left, "link.txt"}
+
+
+def test_a_snapshot_of_the_hubs_cache_is_made_of_links(hub: Hub, expanded: Path, tmp_path: Path) -> None:
+    snapshot, blobs = tmp_path / "models--me--wide" / "snapshots" / "abc", tmp_path / "models--me--wide" / "blobs"
+    shutil.copytree(expanded, blobs)
+    for name in digests(blobs):
+        (snapshot / name).parent.mkdir(parents=True, exist_ok=True)
+        (snapshot / name).symlink_to(blobs / name)
+    assert send(hub, snapshot).left_out == ()
+
+
+def test_the_expansion_alone_comes_back_whole(hub: Hub, base: Path, expanded: Path, tmp_path: Path) -> None:
+    done = send(hub, expanded, extract_only=True)
+    assert done.form == "extract" and not [file for file in done.files if file.origin == "base"]
+    assert not any(name.startswith("model") and name.endswith(".safetensors") for name in hub.files(REPO))
+    found = download(hub, tmp_path / "found")
+    apply(found, tmp_path / "whole", base=base)
+    assert digests(tmp_path / "whole") == digests(expanded)
+    assert send(hub, found, repo="me/again", check=True).form == "extract"
+
+
+def test_an_extract_of_a_pushed_model_gets_a_card_of_its_own(
+    hub: Hub, base: Path, expanded: Path, tmp_path: Path
+) -> None:
+    send(hub, expanded)
+    found = download(hub, tmp_path / "found")
+    send(hub, found, repo="me/blocks", extract_only=True)
+    blocks = download(hub, tmp_path / "blocks", "me/blocks")
+    assert "# blocks\n" in (blocks / "README.md").read_text()
+    apply(blocks, tmp_path / "whole", base=base)
+    assert verify(tmp_path / "whole", files_only=True, record=False).passed
+
+
+def test_a_stock_export_is_pushed(hub: Hub, stock: Path, tmp_path: Path) -> None:
+    done = send(hub, stock, check=True)
+    found = download(hub, tmp_path / "found")
+    assert done.form == "stock" and "the code of `helper.py`" in (found / "README.md").read_text()
+    assert (found / "README.base.md").read_bytes() == BASE_CARD
+    assert torch.equal(*(load(path)(torch.arange(6)[None]).logits for path in (stock, found)))
+    again = send(hub, found, repo="me/again", check=True)
+    assert "license: mit\n" in again.card and "README.base-2.md" not in hub.files("me/again")
+
+
+def test_a_model_with_duplicated_layers_is_pushed(hub: Hub, base: Path, tmp_path: Path) -> None:
+    deep = expand(base, DEEPENED, tmp_path / "deep").path
+    done = send(hub, deep, check=True)
+    found = download(hub, tmp_path / "found")
+    assert done.form == "expanded" and "the code of `helper.py`" in (found / "README.md").read_text()
+    assert "freeze_base(model)" in done.card and "remote_code" not in done.card
+    origins = {file.name: file.origin for file in done.files if file.name.startswith("model-")}
+    # a shard with another header is another file for the Hub
+    assert set(origins.values()) == {"base", "model"}
+    assert all((deep / name).read_bytes() == (base / name).read_bytes() for name in origins if origins[name] == "base")
+    assert torch.equal(*(load(path)(torch.arange(6)[None]).logits for path in (base, found)))
+    strip(found, tmp_path / "stripped")
+    assert digests(tmp_path / "stripped") == digests(base)
+
+
+def test_a_stock_export_that_is_not_what_merge_wrote(hub: Hub, stock: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(stock, tmp_path / "stock"))
+    written = json.loads((folder / "merge.json").read_text())["files"]
+    assert set(written) == set(digests(folder)) - {"merge.json"}
+    name = "model-00002-of-00006.safetensors"
+    flip_last_byte(folder / name)
+    (folder / "LICENSE").unlink()
+    (folder / "evil.py").write_text("import os\n")
+    (folder / "processor_config.json").write_text('{"auto_map": {"AutoProcessor": "a/b--c.D"}}')
+    (folder / "notes.txt").write_text("welcome")
+    found, expected = (digest[:16] for digest in (digests(folder)[name], written[name]["sha256"]))
+    code = "is code, or names some, and merge did not write it. Read it before you let it run."
+    with pytest.raises(CheckpointError) as error:
+        send(hub, folder, check=True)
+    assert str(error.value).splitlines() == [
+        f"LICENSE: not found in {folder}.",
+        f"{name}: sha256 {found}..., expected {expected}... from merge.json.",
+        f"evil.py: {code}",
+        f"processor_config.json: {code}",
+        f"{folder}: not pushed, it is not what merge wrote. Restore what is named.",
+    ]
+    edit_json(folder / "merge.json", files=None)
+    with pytest.raises(CheckpointError) as error:
+        send(hub, folder, check=True)
+    assert str(error.value) == (
+        f"{folder / 'merge.json'}: lists no files, expected the sha256 of each. Make it again with scale-surgery merge "
+        "--to stock, or give --no-verify."
+    )
+    assert changing(hub) == []
+
+
+def test_an_extract_has_the_licence_and_is_checked(hub: Hub, expanded: Path, tmp_path: Path) -> None:
+    folder = extract(expanded, tmp_path / "blocks").path
+    done = send(hub, folder, check=True)
+    assert "license: mit\n" in done.card and not any("license" in note for note in done.notes)
+    edit_json(folder / "extract.json", licence={"tags": ["x"]})
+    assert "license" not in send(hub, folder, dry_run=True).card
+    flip_last_byte(folder / "expansion-00001-of-00001.safetensors")
+    hub.requests.clear()
+    with pytest.raises(CheckpointError) as error:
+        send(hub, folder, check=True)
+    assert str(error.value).startswith("expansion-00001-of-00001.safetensors: sha256 ")
+    assert changing(hub) == []
+
+
+# -- what breaks on the way
+
+
+def test_a_second_push_sends_only_what_is_missing(hub: Hub, expanded: Path) -> None:
+    wanted = {f"/lfs/{digests(expanded)[file.name]}" for file in expanded.glob("*.safetensors")}
+    lost = f"/lfs/{digests(expanded)['expansion-00001-of-00001.safetensors']}"
+    hub.faults = [Fault(f"PUT {lost}", 403, message="Request has expired")]
+    found = message(hub, expanded)
+    advice = "The token may not do that: take one with write access there, see https://huggingface.co/settings/tokens."
+    assert found == f"{REPO}: not pushed (403 Request has expired). {advice} {AGAIN}"
+    assert REPO in hub.repositories and hub.files(REPO) == {".gitattributes": b"\n"}, "nothing, not a part"
+    arrived = {f"/lfs/{oid}" for oid in hub.objects}
+    assert arrived and lost not in arrived
+    hub.received.clear()
+    send(hub, expanded)
+    assert set(hub.received) == wanted - arrived
+
+
+def test_a_connection_that_breaks_is_taken_up_again(hub: Hub, expanded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    hub.faults = [Fault(PUTS, break_after=1000), Fault(r"POST .*/batch", 503), Fault(r"POST .*/preupload/main", 429)]
+    send(hub, expanded)
+    assert hub.files(REPO)["expansion-00001-of-00001.safetensors"] and not hub.faults
+
+
+def test_a_network_that_stays_down_is_one_line_and_a_second_push_continues(
+    hub: Hub, expanded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    lost = digests(expanded)["expansion-00001-of-00001.safetensors"]
+    hub.faults = [Fault(f"PUT /lfs/{lost}", break_after=1000, times=99)]
+    found = message(hub, expanded)
+    assert found.startswith(f"{REPO}: not pushed (") and "\n" not in found
+    assert found.endswith(f"). Check the network, HF_ENDPOINT and HF_HUB_OFFLINE. {AGAIN}")
+    arrived = {f"/lfs/{oid}" for oid in hub.objects}
+    hub.faults = []
+    hub.received.clear()
+    send(hub, expanded)
+    assert f"/lfs/{lost}" in hub.received and not arrived & set(hub.received)
+
+
+@pytest.mark.parametrize(
+    ("status", "advice"),
+    (
+        (401, "The Hub does not know this token: log in with hf auth login, or check HF_TOKEN and --token."),
+        (
+            403,
+            "The token may not do that: take one with write access there, see https://huggingface.co/settings/tokens.",
+        ),
+        (409, "Something else is writing there: try again in a moment."),
+        (429, "Too many requests: try again in some minutes."),
+        (500, "The Hub has trouble: try again later; https://status.huggingface.co tells more."),
+    ),
+)
+def test_a_refusal_says_what_to_do(hub: Hub, expanded: Path, status: int, advice: str) -> None:
+    hub.faults = [Fault("GET /api/whoami-v2", status)]
+    assert message(hub, expanded) == f"{REPO}: not pushed ({status} as the test asked). {advice}"
+
+
+@pytest.mark.parametrize("step", ("repos/create", "models/me/wide/preupload/main", "models/me/wide/commit/main"))
+def test_a_refusal_on_the_way_loses_nothing(hub: Hub, expanded: Path, step: str) -> None:
+    hub.faults = [Fault(f"POST /api/{step}", 403)]
+    found = message(hub, expanded)
+    assert found.startswith(f"{REPO}: not pushed (403 as the test asked). The token may not do that: ")
+    assert found.endswith(f" {AGAIN}")
+    assert send(hub, expanded).commit
+
+
+def test_a_hub_that_is_not_there(hub: Hub, expanded: Path) -> None:
+    hub.address = "http://127.0.0.1:9"
+    found = message(hub, expanded)
+    assert (
+        found
+        == f"{REPO}: not pushed ([Errno 111] Connection refused). Check the network, HF_ENDPOINT and HF_HUB_OFFLINE."
+    )
+
+
+def test_a_file_that_does_not_arrive_is_named(hub: Hub, expanded: Path) -> None:
+    hub.gitignore = "file.txt"
+    expected = f"{REPO}: notes/deep/file.txt has no bytes there, expected 5. Is it in a .gitignore? Push again."
+    assert message(hub, expanded) == expected
+
+
+def test_a_file_of_another_size_or_content_is_named(hub: Hub, own: Path) -> None:
+    """The Hub keeps what it has of a file that a .gitignore covers."""
+    name = "expansion-00001-of-00001.safetensors"
+    send(hub, own)
+    before = digests(own)[name]
+    shake(own)
+    (own / "notes" / "deep" / "file.txt").write_text("far below")
+    hub.gitignore = (".safetensors", ".txt")
+    advice = "Is it in a .gitignore? Push again."
+    assert message(hub, own).splitlines() == [
+        f"{REPO}: {name} has other content there, hash {before}, expected {digests(own)[name]}. {advice}",
+        f"{REPO}: notes/deep/file.txt has 5 bytes there, expected 9. {advice}",
+    ]
+    hub.gitignore = None
+    assert send(hub, own).commit
+
+
+@pytest.mark.parametrize("where", ("GET /api/whoami-v2", f"GET /api/models/{REPO}", "POST /api/validate-yaml"))
+def test_a_hub_that_does_not_answer(hub: Hub, expanded: Path, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asking, "WAIT_SECONDS", 0.3)
+    hub.faults = [Fault(where, act=lambda: time.sleep(1))]
+    found = message(hub, expanded)
+    assert found.startswith(f"{REPO}: ") and "timed out" in found
+    assert found.endswith("Check the network, HF_ENDPOINT and HF_HUB_OFFLINE.")
+
+
+# -- what is refused before anything is sent
+
+
+@pytest.mark.parametrize(
+    "repo",
+    ("./wide", "/srv/wide", "wide", "a/b/c", "me/", "/me", "~/wide", "me/a--b", "me/x.git", "https://hf.co/me/x"),
+)
+def test_a_repository_that_is_a_path(repo: str) -> None:
+    with pytest.raises(HubError) as error:
+        check_repo_id(repo)
+    assert str(error.value) == (
+        f"{repo}: is no Hub id, expected user/name or organisation/name, such as me/qwen3-wide. The folder comes "
+        "first: scale-surgery push FOLDER user/name."
+    )
+
+
+def test_ids_that_are_none_of_these() -> None:
+    for repo in ("me/wide", "Qwen/Qwen3-0.6B", "a_b/c.d_e-f", "0/1"):
+        check_repo_id(repo)
+
+
+@pytest.mark.parametrize(
+    ("token", "repo", "problem"),
+    (
+        (None, REPO, "no token is known. Log in with hf auth login, set HF_TOKEN, or give --token."),
+        (
+            "hf_reader",
+            REPO,
+            "the token can only read, expected one with write access: make one at "
+            "https://huggingface.co/settings/tokens.",
+        ),
+        (
+            "hf_writer",
+            "they/wide",
+            "the token belongs to me, who is no member of they. Push to me/..., or give --create-pr.",
+        ),
+    ),
+)
+def test_no_token_and_no_write_access(hub: Hub, expanded: Path, token: str | None, repo: str, problem: str) -> None:
+    assert message(hub, expanded, token=token, repo=repo) == f"{repo}: {problem}"
+    assert changing(hub) == []
+    looked = send(hub, expanded, token=token, repo=repo, dry_run=True)
+    assert looked.obstacle == f"{repo}: {problem}" and looked.files
+
+
+def test_organisations_and_fine_grained_tokens() -> None:
+    may = {"entity": {"type": "user", "name": "me"}, "permissions": ["repo.content.read", "repo.write"]}
+    fine = account("fineGrained", fineGrained={"scoped": [may]})
+    for who, repo in ((account(), "lab/x"), (fine, "me/x"), (account(), "me/x")):
+        assert access_problem(who, repo, create_pr=False) is None
+    told = access_problem(fine, "lab/x", create_pr=False)
+    assert told == ("the token has no write access to lab or lab/x. Add it at https://huggingface.co/settings/tokens.")
+    reader = account() | {"orgs": [{"name": "lab", "roleInOrg": "read"}]}
+    told = access_problem(reader, "lab/x", create_pr=False)
+    assert told == "me can only read in lab. Ask for write access there, or give --create-pr."
+    assert access_problem(reader, "lab/x", create_pr=True) is None
+
+
+def test_a_folder_that_does_not_verify_is_not_pushed(hub: Hub, own: Path) -> None:
+    shard = next(own.glob("model-*.safetensors"))
+    content = flip_last_byte(shard)
+    with pytest.raises(CheckpointError) as error:
+        send(hub, own, check=True)
+    assert f"{shard.name}: bytes differ from the base's" in str(error.value)
+    assert str(error.value).endswith(f"{own}: not pushed, it does not verify. scale-surgery verify {own} shows all.")
+    assert changing(hub) == []
+    assert not send(hub, own).is_checked
+    assert hub.files(REPO)[shard.name] == content
+
+
+def test_a_folder_that_is_no_work_of_ours(hub: Hub, base: Path) -> None:
+    with pytest.raises(CheckpointError) as error:
+        send(hub, base)
+    assert str(error.value) == (
+        f"{base}: has neither surgery.json, extract.json nor merge.json, expected a folder that scale-surgery expand, "
+        "train, route-export, merge or extract made. Another model is pushed by hf upload."
+    )
+
+
+def test_private_weights_do_not_go_to_a_public_repository(hub: Hub, expanded: Path) -> None:
+    send(hub, expanded, repo="me/hidden", private=True)
+    assert hub.repositories["me/hidden"].private
+    hub.repositories[REPO] = Repository(private=False)
+    expected = f"{REPO}: is public, expected a private repository. Leave out --private, or take another id."
+    assert message(hub, expanded, private=True) == expected
+    assert hub.repositories[REPO].messages == []
+
+
+def test_another_model_s_files_are_not_mixed_with_it(hub: Hub, expanded: Path) -> None:
+    hub.repositories[REPO] = Repository(private=False)
+    there = hub.repositories[REPO].branches["main"]
+    there |= {"model.safetensors": b"another model", "odd [1].py": b"", "notes.txt": b"stays"}
+    found = message(hub, expanded)
+    assert found == (
+        f"{REPO}: holds model files that the folder does not have (model.safetensors, odd [1].py); beside them it "
+        "would be another model. Push to another repository or --revision, or give --replace: they leave in the same "
+        "commit, and its history keeps them."
+    )
+    assert hub.repositories[REPO].messages == []
+    done = send(hub, expanded, replace=True)
+    assert done.removed == ("model.safetensors", "odd [1].py")
+    assert not set(done.removed) & set(hub.files(REPO)) and hub.files(REPO)["notes.txt"] == b"stays"
+
+
+def test_a_model_of_somebody_else_is_not_overwritten(hub: Hub, base: Path, expanded: Path) -> None:
+    """The base's own repository above all: its shards have the same names."""
+    hub.repositories["me/base"] = Repository(private=False)
+    there = {file.name: file.read_bytes() for file in base.iterdir() if file.is_file()}
+    hub.repositories["me/base"].branches["main"] = dict(there)
+    expected = (
+        "me/base: holds a model that scale-surgery did not make. Push to another repository or --revision, or give "
+        "--replace, which makes this model of it; its history keeps the other."
+    )
+    assert message(hub, expanded, repo="me/base") == expected
+    assert send(hub, expanded, repo="me/base", dry_run=True).obstacle == expected
+    assert hub.files("me/base") == there
+    assert send(hub, expanded, repo="me/base", replace=True).commit
+
+
+def test_a_model_on_another_base_is_not_overwritten(
+    hub: Hub, base_of: Any, own: Path, stock: Path, tmp_path: Path
+) -> None:
+    send(hub, own)
+    other = expand(base_of("llama", tied=True, dtype="bfloat16"), REQUESTS["adapt"], tmp_path / "other").path
+    before = hub.files(REPO)
+    expected = (
+        f"{REPO}: holds a model on another base, by its surgery.json. Push to another repository or --revision, or "
+        "give --replace, which makes this model of it; its history keeps the other."
+    )
+    assert message(hub, other) == expected
+    assert send(hub, other, dry_run=True).obstacle == expected
+    assert hub.files(REPO) == before
+    assert send(hub, shake(own)).commit, "the same base, other blocks"
+    assert send(hub, other, replace=True).commit
+    send(hub, stock, repo="me/stock")
+    assert "on another base, by its merge.json" in message(hub, other, repo="me/stock")
+
+
+def test_bases_are_compared_by_their_tensors_or_else_their_shards() -> None:
+    files = {"model.safetensors": {"sha256": "a"}, "README.md": {"sha256": "b"}}
+    expanded = {"base_tensors": {"x": "1"}, "base_files": files}
+    same = {"base_tensors": {"x": "1"}, "base_files": {"other.safetensors": {"sha256": "c"}}}
+    for there in (expanded, same, {"base_files": {"model.safetensors": {"sha256": "a"}}}):
+        assert is_same_base(expanded, json.dumps(there))
+    for there in ({**same, "base_tensors": {"x": "2"}}, {"base_files": {}}, {}, [], {"base_files": [1]}):
+        assert not is_same_base(expanded, json.dumps(there))
+    assert not is_same_base(expanded, "no JSON")
+
+
+def test_a_dry_run_changes_nothing(hub: Hub, expanded: Path) -> None:
+    looked = send(hub, expanded, dry_run=True)
+    assert changing(hub) == [] and hub.repositories == {}
+    assert (looked.commit, looked.url, looked.obstacle) == (None, None, None)
+    done = send(hub, expanded)
+    assert [(file.name, file.bytes) for file in looked.files] == [
+        (name, len(content)) for name, content in sorted(hub.files(REPO).items()) if name != ".gitattributes"
+    ]
+    assert looked.files == done.files and looked.card == done.card == hub.files(REPO)["README.md"].decode()
+
+
+# -- where it goes
+
+
+def test_a_pull_request_leaves_the_branch_as_it_is(hub: Hub, expanded: Path) -> None:
+    hub.repositories["they/wide"] = Repository(private=False)
+    before = hub.files("they/wide")
+    done = send(hub, expanded, repo="they/wide", create_pr=True, commit_message="Widened")
+    assert done.url == f"{hub.address}/they/wide/discussions/1"
+    assert hub.files("they/wide") == before
+    assert "surgery.json" in hub.files("they/wide", "refs/pr/1")
+    assert hub.repositories["they/wide"].messages == ["Widened"]
+
+
+def test_a_pull_request_needs_a_repository(hub: Hub, expanded: Path) -> None:
+    expected = (
+        "they/none: is not there, or this token may not see it, and a pull request needs a repository. Check the name, "
+        "or push to me/none."
+    )
+    assert message(hub, expanded, repo="they/none", create_pr=True) == expected
+    assert send(hub, expanded, repo="they/none", create_pr=True, dry_run=True).obstacle == expected
+    assert send(hub, expanded, repo="me/none", create_pr=True, dry_run=True).obstacle is None
+
+
+def test_a_branch_is_made_and_written(hub: Hub, expanded: Path) -> None:
+    send(hub, expanded, revision="v2")
+    assert hub.files(REPO) == {".gitattributes": b"\n"}
+    assert "surgery.json" in hub.files(REPO, "v2")
+    assert send(hub, expanded, revision="v2").commit
+
+
+# -- the model card
+
+
+def test_a_card_of_the_user_s_own_is_pushed_as_it_is(hub: Hub, base_of: Any, tmp_path: Path) -> None:
+    folder = expand(base_of("llama"), REQUESTS["preserve"], tmp_path / "wide").path
+    (folder / "README.md").write_text("---\nlicense: mit\n---\nMine.\n")
+    assert send(hub, folder).card_origin == "own"
+    assert hub.files(REPO)["README.md"] == b"---\nlicense: mit\n---\nMine.\n"
+    assert verify(folder, files_only=True, record=False).passed
+    given = tmp_path / "card.md"
+    given.write_text("---\ntags: [x]\n---\nGiven.\n")
+    send(hub, folder, card=given)
+    assert hub.files(REPO)["README.md"] == given.read_bytes()
+    send(hub, folder, write_card=True)
+    assert is_written_card(hub.files(REPO)["README.md"].decode())
+
+
+def test_a_card_of_one_s_own_in_place_of_the_base_s(hub: Hub, own: Path, tmp_path: Path) -> None:
+    mine = tmp_path / "card.md"
+    mine.write_text("---\nlicense: mit\n---\nMine.\n")
+    shutil.copyfile(mine, own / "README.md")
+    for options in ({}, {"write_card": True}):
+        with pytest.raises(CheckpointError) as error:
+            send(hub, own, check=True, **options)
+        assert str(error.value).splitlines() == [
+            "README.md: bytes differ from the base's README.md.",
+            "README.md: has to stay the base's, so that strip gives it back. Give a card of your own by --card.",
+            f"{own}: not pushed, it does not verify. scale-surgery verify {own} shows all.",
+        ]
+    assert changing(hub) == []
+    assert send(hub, own).card_origin == "own"
+    assert hub.files(REPO)["README.md"] == mine.read_bytes() and "README.base.md" not in hub.files(REPO)
+    (own / "README.md").write_bytes(BASE_CARD)
+    send(hub, own, card=mine, check=True)
+    files = hub.files(REPO)
+    assert (files["README.md"], files["README.base.md"]) == (mine.read_bytes(), BASE_CARD)
+
+
+def test_a_certificate_is_shown_until_the_model_changes(hub: Hub, own: Path) -> None:
+    date = verify(own, new_tokens=0).date
+    shown = f"`scale-surgery verify`, {date}, "
+    assert shown in send(hub, own, check=True).card
+    assert "No verification is recorded" in send(hub, own).card, "nobody looked"
+    card = send(hub, shake(own), check=True).card
+    assert shown not in card and "`scale-surgery verify --files-only`" in card
+
+
+def test_a_card_that_was_edited_in_the_repository_stays(hub: Hub, expanded: Path) -> None:
+    send(hub, expanded)
+    there = hub.repositories[REPO].branches["main"]
+    assert isinstance(there["README.md"], bytes)
+    there["README.md"] = edited = there["README.md"].replace(b"# wide", b"# Wide, my model")
+    done = send(hub, expanded)
+    assert hub.files(REPO)["README.md"] == edited
+    assert (done.card, done.card_origin) == (None, "kept")
+    assert done.notes == (
+        f"README.md in {REPO} was written by somebody and stays, though it may describe an earlier push; --write-card "
+        "replaces it.",
+    )
+    send(hub, expanded, write_card=True)
+    assert b"# wide" in hub.files(REPO)["README.md"]
+
+
+def test_the_hub_s_word_on_a_card(hub: Hub, expanded: Path, tmp_path: Path) -> None:
+    card = tmp_path / "card.md"
+    card.write_text("---\nbase_model: /srv/models/base\n---\n")
+    reason = '"base_model" with value "/srv/models/base" is not valid. Use a model id from https://hf.co/models.'
+    expected = f"README.md: the Hub refuses its metadata ({reason}). Mend it, or give another by --card."
+    assert message(hub, expanded, card=card) == expected
+    card.write_text("---\nlicense: [\n---\n")
+    assert message(hub, expanded, card=card).startswith("README.md: its metadata cannot be read (")
+    card.write_bytes(b"\xff")
+    assert message(hub, expanded, card=card).startswith(f"{card}: cannot be read as a model card (")
+    assert changing(hub) == []
+    hub.card_warnings = ["empty or missing yaml metadata"]
+    card.write_text("No metadata.\n")
+    assert send(hub, expanded, card=card).notes == ("the Hub says of the card: empty or missing yaml metadata",)
+
+
+# -- the command
+
+
+def test_the_command_in_a_process_of_its_own(hub: Hub, expanded: Path, tmp_path: Path) -> None:
+    own = {"HF_ENDPOINT": hub.address, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1"}
+    own |= {"HF_TOKEN": "hf_writer", "HF_HUB_DISABLE_TELEMETRY": "1"}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")} | own
+    command = [sys.executable, "-m", "scale_surgery", "push", str(expanded), REPO, "--json", "--no-verify"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["commit"] and "hf_writer" not in done.stdout + done.stderr
+    assert {file["name"] for file in result["files"]} == set(hub.files(REPO)) - {".gitattributes"}
+
+
+def run(*arguments: object) -> Any:
+    return CliRunner(env={"COLUMNS": "80", "NO_COLOR": "1"}).invoke(main, ["push", *map(str, arguments)])
+
+
+def test_the_command_lists_what_it_sends(hub: Hub, own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (own / "old.bin").write_bytes(b"x")
+    monkeypatch.setattr(constants, "ENDPOINT", hub.address)
+    shown = run(own, REPO, "--token", "hf_writer", "--dry-run", "--show-card", "--private")
+    assert shown.exit_code == 0, shown.output
+    text = " ".join(shown.output.split())
+    for part in ("LICENSE 3 B the base's, as it is", "left out: old.bin", "# wide", "would be pushed"):
+        assert part in text
+    assert f"repository {REPO}, private" in text and "Hub would take it" in text and "hf_writer" not in text
+    assert all(len(line.rstrip()) <= 80 for line in run(own, REPO, "--dry-run").output.splitlines())
+    assert run(own, REPO, "--dry-run").exit_code == 1, "there is no token"
+    sent = run(own, REPO, "--token", "hf_writer")
+    assert sent.exit_code == 0, sent.output
+    assert f"see {hub.address}/{REPO} " in " ".join(sent.output.split())
+    hub.repositories.clear()
+    flip_last_byte(own / "expansion-00001-of-00001.safetensors")
+    assert run(own, REPO, "--token", "hf_writer", "--no-verify").exit_code == 0, "trained, for all that files show"
+    hub.repositories.clear()
+    flip_last_byte(next(own.glob("model-*.safetensors")))
+    refused = run(own, REPO, "--token", "hf_writer")
+    assert refused.exit_code == 1 and "not pushed, it does not verify" in refused.output and not hub.repositories
+
+
+def test_ctrl_c(hub: Hub, expanded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "ENDPOINT", hub.address)
+    hub.faults = [Fault(r"POST .*/preupload/main", act=lambda: os.kill(os.getpid(), signal.SIGINT))]
+    # a shell lets what it runs in the background ignore interrupts
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        stopped = run(expanded, REPO, "--token", "hf_writer", "--no-verify", "-q")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert stopped.exit_code == 1
+    assert stopped.output == (
+        f"error: {REPO}: interrupted. The commit comes last: before it the repository is what it was. The same command "
+        "again continues, and what has arrived is not sent a second time.\n"
+    )
+    assert hub.files(REPO) == {".gitattributes": b"\n"}
+    assert run(expanded, REPO, "--token", "hf_writer", "--no-verify", "-q").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    (
+        (("--create-pr", "--revision", "v2"), "--create-pr goes to the main branch: leave out --revision."),
+        (("--card", "x.md", "--write-card"), "Give --card or --write-card, one of the two."),
+    ),
+)
+def test_options_that_do_not_go_together(expanded: Path, options: tuple[str, ...], expected: str) -> None:
+    result = run(expanded, REPO, *options)
+    assert result.exit_code == 2 and expected in result.output

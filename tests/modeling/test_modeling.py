@@ -1,0 +1,366 @@
+"""An expanded checkpoint as a user loads it: in a fresh process, by auto classes, saved, reloaded, copied, trained."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoModel, AutoModelForCausalLM
+
+from scale_surgery.modeling.expanded_modules import ExpandedModule, PassingModule, expand_module
+from scale_surgery.modeling.expanded_streams import join_streams, streams_of
+from scale_surgery.planning.request import Request
+from scale_surgery.surgery.expand import expand
+from tests.conftest import Pair, load
+from tests.tiny import FAMILIES, save_tiny
+
+
+def join_blocks(weight: torch.Tensor, w12: torch.Tensor, w21: torch.Tensor, w22: torch.Tensor) -> torch.Tensor:
+    """The block matrix [[W, W12], [W21, W22]], written down."""
+    return torch.cat((torch.cat((weight, w12), dim=1), torch.cat((w21, w22), dim=1)))
+
+
+IDS = torch.arange(3, 16).repeat(2, 1)
+
+# run far from the repository, as by somebody who has transformers only
+FRESH = """
+import json, shutil, sys, torch
+from pathlib import Path
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers.utils import logging
+logging.disable_progress_bar()
+out, ids, report = Path(sys.argv[1]), torch.tensor(json.loads(sys.argv[2])), {}
+for folder in sys.argv[3:]:
+    name = Path(folder).name
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
+    model, info = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, output_loading_info=True)
+    alone = AutoModel.from_pretrained(folder, trust_remote_code=True).eval()
+    once, twice = out / name / "once", out / name / "twice"
+    with torch.no_grad():
+        torch.save({"logits": model.eval()(ids).logits, "hidden": alone(ids)[0]}, out / f"{name}.pt")
+        model.save_pretrained(once)
+        again = AutoModelForCausalLM.from_pretrained(once, trust_remote_code=True).eval()
+        again.save_pretrained(twice)
+        shutil.rmtree(once)
+        last = AutoModelForCausalLM.from_pretrained(twice, trust_remote_code=True).eval()
+        report[name] = {
+            "config": config.model_type,
+            "class": type(model).__name__,
+            "info": {key: sorted(map(str, value)) for key, value in info.items()},
+            "saved_twice": torch.equal(model(ids).logits, last(ids).logits),
+            "trainable": sorted(name for name, p in model.named_parameters() if p.requires_grad),
+            "trainable_saved": sorted(name for name, p in last.named_parameters() if p.requires_grad),
+        }
+    try:
+        AutoModelForCausalLM.from_pretrained(folder)
+        report[name]["refused"] = None
+    except Exception as error:
+        report[name]["refused"] = [type(error).__name__, str(error)]
+assert "scale_surgery" not in sys.modules
+(out / "report.json").write_text(json.dumps(report))
+"""
+
+
+def run_fresh(script: str, *arguments: object, cwd: Path) -> subprocess.CompletedProcess:
+    """Run a script in a process of its own, from a folder outside the repository."""
+    command = [sys.executable, "-c", script, *map(str, arguments)]
+    environment = os.environ | {"HF_MODULES_CACHE": str(cwd / "modules"), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        command, cwd=cwd, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+    )
+
+
+@pytest.fixture(scope="module")
+def fresh(pair_of, tmp_path_factory) -> tuple[Path, dict[str, Any]]:
+    """What a fresh process found in an expansion of each family, and in one whose folder has an awkward name."""
+    out = tmp_path_factory.mktemp("fresh")
+    folders = [pair_of(family, "preserve" if family != "llama" else "adapt").path for family in FAMILIES]
+    awkward = Path(shutil.copytree(pair_of("llama", "adapt").path, out / "tiny-llama.v1.0-scale"))
+    done = run_fresh(FRESH, out, json.dumps(IDS.tolist()), *folders, awkward, cwd=out)
+    assert done.returncode == 0, done.stderr
+    return out, json.loads((out / "report.json").read_text())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_loads_in_a_fresh_process(fresh, pair_of, family):
+    pair = pair_of(family, "preserve" if family != "llama" else "adapt")
+    out, reports = fresh
+    report = reports[pair.path.name]
+    assert report["config"] == f"scale_{family}"
+    assert report["class"] == type(pair.expanded).__name__
+    assert report["class"].startswith("Scale")
+    assert not any(report["info"].values()), "no key missing, unexpected or mismatched"
+    assert report["saved_twice"]
+    trainable = sorted(name for name, p in pair.expanded.named_parameters() if p.requires_grad)
+    assert report["trainable"] == report["trainable_saved"] == trainable
+    found = torch.load(out / f"{pair.path.name}.pt")
+    with torch.no_grad():
+        wanted = pair.base(IDS, output_hidden_states=True)
+    assert torch.equal(found["logits"], wanted.logits)
+    width = pair.base.config.hidden_size
+    assert found["hidden"].shape[-1] == width + pair.expansion.plan.widths.up_width
+    assert torch.equal(found["hidden"][..., :width], wanted.hidden_states[-1])
+
+
+def test_a_folder_name_with_dot_and_hyphen_loads(fresh):
+    assert fresh[1]["tiny-llama.v1.0-scale"]["class"] == "ScaleLlamaForCausalLM"
+
+
+def test_without_remote_code_it_refuses(fresh):
+    for name, report in fresh[1].items():
+        error, message = report["refused"]
+        assert error == "ValueError", name
+        assert "trust_remote_code=True" in message
+
+
+def test_registration_replaces_remote_code(pair_of, tmp_path):
+    script = """
+import sys
+import scale_surgery
+assert "transformers" not in sys.modules and "torch" not in sys.modules
+scale_surgery.register()
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+print(type(model).__module__)
+"""
+    done = run_fresh(script, pair_of("llama", "adapt").path, cwd=tmp_path)
+    assert done.stdout.strip() == "scale_surgery.modeling.modeling_scale_llama", done.stderr
+
+
+@pytest.mark.parametrize("family", ("llama", "gpt_neox", "gpt2"))
+@pytest.mark.parametrize("request_name", ("preserve", "adapt"))
+def test_exactly_the_new_tensors_train(pair_of, family, request_name):
+    pair = pair_of(family, request_name)
+    wanted = {in_memory(tensor.name) for tensor in pair.expansion.plan.tensors}
+    model = pair.load()
+    for state in (model, model.train(), model.to(torch.float64)):
+        assert {name for name, p in state.named_parameters() if p.requires_grad} == wanted
+
+
+def in_memory(name: str) -> str:
+    """Name of a module's tensor in this transformers release."""
+    return name.replace("embed_out.", "lm_head.")
+
+
+def test_loading_in_other_ways_gives_the_same_output(pair_of):
+    pair = pair_of("llama", "adapt", "bfloat16", True)
+    with torch.no_grad():
+        wanted = pair.base(IDS).logits
+        assert torch.equal(load(pair.path, device_map="cpu")(IDS).logits, wanted)
+        assert torch.equal(load(pair.path, attn_implementation="sdpa")(IDS).logits, wanted)
+        eager = {"attn_implementation": "eager"}
+        assert torch.equal(load(pair.path, **eager)(IDS).logits, load(pair.base_path, **eager)(IDS).logits)
+        single = {"dtype": torch.float32}
+        assert torch.equal(load(pair.path, **single)(IDS).logits, load(pair.base_path, **single)(IDS).logits)
+
+
+def test_attention_weights_are_those_of_the_base_and_then_the_new_heads(pair_of):
+    pair = pair_of("llama")
+    options = {"attn_implementation": "eager"}
+    with torch.no_grad():
+        base = load(pair.base_path, **options)(IDS, output_attentions=True).attentions
+        expanded = load(pair.path, **options)(IDS, output_attentions=True).attentions
+    heads = pair.expansion.plan.sizes.query_heads
+    assert [weights.shape[1] - heads for weights in expanded] == [0, 2, 2]
+    assert all(torch.equal(old, new[:, :heads]) for old, new in zip(base, expanded, strict=True))
+
+
+@pytest.mark.parametrize("block", ("w21", "w22", "up_weight"))
+def test_a_missing_expansion_tensor_is_reported_and_leaves_the_base_alone(pair_of, tmp_path, block):
+    pair = pair_of("llama", "adapt", "float32", True)
+    folder = Path(shutil.copytree(pair.path, tmp_path / "damaged"))
+    tensor = next(t for t in pair.expansion.plan.tensors if t.block == block)
+    shard, index = folder / tensor.shard, folder / "model.safetensors.index.json"
+    save_file({name: value for name, value in load_file(shard).items() if name != tensor.name}, shard, {"format": "pt"})
+    content = json.loads(index.read_text())
+    del content["weight_map"][tensor.name]
+    index.write_text(json.dumps(content))
+    model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert set(info["missing_keys"]) == {tensor.name}
+    assert not model.get_parameter(tensor.name).any()
+    for name, parameter in pair.base.named_parameters():
+        assert torch.equal(parameter, model.get_parameter(name)), name
+
+
+def test_new_tensors_asked_for_in_float32_stay_so(base_of, tmp_path):
+    base = base_of("llama", "bfloat16", True)
+    request = Request("0,2", variant="adapt", collaborate="both", init_w22="random", dtype="float32")
+    expansion = expand(base, request, tmp_path / "mixed")
+    assert {tensor.dtype for tensor in expansion.plan.tensors} == {"F32"}
+    for options in ({}, {"dtype": torch.bfloat16}):
+        model = load(expansion.path, **options)
+        dtypes = {name: p.dtype for name, p in model.named_parameters()}
+        new = {tensor.name for tensor in expansion.plan.tensors}
+        assert {dtypes[name] for name in new} == {torch.float32}
+        assert {dtypes[name] for name in set(dtypes) - new} == {torch.bfloat16}
+        with torch.no_grad():
+            assert torch.equal(model(IDS).logits, load(base)(IDS).logits)
+    ids = IDS.clone()
+    model(input_ids=ids, labels=ids).loss.backward()
+    assert all(p.grad.dtype == torch.float32 for p in model.parameters() if p.grad is not None)
+
+
+def test_copy_and_pickle_free_state(pair_of):
+    pair = pair_of("llama", "adapt")
+    twin = copy.deepcopy(pair.expanded)
+    with torch.no_grad():
+        assert torch.equal(twin(IDS).logits, pair.expanded(IDS).logits)
+        twin.get_parameter("model.layers.0.self_attn.q_proj.w21").add_(1.0)
+        twin.get_parameter("lm_head.up_weight").add_(1.0)
+        assert not torch.equal(twin(IDS).logits, pair.expanded(IDS).logits)
+        # the copy's attention has a config of its own
+        assert torch.equal(pair.expanded(IDS).logits, pair.base(IDS).logits)
+    twin.load_state_dict(pair.expanded.state_dict())
+    with torch.no_grad():
+        assert torch.equal(twin(IDS).logits, pair.expanded(IDS).logits)
+
+
+@pytest.mark.parametrize("family", ("llama", "gemma3_text", "gpt_neox"))
+def test_gradient_checkpointing_gives_the_same_gradients(pair_of, family):
+    pair = pair_of(family, "adapt")
+    gradients = []
+    for is_checkpointed in (False, True):
+        model = pair.load().train()
+        with torch.no_grad():
+            # so that gradients reach every block
+            for name, parameter in model.named_parameters():
+                if name.endswith(("w12", "up_weight")):
+                    parameter.add_(0.05)
+        if is_checkpointed:
+            model.activation_checkpointing_enable()
+        model(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters() if p.requires_grad})
+    plain, checkpointed = gradients
+    assert all(gradient is not None and gradient.isfinite().all() for gradient in plain.values())
+    assert sum(bool(gradient.any()) for gradient in plain.values()) > len(plain) / 2
+    for name, gradient in plain.items():
+        assert torch.equal(gradient, checkpointed[name]), name
+
+
+def test_resizing_the_vocabulary_is_refused(llama):
+    with pytest.raises(NotImplementedError, match="Resize the base model's embeddings first, then expand it"):
+        llama.expanded.resize_token_embeddings(120)
+
+
+def test_layers_that_were_not_chosen_work_on_the_base_stream_alone(llama):
+    layers = llama.expanded.model.layers
+    assert not any(type(m).__mro__[1].__name__ == "ExpandedLinear" for m in layers[0].modules())
+    assert any(isinstance(module, PassingModule) for module in layers[0].modules())
+    assert not any(isinstance(module, PassingModule) for module in layers[1].modules())
+    with torch.no_grad():
+        states = llama.expanded(IDS, output_hidden_states=True).hidden_states
+    width = llama.base.config.hidden_size
+    assert not states[1][..., width:].any(), "the up stream is zero before the first expanded layer"
+    assert states[2][..., width:].any()
+
+
+def test_the_up_stream_passes_through_a_layer_that_was_not_chosen(pair_of):
+    pair = pair_of("llama", "adapt")
+    with torch.no_grad():
+        states = pair.expanded(IDS, output_hidden_states=True).hidden_states
+    width = pair.base.config.hidden_size
+    assert states[1][..., width:].any()
+    assert torch.equal(states[1][..., width:], states[2][..., width:])
+
+
+def expanded_linear(inputs: list[int], outputs: list[list[int]], *, collaborative: bool = True) -> nn.Linear:
+    """An expanded linear with random blocks."""
+    torch.manual_seed(2)
+    linear = nn.Linear(inputs[0], sum(base for base, _ in outputs))
+    expand_module(linear, "linear", in_features=inputs, out_features=outputs, collaborative=collaborative, dtype=None)
+    with torch.no_grad():
+        for parameter in linear.parameters():
+            parameter.normal_()
+    return linear
+
+
+def test_an_expanded_linear_acts_as_the_block_matrix():
+    linear, x = expanded_linear([7, 3], [[5, 2]]), torch.randn(4, 10)
+    matrix = join_blocks(linear.weight, linear.w12, linear.w21, linear.w22)
+    wanted = x @ matrix.T + torch.cat((linear.bias, linear.up_bias))
+    torch.testing.assert_close(linear(x), wanted)
+    swapped = join_blocks(linear.weight, 0 * linear.w12, linear.w21, linear.w22)
+    assert (linear(x) - x @ swapped.T - torch.cat((linear.bias, linear.up_bias))).abs().max() > 0.1
+
+
+def test_a_fused_projection_joins_section_by_section():
+    linear, x = expanded_linear([7, 3], [[4, 2], [2, 1], [2, 0]]), torch.randn(4, 10)
+    base = x[:, :7] @ linear.weight.T + linear.bias + x[:, 7:] @ linear.w12.T
+    up = x[:, :7] @ linear.w21.T + x[:, 7:] @ linear.w22.T + linear.up_bias
+    wanted = torch.cat((base[:, :4], up[:, :2], base[:, 4:6], up[:, 2:3], base[:, 6:]), dim=1)
+    torch.testing.assert_close(linear(x), wanted)
+
+
+def test_a_preservation_layer_never_multiplies_what_flows_up():
+    """0 * inf would be NaN: W12 is zero by not existing."""
+    x = torch.randn(4, 10)
+    poisoned = x.clone()
+    poisoned[:, 7:] = torch.inf
+    preserving, collaborating = (expanded_linear([7, 3], [[5, 2]], collaborative=flag) for flag in (False, True))
+    assert preserving.w12 is None
+    assert torch.equal(preserving(poisoned)[:, :5], preserving(x)[:, :5])
+    with torch.no_grad():
+        collaborating.w12.zero_()
+    assert collaborating(poisoned)[:, :5].isnan().all()
+
+
+def test_a_base_model_saved_without_its_head_can_be_expanded(tmp_path):
+    """Names on disk then have no prefix, as in the Hub's original gpt2."""
+    save_tiny(tmp_path / "whole", "gpt2")
+    AutoModel.from_pretrained(tmp_path / "whole").save_pretrained(tmp_path / "alone")
+    expansion = expand(tmp_path / "alone", Request("0,2"), tmp_path / "expanded")
+    assert expansion.plan.prefix == ""
+    base, expanded = load(tmp_path / "alone"), load(expansion.path)
+    assert isinstance(expanded.transformer.h[0].attn.c_attn, ExpandedModule)
+    with torch.no_grad():
+        assert torch.equal(base(IDS).logits, expanded(IDS).logits)
+    w21 = expanded.transformer.h[0].attn.c_attn.w21
+    stored = load_file(expansion.path / expansion.plan.shards[0])["h.0.attn.c_attn.w21"]
+    assert torch.equal(w21, stored)
+
+
+def test_pair_is_of_two_models(llama: Pair):
+    """Guards the tests above: nothing is compared with itself."""
+    assert type(llama.base) is not type(llama.expanded)
+    assert llama.expansion.plan.costs.parameters_added > 0
+    count = sum(p.numel() for p in llama.expanded.parameters())
+    assert count == sum(p.numel() for p in llama.base.parameters()) + llama.expansion.plan.costs.parameters_added
+
+
+def test_streams_are_remembered_until_the_joined_tensor_changes() -> None:
+    base, up = torch.randn(2, 3, 5), torch.randn(2, 3, 2)
+    joined = join_streams(base, up)
+    assert all(one is other for one, other in zip(streams_of(joined, [5, 2]) or (), (base, up), strict=True))
+    # other widths, and a tensor that is another now, are copied out of what is there
+    assert streams_of(joined, [4, 3]) is None and streams_of(joined + 0, [5, 2]) is None
+    joined.mul_(2)
+    assert streams_of(joined, [5, 2]) is None
+    with torch.inference_mode():
+        assert streams_of(join_streams(base, up), [5, 2]) is None
+
+
+@pytest.mark.parametrize("family", ("llama", "phi3", "gpt2"))
+def test_with_and_without_autograd_the_same_is_computed(pair_of: Callable[..., Pair], family: str) -> None:
+    model, ids = pair_of(family, "adapt").load(), torch.arange(3, 20)[None]
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
+    with torch.no_grad():
+        found, again = model(ids).logits, model(ids).logits
+    with torch.inference_mode():
+        inferred = model(ids).logits
+    # products are added in place without autograd, and nothing that is still read may change by that
+    assert torch.equal(found, again) and torch.equal(found, inferred)
+    torch.testing.assert_close(model(ids).logits, found, rtol=0, atol=1e-5)

@@ -1,0 +1,130 @@
+"""Exported code is what a stranger runs: known, small, and unable to touch anything but tensors.
+
+`python -m tests.test_trust` writes the hashes of this version's code into releases.json.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from scale_surgery import Request, __version__, expand, modeling, verify
+from scale_surgery.biographies import SHIPPED_MODEL
+from scale_surgery.modeling import FOLDER, RELEASES_FILE
+from scale_surgery.planning.families import FAMILIES
+from tests.conftest import Pair
+from tests.tiny import save_tiny
+
+CODE_FILES = sorted({file for family in FAMILIES.values() for file in family.code_files})
+STANDARD_LIBRARY = {
+    *("__future__", "collections", "contextlib", "dataclasses", "functools", "importlib", "inspect"),
+    *("math", "threading", "typing"),
+}
+# no files, no network, no processes, no code from texts
+FORBIDDEN_CALLS = {"open", "eval", "exec", "compile", "__import__", "input", "getenv", "system", "popen", "load"}
+
+
+def test_the_hashes_of_this_version_are_recorded() -> None:
+    released = json.loads((FOLDER / RELEASES_FILE).read_text(encoding="utf-8"))
+    assert released[__version__] == {file: modeling.code_hash(file) for file in CODE_FILES}
+
+
+@pytest.mark.parametrize("file", CODE_FILES)
+def test_exported_code_imports_tensors_and_nothing_else(file: str) -> None:
+    tree = ast.parse(modeling.code_text(file))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            assert {name.name.split(".")[0] for name in node.names} <= STANDARD_LIBRARY | {"torch"}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            assert str(node.module).split(".")[0] in STANDARD_LIBRARY | {"torch", "transformers"}
+        elif isinstance(node, ast.ImportFrom):
+            assert f"{node.module}.py" in CODE_FILES
+
+
+@pytest.mark.parametrize("file", CODE_FILES)
+def test_exported_code_calls_nothing_that_reaches_outside(file: str) -> None:
+    calls = [node.func for node in ast.walk(ast.parse(modeling.code_text(file))) if isinstance(node, ast.Call)]
+    names = {node.id if isinstance(node, ast.Name) else getattr(node, "attr", "") for node in calls}
+    assert not names & FORBIDDEN_CALLS
+
+
+def test_the_only_module_that_is_imported_by_name_is_one_that_transformers_loaded_already() -> None:
+    found = [file for file in CODE_FILES if "import_module(" in modeling.code_text(file)]
+    assert found == ["expanded_attention.py"]
+    assert "import_module(type(module).__module__)" in modeling.code_text(found[0])
+
+
+def test_exported_code_is_the_code_of_the_package(llama: Pair) -> None:
+    for file in FAMILIES["llama"].code_files:
+        assert (llama.path / file).read_bytes() == (FOLDER / file).read_bytes()
+
+
+def test_exported_code_is_small() -> None:
+    lines = sum(len(modeling.code_text(file).splitlines()) for file in FAMILIES["llama"].code_files)
+    assert lines < 2000
+
+
+def test_verify_does_not_warn_of_released_code(llama: Pair) -> None:
+    assert verify(llama.path, files_only=True, record=False).warnings == ()
+
+
+def test_verify_warns_of_code_that_no_release_wrote_even_where_the_manifest_vouches_for_it(
+    llama: Pair, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(llama.path, tmp_path / "forged"))
+    code = folder / "expanded_streams.py"
+    code.write_text(code.read_text() + "# harmless\n")
+    manifest = json.loads((folder / "surgery.json").read_text())
+    manifest["code"]["expanded_streams.py"] = hashlib.sha256(code.read_bytes()).hexdigest()
+    (folder / "surgery.json").write_text(json.dumps(manifest))
+    found = verify(folder, files_only=True, record=False)
+    assert found.problems == ()
+    assert found.warnings == (
+        "expanded_streams.py: differs from every release of this program. Read it before you let it run with "
+        "trust_remote_code; without, the code of this program runs.",
+    )
+    # nor is it excused as a file of the base
+    manifest["base_files"]["expanded_streams.py"] = {
+        "sha256": manifest["code"]["expanded_streams.py"],
+        "bytes": code.stat().st_size,
+        "stored_as": "expanded_streams.py",
+    }
+    (folder / "surgery.json").write_text(json.dumps(manifest))
+    assert verify(folder, files_only=True, record=False).warnings == found.warnings
+
+
+def test_verify_warns_of_the_base_models_own_code(llama_base: Path, tmp_path: Path) -> None:
+    (llama_base / "custom_generate").mkdir()
+    (llama_base / "custom_generate" / "generate.py").write_text("print('anything')\n")
+    folder = expand(llama_base, Request("1"), tmp_path / "expanded").path
+    found = verify(folder, files_only=True, record=False)
+    assert found.passed
+    assert found.warnings == (
+        "custom_generate/generate.py: is code of the base model, not of this program. Read it before you let it run "
+        "with trust_remote_code; without, the code of this program runs.",
+    )
+
+
+def test_verify_notices_code_that_a_pinned_tokenizer_names(tmp_path: Path) -> None:
+    base = save_tiny(tmp_path / "base", "qwen2")
+    shutil.copy(SHIPPED_MODEL / "tokenizer.json", base)
+    folder = expand(base, Request("last:1"), tmp_path / "expanded").path
+    file = folder / "tokenizer_config.json"
+    content = json.loads(file.read_text())
+    assert content.keys() == {"tokenizer_class"} and verify(folder, files_only=True, record=False).passed
+    file.write_text(json.dumps(content | {"auto_map": {"AutoTokenizer": ["org/evil--code.Code", None]}}))
+    assert verify(folder, files_only=True, record=False).problems == (
+        "tokenizer_config.json: auto_map is not what the base's says.",
+    )
+
+
+if __name__ == "__main__":
+    path = FOLDER / RELEASES_FILE
+    releases = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    releases[__version__] = {file: modeling.code_hash(file) for file in CODE_FILES}
+    path.write_text(json.dumps(releases, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,194 @@
+"""Facts about architectures, checked both ways against a tiny model of each, and the plan against the loaded model."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import transformers
+from torch import nn
+
+from scale_surgery.checkpoint.folder import open_checkpoint
+from scale_surgery.errors import PlanError, UnsupportedFamilyError
+from scale_surgery.modeling.expanded_modules import EXPANSION_NAMES
+from scale_surgery.planning.families import CONFIG_KEYS, FAMILIES, Family, Sizes, get_family, read_sizes
+from scale_surgery.planning.specs import Widths, _attention_spec, expected_shapes, find_prefix
+from tests.conftest import REQUESTS
+from tests.tiny import CONFIGS, tiny_config
+
+each_family = pytest.mark.parametrize("name", FAMILIES)
+# sizes that config.json must state: transformers' defaults for them are those of one published model
+STATED = ("hidden", "layers", "query_heads", "inner", "vocabulary")
+
+
+def config_key(family: Family, name: str) -> str:
+    return family.keys.get(name, CONFIG_KEYS[name])
+
+
+def tiny_sizes(family: Family) -> Sizes:
+    return read_sizes(family, tiny_config(family.model_type).to_dict())
+
+
+def test_there_is_a_tiny_model_of_every_family():
+    assert set(CONFIGS) == set(FAMILIES)
+    assert all(family.model_type == name for name, family in FAMILIES.items())
+    assert len({family.stem for family in FAMILIES.values()}) == len(FAMILIES)
+
+
+@each_family
+def test_facts_and_tensors_on_disk_cover_each_other(base_of, name):
+    family, checkpoint = FAMILIES[name], open_checkpoint(base_of(name))
+    prefix = find_prefix(family, checkpoint.tensors)
+    assert prefix == f"{family.base_model}."
+    expected = expected_shapes(family, tiny_sizes(family), prefix)
+    weights = {tensor: info.shape for tensor, info in checkpoint.tensors.items() if not tensor.endswith(".bias")}
+    head = weights.pop(f"{family.head}.weight")
+    assert head == (97, 40)
+    if family.position_embedding:
+        assert weights.pop(f"{prefix}{family.position_embedding}.weight") == (64, 40)
+    assert weights == expected
+    biases = {tensor.removesuffix(".bias") for tensor in checkpoint.tensors} - set(checkpoint.tensors)
+    assert {f"{module}.weight" for module in biases} <= set(expected)
+
+
+@each_family
+@pytest.mark.parametrize("tied", (False, True))
+def test_a_tied_head_has_no_tensor_of_its_own(base_of, name, tied):
+    family, checkpoint = FAMILIES[name], open_checkpoint(base_of(name, tied=tied))
+    assert read_sizes(family, checkpoint.config).is_tied == tied
+    assert (f"{family.head}.weight" in checkpoint.tensors) == (not tied)
+
+
+@each_family
+def test_facts_name_modules_of_the_model(pair_of, name):
+    family, model = FAMILIES[name], pair_of(name).base
+    base = model.get_submodule(family.base_model)
+    assert base is model.base_model
+    sizes = tiny_sizes(family)
+    layers = base.get_submodule(family.layers)
+    assert isinstance(layers, nn.ModuleList)
+    assert len(layers) == sizes.layers
+    assert base.get_submodule(family.embedding) is model.get_input_embeddings()
+    check_norm(family, sizes, base.get_submodule(family.final_norm))
+    for layer in layers:
+        for norm in family.pre_norms + family.post_norms:
+            check_norm(family, sizes, layer.get_submodule(norm))
+        assert not list(layer.get_submodule(family.activation).parameters())
+        assert callable(layer.get_submodule(family.activation))
+        attention = layer.get_submodule(family.attention)
+        assert all(
+            linear.name.startswith(f"{family.attention}.") == (linear.group == "attn") for linear in family.linears
+        )
+        facts = _attention_spec(family, sizes, Widths(0, 0, 0))
+        assert {key: getattr(attention, key) for key in facts["attributes"]} == facts["attributes"]
+        assert {key: getattr(attention.config, key) for key in facts["config"]} == facts["config"]
+        assert attention.head_dim if hasattr(attention, "head_dim") else attention.head_size == sizes.head_size
+
+
+def check_norm(family: Family, sizes: Sizes, norm: Any) -> None:
+    epsilon = next(getattr(norm, name) for name in ("eps", "variance_epsilon") if hasattr(norm, name))
+    assert epsilon == sizes.epsilon
+    assert isinstance(norm, nn.LayerNorm) == (family.norm_style == "layer")
+    is_plus_one = "Gemma" in type(norm).__name__
+    assert is_plus_one == (family.norm_style == "rms_plus_one")
+
+
+@each_family
+def test_every_module_of_a_layer_is_known(pair_of, name):
+    """The other direction: no linear, norm or activation that reads the streams is left out of the facts."""
+    family = FAMILIES[name]
+    layer = pair_of(name).base.get_submodule(f"{family.base_model}.{family.layers}.0")
+    known = {linear.name for linear in family.linears} | {norm.name for norm in family.inner_norms}
+    known |= {*family.pre_norms, *family.post_norms, family.activation}
+    found = {path for path, module in layer.named_modules() if not list(module.children()) and path}
+    harmless = {path for path in found if isinstance(layer.get_submodule(path), nn.Dropout)}
+    assert found - harmless == known
+
+
+@each_family
+def test_defaults_are_those_of_transformers(name):
+    family = FAMILIES[name]
+    config = getattr(transformers, CONFIGS[name][0])()
+    for size, default in family.defaults.items():
+        assert getattr(config, config_key(family, size)) == default, size
+    stated = {config_key(family, size): getattr(config, config_key(family, size)) for size in STATED}
+    sizes = read_sizes(family, stated)
+    heads = sizes.query_heads
+    assert sizes.key_value_heads == (getattr(config, config_key(family, "key_value_heads"), None) or heads)
+    assert sizes.head_size == (getattr(config, "head_dim", None) or sizes.hidden // heads)
+    assert sizes.epsilon == getattr(config, config_key(family, "epsilon"))
+    assert sizes.is_tied == config.tie_word_embeddings
+    assert sizes.inner == (getattr(config, config_key(family, "inner")) or 4 * sizes.hidden)
+
+
+@each_family
+@pytest.mark.parametrize("request_name", REQUESTS)
+@pytest.mark.parametrize("tied", (False, True))
+def test_the_plan_lists_exactly_the_tensors_that_the_model_has(pair_of, name, request_name, tied):
+    pair = pair_of(name, request_name, tied=tied)
+    head = pair.base.get_output_embeddings()
+    path = next(module_name for module_name, module in pair.base.named_modules() if module is head)
+    planned = {
+        re.sub(rf"^{FAMILIES[name].head}\.", f"{path}.", tensor.name): tensor.shape
+        for tensor in pair.expansion.plan.tensors
+    }
+    found = {
+        parameter_name: tuple(parameter.shape)
+        for parameter_name, parameter in pair.expanded.named_parameters()
+        if parameter_name.rsplit(".", 1)[-1] in EXPANSION_NAMES
+    }
+    assert planned == found
+    stored = open_checkpoint(pair.path).tensors
+    for tensor in pair.expansion.plan.tensors:
+        info = stored[tensor.name]
+        assert (info.shape, info.dtype, info.file) == (tensor.shape, tensor.dtype, tensor.shard)
+
+
+def test_parameter_count_in_closed_form(pair_of):
+    hidden, heads, kv_heads, head, inner, vocabulary = 40, 4, 2, 10, 52, 97
+    new_kv, inner_up = 1, 8  # round(2 / 8) is 0, so 1; 52 / 8 to a multiple of 8
+    query, query_up = heads * head, new_kv * heads // kv_heads * head
+    key, key_up = kv_heads * head, new_kv * head
+    up = query_up
+    into = query_up + 2 * key_up + 2 * inner_up  # new outputs that read the residual stream
+    w21 = into * hidden + up * query + up * inner
+    w22 = into * up + up * query_up + up * inner_up
+    w12 = (query + 2 * key + 2 * inner) * up + hidden * query_up + hidden * inner_up
+    biases, norms = into + 2 * up, 2 * up
+    outside = up + vocabulary * up  # final norm and head
+    preserve, adapt = pair_of("llama").expansion.plan, pair_of("llama", "adapt").expansion.plan
+    assert preserve.costs.parameters_added == 2 * (w21 + w22 + biases + norms) + outside
+    # layer 0 is expanded, so the embedding is too
+    assert adapt.costs.parameters_added == 2 * (w21 + w22 + w12 + biases + norms) + outside + vocabulary * up
+    assert preserve.costs.parameters_per_layer == w21 + w22 + biases + norms
+
+
+def test_an_unknown_architecture_lists_those_that_are_known():
+    known = "gemma2, gemma3_text, gpt2, gpt_neox, llama, mistral, olmo2, phi3, qwen2, qwen3"
+    for model_type in ("mamba", None, 3, "Llama"):
+        with pytest.raises(UnsupportedFamilyError) as error:
+            get_family(model_type)
+        assert f"config.json: model_type is {model_type!r}, expected one of: {known}." in str(error.value)
+        assert "docs/families.md says how to add a family" in str(error.value)
+
+
+def test_sizes_that_cannot_be_are_all_reported():
+    config = {"hidden_size": 0, "num_hidden_layers": "3", "num_attention_heads": 4, "vocab_size": True}
+    with pytest.raises(PlanError) as error:
+        read_sizes(FAMILIES["llama"], config)
+    lines = str(error.value).splitlines()
+    assert [line.split(",")[0] for line in lines] == [
+        "config.json: hidden_size is 0",
+        "config.json: num_hidden_layers is '3'",
+        "config.json: head_dim is None",
+        "config.json: intermediate_size is None",
+        "config.json: vocab_size is True",
+    ]
+    assert all("expected a positive number. Is this config.json complete?" in line for line in lines)
+
+
+def test_heads_that_do_not_divide_are_refused():
+    config = tiny_config("llama").to_dict() | {"num_attention_heads": 5}
+    with pytest.raises(PlanError, match="5 query heads, expected a multiple of the 2 key/value heads"):
+        read_sizes(FAMILIES["llama"], config)

@@ -1,0 +1,281 @@
+"""From request to plan: defaults, every problem of a request in one error, and saved plans."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from scale_surgery.checkpoint.folder import open_checkpoint
+from scale_surgery.errors import CheckpointError, PlanError, UnsupportedFamilyError
+from scale_surgery.planning.plan import check_same_plan, load_request, make_plan, plan, save_plan
+from scale_surgery.planning.request import Request
+from scale_surgery.planning.specs import Widths
+
+
+@pytest.fixture
+def refuse(base_of):
+    """What is said of a request on the tiny llama: 3 layers, heads of size 10."""
+    checkpoint = open_checkpoint(base_of("llama"))
+
+    def refused(*args: object, **options: object) -> list[str]:
+        with pytest.raises(PlanError) as error:
+            make_plan(checkpoint, Request(*args, **options), name="tiny")
+        return str(error.value).splitlines()
+
+    return refused
+
+
+def test_default_widths_are_an_eighth(base_of):
+    made = plan(base_of("llama"), Request("last:1"))
+    # 2 kv heads / 8 rounds to 0, at least 1; 2 queries each of size 10; 52 / 8 to a multiple of 8
+    assert made.widths == Widths(up_width=20, up_kv_heads=1, up_inner_width=8)
+    assert made.layers == (2,)
+    assert made.collaboration.layers == ()
+    wide = plan(base_of("llama"), Request("last:1", ratio=2.0))
+    assert wide.widths == Widths(up_width=80, up_kv_heads=4, up_inner_width=104)
+
+
+def test_adapt_collaborates_in_attention_of_all_expanded_layers_by_default(base_of):
+    made = plan(base_of("llama"), Request("0,2", variant="adapt"))
+    assert (made.collaboration.layers, made.collaboration.groups) == ((0, 2), ("attn",))
+    w12 = {tensor.name for tensor in made.tensors if tensor.block == "w12"}
+    assert w12 == {f"model.layers.{layer}.self_attn.{role}_proj.w12" for layer in (0, 2) for role in "qkvo"}
+    assert all(tensor.init == "zero" for tensor in made.tensors if tensor.block == "w12")
+    assert (made.costs.up_stream_from, made.costs.base_stream_from) == (0, 0)
+
+
+def test_without_up_stream_w12_stands_where_something_was_added(base_of):
+    def blocks(**widths: int) -> set[str]:
+        made = plan(base_of("llama"), Request("1", variant="adapt", up_width=0, **widths))
+        return {tensor.name.removeprefix("model.layers.1.") for tensor in made.tensors if tensor.block == "w12"}
+
+    assert blocks(up_kv_heads=0) == {"mlp.down_proj.w12"}
+    assert blocks(up_inner_width=0) == {"self_attn.o_proj.w12"}
+    assert blocks() == {"mlp.down_proj.w12", "self_attn.o_proj.w12"}
+
+
+@pytest.mark.parametrize(
+    ("request_", "messages"),
+    (
+        (Request("9"), ["--layers 9: layer 9 is out of range, the model has layers 0 to 2."]),
+        (
+            Request("0", up_width=25),
+            ["--up-width is 25, expected a multiple of the head size 10, such as 30."],
+        ),
+        (
+            Request("0", up_width=-10, up_kv_heads=-1, up_inner_width=-8),
+            [
+                "--up-width is -10, expected 0 or more.",
+                "--up-kv-heads is -1, expected 0 or more.",
+                "--up-inner-width is -8, expected 0 or more.",
+            ],
+        ),
+        (
+            Request("0", ratio=0.0),
+            ["--ratio is 0.0, expected more than 0 and at most 4 (0.125 is the default)."],
+        ),
+        (
+            Request("0", variant="adapt", up_width=0, up_kv_heads=0, up_inner_width=0),
+            ["--up-width, --up-kv-heads and --up-inner-width are all 0: there is nothing to add."],
+        ),
+        (
+            Request("0", up_width=0),
+            [
+                "--up-width is 0 with --variant preserve: without an up stream, W12 is the only way out of the new "
+                "heads and the new inner features, and preserve has none. Use --variant adapt, or an --up-width."
+            ],
+        ),
+        (
+            Request("0", collaborate="both", collaborative_layers="0"),
+            [
+                "--collaborative-layers 0 with --variant preserve: it has no W12. Use --variant adapt.",
+                "--collaborate both with --variant preserve: it has no W12. Use --variant adapt.",
+            ],
+        ),
+        (
+            Request("0-1", variant="adapt", collaborative_layers="1-2"),
+            ["--collaborative-layers 1-2: 2 not among the expanded layers. Choose among --layers 0-1."],
+        ),
+        (
+            Request("0-1", variant="adapt", up_width=0, collaborative_layers="1"),
+            ["--up-width is 0: every expanded layer must be in --collaborative-layers."],
+        ),
+        (
+            Request("0-1", variant="adapt", up_width=0, collaborate="attn"),
+            [
+                "--up-width is 0 and --collaborate leaves out ffn: what is added there would have no way out. "
+                "Use --collaborate both, or add nothing there."
+            ],
+        ),
+    ),
+)
+def test_what_does_not_fit_is_said(refuse, request_, messages):
+    assert refuse(**vars(request_)) == messages
+
+
+def test_several_problems_are_one_error(refuse):
+    lines = refuse("9,1,1", variant="adapt", up_width=7, ratio=9.0, collaborative_layers="x", collaborate="ffn")
+    beginnings = [" ".join(line.split()[:3]) for line in lines]
+    assert beginnings == [
+        "--layers 9,1,1: layer",
+        "--layers 9,1,1: names",
+        "--ratio is 9.0,",
+        "--up-width is 7,",
+        "--collaborative-layers x: 'x'",
+    ]
+
+
+def test_nan_as_ratio_is_refused(refuse):
+    assert refuse("0", ratio=float("nan"))[0].startswith("--ratio is nan, expected more than 0")
+
+
+def damaged(folder: Path, name: str, value: torch.Tensor | None) -> list[str]:
+    shard = folder / "model.safetensors"
+    tensors = {key: tensor for key, tensor in load_file(shard).items() if key != name}
+    save_file(tensors | ({} if value is None else {name: value}), shard)
+    with pytest.raises(CheckpointError) as error:
+        plan(folder, Request("0"))
+    return str(error.value).splitlines()
+
+
+NORM = "model.layers.1.input_layernorm.weight"
+
+
+def test_base_tensors_that_are_missing_or_wrong(llama_base):
+    name = "model.layers.2.mlp.up_proj.weight"
+    assert damaged(llama_base, name, torch.zeros(52, 41)) == [
+        f"{name}: shape (52, 41), expected (52, 40) from config.json. Is config.json from this checkpoint?"
+    ]
+    both = damaged(llama_base, NORM, None)
+    assert both == [
+        f"{NORM}: no such tensor, expected one of shape (40,). Is the checkpoint complete?",
+        f"{name}: shape (52, 41), expected (52, 40) from config.json. Is config.json from this checkpoint?",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "found"), ((torch.int8, "I8"), (torch.float8_e4m3fn, "F8_E4M3"), (torch.float64, "F64"))
+)
+def test_quantised_weights_are_refused(llama_base, dtype, found):
+    assert damaged(llama_base, NORM, torch.zeros(40).to(dtype)) == [
+        f"{NORM}: dtype {found}, expected one of F32, F16, BF16. A quantised checkpoint must be dequantised first."
+    ]
+
+
+def edit_config(folder: Path, **changes: object) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+
+
+def test_an_unknown_family_lists_the_known(llama_base):
+    edit_config(llama_base, model_type="mamba")
+    with pytest.raises(
+        UnsupportedFamilyError, match="model_type is 'mamba', expected one of: gemma2, gemma3_text, gpt2"
+    ):
+        plan(llama_base, Request("0"))
+
+
+def test_an_expanded_model_is_not_expanded_again(pair_of, llama_base):
+    with pytest.raises(CheckpointError, match=r"this model is expanded already\. Strip it first"):
+        plan(pair_of("llama").path, Request("0"))
+    (llama_base / "surgery.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"this model is expanded already\. Strip it first"):
+        plan(llama_base, Request("0"))
+
+
+@pytest.mark.parametrize("key", ("add_cross_attention", "reorder_and_upcast_attn"))
+def test_forms_of_a_family_that_are_not_supported(base_of, tmp_path, key):
+    base = Path(shutil.copytree(base_of("gpt2"), tmp_path / "base"))
+    edit_config(base, **{key: True})
+    with pytest.raises(CheckpointError, match=rf"config\.json: {key} is True: "):
+        plan(base, Request("0"))
+    edit_config(base, **{key: False})
+    assert plan(base, Request("0")).layers == (0,)
+
+
+def test_new_tensors_take_the_dtype_of_their_neighbour(llama_base):
+    shard = llama_base / "model.safetensors"
+    tensors = {
+        k: v.half() if "self_attn" in k else v.bfloat16() if "mlp" in k else v for k, v in load_file(shard).items()
+    }
+    save_file(tensors, shard)
+    made = plan(llama_base, Request("0", variant="adapt", collaborate="both"))
+    for tensor in made.tensors:
+        wanted = "F16" if "self_attn" in tensor.name else "BF16" if "mlp" in tensor.name else "F32"
+        assert tensor.dtype == wanted, tensor.name
+    assert {t.dtype for t in plan(llama_base, Request("0", dtype="float16")).tensors} == {"F16"}
+
+
+def test_shards_are_filled_to_their_size(base_of, monkeypatch):
+    whole = plan(base_of("llama"), Request("all"))
+    assert whole.shards == ("expansion-00001-of-00001.safetensors",)
+    limit = 20_000
+    monkeypatch.setattr(sys.modules[make_plan.__module__], "SHARD_BYTES", limit)
+    made = plan(base_of("llama"), Request("all"))
+    count = len(made.shards)
+    assert count > 3
+    assert made.shards == tuple(f"expansion-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1))
+    filled = {shard: sum(t.bytes for t in made.tensors if t.shard == shard) for shard in made.shards}
+    assert all(0 < size <= limit for size in filled.values())
+    assert [t.name for t in made.tensors] == [t.name for t in whole.tensors]
+
+
+def test_a_saved_plan_gives_its_request_back(base_of, tmp_path):
+    request = Request("0,2", variant="adapt", collaborate="ffn", up_kv_heads=2, init_w22="svd", svd="exact", seed=4)
+    made = plan(base_of("llama"), request)
+    save_plan(made, tmp_path / "plan.json")
+    assert load_request(tmp_path / "plan.json") == request
+    check_same_plan(made, tmp_path / "plan.json")
+    other = plan(base_of("llama"), replace(request, seed=5))
+    with pytest.raises(PlanError, match=r"made for another base model or by another release; it differs in request\."):
+        check_same_plan(other, tmp_path / "plan.json")
+    other = plan(base_of("llama", "bfloat16"), request)
+    with pytest.raises(PlanError, match="it differs in base_fingerprint, base_name, tensors"):
+        check_same_plan(other, tmp_path / "plan.json")
+
+
+# the last: rank-layers -o writes a request too
+NO_PLANS = (
+    '{"a": 1}',
+    '{"request": {"layers": "0", "sides": 3}}',
+    '{"request": 4}',
+    "x",
+    '{"request": {"layers": "0"}}',
+)
+
+
+@pytest.mark.parametrize("content", NO_PLANS)
+def test_a_file_that_is_no_plan(tmp_path, content):
+    with pytest.raises(
+        PlanError, match=r"plan\.json: there is no such file, it is not a plan of scale-surgery\. Make one"
+    ):
+        load_request(tmp_path / "plan.json")
+    (tmp_path / "plan.json").write_text(content)
+    with pytest.raises(PlanError, match=r"plan\.json: is not a plan of scale-surgery"):
+        load_request(tmp_path / "plan.json")
+
+
+def test_planning_reads_no_weight(llama_base):
+    """A base whose weights are all NaN plans as well as any: only headers are read."""
+    wanted = plan(llama_base, Request("0"))
+    shard = llama_base / "model.safetensors"
+    save_file({name: torch.full_like(value, torch.nan) for name, value in load_file(shard).items()}, shard)
+    assert plan(llama_base, Request("0")) == wanted
+
+
+def test_costs_are_those_of_what_is_written(pair_of):
+    for name in ("preserve", "adapt", "adapt_without_up_stream"):
+        pair = pair_of("llama", name)
+        costs, stored = pair.expansion.plan.costs, open_checkpoint(pair.path).tensors
+        new = {tensor.name for tensor in pair.expansion.plan.tensors}
+        assert costs.bytes_added == sum(info.bytes for key, info in stored.items() if key in new)
+        assert costs.parameters_added == sum(info.elements for key, info in stored.items() if key in new)
+        assert costs.parameters_before == sum(p.numel() for p in pair.base.parameters())
+        assert costs.forward_factor > 1

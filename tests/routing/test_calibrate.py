@@ -1,0 +1,746 @@
+"""Calibrating a router: numbers against `evaluate` and plain computations, the rule, table, figure, and refusals."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from rich.console import Console
+from safetensors.torch import load_file, save_file
+
+from scale_surgery import (
+    CheckpointError,
+    DataError,
+    PlanError,
+    Request,
+    Routing,
+    SurgeryError,
+    evaluate,
+    expand,
+    route_export,
+    set_routing,
+)
+from scale_surgery.cli.program import main
+from scale_surgery.evidence.evaluate import Score
+from scale_surgery.modeling.expanded_routing import CosineRouter
+from scale_surgery.planning.routing_specs import read_routing
+from scale_surgery.routing.calibrate import Calibration, propose, route_calibrate
+from scale_surgery.routing.path_scores import read_paths, scored_cosines, winning_weights
+from scale_surgery.routing.sweep import Outcome, Scale, round_threshold, settings_of
+from scale_surgery.running.loss import Measurement
+from scale_surgery.running.texts import collate, pad, read_documents, stride, tokenize
+from scale_surgery.show.figure_calibration import calibration_figure, plot_calibration
+from scale_surgery.show.tables_calibrate import choose_shown, render_calibration
+from tests.conftest import digests, load
+from tests.evidence.test_evaluate import perturb, with_tokenizer
+from tests.routed import between
+from tests.running.test_texts import ALPHABET, letters, lines
+from tests.tiny import save_tiny
+
+STORY = "the quick brown fox jumps over the lazy dog and sleeps until the sun is up again over the hills of home"
+ASKED = [{"question": f"{word}?", "answer": answer} for word, answer in (("who", "me"), ("where is it", "at home"))]
+MORE = [{"question": f"{a}{b}", "answer": f"{b}{c}"} for a, b, c in itertools.product("abc", "defg", "hij")]
+ROUTINGS = {
+    "posterior": Routing("posterior", prior=0.3, switch_rate=0.02),
+    "cosine": Routing("cosine", threshold=0.9),
+    "strict": Routing("cosine", threshold=0.9, strict=True),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_collection() -> Iterator[None]:
+    """Every model that is freed is followed by a collection, which need not look at all that was imported."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny model, a trained expansion of it, routed in three ways, and texts."""
+    place = tmp_path_factory.mktemp("route_calibrate")
+    # no more tokens than letters, so that what a path finds most likely can be written as an answer
+    base = with_tokenizer(save_tiny(place / "base", "llama", vocab_size=33))
+    request = Request("0-2", variant="adapt", collaborative_layers="1-2", collaborate="both")
+    perturb(expand(base, request, place / "wide").path)
+    for name, routing in ROUTINGS.items():
+        route_export(place / "wide", place / name, routing)
+    (place / "old.txt").write_text(STORY)
+    lines(place / "old.jsonl", *ASKED)
+    lines(place / "new.jsonl", *MORE, *guesses(place / "cosine"))
+    for name in ("cosine", "strict"):
+        set_routing(place / name, replace(ROUTINGS[name], threshold=threshold_between(place / name, old(place))))
+    return place
+
+
+def old(place: Path) -> list[Path]:
+    return [place / "old.txt", place / "old.jsonl"]
+
+
+def new(place: Path) -> list[Path]:
+    return [place / "new.jsonl"]
+
+
+@torch.no_grad()
+def guesses(folder: Path) -> list[dict[str, str]]:
+    """Questions whose right answer is what the base, the adapt path or the preserve side finds most likely."""
+    model, tokenizer = load(folder), letters()
+    model.router = CosineRouter(threshold=-1.0, strict=False)
+    found = []
+    for prompt in (f"{a} {b}?" for a, b in itertools.product("klmn", "pqrs")):
+        ids = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)["input_ids"]
+        base, adapt = model.path_logits(ids)
+        for logits in (base, adapt, model(ids).logits):
+            letter = int(logits[0, -1].argmax()) - 4
+            found += [{"prompt": prompt, "completion": ALPHABET[letter]}] if letter >= 0 else []
+    return [guess for guess in found if guess["completion"].strip()]
+
+
+def threshold_between(folder: Path, files: list[Path]) -> float:
+    """A threshold that sends tokens to both sides, and that no rounding moves a cosine across."""
+    return between(scored_cosines(read_paths(load(folder), tokenize(read_documents(files), letters()), 4)))
+
+
+@pytest.fixture(scope="module")
+def calibration_of(place: Path) -> Callable[[str], Calibration]:
+    found = {
+        name: route_calibrate(place / name, old(place), new(place), batch_size=16, sequence_length=20, step=7)
+        for name in ROUTINGS
+    }
+    return found.__getitem__
+
+
+each_router = pytest.mark.parametrize("router", list(ROUTINGS))
+
+
+def refusal(*args: Any, error: type[SurgeryError] = CheckpointError, **options: Any) -> str:
+    with pytest.raises(error) as found:
+        route_calibrate(*args, **options)
+    return str(found.value)
+
+
+def same(one: Measurement, other: Measurement | None) -> bool:
+    assert other is not None
+    counts = (one.scored, one.questions, one.answered) == (other.scored, other.questions, other.answered)
+    return counts and math.isclose(one.nats, other.nats, rel_tol=1e-5)
+
+
+def agrees(outcome: Outcome, score: Score) -> bool:
+    """Whether an outcome is what `evaluate` measures."""
+    changes = [
+        found is None or math.isclose(own, found, rel_tol=1e-3, abs_tol=1e-5)
+        for own, found in ((outcome.forgetting, score.forgetting), (outcome.learning, score.learning))
+    ]
+    return all(changes) and same(outcome.old, score.old) and same(outcome.new, score.new)
+
+
+# numbers
+
+
+@each_router
+def test_the_present_setting_scores_what_evaluate_measures(
+    place: Path, calibration_of: Callable[[str], Calibration], router: str
+) -> None:
+    found = calibration_of(router)
+    measured = evaluate(place / router, old(place), new(place), batch_size=16, sequence_length=20, step=7).scores
+    by_kind = {score.kind: score for score in measured}
+    assert agrees(found.present, by_kind["expanded"])
+    assert agrees(found.base, by_kind["base"]) and agrees(found.base, by_kind["disabled"])
+    assert agrees(found.adapt, by_kind["adapt"])
+    assert found.present.old.questions == 2 and found.present.new.questions > 50
+    answered = {
+        found.base.new.answered,
+        found.adapt.new.answered,
+        *(outcome.new.answered for outcome in found.outcomes),
+    }
+    assert len(answered) > 3, "who is right depends on the setting"
+    others = [outcome for outcome in found.outcomes if not agrees(outcome, by_kind["expanded"])]
+    assert len(others) > len(found.outcomes) / 2, "other settings score something else"
+    assert not agrees(found.adapt, by_kind["base"])
+
+
+@each_router
+def test_another_setting_scores_what_evaluate_measures_when_it_is_set(
+    place: Path, tmp_path: Path, calibration_of: Callable[[str], Calibration], router: str
+) -> None:
+    found = calibration_of(router)
+    outcomes = [outcome for outcome in found.outcomes if 0.2 < outcome.routed_new < 0.9]
+    outcome = outcomes[len(outcomes) // 2]
+    assert outcome.routing is not None and outcome.routing != found.present.routing
+    model = Path(shutil.copytree(place / router, tmp_path / "model"))
+    set_routing(model, outcome.routing)
+    measured = evaluate(model, old(place), new(place), batch_size=16, sequence_length=20, step=7).scores
+    (routed,) = [score for score in measured if score.kind == "expanded"]
+    assert agrees(outcome, routed) and not agrees(found.present, routed)
+
+
+@pytest.mark.parametrize(
+    ("family", "request_", "router"),
+    [
+        ("gemma2", Request("0,2", variant="adapt"), "cosine"),  # logits are capped, a layer is not expanded
+        ("gpt2", Request("1-2", variant="adapt", collaborate="both"), "strict"),
+        ("qwen3", Request("all", variant="adapt"), "posterior"),
+        ("llama", Request("1-2"), "posterior"),  # both paths part in the head alone
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_every_family_s_form(tmp_path: Path, place: Path, family: str, request_: Request, router: str) -> None:
+    base = with_tokenizer(save_tiny(tmp_path / "base", family))
+    perturb(expand(base, request_, tmp_path / "wide").path)
+    model = route_export(tmp_path / "wide", tmp_path / "routed", ROUTINGS[router]).path
+    if router != "posterior":
+        set_routing(model, replace(ROUTINGS[router], threshold=threshold_between(model, new(place))))
+    found = route_calibrate(model, place / "old.jsonl", new(place), batch_size=40)
+    measured = {score.kind: score for score in evaluate(model, place / "old.jsonl", new(place), batch_size=40).scores}
+    assert agrees(found.present, measured["expanded"]) and agrees(found.adapt, measured["adapt"])
+    assert agrees(found.base, measured["base"]) and not agrees(found.present, measured["base"])
+
+
+@each_router
+def test_routed_share_is_the_mean_weight_of_the_adapt_path(
+    place: Path, calibration_of: Callable[[str], Calibration], router: str
+) -> None:
+    model, sequences = load(place / router), tokenize(read_documents(new(place)), letters())
+    rows = [sequences[index] for index in range(len(sequences))]
+    batch = collate(rows)
+    scores = model.score_tokens(batch["input_ids"], attention_mask=batch["attention_mask"])
+    is_scored = pad(rows, "labels")[:, 1:] >= 0
+    share = calibration_of(router).present.routed_new
+    assert math.isclose(share, float(scores.weight[is_scored].mean()), rel_tol=1e-4)
+    assert not math.isclose(share, float(scores.weight[batch["attention_mask"][:, 1:] == 1].mean()), rel_tol=1e-3)
+
+
+def test_the_ends_of_a_cosine_sweep_are_one_side_alone(calibration_of: Callable[[str], Calibration]) -> None:
+    found = calibration_of("strict")
+    lowest, highest = found.outcomes[0], found.outcomes[-1]
+    assert (lowest.routed_old, lowest.routed_new, lowest.forgetting, lowest.learning) == (0, 0, 0, 0)
+    assert same(lowest.old, found.base.old) and same(highest.new, found.adapt.new) and highest.routed_new == 1
+    assert calibration_of("cosine").outcomes[0].forgetting != 0, "the mean of both paths is not the base"
+    shares = [outcome.routed_old for outcome in found.outcomes]
+    assert shares == sorted(shares) and len(set(shares)) > 15
+
+
+def test_what_is_kept_is_a_share_of_what_the_adapt_path_learns() -> None:
+    old_base, new_base, old_own, new_own = (Measurement(nats, 100, 0, 0) for nats in (100.0, 300.0, 110.0, 150.0))
+    own = Scale(old_base, new_base, learning=2.0).outcome(Routing(), old_own, new_own, 0.1, 0.9)
+    assert (own.forgetting, own.learning, own.kept) == (pytest.approx(0.1), 1.5, 0.75)
+    for learning in (0.0, -0.5):
+        assert Scale(old_base, new_base, learning).outcome(Routing(), old_own, new_own, 0.1, 0.9).kept is None
+
+
+def test_texts_are_read_once(place: Path) -> None:
+    seen: list[tuple[str, int]] = []
+    done: dict[str, int] = {}
+
+    @contextmanager
+    def track(label: str, total: int) -> Iterator[Any]:
+        seen.append((label, total))
+        yield lambda amount, note="": done.__setitem__(label, done.get(label, 0) + amount)
+
+    result = route_calibrate(place / "posterior", old(place), new(place), track=track)
+    sequences = [tokenize(read_documents(files), letters()) for files in (old(place), new(place))]
+    tokens = sum(len(stride(some, 64, 32).ids) for some in sequences)
+    assert tokens > sum(len(some.ids) for some in sequences), "windows overlap"
+    assert seen == [("read", tokens), ("settings", len(result.outcomes))]
+    assert done == dict(seen)
+
+
+def test_a_forward_pass_for_each_batch_and_the_router_is_given_back(place: Path) -> None:
+    model, sequences, passes = load(place / "cosine"), tokenize(read_documents(new(place)), letters()), []
+    model.register_forward_pre_hook(lambda *_: passes.append(type(model.router).__name__))
+    router = model.router
+    batches = read_paths(model, sequences, 10)
+    assert (
+        passes == ["Observer"] * len(batches)
+        and len(batches) == math.ceil(len(sequences) / 10)
+        and model.router is router
+    )
+    sequences.ids[0] = 1000
+    with pytest.raises(IndexError):
+        read_paths(model, sequences, 10)
+    assert model.router is router
+
+
+def test_winning_weights_are_those_that_a_search_finds() -> None:
+    generator = torch.Generator().manual_seed(0)
+    preserve, adapt = (2 * torch.randn(300, 5, generator=generator) for _ in range(2))
+    preserve[:40] = adapt[:40]
+    targets = torch.randint(5, (300,), generator=generator)
+    least, most = winning_weights(preserve, adapt, targets)
+    kinds = set()
+    for weight in torch.linspace(0, 1, 101, dtype=torch.float64):
+        mixture = (1 - weight) * preserve.double().softmax(-1) + weight * adapt.double().softmax(-1)
+        ahead = mixture.gather(1, targets[:, None])[:, 0] - mixture.scatter(1, targets[:, None], 0).amax(-1)
+        is_sure = ahead.abs() > 1e-9
+        found = (least <= weight) & (weight <= most)
+        assert torch.equal(found[is_sure], (ahead > 0)[is_sure])
+    for low, high in zip(least.tolist(), most.tolist(), strict=True):
+        kinds.add((low > high, low == 0, high == 1))
+    assert {(False, True, True), (False, True, False), (False, False, True)} <= kinds
+    assert any(is_never for is_never, _, _ in kinds)
+
+
+# what is tried, and which is best
+
+
+def test_settings_that_are_tried(place: Path, calibration_of: Callable[[str], Calibration]) -> None:
+    present = ROUTINGS["posterior"]
+    tried = settings_of(present, (), ())
+    assert tried[:2] == (present, replace(present, prior=0.5, switch_rate=0.01))
+    assert {routing.switch_rate for routing in tried} == {0, 0.0001, 0.001, 0.003, 0.01, 0.02, 0.03, 0.1}
+    assert {routing.prior for routing in tried} == {0.01, 0.05, 0.2, 0.3, 0.5, 0.8, 0.95, 0.99}
+    assert len(tried) == len(set(tried)) == 50
+    read = read_paths(load(place / "strict"), tokenize(read_documents(new(place)), letters()), 8)
+    known = replace(ROUTINGS["strict"], threshold=0.5)
+    tried = settings_of(known, read, read)
+    assert tried[0] == known and all(routing.strict for routing in tried)
+    thresholds = [routing.threshold for routing in tried]
+    assert len(thresholds) == len(set(thresholds)) and set(thresholds) >= {-1, 0, 0.5, 0.9, 0.99, 1}
+    cosines = scored_cosines(read)
+    for share in (0.1, 0.5, 0.9):
+        at = float(cosines[int(share * (len(cosines) - 1))])
+        assert min(abs(threshold - at) for threshold in thresholds) <= 0.05 * (1 - at)
+    for router in ("cosine", "strict"):
+        found = [outcome.routing.threshold for outcome in calibration_of(router).outcomes if outcome.routing]
+        assert found == sorted(found) and 0.5 in found
+
+
+@pytest.mark.parametrize(
+    ("cosine", "threshold"),
+    [(0.99731, 0.9973), (0.999962, 0.999962), (0.123, 0.12), (-0.3, -0.3), (1.0, 1.0), (1.0000002, 1.0), (-1.0, -1.0)],
+)
+def test_thresholds_keep_two_figures_of_the_distance_from_1(cosine: float, threshold: float) -> None:
+    assert round_threshold(cosine) == threshold
+
+
+def outcome(threshold: float, forgetting: float, learning: float, **changes: Any) -> Outcome:
+    """What a setting scores, 100 tokens a side and a base with 1 and 3 nats per token."""
+    old_side, new_side = Measurement(100 + 100 * forgetting, 100, 0, 0), Measurement(300 - 100 * learning, 100, 0, 0)
+    routing = Routing("cosine", threshold=threshold)
+    made = Outcome(routing, old_side, new_side, forgetting, learning, learning / 2, threshold, threshold)
+    return replace(made, **changes)
+
+
+def test_the_best_learns_most_among_those_that_forget_little() -> None:
+    outcomes = [outcome(0.1, 0.0, 0.5), outcome(0.2, 0.02, 1.0), outcome(0.3, 0.021, 2.0), outcome(0.4, 0.01, 0.9)]
+    assert propose(outcomes, 0.02) is outcomes[1]
+    assert propose(outcomes, 0.019) is outcomes[3]
+    assert propose(outcomes, 0.5) is outcomes[2]
+    assert propose(outcomes, 0.0) is outcomes[0]
+
+
+def test_where_none_forgets_so_little_the_best_forgets_least() -> None:
+    outcomes = [outcome(0.1, 0.3, 0.5), outcome(0.2, 0.2, 0.1), outcome(0.3, 0.2, 0.2), outcome(0.4, 0.4, 2.0)]
+    assert propose(outcomes, 0.02) is outcomes[2]
+
+
+def test_of_equal_settings_the_first_wins() -> None:
+    equal = [outcome(threshold, 0.01, 0.5) for threshold in (0.7, 0.5, 0.1)]
+    assert propose(equal, 0.02) is equal[0] and propose(equal, 0.0) is equal[0]
+    less = outcome(0.9, 0.005, 0.5)
+    assert propose([*equal, less], 0.02) is less
+
+
+# writing
+
+
+@each_router
+def test_write_sets_the_best_and_nothing_else(place: Path, tmp_path: Path, router: str) -> None:
+    model = Path(shutil.copytree(place / router, tmp_path / "model"))
+    before = digests(model)
+    options: dict[str, Any] = {"most_forgetting": 1.0, "batch_size": 16, "sequence_length": 20, "step": 7}
+    seen = route_calibrate(model, old(place), new(place), **options)
+    assert not seen.written and digests(model) == before
+    assert seen.proposed.routing != seen.present.routing and seen.is_within
+    done = route_calibrate(model, old(place), new(place), **options, write=True)
+    assert done == replace(seen, written=True)
+    after = digests(model)
+    assert {file for file in after if after[file] != before.get(file)} == {"config.json", "surgery.json"}
+    config = json.loads((model / "config.json").read_text())
+    assert read_routing(config["scale_surgery"]) == done.proposed.routing
+    # what is right already is not written again, so that a verification stays
+    again = route_calibrate(model, old(place), new(place), **options, write=True)
+    assert not again.written and digests(model) == after
+    assert again.present == again.proposed == done.proposed
+
+
+@pytest.mark.parametrize("file", ["config.json", "surgery.json"])
+def test_nothing_is_written_where_something_fails(place: Path, tmp_path: Path, file: str) -> None:
+    model = Path(shutil.copytree(place / "posterior", tmp_path / "model"))
+    # nobody, not even root, can replace a folder with a file
+    (model / f"{file}.tmp").mkdir()
+    before = digests(model)
+    plot = tmp_path / "plots" / "sweep.png"
+    texts = (model, old(place), new(place))
+    message = refusal(*texts, most_forgetting=1.0, write=True, plot=plot)
+    assert message == f"{model}: cannot be written (Is a directory). Check the folder."
+    assert digests(model) == before and not list(plot.parent.iterdir())
+    (model / f"{file}.tmp").rmdir()
+    done = route_calibrate(*texts, most_forgetting=1.0, write=True, plot=plot)
+    assert done.written and [file.name for file in plot.parent.iterdir()] == ["sweep.png"]
+
+
+def test_a_plot_that_fails_changes_no_model(place: Path, tmp_path: Path) -> None:
+    model = Path(shutil.copytree(place / "posterior", tmp_path / "model"))
+    before = digests(model)
+    (tmp_path / ".sweep.png.drawn.tmp").mkdir()
+    message = refusal(model, old(place), new(place), most_forgetting=1.0, write=True, plot=tmp_path / "sweep.png")
+    assert message.startswith(f"{tmp_path}/.sweep.png.drawn.tmp: cannot be written (")
+    assert digests(model) == before and not (tmp_path / "sweep.png").exists()
+
+
+# refusals
+
+
+@pytest.fixture
+def unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def loaded(*_: Any, **__: Any) -> None:
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr("scale_surgery.running.loading.loaded", loaded)
+
+
+@pytest.mark.usefixtures("unloaded")
+def test_models_that_are_refused(place: Path, tmp_path: Path) -> None:
+    texts = (old(place), new(place))
+    assert refusal(place / "base", *texts) == (
+        f"{place}/base: is no expanded model, expected a routed one. Make one: scale-surgery expand, then "
+        "scale-surgery route-export."
+    )
+    assert refusal(place / "wide", *texts) == (
+        f"{place}/wide: has no router. Give it one: scale-surgery route-export {place}/wide -o ROUTED."
+    )
+    assert refusal(tmp_path / "none", *texts) == (
+        f"{tmp_path}/none: not found. Give a model folder. What lies on the Hub is fetched first: hf download org/name "
+        "--local-dir FOLDER."
+    )
+    bare = Path(shutil.copytree(place / "posterior", tmp_path / "bare"))
+    (bare / "surgery.json").unlink()
+    assert refusal(bare, *texts, write=True).startswith(f"{bare}: has no surgery.json, expected a model made by")
+
+
+def test_a_folder_that_a_trainer_saved_is_measured(place: Path, tmp_path: Path) -> None:
+    load(place / "cosine").save_pretrained(tmp_path / "saved")
+    with_tokenizer(tmp_path / "saved")
+    found = route_calibrate(tmp_path / "saved", old(place), new(place))
+    expected = route_calibrate(place / "cosine", old(place), new(place))
+    assert found.outcomes == expected.outcomes and found.name == "saved"
+
+
+@pytest.mark.usefixtures("unloaded")
+def test_texts_that_are_refused(place: Path, tmp_path: Path) -> None:
+    model = place / "posterior"
+    no_old = "There is no old text, on which forgetting is measured. Give files with --old."
+    no_new = "There is no new text, on which learning is measured. Give files with --new."
+    assert refusal(model, [], new(place), error=DataError) == no_old
+    assert refusal(model, old(place), [], error=DataError) == no_new
+    assert refusal(model, [], [], error=DataError) == f"{no_old}\n{no_new}"
+    (tmp_path / "empty.txt").write_text(" \n")
+    assert refusal(model, tmp_path / "empty.txt", [tmp_path / "empty.txt"], error=DataError).splitlines() == [
+        f"The old text is empty: {tmp_path}/empty.txt. Give at least one document.",
+        f"The new text is empty: {tmp_path}/empty.txt. Give at least one document.",
+    ]
+    message = refusal(model, old(place), tmp_path / "none.txt", error=DataError)
+    assert message.startswith(f"{tmp_path}/none.txt: cannot be read as text")
+    assert refusal(model, old(place), new(place), sequence_length=65, error=DataError) == (
+        "--sequence-length is 65, expected at most 64, the context of posterior."
+    )
+
+
+@pytest.mark.usefixtures("unloaded")
+@pytest.mark.parametrize("number", [-0.1, math.nan])
+def test_a_limit_that_is_refused(place: Path, number: float) -> None:
+    assert refusal(place / "posterior", old(place), new(place), most_forgetting=number, error=PlanError) == (
+        f"--most-forgetting is {number}, expected nats per token, at least 0."
+    )
+
+
+@pytest.mark.usefixtures("unloaded")
+def test_plots_that_are_refused(place: Path, tmp_path: Path) -> None:
+    job = (place / "posterior", old(place), new(place))
+    assert refusal(*job, plot=tmp_path) == f"{tmp_path}: is a folder, expected a file to be. Choose another --plot."
+    (tmp_path / "file").write_text("mine")
+    under = tmp_path / "file" / "new" / "sweep.png"
+    assert refusal(*job, plot=under) == (
+        f"{under}: {tmp_path}/file is not a folder you may write to. Choose another --plot."
+    )
+    for inside in (place / "posterior" / "config.json", place / "old.txt"):
+        before = inside.read_bytes()
+        assert refusal(*job, plot=inside) == f"{inside}: lies inside or at an input. Choose another --plot."
+        assert inside.read_bytes() == before
+
+
+@pytest.mark.usefixtures("unloaded")
+def test_a_read_only_folder_is_refused_before_any_work(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = place / "posterior"
+    allowed = os.access
+    # root may write everywhere, so the operating system's answer stands in for a read-only folder
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) not in (model, tmp_path) and allowed(path, mode))
+    assert refusal(model, old(place), new(place), write=True, plot=tmp_path / "sweep.png").splitlines() == [
+        f"{tmp_path}/sweep.png: {tmp_path} is not a folder you may write to. Choose another --plot.",
+        f"{model}: is read-only, and --write changes its config.json. Leave --write out, or copy the folder to where "
+        "you may write.",
+    ]
+
+
+def test_a_read_only_folder_is_measured_without_write(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    assert not route_calibrate(place / "posterior", old(place), new(place)).written
+
+
+def test_a_loss_that_is_no_number_is_refused(place: Path, tmp_path: Path) -> None:
+    model = Path(shutil.copytree(place / "cosine", tmp_path / "broken"))
+    (shard,) = model.glob("expansion-*.safetensors")
+    tensors = load_file(shard)
+    name = next(name for name in tensors if name.endswith("o_proj.w12"))
+    save_file(tensors | {name: torch.full_like(tensors[name], math.nan)}, shard, metadata={"format": "pt"})
+    before = digests(model)
+    plot = tmp_path / "sweep.png"
+    assert refusal(model, old(place), new(place), most_forgetting=1.0, write=True, plot=plot) == (
+        "broken: the loss of the adapt path on old text is nan, expected a finite number. Its weights are damaged, or "
+        "--dtype is too narrow for them: see scale-surgery verify."
+    )
+    assert digests(model) == before and not plot.exists()
+
+
+def test_a_router_in_config_json_that_makes_no_sense(place: Path, tmp_path: Path) -> None:
+    model = Path(shutil.copytree(place / "cosine", tmp_path / "odd"))
+    config = json.loads((model / "config.json").read_text())
+    for change in ({"threshold": 7}, {"router": "dice"}):
+        routing = config["scale_surgery"]["routing"] | change
+        spoiled = config | {"scale_surgery": config["scale_surgery"] | {"routing": routing}}
+        (model / "config.json").write_text(json.dumps(spoiled))
+        message = refusal(model, old(place), new(place))
+        assert message.startswith("odd: cannot be loaded (ValueError: config.json: scale_surgery.routing is ")
+
+
+# the table
+
+
+def shown_of(result: Calibration, *, details: bool = False) -> list[str]:
+    console = Console(width=80, no_color=True, highlight=False)
+    with console.capture() as capture:
+        console.print(render_calibration(result, details=details))
+    return [line.rstrip() for line in capture.get().splitlines()]
+
+
+@each_router
+def test_the_table_fits_80_columns_and_has_the_rows_that_matter(
+    calibration_of: Callable[[str], Calibration], router: str
+) -> None:
+    result = calibration_of(router)
+    found = shown_of(result)
+    assert max(map(len, found)) <= 80 and not any("\N{HORIZONTAL ELLIPSIS}" in line for line in found)
+    heads = [line.split()[0] for line in found if line and line.split()[0] in ("base", "adapt", "present")]
+    assert heads == ["base", "adapt", "present"]
+    shown = choose_shown(result)
+    assert result.present in shown and result.proposed in shown
+    default = replace(Routing(ROUTINGS[router].router), strict=result.present.routing.strict)  # type: ignore[union-attr]
+    assert default in [outcome.routing for outcome in shown]
+    every = shown_of(result, details=True)
+    assert f"{len(result.outcomes)} of {len(result.outcomes)} settings" in every
+    assert len(every) - len(found) == len(result.outcomes) - len(shown) > 0
+
+
+def calibration(*outcomes: Outcome, **changes: Any) -> Calibration:
+    """A result whose first outcome is the present setting and whose last is the best."""
+    base = outcome(0.0, 0.0, 0.0, routing=None)
+    adapt = outcome(1.0, 0.5, 2.0, routing=None)
+    ordered = tuple(sorted(outcomes, key=lambda one: one.routing.threshold if one.routing else 0))
+    texts = (("old.txt",), ("new.txt",), 64, 32, None, None, False)
+    made = Calibration(Path("routed"), "routed", base, adapt, outcomes[0], outcomes[-1], True, ordered, 0.02, *texts)
+    return replace(made, **changes)
+
+
+def test_settings_that_are_beaten_or_hardly_differ_are_left_out() -> None:
+    present, best = outcome(0.4, 0.5, 0.1), outcome(0.1, 0.0, 1.0)
+    near, beaten, far, default = (
+        outcome(0.2, 0.01, 1.01), outcome(0.3, 0.3, 0.9), outcome(0.9, 1.0, 2.0), outcome(0.5, 0.6, 0.2)
+    )  # fmt: skip
+    found = choose_shown(calibration(present, near, beaten, far, default, best))
+    assert found == [best, present, default, far]
+
+
+def test_what_the_table_says_of_the_best() -> None:
+    present, best = outcome(0.5, 0.1, 1.5), outcome(0.25, 0.0123, 1.2345)
+    text = "\n".join(shown_of(calibration(present, best)))
+    assert "best  threshold 0.25: forgets +0.0123, learns +1.2345, 61.7% of what the adapt" in text
+    assert "rule  learns most among those that forget at most 0.02 nats per token" in text
+    assert "next  --write sets it" in text and "but " not in text
+    written = "\n".join(shown_of(calibration(present, best, written=True, plot=Path("sweep.png"))))
+    assert "it was threshold 0.5" in written and "scale-surgery verify routed" in written and "sweep.png" in written
+    least = "\n".join(shown_of(calibration(present, best, is_within=False)))
+    assert "no setting forgets so little: it is the one that forgets least" in least
+    assert "nothing: the model routes so already" in "\n".join(shown_of(calibration(best, present, best)))
+
+
+def test_where_the_adapt_path_learns_nothing_no_share_is_kept() -> None:
+    present, best = (replace(outcome(threshold, 0.0, -0.5), kept=None) for threshold in (0.5, 0.25))
+    text = "\n".join(shown_of(calibration(present, best)))
+    assert "learns -0.5000\n" in text and "-0.5000       -" in text
+
+
+# the figure
+
+
+def marks_of(axes: Any) -> dict[str, tuple[float, float]]:
+    points = {points.get_label(): tuple(points.get_offsets()[0]) for points in axes.collections}
+    return {label.split(":")[0]: place for label, place in points.items() if len(points) > 1}
+
+
+@each_router
+def test_the_figure_has_a_point_for_each_setting(calibration_of: Callable[[str], Calibration], router: str) -> None:
+    result = calibration_of(router)
+    figure = calibration_figure(result)
+    axes = figure.axes[0]
+    marks = marks_of(axes)
+    for name, label in (
+        ("base", "base model"),
+        ("adapt", "adapt path alone"),
+        ("present", "present"),
+        ("proposed", "best"),
+    ):
+        found = getattr(result, name)
+        assert marks[label] == (found.forgetting, found.learning)
+    assert marks["base model"] == (0, 0)
+    points = sorted(tuple(point) for points in axes.collections for point in points.get_offsets())
+    places = [(outcome.forgetting, outcome.learning) for outcome in result.outcomes]
+    places += [(one.forgetting, one.learning) for one in (result.base, result.adapt, result.present, result.proposed)]
+    assert points == sorted(places)
+    (left, right), (bottom, top) = axes.get_xlim(), axes.get_ylim()
+    assert all(left < x < right and bottom < y < top for x, y in points)
+
+
+def test_settings_that_lie_close_together_have_a_panel_of_their_own() -> None:
+    apart = [outcome(0.1, 0.0, 0.2), outcome(0.5, 0.4, 1.9)]
+    assert len(calibration_figure(calibration(*apart)).axes) == 1
+    close = [outcome(0.1, 0.01, 1.8), outcome(0.5, 0.03, 1.9)]
+    whole, closer = calibration_figure(calibration(*close)).axes
+    (frame,) = whole.patches
+    assert frame.get_xy() == (closer.get_xlim()[0], closer.get_ylim()[0])
+    assert set(marks_of(closer)) >= {"present", "best"} and "base model" not in marks_of(closer)
+    assert closer.get_xlim()[1] < 0.05 < 0.5 < whole.get_xlim()[1]
+
+
+def test_thresholds_are_written_where_they_can_be_read() -> None:
+    crowd = [outcome(0.5 + place / 60, 0.01 * place**1.5, 0.5 + 0.05 * place) for place in range(24)]
+    crowd += [outcome(0.96 + place / 1000, 1.2 + place / 1e4, 1.7) for place in range(20)]
+    figure = calibration_figure(calibration(*crowd))
+    FigureCanvasAgg(figure).draw()
+    axes = figure.axes[-1]
+    labels = {label.get_text(): label.get_window_extent() for label in axes.texts}
+    assert {"0.5", "0.979"} <= set(labels) and 15 < len(labels) < 44
+    assert not any(one.overlaps(other) for one, other in itertools.combinations(labels.values(), 2))
+    points = axes.transData.transform([(one.forgetting, one.learning) for one in crowd])
+    assert not any(box.contains(*point) for box in labels.values() for point in points)
+
+
+def test_lines_of_a_posterior_sweep_are_switch_rates(calibration_of: Callable[[str], Calibration]) -> None:
+    figure = calibration_figure(calibration_of("posterior"))
+    axes = figure.axes[0]
+    rates = [label for label in (points.get_label() for points in axes.collections) if label.startswith("switch rate")]
+    assert rates == [f"switch rate {rate}" for rate in ("0", "0.0001", "0.001", "0.003", "0.01", "0.02", "0.03", "0.1")]
+    assert not axes.texts
+    assert figure.legends[0].get_title().get_text() == "larger points: lower prior"
+
+
+def test_the_figure_is_written_as_png(tmp_path: Path) -> None:
+    result = calibration(outcome(0.5, 0.1, 1.5), outcome(0.25, 0.01, 1.2))
+    plot_calibration(result, tmp_path / "new" / "sweep.png")
+    before = (tmp_path / "new" / "sweep.png").read_bytes()
+    assert before.startswith(b"\x89PNG")
+    plot_calibration(result, tmp_path / "new" / "sweep.png")
+    assert (tmp_path / "new" / "sweep.png").read_bytes() == before
+
+
+# the command
+
+
+def run(*arguments: object, code: int = 0) -> Result:
+    runner = CliRunner(env={"COLUMNS": "80", "TERM": "dumb", "NO_COLOR": "1"})
+    result = runner.invoke(main, ["route-calibrate", *map(str, arguments)])
+    assert result.exit_code == code, result.output
+    return result
+
+
+def sides(place: Path) -> list[object]:
+    return [word for side in ("old", "new") for file in globals()[side](place) for word in (f"--{side}", file)]
+
+
+def test_command(place: Path, tmp_path: Path, calibration_of: Callable[[str], Calibration]) -> None:
+    windows = ("--batch-size", 16, "--sequence-length", 20, "--step", 7)
+    found = calibration_of("strict")
+    shown = run(place / "strict", *sides(place), *windows).stdout
+    assert [line.rstrip() for line in shown.splitlines()] == shown_of(found)
+    content = json.loads(run(place / "strict", *sides(place), *windows, "--json").stdout)
+    assert content == found.to_json()
+    assert content["proposed"]["routing"] == {
+        "router": "cosine", "threshold": found.proposed.routing.threshold, "strict": True  # type: ignore[union-attr]
+    }  # fmt: skip
+    assert content["base"]["routing"] is None and len(content["outcomes"]) == len(found.outcomes)
+    assert content["present"]["old"].keys() == {
+        "nats", "scored", "questions", "answered", "nats_per_token", "accuracy"
+    }  # fmt: skip
+    details = run(place / "strict", *sides(place), *windows, "--details").stdout
+    assert [line.rstrip() for line in details.splitlines()] == shown_of(found, details=True)
+
+
+def test_command_writes_and_draws(place: Path, tmp_path: Path) -> None:
+    model = Path(shutil.copytree(place / "posterior", tmp_path / "model"))
+    plot = tmp_path / "sweep.png"
+    options = ("--most-forgetting", "1", "--plot", plot, "--write")
+    content = json.loads(run(model, *sides(place), *options, "--json").stdout)
+    assert content["written"] and content["plot"] == str(plot) and plot.read_bytes().startswith(b"\x89PNG")
+    config = json.loads((model / "config.json").read_text())
+    assert config["scale_surgery"]["routing"].items() >= content["proposed"]["routing"].items()
+    assert "nothing: the model routes so already" in run(model, *sides(place), *options).stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--new", "new.txt"], "Missing option '--old'"),
+        (["--old", "old.txt"], "Missing option '--new'"),
+        (["--old", "o", "--new", "n", "--most-forgetting", "-1"], "-1.0 is not in the range x>=0"),
+    ],
+)
+def test_wrong_usage_exits_with_2(place: Path, arguments: list[str], message: str) -> None:
+    assert message in " ".join(run(place / "posterior", *arguments, code=2).stderr.split())
+
+
+def test_refusals_exit_with_1_and_no_traceback(place: Path) -> None:
+    failed = run(place / "wide", *sides(place), code=1)
+    assert failed.stdout == "" and failed.stderr.startswith("error: ") and "Traceback" not in failed.stderr
+
+
+def test_help_explains_the_rule() -> None:
+    text = " ".join(run("--help").stdout.split())
+    assert "learns most among those that forget at most --most-forgetting." in text
+    assert "Where none forgets so little, it is the one that forgets least." in text
+
+
+def test_what_forgets_too_much_is_not_written(place: Path, tmp_path: Path) -> None:
+    """A user who says how much may be forgotten does not get a model that forgets more."""
+    model = Path(shutil.copytree(place / "cosine", tmp_path / "model"))
+    before = digests(model)
+    shown = route_calibrate(model, old(place), new(place), most_forgetting=0.0)
+    assert not shown.is_within and shown.proposed.forgetting > 0
+    message = refusal(model, old(place), new(place), most_forgetting=0.0, write=True, error=PlanError)
+    assert message.startswith(f"{model}: no setting forgets at most 0 nats per token, so none is set; the least is ")
+    assert digests(model) == before

@@ -1,0 +1,672 @@
+"""Route reports: numbers against `evaluate` and plain computations, texts of tokens, page, terminal, refusals."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from rich.console import Console
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
+
+from scale_surgery import CheckpointError, DataError, Request, Routing, SurgeryError, evaluate, expand, route_export
+from scale_surgery.cli.program import main
+from scale_surgery.routing.records import DocumentRoute, FileRoute, RouteReport, TokenRoute, Totals
+from scale_surgery.routing.report import check_outputs, route_report, write_jsonl
+from scale_surgery.routing.token_texts import token_texts
+from scale_surgery.running.texts import Document, tokenize
+from scale_surgery.show.page_routing import render_page, write_page
+from scale_surgery.show.palette import DARK, LIGHT, PLACES, Palette, parse_colour, place_of
+from scale_surgery.show.tables_route_report import MOST_SHOWN, render_route_report
+from scale_surgery.show.visible import visible
+from tests.conftest import load
+from tests.evidence.test_evaluate import perturb
+from tests.running.test_texts import letters, lines
+from tests.tiny import save_tiny
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+START, END = 256, 257
+# what a page or a terminal could take for something else than text
+EVIL = "</script><script>alert(1)</script><!-- &amp; \"'@@DATA@@ [bold]\x1b[31m\x07\u202e 東 🙂\n\n\t\n"
+QUESTIONS = ({"question": "Who, Anna?", "answer": "Berg"}, {"question": "ß?", "answer": "naïve 東京"})
+STORY = "Anna Berg was born in Lyon.\nShe studied at Dunmere, and left — twice.\n" * 3
+
+
+def bytes_tokenizer(*, starts: bool = True) -> PreTrainedTokenizerFast:
+    """A byte-level tokenizer without merges: a token for each byte."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    names = [*alphabet, "<s>", "</s>"]
+    tokenizer = Tokenizer(models.BPE({name: index for index, name in enumerate(names)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    if starts:
+        tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", START)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>" if starts else None, eos_token="</s>", pad_token="</s>"
+    )
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny model, a trained expansion of it, routed in three ways, and texts."""
+    place = tmp_path_factory.mktemp("route_report")
+    base = save_tiny(place / "base", "llama", vocab_size=258)
+    bytes_tokenizer().save_pretrained(base)
+    perturb(expand(base, Request("0-2", variant="adapt", collaborative_layers="1-2"), place / "wide").path)
+    routers = {"posterior": Routing(), "cosine": Routing("cosine", threshold=0.9)}
+    routers["strict"] = replace(routers["cosine"], strict=True)
+    for name, routing in routers.items():
+        route_export(place / "wide", place / name, routing)
+    (place / "story.txt").write_text(STORY, encoding="utf-8")
+    (place / "evil.txt").write_text(EVIL, encoding="utf-8")
+    lines(place / "asked.jsonl", *QUESTIONS)
+    return place
+
+
+@pytest.fixture(scope="module")
+def report_of(place: Path) -> Callable[[str], RouteReport]:
+    files = [place / name for name in ("story.txt", "asked.jsonl", "evil.txt")]
+    found = {name: route_report(place / name, files, batch_size=2) for name in ("posterior", "cosine", "strict")}
+    return found.__getitem__
+
+
+def tokens_of(report: RouteReport) -> list[TokenRoute]:
+    return [token for file in report.files for document in file.documents for token in document.tokens]
+
+
+def handmade(*tokens: TokenRoute, routing: Routing | None = None) -> RouteReport:
+    """A report of one document."""
+    totals = Totals(1, len(tokens), 1.0, 1.0, 2.0, 1.5, 0.25)
+    files = (FileRoute("a.txt", totals, (DocumentRoute("a.txt", tokens),)),)
+    return RouteReport("routed", "base", routing or Routing(), 64, 32, None, files)
+
+
+def token(position: int, text: str, weight: float | None = None, **changes: Any) -> TokenRoute:
+    numbers = () if weight is None else (-1.0, -1.0, -2.0, -1.5, 0.5, weight)
+    return replace(TokenRoute(position, text, text, 7, position > 0, *numbers), **changes)
+
+
+# numbers
+
+
+@pytest.mark.parametrize("router", ["posterior", "cosine", "strict"])
+def test_totals_are_the_losses_of_evaluate(place: Path, report_of: Callable[[str], RouteReport], router: str) -> None:
+    scores = evaluate([place / router, place / "wide"], place / "story.txt", place / "asked.jsonl").scores
+    base, routed, adapt = (next(s for s in scores if is_it(s)) for is_it in (
+        lambda score: score.kind == "base",
+        lambda score: score.name == router,
+        lambda score: score.name == "wide",
+    ))  # fmt: skip
+    for file, side in zip(report_of(router).files, ("old", "new"), strict=False):
+        totals = file.totals
+        assert totals.tokens == getattr(base, side).scored
+        losses = (totals.base_nats_per_token, totals.routed_nats_per_token, totals.adapt_nats_per_token)
+        for own, score in zip(losses, (base, routed, adapt), strict=True):
+            assert math.isclose(own, getattr(score, side).nats_per_token, rel_tol=1e-5)
+        assert not math.isclose(losses[0], losses[2], rel_tol=1e-3)
+
+
+@torch.no_grad()
+def test_every_token_is_scored_in_the_first_window_that_holds_it(place: Path) -> None:
+    """Against the logits of each path, window by window, and the router's own walk through one window."""
+    length, step = 20, 8
+    report = route_report(place / "posterior", place / "story.txt", sequence_length=length, step=step, batch_size=3)
+    tokens, model = tokens_of(report), load(place / "posterior")
+    ids = torch.tensor([[token.id for token in tokens]])
+    for at in range(1, len(tokens), 7):
+        left = next(left for left in range(0, len(tokens), step) if at < left + length)
+        window = ids[:, left : left + length]
+        preserve, adapt = (logits[0, at - left - 1].log_softmax(-1) for logits in model.path_logits(window))
+        own = tokens[at]
+        assert math.isclose(own.base_log_probability, float(preserve[own.id]), rel_tol=1e-4)
+        assert math.isclose(own.adapt_log_probability, float(adapt[own.id]), rel_tol=1e-4)
+        routed = model(window).logits[0, at - left - 1].log_softmax(-1)
+        assert math.isclose(own.routed_log_probability, float(routed[own.id]), rel_tol=1e-4)
+        weight = float(model.score_tokens(window).weight[0, at - left - 1])
+        assert math.isclose(own.adapt_weight, weight, rel_tol=1e-4)
+    assert len(tokens) > 2 * length and (report.sequence_length, report.step) == (length, step)
+
+
+def test_batches_change_nothing(place: Path, report_of: Callable[[str], RouteReport]) -> None:
+    files = [place / name for name in ("story.txt", "asked.jsonl", "evil.txt")]
+    found = tokens_of(route_report(place / "posterior", files, batch_size=1))
+    for one, other in zip(found, tokens_of(report_of("posterior")), strict=True):
+        assert one.id == other.id
+        if one.position:
+            assert math.isclose(one.routed_log_probability, other.routed_log_probability, rel_tol=1e-4)
+            assert math.isclose(one.adapt_weight, other.adapt_weight, rel_tol=1e-3, abs_tol=1e-6)
+
+
+def test_totals_are_means_over_the_tokens_that_count(report_of: Callable[[str], RouteReport]) -> None:
+    for file in report_of("cosine").files:
+        counted = [token for document in file.documents for token in document.tokens if token.is_counted]
+        assert len(counted) == file.totals.tokens
+        for name in ("base", "preserve", "adapt", "routed"):
+            mean = sum(getattr(token, f"{name}_log_probability") for token in counted) / len(counted)
+            assert math.isclose(getattr(file.totals, f"{name}_nats_per_token"), -mean, rel_tol=1e-5)
+        share = sum(token.adapt_weight for token in counted) / len(counted)
+        assert math.isclose(file.totals.routed_share, share, rel_tol=1e-5)
+
+
+def test_prompts_are_shown_and_do_not_count(report_of: Callable[[str], RouteReport]) -> None:
+    document = report_of("posterior").files[1].documents[0]
+    assert [token.text for token in document.tokens] == ["<s>", *"Who, Anna?", " ", *"Berg", "</s>"]
+    assert [token.is_counted for token in document.tokens] == [False] * 11 + [True] * 6
+    first, *rest = document.tokens
+    assert first.routed_log_probability is None and first.adapt_weight is None and first.cosine is None
+    assert all(token.routed_log_probability is not None for token in rest)
+    assert [token.position for token in document.tokens] == list(range(17))
+
+
+def test_cosine_decides_and_its_preserve_side_is_not_the_base(report_of: Callable[[str], RouteReport]) -> None:
+    tokens = [token for token in tokens_of(report_of("cosine")) if token.position]
+    assert {token.decision for token in tokens} == {"preserve", "adapt"}
+    for token_ in tokens:
+        is_adapt = token_.cosine <= 0.9
+        assert (token_.decision, token_.adapt_weight) == (("adapt", 1) if is_adapt else ("preserve", 0))
+        chosen = token_.adapt_log_probability if is_adapt else token_.preserve_log_probability
+        assert token_.routed_log_probability == chosen
+    assert any(token_.preserve_log_probability != token_.base_log_probability for token_ in tokens)
+    for token_ in tokens_of(report_of("strict")):
+        assert token_.preserve_log_probability == token_.base_log_probability
+
+
+def test_remote_code_gives_the_same(place: Path, report_of: Callable[[str], RouteReport]) -> None:
+    found = route_report(place / "posterior", place / "asked.jsonl", trust_remote_code=True, batch_size=2)
+    assert found.files[0].documents == report_of("posterior").files[1].documents
+
+
+# JSON
+
+
+def strictly(text: str) -> Any:
+    """Parse JSON that holds no NaN."""
+    return json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} in JSON"))
+
+
+def test_jsonl_is_a_line_a_token(report_of: Callable[[str], RouteReport], tmp_path: Path) -> None:
+    report = report_of("cosine")
+    write_jsonl(report, tmp_path / "out" / "tokens.jsonl")
+    rows = [strictly(line) for line in (tmp_path / "out" / "tokens.jsonl").read_text(encoding="utf-8").split("\n")[:-1]]
+    assert rows == report.records() and len(rows) == len(tokens_of(report))
+    assert list(rows[0]) == [
+        "file", "document", "position", "text", "piece", "id", "is_counted", "base_log_probability",
+        "preserve_log_probability", "adapt_log_probability", "routed_log_probability", "cosine", "adapt_weight",
+        "decision",
+    ]  # fmt: skip
+    assert [row["document"] for row in rows if row["file"].endswith("asked.jsonl") and not row["position"]] == [0, 1]
+    assert not any("decision" in row for row in report_of("posterior").records())
+    assert [file.name for file in (tmp_path / "out").iterdir()] == ["tokens.jsonl"]
+
+
+def test_a_model_that_gives_nan_gives_json(place: Path, tmp_path: Path) -> None:
+    broken = Path(shutil.copytree(place / "cosine", tmp_path / "broken"))
+    (shard,) = broken.glob("expansion-*.safetensors")
+    tensors = load_file(shard)
+    name = next(name for name in tensors if name.endswith("w12"))
+    save_file(tensors | {name: torch.full_like(tensors[name], math.nan)}, shard, metadata={"format": "pt"})
+    report = route_report(broken, place / "asked.jsonl")
+    content = strictly(json.dumps(report.to_json()))
+    assert content["tokens"][1]["adapt_log_probability"] == "NaN" == content["files"][0]["adapt_nats_per_token"]
+    assert isinstance(content["tokens"][1]["base_log_probability"], float)
+    assert strictly(parse(render_page(report)).data)["tokens"][1][4][2] == "NaN"
+    assert "nan" in shown(render_route_report(report))
+
+
+# texts of tokens
+
+
+def texts_of(document: Document, tokenizer: Any) -> list[str]:
+    return token_texts(document, tokenize([document], tokenizer).ids.tolist(), tokenizer)
+
+
+@pytest.mark.parametrize("text", [STORY, EVIL, "  東京 🙂👩‍👧 naïve", "\ufffd \ufffd"])
+@pytest.mark.parametrize(
+    ("tokenizer", "start", "end"),
+    [(bytes_tokenizer(), "<s>", "</s>"), (bytes_tokenizer(starts=False), "", "</s>"), (ByT5Tokenizer(), "", "</s>")],
+    ids=["fast", "fast without start", "slow"],
+)
+def test_texts_join_to_the_document(tokenizer: Any, start: str, end: str, text: str) -> None:
+    for prompt in ("", "Wer, Äsop?"):
+        texts = texts_of(Document(prompt, text, ""), tokenizer)
+        assert "".join(texts) == start + prompt + text + end
+
+
+def test_a_tokenizer_without_spaces_or_with_its_own_ends_loses_nothing() -> None:
+    document = Document("who", " is it? ", "")
+    for tokenizer in (letters(), letters(closes=True), letters(starts=False, ends=False)):
+        texts = texts_of(document, tokenizer)
+        assert "".join(text for text in texts if not text.startswith("<")) == "who is it? "
+    words = Tokenizer(models.WordLevel({"<unk>": 0, "is": 1, "it": 2, "?": 3}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>")
+    assert texts_of(document, tokenizer) == ["who", " is", " it", "? "]
+
+
+def test_other_tokens_than_the_tokenizer_s_are_decoded() -> None:
+    ids = [START, *"ab 東".encode()]
+    tokenizer = bytes_tokenizer()
+    ids = tokenizer.convert_tokens_to_ids(tokenizer.tokenize("ab 東"))
+    assert token_texts(Document("", "something else", ""), ids, tokenizer) == ["a", "b", " ", "", "", "東"]
+    # a character that never ends is given up
+    assert "".join(token_texts(Document("", "x", ""), ids[3:4] * 6, tokenizer)).count("\ufffd") == 6
+
+
+@pytest.mark.parametrize(
+    ("text", "piece", "expected"),
+    [
+        (" word", "Ġword", " word"),
+        (" ", "Ġ", "·"),
+        ("\n\n", "ĊĊ", "↵↵"),
+        ("\tif", "ĉif", "→if"),
+        (" \n", "ĠĊ", "·↵"),
+        ("", "±", "⟨B1⟩"),
+        ("", "<0xE6>", "⟨E6⟩"),
+        ("", "æĿ", "⟨E6 9D⟩"),
+        ("", "▁", "⟨▁⟩"),
+        ("", "", "⟨?⟩"),
+        ("\x1b[31m", "", "␛[31m"),
+        ("a\u202eb\x9b", "", "a⟨U+202E⟩b⟨U+009B⟩"),
+        ("👩\u200d👧", "", "👩\u200d👧"),
+    ],
+)
+def test_nothing_of_a_token_is_invisible(text: str, piece: str, expected: str) -> None:
+    assert visible(text, piece) == expected
+
+
+# the page
+
+
+class Page(HTMLParser):
+    """What a browser would make of a page: its elements, the text of each token, the embedded data."""
+
+    def __init__(self) -> None:
+        super().__init__(convert_charrefs=True)
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.tokens: list[list[str]] = []
+        self.data, self.inside, self.text = "", "", ""
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        own = dict(attributes)
+        self.tags.append((tag, own))
+        self.inside = (
+            "data" if own.get("id") == "data" else "token" if (own.get("class") or "").startswith("t ") else tag
+        )
+        if self.inside == "token":
+            self.tokens.append([own["class"] or "", ""])
+
+    def handle_endtag(self, tag: str) -> None:
+        self.inside = ""
+
+    def handle_data(self, data: str) -> None:
+        if self.inside == "data":
+            self.data += data
+        elif self.inside == "token":
+            self.tokens[-1][1] += data
+        elif self.inside not in ("script", "style"):
+            self.text += data
+
+
+def parse(html: str) -> Page:
+    page = Page()
+    page.feed(html)
+    page.close()
+    return page
+
+
+def test_page_holds_every_token_and_needs_nothing_else(report_of: Callable[[str], RouteReport], tmp_path: Path) -> None:
+    report = report_of("cosine")
+    write_page(report, tmp_path / "report.html")
+    html = (tmp_path / "report.html").read_text(encoding="utf-8")
+    page, tokens = parse(html), tokens_of(report)
+    assert [own[1] for own in page.tokens] == [visible(token.text, token.piece).removeprefix(" ") for token in tokens]
+    assert [tag for tag, _ in page.tags].count("script") == 2
+    assert not [own for tag, own in page.tags if tag in ("link", "img", "iframe", "object", "base") or "src" in own]
+    assert all(own["href"].startswith("#") for _, own in page.tags if "href" in own)
+    assert not re.search(r"https?:|@import|url\(", html) and "default-src 'none'" in html
+    assert "@@" not in html.replace("@@DATA@@", "")
+    data = strictly(page.data)
+    assert [row[:4] for row in data["tokens"]] == [[t.text, t.piece, t.id, t.position] for t in tokens]
+    assert data["paths"] == ["base", "preserve side", "adapt path", "routed"] and data["decides"] is True
+    assert data["tokens"][1][4] == [
+        tokens[1].base_log_probability, tokens[1].preserve_log_probability, tokens[1].adapt_log_probability,
+        tokens[1].routed_log_probability,
+    ]  # fmt: skip
+    for file in report.files:
+        assert Path(file.file).name in page.text and f"{file.totals.routed_share:.1%}" in page.text
+
+
+def test_page_colours_by_weight_and_by_evidence() -> None:
+    report = handmade(
+        token(0, "<s>"),
+        token(1, "old", 0.0, adapt_log_probability=-9.0),
+        token(2, " new", 1.0, base_log_probability=-9.0),
+        token(3, " even", 0.5, adapt_log_probability=-1.0, is_counted=False),
+        token(4, "", 0.75, piece="<0xE6>"),
+    )
+    found = parse(render_page(report)).tokens
+    assert found == [
+        ["t n", "<s>"],
+        ["t w0 e0", "old"],
+        ["t w20 e20", "new"],
+        ["t w10 e10 p", "even"],
+        ["t w15 e8 x", "⟨E6⟩"],
+    ]
+
+
+def test_a_token_cannot_leave_the_data() -> None:
+    text = "</script><script>alert(1)</script><!--"
+    page = parse(render_page(handmade(token(0, "a"), token(1, text, 0.5))))
+    assert [tag for tag, _ in page.tags].count("script") == 2
+    assert strictly(page.data)["tokens"][1][0] == text == page.tokens[1][1]
+
+
+def test_names_are_escaped() -> None:
+    report = handmade(token(0, "a"), token(1, "b", 0.5))
+    file = replace(
+        report.files[0],
+        file='<b onclick="x">&',
+        documents=(DocumentRoute('<i>"q"', report.files[0].documents[0].tokens),),
+    )
+    page = parse(render_page(replace(report, model="<u>model", base="<s>base", files=(file,))))
+    assert not [tag for tag, _ in page.tags if tag in ("b", "u", "s")]
+    assert 'Tokens of <i>"q"; arrow keys move' in [own.get("aria-label") for _, own in page.tags]
+    assert "<u>model" in page.text and "<s>base" in page.text and '<b onclick="x">&' in page.text
+
+
+def luminance(colour: str) -> float:
+    parts = [part / 255 for part in parse_colour(colour)]
+    red, green, blue = (part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def contrast(one: str, other: str) -> float:
+    dark, light = sorted((luminance(one), luminance(other)))
+    return (light + 0.05) / (dark + 0.05)
+
+
+def seen_by(colour: str, matrix: list[list[float]]) -> torch.Tensor:
+    """A colour as somebody with a colour vision deficiency sees it (Machado and others 2009), linear light."""
+    linear = [((part / 255 + 0.055) / 1.055) ** 2.4 for part in parse_colour(colour)]
+    return torch.tensor(matrix) @ torch.tensor(linear)
+
+
+COLOUR_VISION = {
+    "protan": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
+    "deutan": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]],
+    "tritan": [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.303900]],
+}
+
+
+@pytest.mark.parametrize("palette", [LIGHT, DARK], ids=["light", "dark"])
+def test_text_is_readable_on_every_colour(palette: Palette) -> None:
+    scale = palette.scale()
+    assert len(scale) == len(set(scale)) == PLACES
+    assert (scale[0], scale[PLACES // 2], scale[-1]) == palette.stops
+    assert min(contrast(palette.text, colour) for colour in (*scale, palette.background, palette.surface)) >= 5.5
+    assert contrast(palette.muted, palette.background) >= 4.5 and contrast(palette.adapt, palette.background) >= 3
+
+
+@pytest.mark.parametrize("vision", COLOUR_VISION)
+@pytest.mark.parametrize("palette", [LIGHT, DARK], ids=["light", "dark"])
+def test_paths_are_told_apart_with_any_colour_vision(palette: Palette, vision: str) -> None:
+    def distance(preserve: str, adapt: str) -> float:
+        one, other = (seen_by(colour, COLOUR_VISION[vision]) for colour in (preserve, adapt))
+        return float((one - other).abs().max() / max(one.abs().max(), other.abs().max()))
+
+    preserve, _, adapt = palette.stops
+    assert distance(preserve, adapt) > 0.5
+    # the test can fail: a green and a red that people confuse
+    assert vision == "tritan" or distance("#7f9a3d", "#c98a3f") < 0.5
+
+
+def test_places() -> None:
+    assert [place_of(share) for share in (-1, 0, 0.024, 0.026, 0.5, 1, 2)] == [0, 0, 0, 1, 10, 20, 20]
+    assert place_of(math.nan) == PLACES // 2
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium to show the page")
+def test_page_in_a_browser(report_of: Callable[[str], RouteReport], tmp_path: Path) -> None:
+    """Numbers on hover and on focus, arrow keys, and no script of a text's runs."""
+    probe = """<script>
+    const found = [], type = key => new KeyboardEvent("keydown", { key, bubbles: true });
+    const press = key => document.activeElement.dispatchEvent(type(key));
+    const card_ = document.getElementById("card"), all = [...document.querySelectorAll(".t")];
+    all[3].dispatchEvent(new PointerEvent("pointerover", { bubbles: true })); found.push(card_.hidden, card_.innerText);
+    all[3].dispatchEvent(new PointerEvent("pointerout", { bubbles: true })); found.push(card_.hidden);
+    // a window in the background gets no event of its own
+    all[0].focus(); all[0].dispatchEvent(new FocusEvent("focusin", { bubbles: true }));
+    found.push(card_.hidden, card_.innerText.split("\\n").pop());
+    press("ArrowRight"); found.push(all.indexOf(document.activeElement));
+    press("End"); press("ArrowRight"); found.push(all.indexOf(document.activeElement));
+    press("Escape"); found.push(card_.hidden);
+    const colours = () => all.map(span => getComputedStyle(span).backgroundColor).join(), before = colours();
+    document.querySelector("input[value=evidence]").click();
+    found.push(before !== colours());
+    document.body.textContent = "RESULT" + JSON.stringify(found) + "END";
+    </script></body>"""
+    report = report_of("posterior")
+    html = render_page(report).replace("<script>", "<script>window.alert = () => { document.title = 'alert'; };", 1)
+    (tmp_path / "page.html").write_text(html.replace("</body>", probe), encoding="utf-8")
+    command = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
+    done = subprocess.run(
+        [*command, "--dump-dom", (tmp_path / "page.html").as_uri()], capture_output=True, text=True, timeout=120
+    )
+    (line,) = re.findall("RESULT(.*)END", done.stdout)
+    hover, text, out, focus, first, right, end, escape, recoloured = json.loads(line)
+    own = report.files[0].documents[0].tokens
+    assert hover is False and f"{own[3].routed_log_probability:.4f}" in text and f"id {own[3].id}" in text
+    assert out is True and focus is False and first == "The first token: nothing predicts it."
+    assert (right, end, escape, recoloured) == (1, len(own) - 1, True, True)
+    assert "<title>alert" not in done.stdout
+
+
+# the terminal
+
+
+def shown(rendered: object, width: int = 80, colours: str | None = None) -> str:
+    console = Console(file=io.StringIO(), width=width, color_system=colours, force_terminal=bool(colours))
+    console.print(rendered)
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_terminal_without_colours_brackets_the_adapt_path() -> None:
+    report = handmade(
+        token(0, "<s>"), token(1, "An", 0.1), token(2, "na", 0.9), token(3, " Berg", 0.8), token(4, " is", 0.5),
+        token(5, "\n", 0.2), token(6, "[b]new", 1.0),
+    )  # fmt: skip
+    text = shown(render_route_report(report))
+    assert text.splitlines() == [
+        "in ⟦⟧: mostly from the adapt path; the rest from the preserve path",
+        "",
+        "a.txt",
+        "<s>An⟦na Berg⟧ is↵",
+        "⟦[b]new⟧",
+        "",
+        "routing  (posterior, prior 0.5, switch rate 0.01; losses in nats per token)",
+        "       tokens    base   adapt  routed  routed share",
+        "a.txt       7  1.0000  2.0000  1.5000         25.0%",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("colours", "preserve", "adapt"),
+    [
+        ("truecolor", "\x1b[38;2;22;24;29;48;2;166;211;245m", "\x1b[38;2;22;24;29;48;2;242;153;74m"),
+        ("standard", "\x1b[30;104m", "\x1b[30;43m"),
+    ],
+)
+def test_terminal_with_colours(colours: str, preserve: str, adapt: str) -> None:
+    report = handmade(token(0, "<s>"), token(1, "old", 0.0), token(2, " new", 1.0))
+    text = shown(render_route_report(report), colours=colours)
+    assert f"{preserve}old" in text and f"{adapt} new" in text
+    assert "preserve path" in text and "⟦" not in text
+
+
+def test_terminal_fits_80_columns_and_is_not_written_to_by_texts(report_of: Callable[[str], RouteReport]) -> None:
+    text = shown(render_route_report(report_of("cosine")))
+    assert max(map(len, text.splitlines())) <= 80
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e]", text)
+    assert "[bold]␛[31m␇⟨U+202E⟩" in re.sub("[⟦⟧\n]", "", text)
+
+
+def test_terminal_shows_so_many_tokens_and_counts_the_rest() -> None:
+    report = handmade(token(0, "a"), *(token(place, "b", 0.5) for place in range(1, MOST_SHOWN + 25)))
+    text = shown(render_route_report(report))
+    assert text.count("b") == MOST_SHOWN - 1 + len("b")  # and one in "base"
+    assert "... 25 more tokens; -o FILE.html and --jsonl FILE show all" in text
+
+
+# refusals
+
+
+def refusal(*args: Any, error: type[SurgeryError] = DataError, **options: Any) -> str:
+    with pytest.raises(error) as found:
+        route_report(*args, **options)
+    return str(found.value)
+
+
+def test_a_model_without_two_paths(place: Path) -> None:
+    text = place / "story.txt"
+    assert refusal(place / "base", text, error=CheckpointError) == (
+        f"{place / 'base'}: is not expanded and has one path only, expected a model made by scale-surgery expand and "
+        "scale-surgery route-export."
+    )
+    assert refusal(place / "wide", text, error=CheckpointError) == (
+        f"{place / 'wide'}: has no router: write one with scale-surgery route-export."
+    )
+
+
+def test_texts_that_are_not_there_are_all_named(place: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").write_text(" \n")
+    lines(tmp_path / "wrong.jsonl", {"texts": "x"})
+    none = tmp_path / "none.txt"
+    message = refusal(
+        place / "posterior", [none, tmp_path / "empty.txt", place / "story.txt", tmp_path / "wrong.jsonl"]
+    )
+    assert message.splitlines() == [
+        f"{none}: cannot be read as text ([Errno 2] No such file or directory: '{none}'). Give UTF-8 text, JSONL or a "
+        "saved dataset.",
+        f"{tmp_path / 'empty.txt'}: is empty, expected at least one document with some text.",
+        f'{tmp_path / "wrong.jsonl"}, line 1: has the fields texts; expected {{"text"}}, {{"question", "answer"}} or '
+        '{"prompt", "completion"}, each a text.',
+    ]
+    assert refusal(place / "posterior", []) == "There is no text to report on. Give a file with --text."
+
+
+def test_a_model_without_tokenizer(place: Path, tmp_path: Path) -> None:
+    bare = Path(shutil.copytree(place / "posterior", tmp_path / "bare"))
+    for file in bare.glob("tokenizer*"):
+        file.unlink()
+    assert refusal(bare, place / "story.txt") == (
+        "bare: has no tokenizer that loads, expected tokenizer.json or another that transformers knows. "
+        "Put the tokenizer's files beside the weights; --trust-remote-code lets one run its own code."
+    )
+
+
+def test_a_text_of_one_token(place: Path, tmp_path: Path) -> None:
+    single = Path(shutil.copytree(place / "posterior", tmp_path / "single"))
+    tokenizer = bytes_tokenizer(starts=False)
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(single)
+    (tmp_path / "x.txt").write_text("x")
+    assert refusal(single, tmp_path / "x.txt") == (
+        f"The {tmp_path / 'x.txt'} text is one token long for single: nothing predicts it. Give more."
+    )
+    # beside longer ones it is shown, without numbers
+    lines(tmp_path / "two.jsonl", {"text": "x"}, {"text": "yz"})
+    found = tokens_of(route_report(single, tmp_path / "two.jsonl", batch_size=1))
+    assert [(token_.text, token_.routed_log_probability is None) for token_ in found] == [
+        ("x", True), ("y", True), ("z", False)
+    ]  # fmt: skip
+
+
+def test_an_unknown_router_in_the_config(place: Path, tmp_path: Path) -> None:
+    other = Path(shutil.copytree(place / "posterior", tmp_path / "other"))
+    config = json.loads((other / "config.json").read_text())
+    config["scale_surgery"]["routing"]["router"] = "oracle"
+    (other / "config.json").write_text(json.dumps(config))
+    message = refusal(other, place / "story.txt", error=CheckpointError)
+    assert message.startswith("other: cannot be loaded (ValueError: config.json: scale_surgery.routing is ")
+
+
+def test_lengths(place: Path) -> None:
+    assert refusal(place / "posterior", place / "story.txt", sequence_length=65, step=65) == (
+        "--sequence-length is 65, expected at most 64, the context of posterior."
+    )
+
+
+# the command
+
+
+def run(*arguments: object, code: int = 0) -> Result:
+    runner = CliRunner(env={"COLUMNS": "80", "TERM": "dumb", "NO_COLOR": "1"})
+    result = runner.invoke(main, ["route-report", *map(str, arguments)])
+    assert result.exit_code == code, result.output
+    return result
+
+
+def test_command_shows_tokens_and_writes_both_files(
+    place: Path, tmp_path: Path, report_of: Callable[[str], RouteReport], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    texts = [part for name in ("story.txt", "asked.jsonl", "evil.txt") for part in ("--text", place / name)]
+    report = report_of("cosine")
+    text = run(place / "cosine", *texts, "-o", "report.html", "--jsonl", "tokens.jsonl", "--batch-size", "2").stdout
+    assert text.startswith(shown(render_route_report(report)))
+    assert text.endswith("\nwritten to report.html and tokens.jsonl\n")
+    assert Path("report.html").read_text(encoding="utf-8") == render_page(report)
+    assert len(Path("tokens.jsonl").read_text(encoding="utf-8").splitlines()) >= len(report.records())
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["report.html", "tokens.jsonl"]
+
+
+def test_command_gives_json(place: Path, report_of: Callable[[str], RouteReport]) -> None:
+    texts = [part for name in ("story.txt", "asked.jsonl", "evil.txt") for part in ("--text", place / name)]
+    content = strictly(run(place / "posterior", *texts, "--batch-size", "2", "--json").stdout)
+    assert content == report_of("posterior").to_json()
+    assert content["routing"] == {"router": "posterior", "prior": 0.5, "switch_rate": 0.01, "strict": True}
+    assert content["base"] == "base" and len(content["files"]) == 3
+
+
+def test_refusals_exit_with_1_and_write_nothing(place: Path, tmp_path: Path) -> None:
+    (tmp_path / "report.html").write_text("mine")
+    for model, text in ((place / "wide", place / "story.txt"), (place / "posterior", place / "none.txt")):
+        failed = run(model, "--text", text, "-o", tmp_path / "report.html", code=1)
+        assert failed.stdout == "" and failed.stderr.startswith("error: ") and "Traceback" not in failed.stderr
+    assert [file.name for file in tmp_path.iterdir()] == ["report.html"]
+    assert (tmp_path / "report.html").read_text() == "mine"
+
+
+def test_texts_are_not_written_over(place: Path, tmp_path: Path) -> None:
+    text, folder = tmp_path / "a.jsonl", tmp_path / "dataset"
+    lines(text, {"text": "x"})
+    folder.mkdir()
+    with pytest.raises(DataError) as found:
+        check_outputs([text, folder], [folder / "a.html", tmp_path / "." / "a.jsonl"])
+    assert str(found.value).splitlines() == [
+        f"{folder / 'a.html'}: would be written over the text {folder}. Choose another file.",
+        f"{text}: would be written over the text {text}. Choose another file.",
+    ]
+    with pytest.raises(DataError, match="one: is to be the page and the JSONL file at once"):
+        check_outputs([text], [tmp_path / "one", tmp_path / "one"])
+    check_outputs([text], [tmp_path / "one", tmp_path / "two"])
+    failed = run(place / "posterior", "--text", text, "--jsonl", text, code=1)
+    assert "would be written over the text" in failed.stderr and text.read_text() == '{"text": "x"}\n'
+
+
+def test_wrong_usage_exits_with_2(place: Path) -> None:
+    assert "Missing option '--text'" in run(place / "posterior", code=2).stderr
+    assert "Missing argument 'MODEL'" in run("--text", "x", code=2).stderr

@@ -1,0 +1,359 @@
+"""Texts: what files become, what of them is scored, and that windows lose and repeat nothing."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from scale_surgery.biographies import SHIPPED_MODEL
+from scale_surgery.errors import DataError
+from scale_surgery.running.texts import (
+    IGNORED,
+    PROMPT,
+    Document,
+    Sequences,
+    check_length,
+    collate,
+    pack,
+    read_documents,
+    stride,
+    tokenize,
+    without_unscored,
+)
+
+PAD, START, END, UNKNOWN = range(4)
+ALPHABET = "abcdefghijklmnopqrstuvwxyz ?\n"
+
+
+def letters(*, starts: bool = True, ends: bool = True, closes: bool = False) -> PreTrainedTokenizerFast:
+    """A tokenizer of one token a letter; `closes`: it ends every text itself."""
+    names = ["<pad>", "<s>", "</s>", "<unk>", *ALPHABET]
+    tokenizer = Tokenizer(models.WordLevel({name: index for index, name in enumerate(names)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(?m)."), "isolated")
+    template = ("<s> " if starts else "") + "$A" + (" </s>" if closes else "")
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=template, special_tokens=[("<s>", START), ("</s>", END)]
+    )
+    special = {"bos_token": "<s>" if starts else None, "eos_token": "</s>" if ends else None}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", unk_token="<unk>", **special)
+
+
+def ids_of(text: str) -> list[int]:
+    return [ALPHABET.index(letter) + 4 for letter in text]
+
+
+def read(*paths: Path) -> list[tuple[str, str]]:
+    return [(document.prompt, document.text) for document in read_documents(paths)]
+
+
+def lines(file: Path, *rows: Any) -> Path:
+    file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    return file
+
+
+def refusal(*paths: Path) -> str:
+    with pytest.raises(DataError) as error:
+        list(read_documents(paths))
+    return str(error.value)
+
+
+def sequences_of(lengths: list[int]) -> Sequences:
+    """Sequences in which every token is another one, so that each can be found again; all but the first are scored."""
+    ids = torch.arange(sum(lengths), dtype=torch.int32)
+    starts = [0]
+    for length in lengths:
+        starts.append(starts[-1] + length)
+    return Sequences(ids, ids.clone(), tuple(starts))
+
+
+# files
+
+
+def test_a_text_file_is_one_document(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one\n\ntwo\n", encoding="utf-8")
+    (tmp_path / "b.md").write_text("\ufeff# drei, 東京", encoding="utf-8")
+    (tmp_path / "empty.txt").write_text(" \n")
+    assert read(tmp_path / "b.md", tmp_path / "a.txt", tmp_path / "empty.txt") == [
+        ("", "# drei, 東京"),
+        ("", "one\n\ntwo\n"),
+    ]
+
+
+def test_every_form_of_a_line(tmp_path: Path) -> None:
+    file = lines(
+        tmp_path / "a.jsonl",
+        {"text": "plain", "id": 7},
+        {"question": "Where?", "answer": "Oslo"},
+        {"question": "Where?", "answer": "  Rome"},
+        {"prompt": "def f():", "completion": "\n    pass"},
+        {"question": "unanswered?", "prompt": "p", "completion": "c"},
+        {"text": "  "},
+        {"prompt": "nothing follows", "completion": ""},
+    )
+    assert read(file) == [
+        ("", "plain"),
+        ("Where?", " Oslo"),
+        ("Where?", " Rome"),
+        ("def f():", "\n    pass"),
+        ("p", "c"),
+    ]
+
+
+def test_blank_lines_and_other_line_ends_are_no_lines(tmp_path: Path) -> None:
+    text = "one\u2028two\x85three\x0bfour"
+    (tmp_path / "a.jsonl").write_bytes(
+        b"\xef\xbb\xbf" + json.dumps({"text": text}, ensure_ascii=False).encode() + b'\r\n\r\n\n{"text": "last"}'
+    )
+    assert read(tmp_path / "a.jsonl") == [("", text), ("", "last")]
+
+
+def test_a_document_knows_where_it_stands(tmp_path: Path) -> None:
+    file = lines(tmp_path / "a.jsonl", {"text": "a"}, {"text": ""}, {"text": "b"})
+    assert [document.source for document in read_documents([file])] == [f"{file}, line 1", f"{file}, line 3"]
+
+
+def test_every_problem_of_a_file_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text(
+        '{"text": "good"}\n{"text": \n"a string"\n[1]\n{"text": 5, "more": 1}\n{}\n{"question": "no answer?"}\n'
+    )
+    expected = 'expected {"text"}, {"question", "answer"} or {"prompt", "completion"}, each a text.'
+    assert refusal(file).splitlines() == [
+        f"{file}, line 2: is not JSON (Expecting value: line 1 column 10 (char 9)).",
+        f"{file}, line 3: found str, {expected}",
+        f"{file}, line 4: found list, {expected}",
+        f"{file}, line 5: has the fields text, more; {expected}",
+        f"{file}, line 6: has the fields none; {expected}",
+        f"{file}, line 7: has the fields question; {expected}",
+    ]
+
+
+def test_many_problems_are_counted(tmp_path: Path) -> None:
+    file = lines(tmp_path / "a.jsonl", *[{"body": "x"}] * 20)
+    problems = refusal(file).splitlines()
+    assert len(problems) == 13 and problems[-1] == "... and 8 more."
+
+
+def test_a_file_that_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "latin.txt").write_bytes("Zürich".encode("latin-1"))
+    assert refusal(tmp_path / "latin.txt") == (
+        f"{tmp_path}/latin.txt: cannot be read as text ('utf-8' codec can't decode byte 0xfc in position 1: invalid "
+        "start byte). Give UTF-8 text, JSONL or a saved dataset."
+    )
+    assert refusal(tmp_path / "none.txt").startswith(f"{tmp_path}/none.txt: cannot be read as text ([Errno 2]")
+
+
+def test_a_saved_dataset(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = {"question": ["Where?", "When?"], "answer": ["Oslo", "1970"]}
+    datasets.Dataset.from_dict(rows).save_to_disk(tmp_path / "one")
+    datasets.DatasetDict({"train": datasets.Dataset.from_dict(rows)}).save_to_disk(tmp_path / "many")
+    datasets.Dataset.from_dict({"body": ["x"]}).save_to_disk(tmp_path / "other")
+    (tmp_path / "folder").mkdir()
+    assert read(tmp_path / "one") == [("Where?", " Oslo"), ("When?", " 1970")]
+    assert [document.source for document in read_documents([tmp_path / "one"])][1] == f"{tmp_path}/one, row 2"
+    assert refusal(tmp_path / "many") == (
+        f"{tmp_path}/many: holds the splits train. Give the folder of one, {tmp_path}/many/train."
+    )
+    assert refusal(tmp_path / "other").startswith(f"{tmp_path}/other, row 1: has the fields body; expected")
+    assert refusal(tmp_path / "folder").startswith(f"{tmp_path}/folder: is no saved dataset (")
+
+
+def test_a_saved_dataset_without_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "datasets", None)
+    assert refusal(tmp_path) == (
+        f"{tmp_path}: a saved dataset needs the library datasets: pip install 'scale-surgery[datasets]'."
+    )
+
+
+# tokens
+
+
+def test_of_an_answer_every_token_is_scored_and_of_a_question_none() -> None:
+    documents = [Document("ab?", " cd", ""), Document("", "ef", "")]
+    found = tokenize(documents, letters())
+    question, answer, text = ids_of("ab?"), ids_of(" cd"), ids_of("ef")
+    assert found.ids.tolist() == [START, *question, *answer, END, START, *text, END]
+    assert found.labels.tolist() == [*[PROMPT] * 4, *answer, END, IGNORED, *text, END]
+    assert found.starts == (0, 8, 12)
+    assert (len(found), found.scored, found.longest) == (2, 7, 8)
+    assert found[1]["input_ids"].tolist() == [START, *text, END]
+    assert found[1]["labels"].dtype == torch.int64
+
+
+def test_prompts_can_be_learned_too() -> None:
+    documents = [Document("ab?", " cd", ""), Document("", "ef", "")]
+    found = tokenize(documents, letters(), learn_prompts=True)
+    assert found.labels[:8].tolist() == found.ids[:8].tolist()
+    assert found.labels[8:].tolist() == [IGNORED, *found.ids[9:].tolist()]
+
+
+def test_without_a_start_token_the_first_token_is_not_scored() -> None:
+    found = tokenize([Document("", "ef", ""), Document("", "g", "")], letters(starts=False))
+    assert found.labels.tolist() == found.ids.tolist() == [*ids_of("ef"), END, *ids_of("g"), END]
+    assert found.scored == 3
+
+
+def test_an_end_that_the_tokenizer_adds_stands_once_and_not_after_the_prompt() -> None:
+    for closes in (False, True):
+        found = tokenize([Document("ab?", " cd", ""), Document("", "ef", "")], letters(closes=closes))
+        assert found.ids.tolist() == [START, *ids_of("ab? cd"), END, START, *ids_of("ef"), END]
+
+
+def test_without_an_end_token_there_is_none() -> None:
+    assert tokenize([Document("", "ef", "")], letters(ends=False)).ids.tolist() == [START, *ids_of("ef")]
+
+
+def test_the_shipped_tokenizer() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(SHIPPED_MODEL)
+    found = tokenize([Document("Q: Where?\nA:", " Leeds", "")], tokenizer)
+    answer = tokenizer(" Leeds", add_special_tokens=False)["input_ids"]
+    assert found.ids.tolist() == [*tokenizer("Q: Where?\nA:")["input_ids"], *answer, tokenizer.eos_token_id]
+    assert found.scored == len(answer) + 1
+
+
+def test_more_documents_than_are_tokenized_at_once() -> None:
+    found = tokenize((Document("", "ab"[: 1 + index % 2], "") for index in range(2500)), letters())
+    assert len(found) == 2500 and found.starts[-1] == len(found.ids) == 2500 * 3 + 1250
+
+
+def test_no_documents() -> None:
+    with pytest.raises(DataError, match=r"^The data hold no text: every file is empty\. Give at least one document\.$"):
+        tokenize([], letters())
+
+
+def test_a_document_that_becomes_no_token() -> None:
+    class Silent(PreTrainedTokenizerFast):
+        def __call__(self, texts: Any, **options: Any) -> Any:
+            return {"input_ids": [[] for _ in texts]}
+
+    silent = Silent(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, unk_token="a")))
+    with pytest.raises(DataError) as error:
+        tokenize([Document("", "x", "a.txt")], silent)
+    assert str(error.value) == "a.txt: becomes no token in this model's tokenizer. Leave it out."
+
+
+def test_fingerprints_tell_tokens_labels_and_boundaries_apart() -> None:
+    found = tokenize([Document("ab?", " cd", ""), Document("", "ef", "")], letters())
+    same = tokenize([Document("ab?", " cd", ""), Document("", "ef", "")], letters())
+    others = [
+        tokenize([Document("ab?", " ce", ""), Document("", "ef", "")], letters()),
+        tokenize([Document("ab", "? cd", ""), Document("", "ef", "")], letters()),
+        pack(found, 6),
+    ]
+    assert found.fingerprint() == same.fingerprint()
+    assert len({found.fingerprint(), *(other.fingerprint() for other in others)}) == 4
+
+
+# windows
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=6), st.integers(1, 20))
+def test_packing_covers_every_token_once(lengths: list[int], length: int) -> None:
+    sequences = sequences_of(lengths)
+    packed = pack(sequences, length)
+    sizes = [end - start for start, end in pairwise(packed.starts)]
+    assert torch.cat([packed[row]["input_ids"] for row in range(len(packed))]).tolist() == sequences.ids.tolist()
+    assert set(sizes[:-1]) <= {length} and 1 <= sizes[-1] <= length
+    assert packed.scored == len(packed.ids) - len(packed)
+
+
+@given(
+    st.lists(st.integers(1, 60), min_size=1, max_size=5),
+    st.integers(2, 20).flatmap(lambda length: st.tuples(st.just(length), st.integers(1, length - 1))),
+)
+@settings(max_examples=200)
+def test_striding_scores_every_token_once(lengths: list[int], window: tuple[int, int]) -> None:
+    length, step = window
+    sequences = sequences_of(lengths)
+    found = stride(sequences, length, step)
+    assert found.longest <= length
+    scored = []
+    for row in (found[index] for index in range(len(found))):
+        places = [place for place, label in enumerate(row["labels"].tolist()) if label >= 0 and place > 0]
+        scored += row["labels"][places].tolist()
+        assert torch.equal(row["labels"][places], row["input_ids"][places])
+        if row["input_ids"][0] not in sequences.starts:
+            assert min(places) >= length - step, "a later window has context for what it scores"
+    firsts = set(sequences.starts[:-1])
+    assert scored == [token for token in sequences.ids.tolist() if token not in firsts]
+    assert found.scored == sequences.scored
+
+
+def test_windows_of_one_document_hold_no_other() -> None:
+    found = stride(sequences_of([7, 3, 5]), 4, 2)
+    windows = [row["input_ids"].tolist() for row in (found[index] for index in range(len(found)))]
+    assert windows == [[0, 1, 2, 3], [2, 3, 4, 5], [4, 5, 6], [7, 8, 9], [10, 11, 12, 13], [12, 13, 14]]
+
+
+def test_an_answer_is_one_in_whatever_window_it_begins() -> None:
+    """A prompt may end in the overlap of two windows; a later window that continues a text begins no answer."""
+    sequences = tokenize([Document("abcdefgh?", " ijklm", ""), Document("", "nopqrstuvwxyz", "")], letters())
+    for length in range(3, 16):
+        for step in range(1, length):
+            found = stride(sequences, length, step)
+            begins = [
+                after
+                for row in (found[index]["labels"].tolist() for index in range(len(found)))
+                for before, after in pairwise(row)
+                if before == PROMPT and after >= 0
+            ]
+            assert begins == ids_of(" "), (length, step)
+
+
+def test_a_document_that_is_too_long_is_named() -> None:
+    documents = [Document("", "abc", "one.txt"), Document("ab?", " cdefg", "two.jsonl, line 1"), Document("", "a", "")]
+    sequences = tokenize(documents, letters())
+    check_length(sequences, documents, 11)
+    with pytest.raises(DataError) as error:
+        check_length(sequences, documents, 4)
+    assert str(error.value).splitlines() == [
+        "one.txt: 5 tokens, expected at most 4.",
+        "two.jsonl, line 1: 11 tokens, expected at most 4.",
+        "Pack the documents (--packing), raise --sequence-length, or split them.",
+    ]
+    many = [Document("", "abc", f"{index}") for index in range(20)]
+    with pytest.raises(DataError, match=r"\.\.\. and 8 more\.\nPack"):
+        check_length(tokenize(many, letters()), many, 4)
+
+
+# batches
+
+
+def test_a_batch_is_padded_on_the_right() -> None:
+    sequences = tokenize([Document("ab?", " cd", ""), Document("", "ef", "")], letters())
+    batch = collate([sequences[0], sequences[1]])
+    assert batch["input_ids"][1].tolist() == [START, *ids_of("ef"), END, 0, 0, 0, 0]
+    assert batch["attention_mask"].tolist() == [[1] * 8, [1] * 4 + [0] * 4]
+    ignored = [IGNORED] * 4
+    assert batch["labels"].tolist() == [[*ignored, *ids_of(" cd"), END], [IGNORED, *ids_of("ef"), END, *ignored]]
+    assert {tensor.dtype for tensor in batch.values()} == {torch.int64}
+
+
+def test_a_json_array_is_read_too(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('[{"text": "one"}, {"question": "Q?", "answer": "A"}]')
+    assert [document.text for document in read_documents([tmp_path / "a.json"])] == ["one", " A"]
+
+
+def test_half_a_character_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "\\ud800 x"}\n')
+    with pytest.raises(DataError, match="line 1: holds half a character"):
+        list(read_documents([tmp_path / "a.jsonl"]))
+
+
+def test_sequences_without_anything_to_learn_are_left_out() -> None:
+    ids = torch.arange(10, dtype=torch.int32)
+    labels = torch.where(torch.arange(10) < 6, torch.tensor(IGNORED), ids).int()
+    kept = without_unscored(Sequences(ids, labels, (0, 3, 6, 8, 10)))
+    assert kept.starts == (0, 2, 4) and kept.ids.tolist() == [6, 7, 8, 9] and kept.scored == 2
+    with pytest.raises(DataError, match="nothing to learn"):
+        without_unscored(Sequences(ids[:6], labels[:6], (0, 3, 6)))

@@ -1,0 +1,415 @@
+"""A report as a page, as charts, in the terminal and from the command line."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+
+from scale_surgery import CheckpointError, Report, Request, Routing, expand, report
+from scale_surgery.checkpoint.staging import check_output_files
+from scale_surgery.cli.program import main
+from scale_surgery.evidence.report_records import Norms, Spectrum, Streams, TensorChange, by_layer
+from scale_surgery.running.probe import Layer
+from scale_surgery.show.charts import (
+    HEIGHT,
+    MOST_MARKERS,
+    MOST_TICKS,
+    WIDTH,
+    Axis,
+    Curve,
+    linear_axis,
+    log_axis,
+    render_chart,
+)
+from scale_surgery.show.page_report import LINES, STEPS, render_page, write_page
+from scale_surgery.show.palette import DARK, LIGHT, Palette
+from scale_surgery.show.tables_report import render_report
+from tests.conftest import shake
+from tests.routing.test_report import CHROMIUM, COLOUR_VISION, contrast, parse, seen_by, shown
+from tests.test_docs import COMMANDS
+from tests.tiny import save_tiny
+
+EVIL = "<script>alert(1)</script>&\"'@@FACTS@@"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a changed adapt model, and one that nobody trained."""
+    place = tmp_path_factory.mktemp("report_page")
+    base = save_tiny(place / "base", "llama")
+    request = Request("0-2", variant="adapt", collaborate="both", collaborative_layers="1-2")
+    shake(expand(base, request, place / "adapt").path)
+    expand(base, Request("1"), place / "untrained")
+    return place
+
+
+@pytest.fixture(scope="module")
+def found(place: Path) -> Report:
+    return report(place / "adapt")
+
+
+def tensor(layer: int, role: str = "q", block: str = "w12", **changes: Any) -> TensorChange:
+    """A tensor made by hand."""
+    norms = Norms(2.0, 0.0, 2.0, 8.0) if block == "w12" else Norms(5.0, 4.0, 1.0, 8.0)
+    spectrum = Spectrum((1, 2, 3), (3.0, 2.0, 1.0), (4.0, 2.0, 0.5)) if block == "w21" else None
+    group = "ffn" if role in ("gate", "up_proj", "down") else "attn"
+    name = f"model.layers.{layer}.{role}.{block}"
+    made = TensorChange(name, layer, role, group, block, "svd", (9, 4), norms, 3.5, None, 2.5, spectrum, True)
+    return replace(made, **changes)
+
+
+def handmade(*tensors: TensorChange, **changes: Any) -> Report:
+    state: Any = "trained" if any(one.is_trained for one in tensors) else "initial"
+    made = Report(
+        Path("wide"), "base", "scale", "adapt", None, state, 100, tensors, by_layer(tensors), None, (), (), ()
+    )
+    return replace(made, **changes)
+
+
+# the page
+
+
+def test_page_needs_nothing_else_and_runs_nothing(found: Report, tmp_path: Path) -> None:
+    write_page(found, tmp_path / "out" / "report.html")
+    assert [file.name for file in (tmp_path / "out").iterdir()] == ["report.html"]
+    html = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    page = parse(html)
+    assert not [own for tag, own in page.tags if tag in ("link", "img", "iframe", "object", "base", "script")]
+    assert not [own for _, own in page.tags if "src" in own or "href" in own]
+    assert not re.search(r"https?:|@import|url\(|@@", html)
+    assert "default-src 'none'" in html and "script-src" not in html
+
+
+def test_page_shows_every_section_and_every_tensor(found: Report) -> None:
+    html = render_page(found)
+    headings = re.findall("<h2>(.*?)</h2>", html)
+    assert headings == [
+        "W12, layer by layer", "The base stream, layer by layer", "W12, from zeros", "W21, from its start",
+        "W22, from zeros", "Spectrum of W21", "Every tensor",
+    ]  # fmt: skip
+    assert len(re.findall("<tr title=", html)) == len(found.tensors)
+    (w12,) = (one for one in found.tensors if one.name == "model.layers.1.mlp.down_proj.w12")
+    assert f"{w12.norms.relative_norm:.1%}" in html and f"{w12.change_rank:.1f}/{w12.full_rank}" in html
+    assert re.findall("<figcaption>(.*?)</figcaption>", html)[-7:] == ["q", "k", "v", "o", "gate", "up_proj", "down"]
+
+
+def test_page_of_an_untrained_model_says_so(place: Path) -> None:
+    found = report(place / "untrained")
+    html = render_page(found)
+    assert re.findall("<h2>(.*?)</h2>", html) == ["The base stream, layer by layer", "Spectrum of W21", "Every tensor"]
+    assert "Nothing was trained" in html and f"0 of {len(found.tensors)}" in html and "stroke-dasharray" not in html
+    assert "Bit-equal to the base model&#x27;s after every layer." in html
+
+
+def test_names_are_escaped(found: Report) -> None:
+    streams = Streams((Layer(-1, 0.0, 1.0, True), Layer(0, 1.0, 0.5, False)), EVIL, 3, "float32", "expanded")
+    evil = handmade(
+        tensor(0, EVIL, name=EVIL), path=Path(EVIL.replace("/", "_")), base_name=EVIL, streams=streams, notes=(EVIL,)
+    )
+    page = parse(render_page(evil))
+    assert not [tag for tag, _ in page.tags if tag == "script"]
+    assert page.text.count("<script>alert(1)") >= 6
+    assert "<script>alert(1)</script>&\"'@@FACTS@@" in page.text
+
+
+def test_curves_of_the_training_run() -> None:
+    log = [{"step": 0, "forgetting": 0.0, "learning": 0.0}, {"step": 10, "loss": 2.0}, {"step": 20, "loss": 1.0}]
+    html = render_page(handmade(tensor(0), log=(*log, {"step": 20, "forgetting": 0.5, "learning": 1.5})))
+    assert "learning (new text), step 20: 1.5" in html and "training loss, step 10: 2" in html
+    assert "Questions answered" not in html
+
+
+def test_a_loss_that_is_no_number_breaks_the_line() -> None:
+    losses = (3.0, 2.0, math.nan, 2.0, 1.0)
+    html = render_page(handmade(tensor(0), log=tuple({"step": step, "loss": loss} for step, loss in enumerate(losses))))
+    (chart,) = re.findall(r"<figure>\n<figcaption>Training loss.*?</figure>", html, re.DOTALL)
+    assert [len(path) for path in paths_of(chart)] == [2, 2] and chart.count("<circle") == 4
+
+
+def test_only_what_scale_found_is_said_of_its_w12() -> None:
+    finding = "SCALE (arXiv 2511.03270) finds forgetting nearly linear in this norm."
+    scale, grow = (handmade(tensor(0, "down"), method=method) for method in ("scale", "grow"))
+    assert finding in render_page(scale)
+    page = render_page(grow)
+    assert "SCALE" not in page and "<figcaption>Change, FFN<" in page and "<figcaption>Norm, FFN<" in render_page(scale)
+    assert "W12 is the copies&#x27; part of the down projection" in page
+
+
+def test_no_more_layers_are_drawn_than_have_a_colour() -> None:
+    html = render_page(handmade(*(tensor(layer, block="w21") for layer in range(30))))
+    layers = re.findall(r"</svg>(layer \d+)</li>", html)
+    assert layers == ["layer 0", "layer 7", "layer 14", "layer 22", "layer 29"]
+
+
+@pytest.mark.parametrize(("mode", "palette"), [("light", LIGHT), ("dark", DARK)])
+def test_lines_are_seen_and_told_apart(mode: str, palette: Palette) -> None:
+    first, second = LINES[mode]["first"], LINES[mode]["second"]
+    assert min(contrast(colour, palette.background) for colour in (first, second)) >= 4
+    for vision in COLOUR_VISION.values():
+        one, other = (seen_by(colour, vision) for colour in (first, second))
+        assert float((one - other).abs().max() / torch.maximum(one, other).abs().max()) > 0.5
+    seen = [contrast(colour, palette.background) for colour in STEPS[mode]]
+    # each layer stands out more than the one below, so that lightness alone tells them apart
+    assert seen == sorted(seen) and all(after / before > 1.2 for before, after in pairwise(seen))
+    assert seen[0] > 1.8
+    assert contrast(palette.text, palette.stops[0]) >= 4.5
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium to show the page")
+def test_page_fits_a_telephone(found: Report, tmp_path: Path) -> None:
+    """In a frame, since a window of Chromium is 500 pixels wide at least; tables scroll in themselves."""
+    (tmp_path / "page.html").write_text(render_page(found), encoding="utf-8")
+    (
+        tmp_path / "frame.html"
+    ).write_text("""<iframe src="page.html" style="width: 400px; height: 900px"></iframe><script>
+    onload = () => { const page = frames[0].document.documentElement;
+      document.body.textContent = "RESULT" + page.clientWidth + " " + page.scrollWidth + "END"; };
+    </script>""")
+    command = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files"]
+    command += [f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", (tmp_path / "frame.html").as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    (sizes,) = re.findall("RESULT(.*)END", done.stdout)
+    shown_width, needed = map(int, sizes.split())
+    assert 380 <= shown_width <= 400 and needed <= shown_width
+
+
+# charts
+
+
+@pytest.mark.parametrize(
+    ("low", "high"), [(0, 1), (0, 3.7), (-2, 5), (0.61, 1), (0, 1e-7), (3, 3), (0, 0), (-4, -4), (1e6, 3e6)]
+)
+def test_linear_axes_have_few_round_ticks_around_the_values(low: float, high: float) -> None:
+    axis = linear_axis("", low, high)
+    assert 2 <= len(axis.ticks) <= MOST_TICKS + 2 and axis.low <= low and axis.high >= high and axis.low < axis.high
+    assert axis.ticks[0] == pytest.approx(axis.low) and axis.ticks[-1] == pytest.approx(axis.high)
+    assert all(len(f"{tick:.4g}") <= 7 for tick in axis.ticks)  # what stands left of the chart
+    assert 0 <= axis.share(low) <= axis.share(high) <= 1
+
+
+def test_axes_of_whole_numbers_end_where_they_do() -> None:
+    assert linear_axis("", 0, 3, is_whole=True) == Axis("", 0, 3, [0, 1, 2, 3])
+    assert linear_axis("", 1, 2, is_whole=True).ticks == [1, 2]
+    assert linear_axis("", 0, 79, is_whole=True).ticks == [0, 20, 40, 60]
+    assert linear_axis("", 5, 5, is_whole=True).ticks == [4, 5, 6]
+
+
+@pytest.mark.parametrize("values", [(1.0,), (0.3, 2.4), (0.9, 1.1), (1e-8, 3.0), (2e-5, 7e4), (5.0, 5.1)])
+def test_logarithmic_axes_hold_their_values(values: tuple[float, ...]) -> None:
+    axis = log_axis("", values)
+    assert 0 < axis.low < min(values) and axis.high > max(values) and len(axis.ticks) <= MOST_TICKS + 2
+    assert all(axis.low <= tick <= axis.high for tick in axis.ticks)
+    assert axis.share(axis.low) == 0 and axis.share(axis.high) == pytest.approx(1)
+
+
+def test_points_stand_inside_the_chart_and_what_is_no_number_is_left_out() -> None:
+    points = [(0, 1.0), (1, 3.0), (2, math.nan), (3, -3.0), (4, math.inf), (5, 2.0), (6, 1.0)]
+    html = render_chart("A <b>", [Curve("one", points, "first", "circle")], "x", "y")
+    assert "A &lt;b&gt;" in html and html.count("<circle") == 5
+    drawn = [point for path in paths_of(html) for point in path]
+    assert len(drawn) == 4 and all(0 <= across <= WIDTH and 0 <= down <= HEIGHT for across, down in drawn)
+    logarithmic = render_chart("", [Curve("one", points, "first", "circle")], "x", "y", is_log=True)
+    assert logarithmic.count("<circle") == 4
+    assert render_chart("", [Curve("one", [(0, math.nan)], "first")], "x", "y") == ""
+
+
+def test_a_line_breaks_where_a_value_cannot_be_drawn() -> None:
+    """No straight line across: neither of NaN nor of infinity, nor on a logarithmic axis of zero."""
+
+    def draw(*values: float, **options: Any) -> str:
+        return render_chart("", [Curve("one", list(enumerate(values)), "first")], "x", "y", **options)
+
+    assert [len(path) for path in paths_of(draw(1, 2, 3, 4, 5))] == [5]
+    for hole in (math.nan, math.inf, -math.inf):
+        before, after = paths_of(draw(1, 2, hole, 4, 5))
+        assert len(before) == len(after) == 2 and before[-1][0] < after[0][0]
+    assert [len(path) for path in paths_of(draw(1, 2, 0, 4, 5))] == [5]
+    assert [len(path) for path in paths_of(draw(1, 2, 0, 4, 5, is_log=True))] == [2, 2]
+    # what stands alone is seen, though the curve has no markers
+    alone = draw(1, 2, math.nan, 4)
+    assert len(paths_of(alone)) == alone.count("<circle") == 1 and "one, x 3: 4" in alone
+    # a run that ends in NaN ends before the axis does
+    (path,) = paths_of(draw(1, 2, math.nan, math.nan))
+    assert path[-1][0] < WIDTH / 2
+
+
+def paths_of(chart: str) -> list[list[tuple[float, float]]]:
+    """Points of each line of a chart."""
+    found = re.findall(r'<polyline points="(.*?)"', chart)
+    return [
+        [(float(across), float(down)) for across, down in re.findall("([0-9.]+),([0-9.]+)", path)] for path in found
+    ]
+
+
+def test_many_points_have_no_markers_and_one_curve_has_no_legend() -> None:
+    many = Curve("many", [(x, x) for x in range(MOST_MARKERS + 1)], "first", "square")
+    few = Curve("few", [(0, 1.0)], "second", "square")
+    both = render_chart("", [many, few], "x", "y")
+    assert both.count("<rect") == 2 and "<li>" in both  # a point, and the same in the legend
+    assert "<li>" not in render_chart("", [many], "x", "y")
+    assert "<li>" not in render_chart("", [many, replace(few, points=[])], "x", "y")
+
+
+# the terminal
+
+
+def test_terminal_fits_eighty_columns(found: Report) -> None:
+    for details in (False, True):
+        text = shown(render_report(found, details=details))
+        assert max(map(len, text.splitlines())) <= 80
+        assert ("tensors  (" in text) == details
+    assert "W12 attention  norm " in text and "embedding" in text
+
+
+def test_terminal_of_large_numbers_fits_too() -> None:
+    large = Norms(123456.0, 98765.0, 99999.0, 123456.0)
+    rows = [tensor(99, "up_proj", "up_weight", norms=large, rank=1023.4, change_rank=1000.1, shape=(128000, 4096))]
+    text = shown(render_report(handmade(*rows, tensor(98), routing=Routing(), variant="grow-freeze"), details=True))
+    assert max(map(len, text.splitlines())) <= 80
+    assert "123456" in text and "1023.4" in text
+
+
+def test_layers_show_norms_of_zeros_and_changes_of_the_rest() -> None:
+    text = shown(render_report(handmade(tensor(1), tensor(1, "k"), tensor(1, block="w21"))))
+    row = next(line for line in text.splitlines() if line.startswith("1 "))
+    assert row.split() == ["1", "2.83", "25.0%"]
+    assert "no model was run" in text
+    # a role that alone started as zeros has a column of its own
+    copied = [tensor(1, "o", block="weight", norms=Norms(2.0, 0.0, 2.0, 8.0)), tensor(1, block="weight")]
+    lines = shown(render_report(handmade(*copied))).splitlines()
+    assert any(line.split() == ["layer", "weight", "attn", "weight", "o"] for line in lines)
+    assert next(line for line in lines if line.startswith("1 ")).split() == ["1", "25.0%", "2.00"]
+
+
+def test_terminal_counts_parameters_of_all_tensors() -> None:
+    text = shown(render_report(handmade(tensor(0), tensor(1), tensor(2, is_trained=False))))
+    assert "2 of 3 expansion tensors (100 parameters in all)" in text
+
+
+def test_terminal_says_that_separations_are_means_over_layers() -> None:
+    copies = [tensor(0, "gate", "w21", separation=0.25), tensor(1, "gate", "w21", separation=0.75)]
+    text = shown(render_report(handmade(*copies, tensor(1, "up_proj", "w21", separation=0.1), method="grow")))
+    assert "copies apart  gate 50.0%, up_proj 10.0%, mean over layers" in text
+    assert "copies apart" not in shown(render_report(handmade(tensor(0, block="w21"))))
+
+
+def test_terminal_says_which_layer_a_row_of_a_copy_is() -> None:
+    streams = Streams((Layer(-1, 0.0, 1.0, True), Layer(0, 1.0, 0.5, False)), "text", 3, "float32", "expanded")
+    copied = [tensor(0, block="weight")]
+    row = "A row is the copy that follows that base layer"
+    depth = handmade(*copied, method="depth")
+    assert f"{row}." in shown(render_report(depth)) and row in render_page(depth)
+    read = shown(render_report(replace(depth, streams=streams), details=True))
+    assert f"{row}; cosine and" in read and read.count(row) == 2 and max(map(len, read.splitlines())) <= 80
+    for other in ("scale", "grow"):
+        own = handmade(*copied, method=other)
+        assert row not in shown(render_report(own, details=True)) and row not in render_page(own)
+
+
+# the command line
+
+
+def call(*arguments: object) -> Result:
+    runner = CliRunner(env={"COLUMNS": "80", "TERM": "dumb", "NO_COLOR": "1"})
+    return runner.invoke(main, ["report", *map(str, arguments)])
+
+
+def test_command_writes_table_page_and_json(place: Path, tmp_path: Path) -> None:
+    page = tmp_path / "report.html"
+    done = call(place / "adapt", "--files-only", "-o", page)
+    assert done.exit_code == 0 and "written to" in done.output and page.read_text().startswith("<!doctype html>")
+    content = json.loads(call(place / "adapt", "--json").stdout)
+    assert (
+        content["path"].endswith("adapt") and content["state"] == "trained" and len(content["streams"]["layers"]) == 4
+    )
+    row = next(line for line in COMMANDS.read_text(encoding="utf-8").splitlines() if line.startswith("| `report` |"))
+    documented = re.search("for each role: (.*); `layers`", re.sub(r"\(.*?\)", "", row))
+    assert documented is not None
+    assert content["tensors"][0].keys() == set(re.findall("`(.*?)`", documented[1]))
+    # each norm once
+    norms = {"norm", "start_norm", "change", "base_norm", "relative_change", "relative_norm", "change_of_base"}
+    assert all(layer.keys() == {"layer", "group", "block"} | norms for layer in content["layers"])
+
+
+def test_command_refuses_in_one_line(place: Path, tmp_path: Path) -> None:
+    done = call(place / "base")
+    assert done.exit_code == 1 and "expected a model made by scale-surgery expand" in done.stderr
+    assert "Traceback" not in done.stderr
+    done = call(place / "adapt", "-o", place / "adapt" / "report.html")
+    assert done.exit_code == 1 and "would be written into" in done.stderr
+    assert call(place / "adapt", "-o", tmp_path).exit_code == 2  # a folder is no file
+
+
+def test_a_page_that_cannot_be_written_is_refused_before_any_work(place: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("A text.")
+    refused: list[tuple[Path, str]] = [
+        (text, f"{text}: would be written into {text}, which is read. Choose another file."),
+        (tmp_path, f"{tmp_path}: is a folder, expected a file to be. Choose a name inside it."),
+        (text / "a.html", f"{text}/a.html: {text} is not a folder you may write to. Choose another place."),
+    ]
+    for page, message in refused:
+        with pytest.raises(CheckpointError) as caught:
+            check_output_files([page], [place / "adapt", text])
+        assert message in str(caught.value).splitlines()
+    check_output_files([tmp_path / "new" / "report.html", None], [place / "adapt", text])
+    twice = tmp_path / "report.html"
+    with pytest.raises(CheckpointError) as caught:
+        check_output_files(
+            [twice, tmp_path / "x" / ".." / "report.html", place / "adapt" / "config.json"], [place / "adapt"]
+        )
+    assert str(caught.value).splitlines() == [
+        f"{place}/adapt/config.json: would be written into {place}/adapt, which is read. Choose another file.",
+        f"{twice}: is to be two different files at once. Choose two names.",
+    ]
+
+
+def test_a_page_that_breaks_off_leaves_nothing(place: Path, tmp_path: Path) -> None:
+    """The largest size of a file, as a full disk: in a process of its own, which it is for."""
+    page = tmp_path / "report.html"
+    command = f'ulimit -f 8; "{sys.executable}" -m scale_surgery report "{place / "adapt"}" --files-only -o "{page}"'
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert f"{page}: cannot be written (File too large). Choose another place." in " ".join(done.stderr.split())
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_without_permission_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(CheckpointError, match="is not a folder you may write to"):
+        check_output_files([tmp_path / "report.html"], [])
+
+
+def test_tracks_what_it_does(place: Path) -> None:
+    seen: list[tuple[str, int, int]] = []
+
+    class Tracked:
+        def __init__(self, label: str, total: int) -> None:
+            self.label, self.total, self.done = label, total, 0
+
+        def __enter__(self) -> Callable[..., None]:
+            return self.advance
+
+        def advance(self, amount: int, note: str = "") -> None:
+            self.done += amount
+
+        def __exit__(self, *_: object) -> None:
+            seen.append((self.label, self.total, self.done))
+
+    report(place / "adapt", track=Tracked)
+    assert [label for label, _, _ in seen] == ["blocks", "base stream"]
+    assert all(total == done > 0 for _, total, done in seen)

@@ -1,0 +1,250 @@
+"""The linear algebra: SVD blocks as projectors with a negative control, scale, rank, signs, fused projections."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from scale_surgery.checkpoint.folder import open_checkpoint, read_tensor
+from scale_surgery.errors import CheckpointError
+from scale_surgery.planning.families import FAMILIES
+from scale_surgery.planning.plan import plan
+from scale_surgery.planning.request import Request
+from scale_surgery.surgery import blocks
+from scale_surgery.surgery.blocks import check_finite, seeded_generator, svd_embedding, svd_w21, svd_w22
+from scale_surgery.surgery.initialise import join_roles, make_tensor, split_roles
+
+SHAPES = ((48, 20), (20, 48), (30, 30))
+each_shape = pytest.mark.parametrize("shape", SHAPES, ids=("tall", "wide", "square"))
+each_method = pytest.mark.parametrize("method", ("exact", "fast"))
+# the reference is float64; the result is cast to float32 once
+PROJECTOR_TOLERANCE = 1e-5
+
+
+def matrix(rows: int, columns: int, *, rank: int | None = None, decay: float = 0.8) -> Tensor:
+    """A random matrix with singular values 1, decay, decay^2, ..., zero from `rank` on."""
+    generator = torch.Generator().manual_seed(rows * 1000 + columns)
+    small = min(rows, columns)
+    left = torch.linalg.qr(torch.randn(rows, small, generator=generator, dtype=torch.float64)).Q
+    right = torch.linalg.qr(torch.randn(columns, small, generator=generator, dtype=torch.float64)).Q
+    values = decay ** torch.arange(small, dtype=torch.float64)
+    values[rank if rank is not None else small :] = 0
+    return ((left * values) @ right.T).float()
+
+
+def row_space(block: Tensor) -> Tensor:
+    """Projector on the rows of a block of full row rank."""
+    basis = torch.linalg.qr(block.double().T).Q
+    return basis @ basis.T
+
+
+def generator() -> torch.Generator:
+    return seeded_generator(0, "test")
+
+
+@each_shape
+@each_method
+def test_w21_spans_the_leading_right_singular_vectors(shape, method):
+    weight, r = matrix(*shape), 6
+    right = torch.linalg.svd(weight.double()).Vh
+    found = row_space(svd_w21(weight, r, method, generator()))
+    assert (found - row_space(right[:r])).abs().max() < PROJECTOR_TOLERANCE
+    # negative control: the minor subspace, and the leading one of another rank, do not match
+    assert (found - row_space(right[-r:])).abs().max() > 0.1
+    assert (found - row_space(right[: r + 1])).abs().max() > 0.01
+
+
+@each_shape
+def test_w21_is_the_formula(shape):
+    weight, r = matrix(*shape), 6
+    left, _, _ = torch.linalg.svd(weight.double(), full_matrices=False)
+    rows = left[:, :r].T @ weight.double()
+    scale = weight.norm(dim=1).mean().double() / rows.norm(dim=1).mean()
+    found = svd_w21(weight, r, "exact", generator()).double()
+    # signs of singular vectors are free; ours make the largest entry of a row positive
+    signs = torch.sign((found * rows).sum(dim=1, keepdim=True))
+    torch.testing.assert_close(found, signs * rows * scale, rtol=0, atol=1e-6)
+    assert (found.gather(1, found.abs().argmax(dim=1, keepdim=True)) > 0).all()
+    assert found.norm(dim=1).mean() == pytest.approx(weight.norm(dim=1).mean().item(), rel=1e-5)
+    norms = found.norm(dim=1)
+    assert (norms[:-1] >= norms[1:]).all(), "by descending singular value"
+
+
+@each_method
+def test_rows_beyond_the_rank_are_random_of_the_mean_norm(method):
+    weight, rank, r = matrix(40, 24, rank=4), 4, 10
+    block = svd_w21(weight, r, method, generator())
+    right = torch.linalg.svd(weight.double()).Vh[:rank]
+    assert (row_space(block[:rank]) - row_space(right)).abs().max() < 1e-4
+    norm = weight.norm(dim=1).mean().item()
+    assert block[rank:].norm(dim=1).tolist() == pytest.approx([norm] * (r - rank), rel=1e-4)
+    assert block[:rank].norm(dim=1).mean().item() == pytest.approx(norm, rel=1e-4)
+    assert torch.linalg.matrix_rank(block) == r
+
+
+@pytest.mark.parametrize("shape", ((12, 8), (8, 12)))
+@each_method
+def test_more_outputs_than_the_matrix_has_directions(shape, method):
+    weight = matrix(*shape)
+    block = svd_w21(weight, 20, method, generator())
+    assert block.shape == (20, shape[1])
+    right = torch.linalg.svd(weight.double()).Vh[:8]
+    assert (row_space(block[:8]) - row_space(right)).abs().max() < PROJECTOR_TOLERANCE
+    assert (block.norm(dim=1) > 0).all()
+    assert len({tuple(row.tolist()) for row in block}) == 20
+
+
+def test_a_zero_matrix_gives_finite_blocks():
+    weight = torch.zeros(12, 8)
+    for block in (
+        svd_w21(weight, 4, "exact", generator()),
+        svd_w22(weight, 4, 3, "exact", generator()),
+        svd_embedding(weight, 4, "exact", generator()),
+    ):
+        assert block.isfinite().all()
+
+
+@each_method
+def test_equal_inputs_give_equal_bits(method):
+    weight = matrix(200, 120)
+    first, second = (svd_w21(weight.clone(), 8, method, seeded_generator(3, "a")) for _ in range(2))
+    assert torch.equal(first, second)
+    flipped = svd_w21(-weight, 8, method, seeded_generator(3, "a"))
+    torch.testing.assert_close(flipped, first, rtol=0, atol=1e-5)
+
+
+def test_generators_differ_by_name_and_seed_and_by_nothing_else():
+    def draw(seed: int, name: str) -> list[float]:
+        return torch.randn(3, generator=seeded_generator(seed, name)).tolist()
+
+    assert draw(0, "a") == draw(0, "a")
+    assert len({tuple(draw(*key)) for key in ((0, "a"), (0, "b"), (1, "a"), (-1, "a"))}) == 4
+
+
+@pytest.mark.parametrize("shape", ((400, 160), (160, 400)))
+def test_fast_is_close_to_exact_where_the_spectrum_decays(shape):
+    weight, r = matrix(*shape, decay=0.95), 16
+    assert 2 * (r + blocks.OVERSAMPLING) <= min(shape), "the range finder is what runs"
+    exact, fast = (svd_w21(weight, r, method, generator()) for method in ("exact", "fast"))
+    assert (row_space(exact) - row_space(fast)).abs().max() < 1e-3
+    assert (exact - fast).norm() / exact.norm() < 1e-3
+    # negative control: the rows are not close to just any rows
+    assert (exact - fast.roll(1, dims=0)).norm() / exact.norm() > 0.1
+
+
+def test_chunks_do_not_change_the_result(monkeypatch):
+    for shape in SHAPES:
+        weight = matrix(*shape)
+        whole = svd_w21(weight, 5, "exact", generator())
+        embedding = svd_embedding(weight, 5, "exact", generator())
+        monkeypatch.setattr(blocks, "CHUNK_ELEMENTS", 64)
+        torch.testing.assert_close(svd_w21(weight, 5, "exact", generator()), whole, rtol=0, atol=1e-6)
+        torch.testing.assert_close(svd_embedding(weight, 5, "exact", generator()), embedding, rtol=0, atol=1e-6)
+        monkeypatch.undo()
+
+
+@each_method
+def test_half_precision_is_decomposed_in_float32_or_better(method):
+    weight = matrix(48, 20).bfloat16()
+    wanted = svd_w21(weight.float(), 6, method, generator())
+    assert torch.equal(svd_w21(weight, 6, method, generator()), wanted)
+    assert wanted.dtype == torch.float32
+
+
+def test_a_transposed_view_is_decomposed_as_the_matrix_it_shows():
+    weight = matrix(48, 20)
+    view = weight.T.contiguous().T
+    assert not view.is_contiguous()
+    torch.testing.assert_close(svd_w21(view, 6, "exact", generator()), svd_w21(weight, 6, "exact", generator()))
+
+
+def test_w22_is_the_diagonal_of_singular_values():
+    weight = matrix(48, 20)
+    block = svd_w22(weight, 5, 7, "exact", generator())
+    values = torch.linalg.svdvals(weight.double())[:5]
+    assert block.shape == (5, 7)
+    assert torch.equal(block[:, :5], block[:, :5].diag().diag()), "diagonal"
+    assert not block[:, 5:].any()
+    scale = weight.norm(dim=1).mean().double() / values.mean()
+    torch.testing.assert_close(block[:, :5].diag().double(), values * scale, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("shape", ((60, 20), (20, 60)), ids=("large_vocabulary", "small_vocabulary"))
+@each_method
+def test_embedding_columns_are_the_leading_coordinates_of_the_tokens(shape, method):
+    weight, up = matrix(*shape), 6
+    right = torch.linalg.svd(weight.double(), full_matrices=False).Vh
+    columns = svd_embedding(weight, up, method, generator())
+    assert columns.shape == (shape[0], up)
+    assert columns.norm(dim=1).mean().item() == pytest.approx(weight.norm(dim=1).mean().item(), rel=1e-4)
+    wanted = row_space((weight.double() @ right[:up].T).T)
+    assert (row_space(columns.T) - wanted).abs().max() < 1e-4
+    assert (row_space(columns.T) - row_space((weight.double() @ right[-up:].T).T)).abs().max() > 0.1
+
+
+def test_embedding_columns_beyond_the_rank_are_zero():
+    columns = svd_embedding(matrix(30, 6), 9, "exact", generator())
+    assert columns.shape == (30, 9)
+    assert columns[:, :6].any(dim=0).all()
+    assert not columns[:, 6:].any()
+
+
+@pytest.mark.parametrize("value", (torch.nan, torch.inf, -torch.inf))
+def test_what_is_not_finite_is_named(value):
+    weight = torch.zeros(5, 4)
+    check_finite(weight, "w")
+    weight[0, 0] = weight[4, 3] = value
+    with pytest.raises(CheckpointError, match=r"^w: holds 2 NaN or infinite values of 20, expected finite numbers"):
+        check_finite(weight, "w")
+
+
+def test_he_initialisation_has_its_spread():
+    block = blocks.random_block(300, 200, generator())
+    assert block.std().item() == pytest.approx((2 / 200) ** 0.5, rel=0.02)
+    assert abs(block.mean().item()) < 1e-3
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_fused_projections_are_taken_apart_and_put_together(name):
+    family, head = FAMILIES[name], 3
+    for linear in family.linears:
+        rows = [2 * head * head] * len(linear.roles)
+        weight = torch.arange(sum(rows) * 5).view(-1, 5)
+        parts = split_roles(weight, linear, rows, head)
+        assert [part.shape for part in parts] == [(count, 5) for count in rows]
+        assert torch.equal(join_roles(parts, linear, head), weight)
+
+
+def test_heads_of_gpt_neox_are_apart_by_role():
+    linear = FAMILIES["gpt_neox"].linears[0]
+    # two heads of size 2; rows numbered: q0 q0 k0 k0 v0 v0 q1 q1 k1 k1 v1 v1
+    q, k, v = split_roles(torch.arange(12)[:, None], linear, [4, 4, 4], 2)
+    assert [part.flatten().tolist() for part in (q, k, v)] == [[0, 1, 6, 7], [2, 3, 8, 9], [4, 5, 10, 11]]
+
+
+@pytest.mark.parametrize(
+    ("name", "fused"),
+    (("gpt_neox", "attention.query_key_value"), ("phi3", "self_attn.qkv_proj"), ("gpt2", "attn.c_attn")),
+)
+def test_each_role_is_decomposed_by_itself(base_of, name, fused):
+    base = base_of(name)
+    made = plan(base, Request("1", svd="exact"))
+    checkpoint = open_checkpoint(base)
+    tensor = next(t for t in made.tensors if t.name.endswith(f"{fused}.w21"))
+    block, weight = make_tensor(made, tensor, checkpoint), read_tensor(checkpoint, tensor.source)
+    weight = weight.T if name == "gpt2" else weight
+    heads, kv_heads, size = made.sizes.query_heads, made.sizes.key_value_heads, made.sizes.head_size
+    new = made.widths.up_kv_heads
+    if name == "gpt_neox":
+        old = weight.view(heads, 3, size, -1).transpose(0, 1).reshape(3, heads * size, -1).unbind()
+        added = block.view(new, 3, size, -1).transpose(0, 1).reshape(3, new * size, -1).unbind()
+    else:
+        group = made.sizes.queries_per_key_value
+        old = weight.split([heads * size, kv_heads * size, kv_heads * size])
+        added = block.split([new * group * size, new * size, new * size])
+    for part, up in zip(old, added, strict=True):
+        right = torch.linalg.svd(part.double(), full_matrices=False).Vh[: len(up)]
+        assert (row_space(up) - row_space(right)).abs().max() < 1e-4
+        whole = torch.linalg.svd(weight.double(), full_matrices=False).Vh[: len(up)]
+        assert (row_space(up) - row_space(whole)).abs().max() > 0.01

@@ -1,0 +1,304 @@
+"""The expanded folder: what stands in it, what is refused before and while it is made, and that it is repeatable."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
+
+from scale_surgery import modeling
+from scale_surgery.checkpoint.folder import open_checkpoint
+from scale_surgery.checkpoint.hashes import hash_tensors
+from scale_surgery.errors import CheckpointError, PlanError
+from scale_surgery.planning.families import FAMILIES
+from scale_surgery.planning.plan import plan, save_plan
+from scale_surgery.planning.request import Request
+from scale_surgery.surgery.expand import expand
+from scale_surgery.surgery.record import read_manifest
+from scale_surgery.surgery.strip import strip
+from tests.conftest import digests
+
+REQUEST = Request("0,2", variant="adapt", collaborate="both", init_w22="random")
+
+
+def refusal(*args: object, error: type[Exception] = CheckpointError, **options: object) -> str:
+    with pytest.raises(error) as found:
+        expand(*args, **options)
+    return str(found.value)
+
+
+def test_what_stands_in_the_folder(pair_of):
+    pair = pair_of("llama")
+    files = set(digests(pair.path))
+    assert files == {
+        "config.json",
+        "configuration_scale_llama.py",
+        "expanded_attention.py",
+        "expanded_causal_lm.py",
+        "expanded_mixture.py",
+        "expanded_model.py",
+        "expanded_fused.py",
+        "expanded_modules.py",
+        "expanded_routing.py",
+        "expanded_streams.py",
+        "expansion-00001-of-00001.safetensors",
+        "generation_config.json",
+        "model-00001-of-00001.safetensors",
+        "model.safetensors.index.json",
+        "modeling_scale_llama.py",
+        "surgery.json",
+    }
+    for file in FAMILIES["llama"].code_files:
+        assert (pair.path / file).read_bytes() == (modeling.FOLDER / file).read_bytes()
+
+
+def test_base_shards_are_the_base_files(pair_of):
+    pair = pair_of("llama", tied=True)
+    base, expanded = digests(pair.base_path), digests(pair.path)
+    shards = [name for name in base if name.endswith(".safetensors")]
+    assert len(shards) > 1
+    assert {name: expanded[name] for name in shards} == {name: base[name] for name in shards}
+    index = json.loads((pair.path / "model.safetensors.index.json").read_text())
+    stored = open_checkpoint(pair.path).tensors
+    assert {name: info.file for name, info in stored.items()} == index["weight_map"]
+    assert index["metadata"]["total_size"] == sum(info.bytes for info in stored.values())
+
+
+def test_the_config_keeps_everything_else(pair_of):
+    pair = pair_of("llama")
+    base = json.loads((pair.base_path / "config.json").read_text())
+    config = json.loads((pair.path / "config.json").read_text())
+    own = {"architectures", "model_type", "auto_map", "scale_surgery"}
+    assert {key for key in config if key not in base or base[key] != config[key]} == own
+    assert list(base) == [key for key in config if key in base], "in the base's order"
+    assert config["model_type"] == "scale_llama"
+    assert config["scale_surgery"]["variant"] == "preserve"
+    assert AutoConfig.from_pretrained(pair.path).scale_surgery == config["scale_surgery"]
+
+
+def test_a_config_without_dtype_gets_the_base_s(llama_base, tmp_path):
+    """The first shard that a loader opens may be one of ours, in another dtype."""
+    config = json.loads((llama_base / "config.json").read_text())
+    del config["dtype"]
+    (llama_base / "config.json").write_text(json.dumps(config))
+    expanded = expand(llama_base, replace(REQUEST, dtype="bfloat16"), tmp_path / "expanded").path
+    assert json.loads((expanded / "config.json").read_text())["torch_dtype"] == "float32"
+    assert AutoConfig.from_pretrained(expanded).dtype == torch.float32
+
+
+def test_the_base_s_own_auto_map_is_kept(llama_base, tmp_path):
+    config = json.loads((llama_base / "config.json").read_text())
+    config["auto_map"] = {"AutoTokenizer": ["tok.Tok", None], "AutoConfig": "old.Old"}
+    (llama_base / "config.json").write_text(json.dumps(config))
+    expanded = expand(llama_base, REQUEST, tmp_path / "expanded").path
+    auto_map = json.loads((expanded / "config.json").read_text())["auto_map"]
+    assert auto_map["AutoTokenizer"] == ["tok.Tok", None]
+    assert auto_map["AutoConfig"] == "configuration_scale_llama.ScaleLlamaConfig"
+
+
+def test_the_manifest_records_what_was_done(pair_of):
+    pair = pair_of("llama", "adapt", "bfloat16", True)
+    manifest = read_manifest(pair.path)
+    assert {name: file.sha256 for name, file in manifest.base_files.items()} == digests(pair.base_path)
+    base, stored = open_checkpoint(pair.base_path), open_checkpoint(pair.path)
+    assert manifest.base_tensors == hash_tensors(base, list(base.tensors)) == hash_tensors(stored, list(base.tensors))
+    new = [tensor.name for tensor in pair.expansion.plan.tensors]
+    assert manifest.expansion_tensors == hash_tensors(stored, new)
+    assert manifest.code == {file: digests(pair.path)[file] for file in FAMILIES["llama"].code_files}
+    assert manifest.plan == pair.expansion.plan.to_json()
+    assert manifest.base_name == pair.base_path.name
+    assert manifest.base_revision is None
+    assert set(manifest.tool) == {"scale-surgery", "torch", "transformers", "safetensors", "python"}
+    assert set(manifest.replaced) == {"config.json", "model.safetensors.index.json"}
+
+
+def test_no_path_of_this_machine_stands_in_the_folder(base_of, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    expanded = expand(os.path.relpath(base_of("llama")), REQUEST).path
+    assert expanded == Path("llama_float32_untied-scale"), "the default output"
+    for file in expanded.iterdir():
+        content = file.read_bytes()
+        for path in (tmp_path, base_of("llama").parent, Path.cwd(), Path.home(), Path(modeling.FOLDER).parent):
+            assert str(path).encode() not in content, file
+
+
+def test_twice_gives_the_same_bytes_and_another_seed_does_not(base_of, tmp_path):
+    one, two = (digests(expand(base_of("llama"), REQUEST, tmp_path / name).path) for name in ("one", "two"))
+    assert one == two
+    other = digests(expand(base_of("llama"), replace(REQUEST, seed=1), tmp_path / "other").path)
+    shard = "expansion-00001-of-00001.safetensors"
+    assert other[shard] != one[shard]
+    assert other["model-00001-of-00001.safetensors"] == one["model-00001-of-00001.safetensors"]
+
+
+def test_initial_values(base_of, tmp_path):
+    expansion = expand(base_of("llama"), REQUEST, tmp_path / "expanded")
+    values = load_file(expansion.path / expansion.plan.shards[0])
+    assert {tensor.name for tensor in expansion.plan.tensors} == set(values)
+    base = load_file(base_of("llama") / "model.safetensors")
+    for tensor in expansion.plan.tensors:
+        value, is_zero = values[tensor.name], tensor.block in ("w12", "up_bias") or tensor.name == "lm_head.up_weight"
+        assert bool(value.any()) != is_zero, tensor.name
+        assert value.isfinite().all()
+        if "norm" in tensor.name:
+            assert torch.equal(value, torch.full_like(value, float(base[tensor.source].mean())))
+
+
+@pytest.mark.parametrize("init", ("svd", "random", "zero"))
+def test_ways_to_begin(base_of, tmp_path, init):
+    request = replace(REQUEST, init_w21=init, init_w22=init, init_embedding="zero", svd="exact")
+    expansion = expand(base_of("gpt_neox"), request, tmp_path / "expanded")
+    values = load_file(expansion.path / expansion.plan.shards[0])
+    blocks = {name: value for name, value in values.items() if name.endswith(("w21", "w22"))}
+    assert len(blocks) == 16
+    assert all(bool(value.any()) == (init != "zero") for value in blocks.values())
+    assert not values["gpt_neox.embed_in.up_weight"].any()
+
+
+@pytest.mark.parametrize("value", (float("nan"), float("inf"), float("-inf")))
+def test_weights_that_are_not_finite_are_named(llama_base, tmp_path, value):
+    shard, name = llama_base / "model.safetensors", "model.layers.2.mlp.up_proj.weight"
+    tensors = load_file(shard)
+    tensors[name][3, 5] = value
+    save_file(tensors, shard)
+    assert refusal(llama_base, REQUEST, tmp_path / "expanded") == (
+        f"{name}: holds 1 NaN or infinite values of 2080, expected finite numbers to decompose. "
+        "Check the checkpoint, leave out its layer, or choose --init-w21 random."
+    )
+    assert not (tmp_path / "expanded").exists()
+    expand(llama_base, replace(REQUEST, init_w21="random"), tmp_path / "random")
+    expand(llama_base, replace(REQUEST, layers="0-1"), tmp_path / "without")
+
+
+def test_a_target_that_exists_is_refused_before_any_work(llama_base, tmp_path):
+    target = tmp_path / "out"
+    target.mkdir()
+    wanted = f"{target}: exists already. Choose another output folder, or give --overwrite."
+    assert refusal(llama_base, REQUEST, target) == wanted
+    (target / "precious").write_text("x")
+    message = refusal(llama_base, REQUEST, target, overwrite=True)
+    assert message == f"{target}: is no model folder, --overwrite will not replace it. Choose another output folder."
+    assert (target / "precious").read_text() == "x"
+    shutil.rmtree(target)
+    shutil.copytree(llama_base, target)
+    (target / "old").write_text("x")
+    expand(llama_base, REQUEST, target, overwrite=True)
+    assert not (target / "old").exists()
+    assert (target / "surgery.json").is_file()
+
+
+@pytest.mark.parametrize("where", (".", "..", "deep/er"))
+def test_a_target_inside_around_or_at_the_source_is_refused(llama_base, where):
+    before, target = digests(llama_base), llama_base / where
+    for overwrite in (False, True):
+        message = refusal(llama_base, REQUEST, target, overwrite=overwrite)
+        assert f"{target}: lies inside, around or at the input {llama_base}. Choose another output folder." in message
+    link = llama_base.parent / "link"
+    link.symlink_to(target, target_is_directory=True)
+    assert "lies inside, around or at the input" in refusal(llama_base, REQUEST, link, overwrite=True)
+    assert digests(llama_base) == before
+
+
+def test_a_target_that_is_a_file_or_below_one(llama_base, tmp_path):
+    (tmp_path / "file").write_text("x")
+    for overwrite in (False, True):
+        message = refusal(llama_base, REQUEST, tmp_path / "file", overwrite=overwrite)
+        assert f"{tmp_path}/file: is a file, expected a folder to be." in message
+    below = refusal(llama_base, REQUEST, tmp_path / "file" / "below")
+    assert f"{tmp_path}/file is not a folder you may write to. Choose another output folder." in below
+    assert (tmp_path / "file").read_text() == "x"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_target_in_a_folder_that_may_not_be_written(llama_base, tmp_path):
+    (tmp_path / "locked").mkdir(mode=0o500)
+    message = refusal(llama_base, REQUEST, tmp_path / "locked" / "out")
+    assert f"{tmp_path}/locked is not a folder you may write to" in message
+
+
+def test_a_disk_without_room_is_noticed_before_any_work(llama_base, tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=10_000))
+    message = refusal(llama_base, REQUEST, tmp_path / "out")
+    assert message.startswith(f"{tmp_path}/out: needs ")
+    assert f"bytes, {tmp_path} has 10,000 free. Free some space, choose another output folder, or give" in message
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_names_that_the_base_has_already(llama_base, tmp_path):
+    (llama_base / "expanded_modules.py").write_text("x")
+    shard, name = llama_base / "model.safetensors", "model.layers.0.mlp.up_proj.w21"
+    save_file(load_file(shard) | {name: torch.zeros(2)}, shard)
+    assert refusal(llama_base, REQUEST, tmp_path / "out").splitlines() == [
+        f"{name}: the base model has a tensor of this name already.",
+        "expanded_modules.py: the base model has a file of this name, which the expansion needs.",
+    ]
+
+
+def test_a_base_of_one_numbered_shard(sharded_base, tmp_path):
+    """Its shard has the name that a single file gets; nothing clashes, and the base comes back."""
+    tensors = {}
+    for shard in sharded_base.glob("*.safetensors"):
+        tensors |= load_file(shard)
+        shard.unlink()
+    name = "model-00001-of-00001.safetensors"
+    save_file(tensors, sharded_base / name)
+    index = {"metadata": {}, "weight_map": dict.fromkeys(tensors, name)}
+    (sharded_base / "model.safetensors.index.json").write_text(json.dumps(index))
+    expanded = expand(sharded_base, REQUEST, tmp_path / "expanded").path
+    strip(expanded, tmp_path / "stripped")
+    assert digests(tmp_path / "stripped") == digests(sharded_base)
+
+
+def test_a_request_or_a_plan(llama_base, tmp_path):
+    wanted = "Give a request (--layers ...) or a saved plan (--plan), one of the two."
+    assert refusal(llama_base, error=PlanError) == wanted
+    made = plan(llama_base, REQUEST)
+    save_plan(made, tmp_path / "plan.json")
+    assert refusal(llama_base, REQUEST, plan_file=tmp_path / "plan.json", error=PlanError) == wanted
+    expansion = expand(llama_base, None, tmp_path / "planned", plan_file=tmp_path / "plan.json")
+    assert expansion.plan == made
+    assert digests(expansion.path) == digests(expand(llama_base, REQUEST, tmp_path / "asked").path)
+
+
+def test_a_plan_of_another_base_is_not_executed(base_of, llama_base, tmp_path):
+    save_plan(plan(base_of("llama", "bfloat16"), REQUEST), tmp_path / "plan.json")
+    message = refusal(llama_base, None, tmp_path / "out", plan_file=tmp_path / "plan.json", error=PlanError)
+    assert "this plan was made for another base model or by another release; it differs in base_fingerprint" in message
+
+
+def test_progress_adds_up(base_of, tmp_path):
+    seen: dict[str, list[int]] = {}
+
+    @contextlib.contextmanager
+    def track(label, total):
+        seen[label] = [total]
+        yield seen[label].append
+
+    expand(base_of("llama"), REQUEST, tmp_path / "out", track=track)
+    assert list(seen) == ["new tensors", "base shards", "base hashes"]
+    assert all(sum(done) == total for total, *done in seen.values())
+
+
+def test_expanding_needs_no_transformers_model_class(base_of, tmp_path):
+    """Peak memory is that of tensors, not of a model: the stock modeling module is never imported."""
+    script = """
+import sys
+from scale_surgery.surgery.expand import expand
+from scale_surgery.planning.request import Request
+expand(sys.argv[1], Request("0"), sys.argv[2])
+assert "transformers.models.llama.modeling_llama" not in sys.modules
+"""
+    command = [sys.executable, "-c", script, str(base_of("llama")), str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,224 @@
+"""extract: the expansion alone, every file as it was, the base named; no loader takes it for a whole model."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import transformers
+from click.testing import CliRunner
+
+from scale_surgery.checkpoint.folder import open_checkpoint, read_header, read_json
+from scale_surgery.checkpoint.staging import write_json
+from scale_surgery.cli.program import main
+from scale_surgery.errors import CheckpointError
+from scale_surgery.evidence.evaluate import evaluate
+from scale_surgery.evidence.verify import verify
+from scale_surgery.planning.inspect import inspect
+from scale_surgery.planning.plan import fingerprint
+from scale_surgery.planning.request import Request
+from scale_surgery.surgery.expand import expand
+from scale_surgery.surgery.extract import extract
+from scale_surgery.surgery.extract_folder import STORED_INDEX, open_extract
+from scale_surgery.surgery.record import read_manifest
+from scale_surgery.surgery.route import Routing, route_export, set_routing, unroute
+from scale_surgery.surgery.strip import strip
+from scale_surgery.training.train import train
+from tests.conftest import digests
+
+BASE_FILES = {"model-00001-of-00001.safetensors", "generation_config.json"}
+
+
+@pytest.fixture
+def expanded(pair_of, tmp_path) -> Path:
+    """A copy of the tiny expanded llama, to be changed by a test."""
+    return Path(shutil.copytree(pair_of("llama", "adapt").path, tmp_path / "expanded"))
+
+
+@pytest.fixture(scope="module")
+def ready(pair_of, tmp_path_factory) -> Path:
+    """An extract that no test changes."""
+    return extract(pair_of("llama", "adapt").path, tmp_path_factory.mktemp("extracts") / "extract").path
+
+
+def edit_manifest(folder: Path, **changes: object) -> None:
+    write_json(folder / "surgery.json", read_json(folder / "surgery.json") | changes)
+
+
+def test_it_holds_every_file_but_the_base_s(pair_of, tmp_path):
+    source = pair_of("llama", "adapt").path
+    before = digests(source)
+    done = extract(source, tmp_path / "extract")
+    assert digests(source) == before
+    found = digests(tmp_path / "extract")
+    del found["extract.json"]
+    expected = {name: digest for name, digest in before.items() if name not in BASE_FILES}
+    expected[STORED_INDEX] = expected.pop("model.safetensors.index.json")
+    assert found == expected
+    manifest = read_manifest(source)
+    names = {
+        name for shard in (tmp_path / "extract").glob("*.safetensors") for name in read_header(shard.parent, shard.name)
+    }
+    assert names == {tensor["name"] for tensor in manifest.plan["tensors"]}
+    assert not names & set(manifest.base_tensors)
+    assert (done.path, done.tensors, set(done.files)) == (tmp_path / "extract", len(names), set(before) - BASE_FILES)
+    assert done.bytes == sum((tmp_path / "extract" / name).stat().st_size for name in found)
+    assert done.base_bytes == sum((source / name).stat().st_size for name in BASE_FILES)
+    assert (done.licences, done.left_out) == ((), ())
+
+
+def test_it_names_its_base(pair_of, tmp_path):
+    pair = pair_of("llama", "adapt")
+    source = Path(shutil.copytree(pair.path, tmp_path / "expanded"))
+    edit_manifest(source, base_name="org/base", base_revision="0123abc")
+    done = extract(source, tmp_path / "extract")
+    content = read_json(tmp_path / "extract" / "extract.json")
+    assert (done.base_name, done.base_revision) == ("org/base", "0123abc")
+    assert (content["base_name"], content["base_revision"]) == ("org/base", "0123abc")
+    base = open_checkpoint(pair.base_path)
+    assert content["base_fingerprint"] == fingerprint(base)
+    assert set(content["from_base"]) == BASE_FILES
+    forms = {name: [info.dtype, list(info.shape)] for name, info in base.tensors.items()}
+    assert content["base_tensors"] == forms
+    found = open_extract(tmp_path / "extract")
+    assert found.manifest == read_manifest(source)
+    assert set(found.tensors) == {tensor["name"] for tensor in found.manifest.plan["tensors"]}
+
+
+def test_licences_go_along_and_states_of_training_stay(llama_base, tmp_path):
+    for name in ("LICENSE", "Notice.txt", "USE_POLICY.md", "README.md", "helper.py"):
+        (llama_base / name).write_text(f"the {name}")
+    source = expand(llama_base, Request("0"), tmp_path / "expanded").path
+    log, state = source / "training" / "log.jsonl", source / "training" / "checkpoint-7" / "trainer_state.json"
+    state.parent.mkdir(parents=True)
+    log.write_text("{}\n")
+    state.write_text("{}")
+    (source / "training" / "checkpoint-7" / "optimizer.pt").write_bytes(b"state")
+    (source / "README.md").write_text("another")
+    done = extract(source, tmp_path / "extract")
+    assert set(done.licences) == {"LICENSE", "Notice.txt", "USE_POLICY.md"}
+    assert set(done.left_out) == {"training/checkpoint-7/trainer_state.json", "training/checkpoint-7/optimizer.pt"}
+    found = digests(tmp_path / "extract")
+    assert {"training/log.jsonl", "LICENSE", "README.md"} <= set(found)
+    assert not {"helper.py", "training/checkpoint-7/trainer_state.json"} & set(found)
+    assert (tmp_path / "extract" / "README.md").read_text() == "another", "it was edited, so it is no file of the base"
+
+
+def test_no_loader_takes_it_for_a_whole_model(ready, pair_of):
+    for options in ({}, {"trust_remote_code": True}):
+        with pytest.raises(OSError, match=r"model\.safetensors"):
+            transformers.AutoModelForCausalLM.from_pretrained(ready, **options)
+    peft = pytest.importorskip("peft")
+    with pytest.raises(ValueError, match=r"adapter_config\.json"):
+        peft.PeftModel.from_pretrained(pair_of("llama", "adapt").base, ready)
+
+
+COMMANDS = {
+    "verify": lambda path, out: verify(path),
+    "strip": lambda path, out: strip(path, out),
+    "train": lambda path, out: train(path, [__file__], out),
+    "route-export": lambda path, out: route_export(path, out),
+    "unroute": lambda path, out: unroute(path, out),
+    "set_routing": lambda path, out: set_routing(path, Routing()),
+    "inspect": lambda path, out: inspect(path),
+    "expand": lambda path, out: expand(path, Request("0"), out),
+    "evaluate": lambda path, out: evaluate([path], [__file__], []),
+    "extract": lambda path, out: extract(path, out),
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_say_what_it_is(ready, tmp_path, command):
+    with pytest.raises(CheckpointError) as error:
+        COMMANDS[command](ready, tmp_path / "out")
+    assert str(error.value) == (
+        f"{ready}: is an extract, an expansion without its base, expected a whole model. Put it on its base first: "
+        f"scale-surgery apply {ready} --base MODEL -o EXPANDED."
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_base_that_was_changed_is_refused(expanded, tmp_path):
+    shard = expanded / "model-00001-of-00001.safetensors"
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(CheckpointError) as error:
+        extract(expanded, tmp_path / "extract")
+    assert str(error.value) == (
+        f"{shard.name}: is not the base's file that surgery.json names. The base inside {expanded} was changed after "
+        "the expansion: expand it again, or restore the file."
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["expanded"]
+
+
+def test_what_the_expansion_did_not_write_is_refused_and_listed(expanded, tmp_path):
+    config = read_json(expanded / "config.json")
+    (expanded / "config.json").write_text(json.dumps(config | {"vocab_size": 98}))
+    with (expanded / "expanded_model.py").open("a") as file:
+        file.write("# another line\n")
+    (expanded / "evil.py").write_text("print('boo')\n")
+    (expanded / "processor_config.json").write_text('{"auto_map": {"AutoProcessor": "org/evil--code.Code"}}')
+    with pytest.raises(CheckpointError) as error:
+        extract(expanded, tmp_path / "extract")
+    assert str(error.value).splitlines() == [
+        "config.json: vocab_size is not what the expansion wrote.",
+        "evil.py: unknown code file. Read it before you trust it.",
+        "expanded_model.py: is not the code that the expansion wrote. Read it before you trust it.",
+        "processor_config.json: auto_map names code that the base does not name. Read it before you trust it.",
+        f"{expanded}: is not what the expansion wrote, so it is not extracted. Restore what is named.",
+    ]
+
+
+def test_a_fused_model_is_refused(expanded, tmp_path):
+    shards = {"x.safetensors": {"header": "{}", "sha256": ""}}
+    edit_manifest(expanded, fused={"shards": shards, "texts": {}, "drift": {"drift": 0.0, "dtype": "float32"}})
+    with pytest.raises(
+        CheckpointError, match=r"is fused, .* Take them apart first: scale-surgery merge --to blocks\.$"
+    ):
+        extract(expanded, tmp_path / "extract")
+
+
+def test_names_that_an_extract_needs_are_not_overwritten(expanded, tmp_path):
+    (expanded / STORED_INDEX).write_text("{}")
+    with pytest.raises(CheckpointError) as error:
+        extract(expanded, tmp_path / "extract")
+    line = f"{STORED_INDEX}: lies in {expanded}, and an extract needs this name. Move that file away."
+    assert str(error.value) == line
+
+
+def test_what_is_not_expanded_has_nothing_to_extract(base_of, tmp_path):
+    with pytest.raises(CheckpointError, match=r"has no surgery\.json, expected a model made by scale-surgery expand"):
+        extract(base_of("llama"), tmp_path / "extract")
+
+
+def test_the_target_is_replaced_when_asked_for(expanded, tmp_path):
+    extract(expanded, tmp_path / "extract")
+    with pytest.raises(CheckpointError, match="exists already"):
+        extract(expanded, tmp_path / "extract")
+    before = digests(tmp_path / "extract")
+    extract(expanded, tmp_path / "extract", overwrite=True)
+    assert digests(tmp_path / "extract") == before
+
+
+def test_hard_links_share_the_expansion(expanded, tmp_path):
+    extract(expanded, tmp_path / "extract", base_weights="link")
+    name = "expansion-00001-of-00001.safetensors"
+    assert (expanded / name).samefile(tmp_path / "extract" / name)
+    assert not (expanded / "config.json").samefile(tmp_path / "extract" / "config.json")
+
+
+def test_the_commands(expanded, base_of, tmp_path):
+    run = CliRunner(env={"COLUMNS": "80"}).invoke
+    made = run(main, ["extract", str(expanded), "-o", str(tmp_path / "extract"), "--json"])
+    assert made.exit_code == 0, made.output
+    assert json.loads(made.stdout)["base_name"] == base_of("llama").name
+    applied = run(
+        main, ["apply", str(tmp_path / "extract"), "--base", str(base_of("llama")), "-o", str(tmp_path / "a")]
+    )
+    assert applied.exit_code == 0 and "all equal" in applied.stdout, applied.output
+    assert digests(tmp_path / "a") == digests(expanded)
+    refused = run(main, ["apply", str(tmp_path / "extract"), "--base", str(expanded), "-o", str(tmp_path / "b")])
+    assert refused.exit_code == 1 and refused.stderr.startswith("error: "), refused.output

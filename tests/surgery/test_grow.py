@@ -1,0 +1,376 @@
+"""Grown models: copies of the MLP give what the one gave, learn apart from it, and join in a larger plain MLP."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from scale_surgery.errors import CheckpointError, PlanError, TrainingError
+from scale_surgery.evidence.verify import Verification, verify
+from scale_surgery.modeling.expanded_modules import GrownLinear
+from scale_surgery.planning.families import FAMILIES as FACTS
+from scale_surgery.planning.inspect import inspect
+from scale_surgery.planning.plan import plan
+from scale_surgery.planning.request import Request
+from scale_surgery.planning.routing_specs import Routing
+from scale_surgery.surgery import blocks
+from scale_surgery.surgery.apply import apply
+from scale_surgery.surgery.expand import expand
+from scale_surgery.surgery.extract import extract
+from scale_surgery.surgery.load_expansion import load_expansion
+from scale_surgery.surgery.merge import merge
+from scale_surgery.surgery.record import read_manifest
+from scale_surgery.surgery.route import route_export
+from scale_surgery.surgery.strip import strip
+from scale_surgery.training.settings import GROUPS, TrainingSettings
+from scale_surgery.training.train import train
+from tests.conftest import digests, load, shake
+from tests.tiny import FAMILIES, save_tiny
+
+FREEZE = Request("0,2", method="grow")
+TRAIN = Request("0,2", method="grow", variant="grow-train")
+IDS = torch.tensor([[5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47]])
+
+
+@pytest.fixture(scope="session")
+def grown_of(base_of: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Grow a tiny base model."""
+
+    def make(family: str, request: Request = FREEZE, dtype: str = "float32", tied: bool = False) -> Path:
+        return expand(base_of(family, dtype, tied), request, tmp_path_factory.mktemp("grown") / family).path
+
+    return make
+
+
+def promise(result: Verification, name: str) -> Any:
+    return next(promise for promise in result.promises if promise.name == name)
+
+
+@pytest.mark.parametrize("request_", [FREEZE, TRAIN], ids=["freeze", "train"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_output_at_init(
+    family: str, dtype: str, request_: Request, grown_of: Callable[..., Path], base_of: Callable[..., Path]
+) -> None:
+    grown, base = load(grown_of(family, request_, dtype)), load(base_of(family, dtype))
+    with torch.no_grad():
+        for batch in (IDS, IDS[:, :1], IDS.repeat(3, 1)):
+            assert torch.equal(grown(batch).logits, base(batch).logits)
+        # negative control: the copies do compute what is added
+        down = FACTS[family].linears[-1].name
+        layers = getattr(grown, FACTS[family].base_model).get_submodule(FACTS[family].layers)
+        layers[2].get_submodule(down).w12[3, 4] += 1
+        assert not torch.equal(grown(IDS).logits, base(IDS).logits)
+
+
+def test_verify_claims_and_proves(grown_of: Callable[..., Path]) -> None:
+    result = verify(grown_of("llama", tied=True), record=False)
+    assert result.passed
+    assert promise(result, "output_at_init").claimed
+    assert "near_output_at_init" not in [found.name for found in result.promises]
+    assert promise(result, "output_at_init").evidence.startswith("copies are the base's; logits bit-equal")
+
+
+@pytest.mark.parametrize(
+    ("copies", "dtype"), [(3, "float32"), (3, "bfloat16"), (4, "float32"), (2, "float16"), (3, "float16")]
+)
+def test_other_shares_are_near(copies: int, dtype: str, grown_of: Callable[..., Path]) -> None:
+    result = verify(grown_of("qwen2", Request("1", method="grow", copies=copies), dtype), record=False)
+    assert result.passed
+    assert promise(result, "near_output_at_init").claimed
+    assert promise(result, "near_output_at_init").holds
+    assert not promise(result, "output_at_init").claimed
+
+
+def test_near_is_not_far(grown_of: Callable[..., Path]) -> None:
+    """Negative control: what is not explained by rounding is noticed."""
+    path = grown_of("qwen2", Request("1", method="grow", copies=3))
+    shard = path / "expansion-00001-of-00001.safetensors"
+    tensors = load_file(shard)
+    tensors["model.layers.1.mlp.down_proj.w12"] *= 1.1
+    save_file(tensors, shard, metadata={"format": "pt"})
+    result = verify(path, required=("near_output_at_init",), record=False)
+    assert not result.passed
+    problems = promise(result, "near_output_at_init").problems
+    copy = "model.layers.1.mlp.down_proj.w12: is not the copy of model.layers.1.mlp.down_proj.weight that it began as."
+    assert copy in problems
+    assert any(problem.startswith("logits: drift") and "expected at most" in problem for problem in problems)
+
+
+def test_small_numbers_of_float16_cannot_be_halved(tmp_path: Path) -> None:
+    """Why float16 is near alone: the smallest numbers that it holds have no half."""
+    base = save_tiny(tmp_path / "base", "qwen2", dtype=torch.float16)
+    tensors = load_file(base / "model.safetensors")
+    tensors["model.layers.1.mlp.down_proj.weight"] *= 1e-5
+    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+    grown = expand(base, Request("1", method="grow"), tmp_path / "grown").path
+    half = load_file(grown / "expansion-00001-of-00001.safetensors")["model.layers.1.mlp.down_proj.w12"]
+    assert not torch.equal(2 * half, tensors["model.layers.1.mlp.down_proj.weight"])
+
+
+def test_base_tensors_are_not_rewritten(grown_of: Callable[..., Path], base_of: Callable[..., Path]) -> None:
+    base, grown = base_of("llama", tied=True), grown_of("llama", TRAIN, tied=True)
+    shards = {name: digest for name, digest in digests(base).items() if name.endswith(".safetensors")}
+    assert len(shards) > 1
+    assert shards.items() <= digests(grown).items()
+
+
+@contextmanager
+def trained_layer(path: Path, steps: int = 5, frozen: tuple[str, ...] = ()) -> Iterator[Any]:
+    """Train a grown model on a few tokens, but for blocks of these names; give its layer 2's MLP."""
+    model = load(path).train()
+    for name, parameter in model.named_parameters():
+        if name.endswith(frozen):
+            parameter.requires_grad_(False)
+    optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=1e-2, weight_decay=0)
+    for _ in range(steps):
+        model(IDS, labels=IDS).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    yield model.model.layers[2].mlp
+
+
+def separation(mlp: Any) -> Tensor:
+    """Norm of the difference of the copies of the up projection."""
+    old = mlp.up_proj.weight if mlp.up_proj.w11 is None else mlp.up_proj.w11
+    return (mlp.up_proj.w21 - old).norm()
+
+
+@pytest.mark.parametrize("request_", [FREEZE, TRAIN], ids=["freeze", "train"])
+def test_copies_separate_in_training(request_: Request, grown_of: Callable[..., Path]) -> None:
+    with trained_layer(grown_of("llama", request_)) as mlp:
+        assert separation(mlp) > 0.1
+
+
+def test_symmetry_trap(grown_of: Callable[..., Path]) -> None:
+    """Negative control: where both halves of the down projection are frozen, the trained copies stay equal for ever."""
+    with trained_layer(grown_of("llama", TRAIN), steps=20, frozen=(".w12",)) as mlp:
+        start = load(grown_of("llama", TRAIN)).model.layers[2].mlp
+        assert not torch.equal(mlp.up_proj.w11, start.up_proj.w11)
+        assert separation(mlp) == 0
+
+
+@pytest.mark.parametrize("noise", [blocks.COPY_NOISE, 0.0])
+def test_several_new_copies_separate(noise: float, grown_of: Callable[..., Path], monkeypatch: Any) -> None:
+    """Two new copies that begin the same are kept apart by noise; without it (the control) they never separate."""
+    monkeypatch.setattr(blocks, "COPY_NOISE", noise)
+    with trained_layer(grown_of("llama", Request("2", method="grow", copies=3)), steps=20) as mlp:
+        one, other = mlp.up_proj.w21.chunk(2)
+        apart, moved = (one - other).norm(), (one - mlp.up_proj.weight).norm()
+    assert moved > 1
+    # without noise, kernels may round rows of one matrix differently by where they lie
+    assert apart > 0.01 if noise else apart < 1e-5
+
+
+def test_noise_adds_up_to_nothing() -> None:
+    weight = torch.randn(8, 12)
+    made = blocks.copied_w12(weight, 3, torch.Generator().manual_seed(0))
+    parts = made.chunk(3, dim=1)
+    assert not torch.equal(parts[0], parts[1])
+    assert torch.allclose(sum(parts), 0.75 * weight, atol=1e-6)
+
+
+@pytest.mark.parametrize(("request_", "expected"), [(FREEZE, {"w12", "w21", "up_bias"}), (TRAIN, None)])
+def test_what_trains(request_: Request, expected: set[str] | None, grown_of: Callable[..., Path]) -> None:
+    model = load(grown_of("gpt2", request_))
+    trains = {name.rpartition(".")[2] for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert trains == (expected or {"w12", "w21", "w11", "up_bias", "bias11"})
+    with model.expansion_disabled(), torch.no_grad():
+        assert not any(name in ("weight", "bias") for name in trains)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_train_the_command(dtype: str, stories: Path, tmp_path: Path) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(stories, dtype=getattr(torch, dtype))
+    model.save_pretrained(tmp_path / "base")
+    transformers.AutoTokenizer.from_pretrained(stories).save_pretrained(tmp_path / "base")
+    grown = expand(tmp_path / "base", Request("3-4", method="grow", variant="grow-train"), tmp_path / "grown").path
+    (tmp_path / "new.txt").write_text("Zork was a green dragon who liked to eat stones. " * 40)
+    settings = TrainingSettings(steps=12, sequence_length=32, batch_size=2)
+    done = train(grown, [tmp_path / "new.txt"], tmp_path / "trained", settings, new=[tmp_path / "new.txt"])
+    before, after = (load_file(path / "expansion-00001-of-00001.safetensors") for path in (grown, done.path))
+    assert [name for name in before if torch.equal(before[name], after[name])] == []
+    assert done.measured["learning"] > 0.1
+    result = verify(done.path, tmp_path / "base", record=False)
+    assert result.passed
+    assert result.state == "trained"
+    strip(done.path, tmp_path / "again")
+    assert digests(tmp_path / "again") == digests(tmp_path / "base")
+
+
+def test_training_into_the_trap_is_refused(stories: Path, tmp_path: Path) -> None:
+    grown = expand(stories, Request("4", method="grow", variant="grow-train"), tmp_path / "grown").path
+    (tmp_path / "new.txt").write_text("Zork was a green dragon. " * 40)
+    settings = TrainingSettings(steps=2, sequence_length=32, groups=("w11", "w21"))
+    with pytest.raises(TrainingError) as raised:
+        train(grown, [tmp_path / "new.txt"], tmp_path / "trained", settings)
+    assert str(raised.value) == (
+        f"{grown}: would train both copies of its MLPs alike, which are still equal, and no half of the down "
+        "projection (w12): they would get equal gradients, stay equal for ever and be worth one. Add w12 to "
+        "--train-only."
+    )
+    assert not (tmp_path / "trained").exists()
+    # copies that are no longer equal may train so, and so may three, which noise keeps apart
+    apart = train(grown, [tmp_path / "new.txt"], tmp_path / "apart", replace(settings, groups=GROUPS)).path
+    train(apart, [tmp_path / "new.txt"], tmp_path / "trained", settings)
+    three = expand(stories, Request("4", method="grow", variant="grow-train", copies=3), tmp_path / "three").path
+    train(three, [tmp_path / "new.txt"], tmp_path / "three-trained", settings)
+
+
+@pytest.mark.parametrize("copies", [0, 1, 3, "x"])
+def test_a_spoiled_number_of_copies_is_noticed(copies: Any, grown_of: Callable[..., Path]) -> None:
+    grown = grown_of("llama")
+    record = json.loads((grown / "surgery.json").read_text())
+    record["plan"]["request"]["copies"] = copies
+    (grown / "surgery.json").write_text(json.dumps(record))
+    with pytest.raises(CheckpointError) as raised:
+        verify(grown)
+    assert str(raised.value) == (
+        f"{grown}/surgery.json: is incomplete (plan.request.copies is {copies!r}, which does not fit its widths). "
+        "Restore it from where you got it."
+    )
+
+
+@pytest.mark.parametrize("request_", [FREEZE, TRAIN], ids=["freeze", "train"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_strip_extract_apply(
+    family: str, request_: Request, grown_of: Callable[..., Path], base_of: Callable[..., Path], tmp_path: Path
+) -> None:
+    base, grown = base_of(family), shake(grown_of(family, request_))
+    strip(grown, tmp_path / "base")
+    assert digests(tmp_path / "base") == digests(base)
+    extract(grown, tmp_path / "extract")
+    apply(tmp_path / "extract", tmp_path / "again", base)
+    assert digests(tmp_path / "again") == digests(grown)
+    loaded = load_expansion(load(base), tmp_path / "extract")
+    with torch.no_grad():
+        assert torch.equal(loaded(IDS).logits, load(grown)(IDS).logits)
+
+
+@pytest.mark.parametrize(("variant", "copies"), [("grow-freeze", 3), ("grow-train", 2)])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_stock_form(family: str, variant: Any, copies: int, grown_of: Callable[..., Path], tmp_path: Path) -> None:
+    grown = shake(grown_of(family, Request("0,2", method="grow", variant=variant, copies=copies)))
+    done = merge(grown, tmp_path / "stock", "stock")
+    assert done.drift is not None
+    assert done.drift.share < 2e-6
+    stock = load(tmp_path / "stock")
+    assert not type(stock).__name__.startswith("Scale")
+    assert getattr(stock.config, FACTS[family].key("inner")) == 52 * copies
+    shapes = {name: tuple(parameter.shape) for name, parameter in stock.named_parameters()}
+    assert len(shapes) == len(dict(load(tmp_path / "stock").named_parameters()))
+    planned = read_manifest(grown).plan["costs"]["stock"]
+    assert done.parameters == planned["parameters"]
+    # every other layer is filled with zeros, so the cost that the plan states is that of one layer
+    assert (
+        planned["padding"] * 2
+        == planned["parameters_expanded"] - read_manifest(grown).plan["costs"]["parameters_before"]
+    )
+
+
+def test_wrong_share_is_noticed_by_the_merge(grown_of: Callable[..., Path], tmp_path: Path) -> None:
+    """Negative control: a down projection that counts whole is too far from the blocks to be written."""
+    grown = shake(grown_of("llama"))
+    record = json.loads((grown / "surgery.json").read_text())
+    record["plan"]["specs"]["expanded"]["mlp.down_proj"]["share"] = 0.4
+    (grown / "surgery.json").write_text(json.dumps(record))
+    with pytest.raises(CheckpointError, match="its logits drift by"):
+        merge(grown, tmp_path / "stock", "stock")
+    assert not (tmp_path / "stock").exists()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "routing", [Routing("posterior", switch_rate=0), Routing("cosine")], ids=lambda one: one.router
+)
+def test_routed(family: str, routing: Routing, grown_of: Callable[..., Path], tmp_path: Path) -> None:
+    """The preserve path of a routed grown model is its base, which counts whole there."""
+    routed = route_export(shake(grown_of(family, TRAIN)), tmp_path / "routed", routing).path
+    result = verify(routed, record=False)
+    assert result.passed
+    assert promise(result, "base_stream_always").claimed
+    assert promise(result, "base_stream_always").holds
+
+
+def test_a_preserve_path_that_counts_half_is_noticed(
+    grown_of: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control: on the preserve path the base product must count whole."""
+    routed = route_export(shake(grown_of("llama")), tmp_path / "routed", Routing(switch_rate=0)).path
+    stock = GrownLinear.forward_preserve
+
+    def halved(self: Any, base: Tensor, up: Tensor) -> Any:
+        y_base, y_up = stock(self, base, up)
+        return y_base * self.share, y_up
+
+    monkeypatch.setattr(GrownLinear, "forward_preserve", halved)
+    result = verify(routed, record=False)
+    assert not result.passed
+    assert not promise(result, "base_stream_always").holds
+    assert not promise(result, "bounded_forgetting").holds
+
+
+@pytest.mark.parametrize(
+    ("request_", "lines"),
+    [
+        (
+            Request("0", method="grow", copies=1),
+            ["--copies is 1, expected 2 or more: the original is one of them, and 1 adds nothing."],
+        ),
+        (
+            Request("0", method="grow", copies=0, variant="adapt", up_width=8),
+            [
+                "--variant is adapt, expected grow-freeze or grow-train for --method grow.",
+                "--up-width 8 belongs to --method scale, it has no meaning for grow. Leave it out.",
+                "--copies is 0, expected 2 or more: the original is one of them, and 1 adds nothing.",
+            ],
+        ),
+        (
+            Request("0", copies=2),
+            ["--copies 2 belongs to --method grow, it has no meaning for scale. Leave it out."],
+        ),
+        (
+            Request("0", method="deep"),  # type: ignore[arg-type]
+            ["--method is 'deep', expected one of: scale, grow, depth."],
+        ),
+        (
+            Request("7", method="grow"),
+            ["--layers 7: layer 7 is out of range, the model has layers 0 to 2."],
+        ),
+    ],
+)
+def test_bad_requests(request_: Request, lines: list[str], base_of: Callable[..., Path]) -> None:
+    with pytest.raises(PlanError) as raised:
+        plan(base_of("llama"), request_)
+    assert str(raised.value).splitlines() == lines
+
+
+def test_problems_of_options_and_layers_are_told_together(base_of: Callable[..., Path]) -> None:
+    with pytest.raises(PlanError) as raised:
+        plan(base_of("llama"), Request("9", method="grow", copies=1))
+    assert [line[:12] for line in str(raised.value).splitlines()] == ["--copies is ", "--layers 9: "]
+
+
+def test_inspect_counts_copies(grown_of: Callable[..., Path]) -> None:
+    found = inspect(grown_of("llama", Request("1", method="grow", copies=3)))
+    assert found.expansion is not None
+    assert (found.expansion.method, found.expansion.copies, found.expansion.layers) == ("grow", 3, (1,))
+
+
+def test_fused_is_refused(grown_of: Callable[..., Path], tmp_path: Path) -> None:
+    with pytest.raises(PlanError) as raised:
+        merge(grown_of("llama"), tmp_path / "fused")
+    assert str(raised.value) == (
+        "--to fused: the model is grown, and the base product of its down projections counts a share, so that one "
+        "matrix would hold other bytes than the base's. Merge --to stock: a plain checkpoint with a larger MLP."
+    )

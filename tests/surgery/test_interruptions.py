@@ -1,0 +1,213 @@
+"""Whole or absent: what a kill, a full disk or a second process leaves behind, and that a second run completes it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scale_surgery.checkpoint.staging import staged
+from scale_surgery.errors import CheckpointError
+from scale_surgery.planning.request import Request
+from scale_surgery.surgery.expand import expand
+from scale_surgery.surgery.strip import strip
+from tests.conftest import digests
+
+REQUEST = Request("1-2", variant="adapt", collaborate="both", init_w22="random")
+# several shards, so that an interruption can fall between two
+SHARD_BYTES = 40_000
+
+# a process that kills itself when `label` has advanced `count` times, or where the folder gets its name
+KILLED = f"""
+import contextlib, json, os, signal, sys
+from pathlib import Path
+import torch
+import scale_surgery.planning.plan, scale_surgery.checkpoint.staging
+from scale_surgery.surgery.expand import expand
+from scale_surgery.planning.request import Request
+from scale_surgery.surgery.strip import strip
+torch.set_num_threads(1)
+sys.modules["scale_surgery.planning.plan"].SHARD_BYTES = {SHARD_BYTES}
+label, count = sys.argv[1], int(sys.argv[2])
+def die(*ignored, **also_ignored):
+    os.kill(os.getpid(), signal.SIGKILL)
+@contextlib.contextmanager
+def track(name, total):
+    left = [count]
+    def advance(done):
+        left[0] -= 1
+        if name == label and left[0] < 0:
+            die()
+    yield advance
+if label == "rename":
+    sys.modules["scale_surgery.checkpoint.staging"]._rename = die
+if sys.argv[3] == "strip":
+    strip(sys.argv[4], sys.argv[5], track=track, overwrite=True)
+else:
+    expand(sys.argv[4], Request(**json.loads(sys.argv[3])), sys.argv[5], track=track, overwrite=True)
+"""
+
+
+def run_killed(label: str, count: int, what: str, *folders: Path) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-c", KILLED, label, str(count), what, *map(str, folders)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture
+def small_shards(monkeypatch):
+    monkeypatch.setattr(sys.modules["scale_surgery.planning.plan"], "SHARD_BYTES", SHARD_BYTES)
+
+
+def as_json(request: Request) -> str:
+    return json.dumps(vars(request))
+
+
+KILLS = (
+    ("new tensors", 3),
+    ("new tensors", 40),
+    ("base shards", 2),
+    ("base hashes", 0),
+    ("base hashes", 9),
+    ("rename", 0),
+)
+
+
+@pytest.mark.parametrize(("label", "count"), KILLS)
+def test_a_killed_expansion_leaves_no_target_and_a_second_run_completes_it(
+    base_of, tmp_path, small_shards, label, count
+):
+    base = base_of("llama", tied=True)
+    before, target, partial = digests(base), tmp_path / "out" / "expanded", tmp_path / "out" / "expanded.partial"
+    done = run_killed(label, count, as_json(REQUEST), base, target)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert not target.exists()
+    assert digests(base) == before
+    finished = {file: file.stat().st_mtime_ns for file in partial.glob("expansion-*.safetensors")}
+    assert bool(finished) == ((label, count) != ("new tensors", 3)), "the kill falls where it is meant to"
+
+    expand(base, REQUEST, target)
+    undisturbed = expand(base, REQUEST, tmp_path / "undisturbed")
+    assert len(undisturbed.plan.shards) > 2
+    assert digests(target) == digests(undisturbed.path)
+    assert [file.name for file in target.parent.iterdir()] == ["expanded"], "nothing else is left behind"
+    for file, written in finished.items():
+        assert (target / file.name).stat().st_mtime_ns == written, "a finished shard is not made again"
+
+
+def test_another_request_starts_clean(base_of, tmp_path, small_shards):
+    base, target = base_of("llama"), tmp_path / "out" / "expanded"
+    assert run_killed("base shards", 0, as_json(REQUEST), base, target).returncode == -signal.SIGKILL
+    left = tmp_path / "out" / "expanded.partial"
+    (left / "stray.txt").write_text("from the interrupted run")
+    other = Request("0", init_w22="random", seed=7)
+    expand(base, other, target)
+    assert digests(target) == digests(expand(base, other, tmp_path / "undisturbed").path)
+
+
+def test_overwrite_keeps_the_old_target_until_the_new_one_is_whole(base_of, tmp_path, small_shards):
+    base, target = base_of("llama"), tmp_path / "expanded"
+    expand(base, Request("0"), target)
+    old = digests(target)
+    for label in ("new tensors", "base hashes", "rename"):
+        assert run_killed(label, 0, as_json(REQUEST), base, target).returncode == -signal.SIGKILL
+        assert digests(target) == old
+    expand(base, REQUEST, target, overwrite=True)
+    assert digests(target) == digests(expand(base, REQUEST, tmp_path / "undisturbed").path)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["expanded", "undisturbed"]
+
+
+@pytest.mark.parametrize("label", ("check by hash", "rename"))
+def test_a_killed_strip_leaves_no_target_and_a_second_run_completes_it(pair_of, tmp_path, label):
+    pair = pair_of("llama", "adapt", "float32", True)
+    before, target = digests(pair.path), tmp_path / "stripped"
+    done = run_killed(label, 0, "strip", pair.path, target)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert not target.exists()
+    assert digests(pair.path) == before
+    strip(pair.path, target)
+    assert digests(target) == digests(pair.base_path)
+    assert [file.name for file in tmp_path.iterdir()] == ["stripped"]
+
+
+def test_a_shard_cut_short_by_the_kill_is_not_taken_for_finished(base_of, tmp_path, small_shards):
+    """Unfinished files carry another name; one that lies there from a crash is thrown away."""
+    base, target = base_of("llama"), tmp_path / "out" / "expanded"
+    assert run_killed("new tensors", 40, as_json(REQUEST), base, target).returncode == -signal.SIGKILL
+    partial = target.parent / "expanded.partial"
+    (partial / "expansion-00002-of-00009.safetensors.tmp").write_bytes(b"half")
+    expand(base, REQUEST, target)
+    assert not list(target.glob("*.tmp"))
+
+
+def test_an_error_in_the_middle_leaves_the_target_absent(tmp_path):
+    target = tmp_path / "out"
+    with pytest.raises(ZeroDivisionError), staged(target, {"what": 1}, overwrite=False) as partial:
+        (partial / "file").write_text("x")
+        raise ZeroDivisionError
+    assert not target.exists()
+    assert (tmp_path / "out.partial" / "file").is_file()
+    with staged(target, {"what": 1}, overwrite=False) as partial:
+        assert (partial / "file").is_file(), "the same work goes on"
+    assert [file.name for file in target.iterdir()] == ["file"]
+
+
+def test_two_processes_cannot_write_the_same_target(tmp_path):
+    with (
+        staged(tmp_path / "out", {}, overwrite=False),
+        pytest.raises(CheckpointError, match=r"out\.partial: another process is writing it\. Wait until it is done"),
+        staged(tmp_path / "out", {}, overwrite=False),
+    ):
+        pass
+    assert (tmp_path / "out").is_dir()
+
+
+def test_a_target_that_appears_meanwhile_is_not_replaced(tmp_path):
+    target = tmp_path / "out"
+    with (
+        pytest.raises(CheckpointError, match="appeared while it was being made"),
+        staged(target, {}, overwrite=False) as partial,
+    ):
+        (partial / "ours").write_text("x")
+        target.mkdir()
+        (target / "theirs").write_text("y")
+    assert [file.name for file in target.iterdir()] == ["theirs"]
+
+
+FULL_DISK = """
+import resource, signal, sys
+import torch
+from scale_surgery.errors import CheckpointError
+from scale_surgery.surgery.expand import expand
+from scale_surgery.planning.request import Request
+torch.set_num_threads(1)
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[3]),) * 2)
+try:
+    expand(sys.argv[1], Request(sys.argv[4]), sys.argv[2])
+except CheckpointError as error:
+    sys.exit(str(error))
+"""
+
+
+@pytest.mark.parametrize(
+    ("limit", "layers", "file"), ((30_000, "all", "expansion-00001"), (100_000, "0", "model.safetensors"))
+)
+def test_a_file_that_cannot_be_written_is_an_error_and_no_target(base_of, tmp_path, limit, layers, file):
+    """The first limit stops the new shard, which safetensors writes, the second a base shard, which is copied."""
+    base, target = base_of("llama"), tmp_path / "expanded"
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", FULL_DISK, str(base), str(target), str(limit), layers]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert f"{target}: not written, File too large" in done.stderr
+    assert file in done.stderr
+    assert "a second run continues from what is finished in expanded.partial" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not target.exists()
+    expand(base, Request(layers), target)

@@ -1,0 +1,238 @@
+"""load_expansion: on a model's own weights in memory, what from_pretrained gives of the folder, bit for bit."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from scale_surgery.checkpoint.staging import write_tensors
+from scale_surgery.errors import CheckpointError, PlanError
+from scale_surgery.planning.families import FAMILIES
+from scale_surgery.planning.request import Request
+from scale_surgery.surgery.expand import expand
+from scale_surgery.surgery.extract import extract
+from scale_surgery.surgery.load_expansion import load_expansion
+from tests.conftest import load
+from tests.routed import prompts, random_ids, trio_of  # noqa: F401
+from tests.tiny import save_tiny
+
+SHAPES = ((2, 9), (1, 1))
+
+
+def trained(folder: Path, target: Path) -> Path:
+    """A copy of an expanded folder whose expansion has moved, as after any training."""
+    shutil.copytree(folder, target)
+    generator = torch.Generator().manual_seed(1)
+    for shard in target.glob("expansion-*.safetensors"):
+        tensors = load_file(shard)
+        moved = {name: torch.randn(tensor.shape, generator=generator) * 0.1 for name, tensor in tensors.items()}
+        write_tensors(shard, {name: tensor + moved[name].to(tensor.dtype) for name, tensor in tensors.items()})
+    return target
+
+
+def state_of(model: Any) -> dict[str, tuple]:
+    return {name: (each.dtype, tuple(each.shape), each.requires_grad) for name, each in model.named_parameters()}
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    """Compare two models: outputs on prompts, what trains, dtypes, buffers, generation."""
+    for prompt in prompts(SHAPES):
+        assert torch.equal(found(**prompt).logits, expected(**prompt).logits)
+    assert state_of(found) == state_of(expected)
+    buffers = dict(expected.named_buffers())
+    assert all(torch.equal(buffer, buffers.pop(name)) for name, buffer in found.named_buffers()) and not buffers
+    configs = [model.config.to_dict() | {"_name_or_path": None} for model in (found, expected)]
+    assert configs[0] == configs[1]
+    assert found.generation_config.to_dict() == expected.generation_config.to_dict()
+
+
+@pytest.fixture
+def pair(pair_of, tmp_path) -> tuple[Any, Path, Path]:
+    """A loaded base, an expanded folder of it that has learned, and the extract of that."""
+    made = pair_of("llama", "adapt")
+    folder = trained(made.path, tmp_path / "trained")
+    return load(made.base_path), folder, extract(folder, tmp_path / "extract").path
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_it_is_what_the_folder_gives(trio_of, tmp_path, family):  # noqa: F811
+    """Ten families, tied and not, two dtypes, routed, trained; the base stays as it was."""
+    tied = sorted(FAMILIES).index(family) % 2 == 0
+    trio = trio_of(family, "adapt", dtype="bfloat16" if tied else "float32", tied=tied)
+    folder = trained(trio.path, tmp_path / "routed")
+    base = load(trio.base_path)
+    for parameter in list(base.parameters())[::2]:
+        parameter.requires_grad_(False)
+    before, outputs = state_of(base), base(random_ids(2, 9)).logits
+    found = load_expansion(base, extract(folder, tmp_path / "extract").path)
+    expected = load(folder)
+    assert_same(found, expected)
+    assert not found.training and found.is_routing_enabled
+    assert not torch.equal(found(random_ids(2, 9)).logits, outputs), "the negative control: the expansion speaks"
+    assert state_of(base) == before
+    assert torch.equal(base(random_ids(2, 9)).logits, outputs)
+    with found.expansion_disabled():
+        assert torch.equal(found(random_ids(2, 9)).logits, outputs)
+    shared = {parameter.data_ptr() for parameter in base.parameters()}
+    frozen = {parameter.data_ptr() for parameter in found.parameters() if not parameter.requires_grad}
+    assert frozen == shared, "not a copy"
+
+
+def test_generation_and_training(pair):
+    base, folder, extracted = pair
+    base.generation_config.max_new_tokens = 7
+    found, expected = load_expansion(base.train(), extracted), load(folder)
+    assert found.training and found.generation_config.max_new_tokens == 7
+    assert found.generation_config is not base.generation_config
+    found.eval(), base.eval()
+    ids = random_ids(2, 5)
+    assert torch.equal(found.generate(ids, do_sample=False), expected.generate(ids, do_sample=False, max_new_tokens=7))
+    before = base(ids).logits
+    optimizer = torch.optim.SGD([parameter for parameter in found.parameters() if parameter.requires_grad], lr=0.1)
+    output = found(ids, labels=ids)
+    output.loss.backward()
+    optimizer.step()
+    assert not torch.equal(found(ids).logits, output.logits)
+    assert torch.equal(base(ids).logits, before)
+
+
+def test_it_is_saved_like_any_expanded_model(pair, tmp_path):
+    base, _, extracted = pair
+    found = load_expansion(base, extracted)
+    found.save_pretrained(tmp_path / "saved")
+    again = load(tmp_path / "saved")
+    assert torch.equal(again(random_ids(2, 5)).logits, found(random_ids(2, 5)).logits)
+
+
+def test_a_model_without_a_head(pair):
+    base, folder, extracted = pair
+    found = load_expansion(transformers.AutoModel.from_pretrained(base.name_or_path), extracted)
+    expected = transformers.AutoModel.from_pretrained(folder)
+    assert type(found) is type(expected)
+    ids = random_ids(2, 5)
+    assert torch.equal(found(ids).last_hidden_state, expected(ids).last_hidden_state)
+
+
+@pytest.mark.parametrize("family", ("gpt2", "gpt_neox"))
+def test_names_on_disk_need_not_be_those_in_memory(tmp_path, family):
+    """A base that was saved without its head has names without a prefix; the head of Pythia has two names."""
+    model = load(save_tiny(tmp_path / "whole", family, tie_word_embeddings=family == "gpt2"))
+    (model.transformer if family == "gpt2" else model).save_pretrained(tmp_path / "base")
+    expanded = expand(tmp_path / "base", Request("0"), tmp_path / "expanded").path
+    extracted = extract(trained(expanded, tmp_path / "trained"), tmp_path / "extract").path
+    assert_same(load_expansion(load(tmp_path / "base"), extracted), load(tmp_path / "trained"))
+
+
+@pytest.mark.parametrize("own_dtype", (None, "float32"))
+def test_a_folder_may_be_cast(base_of, tmp_path, own_dtype):
+    """New tensors that were asked for in float32 stay so."""
+    base = base_of("llama")
+    expanded = expand(base, Request("0-1", dtype=own_dtype), tmp_path / "expanded").path
+    extracted = extract(trained(expanded, tmp_path / "trained"), tmp_path / "extract").path
+    found = load_expansion(base, extracted, dtype=torch.bfloat16).eval()
+    assert_same(found, load(tmp_path / "trained", dtype=torch.bfloat16))
+    assert found.model.layers[0].self_attn.q_proj.w21.dtype == (torch.float32 if own_dtype else torch.bfloat16)
+
+
+def test_rotary_frequencies_reach_as_far_as_the_base_s(tmp_path):
+    """Some models stretch them while they read a long text, and take them back for a short one."""
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    base = load(save_tiny(tmp_path / "base", "llama", max_position_embeddings=16, rope_parameters=rope))
+    expanded = expand(tmp_path / "base", Request("0"), tmp_path / "expanded").path
+    extracted = extract(expanded, tmp_path / "extract").path
+    ids = random_ids(1, 40)
+    before = base(ids[:, :8]).logits
+    base(ids)
+    found = load_expansion(base, extracted)
+    assert torch.equal(found(ids[:, :8]).logits, before)
+    assert torch.equal(found(ids).logits, base(ids).logits)
+
+
+def test_a_cast_model_is_refused_unless_it_is_not_checked(pair, pair_of):
+    _, folder, extracted = pair
+    cast = load(pair_of("llama").base_path, dtype=torch.bfloat16)
+    with pytest.raises(CheckpointError) as error:
+        load_expansion(cast, extracted)
+    assert str(error.value) == (
+        "model: 51 of 51 tensors were cast, lm_head.weight is BF16, expected F32 as it is stored. Load it without a "
+        "dtype; or give its folder or Hub id, and the dtype."
+    )
+    assert_same(load_expansion(cast, extracted, check=False), load(folder, dtype=torch.bfloat16))
+
+
+def test_a_trained_model_is_refused_unless_it_is_not_checked(pair, pair_of):
+    base, _, extracted = pair
+    with torch.no_grad():
+        base.model.norm.weight[3] += 1e-3
+        base.lm_head.weight.mul_(2)
+    with pytest.raises(CheckpointError) as error:
+        load_expansion(base, extracted)
+    name = pair_of("llama").base_path.name
+    assert str(error.value).splitlines() == [
+        f"model: 2 of 51 tensors differ from those of {name}, on which this expansion was made.",
+        "lm_head.weight: its bytes differ.",
+        "model.norm.weight: its bytes differ.",
+        "Load that base as it is stored; or give check=False, and no promise is made.",
+    ]
+    found = load_expansion(base, extracted, check=False)
+    with found.expansion_disabled():
+        assert torch.equal(found(random_ids(1, 5)).logits, base(random_ids(1, 5)).logits)
+
+
+def test_a_folder_with_other_tensors_is_refused(pair, tmp_path):
+    base, _, extracted = pair
+    with torch.no_grad():
+        base.model.norm.weight[3] += 1e-3
+    base.save_pretrained(tmp_path / "other")
+    with pytest.raises(CheckpointError) as error:
+        load_expansion(tmp_path / "other", extracted)
+    assert str(error.value).splitlines()[0].startswith(f"{tmp_path / 'other'}: 1 of 51 tensors differ from those of ")
+    assert load_expansion(tmp_path / "other", extracted, check=False).config.model_type == "scale_llama"
+
+
+def test_what_cannot_carry_the_expansion_is_refused(pair, pair_of):
+    base, folder, extracted = pair
+    with pytest.raises(
+        CheckpointError, match=r"model: is a ScaleLlamaForCausalLM, expected LlamaForCausalLM or LlamaM"
+    ):
+        load_expansion(load(folder), extracted)
+    with pytest.raises(CheckpointError, match=r"model: is a GPT2LMHeadModel, expected LlamaForCausalLM or LlamaModel"):
+        load_expansion(pair_of("gpt2").base, extracted)
+    with pytest.raises(PlanError, match=r"^dtype: says how a model is loaded, and this one is\. Leave it out\.$"):
+        load_expansion(base, extracted, dtype=torch.bfloat16)
+    with torch.device("meta"):
+        empty = type(base)(base.config)
+    with pytest.raises(
+        CheckpointError, match=r"^model: lies on several devices or is offloaded, expected all of it on"
+    ):
+        load_expansion(empty, extracted)
+    smaller = transformers.LlamaConfig(**base.config.to_dict() | {"intermediate_size": 60})
+    with pytest.raises(CheckpointError, match=r"config\.json: inner is 60, expected 52\."):
+        load_expansion(type(base)(smaller), extracted, check=False)
+    with pytest.raises(CheckpointError, match=r"has no extract\.json"):
+        load_expansion(base, folder)
+
+
+def test_a_quantised_model_is_refused(pair):
+    base, _, extracted = pair
+    base.config.quantization_config = {"quant_method": "any"}
+    with pytest.raises(
+        CheckpointError, match=r"^model: is quantised, expected the weights that the expansion was made"
+    ):
+        load_expansion(base, extracted)
+
+
+def test_a_damaged_extract_is_refused(pair):
+    base, _, extracted = pair
+    shard = next(extracted.glob("expansion-*.safetensors"))
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"sha256 .* from extract\.json\. Download the extract again\.$"):
+        load_expansion(base, extracted, check=False)

@@ -1,0 +1,453 @@
+"""Merge: joined matrices compute what the blocks compute but for rounding, and come apart bit for bit."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
+from transformers import GenerationConfig
+
+from scale_surgery import (
+    CheckpointError,
+    PlanError,
+    Request,
+    Routing,
+    TrainingSettings,
+    evaluate,
+    expand,
+    inspect,
+    merge,
+    route_export,
+    strip,
+    train,
+    verify,
+)
+from scale_surgery.biographies import SHIPPED_MODEL
+from scale_surgery.checkpoint.folder import open_checkpoint
+from scale_surgery.cli.program import main
+from scale_surgery.running.drift import measure_drift
+from scale_surgery.surgery.fused import check_fusible
+from scale_surgery.surgery.joining import join, joined_tensors, take
+from scale_surgery.surgery.record import read_manifest
+from tests.conftest import REQUESTS, digests, load, shake
+from tests.tiny import FAMILIES
+
+MEMORY = {"memory_bytes": 1 << 30}
+
+
+def change(file: Path, name: str, index: tuple[int, ...]) -> None:
+    """Change one element of one tensor of a shard."""
+    tensors = load_file(file)
+    tensors[name][index] += 1
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+@pytest.fixture(scope="module")
+def expanded_of(base_of: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Expand a tiny base and shake its blocks."""
+
+    def make(family: str, request: str = "adapt", dtype: str = "float32", *, tied: bool = False) -> Path:
+        folder = tmp_path_factory.mktemp("expanded") / f"{family}-{request}"
+        return shake(expand(base_of(family, dtype, tied), REQUESTS[request], folder).path)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def expanded(expanded_of: Callable[..., Path]) -> Path:
+    return expanded_of("qwen3", tied=True)
+
+
+@pytest.fixture(scope="module")
+def fused(expanded: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return merge(expanded, tmp_path_factory.mktemp("fused") / "fused").path
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fused_computes_what_the_blocks_compute_and_comes_apart_byte_for_byte(
+    expanded_of: Callable[..., Path], base_of: Callable[..., Path], tmp_path: Path, family: str
+) -> None:
+    # a tied base is sharded, so that linears and their blocks lie in many files
+    tied = family in ("gpt2", "gemma2")
+    expanded = expanded_of(family, tied=tied)
+    done = merge(expanded, tmp_path / "fused")
+    assert done.form == "fused" and done.drift is not None and 0 < done.drift.share < 1e-5
+    assert done.drift.generation_agreement == 1
+    linears = [spec for spec in read_manifest(expanded).plan["specs"]["expanded"].values() if spec["kind"] == "linear"]
+    blocks = [name for name in open_checkpoint(done.path).tensors if name.endswith((".w12", ".w21", ".w22"))]
+    assert linears and not blocks
+    merge(done.path, tmp_path / "blocks", "blocks")
+    assert digests(tmp_path / "blocks") == digests(expanded)
+    strip(done.path, tmp_path / "base")
+    assert digests(tmp_path / "base") == digests(base_of(family, "float32", tied))
+
+
+@pytest.mark.parametrize("request_name", ["preserve", "adapt_without_up_stream"])
+@pytest.mark.parametrize("family", ["phi3", "gpt2"])
+def test_half_precision_and_other_requests(
+    expanded_of: Callable[..., Path], tmp_path: Path, family: str, request_name: str
+) -> None:
+    expanded = expanded_of(family, request_name, "bfloat16")
+    done = merge(expanded, tmp_path / "fused")
+    assert done.drift is not None and done.drift.dtype == "bfloat16" and 0 < done.drift.share < 0.05
+    assert open_checkpoint(done.path).dtype == "BF16"
+    merge(done.path, tmp_path / "blocks", "blocks")
+    assert digests(tmp_path / "blocks") == digests(expanded)
+
+
+@pytest.mark.parametrize("router", [Routing(), Routing("cosine", threshold=0.9)])
+@pytest.mark.parametrize("family", ["phi3", "gpt2", "llama"])
+def test_a_routed_model_keeps_its_router(
+    expanded_of: Callable[..., Path], base_of: Callable[..., Path], tmp_path: Path, family: str, router: Routing
+) -> None:
+    expanded = expanded_of(family)
+    routed = route_export(expanded, tmp_path / "routed", router).path
+    done = merge(routed, tmp_path / "fused")
+    assert done.drift is not None and done.drift.share < 1e-5 and done.drift.generation_agreement == 1
+    ids = torch.arange(3, 20)[None]
+    fused, alone, base = load(done.path), load(expanded), load(base_of(family))
+    with torch.no_grad():
+        preserve, adapt = fused.path_logits(ids)
+        torch.testing.assert_close(preserve, base(ids).logits, rtol=0, atol=1e-5)
+        torch.testing.assert_close(adapt, alone(ids).logits, rtol=0, atol=1e-5)
+        assert (preserve - adapt).abs().max() > 0.1
+    merge(done.path, tmp_path / "blocks", "blocks")
+    assert digests(tmp_path / "blocks") == digests(routed)
+    assert verify(done.path, record=False).passed
+
+
+def test_joining_copies_every_bit_and_leaves_the_rest_zero(expanded_of: Callable[..., Path]) -> None:
+    path = expanded_of("phi3")
+    checkpoint, manifest = open_checkpoint(path), read_manifest(path)
+    tensors = {name: tensor for file in checkpoint.shards for name, tensor in load_file(path / file).items()}
+    tensors["model.layers.0.mlp.gate_up_proj.w21"][0, 0] = float("nan")
+    for item in joined_tensors(manifest):
+        whole = join(item, tensors.__getitem__)
+        assert whole.shape == item.shape and whole.is_contiguous()
+        for block, name in item.pieces.items():
+            bits = [part.view(torch.int32) for part in (take(item, block, whole), tensors[name])]
+            assert torch.equal(*bits), name
+        pieces = sum(tensors[name].count_nonzero() for name in item.pieces.values())
+        assert whole.count_nonzero() == pieces
+
+
+def test_the_folder_runs_its_own_code(fused: Path, expanded: Path) -> None:
+    assert measure_drift(expanded, fused, **MEMORY, trust_remote_code=True).share < 1e-5
+
+
+def test_nothing_trains_and_nothing_can_be_switched_off(fused: Path) -> None:
+    model = load(fused)
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    text = (
+        "This model is fused: base weights and blocks are one matrix, so the expansion cannot be switched off. Write "
+        "its blocks again: scale-surgery merge FUSED --to blocks."
+    )
+    for switch_off in (model.expansion_disabled, lambda: model.enable_expansion(False)):
+        with pytest.raises(ValueError) as found:
+            switch_off()
+        assert str(found.value) == text
+    found = inspect(fused).expansion
+    assert found is not None and found.is_fused and "w12" not in found.parameters_by_block
+
+
+def test_a_fused_model_is_saved_and_loaded_by_transformers(fused: Path, tmp_path: Path) -> None:
+    model, ids = load(fused), torch.arange(3, 20)[None]
+    model.save_pretrained(tmp_path / "saved")
+    again = load(tmp_path / "saved")
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, again(ids).logits)
+
+
+def test_generation_with_cache_beams_and_padding(fused: Path, expanded: Path) -> None:
+    ids = torch.tensor([[0, 0, 5, 9, 11], [7, 8, 9, 10, 12]])
+    inputs = {"input_ids": ids, "attention_mask": (ids > 0).long()}
+    for options in ({}, {"use_cache": False}, {"num_beams": 3}):
+        config = GenerationConfig(max_new_tokens=6, pad_token_id=0, do_sample=False, **options)
+        found = [load(path).generate(**inputs, generation_config=config) for path in (fused, expanded)]
+        assert torch.equal(*found)
+
+
+# what notices a fault
+
+
+def test_a_changed_element_is_noticed(fused: Path, expanded: Path, tmp_path: Path) -> None:
+    broken = Path(shutil.copytree(fused, tmp_path / "broken"))
+    name = "model.layers.0.self_attn.q_proj.weight"
+    shard = open_checkpoint(broken).tensors[name].file
+    change(broken / shard, name, (0, 0))
+    found = measure_drift(expanded, broken, **MEMORY)
+    assert not found.holds and found.drift > 1e-3
+    with pytest.raises(CheckpointError) as error:
+        merge(broken, tmp_path / "blocks", "blocks")
+    assert "changed after the merge: the blocks cannot be given back from this folder." in str(error.value)
+    assert not (tmp_path / "blocks").exists()
+    with pytest.raises(CheckpointError, match="the base cannot be given back"):
+        strip(broken, tmp_path / "base")
+    result = verify(broken, record=False)
+    assert not result.passed and result.promises[0].problems[0].startswith(f"{name}: sha256")
+
+
+def test_a_changed_block_is_named(fused: Path, tmp_path: Path) -> None:
+    broken = Path(shutil.copytree(fused, tmp_path / "broken"))
+    name = "model.layers.0.self_attn.q_proj.weight"
+    change(broken / open_checkpoint(broken).tensors[name].file, name, (-1, 0))
+    # the base is as it was, and what is no base tensor may have been trained: only the blocks do not come back
+    assert verify(broken, record=False).passed
+    with pytest.raises(CheckpointError, match=r"expansion-00001-of-00001.safetensors: sha256"):
+        merge(broken, tmp_path / "blocks", "blocks")
+
+
+def test_a_merge_whose_logits_drift_is_not_written(expanded: Path, tmp_path: Path) -> None:
+    # the folder's own code computes something else than the code that the merged folder gets
+    other = Path(shutil.copytree(expanded, tmp_path / "other"))
+    code = other / "expanded_modules.py"
+    text = code.read_text()
+    assert "        return y_base, self.forward_up(base, up, y_base)\n" in text
+    code.write_text(text.replace("self.forward_up(base, up, y_base)\n", "2 * self.forward_up(base, up, y_base)\n"))
+    with pytest.raises(CheckpointError) as error:
+        merge(other, tmp_path / "fused", trust_remote_code=True)
+    assert f"{tmp_path / 'fused'}: not written, its logits drift by " in str(error.value)
+    assert "expected at most 0.0001 of the largest logit, which is what rounding in float32 does." in str(error.value)
+    assert sorted(path.name for path in tmp_path.iterdir() if not path.name.startswith(".")) == ["other"]
+
+
+def test_verify_compares_a_fused_model_with_its_base(fused: Path, base_of: Callable[..., Path]) -> None:
+    alone = verify(fused, record=False)
+    assert alone.passed and alone.required == ("recoverable",)
+    assert alone.not_run == "a fused model holds no base shards to compare with; --base compares its logits"
+    against = verify(fused, base_of("qwen3", "float32", True), record=False)
+    assert against.passed and against.numbers is not None and against.numbers.drift > 0.01
+    other = verify(fused, base_of("qwen3", "bfloat16", True), record=False)
+    assert not other.passed and any("BF16" in problem for problem in other.promises[0].problems)
+
+
+def test_a_fused_model_is_evaluated_beside_its_base(tmp_path: Path) -> None:
+    expanded = expand(SHIPPED_MODEL, Request("2-3"), tmp_path / "expanded").path
+    done = merge(expanded, tmp_path / "fused")
+    (tmp_path / "old.txt").write_text("Paula was born in Lisbon. She is a baker.")
+    result = evaluate([done.path, SHIPPED_MODEL], [tmp_path / "old.txt"])
+    losses = [score.old.nats_per_token for score in result.scores if score.old is not None]
+    assert [score.kind for score in result.scores] == ["other", "other"] and not result.notes
+    assert losses[0] == pytest.approx(losses[1], abs=1e-6)
+    assert evaluate(done.path, [tmp_path / "old.txt"]).notes == (
+        "fused: is fused and holds no base that could be measured with it. What it forgot and learned shows beside its "
+        "base: give that as one more model.",
+    )
+
+
+# interruptions and bad input
+
+
+def test_an_interrupted_merge_leaves_nothing_and_continues(expanded: Path, fused: Path, tmp_path: Path) -> None:
+    @contextmanager
+    def stopping(label: str, total: int) -> Iterator[Callable[..., None]]:
+        if label == "probe prompts":
+            raise KeyboardInterrupt
+        yield lambda amount, note="": None
+
+    with pytest.raises(KeyboardInterrupt):
+        merge(expanded, tmp_path / "fused", track=stopping)
+    assert not (tmp_path / "fused").exists()
+    stamps = {file: file.stat().st_mtime_ns for file in (tmp_path / "fused.partial").glob("*.safetensors")}
+    merge(expanded, tmp_path / "fused")
+    assert digests(tmp_path / "fused") == digests(fused)
+    assert stamps and {(tmp_path / "fused" / file.name).stat().st_mtime_ns for file in stamps} == set(stamps.values())
+
+
+def refusal(call: Callable[[], Any], error: type[Exception] = CheckpointError) -> str:
+    with pytest.raises(error) as found:
+        call()
+    return str(found.value)
+
+
+def test_bad_input_is_refused(expanded: Path, fused: Path, base_of: Callable[..., Path], tmp_path: Path) -> None:
+    base, out = base_of("qwen3", "float32", True), tmp_path / "out"
+    assert refusal(lambda: merge(base, out)).startswith(f"{base}: has no surgery.json, expected a model made by")
+    assert refusal(lambda: merge(expanded, out, "blocks")) == (
+        f"{expanded}: has its blocks, expected a model made by scale-surgery merge --to fused."
+    )
+    assert refusal(lambda: merge(fused, out)) == (
+        f"{fused}: is fused already. Take it apart first: scale-surgery merge --to blocks."
+    )
+    assert refusal(lambda: merge(expanded, fused)) == (
+        f"{fused}: exists already. Choose another output folder, or give --overwrite."
+    )
+    assert "Choose another output folder." in refusal(lambda: merge(expanded, expanded / "inside"))
+    apart = (
+        f"{fused}: is fused, its blocks are joined with the base's tensors; expected blocks of their own. Take them "
+        "apart first: scale-surgery merge --to blocks."
+    )
+    assert refusal(lambda: train(fused, [base / "config.json"], out, TrainingSettings(steps=1))) == apart
+    assert refusal(lambda: route_export(fused, out)) == apart
+    assert not out.exists()
+
+
+def test_blocks_in_another_dtype_are_not_cast(base_of: Callable[..., Path], tmp_path: Path) -> None:
+    base = base_of("llama", "bfloat16")
+    path = expand(base, Request("1", dtype="float32", up_width=0, variant="adapt"), tmp_path / "expanded").path
+    text = refusal(lambda: check_fusible(open_checkpoint(path), read_manifest(path)), PlanError)
+    assert text.splitlines()[0] == (
+        "model.layers.1.self_attn.q_proj.w21: is F32, the base tensor beside it BF16; joining copies and never casts. "
+        "Expand without --dtype for a model that can be merged."
+    )
+    assert refusal(lambda: merge(path, tmp_path / "fused"), PlanError) == text
+
+
+@pytest.mark.parametrize(
+    ("part", "value"),
+    [("shards", {"../out.safetensors": {"header": "{}", "sha256": ""}}), ("texts", {"/x.json": "{}"})],
+)
+def test_a_hostile_record_writes_nothing_outside(fused: Path, tmp_path: Path, part: str, value: Any) -> None:
+    broken = Path(shutil.copytree(fused, tmp_path / "broken"))
+    content = json.loads((broken / "surgery.json").read_text())
+    content["fused"][part] |= value
+    (broken / "surgery.json").write_text(json.dumps(content))
+    text = refusal(lambda: merge(broken, tmp_path / "blocks", "blocks"))
+    assert "is said to be a file of the model, expected a name inside the folder." in text
+
+
+def test_a_plan_that_claims_a_base_tensor_is_refused(expanded: Path, tmp_path: Path) -> None:
+    broken = Path(shutil.copytree(expanded, tmp_path / "broken"))
+    content = json.loads((broken / "surgery.json").read_text())
+    name = next(iter(content["base_tensors"]))
+    content["plan"]["tensors"].append({**content["plan"]["tensors"][0], "name": name})
+    (broken / "surgery.json").write_text(json.dumps(content))
+    assert refusal(lambda: verify(broken)) == (
+        f"{broken / 'surgery.json'}: {name} is said to be a base tensor and a new one. Do not use this checkpoint "
+        "before you know who made it."
+    )
+
+
+@pytest.mark.parametrize("to", ["fused", "stock"])
+def test_a_missing_or_misshapen_block_is_named_before_anything_is_written(
+    expanded_of: Callable[..., Path], tmp_path: Path, to: Any
+) -> None:
+    path = expanded_of("llama", "adapt_without_up_stream")
+    (shard,) = path.glob("expansion-*.safetensors")
+    tensors, name = load_file(shard), "model.layers.1.mlp.gate_proj.w21"
+    save_file({**tensors, name: tensors[name][1:].contiguous()}, shard, metadata={"format": "pt"})
+    text = refusal(lambda: merge(path, tmp_path / "out", to))
+    shape = tuple(tensors[name].shape)
+    assert text.splitlines()[0] == f"{name}: shape {(shape[0] - 1, shape[1])}, expected {shape}."
+    index = json.loads((path / "model.safetensors.index.json").read_text())
+    del index["weight_map"][name], tensors[name]
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    save_file(tensors, shard, metadata={"format": "pt"})
+    assert refusal(lambda: merge(path, tmp_path / "out", to)).startswith(f"{name}: is missing, expected shape {shape}.")
+    assert not list(tmp_path.glob("out*"))
+
+
+SPOILED = [
+    ("base_tensors", None),
+    ("base_files.config.json.bytes", None),
+    ("expansion_tensors", "x"),
+    ("code", []),
+    ("replaced.config.json", "no JSON"),
+    ("replaced.config.json", "[]"),
+    ("verification", {}),
+    ("fused.shards", {}),
+    ("fused.drift", {}),
+    ("fused.texts", None),
+    ("plan.specs", None),
+]
+
+
+@pytest.mark.parametrize(("place", "value"), SPOILED, ids=[f"{place}-{value}" for place, value in SPOILED])
+def test_a_spoiled_record_is_one_line(fused: Path, tmp_path: Path, place: str, value: Any) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    content = json.loads((fused / "surgery.json").read_text())
+    *outer, last = place.replace("config.json", "config").split(".")
+    table = content
+    for name in outer:
+        table = table[name.replace("config", "config.json")]
+    table[last.replace("config", "config.json")] = value
+    (tmp_path / "surgery.json").write_text(json.dumps(content))
+    text = refusal(lambda: read_manifest(tmp_path))
+    assert re.fullmatch(r".*surgery.json: is incomplete \(.+\). Restore it from where you got it.", text)
+
+
+def test_a_base_shard_that_was_changed_is_not_merged(expanded: Path, tmp_path: Path) -> None:
+    broken = Path(shutil.copytree(expanded, tmp_path / "broken"))
+    name = "model.norm.weight"
+    shard = open_checkpoint(broken).tensors[name].file
+    change(broken / shard, name, (0,))
+    assert re.fullmatch(
+        rf"{shard}: sha256 \w+, expected \w+ from surgery.json. The base inside {broken} was changed after the "
+        "expansion: restore the file.",
+        refusal(lambda: merge(broken, tmp_path / "fused")),
+    )
+
+
+def test_a_base_with_files_in_folders_is_verified(llama_base: Path, tmp_path: Path) -> None:
+    (llama_base / "figures").mkdir()
+    (llama_base / "figures" / "a.txt").write_text("a")
+    assert verify(expand(llama_base, Request("1"), tmp_path / "expanded").path, new_tokens=0).passed
+
+
+def test_a_stock_export_is_a_base_like_any_other(base_of: Callable[..., Path], tmp_path: Path) -> None:
+    request = Request("all", variant="adapt", up_width=0, up_kv_heads=0)
+    stock = merge(expand(base_of("llama"), request, tmp_path / "grown").path, tmp_path / "stock", "stock").path
+    assert refusal(lambda: verify(stock)) == (
+        f"{stock}: is a plain checkpoint that scale-surgery merge --to stock made, it has no blocks. Give the expanded "
+        "model that it was made from."
+    )
+    again = expand(stock, request, tmp_path / "again").path
+    assert verify(again, new_tokens=0).passed
+    assert digests(strip(again, tmp_path / "stripped").path) == digests(stock)
+    twice = merge(again, tmp_path / "twice", "stock").path
+    assert json.loads((twice / "merge.json").read_text())["base_name"] == "stock"
+
+
+def test_states_of_an_unfinished_run_are_named_and_left_out(expanded: Path, tmp_path: Path) -> None:
+    path = Path(shutil.copytree(expanded, tmp_path / "trained"))
+    for name in ("training/checkpoint-2/optimizer.pt", "training/checkpoint-2/complete.json", "training/log.jsonl"):
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        (path / name).write_text("{}")
+    done = merge(path, tmp_path / "fused")
+    assert set(done.left_out) == {"training/checkpoint-2/optimizer.pt", "training/checkpoint-2/complete.json"}
+    assert (done.path / "training" / "log.jsonl").exists() and not (done.path / "training" / "checkpoint-2").exists()
+
+
+def test_shards_in_a_folder_of_their_own(base_of: Callable[..., Path], tmp_path: Path) -> None:
+    base = Path(shutil.copytree(base_of("llama", tied=True), tmp_path / "base"))
+    (base / "weights").mkdir()
+    for shard in base.glob("*.safetensors"):
+        shard.rename(base / "weights" / shard.name)
+    index = json.loads((base / "model.safetensors.index.json").read_text())
+    index["weight_map"] = {name: f"weights/{shard}" for name, shard in index["weight_map"].items()}
+    (base / "model.safetensors.index.json").write_text(json.dumps(index))
+    expanded = expand(base, REQUESTS["adapt"], tmp_path / "expanded").path
+    fused = merge(expanded, tmp_path / "fused").path
+    assert digests(strip(fused, tmp_path / "again").path) == digests(base)
+    assert digests(merge(fused, tmp_path / "blocks", "blocks").path) == digests(expanded)
+
+
+def test_a_header_that_does_not_fit_is_refused(fused: Path, tmp_path: Path) -> None:
+    broken = Path(shutil.copytree(fused, tmp_path / "broken"))
+    content = json.loads((broken / "surgery.json").read_text())
+    shard = next(iter(content["fused"]["shards"]))
+    content["fused"]["shards"][shard]["header"] = '{"no.such":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
+    (broken / "surgery.json").write_text(json.dumps(content))
+    assert f"surgery.json: its header of {shard} does not fit the tensors" in refusal(
+        lambda: merge(broken, tmp_path / "blocks", "blocks")
+    )
+
+
+def test_the_command_prints_the_drift(expanded: Path, tmp_path: Path) -> None:
+    run = CliRunner().invoke(main, ["merge", str(expanded), "-o", str(tmp_path / "fused"), "--json"])
+    found = json.loads(run.output)
+    assert run.exit_code == 0 and found["form"] == "fused"
+    assert found["drift"]["drift"] == read_manifest(tmp_path / "fused").fused["drift"]["drift"]  # type: ignore[index]
+    run = CliRunner().invoke(main, ["merge", str(expanded), "-o", str(tmp_path / "again")])
+    assert "passes for rounding" in run.output and max(map(len, run.output.splitlines())) <= 80
+    run = CliRunner().invoke(main, ["merge", str(expanded), "-o", str(tmp_path / "again"), "--to", "blocks"])
+    assert run.exit_code == 1 and "has its blocks" in run.output

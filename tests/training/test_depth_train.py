@@ -1,0 +1,275 @@
+"""Duplicated layers train alone, with any trainer; what was learned is taken out and put back on the base."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from scale_surgery import (
+    CheckpointError,
+    PlanError,
+    Request,
+    TrainingError,
+    TrainingSettings,
+    apply,
+    evaluate,
+    expand,
+    extract,
+    freeze_base,
+    load_expansion,
+    merge,
+    route_export,
+    strip,
+    train,
+    verify,
+)
+from scale_surgery.biographies import SHIPPED_MODEL, biography, people
+from scale_surgery.checkpoint.folder import open_checkpoint
+from scale_surgery.checkpoint.hashes import hash_tensors
+from scale_surgery.running.freeze import expansion_disabled, expansion_parts, train_in_float32
+from scale_surgery.surgery.record import read_manifest
+from tests.conftest import Pair, digests, load, shake
+from tests.modeling.test_promises import base_bytes, each_family, prompts, unequal
+from tests.modeling.test_promises import train as take_steps
+from tests.tiny import save_tiny
+from tests.training.test_train import SETTINGS, SHORT, ask, stopping_at, write_lines
+
+Deep = Callable[..., Pair]
+
+
+@each_family
+def test_only_the_copies_train(deep_of: Deep, family: str) -> None:
+    pair = deep_of(family)
+    model = freeze_base(pair.load())
+    own = {part.name for part in expansion_parts(model)}
+    stored = {info.stored_as for name, info in open_checkpoint(pair.path).tensors.items() if ".after." in name}
+    assert {name for name, parameter in model.named_parameters() if parameter.requires_grad} == own == stored
+    assert {part.group for part in expansion_parts(model)} == {"attn", "ffn", "norms"}
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    take_steps(model)
+    changed = {name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])}
+    assert changed == own
+    assert unequal(pair.base, model) == [tuple(prompt["input_ids"].shape) for prompt in prompts()], "it learned"
+    with expansion_disabled(model):
+        assert unequal(pair.base, model) == unequal(pair.base, model, use_cache=False) == []
+        options = {"max_new_tokens": 5, "do_sample": False}
+        assert torch.equal(pair.base.generate(**prompts()[-2], **options), model.generate(**prompts()[-2], **options))
+    assert unequal(pair.base, model), "on again"
+
+
+def test_freeze_base_serves_every_method(pair_of: Deep, deep_of: Deep, base_of: Callable[..., Path]) -> None:
+    model = pair_of("llama").load()
+    wanted = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    model.requires_grad_(True)
+    freeze_base(model)
+    assert {name for name, parameter in model.named_parameters() if parameter.requires_grad} == wanted
+    with pytest.raises(CheckpointError, match="model: its config has no scale_surgery, expected a model made by"):
+        freeze_base(load(base_of("llama")))
+
+
+def test_a_model_saved_by_another_trainer_is_still_known(deep_of: Deep, tmp_path: Path) -> None:
+    pair = deep_of("llama")
+    model = freeze_base(pair.load())
+    take_steps(model)
+    model.save_pretrained(tmp_path / "saved")
+    again = freeze_base(load(tmp_path / "saved"))
+    assert unequal(model, again) == []
+    assert [n for n, p in model.named_parameters() if p.requires_grad] == [
+        n for n, p in again.named_parameters() if p.requires_grad
+    ]
+    found, base = open_checkpoint(tmp_path / "saved"), open_checkpoint(pair.base_path)
+    assert hash_tensors(found, list(base.tensors)) == hash_tensors(base, list(base.tensors))
+
+
+@pytest.mark.parametrize("family", ("llama", "gemma2", "gpt2", "gpt_neox"))
+def test_what_trains_in_float32_computes_as_it_is_stored(deep_of: Deep, family: str) -> None:
+    """The loss in training is the loss of the file, to the last bit; an update too small for bfloat16 is kept."""
+    pair = deep_of(family, "bfloat16")
+    model, stored = freeze_base(pair.load()), pair.load()
+    train_in_float32(model)
+    assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
+    assert {p.dtype for p in model.parameters() if not p.requires_grad} == {torch.bfloat16}
+    with torch.no_grad():
+        for part in expansion_parts(model):
+            part.parameter.add_(0.1).copy_(part.parameter.bfloat16())
+            stored.get_parameter(part.name).copy_(part.parameter)
+    assert unequal(stored, model) == []
+    model(**prompts()[0]).logits.float().sum().backward()
+    assert {name for name, p in model.named_parameters() if p.grad is not None and p.grad.any()} >= {
+        part.name for part in expansion_parts(model) if "bias" not in part.name
+    }
+    with torch.no_grad():
+        for part in expansion_parts(model):
+            part.parameter.mul_(1 + 2**-13)
+    assert unequal(stored, model) == [], "a thirty-second of a bfloat16 step"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with data."""
+    folder = tmp_path_factory.mktemp("depth")
+    write_lines(folder / "texts.jsonl", [{"text": biography(person, 3)} for person in people(12, start=400)])
+    write_lines(folder / "old.jsonl", ask(0))
+    write_lines(folder / "new.jsonl", ask(400))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def deepened(place: Path) -> Path:
+    """The shipped model with two layers duplicated."""
+    return expand(SHIPPED_MODEL, Request("1,3", method="depth"), place / "depth").path
+
+
+def test_training_from_end_to_end(place: Path, deepened: Path, tmp_path: Path) -> None:
+    before = digests(deepened)
+    old, new = [place / "old.jsonl"], [place / "new.jsonl"]
+    done = train(deepened, [place / "texts.jsonl"], tmp_path / "out", SETTINGS, old=old, new=new)
+    assert digests(deepened) == before
+    assert done.trained_parameters == 2 * 147_712
+    result = verify(done.path, SHIPPED_MODEL)
+    assert result.passed and (result.state, result.trained_tensors) == ("trained", 18)
+    strip(done.path, tmp_path / "stripped")
+    assert digests(tmp_path / "stripped") == digests(SHIPPED_MODEL)
+    base, out, disabled = evaluate(done.path, old, new).scores
+    assert (disabled.old, disabled.new) == (base.old, base.new), "bit for bit"
+    assert out.forgetting == pytest.approx(done.measured["forgetting"], abs=1e-6)
+    assert out.learning == pytest.approx(done.measured["learning"], abs=1e-6)
+    assert out.learning is not None and out.learning > 0.1
+    first = json.loads(done.log.read_text().splitlines()[0])
+    assert (first["forgetting"], first["learning"]) == (0, 0), "before the first step it is its base"
+
+
+def test_resume_gives_the_same_weights(place: Path, deepened: Path, tmp_path: Path) -> None:
+    data = [place / "texts.jsonl"]
+    wanted = train(deepened, data, tmp_path / "wanted", SETTINGS).path
+    with pytest.raises(TrainingError, match="interrupted after step 5; it holds step 4"):
+        train(deepened, data, tmp_path / "out", SETTINGS, track=lambda label, total: stopping_at(5, label, total))
+    assert verify(tmp_path / "out", files_only=True).passed, "the folder is the last whole checkpoint"
+    kept = load_file(tmp_path / "out/training/checkpoint-4/expansion.safetensors")
+    assert {name.split(".")[2] for name in kept} == {"2", "5"} and len(kept) == 18, "the copies alone"
+    found = train(deepened, data, tmp_path / "out", SETTINGS, resume=True).path
+    one, other = open_checkpoint(wanted), open_checkpoint(found)
+    assert hash_tensors(one, list(one.tensors)) == hash_tensors(other, list(other.tensors))
+
+
+def test_training_in_bfloat16(place: Path, tmp_path: Path) -> None:
+    base = Path(shutil.copytree(SHIPPED_MODEL, tmp_path / "base"))
+    tensors = {name: tensor.bfloat16() for name, tensor in load_file(base / "model.safetensors").items()}
+    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | {"torch_dtype": "bfloat16", "dtype": "bfloat16"}))
+    path = expand(base, Request("2", method="depth"), tmp_path / "depth").path
+    new = [place / "new.jsonl"]
+    for bf16 in (True, False):
+        settings = TrainingSettings(steps=3, save_every=3, eval_every=3, bf16=bf16, **SHORT)
+        done = train(path, [place / "texts.jsonl"], tmp_path / f"out-{bf16}", settings, new=new)
+        assert {info.dtype for info in open_checkpoint(done.path).tensors.values()} == {"BF16"}
+        assert verify(done.path, files_only=True).state == "trained"
+        score = evaluate(done.path, new=new).scores[1]
+        assert score.learning is not None and score.learning > 0
+        assert score.learning == pytest.approx(done.measured["learning"], abs=2e-2)
+
+
+def test_groups_that_train(place: Path, deepened: Path, tmp_path: Path) -> None:
+    settings = TrainingSettings(steps=2, groups=("ffn", "norms"), **SHORT)
+    path = train(deepened, [place / "texts.jsonl"], tmp_path / "out", settings).path
+    before, after = open_checkpoint(deepened), open_checkpoint(path)
+    names = [tensor["name"] for tensor in read_manifest(path).plan["tensors"]]
+    one, other = hash_tensors(before, names), hash_tensors(after, names)
+    changed = {name for name in names if one[name] != other[name]}
+    # the rate of the first step is zero, and before the second nothing but the output projections has a gradient
+    assert changed == {f"model.layers.{layer}.after.mlp.down_proj.weight" for layer in (1, 3)}
+    settings = TrainingSettings(steps=1, groups=("norms",), **SHORT)
+    with pytest.raises(TrainingError, match=r"begin by adding zeros, .* would not train\. Choose attn or ffn too\."):
+        train(deepened, [place / "texts.jsonl"], tmp_path / "none", settings)
+    train(path, [place / "texts.jsonl"], tmp_path / "norms", settings)  # they are not mute any more
+    settings = TrainingSettings(steps=1, groups=("w21", "head"), **SHORT)
+    with pytest.raises(TrainingError, match=r"chosen groups \(w21, head\)\. Choose among attn, ffn, norms\."):
+        train(deepened, [place / "texts.jsonl"], tmp_path / "none", settings)
+
+
+def test_gradient_checkpointing_gives_the_same_gradients(deep_of: Deep) -> None:
+    found = []
+    for is_on in (False, True):
+        model = freeze_base(deep_of("qwen3").load()).train()
+        if is_on:
+            # transformers 5 renamed it on the way
+            old = model.gradient_checkpointing_enable
+            getattr(model, "activation_checkpointing_enable", old)()
+        model(**prompts()[0], labels=prompts()[0]["input_ids"], use_cache=False).loss.backward()
+        found.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    assert found[0].keys() == found[1].keys() and any(grad.any() for grad in found[0].values())
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+@pytest.mark.parametrize(("family", "tied"), (("llama", True), ("gpt2", False)))
+def test_extract_and_apply_give_the_folder_byte_for_byte(
+    deep_of: Deep, tmp_path: Path, family: str, tied: bool
+) -> None:
+    pair = deep_of(family, "float32", tied)
+    trained = shake(Path(shutil.copytree(pair.path, tmp_path / "trained")))
+    taken = extract(trained, tmp_path / "extract")
+    assert not any(name.startswith("model-") for name in taken.files)
+    assert taken.tensors == len(pair.expansion.plan.tensors)
+    done = apply(tmp_path / "extract", tmp_path / "again", pair.base_path)
+    assert digests(done.path) == digests(trained)
+    assert done.other_files == done.differing == ()
+
+
+def test_apply_on_the_same_tensors_in_other_files(deep_of: Deep, tmp_path: Path) -> None:
+    pair = deep_of("llama", "float32", True)
+    extract(pair.path, tmp_path / "extract")
+    base = save_tiny(tmp_path / "base", "llama", tie_word_embeddings=True)
+    (base / "README.md").write_text("another")
+    done = apply(tmp_path / "extract", tmp_path / "again", base)
+    assert "README.md" in done.other_files and done.differing == ()
+    assert unequal(load(base), load(done.path)) == []
+    assert verify(done.path, base, new_tokens=0).passed
+    strip(done.path, tmp_path / "stripped")
+    assert digests(tmp_path / "stripped") == digests(base)
+
+
+def test_apply_on_another_base_is_refused_or_forced(deep_of: Deep, tmp_path: Path) -> None:
+    pair = deep_of("llama")
+    extract(pair.path, tmp_path / "extract")
+    base = Path(shutil.copytree(pair.base_path, tmp_path / "base"))
+    tensors = load_file(base / "model.safetensors")
+    tensors["model.layers.2.mlp.down_proj.weight"] += 1
+    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"model\.layers\.2\.mlp\.down_proj\.weight: its bytes differ"):
+        apply(tmp_path / "extract", tmp_path / "again", base)
+    done = apply(tmp_path / "extract", tmp_path / "again", base, force=True)
+    assert base_bytes(load(base), freeze_base(load(done.path))) != [], "layers have other numbers in memory"
+    result = verify(done.path, base, new_tokens=0)
+    assert result.passed and not result.promises[1].claimed
+    strip(done.path, tmp_path / "stripped")
+    assert digests(tmp_path / "stripped") == digests(base)
+
+
+def test_an_extract_whose_header_was_changed_is_refused(deep_of: Deep, tmp_path: Path) -> None:
+    path = Path(shutil.copytree(deep_of("llama").path, tmp_path / "own"))
+    shard = path / "model-00001-of-00001.safetensors"
+    content = shard.read_bytes()
+    at = content.index(b'"model.layers.1.') if b'"model.layers.1.' in content else content.index(b'"model.layers.2.')
+    shard.write_bytes(content[: at + 14] + b"9" + content[at + 15 :])
+    with pytest.raises(CheckpointError):
+        extract(path, tmp_path / "extract")
+
+
+def test_what_makes_no_sense_for_copies_is_refused(deep_of: Deep, tmp_path: Path) -> None:
+    pair = deep_of("llama")
+    extract(pair.path, tmp_path / "extract")
+    for to in ("fused", "stock"):
+        with pytest.raises(PlanError, match="It is a stock checkpoint already, which any program loads as it is"):
+            merge(pair.path, tmp_path / "out", to)
+    with pytest.raises(PlanError, match="whose classes run one path; a router needs --method scale"):
+        route_export(pair.path, tmp_path / "out")
+    with pytest.raises(PlanError, match=r"on its base on disk \(scale-surgery apply\), and load that folder"):
+        load_expansion(pair.base, tmp_path / "extract")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["extract"]

@@ -1,0 +1,391 @@
+"""rank-layers as a whole: the layer that learns comes first, nothing is written, and what cannot be done is said."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from scale_surgery import PilotSettings, Ranking, Request, SurgeryError, plan, rank_layers
+from scale_surgery.biographies import SHIPPED_MODEL, biography, people
+from scale_surgery.cli.program import main
+from scale_surgery.errors import CheckpointError, DataError, PlanError
+from scale_surgery.planning.request import complete
+from scale_surgery.planning.selection import select_layers
+from scale_surgery.show.figure_rank_layers import ranking_figure
+from scale_surgery.show.tables_rank_layers import next_command
+from scale_surgery.surgery.expand import expand
+from tests.conftest import digests, load
+from tests.tiny import save_tiny
+
+PILOT = PilotSettings(steps=3, batch_size=2, sequence_length=32, learning_rate=1e-3)
+ADAPT = Request("all", variant="adapt")
+LAYERS = 5
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    """A tiny model that can read text."""
+    return with_tokenizer(save_tiny(tmp_path_factory.mktemp("base") / "tiny", "llama", **SIZES))
+
+
+SIZES = {"num_hidden_layers": LAYERS, "vocab_size": 1152}
+
+
+def with_tokenizer(folder: Path) -> Path:
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(SHIPPED_MODEL / file, folder / file)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory) -> tuple[Path, Path]:
+    """New text and old text."""
+    folder = tmp_path_factory.mktemp("texts")
+    for name, start in (("new", 400), ("old", 0)):
+        lines = [json.dumps({"text": biography(person)}) for person in people(12, start=start)]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines))
+    return folder / "new.jsonl", folder / "old.jsonl"
+
+
+@pytest.fixture(scope="module")
+def ranked(base, texts) -> Ranking:
+    return rank_layers(base, texts[0], PILOT, old=texts[1], budget="50%")
+
+
+@cache
+def learning_only(base: Path, layer: int, folder: Path) -> Path:
+    """A copy in which the MLP of one layer learns: the others read zeros, whatever their matrices are."""
+    model = load(base)
+    with torch.no_grad():
+        for number, own in enumerate(model.model.layers):
+            if number != layer:
+                own.post_attention_layernorm.weight.zero_()
+                # a bias of the down projection stays, and takes no part: it does not train
+                own.mlp.gate_proj.bias.zero_()
+                own.mlp.up_proj.bias.zero_()
+    model.save_pretrained(folder)
+    return with_tokenizer(folder)
+
+
+@pytest.mark.parametrize("layer", [0, 2, 4])
+def test_the_layer_that_alone_can_learn_comes_first(base, texts, tmp_path, layer):
+    path = learning_only(base, layer, tmp_path / "one")
+    found = rank_layers(path, texts[0], PILOT, budget="40%")
+    assert found.order("relative-norm")[0] == found.order("effective-rank")[0] == layer
+    for one in found.layers:
+        assert (one.relative_norm > 0) == (one.layer == layer)
+        assert (one.effective_rank > 0) == (one.layer == layer)
+    assert layer in found.proposals[0].layers
+
+
+def test_in_the_model_as_it_is_every_layer_learns(ranked):
+    """The negative control of the test above."""
+    assert all(one.relative_norm > 0 and one.effective_rank > 1 for one in ranked.layers)
+
+
+def test_a_layer_that_learns_more_comes_before_one_that_learns_less(base, texts, tmp_path):
+    """Without a learning rate of its own no layer could; so the weights of one are made larger, its change is not."""
+    model = load(base)
+    with torch.no_grad():
+        for number, own in enumerate(model.model.layers):
+            for part in (own.mlp.gate_proj, own.mlp.up_proj, own.mlp.down_proj):
+                part.weight.mul_(2.0 if number == 3 else 1.0)
+    model.save_pretrained(tmp_path / "large")
+    found = rank_layers(with_tokenizer(tmp_path / "large"), texts[0], PILOT)
+    assert found.order("relative-norm")[-1] == 3
+    assert found.order("effective-rank") != found.order("relative-norm")
+
+
+def test_the_same_seed_gives_the_same_ranking(base, texts, ranked):
+    again = rank_layers(base, texts[0], PILOT, old=texts[1], budget="50%")
+    assert (again.layers, again.proposals, again.depth) == (ranked.layers, ranked.proposals, ranked.depth)
+    other = rank_layers(base, texts[0], replace(PILOT, seed=1))
+    assert other.layers != ranked.layers
+
+
+def test_nothing_is_written(base, texts):
+    before, texts_before = digests(base), digests(texts[0].parent)
+    rank_layers(base, texts[0], PILOT, old=texts[1])
+    assert (digests(base), digests(texts[0].parent)) == (before, texts_before)
+
+
+def test_what_a_ranking_says(base, ranked):
+    pilot = ranked.pilot
+    assert (ranked.family, ranked.name, ranked.score) == ("llama", "tiny", "relative-norm")
+    assert ranked.parameters == plan(base, ADAPT).costs.parameters_before
+    assert pilot.trained_parameters == LAYERS * 3 * 40 * 52
+    assert pilot.peak_memory_bytes > 50_000_000
+    windows = -(-pilot.tokens // 32)
+    assert pilot.passes == pytest.approx(3 * 2 / windows, rel=0.1)
+    assert set(ranked.layers[0].matrices) == {"gate", "up_proj", "down"}
+    assert {matrix.rank for matrix in ranked.layers[0].matrices.values()} == {40}
+
+
+def test_proposals_are_the_best_layers_that_fit(base, ranked):
+    for proposal in ranked.proposals:
+        order = ranked.order(proposal.score)
+        assert select_layers(proposal.argument, LAYERS) == proposal.layers
+        cost = plan(base, replace(ADAPT, layers=proposal.argument)).costs.parameters_added
+        assert cost == proposal.parameters_added <= ranked.budget
+        for layer in set(order) - set(proposal.layers):
+            more = ",".join(map(str, sorted([*proposal.layers, layer])))
+            assert plan(base, replace(ADAPT, layers=more)).costs.parameters_added > ranked.budget
+    assert ranked.proposals[0].layers != tuple(range(LAYERS))
+
+
+def test_a_large_budget_takes_all_layers(base, texts):
+    found = rank_layers(base, texts[0], PILOT, budget="1000%", score="effective-rank")
+    assert {proposal.argument for proposal in found.proposals} == {"0-4"}
+    assert [proposal.score for proposal in found.proposals] == ["effective-rank", "relative-norm"]
+    assert found.depth is None
+    assert found.request.variant == "preserve"
+
+
+def test_grown_layers_cost_what_they_cost(base, texts):
+    request = Request("1-3", method="grow")
+    found = rank_layers(base, texts[0], PILOT, request, budget="7k")
+    assert [one.layer for one in found.layers] == [1, 2, 3]
+    (one, two) = (plan(base, replace(request, layers=text)).costs.parameters_added for text in ("1", "1,2"))
+    assert one < 7000 < two, "the budget is that of one layer"
+    assert [len(proposal.layers) for proposal in found.proposals] == [1, 1]
+
+
+def test_collaborative_layers_lie_among_the_proposed_ones(ranked):
+    assert set(ranked.depth.proposed) <= set(ranked.proposals[0].layers)
+    assert select_layers(ranked.depth.argument, LAYERS) == ranked.depth.proposed
+    assert ranked.depth.preserved_depth == min(ranked.depth.proposed)
+    assert [one.layer for one in ranked.depth.layers] == list(range(LAYERS))
+
+
+def test_full_training_scores_attention_too(base, texts):
+    found = rank_layers(base, texts[0], replace(PILOT, trains="full"))
+    assert set(found.layers[0].matrices) == {"q", "k", "v", "o", "gate", "up_proj", "down"}
+    assert found.pilot.trained_parameters == found.parameters
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        (
+            {"pilot": replace(PILOT, steps=5000)},
+            DataError,
+            "--data: {tokens} tokens found, at least 6,400 needed: the pilot takes 5000 steps of 2 x 32 tokens, and "
+            "what is read more than 50 times is learned by heart. Give more text, or lower --steps (to {fitting}), "
+            "--batch-size or --sequence-length.",
+        ),
+        (
+            {"pilot": replace(PILOT, sequence_length=65)},
+            DataError,
+            "--sequence-length is 65, expected at most 64, the context of the model.",
+        ),
+        (
+            {"pilot": replace(PILOT, steps=0, batch_size=-1, learning_rate=0, seed=2**32, trains="all")},
+            PlanError,
+            "--steps is 0, expected at least 1.\n"
+            "--batch-size is -1, expected at least 1.\n"
+            "--learning-rate is 0, expected more than 0 and at most 1.\n"
+            "--seed is 4294967296, expected at most 4294967295.\n"
+            "--train is 'all', expected one of: mlp, full.",
+        ),
+        (
+            {"pilot": replace(PILOT, learning_rate=3)},
+            PlanError,
+            "--learning-rate is 3, expected more than 0 and at most 1.",
+        ),
+        (
+            {"budget": "lots"},
+            PlanError,
+            "--budget is 'lots', expected a number of parameters above zero: 30%, or 200M (also k and B).",
+        ),
+        (
+            {"budget": "10"},
+            PlanError,
+            "--budget 10 is 10 parameters, expected at least {price}, what layer 1 alone costs with what is added "
+            "outside the layers. Raise it; with --method scale, a smaller --ratio makes layers cheaper.",
+        ),
+        (
+            {"request": Request("all", method="wider")},
+            PlanError,
+            "--method is 'wider', expected one of: scale, grow, depth.",
+        ),
+        ({"score": "size"}, PlanError, "--score is 'size', expected one of: relative-norm, effective-rank."),
+        (
+            {"request": replace(ADAPT, collaborative_layers="1")},
+            PlanError,
+            "--collaborative-layers 1: is what is to be found out. Leave it out.",
+        ),
+        ({"request": Request("7")}, PlanError, "--layers 7: layer 7 is out of range, the model has layers 0 to 4."),
+    ],
+)
+def test_what_cannot_be_done(base, texts, ranked, options, error, text):
+    price = plan(base, Request("1")).costs.parameters_added
+    with pytest.raises(error) as caught:
+        rank_layers(base, texts[0], **{"pilot": PILOT, **options})
+    tokens = ranked.pilot.tokens
+    gaps = {"{tokens}": f"{tokens:,}", "{price}": f"{price:,}", "{fitting}": str(tokens * 50 // 64)}
+    for gap, filled in gaps.items():
+        text = text.replace(gap, filled)
+    assert str(caught.value) == text
+
+
+@pytest.mark.parametrize("request_", [Request("all", method="grow"), Request("all", variant="preserve")])
+def test_old_text_where_w12_has_no_choice(base, texts, request_):
+    variant = request_.variant or "grow-freeze"
+    with pytest.raises(PlanError) as caught:
+        rank_layers(base, texts[0], PILOT, request_, old=texts[1])
+    assert str(caught.value) == (
+        f"--old with --variant {variant}: old text tells in which layers W12 is worth it, and that is a choice of "
+        "--variant adapt alone (--method scale). Take that, or leave --old out."
+    )
+
+
+def test_no_data(base):
+    with pytest.raises(DataError) as caught:
+        rank_layers(base, [], PILOT)
+    assert str(caught.value) == "There is no text for the pilot. Give files with --data."
+
+
+def test_an_expanded_model(base, texts, tmp_path):
+    expand(base, Request("1"), tmp_path / "wide")
+    with pytest.raises(CheckpointError) as caught:
+        rank_layers(tmp_path / "wide", texts[0], PILOT)
+    assert str(caught.value) == (
+        "wide: is expanded already, expected the base model: layers are chosen before an expansion. Rank its base, or "
+        "give that back first (scale-surgery strip)."
+    )
+
+
+def test_a_model_without_a_tokenizer(texts, tmp_path):
+    with pytest.raises(DataError) as caught:
+        rank_layers(save_tiny(tmp_path / "mute", "llama"), texts[0], PILOT)
+    assert str(caught.value) == (
+        "mute: has no tokenizer that loads, and texts need one. Put the tokenizer's files beside the weights; "
+        "--trust-remote-code lets one run its own code."
+    )
+
+
+def test_a_tokenizer_of_another_model(texts, tmp_path):
+    with pytest.raises(DataError) as caught:
+        rank_layers(with_tokenizer(save_tiny(tmp_path / "small", "llama")), texts[0], PILOT)
+    assert "expected ids below 97, the size of its embedding. Use the tokenizer" in str(caught.value)
+
+
+def run(*arguments: str | Path) -> str:
+    result = CliRunner(env={"COLUMNS": "80", "NO_COLOR": "1"}).invoke(main, ["rank-layers", *map(str, arguments)])
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+SHORT = ("--steps", "3", "--batch-size", "2", "--sequence-length", "32", "--learning-rate", "1e-3")
+
+
+def test_the_command_proposes_a_command_that_runs(base, texts, ranked, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    file, picture = tmp_path / "ranking.json", tmp_path / "ranking.png"
+    options = ("--data", texts[0], "--old", texts[1], "--budget", "50%", "-o", file, "--plot", picture)
+    output = run(base, *options, *SHORT)
+    assert max(map(len, output.splitlines()[:-4])) <= 80
+    assert f"--layers {ranked.proposals[0].argument}" in output
+    (command,) = [line for line in " ".join(output.split()).split("next ") if line.startswith("scale-surgery expand")]
+    command = command.partition(" written to")[0]
+    assert command == (
+        f"scale-surgery expand {base} --layers {ranked.proposals[0].argument} --variant adapt"
+        + f" --collaborative-layers {ranked.depth.argument}" * (ranked.depth.proposed != ranked.proposals[0].layers)
+    )
+    done = CliRunner().invoke(main, [*command.split()[1:], "-o", str(tmp_path / "wide")])
+    assert done.exit_code == 0, done.output
+    written = json.loads(file.read_text())
+    assert written["proposals"][0]["layers"] == list(ranked.proposals[0].layers)
+    assert written["order"]["relative-norm"] == list(ranked.order("relative-norm"))
+    assert written["depth"]["preserved_depth"] == ranked.depth.preserved_depth
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_pilot_that_learned_nothing_is_warned_of(ranked):
+    last = replace(ranked.layers[-1], relative_norm=2 * max(layer.relative_norm for layer in ranked.layers))
+    apart = replace(ranked, layers=(*ranked.layers[:-1], last))
+    assert apart.warnings == ()
+    close = replace(apart, layers=tuple(replace(layer, relative_norm=1 + layer.layer / 100) for layer in apart.layers))
+    assert [line[:43] for line in close.warnings] == ["the layers' scores lie within 3.8% of each "]
+    worse = replace(apart, pilot=replace(ranked.pilot, first_loss=1.0, last_loss=6.0))
+    assert worse.warnings == (
+        "the pilot learned nothing: its loss was 1.000 in the first steps and 6.000 in the last, so the order says "
+        "little. Lower --learning-rate, or raise --steps.",
+    )
+    assert worse.to_json()["warnings"] == list(worse.warnings)
+
+
+@pytest.mark.parametrize(
+    ("request_", "words"),
+    [
+        (Request("all"), ""),
+        (Request("all", method="grow"), " --method grow"),
+        (
+            Request("all", method="grow", variant="grow-train", copies=3),
+            " --method grow --variant grow-train --copies 3",
+        ),
+        (replace(ADAPT, collaborate="both", ratio=0.25), " --variant adapt --collaborate both --ratio 0.25"),
+        (Request("all", method="depth"), " --method depth"),
+    ],
+)
+def test_the_proposed_command_repeats_what_was_asked_for(ranked, request_, words):
+    again = replace(ranked, model="user/name", revision="v1", request=complete(request_), depth=None)
+    layers = f"--revision v1 --layers {ranked.proposals[0].argument}"
+    assert next_command(again) == f"scale-surgery expand user/name {layers}{words}"
+
+
+def test_details_name_every_matrix_within_80_columns(base, texts):
+    output = run(base, "--data", texts[0], "--train", "full", "--details", *SHORT)
+    assert max(map(len, output.splitlines())) <= 80
+    for role in ("q", "k", "v", "o", "gate", "up_proj", "down"):
+        assert output.split().count(role) >= 2, role
+    assert "not asked for; --old FILES" in output
+
+
+def test_a_layer_that_is_passed_over_is_named(base, texts, tmp_path):
+    """Layer 0 brings new columns of the embedding with it, and may be the best and not fit."""
+    path = learning_only(base, 0, tmp_path / "one")
+    output = run(path, "--data", texts[0], "--budget", "20%", *SHORT)
+    (row,) = [line.split() for line in output.splitlines() if line.split()[:2] == ["1", "0"]]
+    assert row[-2:] == ["over", "budget"]
+    assert "over budget" not in run(path, "--data", texts[0], "--budget", "60%", *SHORT)
+
+
+def test_json(base, texts):
+    found = json.loads(run(base, "--data", texts[0], "--json", "--method", "grow", *SHORT))
+    assert found["request"]["method"] == "grow"
+    assert found["depth"] is None
+    assert len(found["layers"]) == LAYERS
+
+
+def test_the_command_says_old_text_is_for_scale(base, texts):
+    arguments = ["rank-layers", str(base), "--data", str(texts[0]), "--old", str(texts[1]), "--method", "grow", *SHORT]
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 1
+    assert "--old with --variant grow-freeze" in result.output
+
+
+def test_the_figure_shows_every_score(ranked):
+    figure = ranking_figure(ranked)
+    assert [axes.get_ylabel().partition(",")[0] for axes in figure.axes] == [
+        "|W' - W| / |W|",
+        "effective rank",
+        "worth of W12",
+    ]
+    layers = figure.axes[0].collections[-1].get_offsets()
+    assert layers.tolist() == [[one.layer, one.relative_norm] for one in ranked.layers]
+    bars = [bar.get_height() for bar in figure.axes[2].patches]
+    assert bars == [one.worth for one in ranked.depth.layers]
+    assert len(ranking_figure(replace(ranked, depth=None)).axes) == 2
+
+
+def test_errors_are_known_to_the_command_line(base, texts):
+    with pytest.raises(SurgeryError):
+        rank_layers(base, texts[0], replace(PILOT, learning_rate=-1))

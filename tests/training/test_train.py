@@ -1,0 +1,542 @@
+"""Training: the expansion learns, the base stays files, an interruption loses nothing, bad input stops early."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
+
+from scale_surgery import (
+    CheckpointError,
+    DataError,
+    Request,
+    SurgeryError,
+    TrainingError,
+    TrainingSettings,
+    expand,
+    strip,
+    train,
+    verify,
+)
+from scale_surgery.biographies import SHIPPED_MODEL, biography, people, questions
+from scale_surgery.checkpoint.folder import open_checkpoint
+from scale_surgery.checkpoint.staging import locked
+from scale_surgery.cli.program import main
+from scale_surgery.surgery.record import read_manifest
+from scale_surgery.training.run_folder import module_names, publish_tensors
+from tests.conftest import digests, load
+from tests.tiny import FAMILIES
+
+SHORT = {"sequence_length": 32, "batch_size": 2, "learning_rate": 3e-3, "log_every": 1}
+SETTINGS = TrainingSettings(steps=6, save_every=2, eval_every=3, **SHORT)
+
+
+def write_lines(file: Path, rows: list[dict[str, Any]]) -> Path:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return file
+
+
+def ask(start: int, count: int = 2) -> list[dict[str, Any]]:
+    asked = [question for person in people(count, start=start) for question in questions(person)]
+    return [{"question": question.prompt, "answer": question.answer} for question in asked]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with data, and the shipped model expanded in both variants."""
+    folder = tmp_path_factory.mktemp("train")
+    write_lines(folder / "texts.jsonl", [{"text": biography(person, 3)} for person in people(12, start=400)])
+    write_lines(folder / "old.jsonl", ask(0))
+    write_lines(folder / "new.jsonl", ask(400))
+    expand(SHIPPED_MODEL, Request("2-3"), folder / "preserve")
+    expand(SHIPPED_MODEL, Request("2-3", variant="adapt", collaborate="both"), folder / "adapt")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(place: Path) -> Path:
+    """A preserve model after a short run, measured on the way."""
+    sides = {"old": [place / "old.jsonl"], "new": [place / "new.jsonl"]}
+    return train(place / "preserve", [place / "texts.jsonl"], place / "trained", SETTINGS, **sides).path
+
+
+def expansion(path: Path) -> dict[str, torch.Tensor]:
+    checkpoint = open_checkpoint(path)
+    planned = {tensor["name"] for tensor in read_manifest(path).plan["tensors"]}
+    shards = {checkpoint.tensors[name].file for name in planned}
+    tensors = {name: tensor for shard in shards for name, tensor in load_file(path / shard).items()}
+    assert set(tensors) == planned, "an expansion shard holds the expansion, and all of it"
+    return tensors
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def refusal(*args: Any, error: type[SurgeryError], **options: Any) -> str:
+    with pytest.raises(error) as found:
+        train(*args, **options)
+    return str(found.value)
+
+
+@contextmanager
+def stopping_at(step: int, label: str, total: int) -> Iterator[Callable[..., None]]:
+    """A progress bar in front of which somebody presses Ctrl-C."""
+    done = 0
+
+    def advance(amount: int, note: str = "") -> None:
+        nonlocal done
+        done += amount
+        if label == "training" and done >= step:
+            raise KeyboardInterrupt
+
+    yield advance
+
+
+# what training does and leaves
+
+
+def test_the_base_stays_files_and_the_expansion_moves(place: Path, trained: Path) -> None:
+    before, after = digests(place / "preserve"), digests(trained)
+    changed = {name for name in before.keys() & after.keys() if before[name] != after[name]}
+    assert changed == {"expansion-00001-of-00001.safetensors", "surgery.json"}
+    assert set(after) - set(before) == {f"training/{name}" for name in ("settings.json", "log.jsonl", "curves.png")}
+    assert set(before) <= set(after), "the index still says which shards count"
+    start = expansion(place / "preserve")
+    moved = {name for name, tensor in expansion(trained).items() if not torch.equal(tensor, start[name])}
+    assert {name.rsplit(".", 1)[1] for name in moved} == {"w21", "w22", "up_weight"}
+
+
+@pytest.mark.parametrize("files_only", [True, False])
+def test_after_training_preserve_still_keeps_its_promises(trained: Path, files_only: bool) -> None:
+    result = verify(trained, files_only=files_only, record=False)
+    promises = {promise.name: promise for promise in result.promises}
+    assert result.passed and result.state == "trained"
+    assert promises["recoverable"].holds
+    assert promises["base_stream_always"].holds is (None if files_only else True)
+    assert not promises["output_at_init"].claimed
+
+
+def test_after_training_strip_gives_the_base_back(trained: Path, place: Path, tmp_path: Path) -> None:
+    strip(trained, tmp_path / "base")
+    assert digests(tmp_path / "base") == digests(SHIPPED_MODEL)
+
+
+def test_adapt_trains_w12_and_stays_recoverable(place: Path, tmp_path: Path) -> None:
+    done = train(place / "adapt", [place / "texts.jsonl"], tmp_path / "out", SETTINGS)
+    start = expansion(place / "adapt")
+    moved = [name for name, tensor in expansion(done.path).items() if not torch.equal(tensor, start[name])]
+    assert {name.rsplit(".", 1)[1] for name in moved} == {"w12", "w21", "w22", "up_weight"}
+    # seven linears in each of two layers, but q, k and v of the first: the up stream that they read is still zero
+    assert sum(name.endswith("w12") for name in moved) == 2 * 7 - 3
+    result = verify(done.path, record=False)
+    promises = {promise.name: promise for promise in result.promises}
+    assert promises["recoverable"].holds and not promises["base_stream_always"].claimed
+    strip(done.path, tmp_path / "base")
+    assert digests(tmp_path / "base") == digests(SHIPPED_MODEL)
+
+
+def test_it_learns_and_says_what_it_forgets(place: Path, tmp_path: Path) -> None:
+    settings = TrainingSettings(steps=30, **SHORT)
+    sides = {"old": [place / "old.jsonl"], "new": [place / "new.jsonl"]}
+    done = train(place / "adapt", [place / "new.jsonl"], tmp_path / "out", settings, **sides)
+    assert done.measured["learning"] > 0.3 and done.measured["old_accuracy"] <= 1
+    entries = [json.loads(line) for line in done.log.read_text().splitlines()]
+    losses = [entry["loss"] for entry in entries if "loss" in entry]
+    assert len(losses) == 30 and sum(losses[-5:]) < sum(losses[:5])
+    measured = [entry for entry in entries if "forgetting" in entry]
+    assert [entry["step"] for entry in measured] == [0, *range(3, 31, 3)]
+    assert measured[0]["forgetting"] == measured[0]["learning"] == 0, "before the first step it is the base"
+    assert measured[0]["old_accuracy"] == 1.0, "the shipped model knows them"
+    base, last = measured[0]["new_nats_per_token"], measured[-1]
+    assert last["learning"] == pytest.approx(base - last["new_nats_per_token"])
+    assert done.curves.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_input_is_not_touched(place: Path, tmp_path: Path) -> None:
+    before = digests(place / "preserve")
+    train(place / "preserve", [place / "texts.jsonl"], tmp_path / "out", SETTINGS)
+    assert digests(place / "preserve") == before
+
+
+def test_base_shards_can_be_links(place: Path, tmp_path: Path) -> None:
+    shutil.copytree(place / "preserve", tmp_path / "in")
+    done = train(tmp_path / "in", [place / "texts.jsonl"], tmp_path / "out", SETTINGS, base_weights="link")
+    shard = "model-00001-of-00001.safetensors"
+    assert (done.path / shard).samefile(tmp_path / "in" / shard)
+    own = "expansion-00001-of-00001.safetensors"
+    assert not (done.path / own).samefile(tmp_path / "in" / own)
+
+
+def test_a_run_is_recorded_and_can_be_followed_by_another(place: Path, trained: Path, tmp_path: Path) -> None:
+    (first,) = read_manifest(trained).training
+    assert first["steps"] == 6 and first["settings"]["learning_rate"] == 3e-3 and first["measured"]["step"] == 6
+    again = train(trained, [place / "new.jsonl"], tmp_path / "again", SETTINGS)
+    runs = read_manifest(again.path).training
+    assert len(runs) == 2 and runs[0] == first and runs[1]["texts"] != first["texts"]
+    assert verify(again.path, files_only=True, record=False).passed
+
+
+def test_only_what_is_chosen_trains(place: Path, tmp_path: Path) -> None:
+    settings = TrainingSettings(steps=2, groups=("w12", "head"), **SHORT)
+    done = train(place / "adapt", [place / "texts.jsonl"], tmp_path / "out", settings)
+    start, now = expansion(place / "adapt"), expansion(done.path)
+    moved = {name for name in now if not torch.equal(now[name], start[name])}
+    assert moved and {name.rsplit(".", 1)[1] for name in moved} <= {"w12", "up_weight"}
+    assert "lm_head.up_weight" in moved and not any("norm" in name or "embed" in name for name in moved)
+
+
+def test_the_same_seed_gives_the_same_bytes_and_another_does_not(place: Path, tmp_path: Path) -> None:
+    runs = [
+        train(place / "preserve", [place / "texts.jsonl"], tmp_path / str(number), TrainingSettings(steps=3, **seeded))
+        for number, seeded in enumerate(({**SHORT, "seed": 1}, {**SHORT, "seed": 1}, {**SHORT, "seed": 2}))
+    ]
+    one, again, other = (expansion(run.path) for run in runs)
+    assert same(one, again) and not same(one, other)
+
+
+def test_accumulated_batches_equal_one_batch(place: Path, tmp_path: Path) -> None:
+    settings = {"sequence_length": 32, "steps": 2, "max_gradient_norm": 0.0}
+    one = train(place / "adapt", [place / "texts.jsonl"], tmp_path / "1", TrainingSettings(batch_size=4, **settings))
+    two = train(
+        place / "adapt", [place / "texts.jsonl"], tmp_path / "2",
+        TrainingSettings(batch_size=2, gradient_accumulation=2, **settings),
+    )  # fmt: skip
+    start, whole, parts = (expansion(path) for path in (place / "adapt", one.path, two.path))
+    for name in whole:
+        torch.testing.assert_close(whole[name], parts[name], rtol=0, atol=2e-5, msg=name)
+    assert not same(whole, start)
+
+
+def test_half_precision_is_trained_in_float32_and_stored_as_it_was(place: Path, tmp_path: Path) -> None:
+    base = load(SHIPPED_MODEL, dtype=torch.bfloat16)
+    base.save_pretrained(tmp_path / "base")
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(SHIPPED_MODEL / file, tmp_path / "base" / file)
+    expand(tmp_path / "base", Request("3"), tmp_path / "wide")
+    seen: list[dict[str, torch.Tensor]] = []
+
+    @contextmanager
+    def looking(label: str, total: int) -> Iterator[Callable[..., None]]:
+        def advance(amount: int, note: str = "") -> None:
+            seen.extend(load_file(file) for file in tmp_path.glob("out/training/*/expansion.safetensors"))
+
+        yield advance
+
+    # steps so small that a bfloat16 number would not move by one of them
+    settings = TrainingSettings(steps=6, save_every=2, **{**SHORT, "learning_rate": 1e-4})
+    done = train(tmp_path / "wide", [place / "texts.jsonl"], tmp_path / "out", settings, track=looking)
+    assert {tensor.dtype for tensor in expansion(done.path).values()} == {torch.bfloat16}
+    assert seen and {tensor.dtype for tensor in seen[-1].values()} == {torch.float32}
+    name = "model.layers.3.mlp.gate_proj.w21"
+    assert not torch.equal(seen[-1][name], seen[-1][name].bfloat16().float()), "finer than bfloat16"
+    assert verify(done.path, record=False).passed
+
+
+@pytest.mark.parametrize("options", [{"bf16": True}, {"gradient_checkpointing": True}, {"packing": False}])
+def test_other_ways_to_train(place: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+    settings = TrainingSettings(steps=2, **{**SHORT, "sequence_length": 256}, **options)
+    done = train(place / "adapt", [place / "texts.jsonl"], tmp_path / "out", settings)
+    assert verify(done.path, files_only=True, record=False).state == "trained"
+
+
+# interruption
+
+
+def test_checkpoints_hold_the_expansion_and_nothing_of_the_base(place: Path, tmp_path: Path) -> None:
+    with pytest.raises(TrainingError, match=r"interrupted after step 5; it holds step 4\. Continue with --resume"):
+        train(
+            place / "preserve", [place / "texts.jsonl"], tmp_path / "out", SETTINGS,
+            track=lambda label, total: stopping_at(5, label, total),
+        )  # fmt: skip
+    (checkpoint,) = (tmp_path / "out" / "training").glob("checkpoint-*")
+    tensors = load_file(checkpoint / "expansion.safetensors")
+    assert tensors.keys() == expansion(place / "preserve").keys()
+    state = torch.load(checkpoint / "optimizer.pt", weights_only=True)["state"]
+    assert sum(entry["exp_avg"].numel() for entry in state.values()) == sum(t.numel() for t in tensors.values())
+    assert not [file for file in checkpoint.iterdir() if file.name.startswith(("model", "pytorch_model"))]
+    assert same(expansion(tmp_path / "out"), tensors), "the folder is the last whole checkpoint"
+    assert verify(tmp_path / "out", record=False).passed
+
+
+@pytest.mark.parametrize("variant", ["preserve", "adapt"])
+@pytest.mark.parametrize("stop", [1, 3, 5])
+def test_resume_gives_the_same_weights(place: Path, tmp_path: Path, variant: str, stop: int) -> None:
+    data, sides = [place / "texts.jsonl"], {"old": [place / "old.jsonl"]}
+    whole = train(place / variant, data, tmp_path / "whole", SETTINGS, **sides)
+    with pytest.raises(TrainingError, match="interrupted"):
+        train(
+            place / variant, data, tmp_path / "out", SETTINGS, **sides,
+            track=lambda label, total: stopping_at(stop, label, total),
+        )  # fmt: skip
+    assert not same(expansion(tmp_path / "out"), expansion(whole.path)), "the control: it had not reached the end"
+    done = train(place / variant, data, tmp_path / "out", SETTINGS, **sides, resume=True)
+    assert same(expansion(done.path), expansion(whole.path))
+    logs = [[json.loads(line) for line in run.log.read_text().splitlines()] for run in (done, whole)]
+    assert logs[0] == logs[1]
+
+
+def test_killed_at_any_moment_it_holds_a_whole_checkpoint(place: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    command = [
+        sys.executable, "-m", "scale_surgery", "train", str(place / "preserve"), "--data", str(place / "texts.jsonl"),
+        "-o", str(out), "--steps", "400", "--save-every", "1", "--sequence-length", "32", "--batch-size", "2",
+        "--warmup", "0", "--device", "cpu", "--quiet",
+    ]  # fmt: skip
+    run = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    deadline = time.monotonic() + 60
+    index = out / "model.safetensors.index.json"
+    while not (index.exists() and "expansion-step-" in index.read_text()) and time.monotonic() < deadline:
+        assert run.poll() is None, run.stderr.read()
+        time.sleep(0.02)
+    run.send_signal(signal.SIGKILL)
+    run.communicate()
+    assert verify(out, record=False).passed
+    assert (out / "training" / "settings.json").is_file()
+    assert not same(expansion(out), expansion(place / "preserve"))
+
+
+def test_resume_refuses_other_settings_and_says_which(place: Path, tmp_path: Path) -> None:
+    data = [place / "texts.jsonl"]
+    with pytest.raises(TrainingError):
+        train(
+            place / "preserve", data, tmp_path / "out", SETTINGS,
+            track=lambda label, total: stopping_at(3, label, total),
+        )  # fmt: skip
+    other = TrainingSettings(steps=6, save_every=2, eval_every=3, **{**SHORT, "batch_size": 4, "learning_rate": 1e-3})
+    text = refusal(place / "preserve", data, tmp_path / "out", other, error=TrainingError, resume=True)
+    assert text.splitlines() == [
+        f"{tmp_path / 'out'}: was begun with batch_size 2, found 4. Resume with the same settings.",
+        f"{tmp_path / 'out'}: was begun with learning_rate 0.003, found 0.001. Resume with the same settings.",
+    ]
+    text = refusal(
+        place / "preserve", [place / "new.jsonl"], tmp_path / "out", SETTINGS, error=TrainingError, resume=True
+    )
+    assert "was begun with texts" in text
+
+
+def test_resume_needs_a_run_that_is_not_finished(place: Path, trained: Path, tmp_path: Path) -> None:
+    data = [place / "texts.jsonl"]
+    text = refusal(place / "preserve", data, tmp_path / "none", SETTINGS, error=TrainingError, resume=True)
+    assert text == f"{tmp_path / 'none'}: holds no training run to resume. Leave --resume out to begin one."
+    text = refusal(place / "preserve", data, trained, SETTINGS, error=TrainingError, resume=True)
+    assert text == f"{trained}: this run is finished. Give the folder as EXPANDED to train it further."
+
+
+def test_a_loss_that_is_no_number_stops_the_run(place: Path, tmp_path: Path) -> None:
+    settings = TrainingSettings(steps=6, save_every=1, **{**SHORT, "learning_rate": 1e30})
+    text = refusal(place / "adapt", [place / "texts.jsonl"], tmp_path / "out", settings, error=TrainingError)
+    assert re.search(r"the loss is nan at step \d+. Lower --learning-rate; the folder holds the last whole", text)
+
+
+def test_weights_that_are_no_numbers_are_not_published(place: Path, tmp_path: Path) -> None:
+    settings = TrainingSettings(steps=4, save_every=1, **{**SHORT, "log_every": 4, "learning_rate": 1e30})
+    text = refusal(place / "adapt", [place / "texts.jsonl"], tmp_path / "out", settings, error=TrainingError)
+    assert "hold numbers that are not finite" in text or "the loss is nan" in text
+    assert all(tensor.isfinite().all() for tensor in expansion(tmp_path / "out").values())
+
+
+def test_resume_after_the_last_step_does_no_further_one(place: Path, tmp_path: Path) -> None:
+    data, sides = [place / "texts.jsonl"], {"old": [place / "old.jsonl"]}
+    settings = TrainingSettings(steps=4, save_every=2, schedule="constant", **SHORT)
+    whole = train(place / "adapt", data, tmp_path / "whole", settings, **sides)
+
+    def stop_at_the_end(folder: Path) -> None:
+        run = subprocess.run(
+            [sys.executable, "-c", STOPPED_IN_FINISH, str(place), str(folder)], capture_output=True, text=True
+        )
+        assert run.returncode == 9, run.stderr
+
+    stop_at_the_end(tmp_path / "out")
+    assert list((tmp_path / "out" / "training").glob("checkpoint-4"))
+    done = train(place / "adapt", data, tmp_path / "out", settings, **sides, resume=True)
+    assert done.steps == 4 and same(expansion(done.path), expansion(whole.path))
+    assert read_manifest(done.path).training[-1]["steps"] == 4
+
+
+# a process that dies between the last checkpoint and the end of the run
+STOPPED_IN_FINISH = """
+import os, sys
+from pathlib import Path
+from scale_surgery import TrainingSettings, train
+from scale_surgery.training.run_folder import Run
+Run.finish = lambda self, log: os._exit(9)
+place, out = map(Path, sys.argv[1:])
+settings = TrainingSettings(
+    steps=4, save_every=2, schedule="constant", sequence_length=32, batch_size=2, learning_rate=3e-3, log_every=1
+)
+train(place / "adapt", [place / "texts.jsonl"], out, settings, old=[place / "old.jsonl"])
+"""
+
+
+def test_resume_of_another_expansion_of_the_same_base_is_refused(place: Path, tmp_path: Path) -> None:
+    data = [place / "texts.jsonl"]
+    with pytest.raises(TrainingError):
+        train(
+            place / "preserve",
+            data,
+            tmp_path / "out",
+            SETTINGS,
+            track=lambda label, total: stopping_at(3, label, total),
+        )
+    text = refusal(place / "adapt", data, tmp_path / "out", SETTINGS, error=TrainingError, resume=True)
+    assert "was begun with expansion" in text
+
+
+def test_windows_inside_a_long_question_are_left_out(place: Path, tmp_path: Path) -> None:
+    long = {"question": "What is the name of " + "the old friend of " * 40 + "Paula?", "answer": "Rosa"}
+    data = write_lines(tmp_path / "long.jsonl", [long])
+    settings = TrainingSettings(steps=2, **{**SHORT, "batch_size": 1, "sequence_length": 16})
+    done = train(place / "preserve", [data], tmp_path / "out", settings)
+    assert done.loss is not None and done.loss > 0
+
+
+def test_two_processes_do_not_train_in_one_folder(place: Path, tmp_path: Path) -> None:
+    with locked(tmp_path / "out"):
+        text = refusal(place / "preserve", [place / "texts.jsonl"], tmp_path / "out", SETTINGS, error=CheckpointError)
+    assert text == f"{tmp_path / 'out'}: another process is writing it. Wait until it is done."
+
+
+def test_the_output_cannot_be_the_input(place: Path) -> None:
+    path = place / "preserve"
+    for resume in (False, True):
+        with pytest.raises(
+            (CheckpointError, TrainingError), match=r"lies inside|another output folder|no training run"
+        ):
+            train(path, [place / "texts.jsonl"], path, SETTINGS, resume=resume)
+
+
+# bad input, before any step
+
+
+def test_bad_data_stops_before_anything_is_written(place: Path, tmp_path: Path) -> None:
+    out, wide = tmp_path / "out", place / "preserve"
+    (tmp_path / "empty.txt").write_text(" \n")
+    assert "hold no text" in refusal(wide, [tmp_path / "empty.txt"], out, SETTINGS, error=DataError)
+    wrong = write_lines(tmp_path / "wrong.jsonl", [{"content": "a"}, {"text": 3}])
+    text = refusal(wide, [wrong], out, SETTINGS, error=DataError)
+    assert len(text.splitlines()) == 2 and "line 1: has the fields content" in text
+    assert "line 2" in text
+    assert "cannot be read" in refusal(wide, [tmp_path / "none.txt"], out, SETTINGS, error=DataError)
+    long = TrainingSettings(steps=1, packing=False, sequence_length=16)
+    text = refusal(wide, [place / "texts.jsonl"], out, long, error=DataError)
+    assert "texts.jsonl, line 1:" in text and "expected at most 16" in text and "--packing" in text
+    text = refusal(wide, [place / "texts.jsonl"], out, TrainingSettings(sequence_length=300), error=DataError)
+    assert text == "sequence-length: 300 tokens, expected at most the model's context of 256."
+    assert not out.exists()
+
+
+def test_settings_that_make_no_sense_are_named_together(place: Path, tmp_path: Path) -> None:
+    settings = TrainingSettings(
+        steps=0, batch_size=0, warmup=1.5, learning_rate=float("nan"), groups=("w13",), epochs=0, seed=-1
+    )
+    text = refusal(place / "preserve", [place / "texts.jsonl"], tmp_path / "out", settings, error=TrainingError)
+    assert text.splitlines() == [
+        "steps: 0, expected at least 1.",
+        "batch-size: 0, expected at least 1.",
+        "learning-rate: nan, expected at least 0.",
+        "seed: -1, expected at least 0.",
+        "epochs: 0, expected more.",
+        "warmup: 1.5, expected a share of the steps, less than 1.",
+        "train-only: w13 is no group of expansion tensors, expected some of w12, w21, w22, w11, biases, norms, "
+        "embedding, head, attn, ffn.",
+    ]
+
+
+def test_nothing_that_could_train(place: Path, tmp_path: Path) -> None:
+    settings = TrainingSettings(steps=1, groups=("w12",))
+    text = refusal(place / "preserve", [place / "texts.jsonl"], tmp_path / "out", settings, error=TrainingError)
+    assert "nothing would train; it has no tensor of the chosen groups (w12)" in text and "--variant adapt" in text
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_base_or_a_stripped_model_is_refused(place: Path, tmp_path: Path) -> None:
+    strip(place / "preserve", tmp_path / "base")
+    for path in (SHIPPED_MODEL, tmp_path / "base"):
+        text = refusal(path, [place / "texts.jsonl"], tmp_path / "out", SETTINGS, error=CheckpointError)
+        assert "has no surgery.json, expected a model made by scale-surgery expand" in text
+
+
+def test_a_base_that_changed_under_the_link_is_refused(place: Path, tmp_path: Path) -> None:
+    shutil.copytree(SHIPPED_MODEL, tmp_path / "base")
+    expand(tmp_path / "base", Request("3"), tmp_path / "wide", base_weights="link")
+    weights = load_file(tmp_path / "base" / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    checkpoint = open_checkpoint(tmp_path / "base")
+    with (tmp_path / "base" / "model.safetensors").open("r+b") as stream:  # another program writes through the link
+        stream.seek(checkpoint.tensors[name].offset)
+        stream.write(bytes([(weights[name].view(torch.uint8).flatten()[0].item() + 1) % 256]))
+    text = refusal(tmp_path / "wide", [place / "texts.jsonl"], tmp_path / "out", SETTINGS, error=CheckpointError)
+    assert text.startswith(f"{name}: sha256") and "is not what the expansion wrote, so it is not trained" in text
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_output_that_exists_is_refused(place: Path, trained: Path) -> None:
+    text = refusal(place / "preserve", [place / "texts.jsonl"], trained, SETTINGS, error=CheckpointError)
+    assert "exists already" in text
+
+
+# names and shards
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_trained_tensors_find_their_names_on_disk(pair_of: Any, tmp_path: Path, family: str) -> None:
+    pair = pair_of(family, "adapt", "float32", False)
+    shutil.copytree(pair.path, tmp_path / "out")
+    model = pair.load()
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        parameter.data += torch.randn_like(parameter) * parameter.requires_grad
+    tensors = {name: p.data.clone() for name, p in model.named_parameters() if p.requires_grad}
+    save_file(tensors, tmp_path / "trained.safetensors")
+    publish_tensors(tmp_path / "out", tmp_path / "trained.safetensors", "expansion-step-7-", model.renamed_modules)
+    ids = torch.arange(3, 12)[None]
+    with torch.no_grad():
+        assert torch.equal(load(tmp_path / "out")(ids).logits, model(ids).logits)
+    assert [file.name for file in (tmp_path / "out").glob("expansion-*")] == [
+        "expansion-step-7-00001-of-00001.safetensors"
+    ]
+
+
+def test_names_without_the_prefix_of_the_whole_model() -> None:
+    found = module_names(["layers.1.w21", "layers.11.w21"], ["model.layers.11.w21", "model.layers.1.w21"], {})
+    assert found == {"layers.1.w21": "model.layers.1.w21", "layers.11.w21": "model.layers.11.w21"}
+
+
+# the command
+
+
+def test_the_command(place: Path, tmp_path: Path) -> None:
+    arguments = [
+        "train", str(place / "preserve"), "--data", str(place / "texts.jsonl"), "-o", str(tmp_path / "out"),
+        "--eval-data", f"old={place / 'old.jsonl'}", "--steps", "2", "--sequence-length", "32", "--batch-size", "2",
+        "--train-only", "w21,w22,head", "--json",
+    ]  # fmt: skip
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 0, result.output
+    shown = json.loads(result.stdout)
+    assert shown["steps"] == 2 and shown["measured"]["step"] == 2 and shown["measured"]["old_accuracy"] == 1
+    table = CliRunner().invoke(main, [*arguments[:-1], "--overwrite"])
+    assert table.exit_code == 0 and "none of the base" in table.output
+    assert max(map(len, table.output.splitlines())) <= 80 + len(str(tmp_path)) * 2
+
+
+@pytest.mark.parametrize("side", ["file.txt", "older=file.txt", "old="])
+def test_the_command_explains_eval_data(place: Path, side: str) -> None:
+    result = CliRunner().invoke(
+        main, ["train", str(place / "preserve"), "--data", str(place / "texts.jsonl"), "--eval-data", side]
+    )
+    assert result.exit_code == 2 and "is not old=FILE or new=FILE" in result.output

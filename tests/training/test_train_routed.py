@@ -1,0 +1,198 @@
+"""Training a routed model: on its adapt path alone, or on what its router gives out."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file
+from torch.nn import functional
+
+from scale_surgery import (
+    Request,
+    Routing,
+    TrainingError,
+    TrainingSettings,
+    evaluate,
+    expand,
+    route_export,
+    strip,
+    train,
+    unroute,
+    verify,
+)
+from scale_surgery.biographies import SHIPPED_MODEL, biography, people
+from scale_surgery.cli.program import main
+from tests.conftest import digests, load
+
+ROUTERS = {
+    "posterior": Routing(),
+    "cosine": Routing("cosine", threshold=0.9),
+    "strict": Routing("cosine", threshold=0.99, strict=True),
+}
+SETTINGS = TrainingSettings(steps=5, sequence_length=48, batch_size=2, learning_rate=3e-3, log_every=1)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with texts, and the shipped model expanded, and routed in each way."""
+    folder = tmp_path_factory.mktemp("train_routed")
+    for name, start in (("new", 400), ("old", 0)):
+        rows = [{"text": biography(person, 3)} for person in people(6, start=start)]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    expand(SHIPPED_MODEL, Request("1-3", variant="adapt", collaborative_layers="2-3"), folder / "adapt")
+    for name, routing in ROUTERS.items():
+        route_export(folder / "adapt", folder / name, routing)
+    return folder
+
+
+def trained(place: Path, model: str, output: Path, **changes: Any) -> Path:
+    return train(place / model, [place / "new.jsonl"], output, replace(SETTINGS, **changes)).path
+
+
+def expansion(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: own for file in folder.glob("expansion-*") for name, own in load_file(file).items()}
+
+
+def same(one: Path, other: Path) -> bool:
+    first, second = expansion(one), expansion(other)
+    assert first.keys() == second.keys()
+    return all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_without_the_route_it_trains_as_the_unrouted_model(place: Path, tmp_path: Path) -> None:
+    unrouted = trained(place, "adapt", tmp_path / "unrouted")
+    assert not same(unrouted, place / "adapt"), "the control: it has learned"
+    for name in ROUTERS:
+        assert same(trained(place, name, tmp_path / name), unrouted), name
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_with_the_route_the_base_stays(place: Path, tmp_path: Path, name: str) -> None:
+    once = trained(place, name, tmp_path / "once") if name == "strict" else place / name
+    routed = train(once, [place / "new.jsonl"], tmp_path / "routed", replace(SETTINGS, routed=True)).path
+    assert not same(routed, once)
+    result = verify(routed, SHIPPED_MODEL, new_tokens=2)
+    assert result.passed and result.state == "trained"
+    assert "base_stream_always" in result.required
+    strip(routed, tmp_path / "base")
+    assert digests(tmp_path / "base") == digests(SHIPPED_MODEL)
+    model = load(routed)
+    ids = torch.arange(5, 25)[None]
+    with torch.no_grad():
+        preserve, adapt = model.path_logits(ids)
+        assert torch.equal(preserve, load(SHIPPED_MODEL)(ids).logits)
+    assert not torch.equal(preserve, adapt)
+
+
+@pytest.mark.parametrize("name", ["posterior", "cosine"])
+def test_the_route_changes_what_is_learned(place: Path, tmp_path: Path, name: str) -> None:
+    with_route = trained(place, name, tmp_path / "with", routed=True)
+    assert not same(with_route, trained(place, name, tmp_path / "without"))
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_the_first_loss_is_that_of_the_routed_output(place: Path, tmp_path: Path, name: str) -> None:
+    """A trained model is trained on: its routed loss and that of its adapt path differ."""
+    once = trained(place, name, tmp_path / "once")
+    settings = replace(
+        SETTINGS, steps=1, batch_size=64, packing=False, sequence_length=64, learning_rate=1e-9, schedule="constant"
+    )
+    losses = {}
+    for routed in (True, False):
+        output = train(once, [place / "old.jsonl"], tmp_path / str(routed), replace(settings, routed=routed)).path
+        losses[routed] = json.loads((output / "training" / "log.jsonl").read_text().splitlines()[0])["loss"]
+    model = load(once)
+    found = evaluate(once, [place / "old.jsonl"])
+    routed, alone = (score.old for score in found.scores if score.kind in ("expanded", "adapt"))
+    assert routed is not None and alone is not None
+    assert losses[True] == pytest.approx(routed.nats_per_token, rel=1e-3)
+    assert losses[False] == pytest.approx(alone.nats_per_token, rel=1e-3)
+    assert abs(losses[True] - losses[False]) > 2e-3
+    assert model.is_routing_enabled, "loaded again, it routes"
+
+
+def test_measurements_during_a_run_route(place: Path, tmp_path: Path) -> None:
+    sides = {"old": [place / "old.jsonl"], "new": [place / "new.jsonl"]}
+    done = train(place / "posterior", [place / "new.jsonl"], tmp_path / "out", replace(SETTINGS, steps=8), **sides)
+    found = evaluate(done.path, sides["old"], sides["new"], sequence_length=48)
+    routed = next(score for score in found.scores if score.kind == "expanded")
+    alone = next(score for score in found.scores if score.kind == "adapt")
+    assert done.measured["forgetting"] == pytest.approx(routed.forgetting, abs=1e-4)
+    assert done.measured["learning"] == pytest.approx(routed.learning, abs=1e-4)
+    assert alone.forgetting != pytest.approx(routed.forgetting, abs=1e-3)
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_checkpointed_activations_give_the_same_gradients(place: Path, name: str) -> None:
+    ids = torch.arange(10, 58).view(2, 24)
+    gradients = []
+    for is_checkpointed in (False, True):
+        model = load(place / name).train()
+        torch.manual_seed(0)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.add_(torch.randn_like(parameter) * 0.05)
+        if is_checkpointed:
+            model.activation_checkpointing_enable()
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        gradients.append({name: own.grad for name, own in model.named_parameters() if own.requires_grad})
+    plain, checkpointed = gradients
+    assert any(name.endswith("w12") and own.abs().max() > 0 for name, own in plain.items())
+    for name, own in plain.items():
+        assert (own is None) == (checkpointed[name] is None)
+        assert own is None or torch.allclose(own, checkpointed[name], rtol=1e-4, atol=1e-6)
+
+
+def test_the_loss_is_cross_entropy_of_the_routed_logits(place: Path) -> None:
+    model, ids = load(place / "posterior").train(), torch.arange(10, 34)[None]
+    output = model(input_ids=ids, labels=ids)
+    wanted = functional.cross_entropy(output.logits[0, :-1], ids[0, 1:])
+    assert torch.allclose(output.loss, wanted)
+
+
+def test_unrouted_again_it_keeps_what_it_learned(place: Path, tmp_path: Path) -> None:
+    routed = trained(place, "posterior", tmp_path / "routed", routed=True)
+    again = unroute(routed, tmp_path / "again").path
+    assert same(again, routed)
+    result = verify(again, SHIPPED_MODEL, new_tokens=0)
+    assert result.passed and result.routing is None
+    ids = torch.arange(5, 25)[None]
+    with torch.no_grad():
+        assert torch.equal(load(again)(ids).logits, load(routed).path_logits(ids)[1])
+
+
+def test_a_model_without_a_router_is_refused(place: Path, tmp_path: Path) -> None:
+    with pytest.raises(TrainingError) as found:
+        trained(place, "adapt", tmp_path / "out", routed=True)
+    assert str(found.value) == (
+        f"{place / 'adapt'}: has no router, expected a routed model for --routed. Write one first: scale-surgery "
+        "route-export."
+    )
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_router_that_would_learn_nothing_is_refused(place: Path, tmp_path: Path) -> None:
+    with pytest.raises(TrainingError) as found:
+        trained(place, "strict", tmp_path / "out", routed=True)
+    assert str(found.value) == (
+        f"{place / 'strict'}: its router, cosine and strict, gives out the base's logits where the paths agree, and "
+        "before any training they agree everywhere, so nothing would be learned. Train without --routed first, or "
+        "export without --strict."
+    )
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_option(place: Path, tmp_path: Path) -> None:
+    arguments = ["train", str(place / "posterior"), "--data", str(place / "new.jsonl"), "-o", str(tmp_path / "out")]
+    options = ["--routed", "--steps", "2", "--sequence-length", "48", "--batch-size", "2", "--json"]
+    done = CliRunner().invoke(main, arguments + options)
+    assert done.exit_code == 0, done.output
+    settings = json.loads((tmp_path / "out" / "training" / "settings.json").read_text())
+    assert settings["routed"] is True
