@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from scale_surgery.evidence.subjects import choose_lengths, open_subjects, read_
 from scale_surgery.progress import Progress, Track
 from scale_surgery.running.freeze import base_states, expansion_disabled
 from scale_surgery.running.loading import loaded_whole
+from scale_surgery.running.options import RunOptions
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,11 +30,8 @@ def compare_streams(
     path: Path,
     texts: Sequence[str | Path],
     width: int,
-    *,
     sequence_length: int | None,
-    batch_size: int,
-    device: str,
-    trust_remote_code: bool,
+    run: RunOptions,
     track: Track,
 ) -> Streams:
     """Run an expanded model and the base inside it on probe text, and compare the base stream after each layer.
@@ -42,9 +41,7 @@ def compare_streams(
         texts: Files and saved datasets to read; the built-in prompts of `verify` where there are none.
         width: Base width d.
         sequence_length: Most tokens of a window of a text; by default the model's context, at most 1024.
-        batch_size: Windows in one forward pass.
-        device: Where the model runs.
-        trust_remote_code: Run the code in the folder instead of this package's, and a tokenizer's own.
+        run: How the model runs: device, trust_remote_code, batch_size.
         track: Makes progress bars.
 
     Returns:
@@ -55,19 +52,19 @@ def compare_streams(
         CheckpointError: If the model cannot be loaded.
     """
     if texts:
-        batches = _text_batches(path, texts, sequence_length, batch_size, trust_remote_code=trust_remote_code)
+        batches = _text_batches(path, texts, sequence_length, run)
         source = ", ".join(map(str, texts))
     else:
-        batches, source = _prompt_batches(path, trust_remote_code=trust_remote_code)
+        batches, source = _prompt_batches(path, run)
     tokens = sum(int(batch.mask.sum()) for batch in batches)
-    options = {"device": device, "trust_remote_code": trust_remote_code}
-    with track("base stream", tokens) as advance, loaded_whole(path, path.name, options) as model:
+    stored = replace(run, dtype=None)  # what is compared is what is stored
+    with track("base stream", tokens) as advance, loaded_whole(path, path.name, stored) as model:
         layers, dtype = _compare(model, batches, width, advance)
         is_routed = bool(getattr(model, "is_routing_enabled", False))
     return Streams(layers, source, tokens, dtype, "adapt" if is_routed else "expanded")
 
 
-def _prompt_batches(path: Path, *, trust_remote_code: bool) -> tuple[list[Batch], str]:
+def _prompt_batches(path: Path, run: RunOptions) -> tuple[list[Batch], str]:
     """The prompts of `verify` as one batch; random ids where the model has no tokenizer."""
     from transformers import AutoConfig
 
@@ -76,27 +73,25 @@ def _prompt_batches(path: Path, *, trust_remote_code: bool) -> tuple[list[Batch]
     from scale_surgery.running.tokenizer import load_tokenizer
 
     modeling.register()
-    tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
-    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    tokenizer = load_tokenizer(path, run)
+    config = AutoConfig.from_pretrained(path, trust_remote_code=run.trust_remote_code)
     batch = probe.make_batch(tokenizer, probe.PROMPTS, config, 0)
     source = "built-in prompts" if tokenizer is not None else "random ids, there is no tokenizer"
     return [batch], source
 
 
-def _text_batches(
-    path: Path, texts: Sequence[str | Path], length: int | None, batch_size: int, *, trust_remote_code: bool
-) -> list[Batch]:
+def _text_batches(path: Path, texts: Sequence[str | Path], length: int | None, run: RunOptions) -> list[Batch]:
     """Texts cut into windows, one after the other, prompts of questions included."""
     from scale_surgery.running.probe import Batch
     from scale_surgery.running.texts import collate, read_files
 
     documents = [document for found in read_files(texts).values() for document in found]
-    (subject,) = open_subjects([path], trust_remote_code=trust_remote_code)
+    (subject,) = open_subjects([path], run)
     length, _ = choose_lengths([subject], length, None)
     windows = read_texts(subject, {"probe": documents}, length, length)["probe"]
     batches = []
-    for start in range(0, len(windows), batch_size):
-        rows = collate([windows[row] for row in range(start, min(start + batch_size, len(windows)))])
+    for start in range(0, len(windows), run.batch_size):
+        rows = collate([windows[row] for row in range(start, min(start + run.batch_size, len(windows)))])
         batches.append(Batch(rows["input_ids"], rows["attention_mask"]))
     return batches
 

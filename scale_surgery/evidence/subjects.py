@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from scale_surgery.checkpoint.folder import MANIFEST_FILE, open_checkpoint
 from scale_surgery.checkpoint.sources import find_source
 from scale_surgery.errors import CheckpointError, DataError
+from scale_surgery.running.options import RunOptions
 from scale_surgery.surgery.record import Manifest, check_numbering, read_manifest
 
 if TYPE_CHECKING:
@@ -50,14 +51,14 @@ class Subject:
 
 
 def open_subjects(
-    models: Sequence[str | Path], *, revision: str | None = None, trust_remote_code: bool = False
+    models: Sequence[str | Path], run: RunOptions = RunOptions(), *, revision: str | None = None
 ) -> list[Subject]:
     """Find models and read all of them but their weights.
 
     Args:
         models: Folders or Hub ids; one that is given twice counts once.
+        run: How configs and tokenizers are loaded: trust_remote_code.
         revision: Branch, tag or commit of Hub repositories.
-        trust_remote_code: Let a config and a tokenizer run code of their own.
 
     Returns:
         The models; two folders of the same name are called by the paths that were given.
@@ -71,7 +72,7 @@ def open_subjects(
     given = list(reversed(places.values()))
     if not given:
         raise CheckpointError("There is no model to measure. Give a folder or a Hub id such as org/name.")
-    subjects = [_open(model, revision, trust_remote_code=trust_remote_code) for model in given]
+    subjects = [_open(model, revision, run) for model in given]
     uses = Counter(subject.name for subject in subjects)
     named = [
         subject if uses[subject.name] == 1 else replace(subject, name=model)
@@ -93,7 +94,7 @@ def _name_bases(subjects: Sequence[Subject]) -> Iterator[str | None]:
         yield names.setdefault(files, unique)
 
 
-def _open(model: str, revision: str | None, *, trust_remote_code: bool) -> Subject:
+def _open(model: str, revision: str | None, run: RunOptions) -> Subject:
     from scale_surgery.running.tokenizer import load_tokenizer
 
     source = find_source(model, revision)
@@ -104,8 +105,8 @@ def _open(model: str, revision: str | None, *, trust_remote_code: bool) -> Subje
     manifest = read_manifest(source.path) if is_expanded and (source.path / MANIFEST_FILE).is_file() else None
     if manifest is not None:
         check_numbering(checkpoint, manifest)
-    config = _load_config(source.path, source.name, trust_remote_code=trust_remote_code)
-    tokenizer = load_tokenizer(source.path, trust_remote_code=trust_remote_code)
+    config = _load_config(source.path, source.name, run)
+    tokenizer = load_tokenizer(source.path, run)
     if tokenizer is None:
         raise DataError(
             f"{source.name}: has no tokenizer that loads, expected tokenizer.json or another that transformers knows. "
@@ -125,14 +126,14 @@ def _open(model: str, revision: str | None, *, trust_remote_code: bool) -> Subje
     )
 
 
-def _load_config(path: Path, name: str, *, trust_remote_code: bool) -> Any:
+def _load_config(path: Path, name: str, run: RunOptions) -> Any:
     from transformers import AutoConfig
 
     from scale_surgery import modeling
 
     modeling.register()
     try:
-        config: Any = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        config: Any = AutoConfig.from_pretrained(path, trust_remote_code=run.trust_remote_code)
     except (ImportError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"{name}: transformers does not read its config ({error}). Expected a causal language model that this "

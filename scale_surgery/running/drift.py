@@ -6,12 +6,13 @@ of the largest logit; a rewritten model that is further away has not been rewrit
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scale_surgery.errors import CheckpointError
 from scale_surgery.progress import Track, no_track
+from scale_surgery.running.options import Probes, RunOptions
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 
 # the largest drift that passes for rounding, as a share of the largest logit
 TOLERANCES = {"float64": 1e-10, "float32": 1e-4, "float16": 2e-2, "bfloat16": 8e-2}
-DEFAULT_NEW_TOKENS = 8
 
 
 @dataclass(frozen=True)
@@ -65,12 +65,9 @@ class Drift:
 def measure_drift(
     before: Path,
     after: Path,
+    probes: Probes = Probes(),
     *,
-    prompts_file: Path | None = None,
-    new_tokens: int = DEFAULT_NEW_TOKENS,
-    memory_bytes: int,
-    device: str = "cpu",
-    trust_remote_code: bool = False,
+    run: RunOptions = RunOptions(),
     track: Track = no_track,
 ) -> Drift:
     """Run a model and its rewritten form on the same probe prompts, one after the other, and compare.
@@ -78,11 +75,8 @@ def measure_drift(
     Args:
         before: Folder of the model.
         after: Folder of its rewritten form, with the same tokenizer.
-        prompts_file: Probe prompts, one a line; built-in ones otherwise.
-        new_tokens: Tokens to generate for each prompt; 0 for none.
-        memory_bytes: On the CPU, weights above this are streamed from their files while the models run.
-        device: Where to run the models.
-        trust_remote_code: Run the folders' own code instead of this package's, and the tokenizer's.
+        probes: Prompts, and tokens to generate for each.
+        run: How the models run: device, trust_remote_code, memory_bytes.
         track: Makes progress bars.
 
     Returns:
@@ -97,19 +91,19 @@ def measure_drift(
     from scale_surgery.running import loading, probe
     from scale_surgery.running.tokenizer import load_tokenizer
 
+    run = replace(run, dtype=None)  # what is compared is what is stored
     modeling.register()
-    prompts = probe.read_prompts(prompts_file)
-    tokenizer = load_tokenizer(before, trust_remote_code=trust_remote_code)
-    config = AutoConfig.from_pretrained(before, trust_remote_code=trust_remote_code)
-    batch = probe.make_batch(tokenizer, prompts, config, new_tokens)
-    options: dict[str, Any] = {"memory_bytes": memory_bytes, "device": device, "trust_remote_code": trust_remote_code}
+    prompts = probe.read_prompts(probes.prompts_file)
+    tokenizer = load_tokenizer(before, run)
+    config = AutoConfig.from_pretrained(before, trust_remote_code=run.trust_remote_code)
+    batch = probe.make_batch(tokenizer, prompts, config, probes.new_tokens)
     runs = []
     with track("probe prompts", 2) as advance:
         for path in (before, after):
-            with loading.loaded(path, **options) as (model, problems):
+            with loading.loaded(path, run) as (model, problems):
                 if path == after and problems:
                     raise CheckpointError.from_problems(problems)
-                runs.append(_run(model, batch, new_tokens, device))
+                runs.append(_run(model, batch, probes.new_tokens, run.device))
             advance(1)
     return _compare(batch, *runs[0], *runs[1])
 

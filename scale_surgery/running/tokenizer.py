@@ -13,6 +13,7 @@ from typing import Any
 from scale_surgery import modeling
 from scale_surgery.checkpoint.folder import read_json
 from scale_surgery.checkpoint.staging import write_json
+from scale_surgery.running.options import RunOptions
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
@@ -20,12 +21,12 @@ TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 PORTABLE_NAMES = {"TokenizersBackend": "PreTrainedTokenizerFast"}
 
 
-def load_tokenizer(path: Path, *, trust_remote_code: bool = False) -> Any | None:
+def load_tokenizer(path: Path, run: RunOptions = RunOptions()) -> Any | None:
     """Load a folder's tokenizer as a user would, by AutoTokenizer; None where it has none or it needs its own code.
 
     Args:
         path: Model folder.
-        trust_remote_code: Whether the tokenizer may run code of its own.
+        run: How it is loaded: trust_remote_code.
     """
     if not any((path / file).exists() for file in TOKENIZER_FILES):
         return None
@@ -35,24 +36,24 @@ def load_tokenizer(path: Path, *, trust_remote_code: bool = False) -> Any | None
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+            return AutoTokenizer.from_pretrained(path, trust_remote_code=run.trust_remote_code)
     except (ImportError, OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
-def pin_tokenizer_class(base: Path, expanded: Path, *, trust_remote_code: bool = False) -> str | None:
+def pin_tokenizer_class(base: Path, expanded: Path, run: RunOptions = RunOptions()) -> str | None:
     """Name the base's tokenizer class in the expanded folder where transformers would choose another.
 
     Args:
         base: The base model.
         expanded: The expanded model, with its config.json and the base's tokenizer files.
-        trust_remote_code: Whether the base's tokenizer may run code of its own.
+        run: How tokenizers are loaded: trust_remote_code.
 
     Returns:
         The class that was written into tokenizer_config.json, or None where nothing had to change.
     """
-    wanted = load_tokenizer(base, trust_remote_code=trust_remote_code)
-    found = load_tokenizer(expanded, trust_remote_code=trust_remote_code)
+    wanted = load_tokenizer(base, run)
+    found = load_tokenizer(expanded, run)
     if wanted is None or type(wanted) is type(found):
         return None
     name = type(wanted).__name__
