@@ -16,14 +16,16 @@ from typing import TYPE_CHECKING, Any
 from scale_surgery.evidence.report_records import Streams
 from scale_surgery.evidence.subjects import choose_lengths, open_subjects, read_texts
 from scale_surgery.progress import Progress, Track
+from scale_surgery.running.drift import cosines, largest_difference
 from scale_surgery.running.freeze import base_states, expansion_disabled
 from scale_surgery.running.loading import loaded_whole
-from scale_surgery.running.options import RunOptions
+from scale_surgery.running.options import Probes, RunOptions
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from scale_surgery.running.probe import Batch, Layer
+    from scale_surgery.running.probe import Layer
+    from scale_surgery.running.prompts import Batch
 
 
 def compare_streams(
@@ -66,23 +68,16 @@ def compare_streams(
 
 def _prompt_batches(path: Path, run: RunOptions) -> tuple[list[Batch], str]:
     """The prompts of `verify` as one batch; random ids where the model has no tokenizer."""
-    from transformers import AutoConfig
+    from scale_surgery.running.prompts import encode_prompts
 
-    from scale_surgery import modeling
-    from scale_surgery.running import probe
-    from scale_surgery.running.tokenizer import load_tokenizer
-
-    modeling.register()
-    tokenizer = load_tokenizer(path, run)
-    config = AutoConfig.from_pretrained(path, trust_remote_code=run.trust_remote_code)
-    batch = probe.make_batch(tokenizer, probe.PROMPTS, config, 0)
-    source = "built-in prompts" if tokenizer is not None else "random ids, there is no tokenizer"
-    return [batch], source
+    encoded = encode_prompts(path, Probes(new_tokens=0), run)
+    source = "built-in prompts" if encoded.tokenizer is not None else "random ids, there is no tokenizer"
+    return [encoded.batch], source
 
 
 def _text_batches(path: Path, texts: Sequence[str | Path], length: int | None, run: RunOptions) -> list[Batch]:
     """Texts cut into windows, one after the other, prompts of questions included."""
-    from scale_surgery.running.probe import Batch
+    from scale_surgery.running.prompts import Batch
     from scale_surgery.running.texts import collate, read_files
 
     documents = [document for found in read_files(texts).values() for document in found]
@@ -100,18 +95,18 @@ def _compare(model: Any, batches: Sequence[Batch], width: int, advance: Progress
     from scale_surgery.running.probe import Layer
 
     drifts: list[list[float]] = []
-    cosines: list[list[float]] = []
+    sums: list[list[float]] = []
     dtype, tokens = "", 0
     for batch in batches:
         pairs = list(_states(model, batch, width))
-        drifts.append([_drift(*pair) for pair in pairs])
-        cosines.append([_cosines(*pair) for pair in pairs])
+        drifts.append([largest_difference(*pair) for pair in pairs])
+        sums.append([float(cosines(*pair).sum()) for pair in pairs])
         dtype = str(pairs[0][0].dtype).removeprefix("torch.")
         tokens += int(batch.mask.sum())
         advance(int(batch.mask.sum()))
     # NaN, the worst, is no maximum of Python's
     largest = [math.nan if any(map(math.isnan, column)) else max(column) for column in zip(*drifts, strict=True)]
-    means = [sum(column) / tokens for column in zip(*cosines, strict=True)]
+    means = [sum(column) / tokens for column in zip(*sums, strict=True)]
     layers = zip(range(-1, len(means)), largest, means, strict=False)
     return tuple(Layer(layer, drift, cosine, drift == 0) for layer, drift, cosine in layers), dtype
 
@@ -143,14 +138,3 @@ def _run(model: Any, batch: Batch) -> tuple[Tensor, ...]:
         output = model.base_model(**inputs, output_hidden_states=True, use_cache=False)
     states: tuple[Tensor, ...] = output.hidden_states
     return states
-
-
-def _drift(one: Tensor, other: Tensor) -> float:
-    return float((one.double() - other.double()).abs().max())
-
-
-def _cosines(one: Tensor, other: Tensor) -> float:
-    """Sum of cosines over tokens."""
-    from torch.nn import functional
-
-    return float(functional.cosine_similarity(one.double(), other.double(), dim=-1).sum())

@@ -205,31 +205,24 @@ def _run_probes(
     run: RunOptions,
     track: Track,
 ) -> Numbers:
-    from transformers import AutoConfig
-
-    from scale_surgery import modeling
-    from scale_surgery.running import loading, probe
+    from scale_surgery.running.loading import loaded
+    from scale_surgery.running.probe import compare, run_model
+    from scale_surgery.running.prompts import encode_prompts, token_problems
     from scale_surgery.running.tokenizer import load_tokenizer
 
     run = replace(run, dtype=None)  # promises are about weights as they are stored
-    modeling.register()
-    prompts = probe.read_prompts(probes.prompts_file)
     width = int(manifest.plan["sizes"]["hidden"])
     with tempfile.TemporaryDirectory() as folder, track("probe prompts", 2) as advance:
         renamed = link_base(checkpoint.path, Path(folder), manifest) if given is None else {}
         base_path = Path(folder) if given is None else given.path
-        base_tokenizer = load_tokenizer(base_path, run)
-        tokenizer = load_tokenizer(checkpoint.path, run)
-        config = AutoConfig.from_pretrained(base_path)
-        batch = probe.make_batch(base_tokenizer, prompts, config, probes.new_tokens)
+        encoded = encode_prompts(base_path, probes, run)
+        tokens = token_problems(encoded, load_tokenizer(checkpoint.path, run))
         runs = []
         for model_path, names in ((base_path, renamed), (checkpoint.path, {})):
-            with loading.loaded(model_path, run, renamed=names) as (model, problems):
-                runs.append(probe.run_model(model, problems, batch, width, probes.new_tokens, run.device))
+            with loaded(model_path, run, renamed=names) as (model, problems):
+                runs.append(run_model(model, problems, encoded.batch, width, probes.new_tokens, run.device))
             advance(1)
-    tokens = probe.token_problems(base_tokenizer, tokenizer, prompts)
-    is_text = base_tokenizer is not None
-    return probe.compare(runs[0], runs[1], batch, probes.new_tokens, tokens, is_text=is_text)
+    return compare(runs[0], runs[1], encoded, probes.new_tokens, tokens)
 
 
 def _judge(

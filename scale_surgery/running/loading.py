@@ -20,10 +20,37 @@ from scale_surgery.errors import CheckpointError
 from scale_surgery.running.options import RunOptions
 
 MAX_PROBLEMS = 12
-# what transformers and torch raise for a folder or a device that is not right
-LOADING_ERRORS = (
-    ImportError, OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, AssertionError
-)  # fmt: skip
+# what transformers raises for a config or a tokenizer that is not right
+READING_ERRORS = (ImportError, OSError, ValueError, KeyError, TypeError, AttributeError)
+# what torch raises too, for weights or a device that are not right
+LOADING_ERRORS = (*READING_ERRORS, RuntimeError, AssertionError)
+
+
+def load_config(path: Path, name: str, run: RunOptions = RunOptions()) -> Any:
+    """Read a folder's config as a user would, by AutoConfig.
+
+    Args:
+        path: Model folder.
+        name: What it is called.
+        run: How it is read: trust_remote_code.
+
+    Returns:
+        The config of its language model.
+
+    Raises:
+        CheckpointError: If transformers does not read it.
+    """
+    from transformers import AutoConfig
+
+    modeling.register()
+    try:
+        config: Any = AutoConfig.from_pretrained(path, trust_remote_code=run.trust_remote_code)
+    except READING_ERRORS as error:
+        raise CheckpointError(
+            f"{name}: transformers does not read its config ({error}). Expected a causal language model that this "
+            "release of transformers knows; --trust-remote-code lets it run its own code."
+        ) from error
+    return config.get_text_config()
 
 
 @contextmanager

@@ -13,6 +13,8 @@ from typing import Any
 from scale_surgery import modeling
 from scale_surgery.checkpoint.folder import read_json
 from scale_surgery.checkpoint.staging import write_json
+from scale_surgery.errors import DataError
+from scale_surgery.running.loading import READING_ERRORS, quiet_transformers
 from scale_surgery.running.options import RunOptions
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
@@ -37,8 +39,32 @@ def load_tokenizer(path: Path, run: RunOptions = RunOptions()) -> Any | None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return AutoTokenizer.from_pretrained(path, trust_remote_code=run.trust_remote_code)
-    except (ImportError, OSError, ValueError, KeyError, TypeError, AttributeError):
+    except READING_ERRORS:
         return None
+
+
+def need_tokenizer(path: Path, name: str, run: RunOptions = RunOptions()) -> Any:
+    """Load a folder's tokenizer where there are texts to read.
+
+    Args:
+        path: Model folder.
+        name: What it is called.
+        run: How it is loaded: trust_remote_code.
+
+    Returns:
+        The tokenizer.
+
+    Raises:
+        DataError: If there is none that loads.
+    """
+    with quiet_transformers():
+        tokenizer = load_tokenizer(path, run)
+    if tokenizer is None:
+        raise DataError(
+            f"{name}: has no tokenizer that loads, and texts need one. Put the tokenizer's files beside the weights; "
+            "--trust-remote-code lets one run its own code."
+        )
+    return tokenizer
 
 
 def pin_tokenizer_class(base: Path, expanded: Path, run: RunOptions = RunOptions()) -> str | None:

@@ -96,7 +96,7 @@ def merge(
         CheckpointError: If this is no expanded checkpoint, its logits drift further than rounding explains, or the
             output cannot be written. Then nothing is left under its name.
     """
-    from scale_surgery.running.probe import read_prompts
+    from scale_surgery.running.prompts import read_prompts
 
     source, target = Path(expanded), Path(output)
     checkpoint, manifest = open_checkpoint(source), read_manifest(source)

@@ -22,7 +22,9 @@ from scale_surgery.planning.plan import Plan, make_plan
 from scale_surgery.planning.request import Request, complete
 from scale_surgery.planning.selection import format_layers
 from scale_surgery.progress import Track, no_track
+from scale_surgery.running.context import choose_length, context_of
 from scale_surgery.running.options import RunOptions
+from scale_surgery.running.tokenizer import need_tokenizer
 from scale_surgery.training.budget import Price, check_budget, choose_layers, price_of, read_budget
 from scale_surgery.training.pilot_settings import PilotSettings, pilot_problems
 from scale_surgery.training.ranking import (
@@ -48,7 +50,6 @@ if TYPE_CHECKING:
     from scale_surgery.training.pilot import PilotRun
     from scale_surgery.training.update_scores import Update
 
-DEFAULT_LENGTH = 1024
 # a text that is read more often than this is learned by heart, whatever it is
 MOST_PASSES = 50
 # a drift that is measured on fewer says more about them than about what the base knows
@@ -192,15 +193,9 @@ def _read_texts(
 ) -> dict[str, Sequences]:
     """Token sequences of the new text, and of the old where there is any; all of one length but the last."""
     from scale_surgery.running.texts import pack, read_documents, tokenize, without_unscored
-    from scale_surgery.running.tokenizer import load_tokenizer
 
-    length = _sequence_length(checkpoint, settings)
-    tokenizer = load_tokenizer(source.path, run)
-    if tokenizer is None:
-        raise DataError(
-            f"{source.name}: has no tokenizer that loads, and texts need one. Put the tokenizer's files beside the "
-            "weights; --trust-remote-code lets one run its own code."
-        )
+    length = choose_length(settings.sequence_length, {source.name: context_of(checkpoint.config)})
+    tokenizer = need_tokenizer(source.path, source.name, run)
     texts = {
         side: without_unscored(pack(tokenize(read_documents(given), tokenizer), length))
         for side, given in files.items()
@@ -213,14 +208,6 @@ def _read_texts(
     )
     _check_amount({side: len(text.ids) for side, text in texts.items()}, settings, length)
     return texts
-
-
-def _sequence_length(checkpoint: Checkpoint, settings: PilotSettings) -> int:
-    context = checkpoint.config.get("max_position_embeddings") or checkpoint.config.get("n_positions")
-    length = settings.sequence_length or min(DEFAULT_LENGTH, context or DEFAULT_LENGTH)
-    if context and length > context:
-        raise DataError(f"--sequence-length is {length}, expected at most {context}, the context of the model.")
-    return length
 
 
 def _check_ids(texts: Mapping[str, Sequences], name: str, vocabulary: int) -> None:

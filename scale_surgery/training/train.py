@@ -21,12 +21,14 @@ from scale_surgery.checkpoint.folder import LOG_FILE, Checkpoint, open_checkpoin
 from scale_surgery.checkpoint.hashes import hash_tensors
 from scale_surgery.checkpoint.numbering import stored_name
 from scale_surgery.checkpoint.staging import check_space, check_target, locked
-from scale_surgery.errors import CheckpointError, DataError, TrainingError
+from scale_surgery.errors import CheckpointError, TrainingError
 from scale_surgery.evidence.integrity import Integrity, bytes_to_check, check_files
 from scale_surgery.planning.methods import method_of
 from scale_surgery.progress import Track, no_track
+from scale_surgery.running.context import choose_length, context_of
 from scale_surgery.running.freeze import expansion_parts, freeze_base, train_in_float32
 from scale_surgery.running.options import RunOptions
+from scale_surgery.running.tokenizer import need_tokenizer
 from scale_surgery.surgery.record import Manifest, check_numbering, read_manifest, refuse_fused, tool_versions
 from scale_surgery.training.run_folder import (
     CURVES_FILE,
@@ -44,7 +46,6 @@ if TYPE_CHECKING:
     from scale_surgery.running.texts import Sequences
     from scale_surgery.training.trainer import ExpansionTrainer
 
-DEFAULT_SEQUENCE_LENGTH = 1024
 PARTS_OF_A_RUN = 10
 LONGEST_WAIT = timedelta(hours=6)
 MOST_STEPS_BETWEEN_LOGS = 10
@@ -206,20 +207,6 @@ def _file_problems(checkpoint: Checkpoint, found: Integrity, run: RunOptions) ->
     return ()
 
 
-def _context(checkpoint: Checkpoint) -> int | None:
-    config = checkpoint.config
-    found = config.get("max_position_embeddings") or config.get("n_positions")
-    return int(found) if found else None
-
-
-def _sequence_length(checkpoint: Checkpoint, settings: TrainingSettings) -> int:
-    context = _context(checkpoint)
-    length = settings.sequence_length or min(DEFAULT_SEQUENCE_LENGTH, context or DEFAULT_SEQUENCE_LENGTH)
-    if context and length > context:
-        raise DataError(f"sequence-length: {length} tokens, expected at most the model's context of {context}.")
-    return length
-
-
 def _read_texts(
     checkpoint: Checkpoint,
     files: Mapping[str, Sequence[str | Path]],
@@ -229,8 +216,9 @@ def _read_texts(
     """Token sequences to learn from ("learn"), and those to measure on ("old", "new") where files are given."""
     from scale_surgery.running.texts import read_documents, stride, tokenize
 
-    length = _sequence_length(checkpoint, settings)
-    tokenizer = _tokenizer(checkpoint, run)
+    name = checkpoint.path.name
+    length = choose_length(settings.sequence_length, {name: context_of(checkpoint.config)})
+    tokenizer = need_tokenizer(checkpoint.path, name, run)
     paths = {side: [Path(file) for file in given] for side, given in files.items() if given}
     texts = {"learn": _read_learned(paths.pop("learn", []), tokenizer, settings, length)}
     for side, given in paths.items():
@@ -248,17 +236,6 @@ def _read_learned(paths: Sequence[Path], tokenizer: Any, settings: TrainingSetti
     sequences = tokenize(documents, tokenizer, learn_prompts=settings.learn_prompts)
     check_length(sequences, documents, length)
     return without_unscored(sequences)
-
-
-def _tokenizer(checkpoint: Checkpoint, run: RunOptions) -> Any:
-    from scale_surgery.running.loading import quiet_transformers
-    from scale_surgery.running.tokenizer import load_tokenizer
-
-    with quiet_transformers():
-        tokenizer = load_tokenizer(checkpoint.path, run)
-    if tokenizer is None:
-        raise DataError(f"{checkpoint.path}: has no tokenizer that loads, and texts need one. Add the base's.")
-    return tokenizer
 
 
 def _decisive(

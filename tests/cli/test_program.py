@@ -11,7 +11,8 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from scale_surgery.cli.program import main, parse_size
+from scale_surgery.cli.options import parse_size
+from scale_surgery.cli.program import main
 from tests.conftest import digests
 from tests.tiny import save_tiny
 
