@@ -7,6 +7,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ import click
 from scale_surgery.errors import SurgeryError
 
 if TYPE_CHECKING:
+    from scale_surgery.running.options import Probes, RunOptions
     from scale_surgery.show.console import Output
 
 Command = Callable[..., Any]
@@ -102,6 +104,24 @@ def parse_size(text: str) -> int:
         return int(float(upper.removesuffix(unit)) * units.get(unit, 1))
     except ValueError as error:
         raise click.UsageError(f"--memory {text} is not a size, expected for example 4GiB or 500MB.") from error
+
+
+def take_run_options(options: dict[str, Any]) -> RunOptions:
+    """Take what says how models run out of a command's options; of what it does not offer, the default."""
+    from scale_surgery.running.options import RunOptions
+
+    names = [field.name for field in fields(RunOptions) if field.name in options]
+    given = {name: options.pop(name) for name in names}
+    if "memory" in options:
+        given["memory_bytes"] = parse_size(options.pop("memory"))
+    return RunOptions(**given)
+
+
+def take_probes(options: dict[str, Any]) -> Probes:
+    """Take what models are run on out of a command's options."""
+    from scale_surgery.running.options import Probes
+
+    return Probes(**{field.name: options.pop(field.name) for field in fields(Probes)})
 
 
 def running_options(command: Command) -> Command:

@@ -19,9 +19,10 @@ from scale_surgery.cli.options import (
     model_options,
     output_options,
     overwrite_options,
-    parse_size,
     reading_options,
     running_options,
+    take_probes,
+    take_run_options,
 )
 from scale_surgery.cli.push import push_command
 from scale_surgery.cli.rank_layers import rank_layers_command
@@ -91,7 +92,7 @@ def inspect_command(model: str, revision: str | None, out: Output) -> None:
 @click.option("--report", type=FILE, help="Write the certificate as JSON.")
 @output_options
 def verify_command(
-    expanded: Path, memory: str, report: Path | None, required: tuple[str, ...], out: Output, **options: Any
+    expanded: Path, report: Path | None, required: tuple[str, ...], files_only: bool, out: Output, **options: Any
 ) -> None:
     """Prove which promises hold for EXPANDED, with numbers; exit code 1 where one is broken.
 
@@ -106,7 +107,9 @@ def verify_command(
     if unknown:
         raise click.UsageError(f"--promise {unknown[0]} is not one of {', '.join(PROMISES)}.")
     check_output_files([report], [expanded, *filter(None, [options["base"]])])
-    result = verify(expanded, required=required, memory_bytes=parse_size(memory), track=out.track, **options)
+    probes, run = take_probes(options), take_run_options(options)
+    probes_or_none = None if files_only else probes
+    result = verify(expanded, probes=probes_or_none, required=required, run=run, track=out.track, **options)
     if not result.recorded:
         out.warn(f"{expanded} is read-only: the result is not recorded in its surgery.json")
     if report is not None:
@@ -149,7 +152,7 @@ def evaluate_command(
     if plot is not None and not (old and new):
         raise click.UsageError("--plot needs --old and --new: the plane has an axis for each.")
     check_output_files([plot], [*models, *old, *new])
-    result = evaluate(models, old, new, track=out.track, **options)
+    result = evaluate(models, old, new, run=take_run_options(options), track=out.track, **options)
     out.show(result, render_evaluation(result))
     if plot is not None:
         plot_plane(result, plot)

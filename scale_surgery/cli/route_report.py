@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from scale_surgery.cli.options import FILE, TEXTS, output_options, reading_options
+from scale_surgery.cli.options import FILE, TEXTS, output_options, reading_options, take_run_options
 
 if TYPE_CHECKING:
     from scale_surgery.show.console import Output
@@ -37,7 +37,7 @@ def route_report_command(
 
     written = [(file, write) for file, write in ((output, write_page), (jsonl, write_jsonl)) if file is not None]
     check_outputs(texts, [file for file, _ in written])
-    report = route_report(model, texts, track=out.track, **options)
+    report = route_report(model, texts, run=take_run_options(options), track=out.track, **options)
     out.show(report, render_route_report(report))
     for file, write in written:
         write(report, file)

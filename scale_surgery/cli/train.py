@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import signal
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from scale_surgery.cli.options import FOLDER, Command, add_options, output_options, overwrite_options
+from scale_surgery.cli.options import FOLDER, Command, add_options, output_options, overwrite_options, take_run_options
 
 if TYPE_CHECKING:
     from scale_surgery.show.console import Output
@@ -99,11 +100,6 @@ def train_command(
     eval_data: tuple[str, ...],
     train_only: str | None,
     out: Output,
-    base_weights: Any,
-    resume: bool,
-    overwrite: bool,
-    device: Any,
-    trust_remote_code: bool,
     **options: Any,
 ) -> None:
     """Train the new blocks of EXPANDED; the base stays as it is.
@@ -116,11 +112,13 @@ def train_command(
     Several: accelerate launch -m scale_surgery train EXPANDED --data FILE
     """
     from scale_surgery.show.tables import render_training
-    from scale_surgery.training.settings import TrainingSettings
+    from scale_surgery.training.settings import EvalData, TrainingSettings, TrainingStart
     from scale_surgery.training.train import train
 
     # a scheduler that ends a job is answered like somebody at the keyboard
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    run = take_run_options({name: options.pop(name) for name in ("device", "trust_remote_code")})
+    start = TrainingStart(**{field.name: options.pop(field.name) for field in fields(TrainingStart)})
     given = {name: value for name, value in options.items() if value is not None}
     if train_only is not None:
         given["groups"] = tuple(name.strip() for name in train_only.split(","))
@@ -129,12 +127,9 @@ def train_command(
         data,
         output,
         TrainingSettings(**given),
-        **read_sides(eval_data),
-        base_weights=base_weights,
-        resume=resume,
-        overwrite=overwrite,
-        device=device,
-        trust_remote_code=trust_remote_code,
+        eval_data=EvalData(**read_sides(eval_data)),
+        start=start,
+        run=run,
         track=out.track,
     )
     out.show(done, render_training(done))
