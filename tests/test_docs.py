@@ -171,7 +171,7 @@ def test_readme_tree_is_the_package():
 def test_options_exist(page):
     known = set().union(*(options_of(name) for name in main.commands)) | GROUP | OTHER_PROGRAMS
     if page.stem == "benchmarks":
-        known |= set(OPTION.findall("".join(file.read_text() for file in (ROOT / "benchmarks").glob("*.py"))))
+        known |= set(OPTION.findall("".join(file.read_text() for file in (ROOT / "benchmarks").rglob("*.py"))))
     assert set(OPTION.findall(page.read_text(encoding="utf-8"))) <= known
 
 
