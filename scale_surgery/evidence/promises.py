@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.numbering import CONFIG_KEY, numbering_of
 from scale_surgery.evidence.integrity import Integrity
 from scale_surgery.planning.routing_specs import Routing
 from scale_surgery.running.drift import TOLERANCES
-from scale_surgery.running.probe import Numbers
 from scale_surgery.surgery.record import Manifest, routing_of
+
+if TYPE_CHECKING:
+    from scale_surgery.running.probe import Numbers
 
 PROMISES = ("recoverable", "output_at_init", "near_output_at_init", "base_stream_always", "bounded_forgetting")
 

@@ -85,6 +85,7 @@ def make_arguments(
 
 
 def is_cpu(run: RunOptions) -> bool:
+    """Whether training runs on the CPU, asked for or because there is nothing else."""
     import torch
 
     return run.device == "cpu" or not torch.accelerator.is_available()
