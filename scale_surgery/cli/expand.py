@@ -15,7 +15,7 @@ from scale_surgery.cli.options import (
     model_options,
     output_options,
     overwrite_options,
-    take_run_options,
+    take,
 )
 from scale_surgery.planning.methods import METHODS, variants
 
@@ -148,11 +148,12 @@ def expand_command(
     """
     from scale_surgery.planning.plan import plan
     from scale_surgery.planning.saved import load_plan
+    from scale_surgery.running.options import RunOptions
     from scale_surgery.show.tables import render_expansion
     from scale_surgery.show.tables_plan import render_plan
     from scale_surgery.surgery.expand import expand
 
-    run = take_run_options({name: options.pop(name) for name in ("device", "trust_remote_code")})
+    run = take(RunOptions, {name: options.pop(name) for name in ("device", "trust_remote_code")})
     how = {name: options.pop(name) for name in ("base_weights", "overwrite")}
     request = make_request(options)
     if (request is None) == (plan_file is None):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from scale_surgery.cli.options import FOLDER, output_options, overwrite_options, take_run_options
+from scale_surgery.cli.options import FOLDER, output_options, overwrite_options, take
 
 if TYPE_CHECKING:
     from scale_surgery.show.console import Output
@@ -55,9 +55,10 @@ def apply_command(extract: str, base: str | None, output: Path, out: Output, **o
     \b
     Example: scale-surgery apply EXTRACT --base MODEL -o EXPANDED
     """
+    from scale_surgery.running.options import RunOptions
     from scale_surgery.show.tables_extract import render_applied
     from scale_surgery.surgery.apply import GivenBase, apply
 
     given = GivenBase(base, options.pop("revision"), options.pop("force"))
-    done = apply(extract, output, given, run=take_run_options(options), track=out.track, **options)
+    done = apply(extract, output, given, run=take(RunOptions, options), track=out.track, **options)
     out.show(done, render_applied(done))

@@ -12,8 +12,7 @@ from scale_surgery.cli.options import (
     output_options,
     overwrite_option,
     running_options,
-    take_probes,
-    take_run_options,
+    take,
 )
 
 if TYPE_CHECKING:
@@ -41,9 +40,10 @@ def merge_command(expanded: Path, output: Path, to: Any, out: Output, **options:
     Example: scale-surgery merge EXPANDED -o FUSED
     Without remote code: scale-surgery merge EXPANDED -o STOCK --to stock
     """
+    from scale_surgery.running.options import Probes, RunOptions
     from scale_surgery.show.tables_merge import render_merged
     from scale_surgery.surgery.merge import merge
 
-    probes, run = take_probes(options), take_run_options(options)
+    probes, run = take(Probes, options), take(RunOptions, options)
     done = merge(expanded, output, to, probes=probes, run=run, track=out.track, **options)
     out.show(done, render_merged(done))

@@ -9,17 +9,17 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from scale_surgery.errors import SurgeryError
 
 if TYPE_CHECKING:
-    from scale_surgery.running.options import Probes, RunOptions
     from scale_surgery.show.console import Output
 
 Command = Callable[..., Any]
+Made = TypeVar("Made")
 FOLDER = click.Path(path_type=Path, file_okay=False)
 FILE = click.Path(path_type=Path, dir_okay=False)
 TEXTS = click.Path(path_type=Path)
@@ -106,22 +106,13 @@ def parse_size(text: str) -> int:
         raise click.UsageError(f"--memory {text} is not a size, expected for example 4GiB or 500MB.") from error
 
 
-def take_run_options(options: dict[str, Any]) -> RunOptions:
-    """Take what says how models run out of a command's options; of what it does not offer, the default."""
-    from scale_surgery.running.options import RunOptions
+def take(kind: Callable[..., Made], options: dict[str, Any]) -> Made:
+    """Fill a dataclass from those options of a command that bear its fields' names, and take them out.
 
-    names = [field.name for field in fields(RunOptions) if field.name in options]
-    given = {name: options.pop(name) for name in names}
-    if "memory" in options:
-        given["memory_bytes"] = parse_size(options.pop("memory"))
-    return RunOptions(**given)
-
-
-def take_probes(options: dict[str, Any]) -> Probes:
-    """Take what models are run on out of a command's options."""
-    from scale_surgery.running.options import Probes
-
-    return Probes(**{field.name: options.pop(field.name) for field in fields(Probes)})
+    An option that was not given is None and leaves the dataclass's default.
+    """
+    taken = {field.name: options.pop(field.name) for field in fields(kind) if field.name in options}  # type: ignore[arg-type]
+    return kind(**{name: value for name, value in taken.items() if value is not None})
 
 
 def running_options(command: Command) -> Command:
@@ -137,6 +128,8 @@ def running_options(command: Command) -> Command:
         ),
         click.option(
             "--memory",
+            "memory_bytes",
+            callback=lambda _, __, text: parse_size(text),
             default="4GiB",
             show_default=True,
             help="On the CPU, weights above this are streamed from their files.",

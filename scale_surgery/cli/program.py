@@ -21,8 +21,7 @@ from scale_surgery.cli.options import (
     overwrite_options,
     reading_options,
     running_options,
-    take_probes,
-    take_run_options,
+    take,
 )
 from scale_surgery.cli.push import push_command
 from scale_surgery.cli.rank_layers import rank_layers_command
@@ -102,15 +101,16 @@ def verify_command(
     from scale_surgery.checkpoint.staging import check_output_files, write_json
     from scale_surgery.evidence.promises import PROMISES
     from scale_surgery.evidence.verify import verify
+    from scale_surgery.running.options import Probes, RunOptions
     from scale_surgery.show.tables import render_verification
 
     unknown = [name for name in required if name not in PROMISES]
     if unknown:
         raise click.UsageError(f"--promise {unknown[0]} is not one of {', '.join(PROMISES)}.")
     check_output_files([report], [expanded, *filter(None, [options["base"]])])
-    probes, run = take_probes(options), take_run_options(options)
-    probes_or_none = None if files_only else probes
-    result = verify(expanded, probes=probes_or_none, required=required, run=run, track=out.track, **options)
+    probes, run = take(Probes, options), take(RunOptions, options)
+    prompted = None if files_only else probes
+    result = verify(expanded, probes=prompted, required=required, run=run, track=out.track, **options)
     if not result.recorded:
         out.warn(f"{expanded} is read-only: the result is not recorded in its surgery.json")
     if report is not None:
@@ -145,6 +145,7 @@ def evaluate_command(
     """
     from scale_surgery.checkpoint.staging import check_output_files
     from scale_surgery.evidence.evaluate import evaluate
+    from scale_surgery.running.options import RunOptions
     from scale_surgery.show.figure_plane import plot_plane
     from scale_surgery.show.tables import render_evaluation
 
@@ -153,7 +154,7 @@ def evaluate_command(
     if plot is not None and not (old and new):
         raise click.UsageError("--plot needs --old and --new: the plane has an axis for each.")
     check_output_files([plot], [*models, *old, *new])
-    result = evaluate(models, old, new, run=take_run_options(options), track=out.track, **options)
+    result = evaluate(models, old, new, run=take(RunOptions, options), track=out.track, **options)
     out.show(result, render_evaluation(result))
     if plot is not None:
         plot_plane(result, plot)

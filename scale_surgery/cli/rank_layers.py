@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from scale_surgery.cli.options import FILE, TEXTS, Command, add_options, output_options, take_run_options
+from scale_surgery.cli.options import FILE, TEXTS, Command, add_options, output_options, take
 from scale_surgery.planning.methods import DEFAULT_METHOD, METHODS, variants
 
 if TYPE_CHECKING:
@@ -115,6 +115,7 @@ def rank_layers_command(
     """
     from scale_surgery.checkpoint.staging import check_output_files, write_json
     from scale_surgery.planning.request import Request
+    from scale_surgery.running.options import RunOptions
     from scale_surgery.show.figure_rank_layers import plot_ranking
     from scale_surgery.show.tables_rank_layers import render_ranking
     from scale_surgery.training.pilot_settings import PilotSettings
@@ -129,7 +130,7 @@ def rank_layers_command(
         wanted = {"variant": "adapt"} | wanted
     expansion = Request(**{"layers": "all"} | wanted)
     request = RankingRequest(expansion, options.pop("budget"), options.pop("score"))
-    run = take_run_options(options)
+    run = take(RunOptions, options)
     result = rank_layers(model, data, PilotSettings(**pilot), request, old=old, run=run, track=out.track, **options)
     for warning in result.warnings:
         out.warn(warning)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from scale_surgery.cli.options import FILE, FOLDER, TEXTS, output_options, reading_options, take_run_options
+from scale_surgery.cli.options import FILE, FOLDER, TEXTS, output_options, reading_options, take
 
 if TYPE_CHECKING:
     from scale_surgery.show.console import Output
@@ -48,9 +47,10 @@ def route_calibrate_command(
     Example: scale-surgery route-calibrate ROUTED --old a.txt --new b.jsonl --write
     """
     from scale_surgery.routing.calibrate import CalibrationSettings, route_calibrate
+    from scale_surgery.running.options import RunOptions
     from scale_surgery.show.tables_calibrate import render_calibration
 
-    run = take_run_options(options)
-    settings = CalibrationSettings(**{field.name: options.pop(field.name) for field in fields(CalibrationSettings)})
+    run = take(RunOptions, options)
+    settings = take(CalibrationSettings, options)
     result = route_calibrate(routed, old, new, settings, run=run, track=out.track, **options)
     out.show(result, render_calibration(result, details=details))

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import signal
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from scale_surgery.cli.options import FOLDER, Command, add_options, output_options, overwrite_options, take_run_options
+from scale_surgery.cli.options import FOLDER, Command, add_options, output_options, overwrite_options, take
 
 if TYPE_CHECKING:
     from scale_surgery.show.console import Output
@@ -111,25 +110,24 @@ def train_command(
     Example: scale-surgery train EXPANDED --data domain.jsonl --eval-data old=general.txt
     Several: accelerate launch -m scale_surgery train EXPANDED --data FILE
     """
+    from scale_surgery.running.options import RunOptions
     from scale_surgery.show.tables import render_training
     from scale_surgery.training.settings import EvalData, TrainingSettings, TrainingStart
     from scale_surgery.training.train import train
 
     # a scheduler that ends a job is answered like somebody at the keyboard
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    run = take_run_options({name: options.pop(name) for name in ("device", "trust_remote_code")})
-    start = TrainingStart(**{field.name: options.pop(field.name) for field in fields(TrainingStart)})
-    given = {name: value for name, value in options.items() if value is not None}
     if train_only is not None:
-        given["groups"] = tuple(name.strip() for name in train_only.split(","))
+        options["groups"] = tuple(name.strip() for name in train_only.split(","))
+    settings = take(TrainingSettings, options)
     done = train(
         expanded,
         data,
         output,
-        TrainingSettings(**given),
+        settings,
         eval_data=EvalData(**read_sides(eval_data)),
-        start=start,
-        run=run,
+        start=take(TrainingStart, options),
+        run=take(RunOptions, options),
         track=out.track,
     )
     out.show(done, render_training(done))

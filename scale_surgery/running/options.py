@@ -11,7 +11,7 @@ Dtype = Literal["float32", "float16", "bfloat16"]
 
 @dataclass(frozen=True)
 class RunOptions:
-    """How models run. No function needs all of it; each says which fields it reads.
+    """How models run. No function reads all of it; each says which fields it reads.
 
     Attributes:
         device: Where models run: cpu, cuda, ...

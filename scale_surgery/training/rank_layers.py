@@ -94,8 +94,8 @@ def rank_layers(
         pilot: How the pilot trains.
         wanted: For which expansion layers are proposed, and by which score.
         old: Files that tell what the base knows; with them a preserved depth is proposed.
-        run: How the pilot runs: device ("auto" takes an accelerator where there is one); and trust_remote_code, for
-            the tokenizer alone.
+        run: How the pilot runs: device ("auto", the default here, takes an accelerator where there is one); and
+            trust_remote_code, for the tokenizer alone.
         revision: Branch, tag or commit of a Hub repository.
         track: Makes progress bars.
 

@@ -94,8 +94,8 @@ def train(
         settings: How to train.
         eval_data: Files on which forgetting and learning are measured during the run.
         start: Whether to begin anew, how base shards are then taken over, or to continue an interrupted run.
-        run: How the model runs: device ("cpu", or "auto" for an accelerator where there is one) and
-            trust_remote_code.
+        run: How the model runs: device ("cpu"; or "auto", the default here, for an accelerator where there is one)
+            and trust_remote_code.
         track: Makes progress bars.
 
     Returns:

@@ -434,8 +434,8 @@ def test_models_that_are_refused(place: Path, tmp_path: Path) -> None:
     )
     mute = save_tiny(tmp_path / "mute", "llama")
     assert refusal([place / "wide", mute], old) == (
-        "mute: has no tokenizer that loads, expected tokenizer.json or another that transformers knows. Put the "
-        "tokenizer's files beside the weights; --trust-remote-code lets one run its own code."
+        "mute: has no tokenizer that loads, and texts need one. Put the tokenizer's files beside the weights; "
+        "--trust-remote-code lets one run its own code."
     )
     unknown = Path(shutil.copytree(place / "base", tmp_path / "unknown"))
     config = json.loads((unknown / "config.json").read_text())

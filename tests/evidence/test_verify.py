@@ -89,6 +89,8 @@ def test_streamed_from_disk_gives_the_same_numbers(made: Path) -> None:
     whole = verify(made / "preserve", record=False)
     streamed = verify(made / "preserve", record=False, run=RunOptions(memory_bytes=60_000))
     assert streamed.numbers == whole.numbers and streamed.passed
+    cast = verify(made / "preserve", record=False, run=RunOptions(dtype="bfloat16"))
+    assert cast.numbers == whole.numbers, "promises are about weights as they are stored"
 
 
 def test_a_trained_preserve_model_keeps_its_base_stream_and_no_longer_claims_its_output(copy) -> None:

@@ -590,8 +590,8 @@ def test_a_model_without_tokenizer(place: Path, tmp_path: Path) -> None:
     for file in bare.glob("tokenizer*"):
         file.unlink()
     assert refusal(bare, place / "story.txt") == (
-        "bare: has no tokenizer that loads, expected tokenizer.json or another that transformers knows. "
-        "Put the tokenizer's files beside the weights; --trust-remote-code lets one run its own code."
+        "bare: has no tokenizer that loads, and texts need one. Put the tokenizer's files beside the weights; "
+        "--trust-remote-code lets one run its own code."
     )
 
 

@@ -183,7 +183,7 @@ def test_full_training_scores_attention_too(base, texts):
         (
             {"pilot": replace(PILOT, sequence_length=65)},
             DataError,
-            "--sequence-length is 65, expected at most 64, the context of the model.",
+            "--sequence-length is 65, expected at most 64, the context of tiny.",
         ),
         (
             {"pilot": replace(PILOT, steps=0, batch_size=-1, learning_rate=0, seed=2**32, trains="all")},

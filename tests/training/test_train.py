@@ -443,7 +443,7 @@ def test_bad_data_stops_before_anything_is_written(place: Path, tmp_path: Path) 
     text = refusal(wide, [place / "texts.jsonl"], out, long, error=DataError)
     assert "texts.jsonl, line 1:" in text and "expected at most 16" in text and "--packing" in text
     text = refusal(wide, [place / "texts.jsonl"], out, TrainingSettings(sequence_length=300), error=DataError)
-    assert text == "sequence-length: 300 tokens, expected at most the model's context of 256."
+    assert text == "--sequence-length is 300, expected at most 256, the context of preserve."
     assert not out.exists()
 
 
