@@ -63,7 +63,7 @@ IGNORED_FOLDERS = (".git", ".cache", "__pycache__")
 class TensorInfo:
     """Where a tensor lies: file, dtype (safetensors' name), shape, first byte in the file and byte count.
 
-    `stored_as` is its name in the file, where layers were duplicated and it has another; see depth_names.py.
+    `stored_as` is its name in the file, where layers were duplicated and it has another; see numbering.py.
     """
 
     name: str
@@ -234,7 +234,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def name_tensors(tensors: Mapping[str, TensorInfo], numbering: Numbering | None) -> dict[str, TensorInfo]:
-    """Give tensors the names that they have in this package; see depth_names.py.
+    """Give tensors the names that they have in this package; see numbering.py.
 
     Args:
         tensors: Tensors by their names in the files.
