@@ -151,6 +151,21 @@ def test_readme_quick_start(tmp_path, monkeypatch):
     assert all((tmp_path / stripped / name).read_bytes() == (base / name).read_bytes() for name in names)
 
 
+def test_contributing_says_what_every_room_is_for():
+    rooms = sections(ROOT / "docs" / "contributing.md")["Rooms"]
+    rows = re.findall(r"^\| `(\w+)` \| .+ \| (.+) \|$", rooms, re.MULTILINE)
+    assert [name for name, _ in rows] == [room for room in ROOMS if (PACKAGE / room).is_dir()]
+    for room, examples in rows:
+        for file in re.findall(r"`(\w+\.py)`", examples):
+            assert (PACKAGE / room / file).is_file(), f"{room}/{file}"
+
+
+@each_page
+def test_files_of_the_repository_that_a_page_names_exist(page):
+    named = re.findall(r"(?<![\w/])(?:scale_surgery|tests|benchmarks)/[\w./-]*\w", page.read_text(encoding="utf-8"))
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
 def test_readme_lists_every_room_in_the_order_of_imports():
     (tree,) = [body for body in blocks(README, "text") if body.startswith("scale_surgery/")]
     rows = [line.split(maxsplit=1) for line in tree.splitlines() if line.startswith("  ")]
