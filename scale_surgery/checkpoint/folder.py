@@ -123,7 +123,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def name_tensors(tensors: Mapping[str, TensorInfo], numbering: Numbering | None) -> dict[str, TensorInfo]:
-    """Give tensors the names that they have in this package; see depth_names.py.
+    """Give tensors the names that they have in this package; see numbering.py.
 
     Args:
         tensors: Tensors by their names in the files.

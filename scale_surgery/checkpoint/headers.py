@@ -36,7 +36,7 @@ FLOAT_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 class TensorInfo:
     """Where a tensor lies: file, dtype (safetensors' name), shape, first byte in the file and byte count.
 
-    `stored_as` is its name in the file, where layers were duplicated and it has another; see depth_names.py.
+    `stored_as` is its name in the file, where layers were duplicated and it has another; see numbering.py.
     """
 
     name: str

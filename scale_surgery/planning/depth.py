@@ -174,7 +174,7 @@ def depth_tensors(
         tensors: Tensors of the base.
 
     Yields:
-        The new tensors; see depth_names.py for their names.
+        The new tensors; see numbering.py for their names.
     """
     mute = mute_modules(family)
     norms = (*family.pre_norms, *family.post_norms, *(norm.name for norm in family.inner_norms))
