@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from scale_surgery.cli.options import FILE, TEXTS, Command, add_options, output_options
-from scale_surgery.planning.methods import METHODS, VARIANTS
+from scale_surgery.planning.methods import DEFAULT_METHOD, METHODS, variants
 
 if TYPE_CHECKING:
     from scale_surgery.show.console import Output
@@ -49,7 +49,7 @@ def expansion_options(command: Command) -> Command:
         click.option("--method", type=click.Choice(list(METHODS)), help="Of the expansion to be. Default: scale."),
         click.option(
             "--variant",
-            type=click.Choice(VARIANTS),
+            type=click.Choice(variants()),
             help="Of the expansion to be. Default: that of the method, with --old adapt.",
         ),
         click.option("--collaborate", type=click.Choice(["attn", "ffn", "both"]), help="As in expand. Default: attn."),
@@ -124,7 +124,7 @@ def rank_layers_command(
     pilot, wanted = (
         {name: value for name in names if (value := options.pop(name)) is not None} for names in (PILOT, EXPANSION)
     )
-    if old and wanted.get("method", "scale") == "scale":
+    if old and "collaborative_layers" in METHODS[wanted.get("method", DEFAULT_METHOD)].options:
         wanted = {"variant": "adapt"} | wanted
     request = Request(**{"layers": "all"} | wanted)
     result = rank_layers(model, data, PilotSettings(**pilot), request, old=old, track=out.track, **options)
