@@ -14,8 +14,8 @@ for _name in ("HF_HUB_CACHE", "HF_MODULES_CACHE", "TRANSFORMERS_CACHE", "HF_TOKE
 # a busy machine wait for each other, and another number of threads may round the last bit another way
 os.environ["OMP_NUM_THREADS"] = "1"
 
-# torch and transformers make a million objects that stay; looking through them again and again for garbage takes a fifth
-# of the time of the tests. No collection while they are imported; afterwards see out_of_the_collectors_sight
+# torch and transformers make a million objects that stay; looking through them for garbage, again and again, takes a
+# fifth of the time of the tests. No collection while they are imported; afterwards see out_of_the_collectors_sight
 import gc
 
 gc.disable()
