@@ -1,4 +1,4 @@
-"""Processes that are killed at their work or run out of disk, for test_interruptions.py and test_depth.py.
+"""Processes that are killed at their work or run out of disk, for several test files.
 
 Each is a fork of one process that has imported torch once, so that it begins within milliseconds.
 """
@@ -6,6 +6,7 @@ Each is a fork of one process that has imported torch once, so that it begins wi
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import resource
@@ -17,14 +18,20 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import safetensors.torch  # noqa: F401  (not again in each fork, like torch)
+import matplotlib.figure  # noqa: F401  (not again in each fork, like what follows)
+import safetensors.torch  # noqa: F401
 import torch
 
 from scale_surgery.checkpoint import staging
+from scale_surgery.cli.program import main as command_line
 from scale_surgery.errors import CheckpointError
 from scale_surgery.planning.request import Request
 from scale_surgery.surgery.expand import expand
 from scale_surgery.surgery.strip import strip
+from scale_surgery.training import trainer  # noqa: F401
+from scale_surgery.training.run_folder import Run
+from scale_surgery.training.settings import TrainingSettings
+from scale_surgery.training.train import train
 
 # several shards, so that an interruption can fall between two
 SHARD_BYTES = 40_000
@@ -69,9 +76,21 @@ def expand_on_a_full_disk(limit: int, request: Request, source: Path, target: Pa
         sys.exit(str(error))
 
 
+def train_and_die_at_the_end(model: Path, text: Path, output: Path, settings: TrainingSettings, old: Path) -> None:
+    """Train, and die between the last checkpoint and the end of the run."""
+    Run.finish = lambda self, log: os._exit(9)
+    train(model, [text], output, settings, old=[old])
+
+
+def run_command(words: list[str]) -> None:
+    """What `scale-surgery WORDS` does."""
+    command_line(words)
+
+
 def work_with_errors_in(file: str, work: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-    torch.set_num_threads(1)
+    gc.freeze()  # the collector passes over what was imported, and does not copy it
     sys.stderr = Path(file).open("w", encoding="utf-8")  # noqa: SIM115  (the message of an exit comes last)
+    torch.set_num_threads(1)
     work(*arguments)
 
 
