@@ -119,7 +119,7 @@ def test_the_site_is_built_strictly_and_asks_no_other_host(tmp_path: Path) -> No
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert built.returncode == 0, built.stdout + built.stderr
-    assert "scale_surgery.expand.expand" in (tmp_path / "api" / "index.html").read_text(encoding="utf-8")
+    assert "scale_surgery.surgery.expand.expand" in (tmp_path / "api" / "index.html").read_text(encoding="utf-8")
     assert (tmp_path / "search" / "search_index.json").is_file()
     assert fetched_elsewhere(tmp_path) == []
 
