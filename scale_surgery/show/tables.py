@@ -15,7 +15,8 @@ from scale_surgery.planning.specs import Widths
 
 if TYPE_CHECKING:
     from scale_surgery.evidence.evaluate import Evaluation
-    from scale_surgery.evidence.verify import Promise, Verification
+    from scale_surgery.evidence.promises import Promise
+    from scale_surgery.evidence.verify import Verification
     from scale_surgery.planning.inspect import ExpansionSummary, Inspection
     from scale_surgery.running.loss import Measurement
     from scale_surgery.running.probe import Layer
