@@ -116,7 +116,7 @@ def demo(folder: Path, out: Output, *, steps: int = STEPS) -> Demo:
     """
     import torch
 
-    from scale_surgery.show import tables
+    from scale_surgery.show import tables, tables_demo
     from scale_surgery.show.tables_plan import render_plan
 
     # small matrices gain nothing from threads, and on a busy machine threads wait for each other
@@ -137,7 +137,7 @@ def demo(folder: Path, out: Output, *, steps: int = STEPS) -> Demo:
     command = f'AutoModelForCausalLM.from_pretrained("{expanded}", trust_remote_code=True)'
     tell(None, "Load it in a fresh process, without scale-surgery", command)
     reloaded = _reload(base, expanded)
-    out.say(tables.render_reloaded(reloaded))
+    out.say(tables_demo.render_reloaded(reloaded))
     lesson = _teach(folder, steps, out, tell)
     tell(f"verify {trained} --base {base}", "Prove that the base has stayed what it was")
     after = verify(trained, base, track=out.track)
@@ -153,9 +153,9 @@ def demo(folder: Path, out: Output, *, steps: int = STEPS) -> Demo:
         folder, verification.passed, reloaded, lesson, after.passed, len(files), len(identical), tensors, kept, passed
     )
     tell(None, "Compare every byte", f"diff -r {base} {stripped}")
-    out.say(tables.render_demo(result))
-    out.say(tables.render_step(tell.number + 1, "What it learned, and what it forgot", None))
-    out.show(result, tables.render_lesson(result, NEW_PEOPLE))
+    out.say(tables_demo.render_demo(result))
+    out.say(tables_demo.render_step(tell.number + 1, "What it learned, and what it forgot", None))
+    out.show(result, tables_demo.render_lesson(result, NEW_PEOPLE))
     return result
 
 
@@ -198,10 +198,10 @@ class Teller:
 
     def __call__(self, arguments: str | None, title: str, command: str | None = None) -> None:
         """Say the next step: arguments of this program, or another command."""
-        from scale_surgery.show import tables
+        from scale_surgery.show import tables_demo
 
         self.number += 1
-        self.out.say(tables.render_step(self.number, title, command or f"scale-surgery {arguments}"))
+        self.out.say(tables_demo.render_step(self.number, title, command or f"scale-surgery {arguments}"))
 
 
 def _teach(folder: Path, steps: int, out: Output, tell: Teller) -> Evaluation:

@@ -15,7 +15,7 @@ from scale_surgery.biographies import SHIPPED_MODEL
 from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.demo import Demo, count_kept_tensors, demo, has_every_base
 from scale_surgery.show.console import Output
-from scale_surgery.show.tables import render_lesson
+from scale_surgery.show.tables_demo import render_lesson
 from tests.conftest import digests
 
 ROWS = {"base": "biographies", "preserve": "trained", "adapt": "routed", "adapt, routed": "routed"}

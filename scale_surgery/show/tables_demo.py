@@ -1,0 +1,73 @@
+"""What the demo shows beside the results of the commands: its steps, what a fresh process found, who is known."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from scale_surgery.show.tables import facts
+
+if TYPE_CHECKING:
+    from scale_surgery.demo import Demo, Reloaded
+    from scale_surgery.running.loss import Measurement
+
+
+def render_step(number: int, title: str, command: str | None) -> RenderableType:
+    """The heading of one step of the demo, with the command to type."""
+    shown = [Text(f"$ {command}", style="dim"), Text()] if command else []
+    return Group(Text(), Text(f"{number}. {title}", style="bold cyan"), *shown)
+
+
+def render_reloaded(found: Reloaded) -> RenderableType:
+    """What a fresh process found."""
+    rows = [
+        ("class", found.model_class),
+        ("logits", "bit-equal to the base's" if found.logits_bit_equal else "DIFFERENT from the base's"),
+        ("trains", f"{found.trainable:,} new parameters; {found.frozen:,} are frozen"),
+        ("asked", " ".join(found.question.split())),
+        ("answered", f"{found.answer}  (right: {found.expected})"),
+    ]
+    return facts("loaded with trust_remote_code", rows)
+
+
+def render_demo(result: Demo) -> RenderableType:
+    """What the demo proved."""
+    same = f"{result.files_identical} of {result.files_compared} files are identical, byte for byte"
+    word = Text("All promises kept.", style="bold green") if result.passed else Text("FAILED.", style="bold red")
+    left = Text(f"Left for you in {result.folder}/: every model of the demo, and its data", style="dim")
+    return Group(Text(same), word, left)
+
+
+def render_lesson(result: Demo, new_people: int) -> RenderableType:
+    """The end of the demo: who is known after each way to learn, and whether the base's tensors are still there."""
+    # title of the row, what `evaluate` calls the model, folder of the model
+    rows = (
+        ("base", "biographies (base)", "biographies"),
+        ("preserve", "trained", "trained"),
+        ("adapt", "routed, routing disabled", "routed"),
+        ("adapt, routed", "routed", "routed"),
+        ("full fine-tuning", "fine-tuned", "fine-tuned"),
+    )
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column("")
+    for side in ("old people known", f"{new_people} new people known", "base bytes"):
+        table.add_column(side, justify="right")
+    scores = {score.name: score for score in result.lesson.scores}
+    for title, name, folder in rows:
+        known = [_accuracy(found) for found in (scores[name].old, scores[name].new)]
+        table.add_row(title, *known, _kept(result.base_tensors_kept[folder], result.base_tensors))
+    return table
+
+
+def _accuracy(found: Measurement | None) -> str:
+    return "not asked" if found is None or found.accuracy is None else f"{found.accuracy:.1%}"
+
+
+def _kept(kept: int, tensors: int) -> str:
+    """In words, how many of the base's tensors a model still holds byte for byte."""
+    if kept == tensors:
+        return "all there"
+    return f"{kept} of {tensors} tensors" if kept else "overwritten"
