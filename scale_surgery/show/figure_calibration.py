@@ -35,7 +35,7 @@ MARKS: dict[str, dict[str, Any]] = {
 }
 DOTTED: dict[str, Any] = {"color": GREY, "linewidth": 1.0, "linestyle": (0, (2, 3)), "zorder": 1}
 # most thresholds that are written beside the scale of their colours
-MOST_THRESHOLDS = 24
+MOST_THRESHOLDS = 18
 
 
 def plot_calibration(result: Calibration, file: Path) -> None:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 # in points, one of which is a pixel where the page is as wide; a row of the legend comes to the height
 WIDTH, HEIGHT, ROW = 360, 220, 17
 FONT_SIZE = 11
-LEGEND_COLUMNS = 3
+LEGEND_COLUMNS = 4
 MOST_TICKS = 6
 COLOURS = {"attn": BLUE, "ffn": VERMILION}
 # two colours that people with any colour vision tell apart, and five steps from one light to one dark: for layers
@@ -104,7 +104,13 @@ def chart_figure(curves: Sequence[Curve], *, is_log: bool, reaches: float | None
     _set_axes(axes, curves, is_log=is_log, reaches=reaches)
     if rows:
         handles = [line for line, curve in zip(lines, curves, strict=True) if curve in named]
-        options: dict[str, Any] = {"ncols": LEGEND_COLUMNS, "frameon": False, "fontsize": FONT_SIZE, "labelcolor": GREY}
+        options: dict[str, Any] = {
+            "ncols": LEGEND_COLUMNS,
+            "frameon": False,
+            "handlelength": 1.6,
+            "fontsize": FONT_SIZE,
+            "labelcolor": GREY,
+        }
         figure.legend(handles=handles, loc="outside lower left", **options)
     return figure
 
