@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import shutil
@@ -13,7 +14,7 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
-from scale_surgery import Request, Routing, Verification, expand, inspect, route_export, verify
+from scale_surgery import Probes, Request, Routing, RunOptions, Verification, expand, inspect, route_export, verify
 from scale_surgery.biographies import SHIPPED_MODEL, biography, people
 from scale_surgery.cli.program import main
 
@@ -57,13 +58,19 @@ def copy(place: Path, tmp_path: Path) -> Copy:
     return make
 
 
+@pytest.fixture(scope="module")
+def verified(place: Path) -> Callable[[str], Verification]:
+    """What verify says of a routed folder beside its base."""
+    return functools.cache(lambda name: verify(place / name, SHIPPED_MODEL))
+
+
 def promise(result: Verification, name: str):
     return next(found for found in result.promises if found.name == name)
 
 
 @pytest.mark.parametrize("name", ROUTINGS)
-def test_a_routed_model_keeps_what_it_promises(place: Path, name: str) -> None:
-    result = verify(place / name, SHIPPED_MODEL)
+def test_a_routed_model_keeps_what_it_promises(verified: Callable[[str], Verification], name: str) -> None:
+    result = verified(name)
     assert result.passed and result.routing == ROUTINGS[name] and result.state == "trained"
     claimed = {found.name for found in result.promises if found.claimed}
     assert claimed == {"recoverable", "base_stream_always"} | ({"bounded_forgetting"} if name == "mixture" else set())
@@ -73,23 +80,23 @@ def test_a_routed_model_keeps_what_it_promises(place: Path, name: str) -> None:
     assert not numbers.is_bit_equal, "the control: what is routed is not the base's output"
 
 
-def test_the_bound_in_numbers(place: Path) -> None:
-    held = promise(verify(place / "mixture"), "bounded_forgetting")
+def test_the_bound_in_numbers(verified: Callable[[str], Verification]) -> None:
+    held = promise(verified("mixture"), "bounded_forgetting")
     assert held.holds and held.evidence.startswith("at most 0.693 nats a text; ")
-    switching = promise(verify(place / "switching"), "bounded_forgetting")
+    switching = promise(verified("switching"), "bounded_forgetting")
     assert not switching.claimed and switching.problems == (
         "switch rate 0.01: the bound grows with the text, expected 0.",
     )
     assert switching.evidence.startswith("at most 0.693 nats a text and 0.01 nats a token; ")
-    cosine = promise(verify(place / "cosine"), "bounded_forgetting")
+    cosine = promise(verified("cosine"), "bounded_forgetting")
     assert not cosine.claimed and cosine.problems == ("the cosine router promises no bound.",)
 
 
 def test_without_the_router_the_bound_is_broken(place: Path) -> None:
     """The control of the bound: the adapt path alone loses far more than ln 2 on some prompt."""
-    numbers = verify(place / "adapt", prompts_file=place / "known.txt").numbers
+    numbers = verify(place / "adapt", probes=Probes(place / "known.txt")).numbers
     assert numbers is not None and numbers.excess > 10 * math.log(2)
-    held = verify(place / "mixture", prompts_file=place / "known.txt").numbers
+    held = verify(place / "mixture", probes=Probes(place / "known.txt")).numbers
     assert held is not None and 0 < held.excess <= math.log(2) + held.rounding < 1
 
 
@@ -101,7 +108,7 @@ def test_before_training_output_and_bound_hold(place: Path, tmp_path: Path) -> N
 
 
 def test_files_alone_leave_what_needs_a_model_open(place: Path) -> None:
-    result = verify(place / "mixture", files_only=True)
+    result = verify(place / "mixture", probes=None)
     assert result.passed and promise(result, "base_stream_always").holds is None
     assert promise(result, "bounded_forgetting").holds is None
 
@@ -118,7 +125,7 @@ def test_a_router_that_gives_the_base_no_weight_is_caught(place: Path, copy: Cop
         path / "expanded_mixture.py", "one.copy_(_mix_rows(one.float(), other.float(), *numbers))", "one.copy_(other)"
     )
     assert not verify(path).passed
-    run = verify(path, trust_remote_code=True, prompts_file=place / "known.txt")
+    run = verify(path, run=RunOptions(trust_remote_code=True), probes=Probes(place / "known.txt"))
     assert not run.passed and not promise(run, "bounded_forgetting").holds
     assert any(problem.startswith("a prompt loses ") for problem in promise(run, "bounded_forgetting").problems)
     assert promise(run, "base_stream_always").problems == run.problems, "the paths are what they were"
@@ -128,7 +135,7 @@ def test_a_preserve_path_with_w12_is_caught(copy: Copy) -> None:
     path = copy("strict")
     old = "return self.forward_preserve_streams(base, up) if self.keeps_up else (self.forward_stock(base), None)"
     change(path / "expanded_modules.py", old, "y = self.forward_stock(base); return y * 1.001, None")
-    run = verify(path, trust_remote_code=True)
+    run = verify(path, run=RunOptions(trust_remote_code=True))
     assert run.numbers is not None and not run.numbers.base_logits_bit_equal
     assert any("base stream after layer 2" in problem for problem in promise(run, "base_stream_always").problems)
 
