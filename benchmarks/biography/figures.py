@@ -18,7 +18,6 @@ from benchmarks.biography.runs import Point, Run
 
 DOTS_PER_INCH = 150
 SIZE = (8, 4.4)
-LABEL_PLACE, LABEL_GAP = 1.09, 0.052  # shares of the panel: where names begin, and how far apart they are
 STYLE = {
     "font.size": 9,
     "font.family": "DejaVu Sans",
@@ -126,24 +125,32 @@ def draw(figure: str, groups: Groups, folder: Path) -> Path:
 
 
 def _draw_methods(figure: Figure, groups: Groups) -> None:
-    left, right = figure.subplots(1, 2)
-    frame(left, "accuracy, every curve from top left", NEW_ACCURACY, OLD_ACCURACY)
-    name_ends(left, _draw_paths(left, groups, NEW_ACCURACY, OLD_ACCURACY))
-    frame(right, "loss at the end, better is up and right", NEW_LOSS, OLD_LOSS)
-    name_ends(right, _draw_ends(right, groups, NEW_LOSS, OLD_LOSS))
+    _draw_both(figure, groups)
+    add_legend(figure, groups)
 
 
 def _draw_routed(figure: Figure, groups: Groups) -> None:
-    """Draw as the other methods, with one legend, because what routes ends at the same place."""
+    """Draw as the other methods, and how much may be forgotten."""
+    axes = _draw_both(figure, groups)
+    limit = next(iter(groups.values()))[0].points[0].old_loss + FORGETTING_LIMIT
+    label = f"base + {FORGETTING_LIMIT:g} nats"
+    add_legend(figure, groups, axes.axhline(limit, color=BLACK, linestyle=":", linewidth=1, label=label))
+
+
+def _draw_both(figure: Figure, groups: Groups) -> Axes:
+    """Draw accuracies on the way and losses at the end; return the panel of losses."""
     left, right = figure.subplots(1, 2)
     frame(left, "accuracy, every curve from top left", NEW_ACCURACY, OLD_ACCURACY)
     _draw_paths(left, groups, NEW_ACCURACY, OLD_ACCURACY)
-    frame(right, "loss, better is up and right", NEW_LOSS, OLD_LOSS)
+    frame(right, "loss at the end, better is up and right", NEW_LOSS, OLD_LOSS)
     _draw_ends(right, groups, NEW_LOSS, OLD_LOSS)
-    limit = next(iter(groups.values()))[0].points[0].old_loss + FORGETTING_LIMIT
-    line = right.axhline(limit, color=BLACK, linestyle=":", linewidth=1, label=f"base + {FORGETTING_LIMIT:g} nats")
-    marks = [mark_end(right, (nan, nan), LOOKS[name], 7, name) for name in groups]
-    figure.legend(handles=[*marks, line], loc="outside right center", frameon=False, labelspacing=0.9)
+    return right
+
+
+def add_legend(figure: Figure, groups: Groups, *more: Line2D) -> None:
+    """Name the groups, and what else is drawn, beside the panels."""
+    marks = [mark_end(figure.axes[0], (nan, nan), LOOKS[name], 7, name) for name in groups]
+    figure.legend(handles=[*marks, *more], loc="outside right center", frameon=False, labelspacing=0.9)
 
 
 def _draw_stream(figure: Figure, groups: Groups) -> None:
@@ -153,6 +160,7 @@ def _draw_stream(figure: Figure, groups: Groups) -> None:
     draw_courses(left, groups, COSINE)
     frame(right, "forgetting, lower is better", STEPS, OLD_LOSS)
     draw_courses(right, groups, OLD_LOSS)
+    add_legend(figure, groups)
 
 
 def _draw_inits(figure: Figure, groups: Groups) -> None:
@@ -160,6 +168,7 @@ def _draw_inits(figure: Figure, groups: Groups) -> None:
     for axes, title, axis in ((left, "learning", NEW_LOSS), (right, "forgetting", OLD_LOSS)):
         frame(axes, f"{title}, lower is better", STEPS, axis)
         draw_courses(axes, groups, axis)
+    add_legend(figure, groups)
 
 
 DRAWINGS: dict[str, Callable[[Figure, Groups], None]] = {
@@ -177,32 +186,26 @@ def frame(axes: Axes, title: str, x: Axis, y: Axis) -> None:
     axes.set_axisbelow(True)
 
 
-def _draw_paths(axes: Axes, groups: Groups, x: Axis, y: Axis) -> dict[str, tuple[float, float]]:
-    """Draw the mean of each group from step to step; return where each ends."""
-    ends = {}
+def _draw_paths(axes: Axes, groups: Groups, x: Axis, y: Axis) -> None:
+    """Draw the mean of each group from step to step."""
     axes.set(xlim=(0, 102), ylim=(0, 102))
     for name, runs in groups.items():
         path, look = _mean_path(runs, x, y), LOOKS[name]
         axes.plot(*zip(*path, strict=True), color=look.colour, marker=look.marker, markersize=3, linewidth=1.3)
         mark_end(axes, path[-1], look, 6.5)
-        ends[name] = path[-1]
-    return ends
 
 
-def _draw_ends(axes: Axes, groups: Groups, x: Axis, y: Axis) -> dict[str, tuple[float, float]]:
-    """Draw the end of each run, and the mean of each group larger; return the means."""
-    ends = {}
+def _draw_ends(axes: Axes, groups: Groups, x: Axis, y: Axis) -> None:
+    """Draw the end of each run, and the mean of each group larger."""
     for name, runs in groups.items():
         look = LOOKS[name]
         for run in runs:
             place = x.of(run.end), y.of(run.end)
             axes.plot(*place, color=look.colour, marker=look.marker, markersize=3, alpha=0.6)
-        ends[name] = _mean_path(runs, x, y)[-1]
-        mark_end(axes, ends[name], look, 8)
+        mark_end(axes, _mean_path(runs, x, y)[-1], look, 8)
     # so that better is up and right, as in the other panel
     axes.invert_xaxis()
     axes.invert_yaxis()
-    return ends
 
 
 def mark_end(axes: Axes, place: tuple[float, float], look: Look, size: float, name: str | None = None) -> Line2D:
@@ -214,64 +217,15 @@ def mark_end(axes: Axes, place: tuple[float, float], look: Look, size: float, na
 
 def draw_courses(axes: Axes, groups: Groups, y: Axis) -> None:
     """Draw the mean of each group over steps, with the range of its seeds."""
-    ends = {}
     for name, runs in groups.items():
         path, look = _mean_path(runs, STEPS, y), LOOKS[name]
         steps, means = zip(*path, strict=True)
         measured = [[y.of(point) for point in points] for points in zip(*(run.points for run in runs), strict=True)]
         axes.fill_between(steps, [*map(min, measured)], [*map(max, measured)], color=look.colour, alpha=0.15)
         axes.plot(steps, means, color=look.colour, marker=look.marker, markersize=3.5, linewidth=1.3)
-        ends[name] = path[-1]
     axes.set_xlim(0)
-    name_ends(axes, ends)
 
 
 def _mean_path(runs: Sequence[Run], x: Axis, y: Axis) -> list[tuple[float, float]]:
     measured = zip(*(run.points for run in runs), strict=True)
     return [(fmean(map(x.of, points)), fmean(map(y.of, points))) for points in measured]
-
-
-def name_ends(axes: Axes, ends: Mapping[str, tuple[float, float]]) -> None:
-    """Write names beside the panel, each at the height of its end or as near as the others allow."""
-    to_share = axes.transData + axes.transAxes.inverted()
-    heights = {name: float(to_share.transform(end)[1]) for name, end in ends.items()}
-    for name, height in spread_out(heights, LABEL_GAP).items():
-        axes.annotate(
-            name,
-            ends[name],
-            (LABEL_PLACE, height),
-            textcoords="axes fraction",
-            color=LOOKS[name].colour,
-            va="center",
-            annotation_clip=False,
-            arrowprops={
-                "arrowstyle": "-",
-                "color": LOOKS[name].colour,
-                "linewidth": 0.5,
-                "alpha": 0.7,
-                "shrinkB": 4,
-                "relpos": (0, 0.5),
-            },
-        )
-
-
-def spread_out(heights: Mapping[str, float], gap: float) -> dict[str, float]:
-    """Move labels apart by as little as possible, until none is nearer to another than `gap`.
-
-    Labels that meet form a group, spaced by `gap`, whose middle is where its members want it on average.
-    """
-    groups: list[tuple[float, list[str]]] = []  # middle and names, from the highest down
-    for name in sorted(heights, key=lambda name: -heights[name]):
-        groups.append((heights[name], [name]))
-        while len(groups) > 1 and _overlap(*groups[-2:], gap):
-            names = groups[-2][1] + groups[-1][1]
-            groups[-2:] = [(fmean(heights[name] for name in names), names)]
-    return {
-        name: middle + gap * ((len(names) - 1) / 2 - index)
-        for middle, names in groups
-        for index, name in enumerate(names)
-    }
-
-
-def _overlap(upper: tuple[float, list[str]], lower: tuple[float, list[str]], gap: float) -> bool:
-    return upper[0] - lower[0] < gap * (len(upper[1]) + len(lower[1])) / 2

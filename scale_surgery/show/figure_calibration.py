@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
-from itertools import groupby, pairwise
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from scale_surgery.show.figures import BLUE, GREY, VERMILION, save_figure, tidy
+from scale_surgery.show.figures import GREY, VERMILION, save_figure, tidy
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.colors import ListedColormap
     from matplotlib.figure import Figure
-    from matplotlib.transforms import Bbox
 
     from scale_surgery.routing.calibrate import Calibration
     from scale_surgery.routing.sweep import Outcome
@@ -35,8 +34,8 @@ MARKS: dict[str, dict[str, Any]] = {
     "proposed": {"marker": "o", "s": 260, "facecolor": "none", "edgecolor": VERMILION, "linewidth": 2.0, "zorder": 5},
 }
 DOTTED: dict[str, Any] = {"color": GREY, "linewidth": 1.0, "linestyle": (0, (2, 3)), "zorder": 1}
-# where a threshold may be written, the best first: points from its marker
-OFFSETS = ((7, -7), (-7, 7), (7, 7), (-7, -7))
+# most thresholds that are written beside the scale of their colours
+MOST_THRESHOLDS = 18
 
 
 def plot_calibration(result: Calibration, file: Path) -> None:
@@ -58,15 +57,15 @@ def calibration_figure(result: Calibration) -> Figure:
     if _is_crowded(result.outcomes, everything):
         panels.append(list(result.outcomes))
     figure = Figure(figsize=(PANEL_WIDTH * len(panels), HEIGHT), layout="constrained")
-    for axes, shown in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+    drawn = figure.subplots(1, len(panels), squeeze=False)[0]
+    for axes, shown in zip(drawn, panels, strict=True):
         _draw_panel(axes, result, shown)
     figure.axes[0].set_ylabel("learning on new text, nats per token")
     if len(panels) > 1:
         _frame(figure.axes[0], figure.axes[1])
-    _draw_legend(figure, is_cosine=_is_cosine(result))
+    _draw_legend(figure, len(panels), is_cosine=_is_cosine(result))
     if _is_cosine(result):
-        figure.draw_without_rendering()
-        _name_thresholds(figure.axes[-1], result)
+        _name_thresholds(figure, drawn[-1], result.outcomes)
     return figure
 
 
@@ -98,7 +97,7 @@ def _draw_panel(axes: Axes, result: Calibration, shown: Sequence[Outcome]) -> No
     for label, colour, line in _lines(result):
         x, y = [outcome.forgetting for outcome in line], [outcome.learning for outcome in line]
         sizes = [SMALLEST + (LARGEST - SMALLEST) * place / max(1, len(line) - 1) for place in range(len(line))]
-        axes.plot(x, y, color=colour, linewidth=1.0, zorder=2)
+        axes.plot(x, y, color=GREY if _is_cosine(result) else colour, linewidth=1.0, zorder=2)
         axes.scatter(x, y, s=sizes, color=colour, zorder=3, label=label)
     for name, label in _labels(result).items():
         outcome: Outcome = getattr(result, name)
@@ -109,11 +108,11 @@ def _draw_panel(axes: Axes, result: Calibration, shown: Sequence[Outcome]) -> No
 
 
 def _lines(result: Calibration) -> Iterator[tuple[str, Any, list[Outcome]]]:
-    """Name, colour and points of each line, along which the preserve path loses weight."""
+    """Name, colour or colours, and points of each line, along which the preserve path loses weight."""
     from matplotlib import colormaps
 
     if _is_cosine(result):
-        yield "thresholds, larger points: higher", BLUE, list(result.outcomes)
+        yield "thresholds, larger points: higher", _scale(len(result.outcomes)).colors, list(result.outcomes)
         return
     rates = [list(some) for _, some in groupby(result.outcomes, key=_switch_rate)]
     for place, some in enumerate(rates):
@@ -145,71 +144,31 @@ def _frame(axes: Axes, closer: Axes) -> None:
     closer.set_title("the frame in the left panel, closer", fontsize=9, color=GREY)
 
 
-def _draw_legend(figure: Figure, *, is_cosine: bool) -> None:
+def _draw_legend(figure: Figure, panels: int, *, is_cosine: bool) -> None:
     handles, labels = figure.axes[0].get_legend_handles_labels()
-    options: dict[str, Any] = {"ncols": 2 * len(figure.axes)}
+    options: dict[str, Any] = {"ncols": 2 * panels}
     if not is_cosine:
         options = {"ncols": 3, "title": "larger points: lower prior", "title_fontsize": 8}
     figure.legend(handles, labels, loc="outside lower center", frameon=False, fontsize=8, markerscale=0.65, **options)
 
 
-def _name_thresholds(axes: Axes, result: Calibration) -> None:
-    """Write thresholds beside their points, where nothing is covered and no other point is nearer."""
-    taken = [_box(axes, getattr(result, name), 7) for name in MARKS]
-    line = axes.transData.transform(_along([_place(outcome) for outcome in result.outcomes]))
-    first = [result.present, result.proposed, result.outcomes[0], result.outcomes[-1]]
-    for outcome in dict.fromkeys([*first, *result.outcomes]):
-        own = _box(axes, outcome, 2)
-        others = [other for other in (_box(axes, one, 2) for one in result.outcomes) if not other.overlaps(own)]
-        for offset in OFFSETS:
-            label = _write(axes, outcome, *offset)
-            box = label.get_window_extent()
-            is_outside = axes.bbox.count_contains(box.corners()) < 4
-            is_misread = any(_gap(box, other) < _gap(box, own) for other in others)
-            if not (is_outside or is_misread or box.count_overlaps(taken) or box.count_contains(line)):
-                # points in one place have one label
-                taken += [box, own]
-                break
-            label.remove()
+def _scale(count: int) -> ListedColormap:
+    """A colour for each threshold."""
+    from matplotlib import colormaps
+    from matplotlib.colors import ListedColormap
+
+    return ListedColormap(colormaps["viridis"].resampled(count)(range(count)))
 
 
-def _place(outcome: Outcome) -> tuple[float, float]:
-    return outcome.forgetting, outcome.learning
+def _name_thresholds(figure: Figure, axes: Axes, outcomes: Sequence[Outcome]) -> None:
+    """Write thresholds beside the scale of their colours, evenly spaced ones where they are many."""
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import Normalize
 
-
-def _box(axes: Axes, outcome: Outcome, reach: float) -> Bbox:
-    """What lies around a point, in pixels."""
-    from matplotlib.transforms import Bbox
-
-    x, y = axes.transData.transform(_place(outcome))
-    return Bbox([[x - reach, y - reach], [x + reach, y + reach]])
-
-
-def _gap(one: Bbox, other: Bbox) -> float:
-    across = max(one.x0 - other.x1, other.x0 - one.x1, 0.0)
-    up = max(one.y0 - other.y1, other.y0 - one.y1, 0.0)
-    return math.hypot(across, up)
-
-
-def _along(places: Sequence[tuple[float, float]], parts: int = 40) -> list[tuple[float, float]]:
-    """Places on the line through some places."""
-    pairs = list(pairwise(places))
-    shares = [part / parts for part in range(parts)]
-    return [
-        *((a + share * (c - a), b + share * (d - b)) for (a, b), (c, d) in pairs for share in shares),
-        *places[-1:],
-    ]
-
-
-def _write(axes: Axes, outcome: Outcome, across: int, up: int) -> Any:
-    return axes.annotate(
-        outcome.numbers.removeprefix("threshold "),
-        _place(outcome),
-        (across, up),
-        textcoords="offset points",
-        horizontalalignment="left" if across > 0 else "right",
-        verticalalignment="bottom" if up > 0 else "top",
-        fontsize=8,
-        color=INK,
-        zorder=6,
-    )
+    colours = ScalarMappable(Normalize(-0.5, len(outcomes) - 0.5), _scale(len(outcomes)))
+    count = min(len(outcomes), MOST_THRESHOLDS)
+    named = [round(place * (len(outcomes) - 1) / max(1, count - 1)) for place in range(count)]
+    bar = figure.colorbar(colours, ax=axes, ticks=named, label="threshold", pad=0.02, aspect=40)
+    bar.ax.set_yticklabels([outcomes[place].numbers.removeprefix("threshold ") for place in named], fontsize=8)
+    bar.ax.tick_params(length=0)
+    bar.outline.set_visible(False)

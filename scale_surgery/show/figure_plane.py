@@ -1,8 +1,9 @@
-"""The stability-plasticity plane: loss on old text against loss on new text, a labelled point for each model."""
+"""The stability-plasticity plane: loss on old text against loss on new text, a numbered point for each model."""
 
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,12 +15,13 @@ from scale_surgery.show.figures import GREY, save_figure, tidy
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from matplotlib.text import Annotation
-    from matplotlib.transforms import Bbox
 
     from scale_surgery.evidence.evaluate import Evaluation, Score
 
-FIGURE_SIZE = (6.4, 4.8)
+# in inches; each row of the legend comes to the height
+WIDTH, HEIGHT, ROW = 6.4, 4.2, 0.17
+# longer names stand in one column
+SHORT_NAME = 40
 INK = "#222222"
 # colours that people with any colour vision tell apart (Okabe and Ito); shapes tell the same
 MARKERS: dict[str, dict[str, Any]] = {
@@ -29,30 +31,46 @@ MARKERS: dict[str, dict[str, Any]] = {
     "disabled": {"marker": "o", "s": 330, "facecolor": "none", "edgecolor": "#009E73", "linewidth": 1.6, "zorder": 2},
     "other": {"marker": "s", "s": 60, "color": "#D55E00", "zorder": 3},
 }
-# of what is shown, at each side; labels need the room
-MARGIN = 0.25
-# models within this share of the plane stand on one point and share a label
-SAME_PLACE = 0.005
-# where a label may stand, the best first: points from its marker, and directions; from where on a line leads to it
-DISTANCES = (11, 15, 20, 30, 45, 65, 90)
-DIRECTIONS = ((1.0, 0.0), (-1.0, 0.0), (0.0, 1.0), (0.0, -1.0), (0.7, 0.7), (0.7, -0.7), (-0.7, 0.7), (-0.7, -0.7))
-LINE_FROM = 18
+# of what is shown, at each side; numbers need the room
+MARGIN = 0.15
+# models within these shares of the plane are so near to each other that their numbers stand together
+NEAR = (0.04, 0.05)
+# most characters of a line of numbers
+LINE_WIDTH = 12
+NUMBERS: dict[str, Any] = {
+    "textcoords": "offset points",
+    "verticalalignment": "bottom",
+    "fontsize": 9,
+    "color": INK,
+    "zorder": 5,
+}
+GUIDE: dict[str, Any] = {"color": GREY, "linewidth": 0.9, "linestyle": (0, (2, 3)), "zorder": 1}
+ARROW = {"arrowstyle": "->", "color": "#B0B0B0", "linewidth": 1.0, "shrinkA": 9, "shrinkB": 6}
 
 
 @dataclass(frozen=True)
 class Point:
-    """A place in the plane, in nats per token, and the models that stand there."""
+    """A model in the plane: its number, its losses in nats per token, and what was measured."""
 
+    number: int
     old: float
     new: float
-    scores: tuple[Score, ...]
+    score: Score
 
     @property
-    def label(self) -> str:
-        """Names of the models, a line each; several with their expansion disabled are counted."""
-        disabled = [score.name for score in self.scores if score.kind == "disabled"]
-        named = [score.name for score in self.scores if score.kind != "disabled"]
-        return "\n".join(named + (disabled if len(disabled) < 2 else [f"{len(disabled)} with expansion disabled"]))
+    def place(self) -> tuple[float, float]:
+        """Where it stands."""
+        return self.old, self.new
+
+
+def plot_plane(evaluation: Evaluation, file: Path) -> None:
+    """Draw the stability-plasticity plane: loss on old text against loss on new text, a point for each model.
+
+    Args:
+        evaluation: What was measured, on old and on new text.
+        file: PNG to be; replaced where it exists.
+    """
+    save_figure(plane_figure(evaluation), file)
 
 
 def plane_figure(evaluation: Evaluation) -> Figure:
@@ -69,24 +87,34 @@ def plane_figure(evaluation: Evaluation) -> Figure:
     """
     from matplotlib.figure import Figure
 
-    scores = [score for score in evaluation.scores if all(map(math.isfinite, _place(score)))]
-    if not scores:
+    points = _points(evaluation)
+    if not points:
         raise DataError("The plane has an axis for old and one for new text. Give text for both, --old and --new.")
-    figure = Figure(figsize=FIGURE_SIZE, layout="constrained")
+    columns = 2 if max(len(point.score.name) for point in points) <= SHORT_NAME else 1
+    figure = Figure(figsize=(WIDTH, HEIGHT + ROW * math.ceil(len(points) / columns)), layout="constrained")
     axes = figure.subplots()
-    width, height = _set_limits(axes, [_place(score) for score in scores])
-    points = _join(scores, width * SAME_PLACE, height * SAME_PLACE)
+    width, height = _set_limits(axes, [point.place for point in points])
+    groups = _groups(points, NEAR[0] * width, NEAR[1] * height)
     _draw_axes(axes)
     _draw_points(axes, points)
-    figure.draw_without_rendering()
-    _place_labels(axes, points)
+    _draw_moves(axes, groups)
+    _write_numbers(axes, groups)
+    legend = figure.legend(loc="outside lower left", ncols=columns, frameon=False, fontsize=8, markerscale=0.65)
+    for text in legend.get_texts():
+        # a name may have any character
+        text.set_parse_math(False)
     return figure
 
 
-def _place(score: Score) -> tuple[float, float]:
-    if score.old is None or score.new is None:
-        return math.nan, math.nan
-    return score.old.nats_per_token, score.new.nats_per_token
+def _points(evaluation: Evaluation) -> list[Point]:
+    """Models with two finite losses, numbered in their order."""
+    places = [
+        (score.old.nats_per_token, score.new.nats_per_token, score)
+        for score in evaluation.scores
+        if score.old is not None and score.new is not None
+    ]
+    finite = [place for place in places if math.isfinite(place[0]) and math.isfinite(place[1])]
+    return [Point(number, *place) for number, place in enumerate(finite, start=1)]
 
 
 def _set_limits(axes: Axes, places: Sequence[tuple[float, float]]) -> tuple[float, float]:
@@ -106,16 +134,20 @@ def _limits(values: Sequence[float]) -> tuple[float, float]:
     return max(middle - half, -0.04 * spread), middle + half
 
 
-def _join(scores: Sequence[Score], old_reach: float, new_reach: float) -> list[Point]:
-    points: list[Point] = []
-    for score in scores:
-        old, new = _place(score)
-        near = [point for point in points if abs(point.old - old) <= old_reach and abs(point.new - new) <= new_reach]
+def _groups(points: Sequence[Point], old_reach: float, new_reach: float) -> list[list[Point]]:
+    """Models that are near to the first of their group."""
+    groups: list[list[Point]] = []
+    for point in points:
+        near = [
+            group
+            for group in groups
+            if abs(group[0].old - point.old) <= old_reach and abs(group[0].new - point.new) <= new_reach
+        ]
         if near:
-            points[points.index(near[0])] = Point(near[0].old, near[0].new, (*near[0].scores, score))
+            near[0].append(point)
         else:
-            points.append(Point(old, new, (score,)))
-    return points
+            groups.append([point])
+    return groups
 
 
 def _draw_axes(axes: Axes) -> None:
@@ -125,120 +157,36 @@ def _draw_axes(axes: Axes) -> None:
 
 
 def _draw_points(axes: Axes, points: Sequence[Point]) -> None:
-    bases = {score.base for point in points for score in point.scores}
     for point in points:
-        for score in point.scores:
-            axes.scatter(point.old, point.new, **MARKERS[score.kind])
-        if any(score.name in bases for score in point.scores):
-            axes.axvline(point.old, color=GREY, linewidth=0.9, linestyle=(0, (2, 3)), zorder=1)
-            axes.axhline(point.new, color=GREY, linewidth=0.9, linestyle=(0, (2, 3)), zorder=1)
-    for start, end in _moves(points):
-        style = {"arrowstyle": "->", "color": "#B0B0B0", "linewidth": 1.0, "shrinkA": 9, "shrinkB": 6}
-        axes.annotate("", (end.old, end.new), (start.old, start.new), arrowprops=style, zorder=1)
-
-
-def _moves(points: Sequence[Point]) -> Iterator[tuple[Point, Point]]:
-    """From where to where models moved, away from their base."""
-    where = {score.name: point for point in points for score in point.scores}
+        label = f"{point.number}  {point.score.name}"
+        axes.scatter(point.old, point.new, label=label, **MARKERS[point.score.kind])
+    bases = {point.score.base for point in points}
     for point in points:
-        starts = {score.base for score in point.scores if score.base in where and where[score.base] is not point}
-        yield from ((where[start], point) for start in sorted(filter(None, starts)))
+        if point.score.name in bases:
+            axes.axvline(point.old, **GUIDE)
+            axes.axhline(point.new, **GUIDE)
 
 
-def _place_labels(axes: Axes, points: Sequence[Point]) -> None:
-    """Write each label near its point, where it covers no marker, no arrow and no other label."""
-    markers = [_box(axes, point.old, point.new, 7) for point in points]
-    taken = [*markers, *_arrow_boxes(axes, points)]
-    offsets = [(distance * across, distance * up) for distance in DISTANCES for across, up in DIRECTIONS]
-    for point, marker in zip(points, markers, strict=True):
-        boxes = _label_boxes(axes, point, offsets)
-        others = [other for other in markers if other is not marker]
-        clashes = [_clashes(axes, box, marker, taken, others) for box in boxes]
-        chosen = clashes.index(min(clashes))
-        taken.append(boxes[chosen])
-        _write(axes, point, offsets[chosen])
-        if math.hypot(*offsets[chosen]) > LINE_FROM:
-            _draw_line(axes, point, offsets[chosen])
+def _draw_moves(axes: Axes, groups: Sequence[Sequence[Point]]) -> None:
+    for start, end in _moves(groups):
+        axes.annotate("", end.place, start.place, arrowprops=ARROW, zorder=1)
 
 
-def _label_boxes(axes: Axes, point: Point, offsets: Sequence[tuple[float, float]]) -> list[Bbox]:
-    """What a label would cover at some offsets, in pixels."""
-    from matplotlib.transforms import Bbox
-
-    trial = _write(axes, point, (0, 0))
-    size = trial.get_window_extent()
-    trial.remove()
-    x, y = axes.transData.transform((point.old, point.new))
-    pixels = axes.figure.dpi / 72
-    boxes = []
-    for across, up in offsets:
-        # the side of the label that is nearest to the point has the offset
-        left = x + across * pixels - size.width * (1 - _sign(across)) / 2
-        bottom = y + up * pixels - size.height * (1 - _sign(up)) / 2
-        boxes.append(Bbox.from_bounds(left, bottom, size.width, size.height).padded(2))
-    return boxes
+def _moves(groups: Sequence[Sequence[Point]]) -> Iterator[tuple[Point, Point]]:
+    """From where to where models moved, away from what is near their base."""
+    where = {point.score.name: (point, group) for group in groups for point in group}
+    for group in groups:
+        for point in group:
+            start, around = where.get(point.score.base or "", (point, group))
+            if around is not group:
+                yield start, point
 
 
-def _sign(number: float) -> int:
-    return (number > 0) - (number < 0)
+def _write_numbers(axes: Axes, groups: Sequence[Sequence[Point]]) -> None:
+    from matplotlib.patheffects import withStroke
 
-
-def _clashes(axes: Axes, box: Bbox, own: Bbox, taken: Sequence[Bbox], others: Sequence[Bbox]) -> int:
-    """How many things a label would cover; the edge, and being nearer to another marker, count as one."""
-    is_outside = axes.bbox.count_contains(box.corners()) < 4
-    is_misread = any(_gap(box, other) <= _gap(box, own) for other in others)
-    return int(box.count_overlaps(taken)) + is_outside + is_misread
-
-
-def _gap(one: Bbox, other: Bbox) -> float:
-    across = max(one.x0 - other.x1, other.x0 - one.x1, 0.0)
-    up = max(one.y0 - other.y1, other.y0 - one.y1, 0.0)
-    return math.hypot(across, up)
-
-
-def _write(axes: Axes, point: Point, offset: tuple[float, float]) -> Annotation:
-    across, up = map(_sign, offset)
-    return axes.annotate(
-        point.label,
-        (point.old, point.new),
-        offset,
-        textcoords="offset points",
-        horizontalalignment=("center", "left", "right")[across],
-        verticalalignment=("center", "bottom", "top")[up],
-        bbox={"facecolor": "white", "alpha": 0.8, "edgecolor": "none", "pad": 1},
-        fontsize=9,
-        color=INK,
-        zorder=5,
-    )
-
-
-def _draw_line(axes: Axes, point: Point, offset: tuple[float, float]) -> None:
-    style = {"arrowstyle": "-", "color": GREY, "linewidth": 0.6, "shrinkA": 0, "shrinkB": 5}
-    axes.annotate("", (point.old, point.new), offset, textcoords="offset points", arrowprops=style, zorder=4)
-
-
-def _arrow_boxes(axes: Axes, points: Sequence[Point], parts: int = 20) -> list[Bbox]:
-    """Small boxes along each arrow."""
-    shares = [part / parts for part in range(1, parts)]
-    return [
-        _box(axes, start.old + share * (end.old - start.old), start.new + share * (end.new - start.new), 2)
-        for start, end in _moves(points)
-        for share in shares
-    ]
-
-
-def _box(axes: Axes, old: float, new: float, reach: float) -> Bbox:
-    from matplotlib.transforms import Bbox
-
-    x, y = axes.transData.transform((old, new))
-    return Bbox([[x - reach, y - reach], [x + reach, y + reach]])
-
-
-def plot_plane(evaluation: Evaluation, file: Path) -> None:
-    """Draw the stability-plasticity plane: loss on old text against loss on new text, a point for each model.
-
-    Args:
-        evaluation: What was measured, on old and on new text.
-        file: PNG to be; replaced where it exists.
-    """
-    save_figure(plane_figure(evaluation), file)
+    for group in groups:
+        numbers = textwrap.fill(", ".join(str(point.number) for point in group), LINE_WIDTH)
+        # what is below stays visible around the letters
+        outline = withStroke(linewidth=2.5, foreground="white")
+        axes.annotate(numbers, group[0].place, (7, 6), path_effects=[outline], **NUMBERS)

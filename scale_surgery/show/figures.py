@@ -1,9 +1,10 @@
-"""Figures as PNG: a training run, and the stability-plasticity plane. matplotlib's own state is not touched."""
+"""Curves, in PNG files and in pages, and the figure of a training run. matplotlib's own state is not touched."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,22 +13,65 @@ from scale_surgery.checkpoint.staging import finished_file
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
 
 
 DOTS_PER_INCH = 160
 PANEL_SIZE = (7.0, 2.1)
-# three colours that people with any colour vision tell apart (Okabe and Ito)
-BLUE, VERMILION, GREY = "#0072B2", "#D55E00", "#767676"
+# three colours that people with any colour vision tell apart (Okabe and Ito), and one for grids
+BLUE, VERMILION, GREY, PALE = "#0072b2", "#d55e00", "#767676", "#e5e5e5"
+# shapes tell the same as colours
+MARKERS = {BLUE: "o", VERMILION: "s"}
+# a curve of more points has no markers, but where one stands alone
+MOST_MARKERS = 40
 # a curve of more points than this gets a running mean, over this share of it
 NOISY_POINTS = 60
 SMOOTHED_SHARE = 1 / 30
 
 # panel of a training run: label of the axis, and for each curve its key in the records, its name and its colour
-PANELS = (
+Line = tuple[str, str, str]
+PANELS: tuple[tuple[str, tuple[Line, ...]], ...] = (
     ("nats per token", (("loss", "training loss", BLUE),)),
     ("nats per token", (("forgetting", "forgetting (old text)", VERMILION), ("learning", "learning (new text)", BLUE))),
     ("accuracy", (("old_accuracy", "old questions", VERMILION), ("new_accuracy", "new questions", BLUE))),
 )
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A line of a figure.
+
+    Attributes:
+        name: What it shows.
+        points: Its points; the line breaks at a value that is not finite, and joins nothing across it.
+        colour: Its colour, as #rrggbb.
+        style: Solid or dashed, as matplotlib spells it.
+        in_legend: Whether the legend names it.
+    """
+
+    name: str
+    points: Sequence[tuple[float, float]]
+    colour: str
+    style: str = "-"
+    in_legend: bool = True
+
+    @property
+    def marked(self) -> list[int]:
+        """Which points have a marker: all of a few, and what has no line to be seen by."""
+        is_drawn = [False, *(math.isfinite(value) for _, value in self.points), False]
+        if self.colour in MARKERS and len(self.points) <= MOST_MARKERS:
+            return list(range(len(self.points)))
+        return [place for place in range(len(self.points)) if is_drawn[place : place + 3] == [False, True, False]]
+
+
+def draw_curve(axes: Axes, curve: Curve) -> Line2D:
+    """Draw a line with its markers."""
+    style: dict[str, Any] = {"color": curve.colour, "linestyle": curve.style, "linewidth": 1.6}
+    if curve.marked:
+        style |= {"marker": MARKERS.get(curve.colour, "o"), "markersize": 5, "markevery": curve.marked}
+    x, y = [place for place, _ in curve.points], [value for _, value in curve.points]
+    (line,) = axes.plot(x, y, label=curve.name, **style)
+    return line
 
 
 def plot_training(records: Sequence[Mapping[str, Any]], file: Path) -> None:
@@ -55,8 +99,8 @@ def training_figure(records: Sequence[Mapping[str, Any]]) -> Figure:
     width, height = PANEL_SIZE
     figure = Figure(figsize=(width, height * len(shown) + 0.3), layout="constrained")
     rows = figure.subplots(len(shown), 1, sharex=True, squeeze=False)[:, 0]
-    for axes, (label, curves) in zip(rows, shown, strict=True):
-        _draw_panel(axes, label, [(curve_of(records, key), name, colour) for key, name, colour in curves])
+    for axes, (label, lines) in zip(rows, shown, strict=True):
+        _draw_panel(axes, label, records, lines)
     rows[-1].set_xlabel("optimizer steps")
     rows[-1].xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     figure.align_ylabels()
@@ -69,14 +113,21 @@ def curve_of(records: Sequence[Mapping[str, Any]], key: str) -> tuple[list[float
     return [step for step, _ in points], [value for _, value in points]
 
 
-def _draw_panel(axes: Axes, label: str, curves: Sequence[tuple[tuple[list[float], list[float]], str, str]]) -> None:
-    for (steps, values), name, colour in curves:
-        if not steps:
-            continue
-        is_noisy = len(steps) > NOISY_POINTS
-        marker = "" if len(steps) > NOISY_POINTS / 2 else "o"
-        axes.plot(steps, running_mean(values), color=colour, label=name, linewidth=1.6, marker=marker, markersize=4)
-        if is_noisy:
+def training_curves(records: Sequence[Mapping[str, Any]], lines: Sequence[Line]) -> list[Curve]:
+    """Curves of a panel that have data, as running means where they are noisy."""
+    curves = []
+    for key, name, colour in lines:
+        steps, values = curve_of(records, key)
+        curves.append(Curve(name, list(zip(steps, running_mean(values), strict=True)), colour))
+    return [curve for curve in curves if curve.points]
+
+
+def _draw_panel(axes: Axes, label: str, records: Sequence[Mapping[str, Any]], lines: Sequence[Line]) -> None:
+    for curve in training_curves(records, lines):
+        draw_curve(axes, curve)
+    for key, _, colour in lines:
+        steps, values = curve_of(records, key)
+        if len(steps) > NOISY_POINTS:
             axes.plot(steps, values, color=colour, linewidth=0.6, alpha=0.35, zorder=1)
     tidy(axes)
     axes.set_ylabel(label)
@@ -103,5 +154,5 @@ def tidy(axes: Axes) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(GREY)
     axes.tick_params(color=GREY, labelsize=9)
-    axes.grid(color="#E5E5E5", linewidth=0.6)
+    axes.grid(color=PALE, linewidth=0.6)
     axes.set_axisbelow(True)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import TYPE_CHECKING
 
 from scale_surgery.show.tables_report import GROUPS, NONE, format_share
@@ -19,12 +18,19 @@ BLOCK = re.compile(r"w\d+")
 
 @dataclass(frozen=True)
 class Cell:
-    """A number of a table, and how it is written; None where there is none."""
+    """A number of a matrix, as it is written, and how strongly it is coloured, in per cent; None where it is none."""
 
-    layer: int | None
-    role: str
-    value: float | None
     text: str
+    shade: int | None
+
+
+@dataclass(frozen=True)
+class HeatTable:
+    """A table of the page: what it shows, its roles, and for each layer a cell of each role."""
+
+    title: str
+    roles: Sequence[str]
+    rows: Mapping[int | None, Sequence[Cell]]
 
 
 def matrices(report: Report) -> dict[str, list[TensorChange]]:
@@ -45,14 +51,14 @@ def matrices(report: Report) -> dict[str, list[TensorChange]]:
     return {title: own for title, own in found.items() if any(tensor.is_trained for tensor in own)}
 
 
-def render_matrices(tensors: Sequence[TensorChange]) -> tuple[str, str]:
+def heat_tables(tensors: Sequence[TensorChange]) -> tuple[str, list[HeatTable]]:
     """Make two tables of one block: how much changed, and in how many directions.
 
     Args:
         tensors: Matrices that started alike, as zeros or not.
 
     Returns:
-        What they show, and HTML.
+        What they show, and the tables.
     """
     if all(tensor.norms.start_norm == 0 for tensor in tensors):
         title, text = "Norm over that of W", "It started as zeros: all of it is what training wrote."
@@ -60,40 +66,32 @@ def render_matrices(tensors: Sequence[TensorChange]) -> tuple[str, str]:
     else:
         title, text = "Change over the norm at the start", "How far it moved from where the expansion put it."
         shares = [tensor.norms.relative_change for tensor in tensors]
-    changes = [
-        Cell(tensor.layer, tensor.role, share, format_share(share))
-        for tensor, share in zip(tensors, shares, strict=True)
-    ]
-    ranks = [_rank_cell(tensor) for tensor in tensors]
     largest = max((share for share in shares if share is not None and math.isfinite(share)), default=0.0)
-    tables = (
-        heat_table(title, changes, largest),
-        heat_table("Effective rank of the change, of the most that it can be", ranks, 1.0),
-    )
-    return text, '<div class="charts heat">\n{}\n{}\n</div>'.format(*tables)
+    changes = [Cell(format_share(share), _shade(share, largest)) for share in shares]
+    ranks = [_rank_cell(tensor) for tensor in tensors]
+    return text, [
+        _table(title, tensors, changes),
+        _table("Effective rank of the change, of the most that it can be", tensors, ranks),
+    ]
 
 
 def _rank_cell(tensor: TensorChange) -> Cell:
     if tensor.change_rank is None:
-        return Cell(tensor.layer, tensor.role, None, NONE)
-    text = f"{tensor.change_rank:.1f}/{tensor.full_rank}"
-    return Cell(tensor.layer, tensor.role, tensor.change_rank / tensor.full_rank, text)
+        return Cell(NONE, None)
+    return Cell(f"{tensor.change_rank:.1f}/{tensor.full_rank}", _shade(tensor.change_rank / tensor.full_rank, 1.0))
 
 
-def heat_table(title: str, cells: Sequence[Cell], most: float) -> str:
-    """Make a table of numbers, coloured by their share of `most`."""
-    roles = list(dict.fromkeys(cell.role for cell in cells))
-    found = {(cell.layer, cell.role): cell for cell in cells}
-    rows = []
-    for layer in dict.fromkeys(cell.layer for cell in cells):
-        columns = "".join(_cell(found.get((layer, role)), most) for role in roles)
-        rows.append(f"<tr><th scope=row>{layer}</th>{columns}</tr>")
-    head = "".join(f"<th scope=col>{escape(role)}</th>" for role in roles)
-    table = f"<table>\n<tr><th scope=col>layer</th>{head}</tr>\n" + "\n".join(rows) + "\n</table>"
-    return f"<figure>\n<figcaption>{escape(title)}</figcaption>\n<div class=scroll>{table}</div>\n</figure>"
+def _shade(value: float | None, most: float) -> int | None:
+    if value is None or not math.isfinite(value):
+        return None
+    return round(100 * value / most) if most else 0
 
 
-def _cell(cell: Cell | None, most: float) -> str:
-    if cell is None or cell.value is None or not math.isfinite(cell.value):
-        return f"<td class=none>{NONE if cell is None else escape(cell.text)}</td>"
-    return f'<td style="--v:{100 * cell.value / most if most else 0:.0f}">{escape(cell.text)}</td>'
+def _table(title: str, tensors: Sequence[TensorChange], cells: Sequence[Cell]) -> HeatTable:
+    """Order cells, one of each tensor; a layer that lacks a role has an empty one there."""
+    found = {(tensor.layer, tensor.role): cell for tensor, cell in zip(tensors, cells, strict=True)}
+    roles = list(dict.fromkeys(tensor.role for tensor in tensors))
+    layers = dict.fromkeys(tensor.layer for tensor in tensors)
+    return HeatTable(
+        title, roles, {layer: [found.get((layer, role), Cell(NONE, None)) for role in roles] for layer in layers}
+    )

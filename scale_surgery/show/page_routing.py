@@ -1,34 +1,55 @@
 """A route report as one HTML page that needs nothing else: tokens coloured by path, the numbers of each on hover.
 
-The page itself is route_page.html; here its gaps are filled, every text escaped.
+The page itself is templates/route_report.html; here is what its gaps are filled with.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import re
 from collections.abc import Iterator
-from html import escape
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scale_surgery.checkpoint.staging import write_text
+from scale_surgery.show.pages import fill
 from scale_surgery.show.palette import DARK, LIGHT, PLACES, Palette, place_of
 from scale_surgery.show.visible import visible
 
 if TYPE_CHECKING:
     from scale_surgery.routing.records import DocumentRoute, FileRoute, RouteReport, TokenRoute
 
-TEMPLATE = Path(__file__).with_suffix(".html")
-GAP = re.compile("@@([A-Z]+)@@")
 # difference of log-probabilities, in nats, at which the scale of evidence ends
 EVIDENCE = 4.0
-HEAD = """<thead>
-<tr><th></th><th></th><th></th><th colspan=3 scope=colgroup>loss, nats per token</th><th></th></tr>
-<tr><th></th><th scope=col>documents</th><th scope=col>tokens</th><th scope=col>base</th><th scope=col>adapt path</th>
-<th scope=col>routed</th><th scope=col>routed share</th></tr>
-</thead>"""
+
+
+@dataclass(frozen=True)
+class Token:
+    """A token of the page: the space before it, the classes that colour it, and what is shown."""
+
+    space: str
+    classes: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Document:
+    """A document of the page: what it is called where that says more than its file, where it comes from, its lines."""
+
+    name: str
+    source: str
+    lines: list[list[Token]]
+
+
+@dataclass(frozen=True)
+class File:
+    """A file of the page: its row of the summary, with the width of a bar in per cent, and its documents."""
+
+    name: str
+    cells: list[str]
+    bar: str
+    share: str
+    documents: list[Document]
 
 
 def write_page(report: RouteReport, file: Path) -> None:
@@ -45,81 +66,52 @@ def render_page(report: RouteReport) -> str:
     Returns:
         HTML that refers to no other file.
     """
-    scale = [f"var(--c{place})" for place in range(PLACES)]
-    gaps = {
-        "TITLE": escape(f"Which path gave each token: {report.model}"),
-        "FACTS": escape(f"Base {report.base} · router {report.routing.description}"),
-        "LIGHT": _variables(LIGHT),
-        "DARK": _variables(DARK),
-        "CLASSES": "\n".join(_rules()),
-        "GRADIENT": ", ".join(scale),
-        "EVIDENCE": f"{EVIDENCE:g}",
-        "SUMMARY": _summary(report),
-        "FILES": "\n".join(_file(number, file) for number, file in enumerate(report.files)),
-        "NOTES": "\n".join(f"<p>{escape(note)}</p>" for note in _notes(report)),
-        "DATA": _data(report),
-    }
-    return GAP.sub(lambda found: gaps[found[1]], TEMPLATE.read_text(encoding="utf-8"))
+    return fill(
+        "route_report.html",
+        title=f"Which path gave each token: {report.model}",
+        facts=f"Base {report.base} · router {report.routing.description}",
+        light=_variables(LIGHT),
+        dark=_variables(DARK),
+        places=PLACES,
+        evidence=f"{EVIDENCE:g}",
+        files=list(map(_file, report.files)),
+        notes=list(_notes(report)),
+        data=_data(report),
+    )
 
 
-def _variables(palette: Palette) -> str:
+def _variables(palette: Palette) -> dict[str, str]:
     names = ("background", "text", "muted", "line", "surface", "adapt", "focus")
     colours = {name: getattr(palette, name) for name in names}
-    colours |= {f"c{place}": colour for place, colour in enumerate(palette.scale())}
-    return " ".join(f"--{name}: {colour};" for name, colour in colours.items())
+    return colours | {f"c{place}": colour for place, colour in enumerate(palette.scale())}
 
 
-def _rules() -> Iterator[str]:
-    """Colours of tokens; those of the adapt path are underlined too, for eyes and printers without colour."""
-    for place in range(PLACES):
-        line = " box-shadow: inset 0 -2px var(--adapt);" if place > PLACES // 2 else ""
-        yield f".by-weight .w{place}, .by-evidence .e{place} {{ background: var(--c{place});{line} }}"
-
-
-def _summary(report: RouteReport) -> str:
-    rows = "\n".join(_summary_row(number, file) for number, file in enumerate(report.files))
-    return f"<table class=files>\n{HEAD}\n<tbody>\n{rows}\n</tbody>\n</table>"
-
-
-def _summary_row(number: int, file: FileRoute) -> str:
+def _file(file: FileRoute) -> File:
     totals = file.totals
     losses = (totals.base_nats_per_token, totals.adapt_nats_per_token, totals.routed_nats_per_token)
-    cells = [f"{totals.documents:,}", f"{totals.tokens:,}", *(f"{loss:.4f}" for loss in losses)]
-    width = 0.0 if math.isnan(totals.routed_share) else 100 * totals.routed_share
-    bar = f'<span class=bar><span style="width:{width:.1f}%"></span></span>'
-    name = f'<td><a href="#f{number}">{escape(file.file)}</a></td>'
-    share = f"<td class=share>{bar}{totals.routed_share:.1%}</td>"
-    return f"<tr>{name}{''.join(f'<td>{cell}</td>' for cell in cells)}{share}</tr>"
+    return File(
+        file.file,
+        [f"{totals.documents:,}", f"{totals.tokens:,}", *(f"{loss:.4f}" for loss in losses)],
+        f"{0.0 if math.isnan(totals.routed_share) else 100 * totals.routed_share:.1f}",
+        f"{totals.routed_share:.1%}",
+        [Document(one.place_in(file.file), one.source, list(_lines(one))) for one in file.documents],
+    )
 
 
-def _file(number: int, file: FileRoute) -> str:
-    documents = "\n".join(_document(file.file, document) for document in file.documents)
-    return f'<section>\n<h2 id="f{number}">{escape(file.file)}</h2>\n{documents}\n</section>'
-
-
-def _document(file: str, document: DocumentRoute) -> str:
-    where = document.place_in(file)
-    title, name = (f"<h3>{escape(where)}</h3>", "document named") if where else ("", "document")
-    label = escape(f"Tokens of {document.source}; arrow keys move", quote=True)
-    lines = "".join(f"<p>{line}</p>" for line in _lines(document))
-    text = f'<div class=text dir=auto role=group aria-label="{label}">{lines}</div>'
-    return f'<div class="{name}">{title}{text}</div>'
-
-
-def _lines(document: DocumentRoute) -> Iterator[str]:
+def _lines(document: DocumentRoute) -> Iterator[list[Token]]:
     """Tokens up to the end of each line of the document."""
-    line: list[str] = []
+    line: list[Token] = []
     for token in document.tokens:
         line.append(_token(token))
         if token.text.endswith("\n"):
-            yield "".join(line)
+            yield line
             line = []
     if line:
-        yield "".join(line)
+        yield line
 
 
-def _token(token: TokenRoute) -> str:
-    shown = escape(visible(token.text, token.piece), quote=False)
+def _token(token: TokenRoute) -> Token:
+    shown = visible(token.text, token.piece)
     kinds = ["t"]
     if token.adapt_weight is None or token.base_log_probability is None or token.adapt_log_probability is None:
         kinds.append("n")
@@ -128,9 +120,7 @@ def _token(token: TokenRoute) -> str:
         kinds += [f"w{place_of(token.adapt_weight)}", f"e{place_of((gain / EVIDENCE + 1) / 2)}"]
         kinds += [] if token.is_counted else ["p"]
     kinds += [] if token.text else ["x"]
-    # the space before a word is left white, or lines would end in coloured ones
-    space = " " * shown.startswith(" ")
-    return f'{space}<span class="{" ".join(kinds)}">{shown.removeprefix(" ")}</span>'
+    return Token(" " * shown.startswith(" "), " ".join(kinds), shown.removeprefix(" "))
 
 
 def _paths(report: RouteReport) -> dict[str, str]:
@@ -140,16 +130,15 @@ def _paths(report: RouteReport) -> dict[str, str]:
     return {**known, "adapt path": "adapt_log_probability", "routed": "routed_log_probability"}
 
 
-def _data(report: RouteReport) -> str:
-    """The numbers, as JSON that no text in it can end."""
+def _data(report: RouteReport) -> dict[str, Any]:
+    """The numbers of the tokens, for the page's script."""
     paths = _paths(report)
     rows = []
     for record in report.records():
         logs = None if record["position"] == 0 else [record[field] for field in paths.values()]
         names = [record[key] for key in ("text", "piece", "id", "position")]
         rows.append([*names, logs, record["cosine"], record["adapt_weight"]])
-    content: dict[str, Any] = {"tokens": rows, "paths": list(paths), "decides": report.routing.router == "cosine"}
-    return json.dumps(content, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
+    return {"tokens": rows, "paths": list(paths), "decides": report.routing.router == "cosine"}
 
 
 def _notes(report: RouteReport) -> Iterator[str]:

@@ -292,10 +292,9 @@ def test_routers_are_compared_on_one_model(tmp_path: Path) -> None:
 
 def test_figures_are_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from benchmarks.biography.figures import draw, spread_out
+    from matplotlib.figure import Figure
 
-    placed = spread_out({"b": 0.51, "a": 0.5, "c": 0.9, "d": 0.1}, 0.2)
-    assert placed == pytest.approx({"c": 0.9, "b": 0.605, "a": 0.405, "d": 0.1})
+    from benchmarks.biography.figures import DRAWINGS, LOOKS, draw
 
     runs = [dataclasses.replace(scored(1, 1.0, 0.5), seed=seed) for seed in range(2)]
     figures = {"methods": [method.name for method in METHODS], "inits": list(INITS)}
@@ -305,3 +304,8 @@ def test_figures_are_drawn(tmp_path: Path) -> None:
         file = draw(figure, dict.fromkeys(names, runs), tmp_path)
         assert file.read_bytes().startswith(b"\x89PNG")
         assert file.stat().st_size < 200_000
+        # the legend names each method, and no two look the same
+        drawn = Figure()
+        DRAWINGS[figure](drawn, dict.fromkeys(names, runs))
+        assert [text.get_text() for text in drawn.legends[0].get_texts()][: len(names)] == names
+        assert len({LOOKS[name] for name in names}) == len(names)

@@ -650,13 +650,18 @@ def test_the_figure_has_a_point_for_each_setting(calibration_of: Callable[[str],
 
 def test_settings_that_lie_close_together_have_a_panel_of_their_own() -> None:
     apart = [outcome(0.1, 0.0, 0.2), outcome(0.5, 0.4, 1.9)]
-    assert len(calibration_figure(calibration(*apart)).axes) == 1
+    assert len(panels_of(calibration_figure(calibration(*apart)))) == 1
     close = [outcome(0.1, 0.01, 1.8), outcome(0.5, 0.03, 1.9)]
-    whole, closer = calibration_figure(calibration(*close)).axes
+    whole, closer = panels_of(calibration_figure(calibration(*close)))
     (frame,) = whole.patches
     assert frame.get_xy() == (closer.get_xlim()[0], closer.get_ylim()[0])
     assert set(marks_of(closer)) >= {"present", "best"} and "base model" not in marks_of(closer)
     assert closer.get_xlim()[1] < 0.05 < 0.5 < whole.get_xlim()[1]
+
+
+def panels_of(figure: Any) -> list[Any]:
+    """Axes that have points, without the scale of thresholds."""
+    return [axes for axes in figure.axes if axes.get_xlabel()]
 
 
 def test_thresholds_are_written_where_they_can_be_read() -> None:
@@ -664,12 +669,20 @@ def test_thresholds_are_written_where_they_can_be_read() -> None:
     crowd += [outcome(0.96 + place / 1000, 1.2 + place / 1e4, 1.7) for place in range(20)]
     figure = calibration_figure(calibration(*crowd))
     FigureCanvasAgg(figure).draw()
-    axes = figure.axes[-1]
-    labels = {label.get_text(): label.get_window_extent() for label in axes.texts}
+    *panels, scale = figure.axes
+    labels = {label.get_text(): label.get_window_extent() for label in scale.get_yticklabels()}
     assert {"0.5", "0.979"} <= set(labels) and 15 < len(labels) < 44
     assert not any(one.overlaps(other) for one, other in itertools.combinations(labels.values(), 2))
-    points = axes.transData.transform([(one.forgetting, one.learning) for one in crowd])
-    assert not any(box.contains(*point) for box in labels.values() for point in points)
+    assert not any(box.overlaps(axes.bbox) for box in labels.values() for axes in panels)
+    # a point has the colour beside which its threshold is written
+    thresholds = [one.numbers.removeprefix("threshold ") for one in crowd]
+    (bar,) = (mesh for mesh in scale.collections if mesh.get_array() is not None)
+    for axes in panels:
+        (line,) = (points for points in axes.collections if len(points.get_offsets()) == len(crowd))
+        for label, place in zip(labels, scale.get_yticks(), strict=True):
+            assert tuple(line.get_facecolors()[thresholds.index(label)]) == tuple(bar.to_rgba(place))
+    colours = {tuple(colour) for colour in line.get_facecolors()}
+    assert len(colours) == len(crowd)
 
 
 def test_lines_of_a_posterior_sweep_are_switch_rates(calibration_of: Callable[[str], Calibration]) -> None:

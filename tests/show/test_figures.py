@@ -62,8 +62,14 @@ CROWD = (
 )
 
 
-def labels_of(figure: Any) -> list[Any]:
+def numbers_of(figure: Any) -> list[Any]:
+    """What is written beside points."""
     return [text for text in figure.axes[0].texts if text.get_text()]
+
+
+def names_of(figure: Any) -> list[str]:
+    (legend,) = figure.legends
+    return [text.get_text() for text in legend.get_texts()]
 
 
 # a training run
@@ -117,34 +123,55 @@ def test_a_run_is_written_as_png(tmp_path: Path) -> None:
 
 def test_the_plane_has_a_point_for_each_model() -> None:
     (axes,) = plane_figure(evaluation(*THREE)).axes
-    assert [tuple(points.get_offsets()[0]) for points in axes.collections] == [(0.4, 2.1), (0.4, 2.1), (0.43, 0.35)]
-    assert [label.get_text() for label in labels_of(axes.figure)] == [f"{BASE}\nwide, expansion disabled", "wide"]
+    assert [tuple(points.get_offsets()[0]) for points in axes.collections] == [(0.4, 2.1), (0.43, 0.35), (0.4, 2.1)]
+    assert [number.get_text() for number in numbers_of(axes.figure)] == ["1, 3", "2"]
+    assert [number.xy for number in numbers_of(axes.figure)] == [(0.4, 2.1), (0.43, 0.35)]
+    assert names_of(axes.figure) == [f"1  {BASE}", "2  wide", "3  wide, expansion disabled"]
     guides = [list(line.get_xdata()) for line in axes.get_lines()]
     assert guides == [[0.4, 0.4], [0, 1]], "where the base stands"
     (arrow,) = (text for text in axes.texts if not text.get_text())
     assert (arrow.xyann, arrow.xy) == ((0.4, 2.1), (0.43, 0.35))
 
 
-def test_labels_of_a_crowd_can_be_read() -> None:
-    figure = plane_figure(evaluation(*CROWD))
+TWENTY = (
+    CROWD[0],
+    *(score(f"model {place}", "other", BASE, 0.4 + 0.01 * place**1.6, 2.1 / place) for place in range(1, 20)),
+)
+
+
+@pytest.mark.parametrize("scores", [THREE, CROWD, TWENTY], ids=["three", "crowd", "twenty"])
+def test_numbers_of_a_crowd_can_be_read(scores: tuple[Score, ...]) -> None:
+    figure = plane_figure(evaluation(*scores))
     FigureCanvasAgg(figure).draw()
-    labels = labels_of(figure)
-    assert labels[0].get_text().splitlines()[-1] == "2 with expansion disabled"
-    assert sum(len(label.get_text().splitlines()) for label in labels) == len(CROWD) - 1
-    boxes = [label.get_window_extent() for label in labels]
+    numbers = numbers_of(figure)
+    written = [int(number) for text in numbers for number in text.get_text().replace("\n", " ").split(", ")]
+    assert sorted(written) == list(range(1, len(scores) + 1))
+    assert names_of(figure) == [f"{place}  {one.name}" for place, one in enumerate(scores, start=1)]
+    boxes = [text.get_window_extent() for text in numbers]
     assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))
     (axes,) = figure.axes
     assert all(axes.bbox.count_contains(box.corners()) == 4 for box in boxes)
-    markers = axes.transData.transform([(point.old.nats_per_token, point.new.nats_per_token) for point in CROWD])
+    markers = axes.transData.transform([(point.old.nats_per_token, point.new.nats_per_token) for point in scores])
     assert not any(box.contains(*marker) for box in boxes for marker in markers)
+    names = [text.get_window_extent() for text in figure.legends[0].get_texts()]
+    assert not any(one.overlaps(other) for one, other in itertools.combinations(names, 2))
+    assert all(figure.bbox.count_contains(box.corners()) == 4 and not box.overlaps(axes.bbox) for box in names)
 
 
-def test_models_on_one_point_share_a_label_and_a_plane() -> None:
+def test_models_on_one_point_share_a_number_and_a_plane() -> None:
     same = [score(name, "other", None, 0.003, 2.0) for name in ("one", "two")]
     (axes,) = plane_figure(evaluation(*same)).axes
-    assert [label.get_text() for label in labels_of(axes.figure)] == ["one\ntwo"]
+    assert [number.get_text() for number in numbers_of(axes.figure)] == ["1, 2"]
+    assert names_of(axes.figure) == ["1  one", "2  two"]
     assert axes.get_xlim()[0] < 0.003 < axes.get_xlim()[1]
     assert not axes.get_lines()
+
+
+def test_a_name_may_have_any_character() -> None:
+    names = ["_hidden", "a$b$c", r"$\frac{$"]
+    figure = plane_figure(evaluation(*(score(name, "other", None, 1.0, 2.0) for name in names)))
+    FigureCanvasAgg(figure).draw()
+    assert names_of(figure) == [f"{place}  {name}" for place, name in enumerate(names, start=1)]
 
 
 def test_a_loss_that_is_not_finite_is_left_out() -> None:
@@ -165,7 +192,7 @@ def test_the_plane_needs_old_and_new_text(tmp_path: Path) -> None:
 def test_the_plane_is_written_as_png(tmp_path: Path) -> None:
     plot_plane(evaluation(*CROWD), tmp_path / "plane.png")
     height, width, _ = imread(tmp_path / "plane.png").shape
-    assert (width, height) == (1024, 768)
+    assert (width, height) == (1024, 808)
 
 
 def test_matplotlib_is_left_as_it_was(tmp_path: Path) -> None:

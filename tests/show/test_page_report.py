@@ -17,24 +17,27 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from jinja2 import UndefinedError
 
 from scale_surgery import CheckpointError, Report, Request, Routing, expand, report
 from scale_surgery.checkpoint.staging import check_output_files
 from scale_surgery.cli.program import main
 from scale_surgery.evidence.report_records import Norms, Spectrum, Streams, TensorChange, by_layer
 from scale_surgery.running.probe import Layer
-from scale_surgery.show.charts import (
+from scale_surgery.show.figures import BLUE, MOST_MARKERS, VERMILION, Curve
+from scale_surgery.show.inline_svg import inline_svg
+from scale_surgery.show.page_charts import (
     HEIGHT,
-    MOST_MARKERS,
+    LINES,
     MOST_TICKS,
+    STEPS,
+    VARIABLES,
     WIDTH,
-    Axis,
-    Curve,
-    linear_axis,
-    log_axis,
+    chart_figure,
     render_chart,
 )
-from scale_surgery.show.page_report import LINES, STEPS, render_page, write_page
+from scale_surgery.show.page_report import render_page, write_page
+from scale_surgery.show.pages import fill
 from scale_surgery.show.palette import DARK, LIGHT, Palette
 from scale_surgery.show.tables_report import render_report
 from tests.conftest import shake
@@ -42,7 +45,7 @@ from tests.routing.test_report import CHROMIUM, COLOUR_VISION, contrast, parse, 
 from tests.test_docs import COMMANDS
 from tests.tiny import save_tiny
 
-EVIL = "<script>alert(1)</script>&\"'@@FACTS@@"
+EVIL = "<script>alert(1)</script>&\"'{{ facts }}"
 
 
 @pytest.fixture(scope="module")
@@ -88,8 +91,10 @@ def test_page_needs_nothing_else_and_runs_nothing(found: Report, tmp_path: Path)
     html = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
     page = parse(html)
     assert not [own for tag, own in page.tags if tag in ("link", "img", "iframe", "object", "base", "script")]
-    assert not [own for _, own in page.tags if "src" in own or "href" in own]
-    assert not re.search(r"https?:|@import|url\(|@@", html)
+    assert not [own for _, own in page.tags if "src" in own]
+    # markers of a chart refer to their shape in it
+    assert all(tag == "use" and (own["href"] or "").startswith("#") for tag, own in page.tags if "href" in own)
+    assert not re.search(r"https?:|@import|url\(|\{\{|\{%", html)
     assert "default-src 'none'" in html and "script-src" not in html
 
 
@@ -111,7 +116,7 @@ def test_page_of_an_untrained_model_says_so(place: Path) -> None:
     html = render_page(found)
     assert re.findall("<h2>(.*?)</h2>", html) == ["The base stream, layer by layer", "Spectrum of W21", "Every tensor"]
     assert "Nothing was trained" in html and f"0 of {len(found.tensors)}" in html and "stroke-dasharray" not in html
-    assert "Bit-equal to the base model&#x27;s after every layer." in html
+    assert "Bit-equal to the base model's after every layer." in parse(html).text
 
 
 def test_names_are_escaped(found: Report) -> None:
@@ -122,7 +127,7 @@ def test_names_are_escaped(found: Report) -> None:
     page = parse(render_page(evil))
     assert not [tag for tag, _ in page.tags if tag == "script"]
     assert page.text.count("<script>alert(1)") >= 6
-    assert "<script>alert(1)</script>&\"'@@FACTS@@" in page.text
+    assert EVIL in page.text and EVIL in [own.get("title") for _, own in page.tags]
 
 
 def test_curves_of_the_training_run() -> None:
@@ -136,7 +141,7 @@ def test_a_loss_that_is_no_number_breaks_the_line() -> None:
     losses = (3.0, 2.0, math.nan, 2.0, 1.0)
     html = render_page(handmade(tensor(0), log=tuple({"step": step, "loss": loss} for step, loss in enumerate(losses))))
     (chart,) = re.findall(r"<figure>\n<figcaption>Training loss.*?</figure>", html, re.DOTALL)
-    assert [len(path) for path in paths_of(chart)] == [2, 2] and chart.count("<circle") == 4
+    assert [len(path) for path in paths_of(chart)] == [2, 2] and chart.count("<use") == 4
 
 
 def test_only_what_scale_found_is_said_of_its_w12() -> None:
@@ -145,12 +150,12 @@ def test_only_what_scale_found_is_said_of_its_w12() -> None:
     assert finding in render_page(scale)
     page = render_page(grow)
     assert "SCALE" not in page and "<figcaption>Change, FFN<" in page and "<figcaption>Norm, FFN<" in render_page(scale)
-    assert "W12 is the copies&#x27; part of the down projection" in page
+    assert "W12 is the copies' part of the down projection" in parse(page).text
 
 
 def test_no_more_layers_are_drawn_than_have_a_colour() -> None:
     html = render_page(handmade(*(tensor(layer, block="w21") for layer in range(30))))
-    layers = re.findall(r"</svg>(layer \d+)</li>", html)
+    layers = re.findall(r"<text[^>]*>(layer \d+)</text>", html)
     assert layers == ["layer 0", "layer 7", "layer 14", "layer 22", "layer 29"]
 
 
@@ -193,74 +198,131 @@ def test_page_fits_a_telephone(found: Report, tmp_path: Path) -> None:
     ("low", "high"), [(0, 1), (0, 3.7), (-2, 5), (0.61, 1), (0, 1e-7), (3, 3), (0, 0), (-4, -4), (1e6, 3e6)]
 )
 def test_linear_axes_have_few_round_ticks_around_the_values(low: float, high: float) -> None:
-    axis = linear_axis("", low, high)
-    assert 2 <= len(axis.ticks) <= MOST_TICKS + 2 and axis.low <= low and axis.high >= high and axis.low < axis.high
-    assert axis.ticks[0] == pytest.approx(axis.low) and axis.ticks[-1] == pytest.approx(axis.high)
-    assert all(len(f"{tick:.4g}") <= 7 for tick in axis.ticks)  # what stands left of the chart
-    assert 0 <= axis.share(low) <= axis.share(high) <= 1
+    (axes,) = chart_figure([curve(low, high)], is_log=False, reaches=None).axes
+    ticks, (bottom, top) = shown_ticks(axes.yaxis), axes.get_ylim()
+    assert 2 <= len(ticks) <= MOST_TICKS + 1 and bottom < low <= high < top
+    assert all(len(f"{tick:.2g}") <= 7 and float(f"{tick:.2g}") == pytest.approx(tick) for tick in ticks)
 
 
-def test_axes_of_whole_numbers_end_where_they_do() -> None:
-    assert linear_axis("", 0, 3, is_whole=True) == Axis("", 0, 3, [0, 1, 2, 3])
-    assert linear_axis("", 1, 2, is_whole=True).ticks == [1, 2]
-    assert linear_axis("", 0, 79, is_whole=True).ticks == [0, 20, 40, 60]
-    assert linear_axis("", 5, 5, is_whole=True).ticks == [4, 5, 6]
+def test_axes_of_whole_numbers_have_whole_ticks() -> None:
+    def ticks(*places: float) -> list[float]:
+        points = [(place, 1.0) for place in places]
+        return shown_ticks(chart_figure([Curve("", points, BLUE)], is_log=False, reaches=0).axes[0].xaxis)
+
+    assert ticks(0, 3) == [0, 1, 2, 3] and ticks(1, 2) == [1, 2] and ticks(0, 79) == [0, 20, 40, 60, 80]
+    assert 5 in ticks(5) and all(tick == int(tick) for tick in ticks(5))
 
 
 @pytest.mark.parametrize("values", [(1.0,), (0.3, 2.4), (0.9, 1.1), (1e-8, 3.0), (2e-5, 7e4), (5.0, 5.1)])
 def test_logarithmic_axes_hold_their_values(values: tuple[float, ...]) -> None:
-    axis = log_axis("", values)
-    assert 0 < axis.low < min(values) and axis.high > max(values) and len(axis.ticks) <= MOST_TICKS + 2
-    assert all(axis.low <= tick <= axis.high for tick in axis.ticks)
-    assert axis.share(axis.low) == 0 and axis.share(axis.high) == pytest.approx(1)
+    (axes,) = chart_figure([curve(*values)], is_log=True, reaches=0).axes
+    ticks, (bottom, top) = shown_ticks(axes.yaxis), axes.get_ylim()
+    assert 0 < bottom < min(values) and max(values) < top and 2 <= len(ticks) <= 9
+    labels = [tick.label1.get_window_extent() for tick in axes.yaxis.get_major_ticks()]
+    inside = [box for box, tick in zip(labels, axes.get_yticks(), strict=True) if tick in ticks]
+    assert not any(one.overlaps(other) for one, other in pairwise(inside))
+
+
+def test_an_axis_reaches_what_it_has_to() -> None:
+    def limits(reaches: float | None) -> tuple[float, float]:
+        return chart_figure([curve(5, 6)], is_log=False, reaches=reaches).axes[0].get_ylim()
+
+    assert limits(None)[0] > 4.5 and limits(0)[0] <= 0 and limits(9)[1] >= 9
+
+
+def curve(*values: float, name: str = "one", colour: str = BLUE) -> Curve:
+    return Curve(name, list(enumerate(values)), colour)
+
+
+def shown_ticks(axis: Any) -> list[float]:
+    """Ticks that are drawn: those inside the axis."""
+    axis.get_figure().draw_without_rendering()
+    low, high = axis.get_view_interval()
+    return [float(tick) for tick in axis.get_majorticklocs() if low <= tick <= high]
+
+
+def draw(*curves: Curve, title: str = "", **options: Any) -> str:
+    return "".join(chart.svg for chart in render_chart(title, curves, "x", "y", **options))
 
 
 def test_points_stand_inside_the_chart_and_what_is_no_number_is_left_out() -> None:
     points = [(0, 1.0), (1, 3.0), (2, math.nan), (3, -3.0), (4, math.inf), (5, 2.0), (6, 1.0)]
-    html = render_chart("A <b>", [Curve("one", points, "first", "circle")], "x", "y")
-    assert "A &lt;b&gt;" in html and html.count("<circle") == 5
-    drawn = [point for path in paths_of(html) for point in path]
+    svg = draw(Curve("one", points, BLUE))
+    assert svg.count("<use") == 5
+    drawn = [point for path in paths_of(svg) for point in path]
     assert len(drawn) == 4 and all(0 <= across <= WIDTH and 0 <= down <= HEIGHT for across, down in drawn)
-    logarithmic = render_chart("", [Curve("one", points, "first", "circle")], "x", "y", is_log=True)
-    assert logarithmic.count("<circle") == 4
-    assert render_chart("", [Curve("one", [(0, math.nan)], "first")], "x", "y") == ""
+    assert draw(Curve("one", points, BLUE), is_log=True).count("<use") == 4
+    assert draw(Curve("one", [(0, math.nan)], BLUE)) == ""
 
 
 def test_a_line_breaks_where_a_value_cannot_be_drawn() -> None:
     """No straight line across: neither of NaN nor of infinity, nor on a logarithmic axis of zero."""
-
-    def draw(*values: float, **options: Any) -> str:
-        return render_chart("", [Curve("one", list(enumerate(values)), "first")], "x", "y", **options)
-
-    assert [len(path) for path in paths_of(draw(1, 2, 3, 4, 5))] == [5]
+    colour = STEPS["light"][0]  # of which few points have no markers either
+    plain = [paths_of(draw(curve(*values, colour=colour))) for values in ((1, 2, 3, 4, 5), (1, 2, 0, 4, 5))]
+    assert [[len(path) for path in paths] for paths in plain] == [[5], [5]]
     for hole in (math.nan, math.inf, -math.inf):
-        before, after = paths_of(draw(1, 2, hole, 4, 5))
+        before, after = paths_of(draw(curve(1, 2, hole, 4, 5, colour=colour)))
         assert len(before) == len(after) == 2 and before[-1][0] < after[0][0]
-    assert [len(path) for path in paths_of(draw(1, 2, 0, 4, 5))] == [5]
-    assert [len(path) for path in paths_of(draw(1, 2, 0, 4, 5, is_log=True))] == [2, 2]
+    logarithmic = draw(curve(1, 2, 0, 4, 5, colour=colour), is_log=True)
+    assert [len(path) for path in paths_of(logarithmic)] == [2, 2]
     # what stands alone is seen, though the curve has no markers
-    alone = draw(1, 2, math.nan, 4)
-    assert len(paths_of(alone)) == alone.count("<circle") == 1 and "one, x 3: 4" in alone
+    alone = draw(curve(1, 2, math.nan, 4, colour=colour))
+    assert len(paths_of(alone)) == alone.count("<use") == 1 and "<title>one, x 3: 4</title>" in alone
     # a run that ends in NaN ends before the axis does
-    (path,) = paths_of(draw(1, 2, math.nan, math.nan))
+    (path,) = paths_of(draw(curve(1, 2, math.nan, math.nan, colour=colour)))
     assert path[-1][0] < WIDTH / 2
 
 
 def paths_of(chart: str) -> list[list[tuple[float, float]]]:
-    """Points of each line of a chart."""
-    found = re.findall(r'<polyline points="(.*?)"', chart)
-    return [
-        [(float(across), float(down)) for across, down in re.findall("([0-9.]+),([0-9.]+)", path)] for path in found
-    ]
+    """Points of each line of each curve of a chart, that of one point left out."""
+    found = re.findall(r'<g>\s*<title>[^<]*</title>\s*<path d="(.*?)"', chart, re.DOTALL)
+    pieces = [re.findall(r"([-0-9.]+) ([-0-9.]+)", piece) for path in found for piece in path.split("M")[1:]]
+    return [[(float(across), float(down)) for across, down in piece] for piece in pieces if len(piece) > 1]
 
 
 def test_many_points_have_no_markers_and_one_curve_has_no_legend() -> None:
-    many = Curve("many", [(x, x) for x in range(MOST_MARKERS + 1)], "first", "square")
-    few = Curve("few", [(0, 1.0)], "second", "square")
-    both = render_chart("", [many, few], "x", "y")
-    assert both.count("<rect") == 2 and "<li>" in both  # a point, and the same in the legend
-    assert "<li>" not in render_chart("", [many], "x", "y")
-    assert "<li>" not in render_chart("", [many, replace(few, points=[])], "x", "y")
+    many = curve(*range(1, MOST_MARKERS + 2), name="many")
+    few = Curve("few", [(0, 1.0)], VERMILION)
+    both = draw(many, few)
+    assert both.count("<use") == 2 and ">few</text>" in both  # a point, and the same in the legend
+    assert draw(replace(many, points=many.points[1:])).count("<use") == MOST_MARKERS
+    assert "</text>" in draw(many) and ">many</text>" not in draw(many)
+    assert ">many</text>" not in draw(many, replace(few, points=[]))
+    assert ">many</text>" not in draw(many, replace(few, in_legend=False))
+
+
+def test_texts_of_a_chart_are_escaped() -> None:
+    svg = draw(curve(1, 2, name=EVIL), curve(2, 1, name=EVIL, colour=VERMILION), title=EVIL)
+    page = parse(svg)
+    assert not [tag for tag, _ in page.tags if tag == "script"]
+    assert page.text.count(EVIL) >= 4  # lines, and the legend
+    assert [own["aria-label"] for tag, own in page.tags if tag == "svg"] == [f"{EVIL}: y over x"]
+
+
+def test_charts_take_their_colours_from_the_page_and_share_no_id(found: Report) -> None:
+    html = render_page(found)
+    charts = re.findall("<svg.*?</svg>", html, re.DOTALL)
+    assert len(charts) > 9 and all('role="img"' in chart and "aria-label=" in chart for chart in charts)
+    assert not any(re.search("#[0-9a-f]{6}|rgb|xmlns|<style|font-family", chart) for chart in charts)
+    used = {name for chart in charts for name in re.findall(r"var\(--(\w+)\)", chart)}
+    assert {"first", "second", "muted", "line", "step0"} <= used
+    assert all(len(re.findall(f"--{name}: #", html)) == 2 for name in used)  # in light and in dark
+    ids = re.findall(r'\bid="(.*?)"', html)
+    assert ids and len(ids) == len(set(ids))
+    assert set(re.findall('href="#(.*?)"', html)) <= set(ids)
+
+
+def test_charts_are_the_same_each_time_and_of_a_colour_that_the_page_knows() -> None:
+    one = curve(1, 2)
+    assert draw(one) == draw(one) != draw(one, title="another")
+    figure = chart_figure([replace(one, colour="#123456")], is_log=False, reaches=0)
+    with pytest.raises(KeyError):
+        inline_svg(figure, "", VARIABLES)
+
+
+def test_a_gap_that_nothing_fills_is_an_error() -> None:
+    with pytest.raises(UndefinedError):
+        fill("report.html", title="a title alone")
 
 
 # the terminal
