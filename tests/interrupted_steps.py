@@ -29,8 +29,8 @@ from scale_surgery.planning.request import Request
 from scale_surgery.surgery.expand import expand
 from scale_surgery.surgery.strip import strip
 from scale_surgery.training import trainer  # noqa: F401
-from scale_surgery.training.run_folder import Run
-from scale_surgery.training.settings import TrainingSettings
+from scale_surgery.training.run_folder import TrainingRun
+from scale_surgery.training.settings import EvalData, TrainingSettings
 from scale_surgery.training.train import train
 
 # several shards, so that an interruption can fall between two
@@ -78,8 +78,8 @@ def expand_on_a_full_disk(limit: int, request: Request, source: Path, target: Pa
 
 def train_and_die_at_the_end(model: Path, text: Path, output: Path, settings: TrainingSettings, old: Path) -> None:
     """Train, and die between the last checkpoint and the end of the run."""
-    Run.finish = lambda self, log: os._exit(9)
-    train(model, [text], output, settings, old=[old])
+    TrainingRun.finish = lambda self, log: os._exit(9)
+    train(model, [text], output, settings, eval_data=EvalData(old=[old]))
 
 
 def run_command(words: list[str]) -> None:

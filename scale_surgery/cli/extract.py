@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from scale_surgery.cli.options import FOLDER, output_options, overwrite_options
+from scale_surgery.cli.options import FOLDER, output_options, overwrite_options, take
 
 if TYPE_CHECKING:
     from scale_surgery.show.console import Output
@@ -49,14 +49,16 @@ def extract_command(expanded: Path, output: Path, base_weights: Any, overwrite: 
     "--trust-remote-code", "--trust_remote_code", is_flag=True, help="Let a custom tokenizer run its own code."
 )
 @output_options
-def apply_command(extract: str, output: Path, out: Output, **options: Any) -> None:
+def apply_command(extract: str, base: str | None, output: Path, out: Output, **options: Any) -> None:
     """Put EXTRACT, a folder or a Hub id, back on its base: the folder that it was taken from, byte for byte.
 
     \b
     Example: scale-surgery apply EXTRACT --base MODEL -o EXPANDED
     """
+    from scale_surgery.running.options import RunOptions
     from scale_surgery.show.tables_extract import render_applied
-    from scale_surgery.surgery.apply import apply
+    from scale_surgery.surgery.apply import GivenBase, apply
 
-    done = apply(extract, output, track=out.track, **options)
+    given = GivenBase(base, options.pop("revision"), options.pop("force"))
+    done = apply(extract, output, given, run=take(RunOptions, options), track=out.track, **options)
     out.show(done, render_applied(done))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from scale_surgery.cli.options import FILE, TEXTS, Command, add_options, output_options
+from scale_surgery.cli.options import FILE, TEXTS, Command, add_options, output_options, take
 from scale_surgery.planning.methods import DEFAULT_METHOD, METHODS, variants
 
 if TYPE_CHECKING:
@@ -115,10 +115,12 @@ def rank_layers_command(
     """
     from scale_surgery.checkpoint.staging import check_output_files, write_json
     from scale_surgery.planning.request import Request
+    from scale_surgery.running.options import RunOptions
     from scale_surgery.show.figure_rank_layers import plot_ranking
     from scale_surgery.show.tables_rank_layers import render_ranking
     from scale_surgery.training.pilot_settings import PilotSettings
     from scale_surgery.training.rank_layers import rank_layers
+    from scale_surgery.training.ranking import RankingRequest
 
     check_output_files([output, plot], [model, *data, *old])
     pilot, wanted = (
@@ -126,8 +128,10 @@ def rank_layers_command(
     )
     if old and "collaborative_layers" in METHODS[wanted.get("method", DEFAULT_METHOD)].options:
         wanted = {"variant": "adapt"} | wanted
-    request = Request(**{"layers": "all"} | wanted)
-    result = rank_layers(model, data, PilotSettings(**pilot), request, old=old, track=out.track, **options)
+    expansion = Request(**{"layers": "all"} | wanted)
+    request = RankingRequest(expansion, options.pop("budget"), options.pop("score"))
+    run = take(RunOptions, options)
+    result = rank_layers(model, data, PilotSettings(**pilot), request, old=old, run=run, track=out.track, **options)
     for warning in result.warnings:
         out.warn(warning)
     out.show(result, render_ranking(result, details=details))

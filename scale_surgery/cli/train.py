@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from scale_surgery.cli.options import FOLDER, Command, add_options, output_options, overwrite_options
+from scale_surgery.cli.options import FOLDER, Command, add_options, output_options, overwrite_options, take
 
 if TYPE_CHECKING:
     from scale_surgery.show.console import Output
@@ -99,11 +99,6 @@ def train_command(
     eval_data: tuple[str, ...],
     train_only: str | None,
     out: Output,
-    base_weights: Any,
-    resume: bool,
-    overwrite: bool,
-    device: Any,
-    trust_remote_code: bool,
     **options: Any,
 ) -> None:
     """Train the new blocks of EXPANDED; the base stays as it is.
@@ -115,26 +110,24 @@ def train_command(
     Example: scale-surgery train EXPANDED --data domain.jsonl --eval-data old=general.txt
     Several: accelerate launch -m scale_surgery train EXPANDED --data FILE
     """
+    from scale_surgery.running.options import RunOptions
     from scale_surgery.show.tables import render_training
-    from scale_surgery.training.settings import TrainingSettings
+    from scale_surgery.training.settings import EvalData, TrainingSettings, TrainingStart
     from scale_surgery.training.train import train
 
     # a scheduler that ends a job is answered like somebody at the keyboard
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    given = {name: value for name, value in options.items() if value is not None}
     if train_only is not None:
-        given["groups"] = tuple(name.strip() for name in train_only.split(","))
+        options["groups"] = tuple(name.strip() for name in train_only.split(","))
+    settings = take(TrainingSettings, options)
     done = train(
         expanded,
         data,
         output,
-        TrainingSettings(**given),
-        **read_sides(eval_data),
-        base_weights=base_weights,
-        resume=resume,
-        overwrite=overwrite,
-        device=device,
-        trust_remote_code=trust_remote_code,
+        settings,
+        eval_data=EvalData(**read_sides(eval_data)),
+        start=take(TrainingStart, options),
+        run=take(RunOptions, options),
         track=out.track,
     )
     out.show(done, render_training(done))

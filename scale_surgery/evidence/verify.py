@@ -15,46 +15,27 @@ hold. A trained model no longer claims `output_at_init`.
 
 from __future__ import annotations
 
-import math
 import platform
 import tempfile
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from scale_surgery.checkpoint.folder import MANIFEST_FILE, Checkpoint, open_checkpoint
-from scale_surgery.checkpoint.numbering import CONFIG_KEY, numbering_of
 from scale_surgery.checkpoint.sources import find_source
 from scale_surgery.checkpoint.staging import plain_json, write_json
 from scale_surgery.errors import PlanError
 from scale_surgery.evidence.integrity import Integrity, bytes_to_check, check_files
+from scale_surgery.evidence.promises import PROMISES, Promise, judge
 from scale_surgery.planning.routing_specs import Routing
 from scale_surgery.progress import Track, no_track
-from scale_surgery.running.drift import TOLERANCES
-from scale_surgery.running.options import DEFAULT_MEMORY_BYTES
+from scale_surgery.running.options import Probes, RunOptions
 from scale_surgery.surgery.parts import described_parts, link_base
 from scale_surgery.surgery.record import Manifest, check_numbering, read_manifest, routing_of, tool_versions
 
 if TYPE_CHECKING:
     from scale_surgery.running.probe import Numbers
-
-PROMISES = ("recoverable", "output_at_init", "near_output_at_init", "base_stream_always", "bounded_forgetting")
-
-
-@dataclass(frozen=True)
-class Promise:
-    """One named promise: whether the model claims it in its present state, whether it holds, and why.
-
-    `holds` is None where files alone cannot show it and no model was run.
-    """
-
-    name: str
-    claimed: bool
-    holds: bool | None
-    evidence: str
-    problems: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -114,14 +95,10 @@ def verify(
     expanded: str | Path,
     base: str | Path | None = None,
     *,
-    prompts_file: Path | None = None,
+    probes: Probes | None = Probes(),
     required: tuple[str, ...] = (),
-    new_tokens: int = 8,
-    files_only: bool = False,
-    memory_bytes: int = DEFAULT_MEMORY_BYTES,
-    device: str = "cpu",
+    run: RunOptions = RunOptions(),
     revision: str | None = None,
-    trust_remote_code: bool = False,
     record: bool = True,
     track: Track = no_track,
 ) -> Verification:
@@ -133,14 +110,11 @@ def verify(
     Args:
         expanded: Folder of the expanded checkpoint.
         base: Its base model, a folder or a Hub id.
-        prompts_file: Probe prompts, one a line; built-in ones otherwise.
+        probes: Prompts, and tokens to generate for each with and without KV cache. None: check bytes and structure,
+            run no model.
         required: Promises that must hold; default: all that the variant claims in its present state.
-        new_tokens: Tokens to generate for each prompt, with and without KV cache; 0 for none.
-        files_only: Check bytes and structure, run no model.
-        memory_bytes: Weights above this are streamed from their files while the models run.
-        device: Where to run the models.
+        run: How the models run: device, trust_remote_code, memory_bytes.
         revision: Branch, tag or commit of the base's Hub repository.
-        trust_remote_code: Run the folder's own code instead of this package's, and a base tokenizer's.
         record: Write the result into surgery.json.
         track: Makes progress bars.
 
@@ -161,24 +135,22 @@ def verify(
         integrity = check_files(checkpoint, manifest, given, advance)
     numbers = None
     is_comparable = given is None or _same_shapes(checkpoint, manifest, given)
-    reason = "files only" if files_only else _why_not(integrity, is_comparable, trust_remote_code)
+    reason = "files only" if probes is None else _why_not(integrity, is_comparable, run)
     if reason is None and manifest.fused is not None and given is None:
         reason = "a fused model holds no base shards to compare with; --base compares its logits"
-    if reason is None:
-        numbers = _run_probes(
-            checkpoint, manifest, given, prompts_file, new_tokens, memory_bytes, device, trust_remote_code, track
-        )
+    if reason is None and probes is not None:
+        numbers = _run_probes(checkpoint, manifest, given, probes, run, track)
     result = replace(_judge(checkpoint, manifest, integrity, numbers, required), not_run=reason)
     return replace(result, recorded=record and _record(path, manifest, result))
 
 
-def _why_not(integrity: Integrity, is_comparable: bool, trust_remote_code: bool) -> str | None:
+def _why_not(integrity: Integrity, is_comparable: bool, run: RunOptions) -> str | None:
     """Why no model is to be run, or None where nothing speaks against it."""
     if not integrity.is_loadable:
         return "tensors are missing or damaged"
     if not is_comparable:
         return "the given base has tensors of other names or shapes"
-    if trust_remote_code or not (integrity.code or integrity.foreign_code or integrity.config):
+    if run.trust_remote_code or not (integrity.code or integrity.foreign_code or integrity.config):
         return None
     if integrity.code or integrity.config:
         return "code or config.json is not what was written"
@@ -204,42 +176,28 @@ def _run_probes(
     checkpoint: Checkpoint,
     manifest: Manifest,
     given: Checkpoint | None,
-    prompts_file: Path | None,
-    new_tokens: int,
-    memory_bytes: int,
-    device: str,
-    trust_remote_code: bool,
+    probes: Probes,
+    run: RunOptions,
     track: Track,
 ) -> Numbers:
-    from transformers import AutoConfig
-
-    from scale_surgery import modeling
-    from scale_surgery.running import loading, probe
+    from scale_surgery.running.loading import loaded
+    from scale_surgery.running.probe import compare, run_model
+    from scale_surgery.running.prompts import encode_prompts, token_problems
     from scale_surgery.running.tokenizer import load_tokenizer
 
-    modeling.register()
-    prompts = probe.read_prompts(prompts_file)
+    run = replace(run, dtype=None)  # promises are about weights as they are stored
     width = manifest.plan.sizes.hidden
-    options: dict[str, Any] = {
-        "memory_bytes": memory_bytes,
-        "device": device,
-        "trust_remote_code": trust_remote_code,
-    }
     with tempfile.TemporaryDirectory() as folder, track("probe prompts", 2) as advance:
         renamed = link_base(checkpoint.path, Path(folder), manifest) if given is None else {}
         base_path = Path(folder) if given is None else given.path
-        base_tokenizer = load_tokenizer(base_path, trust_remote_code=trust_remote_code)
-        tokenizer = load_tokenizer(checkpoint.path, trust_remote_code=trust_remote_code)
-        config = AutoConfig.from_pretrained(base_path)
-        batch = probe.make_batch(base_tokenizer, prompts, config, new_tokens)
+        encoded = encode_prompts(base_path, probes, run)
+        tokens = token_problems(encoded, load_tokenizer(checkpoint.path, run))
         runs = []
         for model_path, names in ((base_path, renamed), (checkpoint.path, {})):
-            with loading.loaded(model_path, **options, renamed=names) as (model, problems):
-                runs.append(probe.run_model(model, problems, batch, width, new_tokens, device))
+            with loaded(model_path, run, renamed=names) as (model, problems):
+                runs.append(run_model(model, problems, encoded.batch, width, probes.new_tokens, run.device))
             advance(1)
-    tokens = probe.token_problems(base_tokenizer, tokenizer, prompts)
-    is_text = base_tokenizer is not None
-    return probe.compare(runs[0], runs[1], batch, new_tokens, tokens, is_text=is_text)
+    return compare(runs[0], runs[1], encoded, probes.new_tokens, tokens)
 
 
 def _judge(
@@ -249,26 +207,10 @@ def _judge(
     numbers: Numbers | None,
     required: tuple[str, ...],
 ) -> Verification:
-    plan, routing = manifest.plan, routing_of(manifest)
-    is_exact = plan.method.is_exact_at_init(plan)
-    is_always = plan.variant in plan.method.preserving or routing is not None
-    state: Literal["initial", "trained"] = "trained" if integrity.trained else "initial"
     problems = integrity.structure + integrity.config + integrity.code
     if numbers is not None:
         problems += numbers.load_problems + numbers.token_problems
-    promises: tuple[Promise, ...] = (
-        Promise("recoverable", True, not integrity.base, _recoverable_evidence(integrity), integrity.base),
-        _output_at_init(integrity, numbers, problems, manifest, claimed=state == "initial" and is_exact),
-        _base_stream_always(checkpoint, integrity, numbers, problems, claimed=is_always, is_routed=routing is not None),
-        _bounded_forgetting(routing, numbers, problems),
-    )
-    if not is_exact or "near_output_at_init" in required:
-        near = _near_output_at_init(integrity, numbers, problems, manifest, claimed=state == "initial" and not is_exact)
-        promises = (*promises[:2], near, *promises[2:])
-    if manifest.fused is not None:
-        promises = tuple(_fused(promise, manifest.fused["drift"]) for promise in promises)
-    if manifest.forced_base is not None:
-        promises = tuple(_forced(promise, manifest.forced_base) for promise in promises)
+    promises = judge(checkpoint, manifest, integrity, numbers, problems, required)
     # what no model was run for is neither kept nor broken, unless it was asked for by name
     defaults = (promise for promise in promises if promise.claimed and promise.holds is not None)
     decisive = required or tuple(promise.name for promise in defaults)
@@ -276,9 +218,9 @@ def _judge(
     return Verification(
         path=checkpoint.path,
         base_name=manifest.base_name,
-        variant=plan.variant,
-        routing=routing,
-        state=state,
+        variant=manifest.plan.variant,
+        routing=routing_of(manifest),
+        state="trained" if integrity.trained else "initial",
         trained_tensors=len(integrity.trained),
         promises=promises,
         required=decisive,
@@ -302,118 +244,3 @@ def _origin(file: str, manifest: Manifest) -> str:
     if file in manifest.plan.architecture.code_files:
         return "differs from every release of this program"
     return "is code of the base model, not of this program"
-
-
-def _fused(promise: Promise, drift: Mapping[str, Any]) -> Promise:
-    """Of a fused model, whose sums run in another order, no promise about logits is made."""
-    if promise.name == "recoverable":
-        return promise
-    found = f"drift {drift['drift']:.3g} in {drift['dtype']} when it was merged"
-    return replace(promise, claimed=False, evidence=f"fused: logits are its blocks' but for rounding, {found}")
-
-
-def _forced(promise: Promise, forced: Mapping[str, Any]) -> Promise:
-    """Of an expansion that was put on another base by force, no promise about outputs is made."""
-    if promise.name == "recoverable":
-        return promise
-    differing, expected = len(forced["differing"]), forced["expected_name"]
-    found = f"put by --force on a base of which {differing} tensors are not those of {expected}"
-    return replace(promise, claimed=False, evidence=f"{found}; {promise.evidence}")
-
-
-def _recoverable_evidence(integrity: Integrity) -> str:
-    evidence = f"{integrity.base_tensors} base tensors, {integrity.base_bytes:,} bytes, sha256 compared"
-    return f"{evidence}; {len(integrity.base)} problems" if integrity.base else evidence
-
-
-def _output_at_init(
-    integrity: Integrity, numbers: Numbers | None, general: tuple[str, ...], manifest: Manifest, *, claimed: bool
-) -> Promise:
-    found, problems = [], []
-    if numbers is not None:
-        found.append(f"logits {_equality(numbers.is_bit_equal, numbers.drift, numbers)}")
-        if not numbers.is_bit_equal:
-            problems.append(f"logits: drift {numbers.drift:.3g} in {numbers.dtype}, expected bit-equal.")
-        if numbers.generation_equal is False or numbers.uncached_equal is False:
-            problems.append("greedy continuation differs, with or without KV cache.")
-    return _at_init("output_at_init", integrity, manifest, found, (*general, *problems), claimed=claimed)
-
-
-def _near_output_at_init(
-    integrity: Integrity, numbers: Numbers | None, general: tuple[str, ...], manifest: Manifest, *, claimed: bool
-) -> Promise:
-    """Claimed where copies count other shares than a half, or in float16, whose small numbers cannot be halved."""
-    found, problems = [], []
-    if numbers is not None:
-        most = TOLERANCES[numbers.dtype] * numbers.largest_logit
-        equality = _equality(numbers.is_bit_equal, numbers.drift, numbers)
-        found.append(f"logits {equality}, rounding explains {most:.3g}")
-        if not numbers.drift <= most:
-            problems.append(f"logits: drift {numbers.drift:.3g} in {numbers.dtype}, expected at most {most:.3g}.")
-    return _at_init("near_output_at_init", integrity, manifest, found, (*general, *problems), claimed=claimed)
-
-
-def _at_init(
-    name: str, integrity: Integrity, manifest: Manifest, found: list[str], problems: tuple[str, ...], *, claimed: bool
-) -> Promise:
-    """A promise about the start: what files say of it, and what was found where models were run."""
-    evidence = "; ".join([manifest.plan.method.start(len(integrity.nonzero)), *(found or ["no model was run"])])
-    every = (*integrity.nonzero, *(problems if found else ()))
-    return Promise(name, claimed, (not every) if found or every else None, evidence, every)
-
-
-def _base_stream_always(
-    checkpoint: Checkpoint,
-    integrity: Integrity,
-    numbers: Numbers | None,
-    general: tuple[str, ...],
-    *,
-    claimed: bool,
-    is_routed: bool,
-) -> Promise:
-    blocks = [name for name in checkpoint.tensors if name.endswith(".w12")]
-    problems = [f"{name}: writes into the base stream." for name in blocks if not is_routed] + [*integrity.base]
-    evidence = f"{len(blocks)} W12 blocks exist" if blocks else "no W12 exists"
-    evidence += ", on the adapt path alone" if blocks and is_routed else ""
-    if numbering_of(checkpoint.config.get(CONFIG_KEY)) is not None:
-        evidence = "new layers write into the base stream once they are trained"
-        problems.append(f"{evidence}.")
-    if numbers is None:
-        evidence += "; no model was run"
-    else:
-        problems += general
-        drifted = [layer for layer in numbers.layers if not layer.is_bit_equal]
-        evidence += f"; base logits {_equality(numbers.base_logits_bit_equal, numbers.base_logits_drift, numbers)}"
-        problems += [f"base stream after layer {layer.layer}: drift {layer.drift:.3g}." for layer in drifted]
-        if not numbers.base_logits_bit_equal:
-            problems.append(f"base logits: drift {numbers.base_logits_drift:.3g} in {numbers.dtype}.")
-    return Promise("base_stream_always", claimed, _holds(problems, numbers), evidence, tuple(problems))
-
-
-def _bounded_forgetting(routing: Routing | None, numbers: Numbers | None, general: tuple[str, ...]) -> Promise:
-    """Claimed without switching; with it, what a text can lose grows with its length."""
-    name = "bounded_forgetting"
-    if routing is None or routing.router != "posterior":
-        reason = "this model does not route" if routing is None else "the cosine router promises no bound"
-        return Promise(name, False, False, reason, (f"{reason}.",))
-    bound, each = -math.log(routing.prior), -math.log1p(-routing.switch_rate)
-    evidence = f"at most {bound:.3g} nats a text" + (f" and {each:.2g} nats a token" if each else "")
-    problems = [] if not each else [f"switch rate {routing.switch_rate:g}: the bound grows with the text, expected 0."]
-    if numbers is not None:
-        problems += general
-        evidence += f"; {max(0.0, numbers.excess):.3g} found on {numbers.prompts} prompts"
-        most = bound + each * numbers.longest + numbers.rounding
-        if not numbers.excess <= most:
-            problems.append(f"a prompt loses {numbers.excess:.3g} nats, expected at most {most:.3g}.")
-        if not numbers.base_logits_bit_equal:
-            problems.append(f"base logits: drift {numbers.base_logits_drift:.3g} in {numbers.dtype}.")
-    return Promise(name, not each, _holds(problems, numbers), evidence, tuple(problems))
-
-
-def _holds(problems: list[str], numbers: Numbers | None) -> bool | None:
-    return None if numbers is None and not problems else not problems
-
-
-def _equality(is_equal: bool, drift: float, numbers: Numbers) -> str:
-    found = "bit-equal" if is_equal else f"differ by {drift:.3g}"
-    return f"{found} on {numbers.tokens} tokens ({numbers.dtype}, {numbers.attention})"

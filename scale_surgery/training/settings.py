@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
+from scale_surgery.checkpoint.staging import BaseWeights
 from scale_surgery.errors import TrainingError
 
 GROUPS = ("w12", "w21", "w22", "w11", "biases", "norms", "embedding", "head", "attn", "ffn")
@@ -77,6 +80,34 @@ class TrainingSettings:
     save_every: int | None = None
     eval_every: int | None = None
     log_every: int | None = None
+
+
+@dataclass(frozen=True)
+class EvalData:
+    """Texts on which a model is measured while it trains.
+
+    Attributes:
+        old: Files that tell what the base knows; forgetting is measured on them.
+        new: Files with what is to be learned; learning is measured on them.
+    """
+
+    old: Sequence[str | Path] = ()
+    new: Sequence[str | Path] = ()
+
+
+@dataclass(frozen=True)
+class TrainingStart:
+    """How a training run starts.
+
+    Attributes:
+        resume: Continue an interrupted run in the output folder from its last whole checkpoint.
+        base_weights: Of a new run, how base shards are taken over: "auto", "copy" or "link".
+        overwrite: Whether a new run may replace an existing output folder.
+    """
+
+    resume: bool = False
+    base_weights: BaseWeights = "auto"
+    overwrite: bool = False
 
 
 def check_settings(settings: TrainingSettings) -> None:

@@ -29,6 +29,7 @@ from scale_surgery.planning.plan import Plan
 from scale_surgery.progress import Progress, Track
 from scale_surgery.running.loading import loaded_whole
 from scale_surgery.running.loss import LOGITS_AT_ONCE
+from scale_surgery.running.options import RunOptions
 from scale_surgery.running.texts import Sequences, collate
 from scale_surgery.surgery.config import expanded_config, planned_index, stored_shard
 from scale_surgery.surgery.expand import write_expansion
@@ -89,8 +90,8 @@ def expanded_for_a_while(checkpoint: Checkpoint, plan: Plan, device: torch.devic
         write_json(folder / CONFIG_FILE, config)
         write_json(folder / INDEX_FILE, planned_index(plan, checkpoint))
         # in half precision the divergence of two runs is rounding, whatever the step
-        options = {"device": str(device), "trust_remote_code": False, "dtype": "float32"}
-        with loaded_whole(folder, plan.base_name, options) as model:
+        run = RunOptions(device=str(device), dtype="float32")
+        with loaded_whole(folder, plan.base_name, run) as model:
             yield model
 
 

@@ -17,6 +17,8 @@ from safetensors.torch import load_file
 from torch.nn import functional
 
 from scale_surgery import (
+    EvalData,
+    Probes,
     Request,
     Routing,
     TrainingError,
@@ -95,7 +97,7 @@ def test_with_the_route_the_base_stays(place: Path, trained_of: Callable[..., Pa
     else:
         shutil.copytree(trained_of(name, routed=True), routed)
     assert not same(routed, once)
-    result = verify(routed, SHIPPED_MODEL, new_tokens=2)
+    result = verify(routed, SHIPPED_MODEL, probes=Probes(new_tokens=2))
     assert result.passed and result.state == "trained"
     assert "base_stream_always" in result.required
     strip(routed, tmp_path / "base")
@@ -137,9 +139,11 @@ def test_the_first_loss_is_that_of_the_routed_output(
 
 
 def test_measurements_during_a_run_route(place: Path, tmp_path: Path) -> None:
-    sides = {"old": [place / "old.jsonl"], "new": [place / "new.jsonl"]}
-    done = train(place / "posterior", [place / "new.jsonl"], tmp_path / "out", replace(SETTINGS, steps=8), **sides)
-    found = evaluate(done.path, sides["old"], sides["new"], sequence_length=48)
+    sides = EvalData([place / "old.jsonl"], [place / "new.jsonl"])
+    done = train(
+        place / "posterior", [place / "new.jsonl"], tmp_path / "out", replace(SETTINGS, steps=8), eval_data=sides
+    )
+    found = evaluate(done.path, sides.old, sides.new, sequence_length=48)
     routed = next(score for score in found.scores if score.kind == "expanded")
     alone = next(score for score in found.scores if score.kind == "adapt")
     assert done.measured["forgetting"] == pytest.approx(routed.forgetting, abs=1e-4)
@@ -180,7 +184,7 @@ def test_unrouted_again_it_keeps_what_it_learned(trained_of: Callable[..., Path]
     routed = trained_of("posterior", routed=True)
     again = unroute(routed, tmp_path / "again").path
     assert same(again, routed)
-    result = verify(again, SHIPPED_MODEL, new_tokens=0)
+    result = verify(again, SHIPPED_MODEL, probes=Probes(new_tokens=0))
     assert result.passed and result.routing is None
     ids = torch.arange(5, 25)[None]
     with torch.no_grad():
