@@ -10,82 +10,35 @@ import click
 from scale_surgery.cli.options import (
     FILE,
     FOLDER,
-    Command,
-    add_options,
+    given,
     model_options,
+    named,
+    options_from,
     output_options,
     overwrite_options,
 )
-from scale_surgery.planning.methods import METHODS, VARIANTS
+from scale_surgery.planning.request import Request
 
 if TYPE_CHECKING:
-    from scale_surgery.planning.request import Request
     from scale_surgery.show.console import Output
 
 
-def request_options(command: Command) -> Command:
-    """Add what makes a `Request`; defaults stand in the dataclass."""
-    inits = click.Choice(["svd", "random", "zero"])
-    options = [
-        click.option(
-            "--layers", help="Layers to expand, zero-based, ends included: 20-31, 0,4,8, -1, last:4, every:4, all."
-        ),
-        click.option(
-            "--method",
-            type=click.Choice(list(METHODS)),
-            help="scale: new blocks; grow: copies of the MLP; depth: copies of whole layers. Default: scale.",
-        ),
-        click.option(
-            "--variant",
-            type=click.Choice(VARIANTS),
-            help="What trains. Default: preserve (scale), grow-freeze (grow), depth (depth).",
-        ),
-        click.option("--copies", type=int, help="MLPs in a grown layer, the original included (grow). Default: 2."),
-        click.option("--collaborative-layers", help="Layers with W12 (adapt). Default: all expanded layers."),
-        click.option(
-            "--collaborate", type=click.Choice(["attn", "ffn", "both"]), help="Where W12 stands (adapt). Default: attn."
-        ),
-        click.option("--ratio", type=float, help="Added width as a share of the base's. Default: 0.125."),
-        click.option(
-            "--up-width",
-            type=int,
-            help="Features added to the residual stream, a multiple of the head size. Default: from --ratio.",
-        ),
-        click.option("--up-kv-heads", type=int, help="Key/value heads added in each layer. Default: from --ratio."),
-        click.option("--up-inner-width", type=int, help="Features added inside each MLP. Default: from --ratio."),
-        click.option("--init-w21", type=inits, help="How W21 starts. Default: svd."),
-        click.option("--init-w22", type=inits, help="How W22 starts. Default: zero."),
-        click.option(
-            "--init-embedding",
-            type=click.Choice(["svd", "zero"]),
-            help="How new embedding columns start. Default: svd.",
-        ),
-        click.option(
-            "--svd",
-            type=click.Choice(["exact", "fast"]),
-            help="Eigenvectors in float64, or a randomized range finder. Default: fast.",
-        ),
-        click.option("--seed", type=int, help="Seed of everything random. Default: 0."),
-        click.option(
-            "--dtype",
-            type=click.Choice(["float32", "float16", "bfloat16"]),
-            help="Of new tensors. Default: as the tensor beside.",
-        ),
-    ]
-    return add_options(command, options)
+request_options = options_from(
+    Request,
+    *("layers", "method", "variant", "copies", "collaborative_layers", "collaborate"),
+    *("ratio", "up_width", "up_kv_heads", "up_inner_width"),
+    *("init_w21", "init_w22", "init_embedding", "svd", "seed", "dtype"),
+)
 
 
 def make_request(options: dict[str, Any]) -> Request | None:
     """A request from command line options; None where no layers were given."""
-    from scale_surgery.planning.request import Request
-
-    given = {name: value for name, value in options.items() if value is not None}
-    if "layers" not in given:
-        if given:
-            named = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-            raise click.UsageError(f"{named} needs --layers.")
-        return None
-    return Request(**given)
+    said = given(options)
+    if "layers" in said:
+        return Request(**said)
+    if said:
+        raise click.UsageError(f"{named(said)} needs --layers.")
+    return None
 
 
 @click.command(name="plan")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
 from scale_surgery.cli.options import FOLDER, output_options, overwrite_option, parse_size, running_options
+from scale_surgery.surgery.merge import Form
 
 if TYPE_CHECKING:
     from scale_surgery.show.console import Output
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 @click.option("-o", "--output", type=FOLDER, required=True, help="Folder to be.")
 @click.option(
     "--to",
-    type=click.Choice(["fused", "stock", "blocks"]),
+    type=click.Choice(get_args(Form)),
     default="fused",
     show_default=True,
     help="fused: one matrix for each linear, same code, for serving. stock: a plain checkpoint of the base's "

@@ -6,13 +6,17 @@ import functools
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import MISSING
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
+from scale_surgery.checkpoint.staging import BaseWeights
 from scale_surgery.errors import SurgeryError
+from scale_surgery.fields import Field, fields_of
+from scale_surgery.running.options import Dtype
 
 if TYPE_CHECKING:
     from scale_surgery.show.console import Output
@@ -28,6 +32,62 @@ def add_options(command: Command, options: Sequence[Callable[[Command], Command]
     for option in reversed(options):
         command = option(command)
     return command
+
+
+def options_from(
+    owner: type, *names: str, declared: Mapping[str, str] | None = None, helps: Mapping[str, str] | None = None
+) -> Callable[[Command], Command]:
+    """Make options of a dataclass: types, choices, defaults and help are read from it.
+
+    What is not given is None, so that a command can tell what was said and what was not.
+
+    Args:
+        owner: The dataclass.
+        *names: Its fields that become options, in the order of the help.
+        declared: How a flag is written by field, where it has two names, such as `--packing/--padding`.
+        helps: Help by field, where a command means something else than the dataclass.
+    """
+    fields = fields_of(owner)
+
+    def add(command: Command) -> Command:
+        return add_options(command, [_option(fields[name], declared or {}, helps or {}) for name in names])
+
+    return add
+
+
+def _option(field: Field, declared: Mapping[str, str], helps: Mapping[str, str]) -> Callable[[Command], Command]:
+    both = f"--{field.option}/--no-{field.option}" if field.is_optional else f"--{field.option}"
+    written = declared.get(field.name, both if field.kind is bool else f"--{field.option}")
+    more: dict[str, Any] = {"type": field.kind}
+    if field.kind is bool:
+        more = {"is_flag": True}
+    elif field.kind is tuple:
+        more = {"callback": lambda context, parameter, text: text and tuple(map(str.strip, text.split(",")))}
+    elif field.kind is Path:
+        more = {"type": FILE}
+    elif field.choices:
+        more = {"type": click.Choice(field.choices)}
+    return click.option(written, field.name, default=None, help=_help(field, helps.get(field.name, field.help)), **more)
+
+
+def _help(field: Field, line: str) -> str:
+    """A line of help with choices, default and range, as click shows those of its own."""
+    is_said = field.kind is bool or field.default in (None, MISSING)
+    default = "all" if field.kind is tuple else f"{field.default:g}" if field.kind is float else field.default
+    choices = f"some of {', '.join(field.choices)}" if field.kind is tuple else ""
+    parts = [choices, "" if is_said else f"default: {default}", "" if field.range is None else field.range.bounds]
+    extra = "; ".join(filter(None, parts))
+    return f"{line}  [{extra}]" if extra else line
+
+
+def given(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options that were given, without those that were not."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def named(names: Iterable[str]) -> str:
+    """Names of options as they are written, one after the other."""
+    return ", ".join(f"--{name.replace('_', '-')}" for name in names)
 
 
 def model_options(command: Command) -> Command:
@@ -78,7 +138,7 @@ def overwrite_options(command: Command) -> Command:
     """Add how base files are taken over, and whether a target may be replaced."""
     weights = click.option(
         "--base-weights",
-        type=click.Choice(["auto", "copy", "link"]),
+        type=click.Choice(get_args(BaseWeights)),
         default="auto",
         show_default=True,
         help="auto: a reflink where the file system can, else a copy. link: a hard link, which writes no byte at any "
@@ -155,7 +215,7 @@ def reading_options(models: str) -> Callable[[Command], Command]:
         ),
         click.option(
             "--dtype",
-            type=click.Choice(["float32", "float16", "bfloat16"]),
+            type=click.Choice(get_args(Dtype)),
             help="Cast weights to it. Default: as they are stored.",
         ),
         click.option("--device", default="cpu", show_default=True, help="Where models run: cpu, cuda, ..."),

@@ -7,56 +7,22 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from scale_surgery.cli.options import FILE, TEXTS, Command, add_options, output_options
-from scale_surgery.planning.methods import METHODS, VARIANTS
+from scale_surgery.cli.options import FILE, TEXTS, given, options_from, output_options
+from scale_surgery.fields import fields_of
+from scale_surgery.planning.request import Request
+from scale_surgery.training.pilot_settings import PilotSettings
+from scale_surgery.training.ranking import SCORES
 
 if TYPE_CHECKING:
     from scale_surgery.show.console import Output
 
-PILOT = ("trains", "steps", "batch_size", "sequence_length", "learning_rate", "seed", "bf16", "gradient_checkpointing")
+PILOT = tuple(fields_of(PilotSettings))
 EXPANSION = ("layers", "method", "variant", "collaborate", "ratio", "copies")
-
-
-def pilot_options(command: Command) -> Command:
-    """Add what makes `PilotSettings`; defaults stand in the dataclass."""
-    options = [
-        click.option(
-            "--train",
-            "trains",
-            type=click.Choice(["mlp", "full"]),
-            help="mlp: the matrices of all MLPs. full: every parameter. Default: mlp.",
-        ),
-        click.option("--steps", type=int, help="Optimizer steps. Default: 200."),
-        click.option("--batch-size", type=int, help="Sequences in a step. Default: 8."),
-        click.option("--sequence-length", type=int, help="Tokens of a sequence. Default: the context, at most 1024."),
-        click.option("--learning-rate", type=float, help="Highest learning rate. Default: 0.0001."),
-        click.option("--seed", type=int, help="Seed of the order of the data. Default: 0."),
-        click.option("--bf16/--no-bf16", default=None, help="Compute in bfloat16. Default: as the base is stored."),
-        click.option(
-            "--gradient-checkpointing",
-            is_flag=True,
-            default=None,
-            help="Compute activations again in the backward pass instead of keeping them.",
-        ),
-    ]
-    return add_options(command, options)
-
-
-def expansion_options(command: Command) -> Command:
-    """Add what says which expansion is to be paid for."""
-    options = [
-        click.option("--layers", help="Layers to choose among, as --layers of expand. Default: all."),
-        click.option("--method", type=click.Choice(list(METHODS)), help="Of the expansion to be. Default: scale."),
-        click.option(
-            "--variant",
-            type=click.Choice(VARIANTS),
-            help="Of the expansion to be. Default: that of the method, with --old adapt.",
-        ),
-        click.option("--collaborate", type=click.Choice(["attn", "ffn", "both"]), help="As in expand. Default: attn."),
-        click.option("--ratio", type=float, help="As in expand (scale). Default: 0.125."),
-        click.option("--copies", type=int, help="As in expand (grow). Default: 2."),
-    ]
-    return add_options(command, options)
+EXPANSION_HELPS = {
+    "layers": "Layers to choose among, written as for plan. Default: all.",
+    "method": "Method of the expansion that is planned: its costs count against the budget.",
+    "variant": "Variant of that expansion. Default: adapt with --old, else that of the method.",
+}
 
 
 @click.command(name="rank-layers")
@@ -76,13 +42,13 @@ def expansion_options(command: Command) -> Command:
 )
 @click.option(
     "--score",
-    type=click.Choice(["relative-norm", "effective-rank"]),
+    type=click.Choice(SCORES),
     default="relative-norm",
     show_default=True,
     help="What layers are ordered by.",
 )
-@expansion_options
-@pilot_options
+@options_from(Request, *EXPANSION, helps=EXPANSION_HELPS)
+@options_from(PilotSettings, *PILOT)
 @click.option("-o", "--output", type=FILE, help="Write the ranking as JSON.")
 @click.option("--plot", type=FILE, help="Draw scores of layers and matrices as PNG.")
 @click.option("--details", is_flag=True, help="Show the scores of each matrix too.")
@@ -114,16 +80,12 @@ def rank_layers_command(
     W12 too: scale-surgery rank-layers MODEL --data domain.jsonl --old general.txt
     """
     from scale_surgery.checkpoint.staging import check_output_files, write_json
-    from scale_surgery.planning.request import Request
     from scale_surgery.show.figure_rank_layers import plot_ranking
     from scale_surgery.show.tables_rank_layers import render_ranking
-    from scale_surgery.training.pilot_settings import PilotSettings
     from scale_surgery.training.rank_layers import rank_layers
 
     check_output_files([output, plot], [model, *data, *old])
-    pilot, wanted = (
-        {name: value for name in names if (value := options.pop(name)) is not None} for names in (PILOT, EXPANSION)
-    )
+    pilot, wanted = (given({name: options.pop(name) for name in names}) for names in (PILOT, EXPANSION))
     if old and wanted.get("method", "scale") == "scale":
         wanted = {"variant": "adapt"} | wanted
     request = Request(**{"layers": "all"} | wanted)

@@ -41,14 +41,14 @@ class Push:
     """How to push.
 
     Attributes:
-        private: Whether a repository that is not there yet becomes private.
-        create_pr: Open a pull request, and leave the branch as it is.
-        revision: Branch to write to; None for the main one. It is made where it is not there.
-        commit_message: First line of the commit; None for one that names the folder.
-        card: File to push as README.md, in place of a card from facts.
-        write_card: Write a card from facts even in place of one that somebody wrote.
-        extract_only: Push the expansion alone, without the base.
-        replace: Remove model files from the repository that the folder does not have.
+        private: Make the repository private, if it does not exist yet.
+        create_pr: Open a pull request instead of writing to the main branch.
+        revision: Branch to write to; it is created if it does not exist. Default: the main branch.
+        commit_message: First line of the commit message. Default: Push ... with scale-surgery.
+        card: Push this file as README.md. Default: the folder's own card, or one written from facts.
+        write_card: Write a new card from facts, even over one that somebody wrote.
+        extract_only: Push the expansion alone, without the base's tensors, as the command extract takes it.
+        replace: If the repository holds another model, remove its model files that this folder does not have.
         check: Check bytes and structure of the folder first.
     """
 

@@ -56,8 +56,12 @@ METHODS: Mapping[Method, MethodFacts] = {
     "grow": MethodFacts(variants=("grow-freeze", "grow-train"), options=("copies",), verb="grown"),
     "depth": MethodFacts(variants=("depth",), options=(), verb="duplicated", is_stock=True),
 }
-VARIANTS = tuple(variant for facts in METHODS.values() for variant in facts.variants)
 DEFAULT_COPIES = 2
+
+
+def all_variants() -> list[Variant]:
+    """Variants of all methods."""
+    return [variant for facts in METHODS.values() for variant in facts.variants]
 
 
 def code_files(family: Family, method: Method) -> tuple[str, ...]:

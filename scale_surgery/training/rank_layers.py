@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
 from scale_surgery.checkpoint.sources import Source, find_source
 from scale_surgery.errors import CheckpointError, DataError, PlanError
+from scale_surgery.fields import problems_of
 from scale_surgery.planning.families import get_family, read_sizes
 from scale_surgery.planning.plan import Plan, make_plan
 from scale_surgery.planning.request import Request, complete
 from scale_surgery.planning.selection import format_layers
 from scale_surgery.progress import Track, no_track
 from scale_surgery.training.budget import Price, check_budget, choose_layers, price_of, read_budget
-from scale_surgery.training.pilot_settings import PilotSettings, pilot_problems
+from scale_surgery.training.pilot_settings import PilotSettings
 from scale_surgery.training.ranking import (
     SCORES,
     DepthEstimate,
@@ -165,7 +166,7 @@ def _prepare(
 
 
 def _check_request(settings: PilotSettings, request: Request, score: str, *, has_old: bool) -> None:
-    problems = pilot_problems(settings)
+    problems = problems_of(settings)
     if score not in SCORES:
         problems.append(f"--score is {score!r}, expected one of: {', '.join(SCORES)}.")
     if request.collaborative_layers is not None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from scale_surgery.checkpoint.staging import plain_json
 from scale_surgery.planning.request import Request
 from scale_surgery.training.pilot_settings import PilotSettings
 
 Score = Literal["relative-norm", "effective-rank"]
-SCORES: tuple[Score, ...] = ("relative-norm", "effective-rank")
+SCORES: tuple[Score, ...] = get_args(Score)
 # share of what all chosen layers are worth that the collaborative ones must hold
 WORTH_SHARE = 0.8
 # scores that differ by less may change places with the seed
