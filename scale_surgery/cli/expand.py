@@ -44,13 +44,16 @@ def make_request(options: dict[str, Any]) -> Request | None:
 @click.command(name="plan")
 @model_options
 @request_options
-@click.option("-o", "--output", type=FILE, help="Write the plan as JSON, for expand --plan.")
+@click.option("-o", "--output", type=FILE, help="Write the plan to this JSON file, for expand --plan.")
 @click.option("--details", is_flag=True, help="List every new tensor.")
 @output_options
 def plan_command(
     model: str, revision: str | None, output: Path | None, details: bool, out: Output, **options: Any
 ) -> None:
-    """Show everything that expand would do to MODEL; no weight is read.
+    """Show what expand would do to MODEL: every new tensor, and what it costs. No weights are read or downloaded.
+
+    An expanded linear layer is a block matrix. Its base matrix stays frozen. W21 reads the base's features into the new
+    ones, W22 connects the new features, and W12 writes from the new features back into the base's.
 
     \b
     Example: scale-surgery plan MODEL --layers 20-31 --variant adapt -o plan.json
@@ -74,13 +77,26 @@ def plan_command(
 @click.command(name="expand")
 @model_options
 @request_options
-@click.option("-o", "--output", type=FOLDER, help="Folder to be. Default: ./<name>-scale.")
-@click.option("--plan", "plan_file", type=FILE, help="Execute exactly this saved plan.")
-@click.option("--dry-run", is_flag=True, help="Show the plan and stop; the same as the command plan.")
-@overwrite_options
-@click.option("--device", default="cpu", show_default=True, help="Where decompositions are computed: cpu, cuda, ...")
+@click.option("-o", "--output", type=FOLDER, help="Folder to write. Default: ./<name>-scale.")
 @click.option(
-    "--trust-remote-code", "--trust_remote_code", is_flag=True, help="Let a custom tokenizer run its own code."
+    "--plan",
+    "plan_file",
+    type=FILE,
+    help="Carry out a plan that the command plan saved, in place of --layers and the rest.",
+)
+@click.option("--dry-run", is_flag=True, help="Show the plan and write nothing, as the command plan does.")
+@overwrite_options
+@click.option(
+    "--device",
+    default="cpu",
+    show_default=True,
+    help="Where singular value decompositions are computed: cpu, cuda, ...",
+)
+@click.option(
+    "--trust-remote-code",
+    "--trust_remote_code",
+    is_flag=True,
+    help="Allow a custom tokenizer to run code from its folder or repository.",
 )
 @output_options
 def expand_command(
@@ -96,7 +112,10 @@ def expand_command(
     out: Output,
     **options: Any,
 ) -> None:
-    """Widen chosen layers of MODEL; every pretrained tensor keeps its bytes.
+    """Widen chosen layers of MODEL with new tensors; every pretrained tensor keeps its bytes.
+
+    The output is a checkpoint folder of its own: the base's tensors, the new ones, and a record of both (surgery.json).
+    See plan --help for W12, W21 and W22.
 
     \b
     Example: scale-surgery expand MODEL --layers 20-31

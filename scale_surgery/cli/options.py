@@ -107,8 +107,8 @@ def stop(out: Output, message: str, *, debug: bool) -> None:
 def output_options(command: Command) -> Command:
     """Add --json, --quiet and --debug; give the command an `Output`; turn known errors into one line."""
 
-    @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
-    @click.option("-q", "--quiet", is_flag=True, help="No progress bars, no warnings.")
+    @click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
+    @click.option("-q", "--quiet", is_flag=True, help="Show no progress bars and no warnings.")
     @click.option("--debug", is_flag=True, help="Show a traceback with an error.")
     @functools.wraps(command)
     def run(*args: Any, as_json: bool, quiet: bool, debug: bool, **options: Any) -> None:
@@ -141,15 +141,18 @@ def overwrite_options(command: Command) -> Command:
         type=click.Choice(get_args(BaseWeights)),
         default="auto",
         show_default=True,
-        help="auto: a reflink where the file system can, else a copy. link: a hard link, which writes no byte at any "
-        "size; a program that later writes such a file in place would change the base through it.",
+        help="How base shards get into the output folder. auto: a reflink where the file system can, else a copy. "
+        "copy: a copy. link: a hard link, which needs no space; whoever later changes such a file in place changes the "
+        "base model too.",
     )
     return overwrite_option(weights(command))
 
 
 def overwrite_option(command: Command) -> Command:
     """Add whether a target may be replaced."""
-    overwrite = click.option("--overwrite", is_flag=True, help="Replace the output folder when the new one is whole.")
+    overwrite = click.option(
+        "--overwrite", is_flag=True, help="Replace an existing output folder, once the new one is complete."
+    )
     return overwrite(command)
 
 
@@ -167,26 +170,31 @@ def parse_size(text: str) -> int:
 def running_options(command: Command) -> Command:
     """Add how models run on probe prompts."""
     options = [
-        click.option("--prompts", "prompts_file", type=FILE, help="Probe prompts, one a line. Default: built-in ones."),
+        click.option(
+            "--prompts",
+            "prompts_file",
+            type=FILE,
+            help="Text file with one prompt a line, for comparing logits. Default: built-in prompts.",
+        ),
         click.option(
             "--new-tokens",
             type=click.IntRange(min=0),
             default=8,
             show_default=True,
-            help="Tokens to generate for each prompt; 0 for none.",
+            help="Tokens to generate for each prompt; 0 skips generation.",
         ),
         click.option(
             "--memory",
             default="4GiB",
             show_default=True,
-            help="On the CPU, weights above this are streamed from their files.",
+            help="Memory for weights on the CPU, such as 500MB. A larger model is read from its files as it runs.",
         ),
-        click.option("--device", default="cpu", show_default=True, help="Where the models run."),
+        click.option("--device", default="cpu", show_default=True, help="Where models run: cpu, cuda, ..."),
         click.option(
             "--trust-remote-code",
             "--trust_remote_code",
             is_flag=True,
-            help="Run the code in EXPANDED instead of this program's own.",
+            help="Run the model code in EXPANDED instead of this program's own.",
         ),
     ]
     return add_options(command, options)
@@ -194,12 +202,12 @@ def running_options(command: Command) -> Command:
 
 def reading_options(models: str) -> Callable[[Command], Command]:
     """Add how texts are read by models, which the help calls `models`."""
-    context = f"the shortest context of {models}" if models == "MODELS" else f"the context of {models}"
+    context = f"the shortest context length of {models}" if models == "MODELS" else f"the context length of {models}"
     options = [
         click.option(
             "--sequence-length",
             type=click.IntRange(min=2),
-            help=f"Most tokens that are read at once. Default: {context}, at most 1024.",
+            help=f"Tokens in one window. Default: {context}, at most 1024.",
         ),
         click.option(
             "--step",
@@ -216,14 +224,14 @@ def reading_options(models: str) -> Callable[[Command], Command]:
         click.option(
             "--dtype",
             type=click.Choice(get_args(Dtype)),
-            help="Cast weights to it. Default: as they are stored.",
+            help="Cast the weights to this dtype. Default: as they are stored.",
         ),
         click.option("--device", default="cpu", show_default=True, help="Where models run: cpu, cuda, ..."),
         click.option(
             "--trust-remote-code",
             "--trust_remote_code",
             is_flag=True,
-            help=f"Run the code in {models} instead of this program's own.",
+            help=f"Run the model code in {models} instead of this program's own.",
         ),
     ]
 

@@ -20,14 +20,12 @@ if TYPE_CHECKING:
 @click.argument("folder", type=FOLDER)
 @click.argument("repo")
 @options_from(Push, "private", "create_pr", "revision", "commit_message")
-@click.option(
-    "--dry-run", is_flag=True, help="Check everything and list the files; send nothing that changes anything."
-)
+@click.option("--dry-run", is_flag=True, help="Check everything and list the files, but change nothing on the Hub.")
 @options_from(Push, "extract_only", "card", "write_card")
-@click.option("--show-card", is_flag=True, help="Print the model card.")
+@click.option("--show-card", is_flag=True, help="Print the model card too.")
 @options_from(Push, "replace")
-@click.option("--no-verify", is_flag=True, help="Do not check bytes and structure of FOLDER first.")
-@click.option("--token", help="Token of the Hub. Default: HF_TOKEN, or that of hf auth login.")
+@click.option("--no-verify", is_flag=True, help="Skip the check of bytes and structure of FOLDER.")
+@click.option("--token", help="Access token of the Hub. Default: the variable HF_TOKEN, or the token of hf auth login.")
 @output_options
 def push_command(
     folder: Path,
@@ -39,10 +37,10 @@ def push_command(
     out: Output,
     **options: Any,
 ) -> None:
-    """Push FOLDER to the repository REPO on the Hub: checked, with a model card, large files only once.
+    """Push FOLDER to the repository REPO on the Hub, with a model card.
 
-    FOLDER is what expand, train, route-export, merge or extract made; it is only read. The same command again
-    continues a push that broke off.
+    FOLDER was written by expand, train, route-export, merge or extract, and is only read. Its bytes are checked first.
+    Files that the Hub has already are not sent again: after a break, run the same command once more.
 
     \b
     Example: scale-surgery push EXPANDED me/qwen3-wide --private --dry-run

@@ -27,35 +27,40 @@ EXPANSION_HELPS = {
 
 @click.command(name="rank-layers")
 @click.argument("model")
-@click.option("--data", multiple=True, required=True, type=TEXTS, help="What is to be learned, repeatable.")
+@click.option(
+    "--data", multiple=True, required=True, type=TEXTS, help="Text with what is to be learned; can be repeated."
+)
 @click.option(
     "--old",
     multiple=True,
     type=TEXTS,
-    help="Text that tells what the base knows, repeatable: proposes layers for W12 too.",
+    help="Text with what the base knows; can be repeated. With it, layers for W12 are proposed too.",
 )
 @click.option(
     "--budget",
     default="30%",
     show_default=True,
-    help="Parameters that the expansion may add: a share of the base's such as 30%, or a number such as 200M.",
+    help="Parameters that the expansion may add: a share of the base's, such as 30%, or a number, such as 200M.",
 )
 @click.option(
     "--score",
     type=click.Choice(SCORES),
     default="relative-norm",
     show_default=True,
-    help="What layers are ordered by.",
+    help="Order layers by the relative norm of their change, or by its effective rank.",
 )
 @options_from(Request, *EXPANSION, helps=EXPANSION_HELPS)
 @options_from(PilotSettings, *PILOT)
-@click.option("-o", "--output", type=FILE, help="Write the ranking as JSON.")
-@click.option("--plot", type=FILE, help="Draw scores of layers and matrices as PNG.")
+@click.option("-o", "--output", type=FILE, help="Write the ranking to this JSON file.")
+@click.option("--plot", type=FILE, help="Draw the scores of layers and matrices. PNG.")
 @click.option("--details", is_flag=True, help="Show the scores of each matrix too.")
 @click.option("--revision", help="Branch, tag or commit of a Hub repository.")
 @click.option("--device", default="auto", show_default=True, help="Where to run: auto, cpu, cuda, ...")
 @click.option(
-    "--trust-remote-code", "--trust_remote_code", is_flag=True, help="Let a custom tokenizer run its own code."
+    "--trust-remote-code",
+    "--trust_remote_code",
+    is_flag=True,
+    help="Allow a custom tokenizer to run code from its folder or repository.",
 )
 @output_options
 def rank_layers_command(
@@ -70,10 +75,12 @@ def rank_layers_command(
 ) -> None:
     """Rank the layers of MODEL, a base model, by what a short training run changes in them.
 
-    A pilot trains on --data for a few steps and is thrown away; MODEL is only read. Layers are ranked by the relative
-    norm of their change and by its effective rank, and those that a parameter budget pays for are proposed for
-    --layers of expand. With --old, those in which W12, which writes into the base stream, is worth the drift that it
-    causes are proposed too, for --collaborative-layers; the layers below them are the preserved depth, L_fp.
+    A copy of MODEL is fine-tuned on --data for a few steps and thrown away; MODEL is only read. Layers are ranked by
+    how much their weights changed: by the relative norm of the change and by its effective rank. The best layers that
+    fit the budget are proposed for --layers of expand.
+
+    With --old, layers for --collaborative-layers are proposed too: those in which W12, which writes into the base's
+    hidden state, helps more than it disturbs old text. The layers below them are the preserved depth, L_fp.
 
     \b
     Example: scale-surgery rank-layers MODEL --data domain.jsonl --budget 20%

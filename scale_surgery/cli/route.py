@@ -27,14 +27,14 @@ def make_routing(router: Any, options: dict[str, Any]) -> Routing | None:
 
 @click.command(name="route-export")
 @click.argument("expanded", type=FOLDER)
-@click.option("-o", "--output", type=FOLDER, required=True, help="Folder to be.")
+@click.option("-o", "--output", type=FOLDER, required=True, help="Folder to write.")
 @click.option(
     "--router",
     type=click.Choice([*fields_of(Routing)["router"].choices, "none"]),
     default="posterior",
     show_default=True,
-    help="posterior: by how well each path predicted the text so far. cosine: by the cosine of both paths' logits, as "
-    "in the paper. none: take the router of EXPANDED away.",
+    help="posterior: weigh both paths by how well each predicted the text so far. cosine: choose by the cosine of both "
+    "paths' base logits, as in the SCALE paper. none: remove the router of EXPANDED.",
 )
 @options_from(Routing, "threshold", "prior", "switch_rate", "strict")
 @overwrite_options
@@ -42,7 +42,10 @@ def make_routing(router: Any, options: dict[str, Any]) -> Routing | None:
 def route_export_command(
     expanded: Path, output: Path, router: str, base_weights: Any, overwrite: bool, out: Output, **options: Any
 ) -> None:
-    """Give EXPANDED a router: one forward pass, two paths, and each token from the one that knows it.
+    """Add a router to EXPANDED: one forward pass computes two paths, and the router decides token by token.
+
+    The preserve path is without W12 and keeps what the base knows; the adapt path is the trained model. No weight
+    changes.
 
     \b
     Example: scale-surgery route-export EXPANDED -o ROUTED

@@ -34,19 +34,29 @@ def read_sides(given: tuple[str, ...]) -> dict[str, list[Path]]:
     multiple=True,
     required=True,
     type=click.Path(path_type=Path),
-    help="What to learn, repeatable: see below.",
+    help="Text to learn; can be repeated.",
 )
-@click.option("-o", "--output", type=FOLDER, help="Folder to be. Default: ./<name>-trained.")
-@click.option("--eval-data", multiple=True, help="old=FILE or new=FILE, repeatable: measure on it during the run.")
+@click.option("-o", "--output", type=FOLDER, help="Folder to write. Default: ./<name>-trained.")
+@click.option(
+    "--eval-data",
+    multiple=True,
+    help="old=FILE or new=FILE: measure the loss on this text during the run; can be repeated.",
+)
 @options_from(TrainingSettings, *fields_of(TrainingSettings), declared={"packing": "--packing/--padding"})
 @click.option("--resume", is_flag=True, help="Continue an interrupted run in the output folder.")
 @overwrite_options
-@click.option("--device", type=click.Choice(["auto", "cpu"]), default="auto", show_default=True, help="Where to train.")
+@click.option(
+    "--device",
+    type=click.Choice(["auto", "cpu"]),
+    default="auto",
+    show_default=True,
+    help="auto: a GPU if there is one, else the CPU. cpu: the CPU.",
+)
 @click.option(
     "--trust-remote-code",
     "--trust_remote_code",
     is_flag=True,
-    help="Run the code in EXPANDED instead of this program's own.",
+    help="Run the model code in EXPANDED instead of this program's own.",
 )
 @output_options
 def train_command(
@@ -62,14 +72,14 @@ def train_command(
     trust_remote_code: bool,
     **options: Any,
 ) -> None:
-    """Train the new blocks of EXPANDED; the base stays as it is.
+    """Train the new tensors of EXPANDED; the base stays frozen.
 
     Data are text files (one document each), JSONL with "text", or "question" and "answer", or "prompt" and
-    "completion", and folders that the library datasets saved. Of a question the answer alone is learned.
+    "completion", and folders saved by the library datasets. Of a question, only the answer is learned.
 
     \b
     Example: scale-surgery train EXPANDED --data domain.jsonl --eval-data old=general.txt
-    Several: accelerate launch -m scale_surgery train EXPANDED --data FILE
+    On several GPUs: accelerate launch -m scale_surgery train EXPANDED --data FILE
     """
     from scale_surgery.show.tables import render_training
     from scale_surgery.training.train import train
