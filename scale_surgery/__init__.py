@@ -31,6 +31,7 @@ from scale_surgery.planning.inspect import Inspection, inspect
 from scale_surgery.planning.plan import Plan, plan
 from scale_surgery.planning.request import Request
 from scale_surgery.planning.routing_specs import Routing
+from scale_surgery.planning.saved import load_plan
 from scale_surgery.routing.calibrate import Calibration, route_calibrate
 from scale_surgery.routing.records import RouteReport
 from scale_surgery.routing.report import route_report
@@ -89,6 +90,7 @@ __all__ = [
     "freeze_base",
     "inspect",
     "load_expansion",
+    "load_plan",
     "merge",
     "plan",
     "push",

@@ -91,7 +91,8 @@ def numbering_of(specs: Mapping[str, Any] | None) -> Numbering | None:
     Raises:
         CheckpointError: If it does not say which layers have copies.
     """
-    if not isinstance(specs, Mapping) or specs.get("method") != "depth":
+    # specifications of widened modules do not name their method
+    if not isinstance(specs, Mapping) or "method" not in specs:
         return None
     copied, names = specs.get("expanded_layers"), (specs.get("base_model"), specs.get("layers"))
     are_layers = isinstance(copied, list | tuple) and all(type(layer) is int and layer >= 0 for layer in copied)

@@ -59,7 +59,8 @@ def plan_command(
     Example: scale-surgery plan MODEL --layers 20-31 --variant adapt -o plan.json
     """
     from scale_surgery.checkpoint.staging import check_output_files
-    from scale_surgery.planning.plan import plan, save_plan
+    from scale_surgery.planning.plan import plan
+    from scale_surgery.planning.saved import save_plan
     from scale_surgery.show.tables_plan import render_plan
 
     request = make_request(options)
@@ -120,7 +121,8 @@ def expand_command(
     \b
     Example: scale-surgery expand MODEL --layers 20-31
     """
-    from scale_surgery.planning.plan import check_same_plan, load_request, plan
+    from scale_surgery.planning.plan import plan
+    from scale_surgery.planning.saved import load_plan
     from scale_surgery.show.tables import render_expansion
     from scale_surgery.show.tables_plan import render_plan
     from scale_surgery.surgery.expand import expand
@@ -128,18 +130,18 @@ def expand_command(
     request = make_request(options)
     if (request is None) == (plan_file is None):
         raise click.UsageError("Give --layers, or --plan with a saved plan, one of the two.")
-    made = plan(model, request or load_request(plan_file), revision=revision)  # type: ignore[arg-type]
-    if plan_file is not None:
-        check_same_plan(made, plan_file)
+    if request is not None:
+        made = plan(model, request, revision=revision)
+    elif plan_file is not None:
+        made = load_plan(model, plan_file, revision=revision)
     if dry_run:
         out.show(made, render_plan(made))
         return
     out.say(render_plan(made))
     done = expand(
         model,
-        request,
+        made,
         output,
-        plan_file=plan_file,
         revision=revision,
         base_weights=base_weights,
         device=device,

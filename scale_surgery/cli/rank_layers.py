@@ -9,6 +9,7 @@ import click
 
 from scale_surgery.cli.options import FILE, TEXTS, given, options_from, output_options
 from scale_surgery.fields import fields_of
+from scale_surgery.planning.methods import DEFAULT_METHOD, METHODS
 from scale_surgery.planning.request import Request
 from scale_surgery.training.pilot_settings import PilotSettings
 from scale_surgery.training.ranking import SCORES
@@ -93,7 +94,7 @@ def rank_layers_command(
 
     check_output_files([output, plot], [model, *data, *old])
     pilot, wanted = (given({name: options.pop(name) for name in names}) for names in (PILOT, EXPANSION))
-    if old and wanted.get("method", "scale") == "scale":
+    if old and "collaborative_layers" in METHODS[wanted.get("method", DEFAULT_METHOD)].options:
         wanted = {"variant": "adapt"} | wanted
     request = Request(**{"layers": "all"} | wanted)
     result = rank_layers(model, data, PilotSettings(**pilot), request, old=old, track=out.track, **options)

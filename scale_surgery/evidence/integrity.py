@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from scale_surgery import modeling
 from scale_surgery.checkpoint.folder import CONFIG_FILE, Checkpoint, TensorInfo, read_json, read_tensor
 from scale_surgery.checkpoint.hashes import hash_file, hash_tensors
-from scale_surgery.planning.families import Family, get_family
-from scale_surgery.planning.methods import code_files, method_of
-from scale_surgery.planning.plan import read_plan
+from scale_surgery.planning.plan import Plan
+from scale_surgery.planning.tensors import TensorPlan
 from scale_surgery.progress import Progress, no_progress
 from scale_surgery.running.tokenizer import TOKENIZER_CONFIG_FILE
 from scale_surgery.surgery.config import config_problems
@@ -70,12 +68,11 @@ def check_files(
     Returns:
         Every problem, each naming its tensor or file.
     """
-    planned = {tensor["name"]: tensor for tensor in manifest.plan["tensors"]}
+    planned = {tensor.name: tensor for tensor in manifest.plan.tensors}
     parts = described_parts(checkpoint, manifest)
     hashes = hash_parts(checkpoint, manifest, manifest.base_tensors, advance)
     expansion = hash_parts(checkpoint, manifest, planned, advance)
     damaged = _damaged(checkpoint, manifest, planned)
-    family = get_family(manifest.plan["family"])
     return Integrity(
         base=(
             *_tensor_problems(checkpoint, manifest, hashes, base, advance),
@@ -83,12 +80,12 @@ def check_files(
         ),
         structure=(*damaged, *_unexpected_tensors(checkpoint, manifest, planned)),
         config=tuple(_config_problems(checkpoint, manifest, base)),
-        code=tuple(_code_problems(checkpoint, manifest, family)),
+        code=tuple(_code_problems(checkpoint, manifest)),
         foreign_code=tuple(file for file, digest in manifest.code.items() if digest != modeling.code_hash(file)),
         unreleased_code=tuple(_unreleased(checkpoint)),
         fingerprint=_fingerprint(manifest, hashes | expansion),
         is_loadable=not damaged and len(hashes) == len(manifest.base_tensors),
-        nonzero=tuple(_nonzero(checkpoint, manifest, advance)),
+        nonzero=tuple(_changed_guards(checkpoint, manifest, advance)),
         trained=tuple(name for name, digest in expansion.items() if manifest.expansion_tensors.get(name) != digest),
         base_tensors=len(manifest.base_tensors),
         base_bytes=sum(parts[name].bytes for name in hashes),
@@ -105,9 +102,8 @@ def bytes_to_check(checkpoint: Checkpoint, manifest: Manifest, base: Checkpoint 
     """Bytes that `check_files` reads, for a progress bar."""
     total = sum(info.bytes for info in checkpoint.tensors.values())
     total += sum(file.bytes for file in manifest.base_files.values() if file.stored_as is not None)
-    if method_of(manifest.plan) == "grow":
-        # each copy is made again to be compared
-        total += sum(tensor.bytes for tensor in read_plan(manifest.plan).tensors)
+    # each copy is made again to be compared
+    total += sum(tensor.bytes for tensor in manifest.plan.method.guards(manifest.plan) if tensor.init == "copy")
     return total + (sum(info.bytes for info in base.tensors.values()) if base is not None else 0)
 
 
@@ -164,24 +160,22 @@ def _file_problems(checkpoint: Checkpoint, manifest: Manifest, advance: Progress
     return problems
 
 
-def _damaged(checkpoint: Checkpoint, manifest: Manifest, planned: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def _damaged(checkpoint: Checkpoint, manifest: Manifest, planned: Mapping[str, TensorPlan]) -> list[str]:
     """Expansion tensors, and joined ones that they lie in, that are missing or of a wrong shape."""
     problems = []
     joined = list(joined_tensors(manifest)) if manifest.fused is not None else []
     inside = {name for item in joined for name in item.pieces.values()}
-    shapes = {name: tensor["shape"] for name, tensor in planned.items() if name not in inside}
+    shapes = {name: tensor.shape for name, tensor in planned.items() if name not in inside}
     for name, shape in [*shapes.items(), *((item.name, item.shape) for item in joined)]:
         info = checkpoint.tensors.get(name)
         if info is None:
             problems.append(f"{name}: expansion tensor is missing.")
-        elif list(info.shape) != list(shape):
-            problems.append(f"{name}: shape {info.shape}, expected {tuple(shape)} from the plan.")
+        elif info.shape != shape:
+            problems.append(f"{name}: shape {info.shape}, expected {shape} from the plan.")
     return problems
 
 
-def _unexpected_tensors(
-    checkpoint: Checkpoint, manifest: Manifest, planned: Mapping[str, Mapping[str, Any]]
-) -> list[str]:
+def _unexpected_tensors(checkpoint: Checkpoint, manifest: Manifest, planned: Mapping[str, TensorPlan]) -> list[str]:
     known = {*planned, *manifest.base_tensors}
     return [_unexpected(checkpoint, name) for name in checkpoint.tensors if name not in known]
 
@@ -216,8 +210,8 @@ def _unexpected(checkpoint: Checkpoint, name: str) -> str:
     return f"{name}: this layer's W12 is frozen at zero and must not exist, found one with {count} non-zero entries."
 
 
-def _code_problems(checkpoint: Checkpoint, manifest: Manifest, family: Family) -> list[str]:
-    problems, ours = [], code_files(family, method_of(manifest.plan))
+def _code_problems(checkpoint: Checkpoint, manifest: Manifest) -> list[str]:
+    problems, ours = [], manifest.plan.code_files
     for file in ours:
         if not (checkpoint.path / file).is_file():
             problems.append(f"{file}: code file is missing.")
@@ -236,30 +230,25 @@ def _unreleased(checkpoint: Checkpoint) -> Iterator[str]:
             yield file
 
 
-def _not_mute(checkpoint: Checkpoint, manifest: Manifest) -> Iterator[str]:
-    """Tensors by which duplicated layers write into the residual stream, where they are not as they began."""
-    gain = get_family(manifest.plan["family"]).mute_gain
-    for tensor in manifest.plan["tensors"]:
-        if tensor["init"] in ("zero", "mute") and tensor["name"] in checkpoint.tensors:
-            found, value = read_tensor(checkpoint, tensor["name"]), gain if tensor["init"] == "mute" else 0
-            if count := int((found != value).count_nonzero()):
-                yield f"{tensor['name']}: {count} of {found.numel()} entries are not {value or 'zero'}."
+def _changed_guards(checkpoint: Checkpoint, manifest: Manifest, advance: Progress) -> list[str]:
+    """Tensors that keep the output the base's as long as they are as they began, and are not, a line each."""
+    guards = manifest.plan.method.guards(manifest.plan)
+    copies = [tensor for tensor in guards if tensor.init == "copy"]
+    return [*_not_constant(checkpoint, manifest, guards), *_not_copies(checkpoint, manifest.plan, copies, advance)]
 
 
-def _nonzero(checkpoint: Checkpoint, manifest: Manifest, advance: Progress) -> list[str]:
-    """W12 and the head's up part, where they hold anything but zeros; of a grown model, copies that are none."""
-    if method_of(manifest.plan) == "grow":
+def _not_copies(checkpoint: Checkpoint, plan: Plan, copies: Sequence[TensorPlan], advance: Progress) -> Iterator[str]:
+    if copies:
         from scale_surgery.surgery.initialise import altered_copies
 
-        return altered_copies(read_plan(manifest.plan), checkpoint, advance)
-    if method_of(manifest.plan) == "depth":
-        return list(_not_mute(checkpoint, manifest))
-    family = get_family(str(checkpoint.config["model_type"]).removeprefix("scale_"))
-    heads = ("lm_head.up_weight", f"{family.head}.up_weight")
-    problems = []
-    for name, read in part_readers(checkpoint, manifest).items():
-        if name.endswith(".w12") or name in heads:
-            tensor = read()
-            if count := int(tensor.count_nonzero()):
-                problems.append(f"{name}: {count} of {tensor.numel()} entries are not zero.")
-    return problems
+        yield from altered_copies(plan, copies, checkpoint, advance)
+
+
+def _not_constant(checkpoint: Checkpoint, manifest: Manifest, guards: Sequence[TensorPlan]) -> Iterator[str]:
+    values = {"zero": 0, "mute": manifest.plan.architecture.mute_gain}
+    readers = part_readers(checkpoint, manifest)
+    for tensor in guards:
+        if tensor.init in values and tensor.name in readers:
+            found, value = readers[tensor.name](), values[tensor.init]
+            if count := int((found != value).count_nonzero()):
+                yield f"{tensor.name}: {count} of {found.numel()} entries are not {value or 'zero'}."

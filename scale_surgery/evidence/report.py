@@ -10,20 +10,17 @@ Nothing is written: the page is `report_page`'s.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
-from scale_surgery.checkpoint.folder import LOG_FILE, MANIFEST_FILE, TRAINING_FOLDER, Checkpoint, open_checkpoint
+from scale_surgery.checkpoint.folder import LOG_FILE, TRAINING_FOLDER, Checkpoint, open_checkpoint
 from scale_surgery.errors import CheckpointError, PlanError
 from scale_surgery.evidence.report_blocks import Comparison
 from scale_surgery.evidence.report_records import CURVES, Report, Streams, by_layer
 from scale_surgery.evidence.report_streams import compare_streams
-from scale_surgery.planning.methods import method_of
-from scale_surgery.planning.plan import Plan, read_plan
-from scale_surgery.planning.tensors import Init
 from scale_surgery.progress import Track, no_track
-from scale_surgery.surgery.record import Manifest, read_manifest, refuse_fused, routing_of
+from scale_surgery.surgery.record import Manifest, are_numbers, read_manifest, refuse_fused, routing_of
 
 MAX_NAMED = 5
 
@@ -70,7 +67,7 @@ def report(
     checkpoint, manifest = open_checkpoint(path), read_manifest(path)
     refuse_fused(path, manifest)
     _check_tensors(checkpoint, manifest)
-    plan = _read_plan(path, manifest)
+    plan = manifest.plan
     comparison = Comparison(checkpoint, manifest, plan, device)
     with track("blocks", sum(tensor.bytes for tensor in plan.tensors)) as advance:
         tensors = tuple(comparison.changes(advance))
@@ -90,8 +87,8 @@ def report(
     return Report(
         path=path,
         base_name=manifest.base_name,
-        method=method_of(manifest.plan),
-        variant=str(manifest.plan["request"]["variant"]),
+        method=plan.method.name,
+        variant=manifest.plan.variant,
         routing=routing_of(manifest),
         state=state,
         parameters=sum(tensor.elements for tensor in plan.tensors),
@@ -104,41 +101,9 @@ def report(
     )
 
 
-def _read_plan(path: Path, manifest: Manifest) -> Plan:
-    try:
-        plan = read_plan(manifest.plan)
-        _check_records(plan, manifest)
-        return plan
-    except (KeyError, TypeError, AttributeError, ValueError, PlanError) as error:
-        raise CheckpointError(
-            f"{path / MANIFEST_FILE}: is incomplete ({error}). Restore it from where you got it."
-        ) from error
-
-
-def _check_records(plan: Plan, manifest: Manifest) -> None:
-    """Touch what is read later, of tensors and of training runs.
-
-    Raises:
-        PlanError, TypeError, AttributeError: If it is of another kind.
-    """
-    for tensor in plan.tensors:
-        # outside the layers a tied head has no tensor of its own in the base
-        is_known = tensor.layer is None or tensor.source in manifest.base_tensors
-        if tensor.init not in get_args(Init) or not is_known:
-            raise PlanError(f"plan.tensors, {tensor.name}: init {tensor.init!r} of {tensor.source!r}")
-    for run in manifest.training:
-        measured = (value for value in (run.get("measured") or {}).values() if value is not None)
-        if not _are_numbers([run.get("steps", 0), *measured]):
-            raise PlanError("training")
-
-
-def _are_numbers(values: Iterable[object]) -> bool:
-    return all(isinstance(value, int | float) for value in values)
-
-
 def _check_tensors(checkpoint: Checkpoint, manifest: Manifest) -> None:
     """Refuse a checkpoint in which a tensor is missing or has another shape than planned; all are named."""
-    shapes = {tensor["name"]: tuple(tensor["shape"]) for tensor in manifest.plan["tensors"]}
+    shapes = {tensor.name: tensor.shape for tensor in manifest.plan.tensors}
     missing = [name for name in (*manifest.base_tensors, *shapes) if name not in checkpoint.tensors]
     problems = [f"{name}: is missing from {checkpoint.path}. Restore its shard." for name in missing]
     problems += [
@@ -161,7 +126,7 @@ def _read_log(path: Path) -> Iterator[Mapping[str, Any]]:
             continue
         if isinstance(entry, dict):
             drawn = (entry[key] for key in CURVES if entry.get(key) is not None)
-            if _are_numbers([entry.get("step"), *drawn]):
+            if are_numbers([entry.get("step"), *drawn]):
                 yield entry
 
 

@@ -30,8 +30,6 @@ from scale_surgery.checkpoint.sources import find_source
 from scale_surgery.checkpoint.staging import plain_json, write_json
 from scale_surgery.errors import PlanError
 from scale_surgery.evidence.integrity import Integrity, bytes_to_check, check_files
-from scale_surgery.planning.families import get_family
-from scale_surgery.planning.methods import method_of
 from scale_surgery.planning.routing_specs import Routing
 from scale_surgery.progress import Track, no_track
 from scale_surgery.running.drift import TOLERANCES
@@ -43,10 +41,6 @@ if TYPE_CHECKING:
     from scale_surgery.running.probe import Numbers
 
 PROMISES = ("recoverable", "output_at_init", "near_output_at_init", "base_stream_always", "bounded_forgetting")
-# halving rounds nothing in them, as long as no number is as small as the smallest that they can hold
-HALVING_DTYPES = ("F32", "BF16")
-# copies that count a half each
-HALVES = 2
 
 
 @dataclass(frozen=True)
@@ -225,7 +219,7 @@ def _run_probes(
 
     modeling.register()
     prompts = probe.read_prompts(prompts_file)
-    width = int(manifest.plan["sizes"]["hidden"])
+    width = manifest.plan.sizes.hidden
     options: dict[str, Any] = {
         "memory_bytes": memory_bytes,
         "device": device,
@@ -255,9 +249,9 @@ def _judge(
     numbers: Numbers | None,
     required: tuple[str, ...],
 ) -> Verification:
-    variant, routing = str(manifest.plan["request"]["variant"]), routing_of(manifest)
-    is_exact = _is_exact_at_init(manifest)
-    is_always = variant == "preserve" or routing is not None
+    plan, routing = manifest.plan, routing_of(manifest)
+    is_exact = plan.method.is_exact_at_init(plan)
+    is_always = plan.variant in plan.method.preserving or routing is not None
     state: Literal["initial", "trained"] = "trained" if integrity.trained else "initial"
     problems = integrity.structure + integrity.config + integrity.code
     if numbers is not None:
@@ -282,7 +276,7 @@ def _judge(
     return Verification(
         path=checkpoint.path,
         base_name=manifest.base_name,
-        variant=variant,
+        variant=plan.variant,
         routing=routing,
         state=state,
         trained_tensors=len(integrity.trained),
@@ -305,7 +299,7 @@ def _judge(
 
 def _origin(file: str, manifest: Manifest) -> str:
     """Where a code file comes from that no release of this program wrote."""
-    if file in get_family(manifest.plan["family"]).code_files:
+    if file in manifest.plan.architecture.code_files:
         return "differs from every release of this program"
     return "is code of the base model, not of this program"
 
@@ -330,23 +324,6 @@ def _forced(promise: Promise, forced: Mapping[str, Any]) -> Promise:
 def _recoverable_evidence(integrity: Integrity) -> str:
     evidence = f"{integrity.base_tensors} base tensors, {integrity.base_bytes:,} bytes, sha256 compared"
     return f"{evidence}; {len(integrity.base)} problems" if integrity.base else evidence
-
-
-def _is_exact_at_init(manifest: Manifest) -> bool:
-    """Whether an expansion starts as its base bit for bit: of grown models those whose two copies count a half each."""
-    copies = manifest.plan["request"].get("copies")
-    dtypes = {tensor["dtype"] for tensor in manifest.plan["tensors"]}
-    return copies is None or (copies == HALVES and dtypes <= set(HALVING_DTYPES))
-
-
-def _start(integrity: Integrity, manifest: Manifest) -> str:
-    """What the files say of how the expansion starts."""
-    count, method = len(integrity.nonzero), method_of(manifest.plan)
-    if method == "scale":
-        return f"{count} of W12 and head up part are not zero" if count else "W12 and head up part are zero"
-    if method == "grow":
-        return f"{count} copies are not the base's" if count else "copies are the base's"
-    return f"{count} tensors of new layers are not as they start" if count else "new layers write zero"
 
 
 def _output_at_init(
@@ -380,7 +357,7 @@ def _at_init(
     name: str, integrity: Integrity, manifest: Manifest, found: list[str], problems: tuple[str, ...], *, claimed: bool
 ) -> Promise:
     """A promise about the start: what files say of it, and what was found where models were run."""
-    evidence = "; ".join([_start(integrity, manifest), *(found or ["no model was run"])])
+    evidence = "; ".join([manifest.plan.method.start(len(integrity.nonzero)), *(found or ["no model was run"])])
     every = (*integrity.nonzero, *(problems if found else ()))
     return Promise(name, claimed, (not every) if found or every else None, evidence, every)
 

@@ -143,8 +143,7 @@ def metadata_problem(text: str) -> str | None:
 
 
 def _metadata(facts: CardFacts, licence: Mapping[str, Any]) -> dict[str, Any]:
-    request = (facts.plan or facts.record)["request"]
-    tags = ["scale-surgery", "continual-learning", "model-expansion", request["variant"]]
+    tags = ["scale-surgery", "continual-learning", "model-expansion", str(facts.request.variant)]
     tags += ["routed"] if facts.routing is not None else []
     found: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation", **licence}
     if facts.base_id is not None:

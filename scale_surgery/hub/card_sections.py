@@ -6,22 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from scale_surgery.checkpoint.numbering import numbering_of
-from scale_surgery.hub.card_methods import (
-    CITATIONS,
-    CITED,
-    COPIED,
-    COPIES,
-    FREEZING,
-    SOURCES,
-    copied_rows,
-    grown,
-    putting_layers_back,
-    start,
-)
-from scale_surgery.planning.methods import Method, method_of
+from scale_surgery.planning.method import Method
+from scale_surgery.planning.methods import METHODS, get_method
+from scale_surgery.planning.plan import Plan
+from scale_surgery.planning.request import Request
 from scale_surgery.planning.routing_specs import Routing
-from scale_surgery.planning.selection import format_layers
 
 FORMS = {
     "expanded": "A language model with new blocks beside its pretrained tensors, made with `scale-surgery`.",
@@ -60,7 +49,7 @@ class CardFacts:
     base_revision: str | None
     base_fingerprint: str
     record: Mapping[str, Any]
-    plan: Mapping[str, Any] | None
+    plan: Plan | None
     routing: Routing | None
     is_fused: bool
     forced: Mapping[str, Any] | None
@@ -74,8 +63,13 @@ class CardFacts:
 
     @property
     def method(self) -> Method:
-        """How the model grew; a stock export records its request alone."""
-        return method_of(self.plan or self.record)
+        """How the model grew."""
+        return get_method(self.request.method)
+
+    @property
+    def request(self) -> Request:
+        """What was asked for; a stock export records its request alone."""
+        return Request(**self.record["request"]) if self.plan is None else self.plan.request
 
     @property
     def base(self) -> str:
@@ -93,14 +87,14 @@ def body(facts: CardFacts) -> str:
 
 def _opening(facts: CardFacts) -> str:
     own_card = f"; its own card is [{facts.base_file}]({facts.base_file})" if facts.base_file else ""
-    form = (COPIES if facts.method == "depth" else FORMS)[facts.form]
-    return f"# {facts.repo.rpartition('/')[2]}\n\n{form} Base: {facts.base}{own_card}."
+    opening = {**FORMS, **facts.method.opening}[facts.form]
+    return f"# {facts.repo.rpartition('/')[2]}\n\n{opening} Base: {facts.base}{own_card}."
 
 
 def _widened(facts: CardFacts) -> str:
     rows = [("base", f"{facts.base}{f' at commit `{facts.base_revision}`' if facts.base_revision else ''}")]
     rows += [("fingerprint of the base", f"`{facts.base_fingerprint}`")]
-    rows += _planned_rows(facts.plan) if facts.plan is not None else _stock_rows(facts.record)
+    rows += facts.method.card_rows(facts.plan) if facts.plan is not None else _stock_rows(facts.record)
     if facts.routing is not None:
         rows += [("router", f"{facts.routing.description}; one forward pass, two paths, a choice for each token")]
     if facts.is_fused:
@@ -113,53 +107,12 @@ def _widened(facts: CardFacts) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in facts.tool.items())
     rows += [("made with", versions)] if versions else []
     table = "\n".join(f"| {name} | {value} |" for name, value in rows)
-    title = "What was added" if facts.method == "depth" else "What was widened"
-    return f"## {title}\n\n{_mathematics(facts)}\n\n| | |\n|---|---|\n{table}"
-
-
-def _mathematics(facts: CardFacts) -> str:
-    if facts.method == "depth":
-        return COPIED
-    if facts.method == "grow":
-        return grown((facts.plan or facts.record)["request"], is_stock=facts.form == "stock")
-    if facts.form == "stock":
-        return (
-            "Linears of the chosen layers got new rows and columns, [W W12; W21 W22] in place of W; other layers were "
-            "filled with zeros to the same width. W itself was not changed."
-        )
-    beside = (
-        "W21 and W22 make and pass on a second stream beside the hidden state, and W12 writes from it into the hidden "
-        "state; where W12 does not exist, nothing new is written there."
-        if facts.plan is None or facts.plan["widths"]["up_width"]
-        else "W21 makes new attention heads or inner features of the hidden state, and W12 writes what they compute "
-        "into it."
+    description = facts.method.description(
+        facts.request,
+        is_stock=facts.form == "stock",
+        has_up_stream=facts.plan is None or facts.plan.widths.up_width > 0,
     )
-    return (
-        "Every linear of an expanded layer is a block matrix [W W12; W21 W22]. W is the pretrained tensor, byte for "
-        f"byte; the other blocks are new. {beside}"
-    )
-
-
-def _planned_rows(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
-    request, widths, costs, sizes = plan["request"], plan["widths"], plan["costs"], plan["sizes"]
-    if (numbering := numbering_of(plan["specs"])) is not None:
-        return copied_rows(plan, numbering)
-    collaborative = plan["specs"]["collaborative"]
-    where = format_layers(tuple(collaborative["layers"])) if collaborative["layers"] else "none"
-    groups = f" ({' and '.join(collaborative['groups'])})" if collaborative["layers"] else ""
-    added, before = costs["parameters_added"], costs["parameters_before"]
-    return [
-        ("variant", f"`{request['variant']}`"),
-        ("expanded layers", f"{format_layers(tuple(plan['layers']))} of 0-{sizes['layers'] - 1}"),
-        ("layers with W12", where + groups),
-        (
-            "added widths",
-            f"hidden state {widths['up_width']}, key/value heads {widths['up_kv_heads']}, "
-            f"inner {widths['up_inner_width']}",
-        ),
-        ("parameters", f"{before:,} of the base, {added:,} new ({added / before:.1%})"),
-        ("start", start(request)),
-    ]
+    return f"## {facts.method.title}\n\n{description}\n\n| | |\n|---|---|\n{table}"
 
 
 def _stock_rows(record: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -256,18 +209,21 @@ def _verdict(promise: Mapping[str, Any], required: Any) -> str:
 
 def _loaded(facts: CardFacts) -> str:
     base = facts.base_id or "BASE"
-    if facts.form == "extract" and facts.method == "depth":
-        return putting_layers_back(facts.repo, base)
+    if facts.form == "extract" and "load_expansion" in facts.method.refused:
+        return (
+            "## How to load\n\nThis repository holds no whole model. Put the layers back among those of their base:"
+            f"\n\n```sh\nscale-surgery apply {facts.repo} --base {base} -o deepened\n```"
+        )
     if facts.form == "extract":
         return (
             "## How to load\n\nThis repository holds no whole model. Put the blocks on their base, on disk or in "
             f"memory:\n\n```sh\nscale-surgery apply {facts.repo} --base {base} -o expanded\n```\n\n```python\n"
             f'from scale_surgery import load_expansion\n\nmodel = load_expansion("{base}", "{facts.repo}")\n```'
         )
-    if facts.form == "stock" or facts.method == "depth":
+    if facts.form == "stock" or facts.method.adds_layers:
         code = ", ".join(f"`{name}`" for name in facts.code)
         running = f"these lines do not run the code of {code}" if code else "no remote code is run"
-        freezing = f"\n\n{FREEZING}" if facts.method == "depth" else ""
+        freezing = f"\n\n{facts.method.about_loading}" if facts.method.about_loading else ""
         return f"## How to load\n\nAs any model of its architecture; {running}.\n\n{_python(facts.repo, '')}{freezing}"
     trusting = _python(facts.repo, ", trust_remote_code=True")
     own = _python(facts.repo, "", "import scale_surgery\n", "\nscale_surgery.register()")
@@ -301,12 +257,12 @@ def _taken_back(facts: CardFacts) -> str:
     if facts.is_fused:
         lines[1:] = ["scale-surgery merge expanded --to blocks -o blocks", "scale-surgery strip blocks -o base"]
         where = "The bytes of every base tensor lie in this repository, and `surgery.json` has the sha256 of each"
-    if facts.method == "depth":
+    if facts.method.adds_layers:
         where = "The bytes of every base tensor lie in this repository, and `surgery.json` has the sha256 of each file"
     commands = "\n".join(lines)
     return f"## How to get the base back\n\n{where}:\n\n```sh\n{commands}\n```"
 
 
 def _cited(facts: CardFacts) -> str:
-    cited = "\n\n".join(CITATIONS[method] for method in CITED[facts.method])
-    return f"## Citation\n\n{SOURCES[facts.method]}\n\n```bibtex\n{cited}\n```"
+    cited = "\n\n".join(METHODS[name].citation for name in facts.method.cites)
+    return f"## Citation\n\n{facts.method.source}\n\n```bibtex\n{cited}\n```"

@@ -53,10 +53,10 @@ class Costs:
 
 
 def read_costs(plain: Mapping[str, Any]) -> Costs:
-    """Make costs of the plain values that they were written as."""
-    stock = plain["stock"]
+    """Make costs of the plain values that they were written as; the first plans said nothing of a stock form."""
+    stock = plain.get("stock")
     widths = {name: StockWidths(**stock[name]) for name in ("before", "after")} if stock else {}
-    problems = tuple(plain["stock_problems"])
+    problems = tuple(plain.get("stock_problems", ()))
     return Costs(**{**plain, "stock": StockCost(**{**stock, **widths}) if stock else None, "stock_problems": problems})
 
 
@@ -114,7 +114,6 @@ def estimate_depth(
     specs: Mapping[str, Any],
     tensors: Sequence[TensorPlan],
     checkpoint: Checkpoint,
-    _: str,
 ) -> Costs:
     """Add up what duplicated layers cost; as `estimate`, nothing is decomposed.
 

@@ -9,73 +9,125 @@ architecture with more layers: stock classes load it, and only the copies are me
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from scale_surgery.checkpoint.folder import TensorInfo
-from scale_surgery.checkpoint.numbering import AFTER, CONFIG_KEY, Numbering, numbering_of
-from scale_surgery.errors import PlanError
-from scale_surgery.planning.families import Family
+from scale_surgery.checkpoint.numbering import AFTER, CONFIG_KEY, Numbering
+from scale_surgery.planning.base import Base
+from scale_surgery.planning.costs import Costs, estimate_depth
+from scale_surgery.planning.duplicable import PER_LAYER_LISTS, binding_problems, check_depth_config
+from scale_surgery.planning.families import Family, Sizes
+from scale_surgery.planning.method import Method, Resolved, parameters_row
+from scale_surgery.planning.selection import format_layers, select_layers
 from scale_surgery.planning.specs import FORMAT, NewTensor, Spec
+from scale_surgery.planning.tensors import TensorPlan
 
-# keys of config.json that hold one value for each layer
-PER_LAYER_LISTS = ("layer_types",)
-
-
-@dataclass(frozen=True)
-class Binding:
-    """A key of config.json by which layers are bound to each other or to their numbers, so that none can be copied.
-
-    Attributes:
-        key: The key.
-        reason: What it means for the layers.
-        harmless: Values by which nothing is bound; a key that is missing, null, false, 0 or empty never binds.
-        switch: Key that turns it off where it is false, or None.
-    """
-
-    key: str
-    reason: str
-    harmless: tuple[object, ...] = ()
-    switch: str | None = None
-
-    def holds(self, config: Mapping[str, Any]) -> bool:
-        """Whether a config binds its layers so."""
-        value = config.get(self.key)
-        is_on = self.switch is None or bool(config.get(self.switch, True))
-        return is_on and bool(value) and value not in self.harmless
+if TYPE_CHECKING:
+    from scale_surgery.planning.plan import Plan
+    from scale_surgery.planning.request import Request
 
 
-BINDINGS = (
-    Binding("num_kv_shared_layers", "its last layers read the key/value caches of lower ones"),
-    Binding("num_kv_reuse_layers", "its last layers read the key/value caches of lower ones"),
-    Binding("cla_share_factor", "neighbouring layers share one key/value cache", harmless=(1,), switch="use_cla"),
-    Binding("use_cross_layer_attention", "layers read the key/value caches of others"),
-    Binding("num_hidden_groups", "layers share their weights in groups"),
-    Binding("num_mem_blocks", "layers share the weights of a few blocks"),
-    Binding("hidden_size_per_layer_input", "each layer has a part of the embedding of its own"),
-    Binding("per_layer_config", "layers have sizes of their own, by their numbers"),
-    Binding("scale_attn_by_inverse_layer_idx", "each layer divides its attention by its number"),
-    Binding("scale_depth", "each layer is scaled by the number of layers"),
-)
+class Depth(Method):
+    """A copy of each chosen layer comes right after it, and begins by adding zeros."""
 
+    name = "depth"
+    variants = ("depth",)
+    verb = "duplicated"
+    adds_layers = True
+    refused: ClassVar[Mapping[str, str]] = {
+        "route": "It is a stock checkpoint, whose classes run one path; a router needs --method scale or grow.",
+        "merge": "It is a stock checkpoint already, which any program loads as it is, so there is nothing to merge.",
+        "load_expansion": "Its copies of layers would renumber the layers of a model in memory. Put it on its base on "
+        "disk (scale-surgery apply), and load that folder by from_pretrained.",
+    }
+    about_rows = "A row is the copy that follows that base layer"
+    opening: ClassVar[Mapping[str, str]] = {
+        "expanded": "A language model with new layers among its pretrained ones, made with `scale-surgery`.",
+        "extract": "The new layers of a deepened language model, without the model itself, made with `scale-surgery`.",
+    }
+    title = "What was added"
+    source = "The expansion is the block expansion of LLaMA Pro."
+    cites = ("depth",)
+    citation = """@misc{llamapro2024,
+  title         = {{LLaMA} {Pro}: Progressive {LLaMA} with Block Expansion},
+  author        = {Wu, Chengyue and Gan, Yukang and Ge, Yixiao and Lu, Zeyu and Wang, Jiahao and Feng, Ye
+                   and Shan, Ying and Luo, Ping},
+  year          = {2024},
+  eprint        = {2401.02415},
+  archivePrefix = {arXiv}
+}"""
+    about_loading = (
+        '`model.config.scale_surgery["new_layers"]` lists the new layers. With the package `scale-surgery` installed, '
+        "`scale_surgery.freeze_base(model)` lets them train, and nothing else."
+    )
 
-def check_duplicable(config: Mapping[str, Any]) -> None:
-    """Check that layers of a model can be copied, whatever its family.
+    def config_problems(self, config: Mapping[str, Any]) -> list[str]:
+        """Keys by which layers share caches or weights, or depend on their numbers."""
+        return binding_problems(config)
 
-    Raises:
-        PlanError: If they share caches or weights, or depend on their numbers; every key that says so is named.
-    """
-    nested = config.get("text_config")
-    places = {"config.json": config, "config.json: text_config": nested if isinstance(nested, Mapping) else {}}
-    problems = [
-        f"{place}: {binding.key} is {own[binding.key]!r}: {binding.reason}, so no layer can be duplicated. Use "
-        "--method scale or grow."
-        for place, own in places.items()
-        for binding in BINDINGS
-        if binding.holds(own)
-    ]
-    if problems:
-        raise PlanError.from_problems(problems)
+    def resolve(self, sizes: Sizes, request: Request) -> Resolved:
+        """The layers that get a copy; nothing is widened."""
+        return Resolved(select_layers(request.layers, sizes.layers))
+
+    def specs(self, base: Base, request: Request, resolved: Resolved) -> Spec:
+        """Which layers are copies."""
+        check_depth_config(base.family, base.checkpoint.config, base.sizes.layers)
+        return build_depth_specs(base.family, resolved.layers)
+
+    def new_tensors(self, base: Base, specs: Spec) -> Iterator[NewTensor]:
+        """Every tensor of every copy."""
+        return depth_tensors(base.family, specs["expanded_layers"], base.prefix, base.checkpoint.tensors)
+
+    def costs(self, base: Base, request: Request, specs: Spec, tensors: Sequence[TensorPlan]) -> Costs:
+        """Nothing is decomposed, and training reaches down to the lowest copy."""
+        return estimate_depth(base.family, base.sizes, specs, tensors, base.checkpoint)
+
+    def guards(self, plan: Plan) -> tuple[TensorPlan, ...]:
+        """What keeps a copy from adding anything."""
+        return tuple(tensor for tensor in plan.tensors if tensor.init in ("zero", "mute"))
+
+    def start(self, changed: int) -> str:
+        """Whether copies still add nothing."""
+        return f"{changed} tensors of new layers are not as they start" if changed else "new layers write zero"
+
+    def rows(self, plan: Plan) -> list[tuple[str, str]]:
+        """Where the copies stand, and how they begin."""
+        assert plan.numbering is not None
+        new = plan.numbering.new
+        return [
+            ("new layers", f"{format_layers(new)}  (of {plan.sizes.layers + len(new)} then)"),
+            ("initialisation", "what is added to the hidden state is zero, the rest a copy"),
+        ]
+
+    def stock_form(self, plan: Plan) -> str | None:
+        """The folder itself is one."""
+        listed = plan.architecture.types_by_number is not None
+        caution = "; a program must read its layer_types, if it has them, and not go by numbers" if listed else ""
+        return f"the folder itself: {plan.family} with more layers, no code of ours{caution}"
+
+    def description(self, request: Request, *, is_stock: bool, has_up_stream: bool) -> str:
+        """What a copy is, in words."""
+        return (
+            "A copy of each chosen layer stands right after it. It began by adding zeros, so that at first it passed "
+            "on what it was given, and the output was the base's. The pretrained tensors are there byte for byte; "
+            "those above a copy are numbered higher."
+        )
+
+    def beginning(self, request: Request) -> str:
+        """What is zero, and what is copied."""
+        return "what is added to the hidden state zero, everything else as in the layer below"
+
+    def card_rows(self, plan: Plan) -> list[tuple[str, str]]:
+        """Which layers were duplicated."""
+        assert plan.numbering is not None
+        layers, new = plan.sizes.layers, plan.numbering.new
+        return [
+            ("variant", f"`{plan.variant}`"),
+            ("layers with a copy", f"{format_layers(plan.layers)} of 0-{layers - 1}"),
+            ("new layers", f"{format_layers(new)} of 0-{layers + len(new) - 1}"),
+            ("parameters", parameters_row(plan.costs)),
+            ("start", self.beginning(plan.request)),
+        ]
 
 
 def build_depth_specs(family: Family, layers: Sequence[int]) -> Spec:
@@ -91,8 +143,8 @@ def build_depth_specs(family: Family, layers: Sequence[int]) -> Spec:
     numbering = Numbering(family.base_model, family.layers, tuple(layers))
     return {
         "format": FORMAT,
-        "method": "depth",
-        "variant": "depth",
+        "method": Depth.name,
+        "variant": Depth.name,
         "base_model": family.base_model,
         "layers": family.layers,
         "expanded_layers": list(layers),
@@ -137,33 +189,6 @@ def depth_tensors(
                     yield NewTensor(name, source.shape, block, kind, layer, source.name, is_copy=is_copy)
 
 
-def check_depth_config(family: Family, config: Mapping[str, Any], layers: int) -> None:
-    """Check that what config.json says layer by layer can be said of more layers.
-
-    Args:
-        family: Facts of the architecture.
-        config: Parsed config.json of the base.
-        layers: Number of its layers.
-
-    Raises:
-        PlanError: If a list has another length than there are layers, or a number of layers is none.
-    """
-    lists = {key: config[key] for key in PER_LAYER_LISTS if config.get(key) is not None}
-    problems = [
-        f"config.json: {key} is {value!r}, expected a list of {layers}, one for each layer. Is this config.json from "
-        "this checkpoint?"
-        for key, value in lists.items()
-        if not isinstance(value, list) or len(value) != layers
-    ]
-    types = family.types_by_number
-    number = config.get(types.key, types.default) if types is not None and types.key else 1
-    if type(number) is not int or number < 0 or (number == 0 and types is not None and types.rule == "every"):
-        assert types is not None
-        problems.append(f"config.json: {types.key} is {number!r}, expected a number of layers.")
-    if problems:
-        raise PlanError.from_problems(problems)
-
-
 def deepened_config(config: Mapping[str, Any], specs: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """Edit a base model's config.json: more layers, each copy of the type of its source, everything else as it was.
 
@@ -189,18 +214,3 @@ def deepened_config(config: Mapping[str, Any], specs: Mapping[str, Any], family:
     for name, values in per_layer.items():
         edited[name] = [value for i, value in enumerate(values) for _ in range(2 if i in copied else 1)]
     return edited
-
-
-def refuse_depth(specs: Mapping[str, Any], title: object, reason: str) -> None:
-    """Refuse a model with duplicated layers where it makes no sense.
-
-    Args:
-        specs: Value of the key `scale_surgery` in its config.json.
-        title: What it is called.
-        reason: Why, and what to do instead.
-
-    Raises:
-        PlanError: If it is one.
-    """
-    if numbering_of(specs) is not None:
-        raise PlanError(f"{title}: was made by --method depth. {reason}")

@@ -12,7 +12,7 @@ from scale_surgery.checkpoint.numbering import AFTER, CONFIG_KEY, numbering_of
 from scale_surgery.checkpoint.sources import open_model
 from scale_surgery.errors import CheckpointError
 from scale_surgery.planning.families import Family, Sizes, get_family, read_sizes
-from scale_surgery.planning.methods import METHODS, Method
+from scale_surgery.planning.methods import method_of_variant
 from scale_surgery.planning.routing_specs import Routing, read_routing
 from scale_surgery.planning.specs import Widths
 
@@ -41,7 +41,7 @@ class ExpansionSummary:
         verified: Date of the last verification that passed or failed, with its result, or None.
     """
 
-    method: Method
+    method: str
     variant: str
     base_name: str | None
     base_revision: str | None
@@ -157,7 +157,7 @@ def _read_summary(checkpoint: Checkpoint, specs: Mapping[str, Any]) -> Expansion
     collaborative = specs.get("collaborative") or {"layers": (), "groups": ()}
     verification = manifest.get("verification")
     return ExpansionSummary(
-        method=next(method for method, known in METHODS.items() if specs["variant"] in known.variants),
+        method=method_of_variant(specs["variant"]).name,
         variant=specs["variant"],
         base_name=manifest.get("base_name"),
         base_revision=manifest.get("base_revision"),

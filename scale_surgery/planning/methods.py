@@ -1,4 +1,4 @@
-"""Ways to grow a model, as data: what variants each has, which options are its own, how its output is called.
+"""Ways to grow a model, a row each; a new one is a module with a class of its own, and one more row here.
 
 scale  new blocks beside the base's, in attention and MLP, with an up stream (SCALE, arXiv 2511.03270)
 grow   copies of the MLP that together give what the one gave (Grow, Don't Overwrite, arXiv 2603.08647)
@@ -7,75 +7,67 @@ depth  copies of whole blocks that at first add nothing (LLaMA Pro, arXiv 2401.0
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal, cast
-
 from scale_surgery.errors import PlanError
+from scale_surgery.planning.depth import Depth
 from scale_surgery.planning.families import Family
+from scale_surgery.planning.grow import Grow
+from scale_surgery.planning.method import Method
+from scale_surgery.planning.scale import Scale
 
-Method = Literal["scale", "grow", "depth"]
-Variant = Literal["preserve", "adapt", "grow-freeze", "grow-train", "depth"]
+METHODS: dict[str, Method] = {method.name: method for method in (Scale(), Grow(), Depth())}
+DEFAULT_METHOD = Scale.name
 
 
-@dataclass(frozen=True)
-class MethodFacts:
-    """What is special about one method.
+def variants() -> tuple[str, ...]:
+    """What may train, of all methods."""
+    return tuple(variant for method in METHODS.values() for variant in method.variants)
 
-    Attributes:
-        variants: What may train; the first is the default.
-        options: Fields of a request that have a meaning for it alone, or for it and some other.
-        verb: What it does to a layer, as a participle.
-        is_stock: Whether the result is a checkpoint of the base's own architecture, which needs no code of ours.
+
+def get_method(name: object) -> Method:
+    """Find a method.
+
+    Args:
+        name: What a request or a record calls it.
+
+    Returns:
+        The method.
+
+    Raises:
+        PlanError: If there is none of this name; the message lists those that are.
     """
-
-    variants: tuple[Variant, ...]
-    options: tuple[str, ...]
-    verb: str
-    is_stock: bool = False
-
-
-METHODS: Mapping[Method, MethodFacts] = {
-    "scale": MethodFacts(
-        variants=("preserve", "adapt"),
-        options=(
-            "collaborative_layers",
-            "collaborate",
-            "ratio",
-            "up_width",
-            "up_kv_heads",
-            "up_inner_width",
-            "init_w21",
-            "init_w22",
-            "init_embedding",
-            "svd",
-            "dtype",
-        ),
-        verb="expanded",
-    ),
-    "grow": MethodFacts(variants=("grow-freeze", "grow-train"), options=("copies",), verb="grown"),
-    "depth": MethodFacts(variants=("depth",), options=(), verb="duplicated", is_stock=True),
-}
-DEFAULT_COPIES = 2
+    method = METHODS.get(name) if isinstance(name, str) else None
+    if method is None:
+        raise PlanError(f"plan.request.method is {name!r}, expected one of: {', '.join(METHODS)}")
+    return method
 
 
-def all_variants() -> list[Variant]:
-    """Variants of all methods."""
-    return [variant for facts in METHODS.values() for variant in facts.variants]
+def method_of_variant(variant: object) -> Method:
+    """Find the method that a variant belongs to.
+
+    Raises:
+        PlanError: If no method has it.
+    """
+    for method in METHODS.values():
+        if variant in method.variants:
+            return method
+    raise PlanError(f"variant is {variant!r}, expected one of: {', '.join(variants())}")
 
 
 def code_files(family: Family, method: Method) -> tuple[str, ...]:
     """Names of the Python files that a checkpoint carries."""
-    return () if METHODS[method].is_stock else family.code_files
+    return () if method.adds_layers else family.code_files
 
 
-def method_of(plan: Mapping[str, Any]) -> Method:
-    """The method of a plan in surgery.json.
+def refuse(method: Method, operation: str, title: object) -> None:
+    """Refuse an operation that makes no sense for the models of a method.
+
+    Args:
+        method: How the model was made.
+        operation: A key of `Method.refused`, such as "route".
+        title: What the model is called.
 
     Raises:
-        PlanError: If there is no such method.
+        PlanError: If it makes none.
     """
-    method = plan["request"].get("method", "scale")
-    if method not in METHODS:
-        raise PlanError(f"plan.request.method is {method!r}, expected one of: {', '.join(METHODS)}")
-    return cast(Method, method)
+    if operation in method.refused:
+        raise PlanError(f"{title}: was made by --method {method.name}. {method.refused[operation]}")

@@ -2,35 +2,34 @@
 
     Request + config.json + headers  ->  Plan   (print it, save it, review it, execute it)
 
-A plan is a value. Saved as JSON it can be executed later; `expand --plan` plans again from the same request
-and refuses if anything differs, so what was reviewed is what is done.
+A plan is a value: `expand` executes it. Saved as JSON it can be executed later; `load_plan` plans again from the same
+request and refuses if anything differs, so what was reviewed is what is done.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from scale_surgery.checkpoint.folder import DTYPE_BYTES, FLOAT_DTYPES, Checkpoint, TensorInfo, read_json
+from scale_surgery.checkpoint.folder import DTYPE_BYTES, FLOAT_DTYPES, Checkpoint
+from scale_surgery.checkpoint.numbering import Numbering, numbering_of
 from scale_surgery.checkpoint.sources import open_model
-from scale_surgery.checkpoint.staging import write_json
-from scale_surgery.errors import CheckpointError, PlanError
+from scale_surgery.errors import PlanError
 from scale_surgery.planning import costs
-from scale_surgery.planning.depth import build_depth_specs, check_depth_config, check_duplicable, depth_tensors
-from scale_surgery.planning.families import Family, Sizes, get_family, read_sizes
-from scale_surgery.planning.request import Request, complete, resolve
+from scale_surgery.planning.base import Base, check_base, fingerprint, read_base, refuse_expanded
+from scale_surgery.planning.families import Family, Sizes, get_family
+from scale_surgery.planning.method import Method
+from scale_surgery.planning.methods import METHODS, code_files, get_method
+from scale_surgery.planning.request import Request, complete
 from scale_surgery.planning.specs import (
     Collaboration,
     NewTensor,
+    Spec,
     Widths,
-    build_specs,
-    expected_shapes,
-    find_prefix,
-    new_tensors,
 )
 from scale_surgery.planning.tensors import Init, TensorPlan
 
@@ -78,6 +77,36 @@ class Plan:
         """The variant."""
         return str(self.request.variant)
 
+    @property
+    def method(self) -> Method:
+        """How the model grows."""
+        return get_method(self.request.method)
+
+    @property
+    def architecture(self) -> Family:
+        """Facts of the base model's architecture."""
+        return get_family(self.family)
+
+    @property
+    def code_files(self) -> tuple[str, ...]:
+        """Names of the Python files that the expanded checkpoint carries."""
+        return code_files(self.architecture, self.method)
+
+    @cached_property
+    def numbering(self) -> Numbering | None:
+        """Where layers stand among copies; None where no layer is duplicated."""
+        return numbering_of(self.specs)
+
+    @property
+    def expanded_linears(self) -> dict[str, Spec]:
+        """Specifications of the linears of an expanded layer, by name."""
+        modules = self.specs.get("expanded", {})
+        return {name: spec for name, spec in modules.items() if spec["kind"] in ("linear", "grown")}
+
+    def stored_name(self, name: str) -> str:
+        """Name that a tensor has in the files, where layers are duplicated or not."""
+        return name if self.numbering is None else self.numbering.stored(name)
+
     def to_json(self) -> dict[str, Any]:
         """The plan as plain JSON values."""
         plain: dict[str, Any] = json.loads(json.dumps(asdict(self)))
@@ -119,126 +148,43 @@ def make_plan(checkpoint: Checkpoint, request: Request, *, name: str, revision: 
         PlanError: If the request does not fit the model; every problem is listed.
         CheckpointError: If the model is expanded already, or a base tensor is missing or has a wrong shape.
     """
-    _refuse_expanded(checkpoint)
-    if request.method == "depth":
-        # what cannot be duplicated in any family is said before the family is asked for
-        check_duplicable(checkpoint.config)
-    family = get_family(checkpoint.config.get("model_type"))
-    sizes = read_sizes(family, checkpoint.config)
-    request = complete(request, sizes.layers)
-    prefix = find_prefix(family, checkpoint.tensors)
-    _check_base(family, sizes, prefix, checkpoint)
-    layers, widths, collaboration = resolve(sizes, request)
-    if request.method == "depth":
-        check_depth_config(family, checkpoint.config, sizes.layers)
-        specs = build_depth_specs(family, layers)
-        found = tuple(depth_tensors(family, layers, prefix, checkpoint.tensors))
-    else:
-        specs = build_specs(family, sizes, widths, layers, collaboration, request.variant)
-        specs |= {"variant": request.variant, "dtype": "float32" if request.dtype == "float32" else None}
-        head = _find_head(family, checkpoint.tensors)
-        biased = frozenset(tensor.removesuffix(".bias") for tensor in checkpoint.tensors if tensor.endswith(".bias"))
-        found = tuple(new_tensors(family, sizes, specs, prefix, head, biased))
-    embedding = checkpoint.tensors[f"{prefix}{family.embedding}.weight"]
-    tensors, shards = _place(found, request, checkpoint.tensors, embedding)
+    refuse_expanded(checkpoint)
+    asked = METHODS.get(request.method)
+    # what cannot be grown so in any family is said before the family is asked for
+    if asked is not None and (problems := asked.config_problems(checkpoint.config)):
+        raise PlanError.from_problems(problems)
+    base = read_base(checkpoint)
+    request = complete(request, base.sizes.layers)
+    check_base(base)
+    method = METHODS[request.method]
+    resolved = method.resolve(base.sizes, request)
+    specs = method.specs(base, request, resolved)
+    tensors, shards = _place(tuple(method.new_tensors(base, specs)), request, base)
     return Plan(
         base_name=name,
         base_revision=revision,
         base_fingerprint=fingerprint(checkpoint),
-        family=family.model_type,
+        family=base.family.model_type,
         request=request,
-        sizes=sizes,
-        widths=widths,
-        layers=layers,
-        collaboration=collaboration,
-        prefix=prefix,
+        sizes=base.sizes,
+        widths=resolved.widths,
+        layers=resolved.layers,
+        collaboration=resolved.collaboration,
+        prefix=base.prefix,
         specs=specs,
         tensors=tensors,
         shards=shards,
-        costs=(costs.estimate_depth if request.method == "depth" else costs.estimate)(
-            family, sizes, specs, tensors, checkpoint, request.svd
-        ),
+        costs=method.costs(base, request, specs, tensors),
     )
 
 
-def fingerprint(checkpoint: Checkpoint) -> str:
-    """Identify a base model by its config and the names, dtypes and shapes of its tensors, as a sha256."""
-    tensors = sorted((info.name, info.dtype, list(info.shape)) for info in checkpoint.tensors.values())
-    text = json.dumps([checkpoint.config, tensors], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _find_head(family: Family, tensors: Mapping[str, TensorInfo]) -> str:
-    # transformers 5 renamed GPT-NeoX's head; a checkpoint saved by either release is taken as it is
-    return "lm_head" if "lm_head.weight" in tensors else family.head
-
-
-def _refuse_expanded(checkpoint: Checkpoint) -> None:
-    if "scale_surgery" in checkpoint.config or checkpoint.manifest is not None:
-        first = "Strip it first (scale-surgery strip), or expand" if checkpoint.manifest is not None else "Expand"
-        raise CheckpointError(f"{checkpoint.path}: this model is expanded already. {first} its base model.")
-
-
-def _check_base(family: Family, sizes: Sizes, prefix: str, checkpoint: Checkpoint) -> None:
-    problems = [
-        f"config.json: {key} is {checkpoint.config[key]!r}: {reason}."
-        for key, reason in family.refused.items()
-        if checkpoint.config.get(key)
-    ]
-    problems += _missing_biases(family, sizes, prefix, checkpoint)
-    shapes = expected_shapes(family, sizes, prefix) | _optional_shapes(family, sizes, prefix, checkpoint)
-    for name, shape in shapes.items():
-        info = checkpoint.tensors.get(name)
-        if info is None:
-            problems.append(f"{name}: no such tensor, expected one of shape {shape}. Is the checkpoint complete?")
-        elif info.shape != shape:
-            problems.append(
-                f"{name}: shape {info.shape}, expected {shape} from config.json. Is config.json from this checkpoint?"
-            )
-        elif info.dtype not in FLOAT_DTYPES.values():
-            problems.append(
-                f"{name}: dtype {info.dtype}, expected one of {', '.join(FLOAT_DTYPES.values())}. "
-                "A quantised checkpoint must be dequantised first."
-            )
-    if problems:
-        raise CheckpointError.from_problems(problems)
-
-
-def _optional_shapes(family: Family, sizes: Sizes, prefix: str, checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
-    """Shapes of what only some models of a family store: a head of its own, position embeddings, biases."""
-    tensors = checkpoint.tensors
-    head = f"{_find_head(family, tensors)}.weight"
-    shapes: dict[str, tuple[int, ...]] = {}
-    if head in tensors or not sizes.is_tied:
-        shapes[head] = (sizes.vocabulary, sizes.hidden)
-    if family.position_embedding and "n_positions" in checkpoint.config:
-        shapes[f"{prefix}{family.position_embedding}.weight"] = (checkpoint.config["n_positions"], sizes.hidden)
-    for name, shape in expected_shapes(family, sizes, prefix).items():
-        bias = f"{name.removesuffix('.weight')}.bias"
-        if bias in tensors:
-            shapes[bias] = (shape[-1] if family.transposed else shape[0],)
-    return shapes
-
-
-def _missing_biases(family: Family, sizes: Sizes, prefix: str, checkpoint: Checkpoint) -> list[str]:
-    """A bias that stands in some layers must stand in all: the model has one switch for it."""
-    problems = []
-    modules = (*(linear.name for linear in family.linears), *family.pre_norms, *family.post_norms)
-    for module in modules:
-        names = [f"{prefix}{family.layers}.{layer}.{module}.bias" for layer in range(sizes.layers)]
-        missing = [name for name in names if name not in checkpoint.tensors]
-        if 0 < len(missing) < len(names):
-            problems += [
-                f"{name}: no such tensor, other layers have one. Is the checkpoint complete?" for name in missing
-            ]
-    return problems
-
-
 def _place(
-    found: tuple[NewTensor, ...], request: Request, base: Mapping[str, TensorInfo], embedding: TensorInfo
+    found: tuple[NewTensor, ...], request: Request, base: Base
 ) -> tuple[tuple[TensorPlan, ...], tuple[str, ...]]:
     # a tied head has no tensor of its own on disk: it lies with the embedding
-    beside = [base.get(tensor.source, embedding).dtype for tensor in found]
+    stored = base.checkpoint.tensors
+    embedding = stored[f"{base.prefix}{base.family.embedding}.weight"]
+    beside = [stored.get(tensor.source, embedding).dtype for tensor in found]
     dtypes = [FLOAT_DTYPES[request.dtype] for _ in found] if request.dtype else beside
     numbers = _shard_numbers(found, dtypes)
     count = max(numbers)
@@ -288,60 +234,14 @@ def _init(tensor: NewTensor, request: Request) -> Init:
     return "zero"
 
 
-def save_plan(plan: Plan, file: Path) -> None:
-    """Write a plan as JSON."""
-    write_json(file, plan.to_json())
-
-
-def read_plan(plain: Mapping[str, Any]) -> Plan:
-    """Make a plan of what `Plan.to_json` made of it, such as the plan in surgery.json.
+def check_fits(plan: Plan, checkpoint: Checkpoint) -> None:
+    """Check that a plan was made for a base model.
 
     Raises:
-        KeyError, TypeError: If it is none.
+        PlanError: If it was made for another.
     """
-    tensors = [TensorPlan(**{**tensor, "shape": tuple(tensor["shape"])}) for tensor in plain["tensors"]]
-    where = {name: tuple(values) for name, values in plain["collaboration"].items()}
-    return Plan(
-        **{
-            **plain,
-            "request": Request(**plain["request"]),
-            "sizes": Sizes(**plain["sizes"]),
-            "widths": Widths(**plain["widths"]),
-            "layers": tuple(plain["layers"]),
-            "collaboration": Collaboration(**where),
-            "tensors": tuple(tensors),
-            "shards": tuple(plain["shards"]),
-            "costs": costs.read_costs(plain["costs"]),
-        }
-    )
-
-
-def load_request(file: Path) -> Request:
-    """Read the request of a saved plan.
-
-    Raises:
-        PlanError: If the file is not a plan of this program.
-    """
-    try:
-        content = read_json(file)
-        _ = content["base_fingerprint"], content["tensors"]
-        return Request(**content["request"])
-    except (KeyError, TypeError, CheckpointError) as error:
-        found = "" if isinstance(error, CheckpointError) else f" ({error})"
-        missing = "" if file.is_file() else "there is no such file, it "
-        raise PlanError(f"{file}: {missing}is not a plan of scale-surgery{found}. Make one with plan -o.") from error
-
-
-def check_same_plan(plan: Plan, file: Path) -> None:
-    """Refuse to execute a saved plan that this base model and this release would not make.
-
-    Raises:
-        PlanError: If the saved plan differs; the keys that differ are named.
-    """
-    saved, made = read_json(file), plan.to_json()
-    differing = sorted(key for key in made if key != "costs" and saved.get(key) != made[key])
-    if differing:
+    if plan.base_fingerprint != fingerprint(checkpoint):
         raise PlanError(
-            f"{file}: this plan was made for another base model or by another release; it differs in "
-            f"{', '.join(differing)}. Make it again with plan -o."
+            f"{checkpoint.path}: is not the base model that the plan was made for, {plan.base_name}: config, or names, "
+            "dtypes and shapes of tensors differ. Plan again."
         )

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Annotated, Literal
 
 from scale_surgery.errors import PlanError
-from scale_surgery.fields import Range, problems_of
-from scale_surgery.planning.families import Sizes
-from scale_surgery.planning.methods import DEFAULT_COPIES, METHODS, Method, Variant, all_variants
+from scale_surgery.fields import problems_of
+from scale_surgery.planning.grow import COPIES
+from scale_surgery.planning.methods import DEFAULT_METHOD, METHODS, variants
+from scale_surgery.planning.scale import RATIO, WIDTH
 from scale_surgery.planning.selection import select_layers
-from scale_surgery.planning.specs import Collaboration, Widths
 
 Init = Literal["svd", "random", "zero"]
-
-RATIO = Range(above=0, most=4)
-WIDTH = Range(least=0)
-COPIES = Range(least=2)
 
 
 @dataclass(frozen=True)
@@ -45,8 +41,8 @@ class Request:
     """
 
     layers: str
-    method: Method = field(default="scale", metadata={"choices": lambda: METHODS})
-    variant: Variant | None = field(default=None, metadata={"choices": all_variants})
+    method: str = field(default=DEFAULT_METHOD, metadata={"choices": lambda: METHODS})
+    variant: str | None = field(default=None, metadata={"choices": variants})
     collaborative_layers: str | None = None
     collaborate: Literal["attn", "ffn", "both"] | None = None
     ratio: Annotated[float, RATIO] = 0.125
@@ -75,18 +71,15 @@ def complete(request: Request, layers: int | None = None) -> Request:
     Raises:
         PlanError: If a value is none of those that it may be, or does not belong to the method; every one is named.
     """
+    # the command line asks the same; a Python caller may not have, and a saved plan may have been edited
     problems = problems_of(request, with_ranges=False)
     if problems:
         raise PlanError.from_problems(problems)
-    problems = _foreign_problems(request)
-    if request.copies is not None and request.copies not in COPIES:
-        problems.append(
-            f"--copies is {request.copies}, expected 2 or more: the original is one of them, and 1 adds nothing."
-        )
+    method = METHODS[request.method]
+    problems = [*_foreign_problems(request), *method.problems(request)]
     if problems:
         raise PlanError.from_problems([*problems, *_layer_problems(request, layers)])
-    copies = request.copies or (DEFAULT_COPIES if request.method == "grow" else None)
-    return replace(request, variant=request.variant or METHODS[request.method].variants[0], copies=copies)
+    return method.complete(request)
 
 
 def _layer_problems(request: Request, layers: int | None) -> list[str]:
@@ -113,137 +106,4 @@ def _foreign_problems(request: Request) -> list[str]:
                     f"--{name.replace('_', '-')} {getattr(request, name)} belongs to --method {method}, it has no "
                     f"meaning for {request.method}. Leave it out."
                 )
-    return problems
-
-
-def resolve(sizes: Sizes, request: Request) -> tuple[tuple[int, ...], Widths, Collaboration]:
-    """Resolve a request against the sizes of a base model.
-
-    Args:
-        sizes: Sizes of the base model.
-        request: What was asked for, in full; see `complete`.
-
-    Returns:
-        The layers to expand, the widths to add, and where W12 exists.
-
-    Raises:
-        PlanError: If the request does not fit the model; every problem is listed.
-    """
-    if request.method != "scale":
-        layers = select_layers(request.layers, sizes.layers)
-        added = (request.copies - 1) * sizes.inner if request.copies else 0
-        # what a grown layer adds is written by W12 of its down projection, and by nothing else
-        return layers, Widths(0, 0, added), Collaboration(layers, ("ffn",)) if added else Collaboration((), ())
-    problems: list[str] = []
-    layers = ()
-    try:
-        layers = select_layers(request.layers, sizes.layers)
-    except PlanError as error:
-        problems.append(str(error))
-    widths = _resolve_widths(sizes, request)
-    problems += _width_problems(sizes, request, widths)
-    collaboration, found = _resolve_collaboration(sizes, request, layers, widths)
-    problems += found
-    if problems:
-        raise PlanError.from_problems(problems)
-    return layers, widths, collaboration
-
-
-def _resolve_widths(sizes: Sizes, request: Request) -> Widths:
-    def given(value: int | None, default: int) -> int:
-        return default if value is None else value
-
-    # any other ratio, NaN too, is reported as a problem of the widths
-    ratio = request.ratio if request.ratio in RATIO else 1.0
-    kv_heads = given(request.up_kv_heads, max(1, round(sizes.key_value_heads * ratio)))
-    width = given(request.up_width, kv_heads * sizes.queries_per_key_value * sizes.head_size)
-    inner = given(request.up_inner_width, max(8, round(sizes.inner * ratio / 8) * 8))
-    return Widths(width, kv_heads, inner)
-
-
-def _width_problems(sizes: Sizes, request: Request, widths: Widths) -> list[str]:
-    problems = []
-    if request.ratio not in RATIO:
-        problems.append(f"--ratio is {request.ratio}, expected {RATIO} (0.125 is the default).")
-    for option, value in asdict(widths).items():
-        if value not in WIDTH:
-            problems.append(f"--{option.replace('_', '-')} is {value}, expected 0 or more.")
-    if widths.up_width > 0 and widths.up_width % sizes.head_size:
-        problems.append(
-            f"--up-width is {widths.up_width}, expected a multiple of the head size {sizes.head_size}, "
-            f"such as {-(-widths.up_width // sizes.head_size) * sizes.head_size}."
-        )
-    if not any(asdict(widths).values()):
-        problems.append("--up-width, --up-kv-heads and --up-inner-width are all 0: there is nothing to add.")
-    return problems
-
-
-def _resolve_collaboration(
-    sizes: Sizes, request: Request, layers: tuple[int, ...], widths: Widths
-) -> tuple[Collaboration, list[str]]:
-    if request.variant == "preserve":
-        return Collaboration((), ()), _preserve_problems(request, widths)
-    problems: list[str] = []
-    chosen = layers
-    if request.collaborative_layers is not None:
-        try:
-            chosen = select_layers(request.collaborative_layers, sizes.layers, "--collaborative-layers")
-        except PlanError as error:
-            problems.append(str(error))
-    groups = _resolve_groups(request, widths)
-    outside = sorted(set(chosen) - set(layers))
-    if layers and outside:
-        problems.append(
-            f"--collaborative-layers {request.collaborative_layers}: {', '.join(map(str, outside))} not among the "
-            f"expanded layers. Choose among --layers {request.layers}."
-        )
-    problems += _sealed_problems(layers, chosen, groups, widths)
-    return Collaboration(chosen, groups), problems
-
-
-def _resolve_groups(request: Request, widths: Widths) -> tuple[str, ...]:
-    if request.collaborate == "both":
-        return ("attn", "ffn")
-    if request.collaborate is not None:
-        return (request.collaborate,)
-    if widths.up_width:
-        return ("attn",)
-    # without an up stream W12 is the only way out of what is added
-    return _needed_groups(widths)
-
-
-def _needed_groups(widths: Widths) -> tuple[str, ...]:
-    return (("attn",) if widths.up_kv_heads else ()) + (("ffn",) if widths.up_inner_width else ())
-
-
-def _preserve_problems(request: Request, widths: Widths) -> list[str]:
-    problems = []
-    if widths.up_width == 0:
-        problems.append(
-            "--up-width is 0 with --variant preserve: without an up stream, W12 is the only way out of the new "
-            "heads and the new inner features, and preserve has none. Use --variant adapt, or an --up-width."
-        )
-    for option, value in (
-        ("--collaborative-layers", request.collaborative_layers),
-        ("--collaborate", request.collaborate),
-    ):
-        if value is not None:
-            problems.append(f"{option} {value} with --variant preserve: it has no W12. Use --variant adapt.")
-    return problems
-
-
-def _sealed_problems(
-    layers: tuple[int, ...], chosen: tuple[int, ...], groups: tuple[str, ...], widths: Widths
-) -> list[str]:
-    if widths.up_width:
-        return []
-    problems = []
-    if set(layers) - set(chosen):
-        problems.append("--up-width is 0: every expanded layer must be in --collaborative-layers.")
-    missing = [group for group in _needed_groups(widths) if group not in groups]
-    if missing:
-        problems.append(
-            f"--up-width is 0 and --collaborate leaves out {' and '.join(missing)}: what is added there would have "
-            "no way out. Use --collaborate both, or add nothing there."
-        )
     return problems

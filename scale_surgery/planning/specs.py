@@ -13,7 +13,6 @@ from typing import Any
 from scale_surgery.planning.families import Family, Sizes
 
 FORMAT = 1
-GROWING = ("grow-freeze", "grow-train")
 # blocks that take the place of base tensors, and add nothing beside them
 REPLACING = ("w11", "bias11")
 Spec = dict[str, Any]
@@ -23,17 +22,22 @@ Spec = dict[str, Any]
 class Widths:
     """What is added: features of the residual stream, key/value heads, and features inside the MLP."""
 
-    up_width: int
-    up_kv_heads: int
-    up_inner_width: int
+    up_width: int = 0
+    up_kv_heads: int = 0
+    up_inner_width: int = 0
+
+    @property
+    def description(self) -> str:
+        """The widths in one line."""
+        return f"residual stream {self.up_width}, key/value heads {self.up_kv_heads}, inner {self.up_inner_width}"
 
 
 @dataclass(frozen=True)
 class Collaboration:
     """Where W12 exists and trains: layers, and groups of linears in them."""
 
-    layers: tuple[int, ...]
-    groups: tuple[str, ...]
+    layers: tuple[int, ...] = ()
+    groups: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,7 @@ def find_prefix(family: Family, names: Collection[str]) -> str:
 
 def expected_shapes(family: Family, sizes: Sizes, prefix: str) -> dict[str, tuple[int, ...]]:
     """Shapes that the weights of a base model must have on disk, by the family's facts and the config's sizes."""
-    streams = stream_widths(sizes, Widths(0, 0, 0))
+    streams = stream_widths(sizes, Widths())
     hidden = (sizes.hidden,)
     shapes: dict[str, tuple[int, ...]] = {f"{prefix}{family.embedding}.weight": (sizes.vocabulary, sizes.hidden)}
     shapes[f"{prefix}{family.final_norm}.weight"] = hidden
@@ -97,12 +101,7 @@ def expected_shapes(family: Family, sizes: Sizes, prefix: str) -> dict[str, tupl
 
 
 def build_specs(
-    family: Family,
-    sizes: Sizes,
-    widths: Widths,
-    layers: tuple[int, ...],
-    collaboration: Collaboration,
-    variant: str | None = None,
+    family: Family, sizes: Sizes, widths: Widths, layers: tuple[int, ...], collaboration: Collaboration
 ) -> Spec:
     """Say for every stock module whether and how it is expanded.
 
@@ -112,13 +111,11 @@ def build_specs(
         widths: What is added.
         layers: The expanded layers.
         collaboration: Where W12 exists.
-        variant: What trains; "grow-freeze" and "grow-train" make copies of the MLP.
 
     Returns:
         The module specifications as plain JSON values.
     """
     streams = stream_widths(sizes, widths)
-    expanded = _expanded_specs(family, sizes, streams)
     return {
         "format": FORMAT,
         "base_model": family.base_model,
@@ -128,7 +125,7 @@ def build_specs(
         "collaborative": {"layers": list(collaboration.layers), "groups": list(collaboration.groups)},
         "model": _model_specs(family, sizes, widths.up_width, is_embedding_widened=0 in layers),
         "head": {"kind": "head", "base": sizes.hidden, "up": widths.up_width} if widths.up_width else {},
-        "expanded": grown_specs(expanded, streams, variant) if variant in GROWING else expanded,
+        "expanded": _expanded_specs(family, sizes, streams),
         "passing": _passing_specs(family, sizes.hidden, widths.up_width),
         "attention": {family.attention: _attention_spec(family, sizes, widths)} if widths.up_kv_heads else {},
     }
@@ -169,28 +166,6 @@ def _expanded_specs(family: Family, sizes: Sizes, streams: Mapping[str, list[int
     specs |= _inner_norm_specs(family, sizes, streams)
     base, up = streams["inner"]
     return specs | ({family.activation: {"kind": "activation", "base": base}} if up else {})
-
-
-def grown_specs(specs: Spec, streams: Mapping[str, list[int]], variant: str) -> Spec:
-    """Make the linears of an expanded MLP those of a grown one (arXiv 2603.08647).
-
-    Args:
-        specs: Specifications of a layer in which the inner stream alone is widened.
-        streams: Base and up width of each stream.
-        variant: "grow-freeze", or "grow-train" where the original gate and up projection train too.
-
-    Returns:
-        The specifications. `share` is what the base product of the down projection counts, 1 over the number of
-        copies; where `trains_base` is set, a trained copy W11 takes the place of W.
-    """
-    base, up = streams["inner"]
-    share = base / (base + up)
-    grown: Spec = {}
-    for name, spec in specs.items():
-        is_down = spec["kind"] == "linear" and spec["in_features"][1]
-        own = {"share": share} if is_down else {"trains_base": variant == "grow-train"}
-        grown[name] = {**spec, "kind": "grown", **own} if spec["kind"] == "linear" else spec
-    return grown
 
 
 def _inner_norm_specs(family: Family, sizes: Sizes, streams: Mapping[str, list[int]]) -> Spec:
@@ -264,9 +239,7 @@ def new_tensors(
         for name, spec in specs["expanded"].items():
             path = f"{prefix}{family.layers}.{layer}.{name}"
             if spec["kind"] == "linear":
-                yield from _linear_tensors(family, specs, name, path, layer, biased)
-            elif spec["kind"] == "grown":
-                yield from _grown_tensors(spec, path, layer, biased)
+                yield from _linear_tensors(specs, name, path, layer, biased)
             elif spec["kind"] == "norm":
                 yield from _module_tensors(path, spec, layer, biased)
     for name, spec in specs["model"].items():
@@ -285,9 +258,7 @@ def _module_tensors(
         yield NewTensor(f"{path}.up_bias", (spec["up"],), "up_bias", "norm", layer, f"{path}.bias")
 
 
-def _linear_tensors(
-    family: Family, specs: Spec, name: str, path: str, layer: int, biased: frozenset[str]
-) -> Iterator[NewTensor]:
+def _linear_tensors(specs: Spec, name: str, path: str, layer: int, biased: frozenset[str]) -> Iterator[NewTensor]:
     spec = specs["expanded"][name]
     collaborative = specs["collaborative"]
     has_w12 = layer in collaborative["layers"] and spec["group"] in collaborative["groups"]
@@ -302,21 +273,3 @@ def _linear_tensors(
     for block, shape in shapes.items():
         if 0 not in shape:
             yield NewTensor(f"{path}.{block}", shape, block, "linear", layer, f"{path}.weight")
-
-
-def _grown_tensors(spec: Spec, path: str, layer: int, biased: frozenset[str]) -> Iterator[NewTensor]:
-    """Copies of a linear of an MLP; the bias of a down projection is added once, by the base."""
-    base_in, up_in = spec["in_features"]
-    base_out, up_out = (sum(widths) for widths in zip(*spec["out_features"], strict=True))
-    trained = base_out if spec.get("trains_base") else 0
-    shapes = {
-        "w12": (base_out, up_in),
-        "w21": (up_out, base_in),
-        "w11": (trained, base_in),
-        "up_bias": (up_out if path in biased else 0,),
-        "bias11": (trained if path in biased else 0,),
-    }
-    for block, shape in shapes.items():
-        if 0 not in shape:
-            source = f"{path}.{'bias' if 'bias' in block else 'weight'}"
-            yield NewTensor(f"{path}.{block}", shape, block, "linear", layer, source, is_copy=True)

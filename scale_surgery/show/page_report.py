@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Literal
 
 from scale_surgery.checkpoint.staging import write_text
 from scale_surgery.errors import CheckpointError
+from scale_surgery.planning.methods import METHODS
 from scale_surgery.show.charts import Curve, render_chart
 from scale_surgery.show.figures import PANELS, VERMILION, curve_of, running_mean
 from scale_surgery.show.heat import matrices, render_matrices
 from scale_surgery.show.palette import DARK, LIGHT, Palette
 from scale_surgery.show.tables_report import (
-    COPIED_LAYERS,
     GROUPS,
     NONE,
     collaboration,
@@ -51,13 +51,6 @@ STEPS = {
 FIRST: Look = ("first", "circle")
 SECOND: Look = ("second", "square")
 LOOKS = {"attn": FIRST, "ffn": SECOND}
-# what the change of W12 is, by method; copies of layers have none
-W12_TEXTS = {
-    "scale": "What training wrote into the base stream: norm of the change of W12, all matrices of a group taken as "
-    "one. SCALE (arXiv 2511.03270) finds forgetting nearly linear in this norm.",
-    "grow": "W12 is the copies' part of the down projection, and started as the base's over the number of copies: norm "
-    "of its change.",
-}
 
 
 def write_page(report: Report, file: Path) -> None:
@@ -146,7 +139,7 @@ def _sections(report: Report) -> Iterator[Section]:
     yield "The training run", "What the last run logged, over optimizer steps.", _charts(_run_charts(report))
     yield (
         "W12, layer by layer",
-        W12_TEXTS.get(report.method, ""),
+        METHODS[report.method].about_w12,
         _charts(_collaboration_charts(report) if report.state == "trained" else iter(())),
     )
     yield "The base stream, layer by layer", *_stream_section(report.streams)
@@ -179,7 +172,11 @@ def _run_charts(report: Report) -> Iterator[str]:
 
 def _collaboration_charts(report: Report) -> Iterator[str]:
     # what started as zeros has the norm of its change
-    titles = ("Change", "Change over the norm of W") if report.method == "grow" else ("Norm", "Norm over that of W")
+    titles = (
+        ("Change", "Change over the norm of W")
+        if not METHODS[report.method].starts_at_zero
+        else ("Norm", "Norm over that of W")
+    )
     labels = (titles[0].lower(), "share of W's norm")
     for title, label, name in zip(titles, labels, ("change", "change_of_base"), strict=True):
         curves = [_layer_curve(report, group, name) for group in GROUPS]
@@ -269,8 +266,8 @@ def _row(tensor: TensorChange) -> str:
 
 
 def _terms(report: Report) -> Iterator[str]:
-    if report.method == "depth":
-        yield f"{COPIED_LAYERS}; cosine and drift after a layer are after its copy."
+    if about := METHODS[report.method].about_rows:
+        yield f"{about}; cosine and drift after a layer are after its copy."
     yield (
         "Norms are Frobenius norms. Relative: norm of the change since the expansion over the norm at the start. Of W: "
         "norm over that of the base weight beside it."

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from scale_surgery.planning.methods import METHODS
 from scale_surgery.planning.selection import format_layers
+from scale_surgery.planning.specs import Widths
 
 if TYPE_CHECKING:
     from scale_surgery.demo import Demo, Reloaded
@@ -93,7 +94,7 @@ def _render_summary(added: ExpansionSummary) -> Table:
     widths = [
         ("collaborative", where + groups),
         ("router", "none" if added.routing is None else added.routing.description),
-        ("added widths", format_widths(added.up_width, added.up_kv_heads, added.up_inner_width)),
+        ("added widths", Widths(added.up_width, added.up_kv_heads, added.up_inner_width).description),
     ]
     if added.copies is not None:
         widths = [widths[1], ("MLPs in each", f"{added.copies}, of which each counts 1/{added.copies}")]
@@ -108,14 +109,9 @@ def _render_summary(added: ExpansionSummary) -> Table:
     return facts("expansion", rows)
 
 
-def format_widths(up_width: int, up_kv_heads: int, up_inner_width: int) -> str:
-    """Write added widths for people."""
-    return f"residual stream {up_width}, key/value heads {up_kv_heads}, inner {up_inner_width}"
-
-
 def render_expansion(done: Expansion) -> RenderableType:
     """What an expansion wrote."""
-    is_renumbered = done.plan.request.method == "depth"
+    is_renumbered = done.plan.numbering is not None
     taken = "the same data, layers renumbered in headers" if is_renumbered else "taken over as files"
     rows = [
         ("written", str(done.path)),

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from scale_surgery.checkpoint.numbering import numbering_of, stored_name
-from scale_surgery.planning.families import get_family
-from scale_surgery.planning.methods import METHODS
 from scale_surgery.planning.selection import format_layers
-from scale_surgery.show.tables import facts, format_bytes, format_seconds, format_widths
-
-# of duplicated layers
-MUTED = "what is added to the hidden state is zero, the rest a copy"
+from scale_surgery.show.tables import facts, format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from scale_surgery.planning.plan import Plan
@@ -28,12 +21,12 @@ def render_plan(plan: Plan, *, details: bool = False, tensors: bool = True) -> R
     costs = plan.costs
     share = costs.parameters_added / costs.parameters_before
     is_mixed = 0 < len(plan.collaboration.layers) < len(plan.layers)
-    chosen = f"{METHODS[plan.request.method].verb} layers"
+    chosen = f"{plan.method.verb} layers"
     rows = [
         ("base", plan.base_name + (f" at {plan.base_revision[:12]}" if plan.base_revision else "")),
         ("variant", plan.variant),
         (chosen, f"{format_layers(plan.layers)}  ({len(plan.layers)} of {plan.sizes.layers})"),
-        *_method_rows(plan),
+        *plan.method.rows(plan),
         ("parameters", f"+{costs.parameters_added:,} on {costs.parameters_before:,} ({share:.1%})"),
         ("in one layer", f"+{costs.parameters_per_layer:,}" + (" at most" if is_mixed else "")),
         ("bytes", f"+{format_bytes(costs.bytes_added)} in {len(plan.shards)} new shards"),
@@ -46,34 +39,13 @@ def render_plan(plan: Plan, *, details: bool = False, tensors: bool = True) -> R
         return facts("plan", rows)
     shown = plan.tensors if details else _sample(plan)
     note = "" if details else f"  ({len(shown)} of {len(plan.tensors)}; --details shows all)"
-    return Group(facts("plan", rows), Text(), _render_tensors(shown, plan.specs, f"new tensors{note}"))
-
-
-def _method_rows(plan: Plan) -> list[tuple[str, str]]:
-    """What only the plans of one method say."""
-    request, collaborative = plan.request, plan.collaboration
-    if request.method == "grow":
-        return [("MLPs in each", f"{request.copies}, of which each counts 1/{request.copies}")]
-    if (numbering := numbering_of(plan.specs)) is not None:
-        return [
-            ("new layers", f"{format_layers(numbering.new)}  (of {plan.sizes.layers + len(numbering.new)} then)"),
-            ("initialisation", MUTED),
-        ]
-    where = format_layers(collaborative.layers)
-    groups = f" ({' and '.join(collaborative.groups)})" if collaborative.groups else ""
-    return [
-        ("collaborative", where + groups),
-        ("added widths", format_widths(plan.widths.up_width, plan.widths.up_kv_heads, plan.widths.up_inner_width)),
-        ("initialisation", f"W21 {request.init_w21}, W22 {request.init_w22}, {request.svd} SVD"),
-    ]
+    return Group(facts("plan", rows), Text(), _render_tensors(plan, shown, f"new tensors{note}"))
 
 
 def _stock_form(plan: Plan) -> str:
     stock = plan.costs.stock
-    if plan.request.method == "depth":
-        listed = get_family(plan.family).types_by_number is not None
-        caution = "; a program must read its layer_types, if it has them, and not go by numbers" if listed else ""
-        return f"the folder itself: {plan.family} with more layers, no code of ours{caution}"
+    if (itself := plan.method.stock_form(plan)) is not None:
+        return itself
     if stock is None:
         return "none. " + " ".join(plan.costs.stock_problems)
     added = stock.parameters - plan.costs.parameters_before
@@ -97,7 +69,7 @@ def _reach(plan: Plan) -> str:
     def down_to(first: int | None) -> str:
         return "none" if first is None else format_layers(tuple(range(first, plan.sizes.layers)))
 
-    if (numbering := numbering_of(plan.specs)) is not None:
+    if (numbering := plan.numbering) is not None:
         reached = tuple(range(numbering.new[0], plan.sizes.layers + len(numbering.new)))
         return f"layer{'s' if len(reached) > 1 else ''} {format_layers(reached)}"
     if not plan.widths.up_width:
@@ -105,7 +77,7 @@ def _reach(plan: Plan) -> str:
     return f"up stream: {down_to(plan.costs.up_stream_from)}; base stream: {down_to(plan.costs.base_stream_from)}"
 
 
-def _render_tensors(tensors: tuple[TensorPlan, ...], specs: Mapping[str, Any], title: str) -> Table:
+def _render_tensors(plan: Plan, tensors: tuple[TensorPlan, ...], title: str) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, header_style="dim")
     table.add_column("name", overflow="fold")
     table.add_column("shape", justify="right")
@@ -113,5 +85,5 @@ def _render_tensors(tensors: tuple[TensorPlan, ...], specs: Mapping[str, Any], t
     table.add_column("init")
     for tensor in tensors:
         shape = " x ".join(map(str, tensor.shape))
-        table.add_row(stored_name(specs, tensor.name), shape, tensor.dtype, tensor.init)
+        table.add_row(plan.stored_name(tensor.name), shape, tensor.dtype, tensor.init)
     return table

@@ -10,6 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from scale_surgery.planning.methods import DEFAULT_METHOD, METHODS
 from scale_surgery.planning.request import Request, complete
 from scale_surgery.show.tables import facts, format_bytes, format_seconds
 
@@ -117,7 +118,7 @@ def _proposal_rows(result: Ranking) -> Iterator[tuple[str, str]]:
     )
     if result.depth is not None:
         yield "W12", f"--collaborative-layers {result.depth.argument}  ({_depth(result.depth, first)})"
-    elif result.request.method == "scale":
+    elif "collaborative_layers" in METHODS[result.request.method].options:
         yield "W12", "not asked for; --old FILES, with text that the base knows, has its layers proposed too"
     yield "next", next_command(result)
 
@@ -142,7 +143,7 @@ def next_command(result: Ranking) -> str:
     words = ["scale-surgery", "expand", result.model]
     words += ["--revision", result.revision] if result.revision else []
     words += ["--layers", result.proposals[0].argument]
-    words += [] if result.request.method == "scale" else ["--method", result.request.method]
+    words += [] if result.request.method == DEFAULT_METHOD else ["--method", result.request.method]
     usual = complete(Request("all", method=result.request.method))
     for name in REPEATED:
         value = getattr(result.request, name)

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from scale_surgery.evidence.report_records import Norms, TensorChange, add_norms
+from scale_surgery.planning.methods import METHODS
 from scale_surgery.show.tables import facts, format_count
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ NONE = "–"
 GROUPS = {"attn": "attention", "ffn": "FFN"}
 NORM_COLUMNS = ("norm", "change", "relative", "of W")
 RANK_COLUMNS = ("rank", "of change", "full")
-COPIED_LAYERS = "A row is the copy that follows that base layer"
 
 
 def render_report(report: Report, *, details: bool = False) -> RenderableType:
@@ -173,8 +173,8 @@ def _layers(report: Report) -> RenderableType:
 
 def _on_copies(report: Report, more: str = "") -> Iterator[Text]:
     """Says what a row of a layer is where copies of layers were made."""
-    if report.method == "depth":
-        yield Text(f"{COPIED_LAYERS}{f'; {more}' if more else ''}.", style="dim")
+    if about := METHODS[report.method].about_rows:
+        yield Text(f"{about}{f'; {more}' if more else ''}.", style="dim")
 
 
 def _layer_columns(tensors: Iterable[TensorChange]) -> dict[str, dict[int, list[Norms]]]:

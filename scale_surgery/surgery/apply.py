@@ -15,7 +15,6 @@ from pathlib import Path
 from scale_surgery import modeling
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
 from scale_surgery.checkpoint.hashes import hash_files
-from scale_surgery.checkpoint.numbering import numbering_of
 from scale_surgery.checkpoint.sources import Source, find_source
 from scale_surgery.checkpoint.staging import BaseWeights, check_space, check_target, staged, take_over
 from scale_surgery.errors import CheckpointError
@@ -172,7 +171,7 @@ def find_base(extract: Extract, base: str | Path | None, revision: str | None) -
 
 def _bytes_written(extract: Extract, base: Checkpoint, how: BaseWeights) -> int:
     own = sum(file.bytes for name, file in extract.files.items() if name.endswith(".safetensors"))
-    renumbered = renumbered_shards(base, numbering_of(extract.manifest.plan["specs"]))
+    renumbered = renumbered_shards(base, extract.manifest.plan.numbering)
     written = renumbered if how == "link" else base.shards
     return (0 if how == "link" else own) + sum((base.path / shard).stat().st_size for shard in written)
 

@@ -10,7 +10,7 @@ from scale_surgery import modeling
 from scale_surgery.checkpoint.folder import CONFIG_FILE, SINGLE_FILE, Checkpoint
 from scale_surgery.checkpoint.numbering import numbering_of, stored_name
 from scale_surgery.planning.depth import deepened_config
-from scale_surgery.planning.families import Family, Sizes, get_family
+from scale_surgery.planning.families import Family
 from scale_surgery.planning.plan import Plan
 from scale_surgery.planning.routing_specs import build_routing
 from scale_surgery.surgery.joining import has_joined_head
@@ -87,7 +87,7 @@ def written_config(manifest: Manifest, base: Mapping[str, Any], dtype: str) -> d
         base: Parsed config.json of the base.
         dtype: Dtype of the base, for a config that names none.
     """
-    written = expanded_config(base, manifest.plan["specs"], get_family(manifest.plan["family"]), dtype)
+    written = expanded_config(base, manifest.plan.specs, manifest.plan.architecture, dtype)
     if manifest.routing is not None:
         written = routed_config(written, manifest)
     return written if manifest.fused is None else fused_config(written, manifest)
@@ -110,9 +110,9 @@ def routed_config(config: Mapping[str, Any], manifest: Manifest) -> dict[str, An
     Returns:
         The new config.
     """
-    routing, family = routing_of(manifest), get_family(manifest.plan["family"])
+    routing, family = routing_of(manifest), manifest.plan.architecture
     assert routing is not None
-    sizes, specs = Sizes(**manifest.plan["sizes"]), manifest.plan["specs"]
+    sizes, specs = manifest.plan.sizes, manifest.plan.specs
     cap = softcap_of(family, config)
     own = build_routing(family, sizes, specs, routing, cap)
     # stock code would cap the mixture; the router caps what it mixes

@@ -22,7 +22,7 @@ from scale_surgery.checkpoint.folder import (
     open_checkpoint,
 )
 from scale_surgery.checkpoint.hashes import hash_files, hash_tensors
-from scale_surgery.checkpoint.numbering import Numbering, numbering_of, stored_name
+from scale_surgery.checkpoint.numbering import Numbering
 from scale_surgery.checkpoint.sources import Source, find_source
 from scale_surgery.checkpoint.staging import (
     BaseWeights,
@@ -34,10 +34,8 @@ from scale_surgery.checkpoint.staging import (
     write_tensors,
     write_text,
 )
-from scale_surgery.errors import CheckpointError, PlanError
-from scale_surgery.planning.families import get_family
-from scale_surgery.planning.methods import Method, code_files
-from scale_surgery.planning.plan import Plan, check_same_plan, load_request, make_plan
+from scale_surgery.errors import CheckpointError
+from scale_surgery.planning.plan import Plan, check_fits, make_plan
 from scale_surgery.planning.request import Request
 from scale_surgery.progress import Progress, Track, no_track
 from scale_surgery.surgery import record as manifests
@@ -65,17 +63,16 @@ class Expansion:
     pinned_tokenizer: str | None
 
 
-def default_output(source: Source, method: Method) -> Path:
+def default_output(source: Source, method: str) -> Path:
     """Where an expanded model goes when nothing is said: `<name>-<method>` in the current folder."""
     return Path(f"{source.name.rsplit('/', 1)[-1]}-{method}")
 
 
 def expand(
     model: str | Path,
-    request: Request | None = None,
+    plan_or_request: Plan | Request,
     output: str | Path | None = None,
     *,
-    plan_file: Path | None = None,
     revision: str | None = None,
     base_weights: BaseWeights = "auto",
     device: str = "cpu",
@@ -87,9 +84,8 @@ def expand(
 
     Args:
         model: A folder or a Hub id.
-        request: What is asked for; left out where `plan_file` is given.
+        plan_or_request: What is to be done, or what is asked for.
         output: Folder to be; default `<name>-scale` in the current folder, or `-grow` or `-depth`.
-        plan_file: A saved plan to execute exactly.
         revision: Branch, tag or commit of a Hub repository.
         base_weights: How base files are taken over: "auto", "copy" or "link".
         device: Where the decompositions are computed, such as "cpu" or "cuda".
@@ -101,18 +97,17 @@ def expand(
         What was done.
 
     Raises:
-        PlanError: If the request does not fit the model, or the saved plan not this model.
+        PlanError: If the plan or the request does not fit the model.
         CheckpointError: If the model cannot be read or the output cannot be written.
     """
     source = find_source(model, revision)
     checkpoint = open_checkpoint(source.path)
-    if (request is None) == (plan_file is None):
-        raise PlanError("Give a request (--layers ...) or a saved plan (--plan), one of the two.")
-    request = request or load_request(plan_file)  # type: ignore[arg-type]
-    made = make_plan(checkpoint, request, name=source.name, revision=source.revision)
-    if plan_file is not None:
-        check_same_plan(made, plan_file)
-    target = Path(output) if output is not None else default_output(source, request.method)
+    if isinstance(plan_or_request, Request):
+        made = make_plan(checkpoint, plan_or_request, name=source.name, revision=source.revision)
+    else:
+        made = plan_or_request
+        check_fits(made, checkpoint)
+    target = Path(output) if output is not None else default_output(source, made.method.name)
     check_target(target, [source.path], overwrite=overwrite)
     _check_clashes(checkpoint, made)
     check_space(target, _needed_bytes(checkpoint, made, base_weights))
@@ -138,12 +133,12 @@ def _stamp(file: Path) -> list[int]:
 
 def _needed_bytes(checkpoint: Checkpoint, plan: Plan, base_weights: BaseWeights) -> int:
     # a reflink takes no space either, but whether it works is only known when it is tried
-    copied = checkpoint.shards if base_weights == "copy" else renumbered_shards(checkpoint, numbering_of(plan.specs))
+    copied = checkpoint.shards if base_weights == "copy" else renumbered_shards(checkpoint, plan.numbering)
     return sum((checkpoint.path / shard).stat().st_size for shard in copied) + plan.costs.bytes_added
 
 
 def _check_clashes(checkpoint: Checkpoint, plan: Plan) -> None:
-    ours = {*code_files(get_family(plan.family), plan.request.method), *plan.shards}
+    ours = {*plan.code_files, *plan.shards}
     names = [tensor.name for tensor in plan.tensors if tensor.name in checkpoint.tensors]
     problems = [f"{name}: the base model has a tensor of this name already." for name in names]
     clashing = sorted(ours.intersection([*checkpoint.side_files, *checkpoint.shards]))
@@ -170,7 +165,7 @@ def write_expansion(plan: Plan, checkpoint: Checkpoint, partial: Path, device: s
             if not (partial / shard).exists():
                 tensors = {}
                 for tensor in planned:
-                    stored = stored_name(plan.specs, tensor.name)
+                    stored = plan.stored_name(tensor.name)
                     tensors[stored] = make_tensor(plan, tensor, checkpoint, device)
                     advance(tensor.elements)
                 write_tensors(partial / shard, tensors)
@@ -182,7 +177,7 @@ def _take_over_base(plan: Plan, checkpoint: Checkpoint, partial: Path, how: Base
     """Take base files over; gives the bytes of shards that were written."""
     sizes = {shard: (checkpoint.path / shard).stat().st_size for shard in checkpoint.shards}
     with track("base shards", sum(sizes.values())) as advance:
-        renumbered = take_over_shards(checkpoint, partial, numbering_of(plan.specs), how, advance)
+        renumbered = take_over_shards(checkpoint, partial, plan.numbering, how, advance)
     for file in checkpoint.side_files:
         if file not in (CONFIG_FILE, INDEX_FILE):
             # small, and a program may edit them in place: always copies
@@ -220,8 +215,8 @@ def _write_code_and_config(plan: Plan, checkpoint: Checkpoint, partial: Path, tr
     from scale_surgery.running.tokenizer import pin_tokenizer_class
     from scale_surgery.surgery.initialise import TORCH_DTYPES
 
-    family = get_family(plan.family)
-    for file in code_files(family, plan.request.method):
+    family = plan.architecture
+    for file in plan.code_files:
         write_text(partial / file, modeling.code_text(file))
     dtype = str(TORCH_DTYPES[checkpoint.dtype]).removeprefix("torch.")
     write_json(partial / CONFIG_FILE, expanded_config(checkpoint.config, plan.specs, family, dtype))
@@ -241,7 +236,7 @@ def _make_manifest(plan: Plan, checkpoint: Checkpoint, expanded: Checkpoint, tra
     with track("base hashes", sum(sizes.values()) + tensor_bytes) as advance:
         hashes = hash_files(checkpoint.path, files, advance)
         tensors = hash_tensors(checkpoint, list(checkpoint.tensors), advance)
-    renumbered = renumbered_shards(checkpoint, numbering_of(plan.specs))
+    renumbered = renumbered_shards(checkpoint, plan.numbering)
     replaced = {
         file: (checkpoint.path / file).read_bytes().decode("utf-8")
         for file in checkpoint.side_files
@@ -259,8 +254,8 @@ def _make_manifest(plan: Plan, checkpoint: Checkpoint, expanded: Checkpoint, tra
         left_out=checkpoint.left_out,
         replaced=replaced,
         expansion_tensors=hash_tensors(expanded, [tensor.name for tensor in plan.tensors]),
-        code={file: modeling.code_hash(file) for file in code_files(get_family(plan.family), plan.request.method)},
-        plan=plan.to_json(),
+        code={file: modeling.code_hash(file) for file in plan.code_files},
+        plan=plan,
         tool=manifests.tool_versions(),
         renumbered={stored_shard(shard): header for shard, header in renumbered.items()},
     )

@@ -116,7 +116,7 @@ def extract(
         path=target,
         base_name=manifest.base_name,
         base_revision=manifest.base_revision,
-        tensors=len(manifest.plan["tensors"]),
+        tensors=len(manifest.plan.tensors),
         files={name: file.bytes for name, file in files.items()},
         licences=licences,
         bytes=sum(sizes.values()),

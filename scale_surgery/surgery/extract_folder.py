@@ -28,11 +28,8 @@ from scale_surgery.checkpoint.folder import (
     read_json,
 )
 from scale_surgery.checkpoint.hashes import hash_files
-from scale_surgery.checkpoint.numbering import numbering_of
 from scale_surgery.checkpoint.sources import Source, find_source
 from scale_surgery.errors import CheckpointError
-from scale_surgery.planning.families import get_family
-from scale_surgery.planning.methods import code_files, method_of
 from scale_surgery.progress import Track, no_track
 from scale_surgery.surgery.config import config_problems
 from scale_surgery.surgery.record import Manifest, read_manifest, refuse_fused
@@ -143,7 +140,7 @@ def _read(source: Source, content: Mapping[str, Any], manifest: Manifest) -> Ext
         },
         tensors=name_tensors(
             {name: info for shard in sorted(_shards(files)) for name, info in read_header(source.path, shard).items()},
-            numbering_of(manifest.plan["specs"]),
+            manifest.plan.numbering,
         ),
     )
 
@@ -195,7 +192,7 @@ def content_problems(
 
 
 def _tensor_problems(manifest: Manifest, tensors: Mapping[str, TensorInfo]) -> Iterator[str]:
-    planned = {tensor["name"]: tuple(tensor["shape"]) for tensor in manifest.plan["tensors"]}
+    planned = {tensor.name: tensor.shape for tensor in manifest.plan.tensors}
     yield from (f"{name}: expansion tensor is missing." for name in planned if name not in tensors)
     for name, info in tensors.items():
         if name not in planned:
@@ -213,7 +210,7 @@ def _text_problems(manifest: Manifest) -> Iterator[str]:
 
 def _code_problems(manifest: Manifest, files: Mapping[str, OwnFile]) -> Iterator[str]:
     code = {name for name in files if name.endswith(".py")}
-    known = set(code_files(get_family(manifest.plan["family"]), method_of(manifest.plan)))
+    known = set(manifest.plan.code_files)
     yield from (f"{name}: unknown code file. Read it before you trust it." for name in sorted(code - known))
     for name in sorted(code & known):
         if manifest.code.get(name) != files[name].sha256:

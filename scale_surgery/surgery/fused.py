@@ -32,8 +32,6 @@ from scale_surgery.checkpoint.shards import (
 )
 from scale_surgery.checkpoint.staging import as_json, write_text
 from scale_surgery.errors import CheckpointError, PlanError
-from scale_surgery.planning.families import get_family
-from scale_surgery.planning.methods import method_of
 from scale_surgery.progress import Track
 from scale_surgery.surgery.config import fused_config
 from scale_surgery.surgery.joining import cast_problems, join, joined_tensors
@@ -48,14 +46,10 @@ def check_fusible(checkpoint: Checkpoint, manifest: Manifest) -> None:
     """Check that the blocks of every linear can be joined without a cast.
 
     Raises:
-        PlanError: If not; every tensor of another dtype than its base tensor is named. Or if the model is grown.
+        PlanError: If not; every tensor of another dtype than its base tensor is named. Or if its method refuses.
     """
     problems = cast_problems(checkpoint, manifest)
-    if method_of(manifest.plan) == "grow":
-        problems.append(
-            "--to fused: the model is grown, and the base product of its down projections counts a share, so that one "
-            "matrix would hold other bytes than the base's. Merge --to stock: a plain checkpoint with a larger MLP."
-        )
+    problems += [reason for operation, reason in manifest.plan.method.refused.items() if operation == "fuse"]
     if problems:
         raise PlanError.from_problems(problems)
 
@@ -75,7 +69,7 @@ def write_fused(checkpoint: Checkpoint, manifest: Manifest, folder: Path, track:
     Raises:
         CheckpointError: If a base shard is not what it was, or a text cannot be read.
     """
-    code = {file: modeling.code_text(file) for file in get_family(manifest.plan["family"]).code_files}
+    code = {file: modeling.code_text(file) for file in manifest.plan.architecture.code_files}
     before = {file: read_text(checkpoint, file) for file in (INDEX_FILE, CONFIG_FILE, *code, MANIFEST_FILE)}
     remembered = _shards_of(checkpoint, manifest, track)
     shards = fused_shards(checkpoint, manifest)

@@ -57,11 +57,14 @@ def _copy(plan: Plan, tensor: TensorPlan, checkpoint: Checkpoint, device: str) -
     return torch.cat([part for part in parts for _ in range(new)])
 
 
-def altered_copies(plan: Plan, checkpoint: Checkpoint, advance: Progress = no_progress) -> list[str]:
+def altered_copies(
+    plan: Plan, copies: Sequence[TensorPlan], checkpoint: Checkpoint, advance: Progress = no_progress
+) -> list[str]:
     """Copies of base tensors in an expanded checkpoint that are none any more, a line each.
 
     Args:
         plan: Its plan.
+        copies: Tensors of it that began as copies.
         checkpoint: The expanded checkpoint, with the base tensors.
         advance: Called with the bytes of each copy.
 
@@ -69,11 +72,11 @@ def altered_copies(plan: Plan, checkpoint: Checkpoint, advance: Progress = no_pr
         The lines; tensors that are missing or of a wrong shape are left to other checks.
     """
     lines = []
-    for tensor in plan.tensors:
+    for tensor in copies:
         advance(tensor.bytes)
         info = checkpoint.tensors.get(tensor.name)
         source = checkpoint.tensors.get(tensor.source)
-        if tensor.init != "copy" or info is None or info.shape != tensor.shape or source is None:
+        if info is None or info.shape != tensor.shape or source is None:
             continue
         found, made = read_tensor(checkpoint, tensor.name), make_tensor(plan, tensor, checkpoint)
         # on another processor the noise of several copies may be rounded another way

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from scale_surgery.checkpoint.folder import Checkpoint
-from scale_surgery.planning.families import get_family
 from scale_surgery.surgery.record import Manifest
 
 if TYPE_CHECKING:
@@ -80,11 +79,10 @@ def joined_tensors(manifest: Manifest) -> Iterator[Joined]:
         The tensors, layer by layer.
     """
     plan, present = manifest.plan, {*manifest.base_tensors, *manifest.expansion_tensors}
-    family = get_family(plan["family"])
-    linears = {name: spec for name, spec in plan["specs"]["expanded"].items() if spec["kind"] in ("linear", "grown")}
-    for layer in plan["specs"]["expanded_layers"]:
-        for name, spec in linears.items():
-            path = f"{plan['prefix']}{family.layers}.{layer}.{name}"
+    family = plan.architecture
+    for layer in plan.layers:
+        for name, spec in plan.expanded_linears.items():
+            path = f"{plan.prefix}{family.layers}.{layer}.{name}"
             base_in, up_in = spec["in_features"]
             sections = tuple((base, up) for base, up in spec["out_features"])
             share = spec.get("share", 1.0)
@@ -101,13 +99,15 @@ def _joined_head(manifest: Manifest) -> Iterator[Joined]:
 
     A router asks for the logits of each stream by itself.
     """
-    sizes, spec = manifest.plan["sizes"], manifest.plan["specs"]["head"]
-    heads = {f"{name}.up_weight" for name in ("lm_head", get_family(manifest.plan["family"]).head)}
+    sizes, widths = manifest.plan.sizes, manifest.plan.widths
+    heads = {f"{name}.up_weight" for name in ("lm_head", manifest.plan.architecture.head)}
     names = sorted(heads.intersection(manifest.expansion_tensors))
-    for up_weight in names if not (sizes["is_tied"] or manifest.routing) else ():
+    for up_weight in names if not (sizes.is_tied or manifest.routing) else ():
         weight = f"{up_weight.rpartition('.')[0]}.weight"
-        sections = ((sizes["vocabulary"], 0),)
-        yield Joined(weight, {"weight": weight, "up_weight": up_weight}, (spec["base"], spec["up"]), sections, False)
+        sections = ((sizes.vocabulary, 0),)
+        yield Joined(
+            weight, {"weight": weight, "up_weight": up_weight}, (sizes.hidden, widths.up_width), sections, False
+        )
 
 
 def has_joined_head(manifest: Manifest) -> bool:

@@ -18,8 +18,7 @@ from scale_surgery.checkpoint.folder import FLOAT_DTYPES, open_checkpoint
 from scale_surgery.checkpoint.shards import tensor_bytes
 from scale_surgery.checkpoint.sources import find_source
 from scale_surgery.errors import CheckpointError, PlanError
-from scale_surgery.planning.depth import refuse_depth
-from scale_surgery.planning.families import get_family
+from scale_surgery.planning.methods import refuse
 from scale_surgery.progress import Track, no_track
 from scale_surgery.surgery.config import written_config
 from scale_surgery.surgery.extract_folder import Extract, check_own_files, open_extract
@@ -66,12 +65,7 @@ def load_expansion(
     # the classes then take their code along when the model is saved
     modeling.register()
     found = open_extract(extract, extract_revision)
-    refuse_depth(
-        found.manifest.plan["specs"],
-        extract,
-        "Its copies of layers would renumber the layers of a model in memory. Put it on its base on disk "
-        "(scale-surgery apply), and load that folder by from_pretrained.",
-    )
+    refuse(found.manifest.plan.method, "load_expansion", extract)
     check_own_files(found, track)
     if isinstance(model, str | Path):
         model, check = _load_base(found, model, revision, options, track, check=check), False
@@ -99,7 +93,7 @@ def _load_base(
 
 def _find_class(extract: Extract, model: Any) -> Any:
     """The expanded class of a stock model."""
-    _, *classes = modeling.model_classes(get_family(extract.manifest.plan["family"]))
+    _, *classes = modeling.model_classes(extract.manifest.plan.architecture)
     stock = {expanded.__bases__[-1]: expanded for expanded in classes}
     if type(model) not in stock:
         names = " or ".join(sorted(known.__name__ for known in stock))
@@ -134,8 +128,8 @@ def _names_in_memory(extract: Extract, disk_names: Iterable[str], present: Conta
     A base may have been saved without its head, with names that lack the prefix of the whole model, and may be loaded
     without it.
     """
-    _, _, language_model = modeling.model_classes(get_family(extract.manifest.plan["family"]))
-    prefix = f"{extract.manifest.plan['specs']['base_model']}."
+    _, _, language_model = modeling.model_classes(extract.manifest.plan.architecture)
+    prefix = f"{extract.manifest.plan.architecture.base_model}."
     found: dict[str, str] = {}
     for name in disk_names:
         own = name
@@ -203,7 +197,7 @@ def _own_tensors(extract: Extract, expanded: Any, base: Mapping[str, Tensor]) ->
 
     names = _names_in_memory(extract, extract.tensors, expanded.state_dict())
     # what was asked for in float32 stays so, also in a model in half precision
-    kept = torch.float32 if extract.manifest.plan["specs"]["dtype"] == "float32" else None
+    kept = torch.float32 if extract.manifest.plan.request.dtype == "float32" else None
     for shard in sorted({info.file for info in extract.tensors.values()}):
         with safe_open(extract.path / shard, framework="pt") as file:
             for name in (name for name in names if extract.tensors[name].file == shard):

@@ -28,8 +28,7 @@ from scale_surgery.checkpoint.folder import (
 from scale_surgery.checkpoint.hashes import hash_files
 from scale_surgery.checkpoint.staging import check_space, check_target, staged, take_over, write_json
 from scale_surgery.errors import CheckpointError
-from scale_surgery.planning.depth import refuse_depth
-from scale_surgery.planning.families import get_family
+from scale_surgery.planning.methods import refuse
 from scale_surgery.progress import Track, no_track
 from scale_surgery.running.drift import DEFAULT_NEW_TOKENS, Drift, measure_drift
 from scale_surgery.running.options import DEFAULT_MEMORY_BYTES
@@ -127,11 +126,7 @@ def merge(
 
 
 def _check_form(source: Path, checkpoint: Checkpoint, manifest: Manifest, to: Form) -> None:
-    refuse_depth(
-        manifest.plan["specs"],
-        source,
-        "It is a stock checkpoint already, which any program loads as it is, so there is nothing to merge.",
-    )
+    refuse(manifest.plan.method, "merge", source)
     if to == "blocks" and manifest.fused is None:
         raise CheckpointError(f"{source}: has its blocks, expected a model made by scale-surgery merge --to fused.")
     if to != "blocks" and manifest.fused is not None:
@@ -197,7 +192,7 @@ def _check_drift(partial: Path, target: Path, drift: Drift) -> None:
 
 def _fused_record(manifest: Manifest, remembered: Mapping[str, Any], drift: Drift) -> dict[str, Any]:
     """surgery.json of a fused model."""
-    code = {file: modeling.code_hash(file) for file in get_family(manifest.plan["family"]).code_files}
+    code = {file: modeling.code_hash(file) for file in manifest.plan.architecture.code_files}
     return asdict(replace(manifest, fused={**remembered, "drift": asdict(drift)}, code=code, verification=None))
 
 
@@ -211,7 +206,7 @@ def _stock_record(partial: Path, manifest: Manifest, drift: Drift, track: Track)
         "base_name": manifest.base_name,
         "base_revision": manifest.base_revision,
         "base_fingerprint": manifest.base_fingerprint,
-        "request": manifest.plan["request"],
+        "request": asdict(manifest.plan.request),
         "training": list(manifest.training),
         "base_files": {
             name: {"sha256": file.sha256, "bytes": file.bytes}

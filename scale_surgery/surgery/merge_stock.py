@@ -18,7 +18,7 @@ from scale_surgery.checkpoint.folder import CONFIG_FILE, INDEX_FILE, Checkpoint,
 from scale_surgery.checkpoint.shards import Entry, computed, stored, write_shard
 from scale_surgery.checkpoint.staging import take_over, write_json
 from scale_surgery.errors import PlanError
-from scale_surgery.planning.families import Family, Sizes, get_family
+from scale_surgery.planning.families import Family, Sizes
 from scale_surgery.planning.specs import REPLACING, Widths, stream_widths
 from scale_surgery.planning.stock import StockCost, cost_of_stock, stock_problems, stock_shapes, stock_sizes
 from scale_surgery.progress import Progress, Track, no_track
@@ -56,15 +56,15 @@ def stock_cost(manifest: Manifest) -> StockCost:
     Returns:
         Parameters, of them padding, and widths before and after.
     """
-    tensors = manifest.plan["tensors"]
-    beside = sum(prod(tensor["shape"]) for tensor in tensors if tensor["block"] not in REPLACING)
-    parameters = (manifest.plan["costs"]["parameters_before"], beside)
+    tensors = manifest.plan.tensors
+    beside = sum(tensor.elements for tensor in tensors if tensor.block not in REPLACING)
+    parameters = (manifest.plan.costs.parameters_before, beside)
     return cost_of_stock(*_facts(manifest), manifest.base_tensors, parameters)
 
 
 def _facts(manifest: Manifest) -> tuple[Family, Sizes, Widths]:
     plan = manifest.plan
-    return get_family(plan["family"]), Sizes(**plan["sizes"]), Widths(**plan["widths"])
+    return plan.architecture, plan.sizes, plan.widths
 
 
 def _base_config(manifest: Manifest) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from scale_surgery.checkpoint.folder import INDEX_FILE, MANIFEST_FILE, Checkpoint, TensorInfo, read_json, read_tensor
 from scale_surgery.checkpoint.hashes import hash_tensors
-from scale_surgery.checkpoint.numbering import numbering_of
 from scale_surgery.checkpoint.shards import entries_of, tensor_bytes, write_pieces
 from scale_surgery.checkpoint.staging import write_json, write_text
 from scale_surgery.errors import CheckpointError
@@ -113,7 +112,7 @@ def link_base(expanded: Path, folder: Path, manifest: Manifest) -> dict[str, str
         by position, and these patterns make base names of them.
     """
     restore(expanded, folder, manifest, lambda source, link: link.symlink_to(source.resolve()))
-    numbering = numbering_of(manifest.plan["specs"])
+    numbering = manifest.plan.numbering
     if numbering is None:
         return {}
     index = folder / INDEX_FILE
@@ -121,7 +120,7 @@ def link_base(expanded: Path, folder: Path, manifest: Manifest) -> dict[str, str
         content = read_json(index)
         places = {numbering.stored(name): shard for name, shard in content["weight_map"].items()}
         write_json(index, {**content, "weight_map": places})
-    return numbering.as_key_mapping(int(manifest.plan["sizes"]["layers"]))
+    return numbering.as_key_mapping(manifest.plan.sizes.layers)
 
 
 def _check_present(expanded: Path, manifest: Manifest) -> None:

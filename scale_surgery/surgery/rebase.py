@@ -16,12 +16,10 @@ from typing import Any
 
 from scale_surgery.checkpoint.folder import CONFIG_FILE, INDEX_FILE, MANIFEST_FILE, Checkpoint
 from scale_surgery.checkpoint.hashes import hash_file
-from scale_surgery.checkpoint.numbering import numbering_of
 from scale_surgery.checkpoint.sources import Source
 from scale_surgery.checkpoint.staging import BaseWeights, as_json, take_over, write_json
 from scale_surgery.errors import CheckpointError
-from scale_surgery.planning.families import get_family
-from scale_surgery.planning.plan import fingerprint
+from scale_surgery.planning.base import fingerprint
 from scale_surgery.progress import Track
 from scale_surgery.running.tokenizer import TOKENIZER_CONFIG_FILE
 from scale_surgery.surgery.config import expanded_config, make_index, stored_shard, written_config
@@ -95,7 +93,7 @@ def rebase(
     """
     own, places = _own_names(extract, base), _base_places(extract, base)
     # where both have a file, that of the expansion stays: somebody changed it there on purpose
-    checkpoint, numbering = base.checkpoint, numbering_of(extract.manifest.plan["specs"])
+    checkpoint, numbering = base.checkpoint, extract.manifest.plan.numbering
     side_files = {name: stored for name, stored in places.items() if name not in checkpoint.shards}
     taken = {stored: checkpoint.path / name for name, stored in side_files.items() if stored not in own}
     taken |= {name: extract.path / stored_name(name) for name in own}
@@ -146,7 +144,7 @@ def _write_index(extract: Extract, base: Checkpoint, folder: Path) -> None:
     shards = {name: stored_shard(info.file) for name, info in base.tensors.items()}
     shards |= {name: info.file for name, info in extract.tensors.items()}
     total = sum(info.bytes for info in (*base.tensors.values(), *extract.tensors.values()))
-    write_json(folder / INDEX_FILE, make_index(shards, extract.manifest.plan["specs"], total))
+    write_json(folder / INDEX_FILE, make_index(shards, extract.manifest.plan.specs, total))
 
 
 def _manifest(extract: Extract, base: Base, folder: Path, places: Mapping[str, str], dtype: str) -> Manifest:
@@ -157,7 +155,7 @@ def _manifest(extract: Extract, base: Base, folder: Path, places: Mapping[str, s
         "base_revision": base.source.revision,
         "base_fingerprint": fingerprint(given),
     }
-    renumbered = renumbered_shards(given, numbering_of(before.plan["specs"]))
+    renumbered = renumbered_shards(given, before.plan.numbering)
     replaced = {
         name: _text(given.path / name)
         for name in given.side_files
@@ -174,7 +172,7 @@ def _manifest(extract: Extract, base: Base, folder: Path, places: Mapping[str, s
         base_tensors={name: base.tensors[name] for name in given.tensors},
         left_out=given.left_out,
         replaced=replaced,
-        plan={**before.plan, **identity},
+        plan=replace(before.plan, **identity),
         tool=tool_versions(),
         verification=None,
         routing=_routing(extract, base, dtype),
@@ -198,8 +196,8 @@ def _routing(extract: Extract, base: Base, dtype: str) -> dict[str, Any] | None:
     manifest = extract.manifest
     if manifest.routing is None or CONFIG_FILE not in base.other_files:
         return None if manifest.routing is None else dict(manifest.routing)
-    family = get_family(manifest.plan["family"])
-    text = as_json(expanded_config(base.checkpoint.config, manifest.plan["specs"], family, dtype))
+    family = manifest.plan.architecture
+    text = as_json(expanded_config(base.checkpoint.config, manifest.plan.specs, family, dtype))
     before = manifest.routing["before"]
     changed = {"files": {**before["files"], CONFIG_FILE: text}, "verification": None}
     return {**manifest.routing, "before": {**before, **changed}}

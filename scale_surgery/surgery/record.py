@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -24,9 +24,9 @@ from scale_surgery.checkpoint.folder import (
 )
 from scale_surgery.checkpoint.numbering import CONFIG_KEY, Numbering, numbering_of
 from scale_surgery.errors import CheckpointError, PlanError
-from scale_surgery.planning.families import Sizes, get_family
-from scale_surgery.planning.methods import method_of
+from scale_surgery.planning.plan import Plan
 from scale_surgery.planning.routing_specs import Routing
+from scale_surgery.planning.saved import read_plan
 
 MANIFEST_FORMAT = 1
 # what a stock export holds in place of surgery.json
@@ -58,7 +58,7 @@ class Manifest:
     replaced: Mapping[str, str]
     expansion_tensors: Mapping[str, str]
     code: Mapping[str, str]
-    plan: Mapping[str, Any]
+    plan: Plan
     tool: Mapping[str, str] = field(default_factory=dict)
     verification: Mapping[str, Any] | None = None
     # one entry a training run: settings, data, steps, what was measured
@@ -111,13 +111,15 @@ def read_manifest(path: Path) -> Manifest:
     try:
         files = {name: BaseFile(**entry) for name, entry in content["base_files"].items()}
         _check_values(file, content, files)
-        _check_plan(file, content["plan"], content["base_tensors"])
+        plan = read_plan(content["plan"])
+        _check_plan(file, plan, content["base_tensors"])
         later = [*_routing_names(file, content.get("routing")), *_fused_names(file, content.get("fused"))]
         _check_names(file, files, content["replaced"], [*content["code"], *later])
+        _check_training(content.get("training", ()))
         _check_forced(content.get("forced_base"))
-        _check_renumbered(file, content, files)
+        _check_renumbered(file, content, files, plan.numbering)
         lists = {"left_out": tuple(content["left_out"]), "training": tuple(content.get("training", ()))}
-        return Manifest(**{**content, "base_files": files, **lists})
+        return Manifest(**{**content, "plan": plan, "base_files": files, **lists})
     except (KeyError, TypeError, AttributeError, ValueError, PlanError) as error:
         raise CheckpointError(f"{file}: is incomplete ({error}). Restore it from where you got it.") from error
 
@@ -157,27 +159,18 @@ def refuse_fused(path: Path, manifest: Manifest) -> None:
         )
 
 
-def _check_plan(file: Path, plan: Mapping[str, Any], base_tensors: Mapping[str, str]) -> None:
-    """Touch what other rooms read from the recorded plan, so that a spoiled one is noticed here."""
-    both = [tensor["name"] for tensor in plan["tensors"] if tensor["name"] in base_tensors]
+def _check_plan(file: Path, plan: Plan, base_tensors: Mapping[str, str]) -> None:
+    for tensor in plan.tensors:
+        # outside the layers a tied head has no tensor of its own in the base
+        if tensor.layer is not None and tensor.source not in base_tensors:
+            raise PlanError(f"plan.tensors, {tensor.name}: init {tensor.init!r} of {tensor.source!r}")
+    both = [tensor.name for tensor in plan.tensors if tensor.name in base_tensors]
     if both:
         raise CheckpointError.from_problems(
             f"{file}: {name} is said to be a base tensor and a new one. Do not use this checkpoint before you know who "
             "made it."
             for name in both[:10]
         )
-    get_family(plan["family"])
-    _ = plan["sizes"]["hidden"], plan["request"]["variant"], plan["specs"]["expanded_layers"]
-    _ = [(tensor["name"], tensor["shape"]) for tensor in plan["tensors"]]
-    sizes = Sizes(**plan["sizes"])
-    if not all(type(number) is int for number in (sizes.hidden, sizes.layers, sizes.inner, sizes.vocabulary)):
-        raise PlanError("plan.sizes")
-    if (method_of(plan) == "depth") != (numbering_of(plan["specs"]) is not None):
-        raise PlanError("plan.request.method is not that of plan.specs")
-    if method_of(plan) == "grow":
-        copies, inner = plan["request"]["copies"], plan["sizes"]["inner"]
-        if type(copies) is not int or copies < 2 or plan["widths"]["up_inner_width"] != (copies - 1) * inner:
-            raise PlanError(f"plan.request.copies is {copies!r}, which does not fit its widths")
 
 
 def check_numbering(checkpoint: Checkpoint, manifest: Manifest) -> None:
@@ -186,7 +179,7 @@ def check_numbering(checkpoint: Checkpoint, manifest: Manifest) -> None:
     Raises:
         CheckpointError: If not.
     """
-    found, wanted = numbering_of(checkpoint.config.get(CONFIG_KEY)), numbering_of(manifest.plan["specs"])
+    found, wanted = numbering_of(checkpoint.config.get(CONFIG_KEY)), manifest.plan.numbering
     if found != wanted:
         raise CheckpointError(
             f"{checkpoint.path / CONFIG_FILE}: {CONFIG_KEY} names {_copied(found)} as duplicated, expected "
@@ -226,14 +219,27 @@ def _fused_names(file: Path, fused: Mapping[str, Any] | None) -> list[str]:
     return names
 
 
+def are_numbers(values: Iterable[object]) -> bool:
+    """Whether values are numbers, all of them."""
+    return all(isinstance(value, int | float) for value in values)
+
+
+def _check_training(training: Iterable[Mapping[str, Any]]) -> None:
+    for run in training:
+        measured = (value for value in (run.get("measured") or {}).values() if value is not None)
+        if not are_numbers([run.get("steps", 0), *measured]):
+            raise PlanError("training")
+
+
 def _check_forced(forced: Mapping[str, Any] | None) -> None:
     if forced is not None:
         _ = forced["expected_name"], len(forced["differing"])
 
 
-def _check_renumbered(file: Path, content: Mapping[str, Any], files: Mapping[str, BaseFile]) -> None:
+def _check_renumbered(
+    file: Path, content: Mapping[str, Any], files: Mapping[str, BaseFile], numbering: Numbering | None
+) -> None:
     headers = content.get("renumbered", {})
-    numbering = numbering_of(content["plan"]["specs"])
     known = {entry.stored_as for entry in files.values()}
     are_headers = _are_texts(headers) and all(isinstance(json.loads(header), dict) for header in headers.values())
     are_shards = known.issuperset(headers) and all(name.endswith(".safetensors") for name in headers)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from scale_surgery.checkpoint.folder import Checkpoint, read_chunks
 from scale_surgery.checkpoint.hashes import hash_files
-from scale_surgery.checkpoint.numbering import Numbering, numbering_of
+from scale_surgery.checkpoint.numbering import Numbering
 from scale_surgery.checkpoint.shards import header_bytes
 from scale_surgery.checkpoint.staging import finished_file
 from scale_surgery.progress import Progress, no_progress
@@ -129,6 +129,6 @@ def hash_stored(path: Path, manifest: Manifest, names: list[str], advance: Progr
 
 def numbering_in(manifest: Manifest) -> Numbering:
     """Where layers stand among copies in a model that has some."""
-    found = numbering_of(manifest.plan["specs"])
+    found = manifest.plan.numbering
     assert found is not None  # read_manifest has seen to it
     return found

@@ -28,8 +28,7 @@ from scale_surgery.checkpoint.staging import (
 )
 from scale_surgery.errors import CheckpointError, PlanError
 from scale_surgery.fields import problems_of
-from scale_surgery.planning.depth import refuse_depth
-from scale_surgery.planning.families import get_family
+from scale_surgery.planning.methods import refuse
 from scale_surgery.planning.routing_specs import Routing, router_settings
 from scale_surgery.progress import Track, no_track
 from scale_surgery.surgery.config import routed_config
@@ -103,18 +102,14 @@ def route_export(
     check_routing(routing)
     checkpoint, manifest = open_checkpoint(Path(expanded)), read_manifest(Path(expanded))
     refuse_fused(checkpoint.path, manifest)
-    refuse_depth(
-        manifest.plan["specs"],
-        expanded,
-        "It is a stock checkpoint, whose classes run one path; a router needs --method scale or grow.",
-    )
+    refuse(manifest.plan.method, "route", expanded)
     if manifest.routing is not None:
         raise CheckpointError(
             f"{expanded}: is a routed model already. Its numbers are changed by route-calibrate --write, or by "
             "scale_surgery.set_routing in Python; for another router take this one away first: --router none."
         )
     _check_paths(manifest, routing)
-    code = {file: modeling.code_text(file) for file in get_family(manifest.plan["family"]).code_files}
+    code = {file: modeling.code_text(file) for file in manifest.plan.architecture.code_files}
     record = {"settings": asdict(routing), "before": _before(checkpoint, manifest, code)}
     hashes = {file: modeling.code_hash(file) for file in code}
     changed = replace(manifest, routing=record, code=hashes, verification=None)
@@ -244,20 +239,20 @@ def _write(
             write_text(partial / file, text)
         write_json(partial / MANIFEST_FILE, _manifest_content(changed, manifest))
     shards = sum(sizes[file] for file in checkpoint.shards)
-    collaborative = changed.plan["specs"]["collaborative"]["layers"]
+    collaborative = changed.plan.collaboration.layers
     return Routed(
         path=target,
         base_name=changed.base_name,
         routing=routing_of(changed),
         fork=None if changed.routing is None else min(collaborative, default=None),
-        layers=changed.plan["sizes"]["layers"],
+        layers=changed.plan.sizes.layers,
         bytes_written=0 if take.base_weights == "link" else shards,
     )
 
 
 def _check_paths(manifest: Manifest, routing: Routing) -> None:
     """Refuse a router that could not tell the paths of a model apart."""
-    has_paths = bool(manifest.plan["specs"]["collaborative"]["layers"])
+    has_paths = bool(manifest.plan.collaboration.layers)
     if not has_paths and routing.router == "cosine":
         raise PlanError(
             "router: cosine compares the base logits of both paths, and without W12 they are equal for every token; "

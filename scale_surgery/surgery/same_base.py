@@ -9,7 +9,7 @@ from typing import Any
 from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.hashes import hash_tensors
 from scale_surgery.errors import CheckpointError
-from scale_surgery.planning.families import Sizes, get_family, read_sizes
+from scale_surgery.planning.families import get_family, read_sizes
 from scale_surgery.progress import Track
 from scale_surgery.surgery.extract_folder import Extract, TensorForm
 from scale_surgery.surgery.record import Manifest
@@ -116,10 +116,10 @@ def _shortened(lines: list[str]) -> list[str]:
 
 def _config_problems(manifest: Manifest, config: Mapping[str, Any]) -> Iterator[str]:
     family = get_family(config.get("model_type"))
-    if family.model_type != manifest.plan["family"]:
-        yield f"config.json: model_type is {family.model_type!r}, expected {manifest.plan['family']!r}."
+    if family.model_type != manifest.plan.family:
+        yield f"config.json: model_type is {family.model_type!r}, expected {manifest.plan.family!r}."
         return
-    found, wanted = asdict(read_sizes(family, config)), asdict(Sizes(**manifest.plan["sizes"]))
+    found, wanted = asdict(read_sizes(family, config)), asdict(manifest.plan.sizes)
     differing = (key for key in found if found[key] != wanted[key])
     yield from (f"config.json: {key} is {found[key]}, expected {wanted[key]}." for key in differing)
     refused = (key for key in family.refused if config.get(key))

@@ -31,7 +31,6 @@ from scale_surgery.checkpoint.folder import (
     open_checkpoint,
     read_json,
 )
-from scale_surgery.checkpoint.numbering import stored_name
 from scale_surgery.checkpoint.staging import BaseWeights, staged, take_over, write_json, write_tensors, write_text
 from scale_surgery.errors import TrainingError
 from scale_surgery.surgery.record import read_manifest
@@ -221,17 +220,17 @@ def publish_tensors(target: Path, trained: Path, prefix: str, renamed: Mapping[s
 
     checkpoint = open_checkpoint(target)
     plan = read_manifest(target).plan
-    planned = [{**tensor, "stored": stored_name(plan["specs"], tensor["name"])} for tensor in plan["tensors"]]
+    stored = {tensor.name: plan.stored_name(tensor.name) for tensor in plan.tensors}
     index = read_json(target / INDEX_FILE)
     with safe_open(trained, framework="pt") as file:
-        names = module_names([tensor["stored"] for tensor in planned], list(file.keys()), renamed)
-        for shard in sorted({tensor["shard"] for tensor in planned}):
-            own = {tensor["stored"]: tensor["name"] for tensor in planned if tensor["shard"] == shard}
-            dtypes = {stored: TORCH_DTYPES[checkpoint.tensors[name].dtype] for stored, name in own.items()}
+        names = module_names(list(stored.values()), list(file.keys()), renamed)
+        for shard in plan.shards:
+            own = {stored[tensor.name]: tensor.name for tensor in plan.tensors if tensor.shard == shard}
+            dtypes = {own_name: TORCH_DTYPES[checkpoint.tensors[name].dtype] for own_name, name in own.items()}
             published = shard.replace("expansion-", prefix)
             write_tensors(target / published, {name: file.get_tensor(names[name]).to(dtypes[name]) for name in own})
             index["weight_map"] |= dict.fromkeys(own, published)
     write_json(target / INDEX_FILE, index)
-    for shard in target.glob("expansion-*.safetensors"):
-        if shard.name not in index["weight_map"].values():
-            shard.unlink()
+    for written in target.glob("expansion-*.safetensors"):
+        if written.name not in index["weight_map"].values():
+            written.unlink()

@@ -19,11 +19,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from scale_surgery.checkpoint.folder import LOG_FILE, Checkpoint, open_checkpoint
 from scale_surgery.checkpoint.hashes import hash_tensors
-from scale_surgery.checkpoint.numbering import stored_name
 from scale_surgery.checkpoint.staging import BaseWeights, check_space, check_target, locked
 from scale_surgery.errors import CheckpointError, DataError, TrainingError
 from scale_surgery.evidence.integrity import Integrity, bytes_to_check, check_files
-from scale_surgery.planning.methods import method_of
 from scale_surgery.progress import Track, no_track
 from scale_surgery.running.freeze import expansion_parts, freeze_base, train_in_float32
 from scale_surgery.surgery.record import Manifest, check_numbering, read_manifest, refuse_fused, tool_versions
@@ -277,7 +275,7 @@ def _decisive(
     processes: int,
 ) -> dict[str, Any]:
     """What decides the result: a resumed run must have the same."""
-    names = [tensor["name"] for tensor in manifest.plan["tensors"]]
+    names = [tensor.name for tensor in manifest.plan.tensors]
     hashes = repr(sorted(hash_tensors(checkpoint, names).items()))
     return asdict(settings) | {
         "base": hashlib.sha256(repr(sorted(manifest.base_tensors.items())).encode()).hexdigest(),
@@ -339,14 +337,14 @@ def _load(checkpoint: Checkpoint, settings: TrainingSettings, *, trust_remote_co
 
 def _check_reach(model: Any, checkpoint: Checkpoint, manifest: Manifest) -> None:
     """Refuse to train copies of layers where what begins mute stays so: nothing would reach the output."""
-    if method_of(manifest.plan) != "depth":
+    if manifest.plan.numbering is None:
         return
-    mute = [tensor["name"] for tensor in manifest.plan["tensors"] if tensor["init"] in ("zero", "mute")]
+    mute = [tensor.name for tensor in manifest.plan.method.guards(manifest.plan)]
     hashes = hash_tensors(checkpoint, mute)
     if any(hashes[name] != manifest.expansion_tensors[name] for name in mute):
         return
     parts = {part.name: part for part in expansion_parts(model)}
-    names = module_names([stored_name(manifest.plan["specs"], name) for name in mute], list(parts), {})
+    names = module_names([manifest.plan.stored_name(name) for name in mute], list(parts), {})
     ways_out = [parts[name] for name in names.values()]
     if not any(part.parameter.requires_grad for part in ways_out):
         needed = " or ".join(sorted({part.group for part in ways_out}))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,8 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.errors import CheckpointError, PlanError, UnsupportedFamilyError
-from scale_surgery.planning.plan import check_same_plan, load_request, make_plan, plan, save_plan
+from scale_surgery.planning.plan import make_plan, plan
 from scale_surgery.planning.request import Request
+from scale_surgery.planning.saved import load_plan, read_plan, save_plan
 from scale_surgery.planning.specs import Widths
 
 
@@ -230,15 +230,18 @@ def test_shards_are_filled_to_their_size(base_of, monkeypatch):
 def test_a_saved_plan_gives_its_request_back(base_of, tmp_path):
     request = Request("0,2", variant="adapt", collaborate="ffn", up_kv_heads=2, init_w22="svd", svd="exact", seed=4)
     made = plan(base_of("llama"), request)
-    save_plan(made, tmp_path / "plan.json")
-    assert load_request(tmp_path / "plan.json") == request
-    check_same_plan(made, tmp_path / "plan.json")
-    other = plan(base_of("llama"), replace(request, seed=5))
-    with pytest.raises(PlanError, match=r"made for another base model or by another release; it differs in request\."):
-        check_same_plan(other, tmp_path / "plan.json")
-    other = plan(base_of("llama", "bfloat16"), request)
+    assert made.request == request
+    file = tmp_path / "plan.json"
+    save_plan(made, file)
+    assert load_plan(base_of("llama"), file) == made
+    content = json.loads(file.read_text())
+    assert read_plan(content) == made
+    file.write_text(json.dumps(content | {"layers": [0]}))
+    with pytest.raises(PlanError, match=r"made for another base model or by another release; it differs in layers\."):
+        load_plan(base_of("llama"), file)
+    save_plan(made, file)
     with pytest.raises(PlanError, match="it differs in base_fingerprint, base_name, tensors"):
-        check_same_plan(other, tmp_path / "plan.json")
+        load_plan(base_of("llama", "bfloat16"), file)
 
 
 # the last: rank-layers -o writes a request too
@@ -252,14 +255,14 @@ NO_PLANS = (
 
 
 @pytest.mark.parametrize("content", NO_PLANS)
-def test_a_file_that_is_no_plan(tmp_path, content):
+def test_a_file_that_is_no_plan(base_of, tmp_path, content):
     with pytest.raises(
         PlanError, match=r"plan\.json: there is no such file, it is not a plan of scale-surgery\. Make one"
     ):
-        load_request(tmp_path / "plan.json")
+        load_plan(base_of("llama"), tmp_path / "plan.json")
     (tmp_path / "plan.json").write_text(content)
     with pytest.raises(PlanError, match=r"plan\.json: is not a plan of scale-surgery"):
-        load_request(tmp_path / "plan.json")
+        load_plan(base_of("llama"), tmp_path / "plan.json")
 
 
 def test_planning_reads_no_weight(llama_base):

@@ -25,7 +25,8 @@ from scale_surgery.checkpoint.numbering import Numbering
 from scale_surgery.evidence.subjects import open_subjects
 from scale_surgery.hub.card import make_card
 from scale_surgery.hub.repository import read_contents
-from scale_surgery.planning.depth import BINDINGS, build_depth_specs, deepened_config
+from scale_surgery.planning.depth import build_depth_specs, deepened_config
+from scale_surgery.planning.duplicable import BINDINGS
 from scale_surgery.planning.families import get_family
 from scale_surgery.running.freeze import base_states, freeze_base, new_layers
 from scale_surgery.show.tables import render_inspection
@@ -579,7 +580,7 @@ def test_the_card_says_what_it_is(own):
 
 @pytest.mark.parametrize(("copied", "named"), [([0, 1], "layers 0, 1"), (None, "no layer")])
 def test_a_config_that_names_other_layers_is_named_first(own: Path, copied: list[int] | None, named: str) -> None:
-    wanted = ", ".join(map(str, read_manifest(own).plan["layers"]))
+    wanted = ", ".join(map(str, read_manifest(own).plan.layers))
     config = json.loads((own / "config.json").read_text())
     if copied is None:
         del config["scale_surgery"]

@@ -21,8 +21,9 @@ from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.checkpoint.hashes import hash_tensors
 from scale_surgery.errors import CheckpointError, PlanError
 from scale_surgery.planning.families import FAMILIES
-from scale_surgery.planning.plan import plan, save_plan
+from scale_surgery.planning.plan import plan
 from scale_surgery.planning.request import Request
+from scale_surgery.planning.saved import load_plan, save_plan
 from scale_surgery.surgery.expand import expand
 from scale_surgery.surgery.record import read_manifest
 from scale_surgery.surgery.strip import strip
@@ -115,7 +116,7 @@ def test_the_manifest_records_what_was_done(pair_of):
     new = [tensor.name for tensor in pair.expansion.plan.tensors]
     assert manifest.expansion_tensors == hash_tensors(stored, new)
     assert manifest.code == {file: digests(pair.path)[file] for file in FAMILIES["llama"].code_files}
-    assert manifest.plan == pair.expansion.plan.to_json()
+    assert manifest.plan == pair.expansion.plan
     assert manifest.base_name == pair.base_path.name
     assert manifest.base_revision is None
     assert set(manifest.tool) == {"scale-surgery", "torch", "transformers", "safetensors", "python"}
@@ -261,20 +262,26 @@ def test_a_base_of_one_numbered_shard(sharded_base, tmp_path):
 
 
 def test_a_request_or_a_plan(llama_base, tmp_path):
-    wanted = "Give a request (--layers ...) or a saved plan (--plan), one of the two."
-    assert refusal(llama_base, error=PlanError) == wanted
     made = plan(llama_base, REQUEST)
     save_plan(made, tmp_path / "plan.json")
-    assert refusal(llama_base, REQUEST, plan_file=tmp_path / "plan.json", error=PlanError) == wanted
-    expansion = expand(llama_base, None, tmp_path / "planned", plan_file=tmp_path / "plan.json")
+    assert load_plan(llama_base, tmp_path / "plan.json") == made
+    expansion = expand(llama_base, made, tmp_path / "planned")
     assert expansion.plan == made
     assert digests(expansion.path) == digests(expand(llama_base, REQUEST, tmp_path / "asked").path)
 
 
 def test_a_plan_of_another_base_is_not_executed(base_of, llama_base, tmp_path):
     save_plan(plan(base_of("llama", "bfloat16"), REQUEST), tmp_path / "plan.json")
-    message = refusal(llama_base, None, tmp_path / "out", plan_file=tmp_path / "plan.json", error=PlanError)
-    assert "this plan was made for another base model or by another release; it differs in base_fingerprint" in message
+    with pytest.raises(PlanError) as found:
+        load_plan(llama_base, tmp_path / "plan.json")
+    wanted = "this plan was made for another base model or by another release; it differs in base_fingerprint"
+    assert wanted in str(found.value)
+    message = refusal(llama_base, plan(base_of("llama", "bfloat16"), REQUEST), tmp_path / "out", error=PlanError)
+    assert message == (
+        f"{llama_base}: is not the base model that the plan was made for, llama_bfloat16_untied: config, or names, "
+        "dtypes and shapes of tensors differ. Plan again."
+    )
+    assert not (tmp_path / "out").exists()
 
 
 def test_progress_adds_up(base_of, tmp_path):

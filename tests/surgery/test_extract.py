@@ -16,8 +16,8 @@ from scale_surgery.cli.program import main
 from scale_surgery.errors import CheckpointError
 from scale_surgery.evidence.evaluate import evaluate
 from scale_surgery.evidence.verify import verify
+from scale_surgery.planning.base import fingerprint
 from scale_surgery.planning.inspect import inspect
-from scale_surgery.planning.plan import fingerprint
 from scale_surgery.planning.request import Request
 from scale_surgery.surgery.expand import expand
 from scale_surgery.surgery.extract import extract
@@ -61,7 +61,7 @@ def test_it_holds_every_file_but_the_base_s(pair_of, tmp_path):
     names = {
         name for shard in (tmp_path / "extract").glob("*.safetensors") for name in read_header(shard.parent, shard.name)
     }
-    assert names == {tensor["name"] for tensor in manifest.plan["tensors"]}
+    assert names == {tensor.name for tensor in manifest.plan.tensors}
     assert not names & set(manifest.base_tensors)
     assert (done.path, done.tensors, set(done.files)) == (tmp_path / "extract", len(names), set(before) - BASE_FILES)
     assert done.bytes == sum((tmp_path / "extract" / name).stat().st_size for name in found)
@@ -84,7 +84,7 @@ def test_it_names_its_base(pair_of, tmp_path):
     assert content["base_tensors"] == forms
     found = open_extract(tmp_path / "extract")
     assert found.manifest == read_manifest(source)
-    assert set(found.tensors) == {tensor["name"] for tensor in found.manifest.plan["tensors"]}
+    assert set(found.tensors) == {tensor.name for tensor in found.manifest.plan.tensors}
 
 
 def test_licences_go_along_and_states_of_training_stay(llama_base, tmp_path):

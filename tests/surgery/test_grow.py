@@ -269,13 +269,10 @@ def test_stock_form(family: str, variant: Any, copies: int, grown_of: Callable[.
     assert getattr(stock.config, FACTS[family].key("inner")) == 52 * copies
     shapes = {name: tuple(parameter.shape) for name, parameter in stock.named_parameters()}
     assert len(shapes) == len(dict(load(tmp_path / "stock").named_parameters()))
-    planned = read_manifest(grown).plan["costs"]["stock"]
-    assert done.parameters == planned["parameters"]
+    planned = read_manifest(grown).plan.costs.stock
+    assert done.parameters == planned.parameters
     # every other layer is filled with zeros, so the cost that the plan states is that of one layer
-    assert (
-        planned["padding"] * 2
-        == planned["parameters_expanded"] - read_manifest(grown).plan["costs"]["parameters_before"]
-    )
+    assert planned.padding * 2 == planned.parameters_expanded - read_manifest(grown).plan.costs.parameters_before
 
 
 def test_wrong_share_is_noticed_by_the_merge(grown_of: Callable[..., Path], tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import functools
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -474,10 +474,14 @@ def test_query_heads_divide_the_hidden_size_where_the_config_wants_it(hidden, up
     assert stock_sizes(FAMILIES["llama"], odd, Widths(0, up, 0)).query_heads == 4 + 2 * up
 
 
-def test_a_manifest_of_an_older_release_has_the_same_cost(stock_of):
+def test_a_manifest_of_an_older_release_has_the_same_cost(stock_of, tmp_path):
     """The cost is counted from the widths, not read from the recorded plan."""
     _, expanded, _ = stock_of("llama", BOTH)
     manifest: Manifest = read_manifest(expanded)
-    costs = {name: value for name, value in manifest.plan["costs"].items() if not name.startswith("stock")}
-    older = replace(manifest, plan={**manifest.plan, "costs": costs})
-    assert asdict(stock_cost(older)) == manifest.plan["costs"]["stock"]
+    content = json.loads((expanded / "surgery.json").read_text())
+    costs = {name: value for name, value in content["plan"]["costs"].items() if not name.startswith("stock")}
+    old = Path(shutil.copytree(expanded, tmp_path / "old"))
+    (old / "surgery.json").write_text(json.dumps(content | {"plan": content["plan"] | {"costs": costs}}))
+    older = read_manifest(old)
+    assert older.plan.costs.stock is None
+    assert stock_cost(older) == manifest.plan.costs.stock

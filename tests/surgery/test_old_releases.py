@@ -18,6 +18,7 @@ from scale_surgery import (
     extract,
     inspect,
     load_expansion,
+    load_plan,
     merge,
     report,
     route_export,
@@ -101,7 +102,7 @@ def test_an_extract_goes_back_on_its_base(tmp_path):
 
 
 def test_a_saved_plan_is_executed_to_the_same_tensors(tmp_path):
-    done = expand(BASE, output=tmp_path / "out", plan_file=OLD / "plan.json")
+    done = expand(BASE, load_plan(BASE, OLD / "plan.json"), tmp_path / "out")
     assert done.plan.request == Request("1-2", variant="preserve")
     ours = digests(done.path)
     for shard in OLD.joinpath("expanded").glob("*.safetensors"):

@@ -180,7 +180,7 @@ def test_groups_that_train(place: Path, deepened: Path, tmp_path: Path) -> None:
     settings = TrainingSettings(steps=2, groups=("ffn", "norms"), **SHORT)
     path = train(deepened, [place / "texts.jsonl"], tmp_path / "out", settings).path
     before, after = open_checkpoint(deepened), open_checkpoint(path)
-    names = [tensor["name"] for tensor in read_manifest(path).plan["tensors"]]
+    names = [tensor.name for tensor in read_manifest(path).plan.tensors]
     one, other = hash_tensors(before, names), hash_tensors(after, names)
     changed = {name for name in names if one[name] != other[name]}
     # the rate of the first step is zero, and before the second nothing but the output projections has a gradient

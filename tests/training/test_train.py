@@ -75,7 +75,7 @@ def trained(place: Path) -> Path:
 
 def expansion(path: Path) -> dict[str, torch.Tensor]:
     checkpoint = open_checkpoint(path)
-    planned = {tensor["name"] for tensor in read_manifest(path).plan["tensors"]}
+    planned = {tensor.name for tensor in read_manifest(path).plan.tensors}
     shards = {checkpoint.tensors[name].file for name in planned}
     tensors = {name: tensor for shard in shards for name, tensor in load_file(path / shard).items()}
     assert set(tensors) == planned, "an expansion shard holds the expansion, and all of it"

@@ -1,0 +1,165 @@
+"""Grow MLPs: copies of an MLP that together give what the one gave (Grow, Don't Overwrite, arXiv 2603.08647)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, ClassVar
+
+from scale_surgery.fields import Range
+from scale_surgery.planning.base import Base
+from scale_surgery.planning.families import Sizes
+from scale_surgery.planning.method import Method, Resolved
+from scale_surgery.planning.selection import select_layers
+from scale_surgery.planning.specs import Collaboration, NewTensor, Spec, Widths, build_specs, stream_widths
+from scale_surgery.planning.tensors import TensorPlan
+
+if TYPE_CHECKING:
+    from scale_surgery.planning.plan import Plan
+    from scale_surgery.planning.request import Request
+
+DEFAULT_COPIES = 2
+COPIES = Range(least=2)
+# halving rounds nothing in them, as long as no number is as small as the smallest that they can hold
+HALVING_DTYPES = ("F32", "BF16")
+# copies that count a half each
+HALVES = 2
+
+
+class Grow(Method):
+    """The MLP of a chosen layer is there several times, and each counts its share."""
+
+    name = "grow"
+    variants = ("grow-freeze", "grow-train")
+    options = ("copies",)
+    verb = "grown"
+    starts_at_zero = False
+    refused: ClassVar[Mapping[str, str]] = {
+        "fuse": "--to fused: the model is grown, and the base product of its down projections counts a share, so that "
+        "one matrix would hold other bytes than the base's. Merge --to stock: a plain checkpoint with a larger MLP."
+    }
+    about_w12 = (
+        "W12 is the copies' part of the down projection, and started as the base's over the number of copies: norm "
+        "of its change."
+    )
+    source = "The expansion is that of Grow, Don't Overwrite; the way of keeping it apart from its base is SCALE's."
+    cites = ("grow", "scale")
+    citation = """@misc{grow2026,
+  title         = {Grow, Don't Overwrite: Fine-tuning Without Forgetting},
+  author        = {Adila, Dyah and Mazzawi, Hanna and Dherin, Benoit and Gonzalvo, Xavier},
+  year          = {2026},
+  eprint        = {2603.08647},
+  archivePrefix = {arXiv}
+}"""
+
+    def problems(self, request: Request) -> list[str]:
+        """At least two copies."""
+        if request.copies is None or request.copies in COPIES:
+            return []
+        return [f"--copies is {request.copies}, expected 2 or more: the original is one of them, and 1 adds nothing."]
+
+    def complete(self, request: Request) -> Request:
+        """Two copies where nothing is said."""
+        return replace(super().complete(request), copies=request.copies or DEFAULT_COPIES)
+
+    def resolve(self, sizes: Sizes, request: Request) -> Resolved:
+        """What a grown layer adds is written by W12 of its down projection, and by nothing else."""
+        assert request.copies is not None
+        layers = select_layers(request.layers, sizes.layers)
+        return Resolved(layers, Widths(0, 0, (request.copies - 1) * sizes.inner), Collaboration(layers, ("ffn",)))
+
+    def specs(self, base: Base, request: Request, resolved: Resolved) -> Spec:
+        """The inner stream alone is widened, by linears that are copies."""
+        specs = build_specs(base.family, base.sizes, resolved.widths, resolved.layers, resolved.collaboration)
+        streams = stream_widths(base.sizes, resolved.widths)
+        grown = grown_specs(specs["expanded"], streams, trains_base=request.variant == "grow-train")
+        return {**specs, "expanded": grown, "variant": request.variant, "dtype": None}
+
+    def new_tensors(self, base: Base, specs: Spec) -> Iterator[NewTensor]:
+        """Copies of the linears of each chosen MLP."""
+        for layer in specs["expanded_layers"]:
+            for name, spec in specs["expanded"].items():
+                path = f"{base.prefix}{base.family.layers}.{layer}.{name}"
+                if spec["kind"] == "grown":
+                    yield from _grown_tensors(spec, path, layer, base.biased)
+
+    def plan_problems(self, plan: Plan) -> list[str]:
+        """The number of copies has to give the widths."""
+        copies = plan.request.copies
+        if type(copies) is int and copies >= 2 and plan.widths.up_inner_width == (copies - 1) * plan.sizes.inner:
+            return []
+        return [f"plan.request.copies is {copies!r}, which does not fit its widths"]
+
+    def guards(self, plan: Plan) -> tuple[TensorPlan, ...]:
+        """Every new tensor: a copy that is none any more adds something else."""
+        return plan.tensors
+
+    def is_exact_at_init(self, plan: Plan) -> bool:
+        """Two copies count a half each, and halves are exact; other shares are rounded."""
+        return plan.request.copies == HALVES and {tensor.dtype for tensor in plan.tensors} <= set(HALVING_DTYPES)
+
+    def start(self, changed: int) -> str:
+        """Whether copies are still the base's."""
+        return f"{changed} copies are not the base's" if changed else "copies are the base's"
+
+    def rows(self, plan: Plan) -> list[tuple[str, str]]:
+        """How many MLPs there are, and what each counts."""
+        return [("MLPs in each", f"{plan.request.copies}, of which each counts 1/{plan.request.copies}")]
+
+    def description(self, request: Request, *, is_stock: bool, has_up_stream: bool) -> str:
+        """Copies and their shares in words."""
+        copies = request.copies
+        trained = (
+            "The base's gate and up projections are trained too, as copies beside them"
+            if request.variant == "grow-train"
+            else "The copies alone are new and are trained"
+        )
+        kept = "." if is_stock else "; the pretrained tensors are there byte for byte."
+        return (
+            f"The MLP of a chosen layer is there {copies} times, and the output of each counts 1/{copies}, so that at "
+            f"first the output was the base's. {trained}{kept}"
+        )
+
+    def beginning(self, request: Request) -> str:
+        """What was copied."""
+        return f"gate and up copied, down copied in {request.copies} equal shares, seed {request.seed}"
+
+
+def grown_specs(specs: Spec, streams: Mapping[str, list[int]], *, trains_base: bool) -> Spec:
+    """Make the linears of an expanded MLP those of a grown one (arXiv 2603.08647).
+
+    Args:
+        specs: Specifications of a layer in which the inner stream alone is widened.
+        streams: Base and up width of each stream.
+        trains_base: Whether the original gate and up projection train too.
+
+    Returns:
+        The specifications. `share` is what the base product of the down projection counts, 1 over the number of
+        copies; where `trains_base` is set, a trained copy W11 takes the place of W.
+    """
+    base, up = streams["inner"]
+    share = base / (base + up)
+    grown: Spec = {}
+    for name, spec in specs.items():
+        is_down = spec["kind"] == "linear" and spec["in_features"][1]
+        own = {"share": share} if is_down else {"trains_base": trains_base}
+        grown[name] = {**spec, "kind": "grown", **own} if spec["kind"] == "linear" else spec
+    return grown
+
+
+def _grown_tensors(spec: Spec, path: str, layer: int, biased: frozenset[str]) -> Iterator[NewTensor]:
+    """Copies of a linear of an MLP; the bias of a down projection is added once, by the base."""
+    base_in, up_in = spec["in_features"]
+    base_out, up_out = (sum(widths) for widths in zip(*spec["out_features"], strict=True))
+    trained = base_out if spec.get("trains_base") else 0
+    shapes = {
+        "w12": (base_out, up_in),
+        "w21": (up_out, base_in),
+        "w11": (trained, base_in),
+        "up_bias": (up_out if path in biased else 0,),
+        "bias11": (trained if path in biased else 0,),
+    }
+    for block, shape in shapes.items():
+        if 0 not in shape:
+            source = f"{path}.{'bias' if 'bias' in block else 'weight'}"
+            yield NewTensor(f"{path}.{block}", shape, block, "linear", layer, source, is_copy=True)

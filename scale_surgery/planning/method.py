@@ -1,0 +1,164 @@
+"""What one way to grow a model says and does; each way is a class in a module of its own, and a row of `methods`."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from scale_surgery.planning.base import Base
+from scale_surgery.planning.costs import Costs, estimate
+from scale_surgery.planning.families import Sizes
+from scale_surgery.planning.selection import format_layers
+from scale_surgery.planning.specs import Collaboration, NewTensor, Spec, Widths
+from scale_surgery.planning.tensors import TensorPlan
+
+if TYPE_CHECKING:
+    from scale_surgery.planning.plan import Plan
+    from scale_surgery.planning.request import Request
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """What a request comes to on a model: layers to expand, widths to add, and where W12 exists."""
+
+    layers: tuple[int, ...]
+    widths: Widths = field(default_factory=Widths)
+    collaboration: Collaboration = field(default_factory=Collaboration)
+
+
+class Method(ABC):
+    """A way to grow a model.
+
+    Attributes:
+        name: What it is called in requests.
+        variants: What may train; the first is the default.
+        options: Fields of a request that have a meaning for it alone, or for it and some other.
+        verb: What it does to a layer, as a participle.
+        preserving: Variants whose base stream stays the base model's, bit for bit, however they are trained.
+        adds_layers: Whether the result is a stock checkpoint of more layers, which needs no code of ours.
+        starts_at_zero: Whether W12 starts at zero, so that its norm is that of its change.
+        refused: What cannot be done to its models, by the name of the operation, each with the reason.
+        about_rows: What a row of a table of tensors is, where that has to be said.
+        about_w12: What the change of W12 is; empty where it has none.
+        opening: How a model card begins, by the form of what is pushed; what is missing is said as for scale.
+        title: Heading of the part of a card that tells what was done.
+        source: Whose idea it is.
+        citation: BibTeX of the paper.
+        cites: Methods whose papers a card cites.
+        about_loading: What a card adds on loading.
+    """
+
+    name: ClassVar[str]
+    variants: ClassVar[tuple[str, ...]]
+    options: ClassVar[tuple[str, ...]] = ()
+    verb: ClassVar[str]
+    preserving: ClassVar[tuple[str, ...]] = ()
+    adds_layers: ClassVar[bool] = False
+    starts_at_zero: ClassVar[bool] = True
+    refused: ClassVar[Mapping[str, str]] = {}
+    about_rows: ClassVar[str] = ""
+    about_w12: ClassVar[str] = ""
+    opening: ClassVar[Mapping[str, str]] = {}
+    title: ClassVar[str] = "What was widened"
+    source: ClassVar[str]
+    citation: ClassVar[str]
+    cites: ClassVar[tuple[str, ...]]
+    about_loading: ClassVar[str] = ""
+
+    def problems(self, request: Request) -> list[str]:
+        """What is wrong with the values of its own options, before the model is known."""
+        return []
+
+    def complete(self, request: Request) -> Request:
+        """Put in what a request leaves to its method."""
+        return replace(request, variant=request.variant or self.variants[0])
+
+    def config_problems(self, config: Mapping[str, Any]) -> list[str]:
+        """What in a config.json, whatever its family, keeps a model from being grown in this way."""
+        return []
+
+    @abstractmethod
+    def resolve(self, sizes: Sizes, request: Request) -> Resolved:
+        """Resolve a request, said in full, against the sizes of a base model.
+
+        Raises:
+            PlanError: If the request does not fit the model; every problem is listed.
+        """
+
+    @abstractmethod
+    def specs(self, base: Base, request: Request, resolved: Resolved) -> Spec:
+        """The key `scale_surgery` of the new config.json, as plain JSON values."""
+
+    @abstractmethod
+    def new_tensors(self, base: Base, specs: Spec) -> Iterator[NewTensor]:
+        """List every tensor that its specifications add."""
+
+    def costs(self, base: Base, request: Request, specs: Spec, tensors: Sequence[TensorPlan]) -> Costs:
+        """Add up what a plan costs."""
+        return estimate(base.family, base.sizes, specs, tensors, base.checkpoint, request.svd)
+
+    def plan_problems(self, plan: Plan) -> list[str]:
+        """What does not fit together in a plan that was read from a file."""
+        return []
+
+    @abstractmethod
+    def guards(self, plan: Plan) -> tuple[TensorPlan, ...]:
+        """New tensors that keep the output the base's as long as they are as they began."""
+
+    def is_exact_at_init(self, plan: Plan) -> bool:
+        """Whether the output starts as the base's bit for bit, and not only up to rounding."""
+        return True
+
+    @abstractmethod
+    def start(self, changed: int) -> str:
+        """What the files say of how the expansion starts.
+
+        Args:
+            changed: How many of `guards` are not as they began.
+        """
+
+    @abstractmethod
+    def rows(self, plan: Plan) -> list[tuple[str, str]]:
+        """What only plans of this method say, as rows of a table."""
+
+    def stock_form(self, plan: Plan) -> str | None:
+        """What the stock form is, where nothing has to be merged for it; otherwise None."""
+        return None
+
+    @abstractmethod
+    def description(self, request: Request, *, is_stock: bool, has_up_stream: bool) -> str:
+        """How a model is made, for its card.
+
+        Args:
+            request: Its request.
+            is_stock: Whether it is a stock export, which holds no base tensor by itself.
+            has_up_stream: Whether a second stream was added.
+        """
+
+    @abstractmethod
+    def beginning(self, request: Request) -> str:
+        """How the new tensors began, for a card."""
+
+    def card_rows(self, plan: Plan) -> list[tuple[str, str]]:
+        """What was planned, as rows of a card's table."""
+        layers, groups = plan.collaboration.layers, " and ".join(plan.collaboration.groups)
+        widths, costs = plan.widths, plan.costs
+        return [
+            ("variant", f"`{plan.variant}`"),
+            ("expanded layers", f"{format_layers(plan.layers)} of 0-{plan.sizes.layers - 1}"),
+            ("layers with W12", f"{format_layers(layers)} ({groups})" if layers else "none"),
+            (
+                "added widths",
+                f"hidden state {widths.up_width}, key/value heads {widths.up_kv_heads}, inner {widths.up_inner_width}",
+            ),
+            ("parameters", parameters_row(costs)),
+            ("start", self.beginning(plan.request)),
+        ]
+
+
+def parameters_row(costs: Costs) -> str:
+    """Parameters of the base and new ones, for a card."""
+    added, before = costs.parameters_added, costs.parameters_before
+    return f"{before:,} of the base, {added:,} new ({added / before:.1%})"

@@ -1,0 +1,129 @@
+"""Plans as JSON: written to be reviewed, read back and checked that they fit together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, get_args
+
+from scale_surgery.checkpoint.folder import read_json
+from scale_surgery.checkpoint.staging import write_json
+from scale_surgery.errors import CheckpointError, PlanError
+from scale_surgery.planning.costs import read_costs
+from scale_surgery.planning.families import Sizes
+from scale_surgery.planning.plan import Plan, plan
+from scale_surgery.planning.request import Request
+from scale_surgery.planning.specs import Collaboration, Widths
+from scale_surgery.planning.tensors import Init, TensorPlan
+
+
+def save_plan(plan: Plan, file: Path) -> None:
+    """Write a plan as JSON."""
+    write_json(file, plan.to_json())
+
+
+def read_plan(plain: Mapping[str, Any]) -> Plan:
+    """Make a plan of what `Plan.to_json` made of it, such as the plan in surgery.json, and check that it fits together.
+
+    Args:
+        plain: Plain JSON values.
+
+    Returns:
+        The plan.
+
+    Raises:
+        PlanError: If it lacks something, or a value is of the wrong kind or does not fit another.
+    """
+    try:
+        plan = _parse(plain)
+        problems = _plan_problems(plan)
+    except (KeyError, TypeError, AttributeError, ValueError, CheckpointError) as error:
+        raise PlanError(f"plan: {error}") from error
+    if problems:
+        raise PlanError.from_problems(problems)
+    return plan
+
+
+def _parse(plain: Mapping[str, Any]) -> Plan:
+    tensors = [TensorPlan(**{**tensor, "shape": tuple(tensor["shape"])}) for tensor in plain["tensors"]]
+    where = {name: tuple(values) for name, values in plain["collaboration"].items()}
+    return Plan(
+        **{
+            **plain,
+            "request": Request(**plain["request"]),
+            "sizes": Sizes(**plain["sizes"]),
+            "widths": Widths(**plain["widths"]),
+            "layers": tuple(plain["layers"]),
+            "collaboration": Collaboration(**where),
+            "tensors": tuple(tensors),
+            "shards": tuple(plain["shards"]),
+            "costs": read_costs(plain["costs"]),
+        }
+    )
+
+
+def _plan_problems(plan: Plan) -> list[str]:
+    """Values of a recorded plan that are of the wrong kind, or do not fit each other."""
+    sizes = plan.sizes
+    numbers = (
+        sizes.hidden,
+        sizes.layers,
+        sizes.inner,
+        sizes.vocabulary,
+        sizes.head_size,
+        *asdict(plan.widths).values(),
+    )
+    names = (tensor.name for tensor in plan.tensors)
+    shapes = (size for tensor in plan.tensors for size in tensor.shape)
+    problems = [] if all(type(number) is int for number in numbers) else ["plan.sizes"]
+    problems += [] if all(isinstance(name, str) for name in names) else ["plan.tensors: name"]
+    problems += [] if all(type(size) is int for size in shapes) else ["plan.tensors: shape"]
+    problems += [] if plan.architecture and isinstance(plan.specs, Mapping) else ["plan.specs"]
+    unknown = [tensor for tensor in plan.tensors if tensor.init not in get_args(Init)]
+    problems += [f"plan.tensors, {tensor.name}: init {tensor.init!r} of {tensor.source!r}" for tensor in unknown]
+    if plan.method.adds_layers != (plan.numbering is not None):
+        problems.append("plan.request.method is not that of plan.specs")
+    return problems or plan.method.plan_problems(plan)
+
+
+def load_plan(model: str | Path, file: Path, *, revision: str | None = None) -> Plan:
+    """Make the plan that a file holds, for a base model; what was reviewed is what is done.
+
+    Args:
+        model: The base model, a folder or a Hub id.
+        file: A plan that `save_plan` wrote.
+        revision: Branch, tag or commit of a Hub repository.
+
+    Returns:
+        The plan.
+
+    Raises:
+        PlanError: If the file is no plan, or this base model and this release would make another.
+        CheckpointError: If the model cannot be read.
+    """
+    request = _saved_request(file)
+    made = plan(model, request, revision=revision)
+    _check_same(made, file)
+    return made
+
+
+def _saved_request(file: Path) -> Request:
+    try:
+        content = read_json(file)
+        _ = content["base_fingerprint"], content["tensors"]
+        return Request(**content["request"])
+    except (KeyError, TypeError, CheckpointError) as error:
+        found = "" if isinstance(error, CheckpointError) else f" ({error})"
+        missing = "" if file.is_file() else "there is no such file, it "
+        raise PlanError(f"{file}: {missing}is not a plan of scale-surgery{found}. Make one with plan -o.") from error
+
+
+def _check_same(plan: Plan, file: Path) -> None:
+    saved, made = read_json(file), plan.to_json()
+    differing = sorted(key for key in made if key != "costs" and saved.get(key) != made[key])
+    if differing:
+        raise PlanError(
+            f"{file}: this plan was made for another base model or by another release; it differs in "
+            f"{', '.join(differing)}. Make it again with plan -o."
+        )

@@ -1,0 +1,226 @@
+"""Widen layers: new blocks beside the base's, in attention and MLP, with an up stream (SCALE, arXiv 2511.03270)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from scale_surgery.errors import PlanError
+from scale_surgery.fields import Range
+from scale_surgery.planning.base import Base
+from scale_surgery.planning.families import Sizes
+from scale_surgery.planning.method import Method, Resolved
+from scale_surgery.planning.selection import format_layers, select_layers
+from scale_surgery.planning.specs import Collaboration, NewTensor, Spec, Widths, build_specs, new_tensors
+from scale_surgery.planning.tensors import TensorPlan
+
+if TYPE_CHECKING:
+    from scale_surgery.planning.plan import Plan
+    from scale_surgery.planning.request import Request
+RATIO = Range(above=0, most=4)
+WIDTH = Range(least=0)
+
+
+class Scale(Method):
+    """New heads, inner features and an up stream beside the base's, as block matrices [W W12; W21 W22]."""
+
+    name = "scale"
+    variants = ("preserve", "adapt")
+    options = (
+        "collaborative_layers",
+        "collaborate",
+        "ratio",
+        "up_width",
+        "up_kv_heads",
+        "up_inner_width",
+        "init_w21",
+        "init_w22",
+        "init_embedding",
+        "svd",
+        "dtype",
+    )
+    verb = "expanded"
+    preserving = ("preserve",)
+    about_w12 = (
+        "What training wrote into the base stream: norm of the change of W12, all matrices of a group taken as "
+        "one. SCALE (arXiv 2511.03270) finds forgetting nearly linear in this norm."
+    )
+    source = "The expansion is that of SCALE; width without a second stream is that of Grow, Don't Overwrite."
+    cites = ("scale", "grow")
+    citation = """@misc{scale2025,
+  title         = {{SCALE}: Upscaled Continual Learning of Large Language Models},
+  author        = {Lee, Jin-woo and Choi, Junhwa and Hwang, Bongkyu and Choo, Jinho and Kim, Bogun and Yi, JeongSeon
+                   and Lee, Joonseok and Jung, DongYoung and Park, Jaeseon and Park, Kyoungwon and Jung, Suk-hoon},
+  year          = {2025},
+  eprint        = {2511.03270},
+  archivePrefix = {arXiv}
+}"""
+
+    def resolve(self, sizes: Sizes, request: Request) -> Resolved:
+        """Resolve layers, widths and collaboration; widths that are not set follow from the ratio."""
+        problems: list[str] = []
+        layers: tuple[int, ...] = ()
+        try:
+            layers = select_layers(request.layers, sizes.layers)
+        except PlanError as error:
+            problems.append(str(error))
+        widths = _resolve_widths(sizes, request)
+        problems += _width_problems(sizes, request, widths)
+        collaboration, found = _resolve_collaboration(sizes, request, layers, widths)
+        problems += found
+        if problems:
+            raise PlanError.from_problems(problems)
+        return Resolved(layers, widths, collaboration)
+
+    def specs(self, base: Base, request: Request, resolved: Resolved) -> Spec:
+        """Every module that is expanded, and how wide."""
+        specs = build_specs(base.family, base.sizes, resolved.widths, resolved.layers, resolved.collaboration)
+        kept = "float32" if request.dtype == "float32" else None
+        return {**specs, "variant": request.variant, "dtype": kept}
+
+    def new_tensors(self, base: Base, specs: Spec) -> Iterator[NewTensor]:
+        """Blocks of linears, parts of norms, of the embedding and of the head."""
+        return new_tensors(base.family, base.sizes, specs, base.prefix, base.head, base.biased)
+
+    def guards(self, plan: Plan) -> tuple[TensorPlan, ...]:
+        """W12 and the head's up part, which start at zero."""
+        heads = ("lm_head.up_weight", f"{plan.architecture.head}.up_weight")
+        return tuple(tensor for tensor in plan.tensors if tensor.block == "w12" or tensor.name in heads)
+
+    def start(self, changed: int) -> str:
+        """Whether what writes into the base stream and into the logits is still zero."""
+        return f"{changed} of W12 and head up part are not zero" if changed else "W12 and head up part are zero"
+
+    def rows(self, plan: Plan) -> list[tuple[str, str]]:
+        """Collaboration, widths and initialisation."""
+        request, collaborative = plan.request, plan.collaboration
+        groups = f" ({' and '.join(collaborative.groups)})" if collaborative.groups else ""
+        return [
+            ("collaborative", format_layers(collaborative.layers) + groups),
+            ("added widths", plan.widths.description),
+            ("initialisation", f"W21 {request.init_w21}, W22 {request.init_w22}, {request.svd} SVD"),
+        ]
+
+    def description(self, request: Request, *, is_stock: bool, has_up_stream: bool) -> str:
+        """The block matrix in words."""
+        if is_stock:
+            return (
+                "Linears of the chosen layers got new rows and columns, [W W12; W21 W22] in place of W; other layers "
+                "were filled with zeros to the same width. W itself was not changed."
+            )
+        beside = (
+            "W21 and W22 make and pass on a second stream beside the hidden state, and W12 writes from it into the "
+            "hidden state; where W12 does not exist, nothing new is written there."
+            if has_up_stream
+            else "W21 makes new attention heads or inner features of the hidden state, and W12 writes what they "
+            "compute into it."
+        )
+        return (
+            "Every linear of an expanded layer is a block matrix [W W12; W21 W22]. W is the pretrained tensor, byte "
+            f"for byte; the other blocks are new. {beside}"
+        )
+
+    def beginning(self, request: Request) -> str:
+        """How each block began."""
+        return f"W12 zero, W21 {request.init_w21}, W22 {request.init_w22}, seed {request.seed}"
+
+
+def _resolve_widths(sizes: Sizes, request: Request) -> Widths:
+    def given(value: int | None, default: int) -> int:
+        return default if value is None else value
+
+    # any other ratio, NaN too, is reported as a problem of the widths
+    ratio = request.ratio if request.ratio in RATIO else 1.0
+    kv_heads = given(request.up_kv_heads, max(1, round(sizes.key_value_heads * ratio)))
+    width = given(request.up_width, kv_heads * sizes.queries_per_key_value * sizes.head_size)
+    inner = given(request.up_inner_width, max(8, round(sizes.inner * ratio / 8) * 8))
+    return Widths(width, kv_heads, inner)
+
+
+def _width_problems(sizes: Sizes, request: Request, widths: Widths) -> list[str]:
+    problems = []
+    if request.ratio not in RATIO:
+        problems.append(f"--ratio is {request.ratio}, expected {RATIO} (0.125 is the default).")
+    for option, value in asdict(widths).items():
+        if value not in WIDTH:
+            problems.append(f"--{option.replace('_', '-')} is {value}, expected 0 or more.")
+    if widths.up_width > 0 and widths.up_width % sizes.head_size:
+        problems.append(
+            f"--up-width is {widths.up_width}, expected a multiple of the head size {sizes.head_size}, "
+            f"such as {-(-widths.up_width // sizes.head_size) * sizes.head_size}."
+        )
+    if not any(asdict(widths).values()):
+        problems.append("--up-width, --up-kv-heads and --up-inner-width are all 0: there is nothing to add.")
+    return problems
+
+
+def _resolve_collaboration(
+    sizes: Sizes, request: Request, layers: tuple[int, ...], widths: Widths
+) -> tuple[Collaboration, list[str]]:
+    if request.variant == "preserve":
+        return Collaboration((), ()), _preserve_problems(request, widths)
+    problems: list[str] = []
+    chosen = layers
+    if request.collaborative_layers is not None:
+        try:
+            chosen = select_layers(request.collaborative_layers, sizes.layers, "--collaborative-layers")
+        except PlanError as error:
+            problems.append(str(error))
+    groups = _resolve_groups(request, widths)
+    outside = sorted(set(chosen) - set(layers))
+    if layers and outside:
+        problems.append(
+            f"--collaborative-layers {request.collaborative_layers}: {', '.join(map(str, outside))} not among the "
+            f"expanded layers. Choose among --layers {request.layers}."
+        )
+    problems += _sealed_problems(layers, chosen, groups, widths)
+    return Collaboration(chosen, groups), problems
+
+
+def _resolve_groups(request: Request, widths: Widths) -> tuple[str, ...]:
+    if request.collaborate == "both":
+        return ("attn", "ffn")
+    if request.collaborate is not None:
+        return (request.collaborate,)
+    if widths.up_width:
+        return ("attn",)
+    # without an up stream W12 is the only way out of what is added
+    return _needed_groups(widths)
+
+
+def _needed_groups(widths: Widths) -> tuple[str, ...]:
+    return (("attn",) if widths.up_kv_heads else ()) + (("ffn",) if widths.up_inner_width else ())
+
+
+def _preserve_problems(request: Request, widths: Widths) -> list[str]:
+    problems = []
+    if widths.up_width == 0:
+        problems.append(
+            "--up-width is 0 with --variant preserve: without an up stream, W12 is the only way out of the new "
+            "heads and the new inner features, and preserve has none. Use --variant adapt, or an --up-width."
+        )
+    for option, value in (
+        ("--collaborative-layers", request.collaborative_layers),
+        ("--collaborate", request.collaborate),
+    ):
+        if value is not None:
+            problems.append(f"{option} {value} with --variant preserve: it has no W12. Use --variant adapt.")
+    return problems
+
+
+def _sealed_problems(
+    layers: tuple[int, ...], chosen: tuple[int, ...], groups: tuple[str, ...], widths: Widths
+) -> list[str]:
+    if widths.up_width:
+        return []
+    problems = []
+    if set(layers) - set(chosen):
+        problems.append("--up-width is 0: every expanded layer must be in --collaborative-layers.")
+    missing = [group for group in _needed_groups(widths) if group not in groups]
+    if missing:
+        problems.append(
+            f"--up-width is 0 and --collaborate leaves out {' and '.join(missing)}: what is added there would have "
+            "no way out. Use --collaborate both, or add nothing there."
+        )
+    return problems

@@ -1,0 +1,112 @@
+"""Methods are one place: a way to grow that this test makes up goes the whole way, and none is asked for by name."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
+
+import scale_surgery
+from scale_surgery import PlanError, Request, expand, extract, inspect, plan, report, strip, verify
+from scale_surgery.cli import main
+from scale_surgery.hub.card import make_card
+from scale_surgery.hub.repository import read_contents
+from scale_surgery.planning.method import Resolved
+from scale_surgery.planning.methods import METHODS
+from scale_surgery.planning.scale import Scale
+from scale_surgery.planning.selection import select_layers
+from scale_surgery.planning.specs import Collaboration, Widths
+from tests.conftest import digests, load
+
+PACKAGE = Path(scale_surgery.__file__).parent
+IDS = torch.tensor([[1, 5, 6, 7, 8]])
+
+
+class Toy(Scale):
+    """Eight inner features in each chosen layer, and nothing else."""
+
+    name = "toy"
+    variants = ("toy-train",)
+    options = ()
+    verb = "toyed with"
+    source = "It is made up."
+
+    def resolve(self, sizes, request):
+        layers = select_layers(request.layers, sizes.layers)
+        return Resolved(layers, Widths(up_inner_width=8), Collaboration(layers, ("ffn",)))
+
+
+@pytest.fixture
+def toy(monkeypatch):
+    """A fourth row of the table, for one test."""
+    monkeypatch.setitem(METHODS, "toy", Toy())
+
+
+def test_a_method_of_its_own_goes_the_whole_way(toy, base_of, tmp_path):
+    base = base_of("llama")
+    request = Request("0,2", method="toy")
+    made = plan(base, request)
+    assert made.request == replace(request, variant="toy-train")
+    assert {tensor.layer for tensor in made.tensors} == {0, 2}
+    assert made.widths == Widths(0, 0, 8)
+    done = expand(base, made, tmp_path / "toy")
+    assert done.plan == made
+    found = verify(done.path, base)
+    assert found.passed
+    assert "output_at_init" in found.required
+    assert torch.equal(load(done.path)(IDS).logits, load(base)(IDS).logits)
+    assert inspect(done.path).expansion.method == "toy"
+    assert report(done.path, files_only=True).method == "toy"
+    assert "It is made up." in make_card(read_contents(done.path), "me/toy", None, None, None).text
+    assert extract(done.path, tmp_path / "extract").tensors == len(made.tensors)
+    assert digests(strip(done.path, tmp_path / "stripped").path) == digests(base)
+
+
+def test_its_promise_can_be_broken(toy, base_of, tmp_path):
+    done = expand(base_of("llama"), Request("0,2", method="toy"), tmp_path / "toy")
+    shard = done.path / done.plan.shards[0]
+    tensors = {name: tensor + ("w12" in name) for name, tensor in load_file(shard).items()}
+    save_file(tensors, shard, metadata={"format": "pt"})
+    found = verify(done.path, required=("output_at_init",))
+    assert not found.passed
+    (promise,) = [promise for promise in found.promises if promise.name == "output_at_init"]
+    assert "W12 and head up part are not zero" in promise.evidence
+
+
+def test_the_command_line_knows_it(toy, base_of, tmp_path):
+    folder = expand(base_of("llama"), Request("1", method="toy"), tmp_path / "toy").path
+    done = CliRunner().invoke(main, ["verify", str(folder)])
+    assert done.exit_code == 0, done.output
+
+
+def test_without_its_row_it_is_unknown(base_of):
+    with pytest.raises(PlanError, match="--method is 'toy', expected one of: scale, grow, depth"):
+        plan(base_of("llama"), Request("1", method="toy"))
+
+
+def test_options_of_other_methods_are_refused(toy, base_of):
+    with pytest.raises(PlanError, match="--copies 3 belongs to --method grow, it has no meaning for toy"):
+        plan(base_of("llama"), Request("1", method="toy", copies=3))
+
+
+def asked_by_name(folder: Path) -> list[str]:
+    """Comparisons with the name of a method outside its own module."""
+    found = []
+    for file in folder.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            sides = [node.left, *node.comparators] if isinstance(node, ast.Compare) else []
+            names = {side.value for side in sides if isinstance(side, ast.Constant)} & {*METHODS, "grow-freeze"}
+            if names and file.name not in {f"{name}.py" for name in METHODS}:
+                found.append(f"{file.relative_to(folder)}: {ast.unparse(node)}")
+    return found
+
+
+def test_nothing_asks_for_a_method_by_name(tmp_path):
+    assert asked_by_name(PACKAGE) == []
+    (tmp_path / "one.py").write_text('is_grown = plan.method == "grow"\n')
+    assert asked_by_name(tmp_path) == ["one.py: plan.method == 'grow'"]
