@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from scale_surgery.checkpoint.numbering import CONFIG_KEY, Numbering, numbering_of
-from scale_surgery.errors import CheckpointError
+from scale_surgery.errors import CheckpointError, shorten
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -356,7 +356,7 @@ def _refuse_escapes(weight_map: Mapping[str, str]) -> None:
         if not is_inside(file)
     ]
     if outside:
-        raise CheckpointError.from_problems(outside[:10])
+        raise CheckpointError.from_problems(shorten(outside))
 
 
 def _read_shards(path: Path, shards: list[str]) -> tuple[dict[str, TensorInfo], list[str]]:

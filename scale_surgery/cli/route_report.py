@@ -32,12 +32,13 @@ def route_report_command(
     \b
     Example: scale-surgery route-report ROUTED --text notes.txt -o report.html
     """
-    from scale_surgery.routing.report import check_outputs, route_report, write_jsonl
+    from scale_surgery.checkpoint.staging import check_output_files
+    from scale_surgery.routing.report import route_report, write_jsonl
     from scale_surgery.show.page_routing import write_page
     from scale_surgery.show.tables_route_report import render_route_report
 
     written = [(file, write) for file, write in ((output, write_page), (jsonl, write_jsonl)) if file is not None]
-    check_outputs(texts, [file for file, _ in written])
+    check_output_files([output, jsonl], texts)
     report = route_report(model, texts, track=out.track, **options)
     out.show(report, render_route_report(report))
     for file, write in written:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from scale_surgery.checkpoint.folder import CONFIG_FILE, MANIFEST_FILE
-from scale_surgery.errors import CheckpointError, HubError
+from scale_surgery.errors import CheckpointError, HubError, name_some
 from scale_surgery.hub.card import CardOrigin, ChosenCard, choose_card, metadata_problem
 from scale_surgery.hub.check import check_contents
 from scale_surgery.hub.client import Remote, check_repo_id, look_at, make_api, read_text, validate_card
@@ -228,11 +228,10 @@ def _refusal(api: HfApi, plan: Pushed, how: Push, remote: Remote, contents: Cont
         return f"{plan.repo}: holds a model on another base, by its {records[0]}. {advice}"
     if not plan.removed:
         return None
-    named = ", ".join(plan.removed[:5]) + (", ..." if len(plan.removed) > 5 else "")
     return (
-        f"{plan.repo}: holds model files that the folder does not have ({named}); beside them it would be another "
-        "model. Push to another repository or --revision, or give --replace: they leave in the same commit, and its "
-        "history keeps them."
+        f"{plan.repo}: holds model files that the folder does not have ({name_some(plan.removed)}); beside them it "
+        "would be another model. Push to another repository or --revision, or give --replace: they leave in the "
+        "same commit, and its history keeps them."
     )
 
 

@@ -15,9 +15,8 @@ from typing import Any
 from scale_surgery import modeling
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
 from scale_surgery.checkpoint.numbering import CONFIG_KEY, numbering_of
-from scale_surgery.errors import CheckpointError
+from scale_surgery.errors import CheckpointError, shorten
 
-MAX_PROBLEMS = 12
 # what transformers and torch raise for a folder or a device that is not right
 LOADING_ERRORS = (
     ImportError, OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, AssertionError
@@ -117,5 +116,5 @@ def loaded_whole(path: Path, name: str, options: Mapping[str, Any]) -> Iterator[
             ) from error
         if problems:
             advice = f"{name}: its tensors do not fit its class, so another model would be measured."
-            raise CheckpointError.from_problems([*problems[:MAX_PROBLEMS], advice])
+            raise CheckpointError.from_problems([*shorten(problems), advice])
         yield model

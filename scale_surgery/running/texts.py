@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from scale_surgery.errors import DataError
+from scale_surgery.errors import DataError, shorten
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 IGNORED = -100
 PROMPT = -101
 HALF_A_CHARACTER = re.compile("[\ud800-\udfff]")
-MAX_PROBLEMS = 12
 DOCUMENTS_AT_ONCE = 1000
 QUESTION = ("question", "answer")
 FIELDS = (("text",), QUESTION, ("prompt", "completion"))
@@ -178,8 +177,7 @@ def _from_rows(rows: Iterable[Any], where: str) -> Iterator[Document]:
         else:
             yield from _documents([row[name] for name in names], f"{where} {number}", is_question=names == QUESTION)
     if problems:
-        more = [f"... and {len(problems) - MAX_PROBLEMS} more."] if len(problems) > MAX_PROBLEMS else []
-        raise DataError.from_problems(problems[:MAX_PROBLEMS] + more)
+        raise DataError.from_problems(shorten(problems))
 
 
 def _fields_of(row: Any) -> tuple[str, ...] | None:
@@ -322,9 +320,8 @@ def check_length(sequences: Sequences, documents: Sequence[Document], length: in
         if size > length
     ]
     if problems:
-        more = [f"... and {len(problems) - MAX_PROBLEMS} more."] if len(problems) > MAX_PROBLEMS else []
         advice = "Pack the documents (--packing), raise --sequence-length, or split them."
-        raise DataError.from_problems([*problems[:MAX_PROBLEMS], *more, advice])
+        raise DataError.from_problems([*shorten(problems), advice])
 
 
 def stride(sequences: Sequences, length: int, step: int) -> Sequences:

@@ -9,6 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from scale_surgery.errors import shorten
 from scale_surgery.planning.methods import METHODS
 from scale_surgery.planning.selection import format_layers
 from scale_surgery.planning.specs import Widths
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
     from scale_surgery.surgery.expand import Expansion
     from scale_surgery.surgery.strip import Stripped
     from scale_surgery.training.train import Training
-
-MAX_PROBLEMS = 12
 
 
 def format_bytes(count: float) -> str:
@@ -157,9 +156,7 @@ def _problems(result: Verification) -> list[str]:
     for promise in result.promises:
         if promise.name in result.required and not promise.holds:
             found += promise.problems
-    found = list(dict.fromkeys(found))
-    more = len(found) - MAX_PROBLEMS
-    return found[:MAX_PROBLEMS] + ([f"... and {more} more; --report FILE writes all"] if more > 0 else [])
+    return shorten(list(dict.fromkeys(found)), ending="; --report FILE writes all")
 
 
 def _render_numbers(result: Verification) -> RenderableType:

@@ -472,15 +472,17 @@ def test_a_limit_that_is_refused(place: Path, number: float) -> None:
 @pytest.mark.usefixtures("unloaded")
 def test_plots_that_are_refused(place: Path, tmp_path: Path) -> None:
     job = (place / "posterior", old(place), new(place))
-    assert refusal(*job, plot=tmp_path) == f"{tmp_path}: is a folder, expected a file to be. Choose another --plot."
+    assert refusal(*job, plot=tmp_path) == f"{tmp_path}: is a folder, expected a file to be. Choose a name inside it."
     (tmp_path / "file").write_text("mine")
     under = tmp_path / "file" / "new" / "sweep.png"
     assert refusal(*job, plot=under) == (
-        f"{under}: {tmp_path}/file is not a folder you may write to. Choose another --plot."
+        f"{under}: {tmp_path}/file is not a folder you may write to. Choose another place."
     )
     for inside in (place / "posterior" / "config.json", place / "old.txt"):
         before = inside.read_bytes()
-        assert refusal(*job, plot=inside) == f"{inside}: lies inside or at an input. Choose another --plot."
+        source = place / "posterior" if inside.name == "config.json" else inside
+        expected = f"{inside}: would be written into {source}, which is read. Choose another file."
+        assert refusal(*job, plot=inside) == expected
         assert inside.read_bytes() == before
 
 
@@ -493,7 +495,7 @@ def test_a_read_only_folder_is_refused_before_any_work(
     # root may write everywhere, so the operating system's answer stands in for a read-only folder
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) not in (model, tmp_path) and allowed(path, mode))
     assert refusal(model, old(place), new(place), write=True, plot=tmp_path / "sweep.png").splitlines() == [
-        f"{tmp_path}/sweep.png: {tmp_path} is not a folder you may write to. Choose another --plot.",
+        f"{tmp_path}/sweep.png: {tmp_path} is not a folder you may write to. Choose another place.",
         f"{model}: is read-only, and --write changes its config.json. Leave --write out, or copy the folder to where "
         "you may write.",
     ]
