@@ -17,7 +17,7 @@ from scale_surgery.checkpoint.folder import Checkpoint, read_tensor
 from scale_surgery.checkpoint.hashes import hash_tensor
 from scale_surgery.evidence.report_records import Norms, Spectrum, TensorChange
 from scale_surgery.evidence.spectra import effective_rank, norm_of, singular_values
-from scale_surgery.planning.families import Family, Linear, get_family
+from scale_surgery.planning.families import Family, Linear
 from scale_surgery.planning.plan import Plan
 from scale_surgery.planning.specs import stream_widths
 from scale_surgery.planning.tensors import TensorPlan
@@ -62,7 +62,7 @@ class Comparison:
             advance(tensor.bytes)
 
     def _compare(self, tensor: TensorPlan) -> Iterator[TensorChange]:
-        linear = find_linear(get_family(self.plan.family), tensor)
+        linear = find_linear(self.plan.architecture, tensor)
         stored = read_tensor(self.checkpoint, tensor.name)
         if not stored.isfinite().all():
             self.spoiled.append(tensor.name)
@@ -86,7 +86,7 @@ class Comparison:
 
     def _by_rows(self, block: str, value: Tensor) -> Tensor:
         """A tensor with outputs as rows; a base weight, and what is a copy of one, may be stored the other way."""
-        is_transposed = block == "weight" and value.dim() == 2 and get_family(self.plan.family).transposed
+        is_transposed = block == "weight" and value.dim() == 2 and self.plan.architecture.transposed
         return value.T if is_transposed else value
 
     def _start_of(self, tensor: TensorPlan) -> Tensor | None:
@@ -136,7 +136,7 @@ class Comparison:
         """Name of the base weight beside a tensor; a tied head has none of its own and is the embedding."""
         if tensor.source in self.checkpoint.tensors or tensor.layer is not None:
             return tensor.source
-        return f"{self.plan.prefix}{get_family(self.plan.family).embedding}.weight"
+        return f"{self.plan.prefix}{self.plan.architecture.embedding}.weight"
 
 
 def find_linear(family: Family, tensor: TensorPlan) -> Linear | None:
@@ -149,7 +149,7 @@ def find_linear(family: Family, tensor: TensorPlan) -> Linear | None:
 def _place_of(plan: Plan, tensor: TensorPlan) -> str:
     if tensor.layer is not None or len(tensor.shape) < 2:
         return "norm"
-    is_embedding = tensor.source == f"{plan.prefix}{get_family(plan.family).embedding}.weight"
+    is_embedding = tensor.source == f"{plan.prefix}{plan.architecture.embedding}.weight"
     return "embedding" if is_embedding else "head"
 
 

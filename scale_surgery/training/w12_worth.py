@@ -25,7 +25,6 @@ from torch import Tensor, nn
 
 from scale_surgery.checkpoint.folder import CONFIG_FILE, INDEX_FILE, Checkpoint
 from scale_surgery.checkpoint.staging import write_json
-from scale_surgery.planning.families import get_family
 from scale_surgery.planning.plan import Plan
 from scale_surgery.progress import Progress, Track
 from scale_surgery.running.loading import loaded_whole
@@ -86,7 +85,7 @@ def expanded_for_a_while(checkpoint: Checkpoint, plan: Plan, device: torch.devic
             (folder / stored_shard(shard)).symlink_to((checkpoint.path / shard).resolve())
         write_expansion(plan, checkpoint, folder, device.type, track)
         dtype = str(TORCH_DTYPES[checkpoint.dtype]).removeprefix("torch.")
-        config = expanded_config(checkpoint.config, plan.specs, get_family(plan.family), dtype)
+        config = expanded_config(checkpoint.config, plan.specs, plan.architecture, dtype)
         write_json(folder / CONFIG_FILE, config)
         write_json(folder / INDEX_FILE, planned_index(plan, checkpoint))
         # in half precision the divergence of two runs is rounding, whatever the step
@@ -98,7 +97,7 @@ def expanded_for_a_while(checkpoint: Checkpoint, plan: Plan, device: torch.devic
 def find_w12(model: Any, plan: Plan) -> dict[int, list[nn.Parameter]]:
     """W12 of each collaborative layer; they alone require gradients from here on."""
     model.requires_grad_(False)
-    layers = getattr(model, plan.specs["base_model"]).get_submodule(plan.specs["layers"])
+    layers = getattr(model, plan.architecture.base_model).get_submodule(plan.architecture.layers)
     found = {
         number: [module.w12 for module in layers[number].modules() if getattr(module, "w12", None) is not None]
         for number in plan.collaboration.layers

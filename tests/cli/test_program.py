@@ -6,12 +6,14 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
 from click.testing import CliRunner, Result
 
 from scale_surgery.cli.program import main, parse_size
+from scale_surgery.planning.plan import make_plan
 from tests.conftest import digests
 from tests.tiny import save_tiny
 
@@ -71,6 +73,22 @@ def test_the_whole_job(base: Path, tmp_path: Path) -> None:
     assert json.loads(report.read_text())["passed"] is True
     run("strip", expanded, "-o", stripped)
     assert digests(stripped) == digests(base)
+
+
+@pytest.mark.parametrize("saved", (False, True))
+def test_expand_plans_once(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved: bool) -> None:
+    run("plan", base, "--layers", "1-2", "-o", tmp_path / "plan.json")
+    made = []
+
+    def counting(*args: Any, **options: Any) -> Any:
+        made.append(args)
+        return make_plan(*args, **options)
+
+    for module in ("scale_surgery.planning.plan", "scale_surgery.surgery.expand"):
+        monkeypatch.setattr(f"{module}.make_plan", counting)
+    asked = ["--plan", tmp_path / "plan.json"] if saved else ["--layers", "1-2"]
+    run("expand", base, *asked, "-o", tmp_path / "out")
+    assert len(made) == 1
 
 
 def test_json_is_all_that_stdout_holds(base: Path, expanded: Path, tmp_path: Path) -> None:
