@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import click
 
 from scale_surgery.cli.options import FOLDER, output_options, overwrite_option, parse_size, running_options
-from scale_surgery.surgery.merge import Form
+from scale_surgery.surgery.merge import MergedForm
 
 if TYPE_CHECKING:
     from scale_surgery.show.console import Output
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 @click.option("-o", "--output", type=FOLDER, required=True, help="Folder to write.")
 @click.option(
     "--to",
-    type=click.Choice(get_args(Form)),
+    type=click.Choice(get_args(MergedForm)),
     default="fused",
     show_default=True,
     help="fused: one matrix for each linear layer, for faster inference, with this program's model code. stock: a "

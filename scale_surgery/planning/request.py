@@ -12,7 +12,7 @@ from scale_surgery.planning.methods import DEFAULT_METHOD, METHODS, variants
 from scale_surgery.planning.scale import RATIO, WIDTH
 from scale_surgery.planning.selection import select_layers
 
-Init = Literal["svd", "random", "zero"]
+ChosenInit = Literal["svd", "random", "zero"]
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,8 @@ class Request:
     up_width: Annotated[int, WIDTH] | None = None
     up_kv_heads: Annotated[int, WIDTH] | None = None
     up_inner_width: Annotated[int, WIDTH] | None = None
-    init_w21: Init = "svd"
-    init_w22: Init = "zero"
+    init_w21: ChosenInit = "svd"
+    init_w22: ChosenInit = "zero"
     init_embedding: Literal["svd", "zero"] = "svd"
     svd: Literal["exact", "fast"] = "fast"
     seed: int = 0

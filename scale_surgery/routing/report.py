@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 # digits of a number of a token; float32 has no more
 DIGITS = 6
 # fields of TokenScores: base, preserve, adapt, routed, cosine, weight
-SCORES = 6
+SCORE_COLUMNS = 6
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def _score(model: Any, windows: Sequences, batch_size: int, advance: Progress) -
 
     from scale_surgery.running.texts import collate
 
-    scores = torch.full((SCORES, len(windows.ids)), math.nan, dtype=torch.float64)
+    scores = torch.full((SCORE_COLUMNS, len(windows.ids)), math.nan, dtype=torch.float64)
     device = next(model.parameters()).device
     for rows in _batches(windows, batch_size):
         batch = collate([windows[row] for row in rows])

@@ -49,9 +49,22 @@ def format_seconds(seconds: float) -> str:
     return "under a second" if seconds < 1 else f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
 
 
+def plain_table(title: str | None = None, *, has_header: bool = True) -> Table:
+    """A table without lines."""
+    return Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        show_header=has_header,
+        header_style="dim",
+        box=None,
+        pad_edge=False,
+    )
+
+
 def facts(title: str, rows: list[tuple[str, str]]) -> Table:
     """Names and values, one pair a line."""
-    table = Table(title=title, title_justify="left", title_style="bold", show_header=False, box=None, pad_edge=False)
+    table = plain_table(title, has_header=False)
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in rows:
@@ -124,9 +137,7 @@ def render_expansion(done: Expansion) -> RenderableType:
 
 def render_verification(result: Verification) -> RenderableType:
     """A verification as tables: promises, numbers, problems."""
-    table = Table(
-        title="promises", title_justify="left", title_style="bold", box=None, pad_edge=False, header_style="dim"
-    )
+    table = plain_table("promises")
     table.add_column("promise", no_wrap=True)
     table.add_column("result", no_wrap=True)
     table.add_column("evidence", overflow="fold")
@@ -187,7 +198,7 @@ def _drift_of(worst: Layer) -> str:
 
 def _render_layers(layers: tuple[Layer, ...]) -> Table:
     title = "base stream against the base model's"
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, header_style="dim")
+    table = plain_table(title)
     for name in ("after", "drift", "cosine"):
         table.add_column(name, justify="right")
     for layer in layers:
@@ -254,7 +265,7 @@ def _render_side(title: str, change: str, rows: list[tuple[str, Measurement, flo
     counts = f"{first.scored:,} tokens scored" + (f", {first.questions:,} questions" if first.questions else "")
     # a table's own title would be wrapped at the table's width
     heading = Text(title, style="bold") + Text(f"  ({counts}; losses in nats per token)", style="not bold")
-    table = Table(box=None, pad_edge=False)
+    table = plain_table()
     table.add_column("", overflow="fold")
     for name in ("loss", "perplexity", *(["accuracy"] if first.questions else []), change):
         table.add_column(name, justify="right", header_style="dim", no_wrap=True)

@@ -27,14 +27,14 @@ from scale_surgery.training.budget import Price, check_budget, choose_layers, pr
 from scale_surgery.training.pilot_settings import PilotSettings
 from scale_surgery.training.ranking import (
     SCORES,
-    DepthEstimate,
     LayerScore,
     LayerWorth,
     MatrixScore,
     Pilot,
     Proposal,
     Ranking,
-    Score,
+    ScoreName,
+    W12Estimate,
     order_layers,
     propose_collaboration,
 )
@@ -76,7 +76,7 @@ def rank_layers(
     *,
     old: str | Path | Sequence[str | Path] = (),
     budget: str = DEFAULT_BUDGET,
-    score: Score = "relative-norm",
+    score: ScoreName = "relative-norm",
     revision: str | None = None,
     device: str = "auto",
     trust_remote_code: bool = False,
@@ -306,7 +306,7 @@ def _score_layer(layer: int, updates: Mapping[Role, Update]) -> LayerScore:
     )
 
 
-def _propose(job: Job, layers: Sequence[LayerScore], score: Score) -> Proposal:
+def _propose(job: Job, layers: Sequence[LayerScore], score: ScoreName) -> Proposal:
     chosen = choose_layers(job.budget, order_layers(layers, score), job.price)
     return Proposal(score, chosen, format_layers(chosen), job.price(chosen))
 
@@ -325,8 +325,8 @@ def _describe(job: Job, run: PilotRun) -> Pilot:
     )
 
 
-def _describe_depth(job: Job, layers: Sequence[LayerWorth], proposal: Proposal) -> DepthEstimate:
+def _describe_depth(job: Job, layers: Sequence[LayerWorth], proposal: Proposal) -> W12Estimate:
     from scale_surgery.training.w12_worth import PROMISED
 
     proposed = propose_collaboration({found.layer: found.worth for found in layers}, proposal.layers)
-    return DepthEstimate(PROMISED, len(job.texts["old"].ids), tuple(layers), proposed, format_layers(proposed))
+    return W12Estimate(PROMISED, len(job.texts["old"].ids), tuple(layers), proposed, format_layers(proposed))

@@ -10,8 +10,8 @@ from scale_surgery.checkpoint.staging import plain_json
 from scale_surgery.planning.request import Request
 from scale_surgery.training.pilot_settings import PilotSettings
 
-Score = Literal["relative-norm", "effective-rank"]
-SCORES: tuple[Score, ...] = get_args(Score)
+ScoreName = Literal["relative-norm", "effective-rank"]
+SCORES: tuple[ScoreName, ...] = get_args(ScoreName)
 # share of what all chosen layers are worth that the collaborative ones must hold
 WORTH_SHARE = 0.8
 # scores that differ by less may change places with the seed
@@ -49,7 +49,7 @@ class LayerScore:
     effective_rank: float
     matrices: Mapping[str, MatrixScore]
 
-    def score(self, name: Score) -> float:
+    def score(self, name: ScoreName) -> float:
         """One of the two scores."""
         return self.relative_norm if name == "relative-norm" else self.effective_rank
 
@@ -91,7 +91,7 @@ class Proposal:
         parameters_added: What an expansion of them adds.
     """
 
-    score: Score
+    score: ScoreName
     layers: tuple[int, ...]
     argument: str
     parameters_added: int
@@ -115,7 +115,7 @@ class LayerWorth:
 
 
 @dataclass(frozen=True)
-class DepthEstimate:
+class W12Estimate:
     """Where W12 is worth it.
 
     Attributes:
@@ -186,12 +186,12 @@ class Ranking:
     family: str
     pilot: Pilot
     layers: tuple[LayerScore, ...]
-    score: Score
+    score: ScoreName
     request: Request
     budget: int
     parameters: int
     proposals: tuple[Proposal, ...]
-    depth: DepthEstimate | None
+    depth: W12Estimate | None
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -211,7 +211,7 @@ class Ranking:
             )
         return tuple(found)
 
-    def order(self, score: Score) -> tuple[int, ...]:
+    def order(self, score: ScoreName) -> tuple[int, ...]:
         """Layers by a score, the best first; of equal ones the higher layer."""
         return order_layers(self.layers, score)
 
@@ -225,7 +225,7 @@ class Ranking:
         return plain
 
 
-def order_layers(layers: Sequence[LayerScore], score: Score) -> tuple[int, ...]:
+def order_layers(layers: Sequence[LayerScore], score: ScoreName) -> tuple[int, ...]:
     """Numbers of layers by a score, the best first; of equal ones the higher layer, as "the last k" would take it."""
     by_score = sorted(layers, key=lambda layer: (layer.score(score), layer.layer), reverse=True)
     return tuple(layer.layer for layer in by_score)

@@ -39,7 +39,7 @@ from scale_surgery.modeling.expanded_routing import CosineRouter
 from scale_surgery.planning.routing_specs import read_routing
 from scale_surgery.routing.calibrate import Calibration, propose, route_calibrate
 from scale_surgery.routing.path_scores import read_paths, scored_cosines, winning_weights
-from scale_surgery.routing.sweep import Outcome, Scale, round_threshold, settings_of
+from scale_surgery.routing.sweep import Outcome, Reference, round_threshold, settings_of
 from scale_surgery.running.loss import Measurement
 from scale_surgery.running.texts import collate, pad, read_documents, stride, tokenize
 from scale_surgery.show.figure_calibration import calibration_figure, plot_calibration
@@ -236,10 +236,10 @@ def test_the_ends_of_a_cosine_sweep_are_one_side_alone(calibration_of: Callable[
 
 def test_what_is_kept_is_a_share_of_what_the_adapt_path_learns() -> None:
     old_base, new_base, old_own, new_own = (Measurement(nats, 100, 0, 0) for nats in (100.0, 300.0, 110.0, 150.0))
-    own = Scale(old_base, new_base, learning=2.0).outcome(Routing(), old_own, new_own, 0.1, 0.9)
+    own = Reference(old_base, new_base, learning=2.0).outcome(Routing(), old_own, new_own, 0.1, 0.9)
     assert (own.forgetting, own.learning, own.kept) == (pytest.approx(0.1), 1.5, 0.75)
     for learning in (0.0, -0.5):
-        assert Scale(old_base, new_base, learning).outcome(Routing(), old_own, new_own, 0.1, 0.9).kept is None
+        assert Reference(old_base, new_base, learning).outcome(Routing(), old_own, new_own, 0.1, 0.9).kept is None
 
 
 def test_texts_are_read_once(place: Path) -> None:
