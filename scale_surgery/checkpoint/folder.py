@@ -248,8 +248,8 @@ def name_tensors(tensors: Mapping[str, TensorInfo], numbering: Numbering | None)
     named = {stored: numbering.named(stored) for stored in tensors}
     if len(set(named.values())) < len(named):
         raise CheckpointError(
-            f"{CONFIG_FILE}: two tensors of the files would be one where layers {list(numbering.copied)} have copies. "
-            "Restore config.json from where you got it."
+            f"{CONFIG_FILE}: says that layers {list(numbering.copied)} have copies, which would give two tensors the "
+            "same name. Restore config.json from where you got it."
         )
     return {named[stored]: replace(info, name=named[stored], stored_as=stored) for stored, info in tensors.items()}
 

@@ -125,8 +125,8 @@ def output_options(command: Command) -> Command:
         except SurgeryError as error:
             stop(out, str(error), debug=debug)
         except KeyboardInterrupt:
-            continues = "The same command again takes up what was finished; train needs --resume."
-            stop(out, f"interrupted; what was not finished has no final name. {continues}", debug=debug)
+            continues = "Run the same command again to continue; train needs --resume."
+            stop(out, f"interrupted. An unfinished folder keeps the ending .partial. {continues}", debug=debug)
         except Exception as error:
             # other programs' errors: a device that is not there, memory that ran out, a file that cannot be written
             stop(out, f"{type(error).__name__}: {error}. --debug shows where.", debug=debug)

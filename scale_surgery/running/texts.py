@@ -233,7 +233,7 @@ def tokenize(
     for some in _groups(documents):
         for document, (prompt, text) in zip(some, _tokenize_some(some, tokenizer), strict=True):
             if not prompt + text:
-                raise DataError(f"{document.source}: becomes no token in this model's tokenizer. Leave it out.")
+                raise DataError(f"{document.source}: has no token in this model's tokenizer. Leave it out.")
             # without a prompt there is at most a start token
             read_only = PROMPT if document.prompt else IGNORED
             ids.extend(prompt + text)

@@ -185,8 +185,8 @@ def _check_drift(partial: Path, target: Path, drift: Drift) -> None:
     raise CheckpointError(
         f"{target}: not written, its logits drift by {drift.drift:.3g} of {drift.largest_logit:.3g} "
         f"({drift.share:.2g}), expected at most {drift.tolerance:g} of the largest logit, which is what rounding in "
-        f"{drift.dtype} does. Is {partial.parent} a sound disk, and is the model's code its own? "
-        "scale-surgery verify says."
+        f"{drift.dtype} does. Check the disk of {partial.parent}, and the model with "
+        "scale-surgery verify."
     )
 
 

@@ -171,7 +171,7 @@ def _check_request(settings: PilotSettings, request: Request, score: str, *, has
         problems.append(f"--score is {score!r}, expected one of: {', '.join(SCORES)}.")
     if request.collaborative_layers is not None:
         problems.append(
-            f"--collaborative-layers {request.collaborative_layers}: is what is to be found out. Leave it out."
+            f"--collaborative-layers {request.collaborative_layers}: is proposed by rank-layers. Leave it out."
         )
     if has_old and request.variant != "adapt":
         problems.append(

@@ -219,7 +219,7 @@ def test_full_training_scores_attention_too(base, texts):
         (
             {"request": replace(ADAPT, collaborative_layers="1")},
             PlanError,
-            "--collaborative-layers 1: is what is to be found out. Leave it out.",
+            "--collaborative-layers 1: is proposed by rank-layers. Leave it out.",
         ),
         ({"request": Request("7")}, PlanError, "--layers 7: layer 7 is out of range, the model has layers 0 to 4."),
     ],
