@@ -32,11 +32,12 @@ from scale_surgery.planning.plan import Plan, plan
 from scale_surgery.planning.request import Request
 from scale_surgery.planning.routing_specs import Routing
 from scale_surgery.planning.saved import load_plan
-from scale_surgery.routing.calibrate import Calibration, route_calibrate
+from scale_surgery.routing.calibrate import Calibration, CalibrationSettings, route_calibrate
 from scale_surgery.routing.records import RouteReport
 from scale_surgery.routing.report import route_report
 from scale_surgery.running.freeze import expansion_disabled, freeze_base
-from scale_surgery.surgery.apply import Applied, apply
+from scale_surgery.running.options import Probes, RunOptions
+from scale_surgery.surgery.apply import Applied, GivenBase, apply
 from scale_surgery.surgery.expand import Expansion, expand
 from scale_surgery.surgery.extract import Extracted, extract
 from scale_surgery.surgery.load_expansion import load_expansion
@@ -45,8 +46,8 @@ from scale_surgery.surgery.route import Routed, route_export, set_routing, unrou
 from scale_surgery.surgery.strip import Stripped, strip
 from scale_surgery.training.pilot_settings import PilotSettings
 from scale_surgery.training.rank_layers import rank_layers
-from scale_surgery.training.ranking import Ranking
-from scale_surgery.training.settings import TrainingSettings
+from scale_surgery.training.ranking import Ranking, RankingRequest
+from scale_surgery.training.settings import EvalData, TrainingSettings, TrainingStart
 from scale_surgery.training.train import Training, train
 
 __version__ = _version("scale-surgery")
@@ -54,31 +55,38 @@ __version__ = _version("scale-surgery")
 __all__ = [
     "Applied",
     "Calibration",
+    "CalibrationSettings",
     "CheckpointError",
     "DataError",
+    "EvalData",
     "Evaluation",
     "Expansion",
     "Extracted",
+    "GivenBase",
     "HubError",
     "Inspection",
     "Merged",
     "PilotSettings",
     "Plan",
     "PlanError",
+    "Probes",
     "Promise",
     "Push",
     "Pushed",
     "Ranking",
+    "RankingRequest",
     "Report",
     "Request",
     "RouteReport",
     "Routed",
     "Routing",
+    "RunOptions",
     "Stripped",
     "SurgeryError",
     "Training",
     "TrainingError",
     "TrainingSettings",
+    "TrainingStart",
     "UnsupportedFamilyError",
     "Verification",
     "__version__",

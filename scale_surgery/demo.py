@@ -22,6 +22,7 @@ from scale_surgery.evidence.verify import verify
 from scale_surgery.planning.inspect import inspect
 from scale_surgery.planning.plan import plan
 from scale_surgery.planning.request import Request
+from scale_surgery.running.options import RunOptions
 from scale_surgery.surgery.expand import expand
 from scale_surgery.surgery.route import route_export
 from scale_surgery.surgery.strip import strip
@@ -188,7 +189,7 @@ def _teach(folder: Path, steps: int, out: Output, tell: Teller) -> Evaluation:
     models = [folder / name for name in ("trained", "routed", "fine-tuned")]
     old, new = folder / "old_questions.jsonl", folder / "new_questions.jsonl"
     tell(f"evaluate {' '.join(map(str, models))} --old {old} --new {new}", "Ask for old and new people")
-    found = evaluate(models, [old], [new], batch_size=64, track=out.track)
+    found = evaluate(models, [old], [new], run=RunOptions(batch_size=64), track=out.track)
     out.say(tables.render_evaluation(found))
     return found
 
@@ -227,7 +228,9 @@ def _fine_tune(base: Path, data: Path, output: Path, settings: TrainingSettings,
     with quiet_transformers():
         model, tokenizer = AutoModelForCausalLM.from_pretrained(base), AutoTokenizer.from_pretrained(base)
         sequences = pack(tokenize(read_documents([data]), tokenizer), SEQUENCE_LENGTH)
-        arguments = make_arguments(settings, output, settings.steps or STEPS, "cpu", bf16=False, is_measured=False)
+        arguments = make_arguments(
+            settings, output, settings.steps or STEPS, RunOptions(), bf16=False, is_measured=False
+        )
         arguments.save_strategy = "no"
         Trainer(model=model, args=arguments, train_dataset=sequences, data_collator=collate).train()
         model.save_pretrained(output)

@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks.biography.runs import Settings, append_record
 from benchmarks.biography.train_model import documents
-from scale_surgery import PilotSettings, Request, rank_layers
+from scale_surgery import PilotSettings, RankingRequest, Request, rank_layers
 from scale_surgery.biographies import SHIPPED_MODEL, SHIPPED_PEOPLE, Person, people
 from scale_surgery.training.ranking import SCORES, Ranking
 
@@ -80,7 +80,7 @@ def propose(seed: int, settings: Settings) -> Proposal:
 def ask(new: Path, old: Path, pilot: PilotSettings, scope: str) -> Ranking:
     """Rank all layers, with a budget that pays for all of them."""
     request = Request("all", method="scale", variant="adapt", collaborate=scope)
-    return rank_layers(SHIPPED_MODEL, [new], pilot, request, old=[old], budget="100%")
+    return rank_layers(SHIPPED_MODEL, [new], pilot, RankingRequest(request, budget="100%"), old=[old])
 
 
 def write_texts(file: Path, group: Sequence[Person], seed: int) -> Path:

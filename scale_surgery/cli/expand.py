@@ -16,6 +16,7 @@ from scale_surgery.cli.options import (
     options_from,
     output_options,
     overwrite_options,
+    take,
 )
 from scale_surgery.planning.request import Request
 
@@ -106,10 +107,6 @@ def expand_command(
     output: Path | None,
     plan_file: Path | None,
     dry_run: bool,
-    base_weights: Any,
-    overwrite: bool,
-    device: str,
-    trust_remote_code: bool,
     out: Output,
     **options: Any,
 ) -> None:
@@ -123,10 +120,13 @@ def expand_command(
     """
     from scale_surgery.planning.plan import plan
     from scale_surgery.planning.saved import load_plan
+    from scale_surgery.running.options import RunOptions
     from scale_surgery.show.tables import render_expansion
     from scale_surgery.show.tables_plan import render_plan
     from scale_surgery.surgery.expand import expand
 
+    run = take(RunOptions, {name: options.pop(name) for name in ("device", "trust_remote_code")})
+    how = {name: options.pop(name) for name in ("base_weights", "overwrite")}
     request = make_request(options)
     if (request is None) == (plan_file is None):
         raise click.UsageError("Give --layers, or --plan with a saved plan, one of the two.")
@@ -143,10 +143,8 @@ def expand_command(
         made,
         output,
         revision=revision,
-        base_weights=base_weights,
-        device=device,
-        overwrite=overwrite,
-        trust_remote_code=trust_remote_code,
+        **how,
+        run=run,
         track=out.track,
     )
     if done.left_out:

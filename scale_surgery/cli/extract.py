@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from scale_surgery.cli.options import FOLDER, output_options, overwrite_options
+from scale_surgery.cli.options import FOLDER, output_options, overwrite_options, take
 
 if TYPE_CHECKING:
     from scale_surgery.show.console import Output
@@ -57,7 +57,7 @@ def extract_command(expanded: Path, output: Path, base_weights: Any, overwrite: 
     help="Allow a custom tokenizer to run code from its folder or repository.",
 )
 @output_options
-def apply_command(extract: str, output: Path, out: Output, **options: Any) -> None:
+def apply_command(extract: str, base: str | None, output: Path, out: Output, **options: Any) -> None:
     """Put EXTRACT, a folder or a Hub id, back on its base model.
 
     The output is the folder that it was extracted from, byte for byte.
@@ -65,8 +65,10 @@ def apply_command(extract: str, output: Path, out: Output, **options: Any) -> No
     \b
     Example: scale-surgery apply EXTRACT --base MODEL -o EXPANDED
     """
+    from scale_surgery.running.options import RunOptions
     from scale_surgery.show.tables_extract import render_applied
-    from scale_surgery.surgery.apply import apply
+    from scale_surgery.surgery.apply import GivenBase, apply
 
-    done = apply(extract, output, track=out.track, **options)
+    given = GivenBase(base, options.pop("revision"), options.pop("force"))
+    done = apply(extract, output, given, run=take(RunOptions, options), track=out.track, **options)
     out.show(done, render_applied(done))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
-from scale_surgery.cli.options import FOLDER, output_options, overwrite_option, parse_size, running_options
+from scale_surgery.cli.options import FOLDER, output_options, overwrite_option, running_options, take
 from scale_surgery.surgery.merge import MergedForm
 
 if TYPE_CHECKING:
@@ -29,15 +29,17 @@ if TYPE_CHECKING:
 @running_options
 @overwrite_option
 @output_options
-def merge_command(expanded: Path, output: Path, to: Any, memory: str, out: Output, **options: Any) -> None:
+def merge_command(expanded: Path, output: Path, to: Any, out: Output, **options: Any) -> None:
     """Merge the blocks of EXPANDED into one matrix for each linear layer, and measure how much its logits change.
 
     \b
     Example: scale-surgery merge EXPANDED -o FUSED
     Without remote code: scale-surgery merge EXPANDED -o STOCK --to stock
     """
+    from scale_surgery.running.options import Probes, RunOptions
     from scale_surgery.show.tables_merge import render_merged
     from scale_surgery.surgery.merge import merge
 
-    done = merge(expanded, output, to, memory_bytes=parse_size(memory), track=out.track, **options)
+    probes, run = take(Probes, options), take(RunOptions, options)
+    done = merge(expanded, output, to, probes=probes, run=run, track=out.track, **options)
     out.show(done, render_merged(done))

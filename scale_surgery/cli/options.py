@@ -7,9 +7,9 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import MISSING
+from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 import click
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from scale_surgery.show.console import Output
 
 Command = Callable[..., Any]
+Made = TypeVar("Made")
 FOLDER = click.Path(path_type=Path, file_okay=False)
 FILE = click.Path(path_type=Path, dir_okay=False)
 TEXTS = click.Path(path_type=Path)
@@ -167,6 +168,15 @@ def parse_size(text: str) -> int:
         raise click.UsageError(f"--memory {text} is not a size, expected for example 4GiB or 500MB.") from error
 
 
+def take(kind: Callable[..., Made], options: dict[str, Any]) -> Made:
+    """Fill a dataclass from those options of a command that bear its fields' names, and take them out.
+
+    An option that was not given is None and leaves the dataclass's default.
+    """
+    taken = {field.name: options.pop(field.name) for field in fields(kind) if field.name in options}  # type: ignore[arg-type]
+    return kind(**{name: value for name, value in taken.items() if value is not None})
+
+
 def running_options(command: Command) -> Command:
     """Add how models run on probe prompts."""
     options = [
@@ -185,6 +195,8 @@ def running_options(command: Command) -> Command:
         ),
         click.option(
             "--memory",
+            "memory_bytes",
+            callback=lambda _, __, text: parse_size(text),
             default="4GiB",
             show_default=True,
             help="Memory for weights on the CPU, such as 500MB. A larger model is read from its files as it runs.",

@@ -19,9 +19,9 @@ from scale_surgery.cli.options import (
     model_options,
     output_options,
     overwrite_options,
-    parse_size,
     reading_options,
     running_options,
+    take,
 )
 from scale_surgery.cli.push import push_command
 from scale_surgery.cli.rank_layers import rank_layers_command
@@ -97,7 +97,7 @@ def inspect_command(model: str, revision: str | None, out: Output) -> None:
 @click.option("--report", type=FILE, help="Write the result to this JSON file, as a certificate.")
 @output_options
 def verify_command(
-    expanded: Path, memory: str, report: Path | None, required: tuple[str, ...], out: Output, **options: Any
+    expanded: Path, report: Path | None, required: tuple[str, ...], files_only: bool, out: Output, **options: Any
 ) -> None:
     """Check which promises EXPANDED keeps, and show the numbers; exit code 1 if one is broken.
 
@@ -113,13 +113,16 @@ def verify_command(
     """
     from scale_surgery.checkpoint.staging import check_output_files, write_json
     from scale_surgery.evidence.verify import PROMISES, verify
+    from scale_surgery.running.options import Probes, RunOptions
     from scale_surgery.show.tables import render_verification
 
     unknown = [name for name in required if name not in PROMISES]
     if unknown:
         raise click.UsageError(f"--promise {unknown[0]} is not one of {', '.join(PROMISES)}.")
     check_output_files([report], [expanded, *filter(None, [options["base"]])])
-    result = verify(expanded, required=required, memory_bytes=parse_size(memory), track=out.track, **options)
+    probes, run = take(Probes, options), take(RunOptions, options)
+    prompted = None if files_only else probes
+    result = verify(expanded, probes=prompted, required=required, run=run, track=out.track, **options)
     if not result.recorded:
         out.warn(f"{expanded} is read-only: the result is not recorded in its surgery.json")
     if report is not None:
@@ -156,6 +159,7 @@ def evaluate_command(
     """
     from scale_surgery.checkpoint.staging import check_output_files
     from scale_surgery.evidence.evaluate import evaluate
+    from scale_surgery.running.options import RunOptions
     from scale_surgery.show.figure_plane import plot_plane
     from scale_surgery.show.tables import render_evaluation
 
@@ -164,7 +168,7 @@ def evaluate_command(
     if plot is not None and not (old and new):
         raise click.UsageError("--plot needs --old and --new: the plane has an axis for each.")
     check_output_files([plot], [*models, *old, *new])
-    result = evaluate(models, old, new, track=out.track, **options)
+    result = evaluate(models, old, new, run=take(RunOptions, options), track=out.track, **options)
     out.show(result, render_evaluation(result))
     if plot is not None:
         plot_plane(result, plot)

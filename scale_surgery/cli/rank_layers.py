@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from scale_surgery.cli.options import FILE, TEXTS, given, options_from, output_options
+from scale_surgery.cli.options import FILE, TEXTS, given, options_from, output_options, take
 from scale_surgery.fields import fields_of
 from scale_surgery.planning.methods import DEFAULT_METHOD, METHODS
 from scale_surgery.planning.request import Request
@@ -17,7 +17,6 @@ from scale_surgery.training.ranking import SCORES
 if TYPE_CHECKING:
     from scale_surgery.show.console import Output
 
-PILOT = tuple(fields_of(PilotSettings))
 EXPANSION = ("layers", "method", "variant", "collaborate", "ratio", "copies")
 EXPANSION_HELPS = {
     "layers": "Layers to choose among, written as for plan. Default: all.",
@@ -51,7 +50,7 @@ EXPANSION_HELPS = {
     help="Order layers by the relative norm of their change, or by its effective rank.",
 )
 @options_from(Request, *EXPANSION, helps=EXPANSION_HELPS)
-@options_from(PilotSettings, *PILOT)
+@options_from(PilotSettings, *fields_of(PilotSettings))
 @click.option("-o", "--output", type=FILE, help="Write the ranking to this JSON file.")
 @click.option("--plot", type=FILE, help="Draw the scores of layers and matrices. PNG.")
 @click.option("--details", is_flag=True, help="Show the scores of each matrix too.")
@@ -88,16 +87,21 @@ def rank_layers_command(
     W12 too: scale-surgery rank-layers MODEL --data domain.jsonl --old general.txt
     """
     from scale_surgery.checkpoint.staging import check_output_files, write_json
+    from scale_surgery.running.options import RunOptions
     from scale_surgery.show.figure_rank_layers import plot_ranking
     from scale_surgery.show.tables_rank_layers import render_ranking
     from scale_surgery.training.rank_layers import rank_layers
+    from scale_surgery.training.ranking import RankingRequest
 
     check_output_files([output, plot], [model, *data, *old])
-    pilot, wanted = (given({name: options.pop(name) for name in names}) for names in (PILOT, EXPANSION))
+    pilot = take(PilotSettings, options)
+    wanted = given({name: options.pop(name) for name in EXPANSION})
     if old and "collaborative_layers" in METHODS[wanted.get("method", DEFAULT_METHOD)].options:
         wanted = {"variant": "adapt"} | wanted
-    request = Request(**{"layers": "all"} | wanted)
-    result = rank_layers(model, data, PilotSettings(**pilot), request, old=old, track=out.track, **options)
+    expansion = Request(**{"layers": "all"} | wanted)
+    request = RankingRequest(expansion, options.pop("budget"), options.pop("score"))
+    run = take(RunOptions, options)
+    result = rank_layers(model, data, pilot, request, old=old, run=run, track=out.track, **options)
     for warning in result.warnings:
         out.warn(warning)
     out.show(result, render_ranking(result, details=details))

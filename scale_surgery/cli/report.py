@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from scale_surgery.cli.options import FILE, FOLDER, TEXTS, output_options
+from scale_surgery.cli.options import FILE, FOLDER, TEXTS, output_options, take
 
 if TYPE_CHECKING:
     from scale_surgery.show.console import Output
@@ -61,11 +61,12 @@ def report_command(
     """
     from scale_surgery.checkpoint.staging import check_output_files
     from scale_surgery.evidence.report import report
+    from scale_surgery.running.options import RunOptions
     from scale_surgery.show.page_report import write_page
     from scale_surgery.show.tables_report import render_report
 
     check_output_files([output], [expanded, *texts])
-    found = report(expanded, texts, track=out.track, **options)
+    found = report(expanded, texts, run=take(RunOptions, options), track=out.track, **options)
     out.show(found, render_report(found, details=details))
     if output is not None:
         write_page(found, output)

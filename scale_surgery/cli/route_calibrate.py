@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from scale_surgery.cli.options import FILE, FOLDER, TEXTS, output_options, reading_options
+from scale_surgery.cli.options import FILE, FOLDER, TEXTS, output_options, reading_options, take
 
 if TYPE_CHECKING:
     from scale_surgery.show.console import Output
@@ -46,8 +46,11 @@ def route_calibrate_command(
     \b
     Example: scale-surgery route-calibrate ROUTED --old a.txt --new b.jsonl --write
     """
-    from scale_surgery.routing.calibrate import route_calibrate
+    from scale_surgery.routing.calibrate import CalibrationSettings, route_calibrate
+    from scale_surgery.running.options import RunOptions
     from scale_surgery.show.tables_calibrate import render_calibration
 
-    result = route_calibrate(routed, old, new, track=out.track, **options)
+    run = take(RunOptions, options)
+    settings = take(CalibrationSettings, options)
+    result = route_calibrate(routed, old, new, settings, run=run, track=out.track, **options)
     out.show(result, render_calibration(result, details=details))

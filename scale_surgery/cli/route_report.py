@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from scale_surgery.cli.options import FILE, TEXTS, output_options, reading_options
+from scale_surgery.cli.options import FILE, TEXTS, output_options, reading_options, take
 
 if TYPE_CHECKING:
     from scale_surgery.show.console import Output
@@ -34,12 +34,13 @@ def route_report_command(
     """
     from scale_surgery.checkpoint.staging import check_output_files
     from scale_surgery.routing.report import route_report, write_jsonl
+    from scale_surgery.running.options import RunOptions
     from scale_surgery.show.page_routing import write_page
     from scale_surgery.show.tables_route_report import render_route_report
 
     written = [(file, write) for file, write in ((output, write_page), (jsonl, write_jsonl)) if file is not None]
     check_output_files([output, jsonl], texts)
-    report = route_report(model, texts, track=out.track, **options)
+    report = route_report(model, texts, run=take(RunOptions, options), track=out.track, **options)
     out.show(report, render_route_report(report))
     for file, write in written:
         write(report, file)

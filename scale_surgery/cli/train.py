@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from scale_surgery.cli.options import FOLDER, given, options_from, output_options, overwrite_options
+from scale_surgery.cli.options import FOLDER, options_from, output_options, overwrite_options, take
 from scale_surgery.fields import fields_of
-from scale_surgery.training.settings import TrainingSettings
+from scale_surgery.training.settings import EvalData, TrainingSettings, TrainingStart
 
 if TYPE_CHECKING:
     from scale_surgery.show.console import Output
@@ -65,11 +65,6 @@ def train_command(
     output: Path | None,
     eval_data: tuple[str, ...],
     out: Output,
-    base_weights: Any,
-    resume: bool,
-    overwrite: bool,
-    device: Any,
-    trust_remote_code: bool,
     **options: Any,
 ) -> None:
     """Train the new tensors of EXPANDED; the base stays frozen.
@@ -81,22 +76,21 @@ def train_command(
     Example: scale-surgery train EXPANDED --data domain.jsonl --eval-data old=general.txt
     On several GPUs: accelerate launch -m scale_surgery train EXPANDED --data FILE
     """
+    from scale_surgery.running.options import RunOptions
     from scale_surgery.show.tables import render_training
     from scale_surgery.training.train import train
 
     # a scheduler that ends a job is answered like somebody at the keyboard
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    settings = take(TrainingSettings, options)
     done = train(
         expanded,
         data,
         output,
-        TrainingSettings(**given(options)),
-        **read_sides(eval_data),
-        base_weights=base_weights,
-        resume=resume,
-        overwrite=overwrite,
-        device=device,
-        trust_remote_code=trust_remote_code,
+        settings,
+        eval_data=EvalData(**read_sides(eval_data)),
+        start=take(TrainingStart, options),
+        run=take(RunOptions, options),
         track=out.track,
     )
     out.show(done, render_training(done))

@@ -22,7 +22,7 @@ from scale_surgery.progress import Progress, Track, no_track
 from scale_surgery.running.freeze import expansion_disabled
 from scale_surgery.running.loading import loaded_whole
 from scale_surgery.running.loss import Measurement, measure
-from scale_surgery.running.options import Dtype
+from scale_surgery.running.options import Dtype, RunOptions
 from scale_surgery.surgery.parts import link_base
 
 if TYPE_CHECKING:
@@ -105,11 +105,8 @@ def evaluate(
     *,
     sequence_length: int | None = None,
     step: int | None = None,
-    batch_size: int = 8,
-    device: str = "cpu",
-    dtype: Dtype | None = None,
+    run: RunOptions = RunOptions(),
     revision: str | None = None,
-    trust_remote_code: bool = False,
     track: Track = no_track,
 ) -> Evaluation:
     """Measure loss, perplexity and first-token accuracy of models on old and on new text.
@@ -123,11 +120,8 @@ def evaluate(
         new: The same with what was to be learned; of the two one must be given.
         sequence_length: Most tokens that are read at once; by default the shortest context, at most 1024.
         step: Tokens from one window of a longer text to the next; by default half of that.
-        batch_size: Windows in one forward pass.
-        device: Where the models run.
-        dtype: What weights are cast to; by default they stay as stored.
+        run: How the models run: device, dtype, trust_remote_code, batch_size.
         revision: Branch, tag or commit of Hub repositories.
-        trust_remote_code: Run the code in model folders instead of this package's, and a tokenizer's own.
         track: Makes progress bars.
 
     Returns:
@@ -142,10 +136,9 @@ def evaluate(
     documents = {"old": _read(old_files, "old"), "new": _read(new_files, "new")}
     if not any(documents.values()):
         raise DataError("There is no text to measure on. Give files with --old, with --new or with both.")
-    subjects = open_subjects(_listed(models), revision=revision, trust_remote_code=trust_remote_code)
+    subjects = open_subjects(_listed(models), run, revision=revision)
     length, step = choose_lengths(subjects, sequence_length, step)
-    options = {"device": device, "dtype": dtype, "trust_remote_code": trust_remote_code}
-    meters = [Meter(read_texts(subject, documents, length, step), batch_size, options) for subject in subjects]
+    meters = [Meter(read_texts(subject, documents, length, step), run) for subject in subjects]
     rows = _measure_all(subjects, meters, track)
     return Evaluation(
         scores=tuple(_compare(row, rows) for row in rows),
@@ -153,7 +146,7 @@ def evaluate(
         new=tuple(map(str, new_files)),
         sequence_length=length,
         step=step,
-        dtype=dtype,
+        dtype=run.dtype,
         notes=tuple(_notes(subjects, rows)),
     )
 
@@ -177,13 +170,11 @@ class Meter:
 
     Attributes:
         texts: Windows by side.
-        batch_size: Windows in one forward pass.
-        options: How models are loaded.
+        run: How models run.
     """
 
     texts: Mapping[str, Sequences]
-    batch_size: int
-    options: Mapping[str, Any]
+    run: RunOptions
 
     @cached_property
     def fingerprints(self) -> dict[str, str]:
@@ -201,13 +192,13 @@ class Meter:
         assert subject.manifest is not None and subject.base is not None
         with tempfile.TemporaryDirectory() as folder:
             renamed = link_base(subject.path, Path(folder), subject.manifest)
-            with loaded_whole(Path(folder), subject.base, {**self.options, "renamed": renamed}) as model:
+            with loaded_whole(Path(folder), subject.base, self.run, renamed=renamed) as model:
                 return self._measure(model, Score(subject.base, "base", None), advance)
 
     def measure_subject(self, subject: Subject, advance: Progress) -> list[Row]:
         """Measure a model, a routed one again with its routing disabled, and an expanded one as its base."""
         disabled = f"{subject.name}, expansion disabled"
-        with loaded_whole(subject.path, subject.name, self.options) as model:
+        with loaded_whole(subject.path, subject.name, self.run) as model:
             if not subject.is_expanded:
                 return [self._measure(model, Score(subject.name, "other", None), advance)]
             base = subject.base or disabled
@@ -221,7 +212,7 @@ class Meter:
 
     def _measure(self, model: Any, score: Score, advance: Progress) -> Row:
         report = partial(advance, note=score.name)
-        found = {side: measure(model, text, self.batch_size, report) for side, text in self.texts.items()}
+        found = {side: measure(model, text, self.run.batch_size, report) for side, text in self.texts.items()}
         return Row(replace(score, old=found.get("old"), new=found.get("new")), self.fingerprints)
 
 

@@ -20,6 +20,7 @@ from scale_surgery.evidence.report_blocks import Comparison
 from scale_surgery.evidence.report_records import CURVES, Report, Streams, by_layer
 from scale_surgery.evidence.report_streams import compare_streams
 from scale_surgery.progress import Track, no_track
+from scale_surgery.running.options import RunOptions
 from scale_surgery.surgery.record import Manifest, are_numbers, read_manifest, refuse_fused, routing_of
 
 
@@ -29,9 +30,7 @@ def report(
     *,
     files_only: bool = False,
     sequence_length: int | None = None,
-    batch_size: int = 1,
-    device: str = "cpu",
-    trust_remote_code: bool = False,
+    run: RunOptions = RunOptions(batch_size=1),
     track: Track = no_track,
 ) -> Report:
     """Show what training did to an expanded checkpoint.
@@ -45,9 +44,8 @@ def report(
             default the built-in prompts of `verify`.
         files_only: Read tensors, run no model; then nothing is said of the base stream.
         sequence_length: Most tokens of a text that are read at once; by default the context, at most 1024.
-        batch_size: Windows in one forward pass.
-        device: Where to compute.
-        trust_remote_code: Run the code in the folder instead of this package's, and a tokenizer's own.
+        run: How the model runs: device, trust_remote_code, batch_size. Hidden states of all layers are held for a
+            batch, so it is one window by default.
         track: Makes progress bars.
 
     Returns:
@@ -66,21 +64,12 @@ def report(
     refuse_fused(path, manifest)
     _check_tensors(checkpoint, manifest)
     plan = manifest.plan
-    comparison = Comparison(checkpoint, manifest, plan, device)
+    comparison = Comparison(checkpoint, manifest, plan, run.device)
     with track("blocks", sum(tensor.bytes for tensor in plan.tensors)) as advance:
         tensors = tuple(comparison.changes(advance))
     streams = None
     if not files_only:
-        streams = compare_streams(
-            path,
-            files,
-            plan.sizes.hidden,
-            sequence_length=sequence_length,
-            batch_size=batch_size,
-            device=device,
-            trust_remote_code=trust_remote_code,
-            track=track,
-        )
+        streams = compare_streams(path, files, plan.sizes.hidden, sequence_length, run, track)
     state: Any = "trained" if any(tensor.is_trained for tensor in tensors) else "initial"
     return Report(
         path=path,

@@ -9,30 +9,31 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scale_surgery.evidence.report_records import Streams
 from scale_surgery.evidence.subjects import choose_lengths, open_subjects, read_texts
 from scale_surgery.progress import Progress, Track
+from scale_surgery.running.drift import cosines, largest_difference
 from scale_surgery.running.freeze import base_states, expansion_disabled
 from scale_surgery.running.loading import loaded_whole
+from scale_surgery.running.options import Probes, RunOptions
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from scale_surgery.running.probe import Batch, Layer
+    from scale_surgery.running.probe import Layer
+    from scale_surgery.running.prompts import Batch
 
 
 def compare_streams(
     path: Path,
     texts: Sequence[str | Path],
     width: int,
-    *,
     sequence_length: int | None,
-    batch_size: int,
-    device: str,
-    trust_remote_code: bool,
+    run: RunOptions,
     track: Track,
 ) -> Streams:
     """Run an expanded model and the base inside it on probe text, and compare the base stream after each layer.
@@ -42,9 +43,7 @@ def compare_streams(
         texts: Files and saved datasets to read; the built-in prompts of `verify` where there are none.
         width: Base width d.
         sequence_length: Most tokens of a window of a text; by default the model's context, at most 1024.
-        batch_size: Windows in one forward pass.
-        device: Where the model runs.
-        trust_remote_code: Run the code in the folder instead of this package's, and a tokenizer's own.
+        run: How the model runs: device, trust_remote_code, batch_size.
         track: Makes progress bars.
 
     Returns:
@@ -55,48 +54,39 @@ def compare_streams(
         CheckpointError: If the model cannot be loaded.
     """
     if texts:
-        batches = _text_batches(path, texts, sequence_length, batch_size, trust_remote_code=trust_remote_code)
+        batches = _text_batches(path, texts, sequence_length, run)
         source = ", ".join(map(str, texts))
     else:
-        batches, source = _prompt_batches(path, trust_remote_code=trust_remote_code)
+        batches, source = _prompt_batches(path, run)
     tokens = sum(int(batch.mask.sum()) for batch in batches)
-    options = {"device": device, "trust_remote_code": trust_remote_code}
-    with track("base stream", tokens) as advance, loaded_whole(path, path.name, options) as model:
+    stored = replace(run, dtype=None)  # what is compared is what is stored
+    with track("base stream", tokens) as advance, loaded_whole(path, path.name, stored) as model:
         layers, dtype = _compare(model, batches, width, advance)
         is_routed = bool(getattr(model, "is_routing_enabled", False))
     return Streams(layers, source, tokens, dtype, "adapt" if is_routed else "expanded")
 
 
-def _prompt_batches(path: Path, *, trust_remote_code: bool) -> tuple[list[Batch], str]:
+def _prompt_batches(path: Path, run: RunOptions) -> tuple[list[Batch], str]:
     """The prompts of `verify` as one batch; random ids where the model has no tokenizer."""
-    from transformers import AutoConfig
+    from scale_surgery.running.prompts import encode_prompts
 
-    from scale_surgery import modeling
-    from scale_surgery.running import probe
-    from scale_surgery.running.tokenizer import load_tokenizer
-
-    modeling.register()
-    tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
-    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    batch = probe.make_batch(tokenizer, probe.PROMPTS, config, 0)
-    source = "built-in prompts" if tokenizer is not None else "random ids, there is no tokenizer"
-    return [batch], source
+    encoded = encode_prompts(path, Probes(new_tokens=0), run)
+    source = "built-in prompts" if encoded.tokenizer is not None else "random ids, there is no tokenizer"
+    return [encoded.batch], source
 
 
-def _text_batches(
-    path: Path, texts: Sequence[str | Path], length: int | None, batch_size: int, *, trust_remote_code: bool
-) -> list[Batch]:
+def _text_batches(path: Path, texts: Sequence[str | Path], length: int | None, run: RunOptions) -> list[Batch]:
     """Texts cut into windows, one after the other, prompts of questions included."""
-    from scale_surgery.running.probe import Batch
+    from scale_surgery.running.prompts import Batch
     from scale_surgery.running.texts import collate, read_files
 
     documents = [document for found in read_files(texts).values() for document in found]
-    (subject,) = open_subjects([path], trust_remote_code=trust_remote_code)
+    (subject,) = open_subjects([path], run)
     length, _ = choose_lengths([subject], length, None)
     windows = read_texts(subject, {"probe": documents}, length, length)["probe"]
     batches = []
-    for start in range(0, len(windows), batch_size):
-        rows = collate([windows[row] for row in range(start, min(start + batch_size, len(windows)))])
+    for start in range(0, len(windows), run.batch_size):
+        rows = collate([windows[row] for row in range(start, min(start + run.batch_size, len(windows)))])
         batches.append(Batch(rows["input_ids"], rows["attention_mask"]))
     return batches
 
@@ -105,18 +95,18 @@ def _compare(model: Any, batches: Sequence[Batch], width: int, advance: Progress
     from scale_surgery.running.probe import Layer
 
     drifts: list[list[float]] = []
-    cosines: list[list[float]] = []
+    sums: list[list[float]] = []
     dtype, tokens = "", 0
     for batch in batches:
         pairs = list(_states(model, batch, width))
-        drifts.append([_drift(*pair) for pair in pairs])
-        cosines.append([_cosines(*pair) for pair in pairs])
+        drifts.append([largest_difference(*pair) for pair in pairs])
+        sums.append([float(cosines(*pair).sum()) for pair in pairs])
         dtype = str(pairs[0][0].dtype).removeprefix("torch.")
         tokens += int(batch.mask.sum())
         advance(int(batch.mask.sum()))
     # NaN, the worst, is no maximum of Python's
     largest = [math.nan if any(map(math.isnan, column)) else max(column) for column in zip(*drifts, strict=True)]
-    means = [sum(column) / tokens for column in zip(*cosines, strict=True)]
+    means = [sum(column) / tokens for column in zip(*sums, strict=True)]
     layers = zip(range(-1, len(means)), largest, means, strict=False)
     return tuple(Layer(layer, drift, cosine, drift == 0) for layer, drift, cosine in layers), dtype
 
@@ -148,14 +138,3 @@ def _run(model: Any, batch: Batch) -> tuple[Tensor, ...]:
         output = model.base_model(**inputs, output_hidden_states=True, use_cache=False)
     states: tuple[Tensor, ...] = output.hidden_states
     return states
-
-
-def _drift(one: Tensor, other: Tensor) -> float:
-    return float((one.double() - other.double()).abs().max())
-
-
-def _cosines(one: Tensor, other: Tensor) -> float:
-    """Sum of cosines over tokens."""
-    from torch.nn import functional
-
-    return float(functional.cosine_similarity(one.double(), other.double(), dim=-1).sum())

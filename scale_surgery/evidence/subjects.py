@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 from scale_surgery.checkpoint.folder import MANIFEST_FILE, open_checkpoint
 from scale_surgery.checkpoint.sources import find_source
 from scale_surgery.errors import CheckpointError, DataError
+from scale_surgery.running.context import choose_length, context_of
+from scale_surgery.running.loading import load_config
+from scale_surgery.running.options import RunOptions
+from scale_surgery.running.tokenizer import need_tokenizer
 from scale_surgery.surgery.record import Manifest, check_numbering, read_manifest
 
 if TYPE_CHECKING:
     from scale_surgery.running.texts import Document, Sequences
-
-# windows are no longer than this where nobody says so, however long a model's context is
-DEFAULT_LENGTH = 1024
 
 
 @dataclass(frozen=True)
@@ -50,14 +51,14 @@ class Subject:
 
 
 def open_subjects(
-    models: Sequence[str | Path], *, revision: str | None = None, trust_remote_code: bool = False
+    models: Sequence[str | Path], run: RunOptions = RunOptions(), *, revision: str | None = None
 ) -> list[Subject]:
     """Find models and read all of them but their weights.
 
     Args:
         models: Folders or Hub ids; one that is given twice counts once.
+        run: How configs and tokenizers are loaded: trust_remote_code.
         revision: Branch, tag or commit of Hub repositories.
-        trust_remote_code: Let a config and a tokenizer run code of their own.
 
     Returns:
         The models; two folders of the same name are called by the paths that were given.
@@ -71,7 +72,7 @@ def open_subjects(
     given = list(reversed(places.values()))
     if not given:
         raise CheckpointError("There is no model to measure. Give a folder or a Hub id such as org/name.")
-    subjects = [_open(model, revision, trust_remote_code=trust_remote_code) for model in given]
+    subjects = [_open(model, revision, run) for model in given]
     uses = Counter(subject.name for subject in subjects)
     named = [
         subject if uses[subject.name] == 1 else replace(subject, name=model)
@@ -93,9 +94,7 @@ def _name_bases(subjects: Sequence[Subject]) -> Iterator[str | None]:
         yield names.setdefault(files, unique)
 
 
-def _open(model: str, revision: str | None, *, trust_remote_code: bool) -> Subject:
-    from scale_surgery.running.tokenizer import load_tokenizer
-
+def _open(model: str, revision: str | None, run: RunOptions) -> Subject:
     source = find_source(model, revision)
     checkpoint = open_checkpoint(source.path)
     specs = checkpoint.config.get("scale_surgery", {})
@@ -104,13 +103,7 @@ def _open(model: str, revision: str | None, *, trust_remote_code: bool) -> Subje
     manifest = read_manifest(source.path) if is_expanded and (source.path / MANIFEST_FILE).is_file() else None
     if manifest is not None:
         check_numbering(checkpoint, manifest)
-    config = _load_config(source.path, source.name, trust_remote_code=trust_remote_code)
-    tokenizer = load_tokenizer(source.path, trust_remote_code=trust_remote_code)
-    if tokenizer is None:
-        raise DataError(
-            f"{source.name}: has no tokenizer that loads, expected tokenizer.json or another that transformers knows. "
-            "Put the tokenizer's files beside the weights; --trust-remote-code lets one run its own code."
-        )
+    config = load_config(source.path, source.name, run)
     return Subject(
         path=source.path,
         name=source.name,
@@ -119,26 +112,10 @@ def _open(model: str, revision: str | None, *, trust_remote_code: bool) -> Subje
         is_routed="routing" in specs,
         manifest=manifest,
         base=None,
-        tokenizer=tokenizer,
-        context=getattr(config, "max_position_embeddings", None),
+        tokenizer=need_tokenizer(source.path, source.name, run),
+        context=context_of(config),
         vocabulary=config.vocab_size,
     )
-
-
-def _load_config(path: Path, name: str, *, trust_remote_code: bool) -> Any:
-    from transformers import AutoConfig
-
-    from scale_surgery import modeling
-
-    modeling.register()
-    try:
-        config: Any = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except (ImportError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"{name}: transformers does not read its config ({error}). Expected a causal language model that this "
-            "release of transformers knows; --trust-remote-code lets it run its own code."
-        ) from error
-    return config.get_text_config()
 
 
 def choose_lengths(subjects: Sequence[Subject], length: int | None, step: int | None) -> tuple[int, int]:
@@ -155,20 +132,10 @@ def choose_lengths(subjects: Sequence[Subject], length: int | None, step: int | 
     Raises:
         DataError: If the length exceeds a context, or the step leaves no token to predict from.
     """
-    contexts = {subject.name: subject.context for subject in subjects if subject.context is not None}
-    length = min([DEFAULT_LENGTH, *contexts.values()]) if length is None else length
-    problems = [
-        f"--sequence-length is {length}, expected at most {context}, the context of {name}."
-        for name, context in contexts.items()
-        if length > context
-    ]
-    if length < 2:
-        problems.append(f"--sequence-length is {length}, expected at least 2: the first token is not predicted.")
+    length = choose_length(length, {subject.name: subject.context for subject in subjects})
     step = max(1, length // 2) if step is None else step
-    if not problems and not 1 <= step < length:
-        problems.append(f"--step is {step}, expected 1 to {length - 1}, less than --sequence-length.")
-    if problems:
-        raise DataError.from_problems(problems)
+    if not 1 <= step < length:
+        raise DataError(f"--step is {step}, expected 1 to {length - 1}, less than --sequence-length.")
     return length, step
 
 

@@ -33,7 +33,7 @@ from scale_surgery.evidence.integrity import Integrity, bytes_to_check, check_fi
 from scale_surgery.planning.routing_specs import Routing
 from scale_surgery.progress import Track, no_track
 from scale_surgery.running.drift import TOLERANCES
-from scale_surgery.running.options import DEFAULT_MEMORY_BYTES
+from scale_surgery.running.options import Probes, RunOptions
 from scale_surgery.surgery.parts import described_parts, link_base
 from scale_surgery.surgery.record import Manifest, check_numbering, read_manifest, routing_of, tool_versions
 
@@ -114,14 +114,10 @@ def verify(
     expanded: str | Path,
     base: str | Path | None = None,
     *,
-    prompts_file: Path | None = None,
+    probes: Probes | None = Probes(),
     required: tuple[str, ...] = (),
-    new_tokens: int = 8,
-    files_only: bool = False,
-    memory_bytes: int = DEFAULT_MEMORY_BYTES,
-    device: str = "cpu",
+    run: RunOptions = RunOptions(),
     revision: str | None = None,
-    trust_remote_code: bool = False,
     record: bool = True,
     track: Track = no_track,
 ) -> Verification:
@@ -133,14 +129,11 @@ def verify(
     Args:
         expanded: Folder of the expanded checkpoint.
         base: Its base model, a folder or a Hub id.
-        prompts_file: Probe prompts, one a line; built-in ones otherwise.
+        probes: Prompts, and tokens to generate for each with and without KV cache. None: check bytes and structure,
+            run no model.
         required: Promises that must hold; default: all that the variant claims in its present state.
-        new_tokens: Tokens to generate for each prompt, with and without KV cache; 0 for none.
-        files_only: Check bytes and structure, run no model.
-        memory_bytes: Weights above this are streamed from their files while the models run.
-        device: Where to run the models.
+        run: How the models run: device, trust_remote_code, memory_bytes.
         revision: Branch, tag or commit of the base's Hub repository.
-        trust_remote_code: Run the folder's own code instead of this package's, and a base tokenizer's.
         record: Write the result into surgery.json.
         track: Makes progress bars.
 
@@ -161,24 +154,22 @@ def verify(
         integrity = check_files(checkpoint, manifest, given, advance)
     numbers = None
     is_comparable = given is None or _same_shapes(checkpoint, manifest, given)
-    reason = "files only" if files_only else _why_not(integrity, is_comparable, trust_remote_code)
+    reason = "files only" if probes is None else _why_not(integrity, is_comparable, run)
     if reason is None and manifest.fused is not None and given is None:
         reason = "a fused model holds no base shards to compare with; --base compares its logits"
-    if reason is None:
-        numbers = _run_probes(
-            checkpoint, manifest, given, prompts_file, new_tokens, memory_bytes, device, trust_remote_code, track
-        )
+    if reason is None and probes is not None:
+        numbers = _run_probes(checkpoint, manifest, given, probes, run, track)
     result = replace(_judge(checkpoint, manifest, integrity, numbers, required), not_run=reason)
     return replace(result, recorded=record and _record(path, manifest, result))
 
 
-def _why_not(integrity: Integrity, is_comparable: bool, trust_remote_code: bool) -> str | None:
+def _why_not(integrity: Integrity, is_comparable: bool, run: RunOptions) -> str | None:
     """Why no model is to be run, or None where nothing speaks against it."""
     if not integrity.is_loadable:
         return "tensors are missing or damaged"
     if not is_comparable:
         return "the given base has tensors of other names or shapes"
-    if trust_remote_code or not (integrity.code or integrity.foreign_code or integrity.config):
+    if run.trust_remote_code or not (integrity.code or integrity.foreign_code or integrity.config):
         return None
     if integrity.code or integrity.config:
         return "code or config.json is not what was written"
@@ -204,42 +195,28 @@ def _run_probes(
     checkpoint: Checkpoint,
     manifest: Manifest,
     given: Checkpoint | None,
-    prompts_file: Path | None,
-    new_tokens: int,
-    memory_bytes: int,
-    device: str,
-    trust_remote_code: bool,
+    probes: Probes,
+    run: RunOptions,
     track: Track,
 ) -> Numbers:
-    from transformers import AutoConfig
-
-    from scale_surgery import modeling
-    from scale_surgery.running import loading, probe
+    from scale_surgery.running.loading import loaded
+    from scale_surgery.running.probe import compare, run_model
+    from scale_surgery.running.prompts import encode_prompts, token_problems
     from scale_surgery.running.tokenizer import load_tokenizer
 
-    modeling.register()
-    prompts = probe.read_prompts(prompts_file)
+    run = replace(run, dtype=None)  # promises are about weights as they are stored
     width = manifest.plan.sizes.hidden
-    options: dict[str, Any] = {
-        "memory_bytes": memory_bytes,
-        "device": device,
-        "trust_remote_code": trust_remote_code,
-    }
     with tempfile.TemporaryDirectory() as folder, track("probe prompts", 2) as advance:
         renamed = link_base(checkpoint.path, Path(folder), manifest) if given is None else {}
         base_path = Path(folder) if given is None else given.path
-        base_tokenizer = load_tokenizer(base_path, trust_remote_code=trust_remote_code)
-        tokenizer = load_tokenizer(checkpoint.path, trust_remote_code=trust_remote_code)
-        config = AutoConfig.from_pretrained(base_path)
-        batch = probe.make_batch(base_tokenizer, prompts, config, new_tokens)
+        encoded = encode_prompts(base_path, probes, run)
+        tokens = token_problems(encoded, load_tokenizer(checkpoint.path, run))
         runs = []
         for model_path, names in ((base_path, renamed), (checkpoint.path, {})):
-            with loading.loaded(model_path, **options, renamed=names) as (model, problems):
-                runs.append(probe.run_model(model, problems, batch, width, new_tokens, device))
+            with loaded(model_path, run, renamed=names) as (model, problems):
+                runs.append(run_model(model, problems, encoded.batch, width, probes.new_tokens, run.device))
             advance(1)
-    tokens = probe.token_problems(base_tokenizer, tokenizer, prompts)
-    is_text = base_tokenizer is not None
-    return probe.compare(runs[0], runs[1], batch, new_tokens, tokens, is_text=is_text)
+    return compare(runs[0], runs[1], encoded, probes.new_tokens, tokens)
 
 
 def _judge(

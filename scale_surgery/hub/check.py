@@ -32,7 +32,7 @@ def check_contents(contents: Contents, track: Track) -> Verification | None:
     if contents.form == "stock":
         _check_stock(contents, track)
         return None
-    result = verify(contents.path, files_only=True, record=False, track=track)
+    result = verify(contents.path, probes=None, record=False, track=track)
     if not result.passed:
         broken = [promise for promise in result.promises if promise.name in result.required and not promise.holds]
         problems = list(dict.fromkeys([*result.problems, *(line for promise in broken for line in promise.problems)]))

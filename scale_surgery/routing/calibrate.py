@@ -18,16 +18,30 @@ from scale_surgery.evidence.subjects import choose_lengths, open_subjects, read_
 from scale_surgery.planning.routing_specs import Routing, read_routing
 from scale_surgery.progress import Track, no_track
 from scale_surgery.routing.sweep import Outcome, sweep_model
-from scale_surgery.running.options import Dtype
+from scale_surgery.running.options import Dtype, RunOptions
 from scale_surgery.surgery.record import read_manifest
 from scale_surgery.surgery.route import set_routing
 
 if TYPE_CHECKING:
     from scale_surgery.running.texts import Document
 
-MOST_FORGETTING = 0.02
 # what is measured on which text
 SIDES = {"old": "forgetting", "new": "learning"}
+
+
+@dataclass(frozen=True)
+class CalibrationSettings:
+    """Which setting of a router is the best, and what becomes of it.
+
+    Attributes:
+        most_forgetting: Nats per token of old text that may be lost against the base.
+        write: Whether the best setting is written into the model.
+        plot: PNG to be, forgetting against learning; replaced where it exists.
+    """
+
+    most_forgetting: float = 0.02
+    write: bool = False
+    plot: str | Path | None = None
 
 
 @dataclass(frozen=True)
@@ -85,16 +99,11 @@ def route_calibrate(
     routed: str | Path,
     old: str | Path | Sequence[str | Path],
     new: str | Path | Sequence[str | Path],
+    settings: CalibrationSettings = CalibrationSettings(),
     *,
-    most_forgetting: float = MOST_FORGETTING,
-    plot: str | Path | None = None,
-    write: bool = False,
     sequence_length: int | None = None,
     step: int | None = None,
-    batch_size: int = 8,
-    device: str = "cpu",
-    dtype: Dtype | None = None,
-    trust_remote_code: bool = False,
+    run: RunOptions = RunOptions(),
     track: Track = no_track,
 ) -> Calibration:
     """Sweep the threshold of a cosine router, or prior and switch rate of a posterior router, and propose the best.
@@ -107,15 +116,10 @@ def route_calibrate(
         routed: Folder of a routed checkpoint.
         old: A file or saved dataset that tells what the base knows, or several, as for `data.read_documents`.
         new: The same with what was to be learned.
-        most_forgetting: Nats per token of old text that may be lost against the base.
-        plot: PNG to be, forgetting against learning; replaced where it exists.
-        write: Whether the best setting is written into the model.
+        settings: What may be lost, and what is written.
         sequence_length: Most tokens that are read at once; by default the context, at most 1024.
         step: Tokens from one window of a longer text to the next; by default half of that.
-        batch_size: Windows in one forward pass.
-        device: Where the model runs.
-        dtype: What weights are cast to; by default they stay as stored.
-        trust_remote_code: Run the code in the model's folder instead of this package's, and a tokenizer's own.
+        run: How the model runs: device, dtype, trust_remote_code, batch_size.
         track: Makes progress bars.
 
     Returns:
@@ -129,19 +133,19 @@ def route_calibrate(
         CheckpointError: If this is no routed model, it cannot be loaded, a loss is not finite, or the plot or the
             model cannot be written.
     """
+    most_forgetting = settings.most_forgetting
     if not most_forgetting >= 0:
         raise PlanError(f"--most-forgetting is {most_forgetting}, expected nats per token, at least 0.")
-    folder, drawn = Path(routed), None if plot is None else Path(plot)
+    folder, drawn = Path(routed), None if settings.plot is None else Path(settings.plot)
     files = {"old": _listed(old), "new": _listed(new)}
     present = _open_routing(folder)
-    _check_outputs(folder, drawn, [*files["old"], *files["new"]], write=write)
+    _check_outputs(folder, drawn, [*files["old"], *files["new"]], write=settings.write)
     documents = _read(files)
-    (subject,) = open_subjects([folder], trust_remote_code=trust_remote_code)
+    (subject,) = open_subjects([folder], run)
     length, step = choose_lengths([subject], sequence_length, step)
-    options = {"device": device, "dtype": dtype, "trust_remote_code": trust_remote_code}
-    found = sweep_model(subject, read_texts(subject, documents, length, step), present, batch_size, options, track)
+    found = sweep_model(subject, read_texts(subject, documents, length, step), present, run, track)
     best = propose(found.outcomes, most_forgetting)
-    if write and best.forgetting > most_forgetting and best.routing is not None:
+    if settings.write and best.forgetting > most_forgetting and best.routing is not None:
         raise PlanError(
             f"{folder}: no setting forgets at most {most_forgetting:g} nats per token, so none is set; the least is "
             f"{best.forgetting:.4f}, with {best.routing.description}. Raise --most-forgetting, or leave --write out to "
@@ -161,9 +165,9 @@ def route_calibrate(
         new=tuple(map(str, files["new"])),
         sequence_length=length,
         step=step,
-        dtype=dtype,
+        dtype=run.dtype,
         plot=drawn,
-        written=write and best.routing != present,
+        written=settings.write and best.routing != present,
     )
     _write(result)
     return result

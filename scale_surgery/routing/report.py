@@ -23,7 +23,7 @@ from scale_surgery.progress import Progress, Track, no_track
 from scale_surgery.routing.records import DocumentRoute, FileRoute, RouteReport, TokenRoute, Totals
 from scale_surgery.routing.token_texts import token_texts
 from scale_surgery.running.loading import loaded_whole
-from scale_surgery.running.options import Dtype
+from scale_surgery.running.options import RunOptions
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -59,11 +59,8 @@ def route_report(
     *,
     sequence_length: int | None = None,
     step: int | None = None,
-    batch_size: int = 8,
-    device: str = "cpu",
-    dtype: Dtype | None = None,
+    run: RunOptions = RunOptions(),
     revision: str | None = None,
-    trust_remote_code: bool = False,
     track: Track = no_track,
 ) -> RouteReport:
     """Show for each token of texts what both paths of a routed model make of it, and which one it came from.
@@ -73,11 +70,8 @@ def route_report(
         texts: A file or saved dataset, or several, as for `data.read_documents`.
         sequence_length: Most tokens that are read at once; by default the model's context, at most 1024.
         step: Tokens from one window of a longer text to the next; by default half of that.
-        batch_size: Windows in one forward pass.
-        device: Where the model runs.
-        dtype: What weights are cast to; by default they stay as stored.
+        run: How the model runs: device, dtype, trust_remote_code, batch_size.
         revision: Branch, tag or commit of a Hub repository.
-        trust_remote_code: Run the code in the model folder instead of this package's, and a tokenizer's own.
         track: Makes progress bars.
 
     Returns:
@@ -92,16 +86,15 @@ def route_report(
 
     documents = read_files([texts] if isinstance(texts, str | Path) else texts)
     routing = _read_routing(model, revision)
-    (subject,) = open_subjects([model], revision=revision, trust_remote_code=trust_remote_code)
+    (subject,) = open_subjects([model], run, revision=revision)
     length, step = choose_lengths([subject], sequence_length, step)
     readings = _read(subject, documents, length, step)
-    options = {"device": device, "dtype": dtype, "trust_remote_code": trust_remote_code}
     total = sum(len(reading.windows.ids) for reading in readings)
-    with track("route-report", total) as advance, loaded_whole(subject.path, subject.name, options) as network:
-        scores = [_score(network, reading.windows, batch_size, advance) for reading in readings]
+    with track("route-report", total) as advance, loaded_whole(subject.path, subject.name, run) as network:
+        scores = [_score(network, reading.windows, run.batch_size, advance) for reading in readings]
     files = [_join(*pair, subject.tokenizer, routing) for pair in zip(readings, scores, strict=True)]
     base = f"{subject.name}, expansion disabled" if subject.manifest is None else subject.manifest.base_name
-    return RouteReport(subject.name, base, routing, length, step, dtype, tuple(files))
+    return RouteReport(subject.name, base, routing, length, step, run.dtype, tuple(files))
 
 
 def write_jsonl(report: RouteReport, file: Path) -> None:

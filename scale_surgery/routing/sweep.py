@@ -18,6 +18,7 @@ from scale_surgery.planning.routing_specs import Routing, router_settings
 from scale_surgery.progress import Progress, Track, no_progress
 from scale_surgery.running.loading import loaded_whole
 from scale_surgery.running.loss import Measurement
+from scale_surgery.running.options import RunOptions
 
 if TYPE_CHECKING:
     from scale_surgery.routing.path_scores import PathBatch
@@ -91,8 +92,7 @@ def sweep_model(
     subject: Subject,
     texts: Mapping[str, Sequences],
     present: Routing,
-    batch_size: int,
-    options: Mapping[str, Any],
+    run: RunOptions,
     track: Track,
 ) -> Sweep:
     """Let a model read old and new text, and measure every setting that is worth trying.
@@ -101,8 +101,7 @@ def sweep_model(
         subject: The model.
         texts: Windows by side, "old" and "new".
         present: How it routes now.
-        batch_size: Windows in one forward pass.
-        options: How it is loaded.
+        run: How it runs: device, dtype, trust_remote_code, batch_size.
         track: Makes progress bars.
 
     Returns:
@@ -114,8 +113,8 @@ def sweep_model(
     from scale_surgery.routing.path_scores import read_paths
 
     tokens = sum(len(text.ids) for text in texts.values())
-    with loaded_whole(subject.path, subject.name, options) as model, track("read", tokens) as advance:
-        old, new = (read_paths(model, texts[side], batch_size, advance) for side in ("old", "new"))
+    with loaded_whole(subject.path, subject.name, run) as model, track("read", tokens) as advance:
+        old, new = (read_paths(model, texts[side], run.batch_size, advance) for side in ("old", "new"))
         router = model.router
     settings = settings_of(present, old, new)
     with track("settings", len(settings)) as advance:

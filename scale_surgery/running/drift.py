@@ -1,4 +1,4 @@
-"""Drift: how far the logits of a rewritten model are from those of the model that it was made from.
+"""Drift: how far the logits of one model are from those of another, such as of the model that it was made from.
 
 The same products summed in another order round another way. What rounding can do is stated for each dtype, as a share
 of the largest logit; a rewritten model that is further away has not been rewritten correctly.
@@ -6,26 +6,26 @@ of the largest logit; a rewritten model that is further away has not been rewrit
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scale_surgery.errors import CheckpointError
 from scale_surgery.progress import Track, no_track
+from scale_surgery.running.options import Probes, RunOptions
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from scale_surgery.running.probe import Batch
+    from scale_surgery.running.prompts import Batch
 
 # the largest drift that passes for rounding, as a share of the largest logit
 TOLERANCES = {"float64": 1e-10, "float32": 1e-4, "float16": 2e-2, "bfloat16": 8e-2}
-DEFAULT_NEW_TOKENS = 8
 
 
 @dataclass(frozen=True)
-class Drift:
-    """What two models' logits on the same tokens have in common.
+class LogitDrift:
+    """What the logits of two models on the same tokens have in common.
 
     Attributes:
         prompts: Number of prompts, in one left-padded batch.
@@ -34,10 +34,8 @@ class Drift:
         is_bit_equal: Whether they are equal, bit for bit.
         drift: Largest absolute difference.
         largest_logit: Largest absolute logit of the model before.
-        tolerance: Largest drift that passes for rounding, as a share of the largest logit.
         kl_divergence: Mean KL(before || after) over tokens, in nats.
         top1_agreement: Share of tokens whose most likely next token is the same.
-        generation_agreement: Share of greedily generated tokens that are the same; None where none were.
     """
 
     prompts: int
@@ -46,9 +44,20 @@ class Drift:
     is_bit_equal: bool
     drift: float
     largest_logit: float
-    tolerance: float
     kl_divergence: float
     top1_agreement: float
+
+
+@dataclass(frozen=True)
+class Drift(LogitDrift):
+    """How far a rewritten model is from the one that it was made from.
+
+    Attributes:
+        tolerance: Largest drift that passes for rounding, as a share of the largest logit.
+        generation_agreement: Share of greedily generated tokens that are the same; None where none were.
+    """
+
+    tolerance: float
     generation_agreement: float | None
 
     @property
@@ -62,15 +71,53 @@ class Drift:
         return self.share <= self.tolerance
 
 
+def compare_logits(before: Tensor, after: Tensor, batch: Batch) -> LogitDrift:
+    """Compare the logits of two models on the same batch; padding does not count.
+
+    Args:
+        before: Logits of one model, (prompts, tokens, vocabulary).
+        after: Logits of the other.
+        batch: What both have read.
+
+    Returns:
+        How far they are from each other.
+    """
+    import torch
+
+    real = batch.mask.bool()
+    one, other = before[real].double(), after[real].double()
+    log_one, log_other = one.log_softmax(-1), other.log_softmax(-1)
+    return LogitDrift(
+        prompts=int(batch.ids.shape[0]),
+        tokens=int(real.sum()),
+        dtype=str(before.dtype).removeprefix("torch."),
+        # equal as numbers, so -0.0 equals 0.0 (adding a zero product may turn one into the other); NaN equals nothing
+        is_bit_equal=torch.equal(before[real], after[real]),
+        drift=largest_difference(one, other),
+        largest_logit=float(one.abs().max()),
+        kl_divergence=float((log_one.exp() * (log_one - log_other)).sum(-1).mean()),
+        top1_agreement=float((one.argmax(-1) == other.argmax(-1)).double().mean()),
+    )
+
+
+def largest_difference(one: Tensor, other: Tensor) -> float:
+    """Largest absolute difference of two tensors, taken in float64."""
+    return float((one.double() - other.double()).abs().max())
+
+
+def cosines(one: Tensor, other: Tensor) -> Tensor:
+    """Cosine of each token's states with the other's, taken in float64; both (tokens, features)."""
+    from torch.nn import functional
+
+    return functional.cosine_similarity(one.double(), other.double(), dim=-1)
+
+
 def measure_drift(
     before: Path,
     after: Path,
+    probes: Probes = Probes(),
     *,
-    prompts_file: Path | None = None,
-    new_tokens: int = DEFAULT_NEW_TOKENS,
-    memory_bytes: int,
-    device: str = "cpu",
-    trust_remote_code: bool = False,
+    run: RunOptions = RunOptions(),
     track: Track = no_track,
 ) -> Drift:
     """Run a model and its rewritten form on the same probe prompts, one after the other, and compare.
@@ -78,11 +125,8 @@ def measure_drift(
     Args:
         before: Folder of the model.
         after: Folder of its rewritten form, with the same tokenizer.
-        prompts_file: Probe prompts, one a line; built-in ones otherwise.
-        new_tokens: Tokens to generate for each prompt; 0 for none.
-        memory_bytes: On the CPU, weights above this are streamed from their files while the models run.
-        device: Where to run the models.
-        trust_remote_code: Run the folders' own code instead of this package's, and the tokenizer's.
+        probes: Prompts, and tokens to generate for each.
+        run: How the models run: device, trust_remote_code, memory_bytes.
         track: Makes progress bars.
 
     Returns:
@@ -91,27 +135,26 @@ def measure_drift(
     Raises:
         CheckpointError: If the rewritten form does not load whole.
     """
-    from transformers import AutoConfig
+    from scale_surgery.running.loading import loaded
+    from scale_surgery.running.prompts import encode_prompts
 
-    from scale_surgery import modeling
-    from scale_surgery.running import loading, probe
-    from scale_surgery.running.tokenizer import load_tokenizer
-
-    modeling.register()
-    prompts = probe.read_prompts(prompts_file)
-    tokenizer = load_tokenizer(before, trust_remote_code=trust_remote_code)
-    config = AutoConfig.from_pretrained(before, trust_remote_code=trust_remote_code)
-    batch = probe.make_batch(tokenizer, prompts, config, new_tokens)
-    options: dict[str, Any] = {"memory_bytes": memory_bytes, "device": device, "trust_remote_code": trust_remote_code}
+    run = replace(run, dtype=None)  # what is compared is what is stored
+    batch = encode_prompts(before, probes, run).batch
     runs = []
     with track("probe prompts", 2) as advance:
         for path in (before, after):
-            with loading.loaded(path, **options) as (model, problems):
+            with loaded(path, run) as (model, problems):
                 if path == after and problems:
                     raise CheckpointError.from_problems(problems)
-                runs.append(_run(model, batch, new_tokens, device))
+                runs.append(_run(model, batch, probes.new_tokens, run.device))
             advance(1)
-    return _compare(batch, *runs[0], *runs[1])
+    (logits, new), (other_logits, other_new) = runs
+    found = compare_logits(logits, other_logits, batch)
+    return Drift(
+        **vars(found),
+        tolerance=TOLERANCES[found.dtype],
+        generation_agreement=None if new is None or other_new is None else float(new.eq(other_new).double().mean()),
+    )
 
 
 def _run(model: Any, batch: Batch, new_tokens: int, device: str) -> tuple[Tensor, Tensor | None]:
@@ -125,24 +168,3 @@ def _run(model: Any, batch: Batch, new_tokens: int, device: str) -> tuple[Tensor
             return logits.cpu(), None
         new = model.generate(**inputs, max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False)
     return logits.cpu(), new[:, batch.ids.shape[1] :].cpu()
-
-
-def _compare(batch: Batch, logits: Tensor, new: Tensor | None, other_logits: Tensor, other_new: Tensor | None) -> Drift:
-    import torch
-
-    real = batch.mask.bool()
-    one, other = logits[real].double(), other_logits[real].double()
-    log_one, log_other = one.log_softmax(-1), other.log_softmax(-1)
-    dtype = str(logits.dtype).removeprefix("torch.")
-    return Drift(
-        prompts=int(batch.ids.shape[0]),
-        tokens=int(real.sum()),
-        dtype=dtype,
-        is_bit_equal=torch.equal(logits[real], other_logits[real]),
-        drift=float((one - other).abs().max()),
-        largest_logit=float(one.abs().max()),
-        tolerance=TOLERANCES[dtype],
-        kl_divergence=float((log_one.exp() * (log_one - log_other)).sum(-1).mean()),
-        top1_agreement=float((one.argmax(-1) == other.argmax(-1)).double().mean()),
-        generation_agreement=None if new is None or other_new is None else float(new.eq(other_new).double().mean()),
-    )

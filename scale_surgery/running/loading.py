@@ -9,6 +9,7 @@ import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,31 +17,53 @@ from scale_surgery import modeling
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
 from scale_surgery.checkpoint.numbering import CONFIG_KEY, numbering_of
 from scale_surgery.errors import CheckpointError, shorten
+from scale_surgery.running.options import RunOptions
 
-# what transformers and torch raise for a folder or a device that is not right
-LOADING_ERRORS = (
-    ImportError, OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, AssertionError
-)  # fmt: skip
+# what transformers raises for a config or a tokenizer that is not right
+READING_ERRORS = (ImportError, OSError, ValueError, KeyError, TypeError, AttributeError)
+# what torch raises too, for weights or a device that are not right
+LOADING_ERRORS = (*READING_ERRORS, RuntimeError, AssertionError)
+
+
+def load_config(path: Path, name: str, run: RunOptions = RunOptions()) -> Any:
+    """Read a folder's config as a user would, by AutoConfig.
+
+    Args:
+        path: Model folder.
+        name: What it is called.
+        run: How it is read: trust_remote_code.
+
+    Returns:
+        The config of its language model.
+
+    Raises:
+        CheckpointError: If transformers does not read it.
+    """
+    from transformers import AutoConfig
+
+    modeling.register()
+    try:
+        config: Any = AutoConfig.from_pretrained(path, trust_remote_code=run.trust_remote_code)
+    except READING_ERRORS as error:
+        raise CheckpointError(
+            f"{name}: transformers does not read its config ({error}). Expected a causal language model that this "
+            "release of transformers knows; --trust-remote-code lets it run its own code."
+        ) from error
+    return config.get_text_config()
 
 
 @contextmanager
 def loaded(
     path: Path,
+    run: RunOptions = RunOptions(),
     *,
-    memory_bytes: int,
-    device: str,
-    trust_remote_code: bool,
-    dtype: str | None = None,
     renamed: Mapping[str, str] | None = None,
 ) -> Iterator[tuple[Any, list[str]]]:
     """Load a model as a user would, and give it with what went wrong on load; free it afterwards.
 
     Args:
         path: Model folder.
-        memory_bytes: On the CPU, weights above this are streamed from their files.
-        device: Where to run.
-        trust_remote_code: Run the folder's own code; otherwise this package's classes.
-        dtype: What weights are cast to; as stored where it is None.
+        run: How it runs: device, dtype, trust_remote_code, memory_bytes.
         renamed: Patterns of names in the files, and the names in the model; see `strip.link_base`.
 
     Yields:
@@ -48,13 +71,13 @@ def loaded(
     """
     checkpoint = open_checkpoint(path)
     size = sum(info.bytes for info in checkpoint.tensors.values())
-    auto_class = model_class(checkpoint, trust_remote_code=trust_remote_code)
+    auto_class = model_class(checkpoint, run)
     with tempfile.TemporaryDirectory() as offload_folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        options: dict[str, Any] = {"device_map": {"": device}} if device != "cpu" else {}
-        if device == "cpu" and size > memory_bytes:
-            options = {"device_map": "auto", "max_memory": {"cpu": memory_bytes}, "offload_folder": offload_folder}
-        options |= {"dtype": dtype or "auto", "trust_remote_code": trust_remote_code}
+        options: dict[str, Any] = {"device_map": {"": run.device}} if run.device != "cpu" else {}
+        if run.device == "cpu" and size > run.memory_bytes:
+            options = {"device_map": "auto", "max_memory": {"cpu": run.memory_bytes}, "offload_folder": offload_folder}
+        options |= {"dtype": run.dtype or "auto", "trust_remote_code": run.trust_remote_code}
         options |= {"key_mapping": dict(renamed)} if renamed else {}
         with quiet_transformers():
             model, info = auto_class.from_pretrained(path, output_loading_info=True, **options)
@@ -85,14 +108,14 @@ def quiet_transformers() -> Iterator[None]:
             transformers.enable_progress_bar()
 
 
-def model_class(checkpoint: Checkpoint, *, trust_remote_code: bool) -> Any:
-    """The auto class, which knows our model types, or the class in the folder itself."""
+def model_class(checkpoint: Checkpoint, run: RunOptions) -> Any:
+    """The auto class, which knows our model types, or, where its code is trusted, the class in the folder itself."""
     from transformers import AutoModelForCausalLM
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
     modeling.register()
     has_own_code = CONFIG_KEY in checkpoint.config and numbering_of(checkpoint.config[CONFIG_KEY]) is None
-    if trust_remote_code and has_own_code:
+    if run.trust_remote_code and has_own_code:
         return get_class_from_dynamic_module(checkpoint.config["auto_map"]["AutoModelForCausalLM"], checkpoint.path)
     return AutoModelForCausalLM
 
@@ -103,12 +126,28 @@ def _load_problems(info: dict[str, Any]) -> list[str]:
 
 
 @contextmanager
-def loaded_whole(path: Path, name: str, options: Mapping[str, Any]) -> Iterator[Any]:
-    """Load a model whole; one whose tensors do not fit its class is another model and is refused."""
+def loaded_whole(
+    path: Path, name: str, run: RunOptions = RunOptions(), *, renamed: Mapping[str, str] | None = None
+) -> Iterator[Any]:
+    """Load a model whole; one whose tensors do not fit its class is another model and is refused.
+
+    Args:
+        path: Model folder.
+        name: What it is called.
+        run: How it runs: device, dtype, trust_remote_code.
+        renamed: As for `loaded`.
+
+    Yields:
+        The model in evaluation mode.
+
+    Raises:
+        CheckpointError: If it cannot be loaded, or its tensors do not fit.
+    """
+    # streamed weights would be read again for every batch
+    whole = replace(run, memory_bytes=sys.maxsize)
     with ExitStack() as stack:
         try:
-            # streamed weights would be read again for every batch
-            model, problems = stack.enter_context(loaded(path, memory_bytes=sys.maxsize, **options))
+            model, problems = stack.enter_context(loaded(path, whole, renamed=renamed))
         except LOADING_ERRORS as error:
             raise CheckpointError(
                 f"{name}: cannot be loaded ({type(error).__name__}: {error}). Check --device, and whether transformers "

@@ -9,30 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from scale_surgery.errors import CheckpointError
+from scale_surgery.running.drift import LogitDrift, compare_logits, cosines, largest_difference
 from scale_surgery.running.freeze import base_states
-
-PROMPTS = (
-    "The capital of France is",
-    "Once upon a time there was a",
-    "def fibonacci(n):\n    ",
-    "Q: How many legs does a spider have?\nA:",
-    "1, 2, 4, 8, 16,",
-    "Der schnelle braune Fuchs",
-    "東京は日本の",
-    "Water boils at",
-)
-MAX_PROMPT_TOKENS = 48
-MAX_PROMPTS = 64
-# ids that stand in for text where a model has no tokenizer
-NUM_RANDOM_PROMPTS = 4
+from scale_surgery.running.prompts import Batch, EncodedPrompts
 
 
 @dataclass(frozen=True)
@@ -46,21 +31,13 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Numbers:
-    """What the probes showed.
+class Numbers(LogitDrift):
+    """What the probes showed of an expanded model, beside its base.
 
     Attributes:
-        prompts: Number of prompts, in one left-padded batch.
-        tokens: Tokens in them.
         longest: Tokens of the longest.
         is_text: Whether they are text; seeded random ids otherwise, where the base has no tokenizer that loads.
-        dtype: Dtype of the logits.
         attention: Attention kernel of both models.
-        is_bit_equal: Whether the logits are equal, bit for bit.
-        drift: Largest absolute difference of logits.
-        largest_logit: Largest absolute logit of the base model.
-        kl_divergence: Mean KL(base || expanded) over tokens, in nats.
-        top1_agreement: Share of tokens whose most likely next token is the same.
         base_logits_bit_equal: Whether head times base stream equals the base model's, bit for bit; of a routed model,
             what its preserve path gives out.
         base_logits_drift: Largest absolute difference of those.
@@ -74,17 +51,9 @@ class Numbers:
         token_problems: Prompts whose token ids differ between the two tokenizers.
     """
 
-    prompts: int
-    tokens: int
     longest: int
     is_text: bool
-    dtype: str
     attention: str
-    is_bit_equal: bool
-    drift: float
-    largest_logit: float
-    kl_divergence: float
-    top1_agreement: float
     base_logits_bit_equal: bool
     base_logits_drift: float
     excess: float
@@ -98,14 +67,6 @@ class Numbers:
 
 
 @dataclass(frozen=True)
-class Batch:
-    """Probe prompts as token ids, left-padded, with the attention mask; both (prompts, tokens)."""
-
-    ids: Tensor
-    mask: Tensor
-
-
-@dataclass(frozen=True)
 class ProbeRun:
     """What one model made of a batch; hidden states and logits on the CPU."""
 
@@ -116,62 +77,6 @@ class ProbeRun:
     uncached: Tensor | None
     attention: str
     load_problems: tuple[str, ...]
-
-
-def read_prompts(file: Path | None) -> tuple[str, ...]:
-    """Prompts of a text file, one a line; the built-in ones where no file is given.
-
-    Raises:
-        CheckpointError: If the file cannot be read or holds no prompt.
-    """
-    if file is None:
-        return PROMPTS
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{file}: cannot be read as text ({error}).") from error
-    prompts = tuple(line for line in lines if line.strip())
-    if len(prompts) > MAX_PROMPTS:
-        raise CheckpointError(
-            f"{file}: holds {len(prompts)} prompts, expected at most {MAX_PROMPTS}. They run as one batch, and equal "
-            "bits need few; they do not measure quality."
-        )
-    if not prompts:
-        raise CheckpointError(f"{file}: holds no prompt, expected one a line.")
-    return prompts
-
-
-def make_batch(base_tokenizer: Any | None, prompts: Sequence[str], config: Any, new_tokens: int) -> Batch:
-    """Turn prompts into one left-padded batch; seeded random ids where there is no tokenizer.
-
-    Raises:
-        CheckpointError: If the tokens to generate leave no room for a prompt in the model's context.
-    """
-    context = getattr(config, "max_position_embeddings", None) or 2 * MAX_PROMPT_TOKENS + new_tokens
-    limit = min(MAX_PROMPT_TOKENS, context // 2, context - new_tokens)
-    if limit < 1:
-        raise CheckpointError(f"--new-tokens is {new_tokens}, expected fewer than the model's context of {context}.")
-    if base_tokenizer is None:
-        generator = torch.Generator().manual_seed(0)
-        lengths = [limit - 5 * i for i in range(NUM_RANDOM_PROMPTS)]
-        rows = [torch.randint(config.vocab_size, (max(1, n),), generator=generator).tolist() for n in lengths]
-    else:
-        rows = [base_tokenizer(prompt)["input_ids"][:limit] or [0] for prompt in prompts]
-    pad = getattr(base_tokenizer, "pad_token_id", None) or 0
-    width = max(map(len, rows))
-    ids = torch.tensor([[pad] * (width - len(row)) + row for row in rows])
-    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
-    return Batch(ids, mask)
-
-
-def token_problems(base: Any | None, expanded: Any | None, prompts: Sequence[str]) -> tuple[str, ...]:
-    """Prompts to which the two tokenizers give different ids."""
-    if base is None:
-        return ()
-    if expanded is None:
-        return ("the expanded model's tokenizer does not load, the base's does.",)
-    pairs = [(prompt, base(prompt)["input_ids"], expanded(prompt)["input_ids"]) for prompt in prompts]
-    return tuple(f"token ids of {text!r}: {has}, expected {wants}." for text, wants, has in pairs if has != wants)
 
 
 @torch.no_grad()
@@ -231,28 +136,32 @@ def _prompt_losses(run: ProbeRun, batch: Batch) -> Tensor:
 
 
 def compare(
-    base: ProbeRun, expanded: ProbeRun, batch: Batch, new_tokens: int, tokens: tuple[str, ...], *, is_text: bool
+    base: ProbeRun, expanded: ProbeRun, encoded: EncodedPrompts, new_tokens: int, tokens: tuple[str, ...]
 ) -> Numbers:
-    """Compare two runs on the same batch; padding does not count."""
+    """Compare two runs on the same prompts.
+
+    Args:
+        base: The base model's.
+        expanded: The expanded model's.
+        encoded: The prompts.
+        new_tokens: Tokens generated for each.
+        tokens: What `token_problems` found.
+
+    Returns:
+        What they showed.
+    """
+    batch = encoded.batch
     real = batch.mask.bool()
-    one, other = base.logits[real].double(), expanded.logits[real].double()
-    log_one, log_other = one.log_softmax(-1), other.log_softmax(-1)
+    found = compare_logits(base.logits, expanded.logits, batch)
     known = set(base.load_problems)
-    largest = float(one.abs().max()) * torch.finfo(base.logits.dtype).eps
+    largest = found.largest_logit * torch.finfo(base.logits.dtype).eps
     return Numbers(
-        prompts=int(batch.ids.shape[0]),
-        tokens=int(real.sum()),
+        **vars(found),
         longest=batch.ids.shape[1],
-        is_text=is_text,
-        dtype=str(base.logits.dtype).removeprefix("torch."),
+        is_text=encoded.tokenizer is not None,
         attention=base.attention,
-        is_bit_equal=_bit_equal(base.logits[real], expanded.logits[real]),
-        drift=float((one - other).abs().max()),
-        largest_logit=float(one.abs().max()),
-        kl_divergence=float((log_one.exp() * (log_one - log_other)).sum(-1).mean()),
-        top1_agreement=float((one.argmax(-1) == other.argmax(-1)).double().mean()),
-        base_logits_bit_equal=_bit_equal(base.base_logits[real], expanded.base_logits[real]),
-        base_logits_drift=float((base.base_logits[real].double() - expanded.base_logits[real].double()).abs().max()),
+        base_logits_bit_equal=torch.equal(base.base_logits[real], expanded.base_logits[real]),
+        base_logits_drift=largest_difference(base.base_logits[real], expanded.base_logits[real]),
         excess=float((_prompt_losses(expanded, batch) - _prompt_losses(base, batch)).max()),
         # errors of rounding are as often up as down
         rounding=4 * largest * math.sqrt(batch.ids.shape[1]),
@@ -268,15 +177,9 @@ def compare(
     )
 
 
-def _bit_equal(one: Tensor, other: Tensor) -> bool:
-    # equal as numbers, so -0.0 equals 0.0 (adding a zero product may turn one into the other); NaN equals nothing
-    return torch.equal(one, other)
-
-
 def _compare_layer(layer: int, before: Tensor, after: Tensor) -> Layer:
-    one, other = before.double(), after.double()
-    cosine = float(functional.cosine_similarity(one, other, dim=-1).mean())
-    return Layer(layer, float((one - other).abs().max()), cosine, _bit_equal(before, after))
+    mean = float(cosines(before, after).mean())
+    return Layer(layer, largest_difference(before, after), mean, torch.equal(before, after))
 
 
 def _same_tokens(one: Tensor | None, other: Tensor | None) -> bool | None:

@@ -13,6 +13,9 @@ from typing import Any
 from scale_surgery import modeling
 from scale_surgery.checkpoint.folder import read_json
 from scale_surgery.checkpoint.staging import write_json
+from scale_surgery.errors import DataError
+from scale_surgery.running.loading import READING_ERRORS, quiet_transformers
+from scale_surgery.running.options import RunOptions
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
@@ -20,12 +23,12 @@ TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 PORTABLE_NAMES = {"TokenizersBackend": "PreTrainedTokenizerFast"}
 
 
-def load_tokenizer(path: Path, *, trust_remote_code: bool = False) -> Any | None:
+def load_tokenizer(path: Path, run: RunOptions = RunOptions()) -> Any | None:
     """Load a folder's tokenizer as a user would, by AutoTokenizer; None where it has none or it needs its own code.
 
     Args:
         path: Model folder.
-        trust_remote_code: Whether the tokenizer may run code of its own.
+        run: How it is loaded: trust_remote_code.
     """
     if not any((path / file).exists() for file in TOKENIZER_FILES):
         return None
@@ -35,24 +38,48 @@ def load_tokenizer(path: Path, *, trust_remote_code: bool = False) -> Any | None
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except (ImportError, OSError, ValueError, KeyError, TypeError, AttributeError):
+            return AutoTokenizer.from_pretrained(path, trust_remote_code=run.trust_remote_code)
+    except READING_ERRORS:
         return None
 
 
-def pin_tokenizer_class(base: Path, expanded: Path, *, trust_remote_code: bool = False) -> str | None:
+def need_tokenizer(path: Path, name: str, run: RunOptions = RunOptions()) -> Any:
+    """Load a folder's tokenizer where there are texts to read.
+
+    Args:
+        path: Model folder.
+        name: What it is called.
+        run: How it is loaded: trust_remote_code.
+
+    Returns:
+        The tokenizer.
+
+    Raises:
+        DataError: If there is none that loads.
+    """
+    with quiet_transformers():
+        tokenizer = load_tokenizer(path, run)
+    if tokenizer is None:
+        raise DataError(
+            f"{name}: has no tokenizer that loads, and texts need one. Put the tokenizer's files beside the weights; "
+            "--trust-remote-code lets one run its own code."
+        )
+    return tokenizer
+
+
+def pin_tokenizer_class(base: Path, expanded: Path, run: RunOptions = RunOptions()) -> str | None:
     """Name the base's tokenizer class in the expanded folder where transformers would choose another.
 
     Args:
         base: The base model.
         expanded: The expanded model, with its config.json and the base's tokenizer files.
-        trust_remote_code: Whether the base's tokenizer may run code of its own.
+        run: How tokenizers are loaded: trust_remote_code.
 
     Returns:
         The class that was written into tokenizer_config.json, or None where nothing had to change.
     """
-    wanted = load_tokenizer(base, trust_remote_code=trust_remote_code)
-    found = load_tokenizer(expanded, trust_remote_code=trust_remote_code)
+    wanted = load_tokenizer(base, run)
+    found = load_tokenizer(expanded, run)
     if wanted is None or type(wanted) is type(found):
         return None
     name = type(wanted).__name__

@@ -19,12 +19,28 @@ from scale_surgery.checkpoint.sources import Source, find_source
 from scale_surgery.checkpoint.staging import BaseWeights, check_space, check_target, staged, take_over
 from scale_surgery.errors import CheckpointError
 from scale_surgery.progress import Track, no_track
+from scale_surgery.running.options import RunOptions
 from scale_surgery.surgery.extract_folder import Extract, check_own_files, name_in_extract, open_extract
 from scale_surgery.surgery.rebase import ComparedBase, check_names, rebase
 from scale_surgery.surgery.renumbered import numbering_in, renumbered_shards, write_renumbered
 from scale_surgery.surgery.same_base import check_fit, find_differing, hash_base, refuse_differing
 
 ADVICE = "Give that base; or --force, and no promise but recoverable is made."
+
+
+@dataclass(frozen=True)
+class GivenBase:
+    """The base that an extracted expansion is put on.
+
+    Attributes:
+        model: A folder or a Hub id. Default: the Hub repository that the extract names, at its commit.
+        revision: Branch, tag or commit of its Hub repository. Default: as the extract names it.
+        force: Accept a base whose tensors differ. It is recorded, and no promise but recoverable is made.
+    """
+
+    model: str | Path | None = None
+    revision: str | None = None
+    force: bool = False
 
 
 @dataclass(frozen=True)
@@ -58,14 +74,12 @@ class Applied:
 def apply(
     extract: str | Path,
     output: str | Path,
-    base: str | Path | None = None,
+    base: str | Path | GivenBase | None = None,
     *,
-    revision: str | None = None,
     extract_revision: str | None = None,
-    force: bool = False,
     base_weights: BaseWeights = "auto",
     overwrite: bool = False,
-    trust_remote_code: bool = False,
+    run: RunOptions = RunOptions(),
     track: Track = no_track,
 ) -> Applied:
     """Write the expanded checkpoint that an extract was taken from.
@@ -73,13 +87,12 @@ def apply(
     Args:
         extract: A folder that `extract` wrote, or a Hub id.
         output: Folder to be.
-        base: The base model, a folder or a Hub id; default: the Hub repository that the extract names, at its commit.
-        revision: Branch, tag or commit of the base's Hub repository.
-        extract_revision: Branch, tag or commit of the extract's.
-        force: Accept a base whose tensors differ. It is recorded, and no promise but `recoverable` is claimed.
+        base: The base model, a folder or a Hub id; or a `GivenBase` that says more of it. Default: the Hub repository
+            that the extract names, at its commit.
+        extract_revision: Branch, tag or commit of the extract's Hub repository.
         base_weights: How shards are taken over: "auto", "copy" or "link".
         overwrite: Whether an existing output folder may be replaced.
-        trust_remote_code: Whether a custom tokenizer of the base may run its own code.
+        run: How the base's tokenizer is loaded: trust_remote_code.
         track: Makes progress bars.
 
     Returns:
@@ -91,14 +104,15 @@ def apply(
         PlanError: If the base is of another architecture.
     """
     found = open_extract(extract, extract_revision)
-    source = find_base(found, base, revision)
+    wanted = base if isinstance(base, GivenBase) else GivenBase(base)
+    source = find_base(found, wanted.model, wanted.revision)
     given, target = open_checkpoint(source.path), Path(output)
-    title = source.name if base is None else str(base)
+    title = source.name if wanted.model is None else str(wanted.model)
     check_fit(found, given, title)
     check_target(target, [found.path, source.path], overwrite=overwrite)
     check_own_files(found, track)
     read = _read_base(found, source, given, track)
-    if not force:
+    if not wanted.force:
         refuse_differing(found, title, read.differing, len(given.tensors), ADVICE)
     if read.other_files:
         check_names(found, read)
@@ -111,7 +125,7 @@ def apply(
     }
     with staged(target, state, overwrite=overwrite) as partial:
         if read.other_files:
-            rebase(found, read, partial, base_weights, trust_remote_code=trust_remote_code, track=track)
+            rebase(found, read, partial, base_weights, run, track)
         else:
             _rebuild(found, given, partial, base_weights, track)
         _check_written(found, partial)

@@ -38,6 +38,7 @@ from scale_surgery.errors import CheckpointError
 from scale_surgery.planning.plan import Plan, check_fits, make_plan
 from scale_surgery.planning.request import Request
 from scale_surgery.progress import Progress, Track, no_track
+from scale_surgery.running.options import RunOptions
 from scale_surgery.surgery import record as manifests
 from scale_surgery.surgery.config import expanded_config, planned_index, stored_shard
 from scale_surgery.surgery.record import BaseFile, Manifest
@@ -75,9 +76,8 @@ def expand(
     *,
     revision: str | None = None,
     base_weights: BaseWeights = "auto",
-    device: str = "cpu",
     overwrite: bool = False,
-    trust_remote_code: bool = False,
+    run: RunOptions = RunOptions(),
     track: Track = no_track,
 ) -> Expansion:
     """Widen chosen layers of a checkpoint; every base tensor keeps its bytes.
@@ -88,9 +88,8 @@ def expand(
         output: Folder to be; default `<name>-scale` in the current folder, or `-grow` or `-depth`.
         revision: Branch, tag or commit of a Hub repository.
         base_weights: How base files are taken over: "auto", "copy" or "link".
-        device: Where the decompositions are computed, such as "cpu" or "cuda".
         overwrite: Whether an existing output folder may be replaced.
-        trust_remote_code: Whether a custom tokenizer of the base may run its own code.
+        run: Where the decompositions are computed, and how the base's tokenizer is loaded: device, trust_remote_code.
         track: Makes progress bars.
 
     Returns:
@@ -119,9 +118,9 @@ def expand(
         "base": {file: _stamp(source.path / file) for file in (*checkpoint.shards, *checkpoint.side_files)},
     }
     with staged(target, state, overwrite=overwrite) as partial:
-        write_expansion(made, checkpoint, partial, device, track)
+        write_expansion(made, checkpoint, partial, run.device, track)
         written = _take_over_base(made, checkpoint, partial, base_weights, track)
-        pinned = _write_code_and_config(made, checkpoint, partial, trust_remote_code)
+        pinned = _write_code_and_config(made, checkpoint, partial, run)
         _write_index_and_manifest(made, checkpoint, partial, track)
     return Expansion(target, made, written, checkpoint.left_out, pinned)
 
@@ -211,7 +210,7 @@ def take_over_shards(
     return renumbered
 
 
-def _write_code_and_config(plan: Plan, checkpoint: Checkpoint, partial: Path, trust_remote_code: bool) -> str | None:
+def _write_code_and_config(plan: Plan, checkpoint: Checkpoint, partial: Path, run: RunOptions) -> str | None:
     from scale_surgery.running.tokenizer import pin_tokenizer_class
     from scale_surgery.surgery.initialise import TORCH_DTYPES
 
@@ -220,7 +219,7 @@ def _write_code_and_config(plan: Plan, checkpoint: Checkpoint, partial: Path, tr
         write_text(partial / file, modeling.code_text(file))
     dtype = str(TORCH_DTYPES[checkpoint.dtype]).removeprefix("torch.")
     write_json(partial / CONFIG_FILE, expanded_config(checkpoint.config, plan.specs, family, dtype))
-    return pin_tokenizer_class(checkpoint.path, partial, trust_remote_code=trust_remote_code)
+    return pin_tokenizer_class(checkpoint.path, partial, run)
 
 
 def _write_index_and_manifest(plan: Plan, checkpoint: Checkpoint, partial: Path, track: Track) -> None:

@@ -30,8 +30,8 @@ from scale_surgery.checkpoint.staging import check_space, check_target, staged, 
 from scale_surgery.errors import CheckpointError
 from scale_surgery.planning.methods import refuse
 from scale_surgery.progress import Track, no_track
-from scale_surgery.running.drift import DEFAULT_NEW_TOKENS, Drift, measure_drift
-from scale_surgery.running.options import DEFAULT_MEMORY_BYTES
+from scale_surgery.running.drift import Drift, measure_drift
+from scale_surgery.running.options import Probes, RunOptions
 from scale_surgery.surgery.fused import check_fusible, fused_shards, write_blocks, write_fused
 from scale_surgery.surgery.joining import damaged_pieces
 from scale_surgery.surgery.merge_stock import check_stock, stock_cost, write_stock
@@ -71,12 +71,9 @@ def merge(
     output: str | Path,
     to: MergedForm = "fused",
     *,
-    prompts_file: Path | None = None,
-    new_tokens: int = DEFAULT_NEW_TOKENS,
-    memory_bytes: int = DEFAULT_MEMORY_BYTES,
-    device: str = "cpu",
+    probes: Probes = Probes(),
+    run: RunOptions = RunOptions(),
     overwrite: bool = False,
-    trust_remote_code: bool = False,
     track: Track = no_track,
 ) -> Merged:
     """Merge an expanded checkpoint, or take a fused one apart again.
@@ -85,12 +82,9 @@ def merge(
         expanded: Folder of an expanded checkpoint; for "blocks" of a fused one.
         output: Folder to be.
         to: "fused", "stock" or "blocks".
-        prompts_file: Probe prompts to measure the drift on, one a line; built-in ones otherwise.
-        new_tokens: Tokens to generate for each prompt; 0 for none.
-        memory_bytes: On the CPU, weights above this are streamed from their files while the models run.
-        device: Where the models run.
+        probes: Prompts to measure the drift on, and tokens to generate for each.
+        run: How the models run: device, trust_remote_code, memory_bytes.
         overwrite: Whether an existing output folder may be replaced.
-        trust_remote_code: Run the folder's own code instead of this package's, and its tokenizer's.
         track: Makes progress bars.
 
     Returns:
@@ -101,22 +95,19 @@ def merge(
         CheckpointError: If this is no expanded checkpoint, its logits drift further than rounding explains, or the
             output cannot be written. Then nothing is left under its name.
     """
-    from scale_surgery.running.probe import read_prompts
+    from scale_surgery.running.prompts import read_prompts
 
     source, target = Path(expanded), Path(output)
     checkpoint, manifest = open_checkpoint(source), read_manifest(source)
     _check_form(source, checkpoint, manifest, to)
-    if prompts_file is not None:
-        read_prompts(prompts_file)  # what cannot be read is known before anything is written
+    read_prompts(probes.prompts_file)  # what cannot be read is known before anything is written
     check_target(target, [source], overwrite=overwrite)
     check_space(target, _needed_bytes(checkpoint, manifest, to))
     drift = None
     with staged(target, _state(checkpoint, manifest, to), overwrite=overwrite) as partial:
         remembered = _write(checkpoint, manifest, partial, to, track)
         if to != "blocks":
-            probing: dict[str, Any] = {"prompts_file": prompts_file, "new_tokens": new_tokens, "track": track}
-            running: dict[str, Any] = {"memory_bytes": memory_bytes, "device": device}
-            drift = measure_drift(source, partial, **probing, **running, trust_remote_code=trust_remote_code)
+            drift = measure_drift(source, partial, probes, run=run, track=track)
             _check_drift(partial, target, drift)
             if to == "fused":
                 write_json(partial / MANIFEST_FILE, _fused_record(manifest, remembered, drift))

@@ -21,6 +21,7 @@ from scale_surgery.checkpoint.staging import BaseWeights, as_json, take_over, wr
 from scale_surgery.errors import CheckpointError
 from scale_surgery.planning.base import fingerprint
 from scale_surgery.progress import Track
+from scale_surgery.running.options import RunOptions
 from scale_surgery.running.tokenizer import TOKENIZER_CONFIG_FILE
 from scale_surgery.surgery.config import expanded_config, make_index, stored_shard, written_config
 from scale_surgery.surgery.expand import take_over_shards
@@ -75,9 +76,7 @@ def check_names(extract: Extract, base: ComparedBase) -> None:
         )
 
 
-def rebase(
-    extract: Extract, base: ComparedBase, folder: Path, how: BaseWeights, *, trust_remote_code: bool, track: Track
-) -> None:
+def rebase(extract: Extract, base: ComparedBase, folder: Path, how: BaseWeights, run: RunOptions, track: Track) -> None:
     """Write an expanded checkpoint around the files of a base.
 
     Args:
@@ -85,7 +84,7 @@ def rebase(
         base: The base; names and shapes of its tensors fit.
         folder: Where the files go.
         how: How shards are taken over.
-        trust_remote_code: Whether a custom tokenizer of the base may run its own code.
+        run: How the base's tokenizer is loaded: trust_remote_code.
         track: Makes progress bars.
 
     Raises:
@@ -104,7 +103,7 @@ def rebase(
             take_over(file, folder / name, how)
             advance(file.stat().st_size)
     dtype = _torch_dtype(base.checkpoint)
-    _write_config(extract, base, folder, dtype, trust_remote_code=trust_remote_code)
+    _write_config(extract, base, folder, dtype, run)
     _write_index(extract, base.checkpoint, folder)
     write_json(folder / MANIFEST_FILE, asdict(_manifest(extract, base, folder, places, dtype)))
 
@@ -129,7 +128,7 @@ def _torch_dtype(checkpoint: Checkpoint) -> str:
     return str(TORCH_DTYPES[checkpoint.dtype]).removeprefix("torch.")
 
 
-def _write_config(extract: Extract, base: ComparedBase, folder: Path, dtype: str, *, trust_remote_code: bool) -> None:
+def _write_config(extract: Extract, base: ComparedBase, folder: Path, dtype: str, run: RunOptions) -> None:
     from scale_surgery.running.tokenizer import pin_tokenizer_class
 
     if CONFIG_FILE not in base.other_files:
@@ -137,7 +136,7 @@ def _write_config(extract: Extract, base: ComparedBase, folder: Path, dtype: str
     else:
         write_json(folder / CONFIG_FILE, written_config(extract.manifest, base.checkpoint.config, dtype))
     if TOKENIZER_CONFIG_FILE in base.other_files:
-        pin_tokenizer_class(base.checkpoint.path, folder, trust_remote_code=trust_remote_code)
+        pin_tokenizer_class(base.checkpoint.path, folder, run)
 
 
 def _write_index(extract: Extract, base: Checkpoint, folder: Path) -> None:

@@ -23,6 +23,9 @@ from scale_surgery.planning.plan import Plan, make_plan
 from scale_surgery.planning.request import Request, complete
 from scale_surgery.planning.selection import format_layers
 from scale_surgery.progress import Track, no_track
+from scale_surgery.running.context import choose_length, context_of
+from scale_surgery.running.options import RunOptions
+from scale_surgery.running.tokenizer import need_tokenizer
 from scale_surgery.training.budget import Price, check_budget, choose_layers, price_of, read_budget
 from scale_surgery.training.pilot_settings import PilotSettings
 from scale_surgery.training.ranking import (
@@ -33,6 +36,7 @@ from scale_surgery.training.ranking import (
     Pilot,
     Proposal,
     Ranking,
+    RankingRequest,
     ScoreName,
     W12Estimate,
     order_layers,
@@ -47,8 +51,6 @@ if TYPE_CHECKING:
     from scale_surgery.training.pilot import PilotRun
     from scale_surgery.training.update_scores import Update
 
-DEFAULT_BUDGET = "30%"
-DEFAULT_LENGTH = 1024
 # a text that is read more often than this is learned by heart, whatever it is
 MOST_PASSES = 50
 # a drift that is measured on fewer says more about them than about what the base knows
@@ -72,14 +74,11 @@ def rank_layers(
     model: str | Path,
     data: str | Path | Sequence[str | Path],
     pilot: PilotSettings | None = None,
-    request: Request | None = None,
+    wanted: RankingRequest = RankingRequest(),
     *,
     old: str | Path | Sequence[str | Path] = (),
-    budget: str = DEFAULT_BUDGET,
-    score: ScoreName = "relative-norm",
+    run: RunOptions = RunOptions(device="auto"),
     revision: str | None = None,
-    device: str = "auto",
-    trust_remote_code: bool = False,
     track: Track = no_track,
 ) -> Ranking:
     """Rank the layers of a base model by what a short training run on a text changes in them.
@@ -94,14 +93,11 @@ def rank_layers(
         model: A base model, a folder or a Hub id; nothing is written to it.
         data: Files to learn from; see `data.read_documents`.
         pilot: How the pilot trains.
-        request: The expansion to be, by which layers cost what they cost; its layers are those to choose among. By
-            default all layers, method scale, `adapt` where old text is given.
+        wanted: For which expansion layers are proposed, and by which score.
         old: Files that tell what the base knows; with them a preserved depth is proposed.
-        budget: Parameters that the expansion may add: a share of the base's such as "30%", or a number such as "200M".
-        score: Score that orders the layers: "relative-norm" or "effective-rank".
+        run: How the pilot runs: device ("auto", the default here, takes an accelerator where there is one); and
+            trust_remote_code, for the tokenizer alone.
         revision: Branch, tag or commit of a Hub repository.
-        device: Where to run; "auto" takes an accelerator where there is one.
-        trust_remote_code: Let a tokenizer run code of its own.
         track: Makes progress bars.
 
     Returns:
@@ -115,22 +111,22 @@ def rank_layers(
         TrainingError: If the loss is not a number.
     """
     texts = {"new": _listed(data), "old": _listed(old)}
-    wanted = complete(request or Request("all", variant="adapt" if texts["old"] else None))
-    job = _prepare(model, texts, pilot or PilotSettings(), wanted, budget, score, revision, trust_remote_code)
-    place = _find_device(device)
+    request = complete(wanted.expansion or Request("all", variant="adapt" if texts["old"] else None))
+    job = _prepare(model, texts, pilot or PilotSettings(), request, wanted, run, revision)
+    place = _find_device(run.device)
     collaboration = _estimate(job, place, track) if texts["old"] else []
-    run = _run(job, place, track)
-    layers = tuple(_score_layer(layer, run.updates[layer]) for layer in job.plan.layers)
-    proposals = tuple(_propose(job, layers, name) for name in sorted(SCORES, key=lambda name: name != score))
+    pilot_run = _run_pilot(job, place, track)
+    layers = tuple(_score_layer(layer, pilot_run.updates[layer]) for layer in job.plan.layers)
+    proposals = tuple(_propose(job, layers, name) for name in sorted(SCORES, key=lambda name: name != wanted.score))
     return Ranking(
         name=job.source.name,
         model=str(model),
         revision=revision,
         family=job.plan.family,
-        pilot=_describe(job, run),
+        pilot=_describe(job, pilot_run),
         layers=layers,
-        score=score,
-        request=wanted,
+        score=wanted.score,
+        request=request,
         budget=job.budget,
         parameters=job.plan.costs.parameters_before,
         proposals=proposals,
@@ -147,21 +143,20 @@ def _prepare(
     files: Mapping[str, Sequence[Path]],
     settings: PilotSettings,
     request: Request,
-    budget: str,
-    score: str,
+    wanted: RankingRequest,
+    run: RunOptions,
     revision: str | None,
-    trust_remote_code: bool,
 ) -> Job:
     """Check everything that is asked for, and read the texts."""
-    _check_request(settings, request, score, has_old=bool(files["old"]))
+    _check_request(settings, request, wanted.score, has_old=bool(files["old"]))
     source = find_source(model, revision)
     checkpoint = open_checkpoint(source.path)
     _refuse_expanded(checkpoint, source.name)
     plan = make_plan(checkpoint, request, name=source.name, revision=source.revision)
-    allowed = read_budget(budget, plan.costs.parameters_before)
+    allowed = read_budget(wanted.budget, plan.costs.parameters_before)
     price = price_of(checkpoint, request, source.name)
-    check_budget(allowed, plan.layers, price, budget)
-    texts = _read_texts(source, checkpoint, files, settings, trust_remote_code=trust_remote_code)
+    check_budget(allowed, plan.layers, price, wanted.budget)
+    texts = _read_texts(source, checkpoint, files, settings, run)
     return Job(source, checkpoint, plan, settings, allowed, price, texts)
 
 
@@ -195,20 +190,13 @@ def _read_texts(
     checkpoint: Checkpoint,
     files: Mapping[str, Sequence[Path]],
     settings: PilotSettings,
-    *,
-    trust_remote_code: bool,
+    run: RunOptions,
 ) -> dict[str, Sequences]:
     """Token sequences of the new text, and of the old where there is any; all of one length but the last."""
     from scale_surgery.running.texts import pack, read_documents, tokenize, without_unscored
-    from scale_surgery.running.tokenizer import load_tokenizer
 
-    length = _sequence_length(checkpoint, settings)
-    tokenizer = load_tokenizer(source.path, trust_remote_code=trust_remote_code)
-    if tokenizer is None:
-        raise DataError(
-            f"{source.name}: has no tokenizer that loads, and texts need one. Put the tokenizer's files beside the "
-            "weights; --trust-remote-code lets one run its own code."
-        )
+    length = choose_length(settings.sequence_length, {source.name: context_of(checkpoint.config)})
+    tokenizer = need_tokenizer(source.path, source.name, run)
     texts = {
         side: without_unscored(pack(tokenize(read_documents(given), tokenizer), length))
         for side, given in files.items()
@@ -221,14 +209,6 @@ def _read_texts(
     )
     _check_amount({side: len(text.ids) for side, text in texts.items()}, settings, length)
     return texts
-
-
-def _sequence_length(checkpoint: Checkpoint, settings: PilotSettings) -> int:
-    context = checkpoint.config.get("max_position_embeddings") or checkpoint.config.get("n_positions")
-    length = settings.sequence_length or min(DEFAULT_LENGTH, context or DEFAULT_LENGTH)
-    if context and length > context:
-        raise DataError(f"--sequence-length is {length}, expected at most {context}, the context of the model.")
-    return length
 
 
 def _check_ids(texts: Mapping[str, Sequences], name: str, vocabulary: int) -> None:
@@ -282,12 +262,11 @@ def _estimate(job: Job, device: torch.device, track: Track) -> list[LayerWorth]:
     return estimate_worth(job.checkpoint, plan, job.texts["new"], job.texts["old"], device, track)
 
 
-def _run(job: Job, device: torch.device, track: Track) -> PilotRun:
+def _run_pilot(job: Job, device: torch.device, track: Track) -> PilotRun:
     from scale_surgery.running.loading import loaded_whole
     from scale_surgery.training.pilot import run_pilot
 
-    options = {"device": str(device), "trust_remote_code": False}
-    with loaded_whole(job.source.path, job.source.name, options) as model:
+    with loaded_whole(job.source.path, job.source.name, RunOptions(device=str(device))) as model:
         return run_pilot(model, job.checkpoint, job.texts["new"], job.settings, device, track)
 
 

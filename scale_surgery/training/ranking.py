@@ -55,6 +55,22 @@ class LayerScore:
 
 
 @dataclass(frozen=True)
+class RankingRequest:
+    """What layers are ranked for.
+
+    Attributes:
+        expansion: The expansion to be, by which layers cost what they cost; its layers are those to choose among.
+            Default: all layers, method scale, variant adapt where old text is given.
+        budget: Parameters that the expansion may add: a share of the base's such as 30%, or a number such as 200M.
+        score: What layers are ordered by: relative-norm or effective-rank.
+    """
+
+    expansion: Request | None = None
+    budget: str = "30%"
+    score: ScoreName = "relative-norm"
+
+
+@dataclass(frozen=True)
 class Pilot:
     """What the pilot run was.
 

@@ -102,7 +102,7 @@ def module_names(disk_names: Sequence[str], present: Sequence[str], renamed: Map
 
 
 @dataclass(frozen=True)
-class Run:
+class TrainingRun:
     """A training run and its folder.
 
     Attributes:

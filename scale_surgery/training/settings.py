@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Literal, get_args
 
+from scale_surgery.checkpoint.staging import BaseWeights
 from scale_surgery.errors import TrainingError
 from scale_surgery.fields import Count, Range, Seed, SequenceLength, problems_of
 
@@ -64,6 +67,34 @@ class TrainingSettings:
     save_every: Count | None = None
     eval_every: Count | None = None
     log_every: Count | None = None
+
+
+@dataclass(frozen=True)
+class EvalData:
+    """Texts on which a model is measured while it trains.
+
+    Attributes:
+        old: Files that tell what the base knows; forgetting is measured on them.
+        new: Files with what is to be learned; learning is measured on them.
+    """
+
+    old: Sequence[str | Path] = ()
+    new: Sequence[str | Path] = ()
+
+
+@dataclass(frozen=True)
+class TrainingStart:
+    """How a training run starts.
+
+    Attributes:
+        resume: Continue an interrupted run in the output folder from its last whole checkpoint.
+        base_weights: Of a new run, how base shards are taken over: "auto", "copy" or "link".
+        overwrite: Whether a new run may replace an existing output folder.
+    """
+
+    resume: bool = False
+    base_weights: BaseWeights = "auto"
+    overwrite: bool = False
 
 
 def check_settings(settings: TrainingSettings) -> None:

@@ -15,25 +15,28 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from scale_surgery.checkpoint.folder import LOG_FILE, Checkpoint, open_checkpoint
 from scale_surgery.checkpoint.hashes import hash_tensors
-from scale_surgery.checkpoint.staging import BaseWeights, check_space, check_target, locked
-from scale_surgery.errors import CheckpointError, DataError, TrainingError
+from scale_surgery.checkpoint.staging import check_space, check_target, locked
+from scale_surgery.errors import CheckpointError, TrainingError
 from scale_surgery.evidence.integrity import Integrity, bytes_to_check, check_files
 from scale_surgery.progress import Track, no_track
+from scale_surgery.running.context import choose_length, context_of
 from scale_surgery.running.freeze import expansion_parts, freeze_base, train_in_float32
+from scale_surgery.running.options import RunOptions
+from scale_surgery.running.tokenizer import need_tokenizer
 from scale_surgery.surgery.record import Manifest, check_numbering, read_manifest, refuse_fused, tool_versions
 from scale_surgery.training.run_folder import (
     CURVES_FILE,
-    Run,
+    TrainingRun,
     check_resumable,
     last_measured,
     module_names,
     refuse_unfinished,
 )
-from scale_surgery.training.settings import TrainingSettings, check_settings
+from scale_surgery.training.settings import EvalData, TrainingSettings, TrainingStart, check_settings
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -41,7 +44,6 @@ if TYPE_CHECKING:
     from scale_surgery.running.texts import Sequences
     from scale_surgery.training.trainer import ExpansionTrainer
 
-DEFAULT_SEQUENCE_LENGTH = 1024
 PARTS_OF_A_RUN = 10
 LONGEST_WAIT = timedelta(hours=6)
 MOST_STEPS_BETWEEN_LOGS = 10
@@ -83,13 +85,9 @@ def train(
     output: str | Path | None = None,
     settings: TrainingSettings | None = None,
     *,
-    old: Sequence[str | Path] = (),
-    new: Sequence[str | Path] = (),
-    base_weights: BaseWeights = "auto",
-    resume: bool = False,
-    overwrite: bool = False,
-    device: Literal["auto", "cpu"] = "auto",
-    trust_remote_code: bool = False,
+    eval_data: EvalData = EvalData(),
+    start: TrainingStart = TrainingStart(),
+    run: RunOptions = RunOptions(device="auto"),
     track: Track = no_track,
 ) -> Training:
     """Train the new blocks of an expanded checkpoint on texts, with the Trainer of transformers.
@@ -101,13 +99,10 @@ def train(
         data: Files to learn from; see `data.read_documents`.
         output: Folder to be; default `<name>-trained` in the current folder.
         settings: How to train.
-        old: Files on which forgetting is measured during the run.
-        new: Files on which learning is measured during the run.
-        base_weights: How base shards are taken over: "auto", "copy" or "link".
-        resume: Continue an interrupted run in `output` from its last whole checkpoint.
-        overwrite: Whether an existing output folder may be replaced.
-        device: "auto" takes an accelerator where there is one.
-        trust_remote_code: Run the folder's own code instead of this package's, and a base tokenizer's.
+        eval_data: Files on which forgetting and learning are measured during the run.
+        start: Whether to begin anew, how base shards are then taken over, or to continue an interrupted run.
+        run: How the model runs: device ("cpu"; or "auto", the default here, for an accelerator where there is one)
+            and trust_remote_code.
         track: Makes progress bars.
 
     Returns:
@@ -133,58 +128,57 @@ def train(
         raise TrainingError(
             f"{path}: has no router, expected a routed model for --routed. Write one first: scale-surgery route-export."
         )
-    if resume:
+    if start.resume:
         check_resumable(target, asdict(settings))
     else:
-        if not overwrite:
+        if not start.overwrite:
             refuse_unfinished(target)
-        check_target(target, [path], overwrite=overwrite)
-        check_space(target, sum(info.bytes for info in checkpoint.tensors.values()) if base_weights == "copy" else 0)
+        check_target(target, [path], overwrite=start.overwrite)
+        copied = checkpoint.tensors.values() if start.base_weights == "copy" else ()
+        check_space(target, sum(info.bytes for info in copied))
     if target.resolve() == path.resolve():
         raise TrainingError(f"{target}: is the model to train, expected another output folder. Choose one with -o.")
     # the others wait while the first process hashes the base and copies it
-    processes = PartialState(cpu=_is_cpu(device), timeout=LONGEST_WAIT)
+    processes = PartialState(cpu=_is_cpu(run), timeout=LONGEST_WAIT)
     if processes.distributed_type == DistributedType.DEEPSPEED:
         raise TrainingError("DeepSpeed is not supported: it would write parts of tensors. Launch with FSDP2 or DDP.")
     with locked(target) if processes.is_main_process else nullcontext():
-        _check_files(checkpoint, manifest, processes, track, trust_remote_code=trust_remote_code)
-        files = {"learn": data, "old": old, "new": new}
-        texts = _read_texts(checkpoint, files, settings, trust_remote_code=trust_remote_code)
+        _check_files(checkpoint, manifest, processes, run, track)
+        files = {"learn": data, "old": eval_data.old, "new": eval_data.new}
+        texts = _read_texts(checkpoint, files, settings, run)
         decisive = _decisive(settings, checkpoint, manifest, texts, processes.num_processes)
-        if resume:
+        if start.resume:
             check_resumable(target, decisive)
-        model = _load(checkpoint, settings, trust_remote_code=trust_remote_code)
+        model = _load(checkpoint, settings, run)
         _check_reach(model, checkpoint, manifest)
-        run = Run(
+        training = TrainingRun(
             target,
             checkpoint,
             decisive,
             _record(model, settings, decisive),
             dict(getattr(model, "renamed_modules", {})),
         )
-        if not resume and processes.is_main_process:
-            run.begin(base_weights, overwrite=overwrite)
+        if not start.resume and processes.is_main_process:
+            training.begin(start.base_weights, overwrite=start.overwrite)
         processes.wait_for_everyone()
         started = time.monotonic()
-        trainer = _make_trainer(model, run, texts, settings, device, is_half=checkpoint.dtype == "BF16")
+        trainer = _make_trainer(model, training, texts, settings, run, is_half=checkpoint.dtype == "BF16")
         with quiet_transformers(), track("training", trainer.args.max_steps) as advance:
-            trainer.add_callback(RunReport(advance, run))
-            _run(trainer, run, resume=resume)
+            trainer.add_callback(RunReport(advance, training))
+            _run(trainer, training, resume=start.resume)
         if processes.is_main_process:
-            run.finish(trainer.state.log_history)
+            training.finish(trainer.state.log_history)
         processes.wait_for_everyone()
-    return _result(trainer, run, time.monotonic() - started)
+    return _result(trainer, training, time.monotonic() - started)
 
 
-def _is_cpu(device: str) -> bool:
+def _is_cpu(run: RunOptions) -> bool:
     import torch
 
-    return device == "cpu" or not torch.accelerator.is_available()
+    return run.device == "cpu" or not torch.accelerator.is_available()
 
 
-def _check_files(
-    checkpoint: Checkpoint, manifest: Manifest, processes: Any, track: Track, *, trust_remote_code: bool
-) -> None:
+def _check_files(checkpoint: Checkpoint, manifest: Manifest, processes: Any, run: RunOptions, track: Track) -> None:
     """Check bytes before any step; one process reads, all learn what it found."""
     from accelerate.utils import broadcast_object_list
 
@@ -192,51 +186,37 @@ def _check_files(
     if processes.is_main_process:
         with track("bytes", bytes_to_check(checkpoint, manifest, None)) as advance:
             found = check_files(checkpoint, manifest, None, advance)
-        problems[0] = _file_problems(checkpoint, found, trust_remote_code=trust_remote_code)
+        problems[0] = _file_problems(checkpoint, found, run)
     if processes.num_processes > 1:
         broadcast_object_list(problems)
     if problems[0]:
         raise CheckpointError.from_problems(problems[0])
 
 
-def _file_problems(checkpoint: Checkpoint, found: Integrity, *, trust_remote_code: bool) -> tuple[str, ...]:
-    problems = found.base + found.structure + (() if trust_remote_code else found.config + found.code)
+def _file_problems(checkpoint: Checkpoint, found: Integrity, run: RunOptions) -> tuple[str, ...]:
+    problems = found.base + found.structure + (() if run.trust_remote_code else found.config + found.code)
     if problems:
         advice = f"{checkpoint.path}: is not what the expansion wrote, so it is not trained. Expand the base again."
         return (*problems, advice)
-    if found.foreign_code and not trust_remote_code:
+    if found.foreign_code and not run.trust_remote_code:
         return (
             f"{checkpoint.path}: another release of this program wrote its code. Give --trust-remote-code to run that.",
         )
     return ()
 
 
-def _context(checkpoint: Checkpoint) -> int | None:
-    config = checkpoint.config
-    found = config.get("max_position_embeddings") or config.get("n_positions")
-    return int(found) if found else None
-
-
-def _sequence_length(checkpoint: Checkpoint, settings: TrainingSettings) -> int:
-    context = _context(checkpoint)
-    length = settings.sequence_length or min(DEFAULT_SEQUENCE_LENGTH, context or DEFAULT_SEQUENCE_LENGTH)
-    if context and length > context:
-        raise DataError(f"sequence-length: {length} tokens, expected at most the model's context of {context}.")
-    return length
-
-
 def _read_texts(
     checkpoint: Checkpoint,
     files: Mapping[str, Sequence[str | Path]],
     settings: TrainingSettings,
-    *,
-    trust_remote_code: bool,
+    run: RunOptions,
 ) -> dict[str, Sequences]:
     """Token sequences to learn from ("learn"), and those to measure on ("old", "new") where files are given."""
     from scale_surgery.running.texts import read_documents, stride, tokenize
 
-    length = _sequence_length(checkpoint, settings)
-    tokenizer = _tokenizer(checkpoint, trust_remote_code=trust_remote_code)
+    name = checkpoint.path.name
+    length = choose_length(settings.sequence_length, {name: context_of(checkpoint.config)})
+    tokenizer = need_tokenizer(checkpoint.path, name, run)
     paths = {side: [Path(file) for file in given] for side, given in files.items() if given}
     texts = {"learn": _read_learned(paths.pop("learn", []), tokenizer, settings, length)}
     for side, given in paths.items():
@@ -254,17 +234,6 @@ def _read_learned(paths: Sequence[Path], tokenizer: Any, settings: TrainingSetti
     sequences = tokenize(documents, tokenizer, learn_prompts=settings.learn_prompts)
     check_length(sequences, documents, length)
     return without_unscored(sequences)
-
-
-def _tokenizer(checkpoint: Checkpoint, *, trust_remote_code: bool) -> Any:
-    from scale_surgery.running.loading import quiet_transformers
-    from scale_surgery.running.tokenizer import load_tokenizer
-
-    with quiet_transformers():
-        tokenizer = load_tokenizer(checkpoint.path, trust_remote_code=trust_remote_code)
-    if tokenizer is None:
-        raise DataError(f"{checkpoint.path}: has no tokenizer that loads, and texts need one. Add the base's.")
-    return tokenizer
 
 
 def _decisive(
@@ -302,12 +271,12 @@ def _steps(settings: TrainingSettings, sequences: int, processes: int) -> int:
     return settings.steps or math.ceil(settings.epochs * math.ceil(batches / settings.gradient_accumulation))
 
 
-def _load(checkpoint: Checkpoint, settings: TrainingSettings, *, trust_remote_code: bool) -> Any:
+def _load(checkpoint: Checkpoint, settings: TrainingSettings, run: RunOptions) -> Any:
     """Load the model; what trains is float32, the rest is as it is stored and frozen."""
     from scale_surgery.running.loading import model_class, quiet_transformers
 
     with quiet_transformers():
-        model = model_class(checkpoint, trust_remote_code=trust_remote_code).from_pretrained(checkpoint.path)
+        model = model_class(checkpoint, run).from_pretrained(checkpoint.path)
     freeze_base(model)
     train_in_float32(model)
     for part in expansion_parts(model):
@@ -383,7 +352,13 @@ def _is_base_everywhere(model: Any) -> bool:
 
 
 def _make_trainer(
-    model: Any, run: Run, texts: Mapping[str, Sequences], settings: TrainingSettings, device: str, *, is_half: bool
+    model: Any,
+    training: TrainingRun,
+    texts: Mapping[str, Sequences],
+    settings: TrainingSettings,
+    run: RunOptions,
+    *,
+    is_half: bool,
 ) -> ExpansionTrainer:
     from accelerate import PartialState
 
@@ -395,7 +370,7 @@ def _make_trainer(
     bf16 = is_half if settings.bf16 is None else settings.bf16
     return ExpansionTrainer(
         model=model,
-        args=make_arguments(settings, run.folder, steps, device, bf16=bf16, is_measured=bool(sides)),
+        args=make_arguments(settings, training.folder, steps, run, bf16=bf16, is_measured=bool(sides)),
         train_dataset=texts["learn"],
         data_collator=collate,
         sides=sides,
@@ -404,7 +379,7 @@ def _make_trainer(
 
 
 def make_arguments(
-    settings: TrainingSettings, folder: Path, steps: int, device: str, *, bf16: bool, is_measured: bool
+    settings: TrainingSettings, folder: Path, steps: int, run: RunOptions, *, bf16: bool, is_measured: bool
 ) -> TrainingArguments:
     """Say to the Trainer how to train.
 
@@ -412,7 +387,7 @@ def make_arguments(
         settings: What the user set.
         folder: Where it puts checkpoints.
         steps: Optimizer steps.
-        device: "auto" or "cpu".
+        run: Where it trains: device, "auto" or "cpu".
         bf16: Whether to compute in bfloat16.
         is_measured: Whether there is text to measure on during the run.
 
@@ -422,7 +397,7 @@ def make_arguments(
     from transformers import TrainingArguments
 
     tenth = math.ceil(steps / PARTS_OF_A_RUN)
-    is_cpu = _is_cpu(device)
+    is_cpu = _is_cpu(run)
     # transformers 5 renamed it on the way
     names = {field.name for field in fields(TrainingArguments)}
     checkpointing = "activation_checkpointing" if "activation_checkpointing" in names else "gradient_checkpointing"
@@ -457,47 +432,49 @@ def make_arguments(
     )
 
 
-def _run(trainer: ExpansionTrainer, run: Run, *, resume: bool) -> None:
+def _run(trainer: ExpansionTrainer, training: TrainingRun, *, resume: bool) -> None:
     """Train to the end, and measure there."""
-    latest = run.whole_checkpoints()[-1:] if resume else []
-    if latest and run.step_of(latest[0]) >= trainer.args.max_steps:
+    latest = training.whole_checkpoints()[-1:] if resume else []
+    if latest and training.step_of(latest[0]) >= trainer.args.max_steps:
         trainer.restore(latest[0])  # it was stopped after its last step
     else:
-        _step(trainer, run, latest)
+        _step(trainer, training, latest)
     if trainer.sides and trainer.measured_at != trainer.state.global_step:
         trainer.evaluate()
 
 
-def _step(trainer: ExpansionTrainer, run: Run, latest: list[Path]) -> None:
+def _step(trainer: ExpansionTrainer, training: TrainingRun, latest: list[Path]) -> None:
     # the log of a resumed run begins with what was measured before its first step
     trainer.args.eval_on_start = trainer.args.eval_on_start and not latest
     try:
         trainer.train(resume_from_checkpoint=str(latest[0]) if latest else None)
     except KeyboardInterrupt as error:
-        raise TrainingError(f"{run.target}: interrupted {_where(trainer, run)}. Continue with --resume.") from error
+        raise TrainingError(
+            f"{training.target}: interrupted {_where(trainer, training)}. Continue with --resume."
+        ) from error
     except OSError as error:
         raise TrainingError(
-            f"{run.target}: not written, {error.strerror or error}, {_where(trainer, run)}. Free some space or check "
-            "the folder, and continue with --resume."
+            f"{training.target}: not written, {error.strerror or error}, {_where(trainer, training)}. Free some space "
+            "or check the folder, and continue with --resume."
         ) from error
 
 
-def _where(trainer: ExpansionTrainer, run: Run) -> str:
-    kept = run.whole_checkpoints()[-1:]
-    state = f"it holds step {run.step_of(kept[0])}" if kept else "no checkpoint was reached, it holds step 0"
+def _where(trainer: ExpansionTrainer, training: TrainingRun) -> str:
+    kept = training.whole_checkpoints()[-1:]
+    state = f"it holds step {training.step_of(kept[0])}" if kept else "no checkpoint was reached, it holds step 0"
     return f"after step {trainer.state.global_step}; {state}"
 
 
-def _result(trainer: ExpansionTrainer, run: Run, seconds: float) -> Training:
+def _result(trainer: ExpansionTrainer, training: TrainingRun, seconds: float) -> Training:
     log = trainer.state.log_history
     losses = [entry["loss"] for entry in log if "loss" in entry]
     return Training(
-        path=run.target,
+        path=training.target,
         steps=trainer.state.global_step,
         seconds=seconds,
-        trained_parameters=run.record["trained_parameters"],
+        trained_parameters=training.record["trained_parameters"],
         loss=losses[-1] if losses else None,
         measured=last_measured(log),
-        log=run.folder / LOG_FILE,
-        curves=run.folder / CURVES_FILE,
+        log=training.folder / LOG_FILE,
+        curves=training.folder / CURVES_FILE,
     )

@@ -24,7 +24,7 @@ from scale_surgery.progress import Progress
 from scale_surgery.running.freeze import expansion_disabled, expansion_parts
 from scale_surgery.running.loss import Measurement, measure
 from scale_surgery.running.texts import IGNORED, Sequences
-from scale_surgery.training.run_folder import EXPANSION_FILE, Run
+from scale_surgery.training.run_folder import EXPANSION_FILE, TrainingRun
 
 OPTIMIZER_NAME, SCHEDULER_NAME = "optimizer.pt", "scheduler.pt"
 # what torch puts into names of modules whose activations it computes again
@@ -210,7 +210,7 @@ class RunReport(TrainerCallback):
         run: The run.
     """
 
-    def __init__(self, advance: Progress, run: Run) -> None:
+    def __init__(self, advance: Progress, run: TrainingRun) -> None:
         self.advance, self.run = advance, run
         self.note: dict[str, float] = {}
 

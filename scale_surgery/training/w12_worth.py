@@ -29,6 +29,7 @@ from scale_surgery.planning.plan import Plan
 from scale_surgery.progress import Progress, Track
 from scale_surgery.running.loading import loaded_whole
 from scale_surgery.running.loss import LOGITS_AT_ONCE
+from scale_surgery.running.options import RunOptions
 from scale_surgery.running.texts import Sequences, collate
 from scale_surgery.surgery.config import expanded_config, planned_index, stored_shard
 from scale_surgery.surgery.expand import write_expansion
@@ -67,7 +68,7 @@ def estimate_worth(
         learn, keep = spread_batches(new, NEW_TOKENS, model), spread_batches(old, OLD_TOKENS, model)
         with track("W12", len(learn) + len(keep) * (1 + len(found))) as advance:
             energy = measure_energy(model, found, learn, advance)
-            drift = measure_drift(model, found, energy, keep, advance)
+            drift = measure_step_drift(model, found, energy, keep, advance)
     return [LayerWorth(layer, energy[layer], drift[layer], worth(energy[layer], drift[layer])) for layer in found]
 
 
@@ -89,8 +90,8 @@ def expanded_for_a_while(checkpoint: Checkpoint, plan: Plan, device: torch.devic
         write_json(folder / CONFIG_FILE, config)
         write_json(folder / INDEX_FILE, planned_index(plan, checkpoint))
         # in half precision the divergence of two runs is rounding, whatever the step
-        options = {"device": str(device), "trust_remote_code": False, "dtype": "float32"}
-        with loaded_whole(folder, plan.base_name, options) as model:
+        run = RunOptions(device=str(device), dtype="float32")
+        with loaded_whole(folder, plan.base_name, run) as model:
             yield model
 
 
@@ -144,7 +145,7 @@ def measure_energy(
 
 
 @torch.no_grad()
-def measure_drift(
+def measure_step_drift(
     model: Any,
     found: Mapping[int, Sequence[nn.Parameter]],
     energy: Mapping[int, float],

@@ -16,7 +16,17 @@ import torch
 from click.testing import CliRunner, Result
 from safetensors.torch import load_file, save_file
 
-from scale_surgery import CheckpointError, DataError, Evaluation, Request, SurgeryError, evaluate, expand, strip
+from scale_surgery import (
+    CheckpointError,
+    DataError,
+    Evaluation,
+    Request,
+    RunOptions,
+    SurgeryError,
+    evaluate,
+    expand,
+    strip,
+)
 from scale_surgery.cli.program import main
 from scale_surgery.evidence.evaluate import Score
 from scale_surgery.running import loss as measure
@@ -76,7 +86,10 @@ def model(place: Path) -> Any:
 def result(place: Path) -> Evaluation:
     """Everything at once: two models of one base, and that base itself as a plain folder."""
     return evaluate(
-        [place / "wide", place / "base", place / "adapted"], [place / "old.txt"], [place / "new.jsonl"], batch_size=2
+        [place / "wide", place / "base", place / "adapted"],
+        [place / "old.txt"],
+        [place / "new.jsonl"],
+        run=RunOptions(batch_size=2),
     )
 
 
@@ -335,14 +348,14 @@ def test_windows_fit_the_shortest_context(place: Path, tmp_path: Path) -> None:
 
 
 def test_dtype(place: Path) -> None:
-    found = evaluate(place / "wide", [place / "old.txt"], dtype="bfloat16")
+    found = evaluate(place / "wide", [place / "old.txt"], run=RunOptions(dtype="bfloat16"))
     expected = measure.measure(load(place / "wide", dtype=torch.bfloat16), tokenize(TEXTS[:1], letters()), 8)
     assert row(found, "wide").old == expected
     assert found.scores[0].old == found.scores[2].old and found.dtype == "bfloat16"
 
 
 def test_remote_code(place: Path) -> None:
-    found = evaluate(place / "wide", [place / "old.txt"], trust_remote_code=True)
+    found = evaluate(place / "wide", [place / "old.txt"], run=RunOptions(trust_remote_code=True))
     assert row(found, "wide").old == row(evaluate(place / "wide", [place / "old.txt"]), "wide").old
 
 
@@ -420,8 +433,8 @@ def test_models_that_are_refused(place: Path, tmp_path: Path) -> None:
     )
     mute = save_tiny(tmp_path / "mute", "llama")
     assert refusal([place / "wide", mute], old) == (
-        "mute: has no tokenizer that loads, expected tokenizer.json or another that transformers knows. Put the "
-        "tokenizer's files beside the weights; --trust-remote-code lets one run its own code."
+        "mute: has no tokenizer that loads, and texts need one. Put the tokenizer's files beside the weights; "
+        "--trust-remote-code lets one run its own code."
     )
     unknown = Path(shutil.copytree(place / "base", tmp_path / "unknown"))
     config = json.loads((unknown / "config.json").read_text())
@@ -456,7 +469,7 @@ def test_a_model_whose_tensors_do_not_fit(place: Path, tmp_path: Path) -> None:
 
 
 def test_a_device_that_is_not_there(place: Path) -> None:
-    message = refusal(place / "base", [place / "old.txt"], device="cuda:7", error=CheckpointError)
+    message = refusal(place / "base", [place / "old.txt"], run=RunOptions(device="cuda:7"), error=CheckpointError)
     assert message.startswith("base: cannot be loaded (")
     assert message.endswith("Check --device, and whether transformers alone loads it.")
 

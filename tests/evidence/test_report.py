@@ -13,7 +13,19 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from scale_surgery import CheckpointError, DataError, PlanError, Request, expand, extract, merge, route_export, verify
+from scale_surgery import (
+    CheckpointError,
+    DataError,
+    PlanError,
+    Probes,
+    Request,
+    RunOptions,
+    expand,
+    extract,
+    merge,
+    route_export,
+    verify,
+)
 from scale_surgery.biographies import SHIPPED_MODEL
 from scale_surgery.checkpoint.folder import open_checkpoint, read_tensor
 from scale_surgery.evidence.report import report
@@ -288,7 +300,7 @@ def test_copied_layers_start_as_copies_and_write_nothing(made_of) -> None:
 def test_the_base_stream_is_that_of_verify(made_of, request_name: str) -> None:
     """Which loads the base by itself, from its own files."""
     _, changed = made_of("llama", request_name)
-    found, numbers = report(changed).streams, verify(changed, new_tokens=0, record=False).numbers
+    found, numbers = report(changed).streams, verify(changed, probes=Probes(new_tokens=0), record=False).numbers
     assert found is not None and numbers is not None
     assert found.tokens == numbers.tokens and found.source == "random ids, there is no tokenizer"
     assert [layer.layer for layer in found.layers] == [layer.layer for layer in numbers.layers]
@@ -306,14 +318,15 @@ def test_preserve_keeps_the_base_stream_and_adapt_does_not(made_of) -> None:
 
 def test_of_a_routed_model_the_adapt_path_is_compared(adapt: Path, tmp_path: Path) -> None:
     routed = route_export(adapt, tmp_path / "routed").path
-    plain, found = report(adapt).streams, report(routed)
+    # a dtype changes nothing: what is compared is what is stored
+    plain, found = report(adapt).streams, report(routed, run=RunOptions(dtype="bfloat16"))
     assert found.streams is not None and found.streams.path == "adapt" and plain.path == "expanded"
     assert found.streams.layers == plain.layers and not plain.is_bit_equal
     assert found.notes == (
         "Routed: the preserve path is the base model's bit for bit, so the base stream is that of the adapt path, "
         "routing disabled.",
     )
-    numbers = verify(routed, new_tokens=0, record=False).numbers
+    numbers = verify(routed, probes=Probes(new_tokens=0), record=False).numbers
     assert numbers is not None and all(layer.is_bit_equal for layer in numbers.layers)
 
 
@@ -324,7 +337,7 @@ def test_own_text_is_read_whole_in_windows(tmp_path: Path) -> None:
     text.write_text("Once upon a time there was a fox. " * 20)
     asked.write_text('{"question": "Who?", "answer": "The fox."}\n')
     one = report(path, [text, asked], sequence_length=32).streams
-    same = report(path, [text, asked], sequence_length=32, batch_size=4).streams
+    same = report(path, [text, asked], sequence_length=32, run=RunOptions(batch_size=4)).streams
     whole = report(path, text).streams
     prompts = report(path).streams
     assert one is not None and same is not None and whole is not None and prompts is not None

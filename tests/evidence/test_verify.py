@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import scale_surgery
-from scale_surgery import CheckpointError, PlanError, Request, Verification, expand, verify
+from scale_surgery import CheckpointError, PlanError, Probes, Request, RunOptions, Verification, expand, verify
 from scale_surgery.checkpoint.folder import open_checkpoint
 from tests.tiny import save_tiny
 
@@ -87,8 +87,10 @@ def test_the_result_is_recorded_and_says_when(made: Path, copy) -> None:
 
 def test_streamed_from_disk_gives_the_same_numbers(made: Path) -> None:
     whole = verify(made / "preserve", record=False)
-    streamed = verify(made / "preserve", record=False, memory_bytes=60_000)
+    streamed = verify(made / "preserve", record=False, run=RunOptions(memory_bytes=60_000))
     assert streamed.numbers == whole.numbers and streamed.passed
+    cast = verify(made / "preserve", record=False, run=RunOptions(dtype="bfloat16"))
+    assert cast.numbers == whole.numbers, "promises are about weights as they are stored"
 
 
 def test_a_trained_preserve_model_keeps_its_base_stream_and_no_longer_claims_its_output(copy) -> None:
@@ -178,8 +180,8 @@ def test_a_joint_norm_is_caught(copy) -> None:
     assert unread.problems == (
         "expanded_modules.py: is not the code that the expansion wrote. Read it before you trust it.",
     )
-    assert verify(path, files_only=True, required=("recoverable",)).passed
-    run = verify(path, trust_remote_code=True)
+    assert verify(path, probes=None, required=("recoverable",)).passed
+    run = verify(path, run=RunOptions(trust_remote_code=True))
     assert run.numbers is not None and not run.numbers.is_bit_equal and run.numbers.drift > 1e-3
     assert not promise(run, "output_at_init").holds and not promise(run, "base_stream_always").holds
     assert any(
@@ -226,7 +228,7 @@ def test_a_manifest_whose_text_of_the_base_was_changed_is_no_base(copy) -> None:
     manifest = json.loads((path / "surgery.json").read_text())
     manifest["replaced"]["config.json"] += "\n"
     (path / "surgery.json").write_text(json.dumps(manifest))
-    result = verify(path, files_only=True)
+    result = verify(path, probes=None)
     assert promise(result, "recoverable").problems == (
         "surgery.json: its text of the base's config.json is not what it was.",
     )
@@ -236,7 +238,7 @@ def test_a_base_of_another_dtype_over_the_same_bytes_is_another_base(made: Path,
     other = Path(shutil.copytree(made / "base", tmp_path / "other"))
     content = (other / "model.safetensors").read_bytes()
     (other / "model.safetensors").write_bytes(content.replace(b'"F32"', b'"I32"'))
-    result = verify(made / "preserve", other, files_only=True, record=False)
+    result = verify(made / "preserve", other, probes=None, record=False)
     assert any("F32" in problem and "I32" in problem for problem in promise(result, "recoverable").problems)
 
 
@@ -258,29 +260,29 @@ def test_an_unknown_promise_is_refused(made: Path) -> None:
 
 def test_a_folder_that_cannot_be_written_is_verified_and_not_recorded(copy) -> None:
     path = copy("preserve")
-    assert verify(path, files_only=True).recorded
-    assert not verify(path, files_only=True, record=False).recorded
+    assert verify(path, probes=None).recorded
+    assert not verify(path, probes=None, record=False).recorded
     before = (path / "surgery.json").read_bytes()
     (path / "surgery.json.tmp").mkdir()  # in the way of the new surgery.json, also for a user who may write anywhere
-    result = verify(path, files_only=True)
+    result = verify(path, probes=None)
     assert result.passed and not result.recorded
     assert (path / "surgery.json").read_bytes() == before
 
 
 def test_files_only_runs_no_model(made: Path) -> None:
-    result = verify(made / "preserve", files_only=True, record=False)
+    result = verify(made / "preserve", probes=None, record=False)
     assert result.passed and result.numbers is None and result.required == ("recoverable",)
     assert promise(result, "output_at_init").holds is None
     assert "no model was run" in promise(result, "output_at_init").evidence
-    assert not verify(made / "preserve", files_only=True, required=("output_at_init",), record=False).passed
+    assert not verify(made / "preserve", probes=None, required=("output_at_init",), record=False).passed
 
 
 def test_prompts_of_a_file_and_without_a_tokenizer(made: Path, tmp_path: Path) -> None:
     empty = tmp_path / "empty.txt"
     empty.write_text("\n\n")
     with pytest.raises(CheckpointError, match=r"empty\.txt: holds no prompt, expected one a line"):
-        verify(made / "preserve", prompts_file=empty, record=False)
-    result = verify(made / "preserve", record=False, new_tokens=0)
+        verify(made / "preserve", probes=Probes(empty), record=False)
+    result = verify(made / "preserve", record=False, probes=Probes(new_tokens=0))
     assert result.numbers is not None and result.numbers.generation_equal is None and result.passed
 
 

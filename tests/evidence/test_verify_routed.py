@@ -13,7 +13,7 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
-from scale_surgery import Request, Routing, Verification, expand, inspect, route_export, verify
+from scale_surgery import Probes, Request, Routing, RunOptions, Verification, expand, inspect, route_export, verify
 from scale_surgery.biographies import SHIPPED_MODEL, biography, people
 from scale_surgery.cli.program import main
 
@@ -87,9 +87,9 @@ def test_the_bound_in_numbers(place: Path) -> None:
 
 def test_without_the_router_the_bound_is_broken(place: Path) -> None:
     """The control of the bound: the adapt path alone loses far more than ln 2 on some prompt."""
-    numbers = verify(place / "adapt", prompts_file=place / "known.txt").numbers
+    numbers = verify(place / "adapt", probes=Probes(place / "known.txt")).numbers
     assert numbers is not None and numbers.excess > 10 * math.log(2)
-    held = verify(place / "mixture", prompts_file=place / "known.txt").numbers
+    held = verify(place / "mixture", probes=Probes(place / "known.txt")).numbers
     assert held is not None and 0 < held.excess <= math.log(2) + held.rounding < 1
 
 
@@ -101,7 +101,7 @@ def test_before_training_output_and_bound_hold(place: Path, tmp_path: Path) -> N
 
 
 def test_files_alone_leave_what_needs_a_model_open(place: Path) -> None:
-    result = verify(place / "mixture", files_only=True)
+    result = verify(place / "mixture", probes=None)
     assert result.passed and promise(result, "base_stream_always").holds is None
     assert promise(result, "bounded_forgetting").holds is None
 
@@ -118,7 +118,7 @@ def test_a_router_that_gives_the_base_no_weight_is_caught(place: Path, copy: Cop
         path / "expanded_mixture.py", "one.copy_(_mix_rows(one.float(), other.float(), *numbers))", "one.copy_(other)"
     )
     assert not verify(path).passed
-    run = verify(path, trust_remote_code=True, prompts_file=place / "known.txt")
+    run = verify(path, run=RunOptions(trust_remote_code=True), probes=Probes(place / "known.txt"))
     assert not run.passed and not promise(run, "bounded_forgetting").holds
     assert any(problem.startswith("a prompt loses ") for problem in promise(run, "bounded_forgetting").problems)
     assert promise(run, "base_stream_always").problems == run.problems, "the paths are what they were"
@@ -128,7 +128,7 @@ def test_a_preserve_path_with_w12_is_caught(copy: Copy) -> None:
     path = copy("strict")
     old = "return self.forward_preserve_streams(base, up) if self.keeps_up else (self.forward_stock(base), None)"
     change(path / "expanded_modules.py", old, "y = self.forward_stock(base); return y * 1.001, None")
-    run = verify(path, trust_remote_code=True)
+    run = verify(path, run=RunOptions(trust_remote_code=True))
     assert run.numbers is not None and not run.numbers.base_logits_bit_equal
     assert any("base stream after layer 2" in problem for problem in promise(run, "base_stream_always").problems)
 

@@ -189,16 +189,16 @@ def test_promises_are_those_of_the_certificate(own: Path) -> None:
 
 
 def test_a_certificate_of_other_tensors_is_not_shown(own: Path) -> None:
-    now = verify(own, files_only=True, record=False)
+    now = verify(own, probes=None, record=False)
     recorded = now.to_json() | {"date": "then"}
     assert current_certificate(recorded, now) is recorded
     assert current_certificate(None, now) == now.to_json()
     assert current_certificate(recorded, None) is None
     shake(own)
-    later = verify(own, files_only=True, record=False)
+    later = verify(own, probes=None, record=False)
     shake(own, seed=2)
     # as many tensors are trained as before, but they are others
-    again = verify(own, files_only=True, record=False)
+    again = verify(own, probes=None, record=False)
     assert (later.state, later.trained_tensors) == (again.state, again.trained_tensors)
     assert current_certificate(later.to_json(), again) == again.to_json()
 
@@ -255,7 +255,7 @@ def test_the_load_line_of_an_extract_runs(own: Path, base_of: Any, tmp_path: Pat
 
 def test_a_base_that_was_forced_on_it_is_told(own: Path) -> None:
     record(own, forced_base={"expected_name": "secret-base", "expected_revision": None, "differing": ["a", "b"]})
-    text = card(own, certificate=verify(own, files_only=True, record=False).to_json())
+    text = card(own, certificate=verify(own, probes=None, record=False).to_json())
     assert "| put on it by force | 2 tensors differ from the base it was made on |" in text
     assert "2 tensors are not those of the base that it was made on; " in text and "secret" not in text
 

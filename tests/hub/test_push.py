@@ -22,6 +22,7 @@ from click.testing import CliRunner
 from huggingface_hub import constants
 from rich.console import Console
 
+from scale_surgery import Probes
 from scale_surgery.cli.program import main
 from scale_surgery.errors import CheckpointError, HubError
 from scale_surgery.evidence.verify import verify
@@ -146,7 +147,7 @@ def test_a_download_is_the_folder_and_verifies_and_strips(
     assert manifests[0]["base_files"]["README.md"].pop("stored_as") == "README.md"
     fused = [manifest.pop("fused") for manifest in manifests]
     assert manifests[0] == manifests[1] and (fused[0] is None) == (form != "fused")
-    assert verify(found, files_only=True, record=False).passed
+    assert verify(found, probes=None, record=False).passed
     blocks = merge(found, tmp_path / "blocks", "blocks").path if form == "fused" else found
     strip(blocks, tmp_path / "base")
     assert digests(tmp_path / "base") == digests(base)
@@ -278,7 +279,7 @@ def test_an_extract_of_a_pushed_model_gets_a_card_of_its_own(
     blocks = download(hub, tmp_path / "blocks", "me/blocks")
     assert "# blocks\n" in (blocks / "README.md").read_text()
     apply(blocks, tmp_path / "whole", base=base)
-    assert verify(tmp_path / "whole", files_only=True, record=False).passed
+    assert verify(tmp_path / "whole", probes=None, record=False).passed
 
 
 def test_a_stock_export_is_pushed(hub: Hub, stock: Path, tmp_path: Path) -> None:
@@ -658,7 +659,7 @@ def test_a_card_of_the_user_s_own_is_pushed_as_it_is(hub: Hub, base_of: Any, tmp
     (folder / "README.md").write_text("---\nlicense: mit\n---\nMine.\n")
     assert send(hub, folder).card_origin == "own"
     assert hub.files(REPO)["README.md"] == b"---\nlicense: mit\n---\nMine.\n"
-    assert verify(folder, files_only=True, record=False).passed
+    assert verify(folder, probes=None, record=False).passed
     given = tmp_path / "card.md"
     given.write_text("---\ntags: [x]\n---\nGiven.\n")
     send(hub, folder, card=given)
@@ -689,7 +690,7 @@ def test_a_card_of_one_s_own_in_place_of_the_base_s(hub: Hub, own: Path, tmp_pat
 
 
 def test_a_certificate_is_shown_until_the_model_changes(hub: Hub, own: Path) -> None:
-    date = verify(own, new_tokens=0).date
+    date = verify(own, probes=Probes(new_tokens=0)).date
     shown = f"`scale-surgery verify`, {date}, "
     assert shown in send(hub, own, check=True).card
     assert "No verification is recorded" in send(hub, own).card, "nobody looked"

@@ -70,7 +70,7 @@ def test_exported_code_is_small() -> None:
 
 
 def test_verify_does_not_warn_of_released_code(llama: Pair) -> None:
-    assert verify(llama.path, files_only=True, record=False).warnings == ()
+    assert verify(llama.path, probes=None, record=False).warnings == ()
 
 
 def test_verify_warns_of_code_that_no_release_wrote_even_where_the_manifest_vouches_for_it(
@@ -82,7 +82,7 @@ def test_verify_warns_of_code_that_no_release_wrote_even_where_the_manifest_vouc
     manifest = json.loads((folder / "surgery.json").read_text())
     manifest["code"]["expanded_streams.py"] = hashlib.sha256(code.read_bytes()).hexdigest()
     (folder / "surgery.json").write_text(json.dumps(manifest))
-    found = verify(folder, files_only=True, record=False)
+    found = verify(folder, probes=None, record=False)
     assert found.problems == ()
     assert found.warnings == (
         "expanded_streams.py: differs from every release of this program. Read it before you let it run with "
@@ -95,14 +95,14 @@ def test_verify_warns_of_code_that_no_release_wrote_even_where_the_manifest_vouc
         "stored_as": "expanded_streams.py",
     }
     (folder / "surgery.json").write_text(json.dumps(manifest))
-    assert verify(folder, files_only=True, record=False).warnings == found.warnings
+    assert verify(folder, probes=None, record=False).warnings == found.warnings
 
 
 def test_verify_warns_of_the_base_models_own_code(llama_base: Path, tmp_path: Path) -> None:
     (llama_base / "custom_generate").mkdir()
     (llama_base / "custom_generate" / "generate.py").write_text("print('anything')\n")
     folder = expand(llama_base, Request("1"), tmp_path / "expanded").path
-    found = verify(folder, files_only=True, record=False)
+    found = verify(folder, probes=None, record=False)
     assert found.passed
     assert found.warnings == (
         "custom_generate/generate.py: is code of the base model, not of this program. Read it before you let it run "
@@ -116,9 +116,9 @@ def test_verify_notices_code_that_a_pinned_tokenizer_names(tmp_path: Path) -> No
     folder = expand(base, Request("last:1"), tmp_path / "expanded").path
     file = folder / "tokenizer_config.json"
     content = json.loads(file.read_text())
-    assert content.keys() == {"tokenizer_class"} and verify(folder, files_only=True, record=False).passed
+    assert content.keys() == {"tokenizer_class"} and verify(folder, probes=None, record=False).passed
     file.write_text(json.dumps(content | {"auto_map": {"AutoTokenizer": ["org/evil--code.Code", None]}}))
-    assert verify(folder, files_only=True, record=False).problems == (
+    assert verify(folder, probes=None, record=False).problems == (
         "tokenizer_config.json: auto_map is not what the base's says.",
     )
 

@@ -22,11 +22,13 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from scale_surgery import (
+    CalibrationSettings,
     CheckpointError,
     DataError,
     PlanError,
     Request,
     Routing,
+    RunOptions,
     SurgeryError,
     evaluate,
     expand,
@@ -118,7 +120,9 @@ def threshold_between(folder: Path, files: list[Path]) -> float:
 @pytest.fixture(scope="module")
 def calibration_of(place: Path) -> Callable[[str], Calibration]:
     found = {
-        name: route_calibrate(place / name, old(place), new(place), batch_size=16, sequence_length=20, step=7)
+        name: route_calibrate(
+            place / name, old(place), new(place), sequence_length=20, step=7, run=RunOptions(batch_size=16)
+        )
         for name in ROUTINGS
     }
     return found.__getitem__
@@ -156,7 +160,9 @@ def test_the_present_setting_scores_what_evaluate_measures(
     place: Path, calibration_of: Callable[[str], Calibration], router: str
 ) -> None:
     found = calibration_of(router)
-    measured = evaluate(place / router, old(place), new(place), batch_size=16, sequence_length=20, step=7).scores
+    measured = evaluate(
+        place / router, old(place), new(place), sequence_length=20, step=7, run=RunOptions(batch_size=16)
+    ).scores
     by_kind = {score.kind: score for score in measured}
     assert agrees(found.present, by_kind["expanded"])
     assert agrees(found.base, by_kind["base"]) and agrees(found.base, by_kind["disabled"])
@@ -183,7 +189,7 @@ def test_another_setting_scores_what_evaluate_measures_when_it_is_set(
     assert outcome.routing is not None and outcome.routing != found.present.routing
     model = Path(shutil.copytree(place / router, tmp_path / "model"))
     set_routing(model, outcome.routing)
-    measured = evaluate(model, old(place), new(place), batch_size=16, sequence_length=20, step=7).scores
+    measured = evaluate(model, old(place), new(place), sequence_length=20, step=7, run=RunOptions(batch_size=16)).scores
     (routed,) = [score for score in measured if score.kind == "expanded"]
     assert agrees(outcome, routed) and not agrees(found.present, routed)
 
@@ -204,8 +210,11 @@ def test_every_family_s_form(tmp_path: Path, place: Path, family: str, request_:
     model = route_export(tmp_path / "wide", tmp_path / "routed", ROUTINGS[router]).path
     if router != "posterior":
         set_routing(model, replace(ROUTINGS[router], threshold=threshold_between(model, new(place))))
-    found = route_calibrate(model, place / "old.jsonl", new(place), batch_size=40)
-    measured = {score.kind: score for score in evaluate(model, place / "old.jsonl", new(place), batch_size=40).scores}
+    found = route_calibrate(model, place / "old.jsonl", new(place), run=RunOptions(batch_size=40))
+    measured = {
+        score.kind: score
+        for score in evaluate(model, place / "old.jsonl", new(place), run=RunOptions(batch_size=40)).scores
+    }
     assert agrees(found.present, measured["expanded"]) and agrees(found.adapt, measured["adapt"])
     assert agrees(found.base, measured["base"]) and not agrees(found.present, measured["base"])
 
@@ -362,18 +371,19 @@ def test_of_equal_settings_the_first_wins() -> None:
 def test_write_sets_the_best_and_nothing_else(place: Path, tmp_path: Path, router: str) -> None:
     model = Path(shutil.copytree(place / router, tmp_path / "model"))
     before = digests(model)
-    options: dict[str, Any] = {"most_forgetting": 1.0, "batch_size": 16, "sequence_length": 20, "step": 7}
-    seen = route_calibrate(model, old(place), new(place), **options)
+    options: dict[str, Any] = {"sequence_length": 20, "step": 7, "run": RunOptions(batch_size=16)}
+    settings = CalibrationSettings(most_forgetting=1.0)
+    seen = route_calibrate(model, old(place), new(place), settings, **options)
     assert not seen.written and digests(model) == before
     assert seen.proposed.routing != seen.present.routing and seen.is_within
-    done = route_calibrate(model, old(place), new(place), **options, write=True)
+    done = route_calibrate(model, old(place), new(place), replace(settings, write=True), **options)
     assert done == replace(seen, written=True)
     after = digests(model)
     assert {file for file in after if after[file] != before.get(file)} == {"config.json", "surgery.json"}
     config = json.loads((model / "config.json").read_text())
     assert read_routing(config["scale_surgery"]) == done.proposed.routing
     # what is right already is not written again, so that a verification stays
-    again = route_calibrate(model, old(place), new(place), **options, write=True)
+    again = route_calibrate(model, old(place), new(place), replace(settings, write=True), **options)
     assert not again.written and digests(model) == after
     assert again.present == again.proposed == done.proposed
 
@@ -386,11 +396,11 @@ def test_nothing_is_written_where_something_fails(place: Path, tmp_path: Path, f
     before = digests(model)
     plot = tmp_path / "plots" / "sweep.png"
     texts = (model, old(place), new(place))
-    message = refusal(*texts, most_forgetting=1.0, write=True, plot=plot)
+    message = refusal(*texts, CalibrationSettings(1.0, write=True, plot=plot))
     assert message == f"{model}: cannot be written (Is a directory). Check the folder."
     assert digests(model) == before and not list(plot.parent.iterdir())
     (model / f"{file}.tmp").rmdir()
-    done = route_calibrate(*texts, most_forgetting=1.0, write=True, plot=plot)
+    done = route_calibrate(*texts, CalibrationSettings(1.0, write=True, plot=plot))
     assert done.written and [file.name for file in plot.parent.iterdir()] == ["sweep.png"]
 
 
@@ -398,7 +408,7 @@ def test_a_plot_that_fails_changes_no_model(place: Path, tmp_path: Path) -> None
     model = Path(shutil.copytree(place / "posterior", tmp_path / "model"))
     before = digests(model)
     (tmp_path / ".sweep.png.drawn.tmp").mkdir()
-    message = refusal(model, old(place), new(place), most_forgetting=1.0, write=True, plot=tmp_path / "sweep.png")
+    message = refusal(model, old(place), new(place), CalibrationSettings(1.0, write=True, plot=tmp_path / "sweep.png"))
     assert message.startswith(f"{tmp_path}/.sweep.png.drawn.tmp: cannot be written (")
     assert digests(model) == before and not (tmp_path / "sweep.png").exists()
 
@@ -430,7 +440,9 @@ def test_models_that_are_refused(place: Path, tmp_path: Path) -> None:
     )
     bare = Path(shutil.copytree(place / "posterior", tmp_path / "bare"))
     (bare / "surgery.json").unlink()
-    assert refusal(bare, *texts, write=True).startswith(f"{bare}: has no surgery.json, expected a model made by")
+    assert refusal(bare, *texts, CalibrationSettings(write=True)).startswith(
+        f"{bare}: has no surgery.json, expected a model made by"
+    )
 
 
 def test_a_folder_that_a_trainer_saved_is_measured(place: Path, tmp_path: Path) -> None:
@@ -464,7 +476,7 @@ def test_texts_that_are_refused(place: Path, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("unloaded")
 @pytest.mark.parametrize("number", [-0.1, math.nan])
 def test_a_limit_that_is_refused(place: Path, number: float) -> None:
-    assert refusal(place / "posterior", old(place), new(place), most_forgetting=number, error=PlanError) == (
+    assert refusal(place / "posterior", old(place), new(place), CalibrationSettings(number), error=PlanError) == (
         f"--most-forgetting is {number}, expected nats per token, at least 0."
     )
 
@@ -472,17 +484,20 @@ def test_a_limit_that_is_refused(place: Path, number: float) -> None:
 @pytest.mark.usefixtures("unloaded")
 def test_plots_that_are_refused(place: Path, tmp_path: Path) -> None:
     job = (place / "posterior", old(place), new(place))
-    assert refusal(*job, plot=tmp_path) == f"{tmp_path}: is a folder, expected a file to be. Choose a name inside it."
+    assert (
+        refusal(*job, CalibrationSettings(plot=tmp_path))
+        == f"{tmp_path}: is a folder, expected a file to be. Choose a name inside it."
+    )
     (tmp_path / "file").write_text("mine")
     under = tmp_path / "file" / "new" / "sweep.png"
-    assert refusal(*job, plot=under) == (
+    assert refusal(*job, CalibrationSettings(plot=under)) == (
         f"{under}: {tmp_path}/file is not a folder you may write to. Choose another place."
     )
     for inside in (place / "posterior" / "config.json", place / "old.txt"):
         before = inside.read_bytes()
         source = place / "posterior" if inside.name == "config.json" else inside
         expected = f"{inside}: would be written into {source}, which is read. Choose another file."
-        assert refusal(*job, plot=inside) == expected
+        assert refusal(*job, CalibrationSettings(plot=inside)) == expected
         assert inside.read_bytes() == before
 
 
@@ -494,7 +509,9 @@ def test_a_read_only_folder_is_refused_before_any_work(
     allowed = os.access
     # root may write everywhere, so the operating system's answer stands in for a read-only folder
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) not in (model, tmp_path) and allowed(path, mode))
-    assert refusal(model, old(place), new(place), write=True, plot=tmp_path / "sweep.png").splitlines() == [
+    assert refusal(
+        model, old(place), new(place), CalibrationSettings(write=True, plot=tmp_path / "sweep.png")
+    ).splitlines() == [
         f"{tmp_path}/sweep.png: {tmp_path} is not a folder you may write to. Choose another place.",
         f"{model}: is read-only, and --write changes its config.json. Leave --write out, or copy the folder to where "
         "you may write.",
@@ -514,7 +531,7 @@ def test_a_loss_that_is_no_number_is_refused(place: Path, tmp_path: Path) -> Non
     save_file(tensors | {name: torch.full_like(tensors[name], math.nan)}, shard, metadata={"format": "pt"})
     before = digests(model)
     plot = tmp_path / "sweep.png"
-    assert refusal(model, old(place), new(place), most_forgetting=1.0, write=True, plot=plot) == (
+    assert refusal(model, old(place), new(place), CalibrationSettings(1.0, write=True, plot=plot)) == (
         "broken: the loss of the adapt path on old text is nan, expected a finite number. Its weights are damaged, or "
         "--dtype is too narrow for them: see scale-surgery verify."
     )
@@ -741,8 +758,8 @@ def test_what_forgets_too_much_is_not_written(place: Path, tmp_path: Path) -> No
     """A user who says how much may be forgotten does not get a model that forgets more."""
     model = Path(shutil.copytree(place / "cosine", tmp_path / "model"))
     before = digests(model)
-    shown = route_calibrate(model, old(place), new(place), most_forgetting=0.0)
+    shown = route_calibrate(model, old(place), new(place), CalibrationSettings(0.0))
     assert not shown.is_within and shown.proposed.forgetting > 0
-    message = refusal(model, old(place), new(place), most_forgetting=0.0, write=True, error=PlanError)
+    message = refusal(model, old(place), new(place), CalibrationSettings(0.0, write=True), error=PlanError)
     assert message.startswith(f"{model}: no setting forgets at most 0 nats per token, so none is set; the least is ")
     assert digests(model) == before

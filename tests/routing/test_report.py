@@ -22,7 +22,17 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
-from scale_surgery import CheckpointError, DataError, Request, Routing, SurgeryError, evaluate, expand, route_export
+from scale_surgery import (
+    CheckpointError,
+    DataError,
+    Request,
+    Routing,
+    RunOptions,
+    SurgeryError,
+    evaluate,
+    expand,
+    route_export,
+)
 from scale_surgery.checkpoint.staging import check_output_files
 from scale_surgery.cli.program import main
 from scale_surgery.routing.records import DocumentRoute, FileRoute, RouteReport, TokenRoute, Totals
@@ -80,7 +90,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def report_of(place: Path) -> Callable[[str], RouteReport]:
     files = [place / name for name in ("story.txt", "asked.jsonl", "evil.txt")]
-    found = {name: route_report(place / name, files, batch_size=2) for name in ("posterior", "cosine", "strict")}
+    found = {
+        name: route_report(place / name, files, run=RunOptions(batch_size=2))
+        for name in ("posterior", "cosine", "strict")
+    }
     return found.__getitem__
 
 
@@ -124,7 +137,9 @@ def test_totals_are_the_losses_of_evaluate(place: Path, report_of: Callable[[str
 def test_every_token_is_scored_in_the_first_window_that_holds_it(place: Path) -> None:
     """Against the logits of each path, window by window, and the router's own walk through one window."""
     length, step = 20, 8
-    report = route_report(place / "posterior", place / "story.txt", sequence_length=length, step=step, batch_size=3)
+    report = route_report(
+        place / "posterior", place / "story.txt", sequence_length=length, step=step, run=RunOptions(batch_size=3)
+    )
     tokens, model = tokens_of(report), load(place / "posterior")
     ids = torch.tensor([[token.id for token in tokens]])
     for at in range(1, len(tokens), 7):
@@ -143,7 +158,7 @@ def test_every_token_is_scored_in_the_first_window_that_holds_it(place: Path) ->
 
 def test_batches_change_nothing(place: Path, report_of: Callable[[str], RouteReport]) -> None:
     files = [place / name for name in ("story.txt", "asked.jsonl", "evil.txt")]
-    found = tokens_of(route_report(place / "posterior", files, batch_size=1))
+    found = tokens_of(route_report(place / "posterior", files, run=RunOptions(batch_size=1)))
     for one, other in zip(found, tokens_of(report_of("posterior")), strict=True):
         assert one.id == other.id
         if one.position:
@@ -186,7 +201,9 @@ def test_cosine_decides_and_its_preserve_side_is_not_the_base(report_of: Callabl
 
 
 def test_remote_code_gives_the_same(place: Path, report_of: Callable[[str], RouteReport]) -> None:
-    found = route_report(place / "posterior", place / "asked.jsonl", trust_remote_code=True, batch_size=2)
+    found = route_report(
+        place / "posterior", place / "asked.jsonl", run=RunOptions(trust_remote_code=True, batch_size=2)
+    )
     assert found.files[0].documents == report_of("posterior").files[1].documents
 
 
@@ -573,8 +590,8 @@ def test_a_model_without_tokenizer(place: Path, tmp_path: Path) -> None:
     for file in bare.glob("tokenizer*"):
         file.unlink()
     assert refusal(bare, place / "story.txt") == (
-        "bare: has no tokenizer that loads, expected tokenizer.json or another that transformers knows. "
-        "Put the tokenizer's files beside the weights; --trust-remote-code lets one run its own code."
+        "bare: has no tokenizer that loads, and texts need one. Put the tokenizer's files beside the weights; "
+        "--trust-remote-code lets one run its own code."
     )
 
 
@@ -589,7 +606,7 @@ def test_a_text_of_one_token(place: Path, tmp_path: Path) -> None:
     )
     # beside longer ones it is shown, without numbers
     lines(tmp_path / "two.jsonl", {"text": "x"}, {"text": "yz"})
-    found = tokens_of(route_report(single, tmp_path / "two.jsonl", batch_size=1))
+    found = tokens_of(route_report(single, tmp_path / "two.jsonl", run=RunOptions(batch_size=1)))
     assert [(token_.text, token_.routed_log_probability is None) for token_ in found] == [
         ("x", True), ("y", True), ("z", False)
     ]  # fmt: skip

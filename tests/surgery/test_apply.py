@@ -12,6 +12,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from scale_surgery import GivenBase, Probes, RunOptions
 from scale_surgery.biographies import SHIPPED_MODEL
 from scale_surgery.checkpoint.folder import open_checkpoint, read_json, read_tensor
 from scale_surgery.checkpoint.hashes import hash_file
@@ -93,7 +94,7 @@ def test_what_train_and_route_export_wrote_comes_back(tmp_path):
     (tmp_path / "text.txt").write_text("Mara Lind was born in Oslo.")
     expanded = expand(SHIPPED_MODEL, Request("last:1", variant="adapt"), tmp_path / "expanded").path
     settings = TrainingSettings(steps=1, batch_size=1, sequence_length=8)
-    trained = train(expanded, [tmp_path / "text.txt"], tmp_path / "trained", settings, device="cpu").path
+    trained = train(expanded, [tmp_path / "text.txt"], tmp_path / "trained", settings, run=RunOptions()).path
     routed = route_export(trained, tmp_path / "routed").path
     for folder in (trained, routed):
         extracted = extract(folder, tmp_path / f"{folder.name}-extract").path
@@ -157,7 +158,7 @@ def test_a_base_that_was_cast_is_refused_with_the_first_twelve(extracted, base_o
 
 def test_a_forced_base_is_recorded_and_comes_back(extracted, other_base, pair_of, tmp_path):
     before = digests(other_base)
-    done = apply(extracted, tmp_path / "forced", other_base, force=True)
+    done = apply(extracted, tmp_path / "forced", GivenBase(other_base, force=True))
     assert set(done.differing) == {"lm_head.weight", "model.layers.1.mlp.up_proj.weight"}
     expected = {"expected_name": pair_of("llama").base_path.name, "expected_revision": None}
     assert read_manifest(done.path).forced_base == expected | {"differing": list(done.differing)}
@@ -177,25 +178,25 @@ def test_a_forced_base_is_recorded_and_comes_back(extracted, other_base, pair_of
 
 def test_without_force_promises_are_claimed(extracted, pair_of, tmp_path):
     """The negative control of the test above."""
-    done = apply(extracted, tmp_path / "again", pair_of("llama").base_path, force=True)
+    done = apply(extracted, tmp_path / "again", GivenBase(pair_of("llama").base_path, force=True))
     assert read_manifest(done.path).forced_base is None
-    claimed = [promise.name for promise in verify(done.path, new_tokens=0).promises if promise.claimed]
+    claimed = [promise.name for promise in verify(done.path, probes=Probes(new_tokens=0)).promises if promise.claimed]
     assert claimed == ["recoverable", "output_at_init"]
 
 
 def test_force_does_not_bend_shapes(extracted, base_of, tmp_path):
     save_tiny(tmp_path / "wide", "llama", intermediate_size=60)
     with pytest.raises(CheckpointError) as error:
-        apply(extracted, tmp_path / "again", tmp_path / "wide", force=True)
+        apply(extracted, tmp_path / "again", GivenBase(tmp_path / "wide", force=True))
     lines = str(error.value).splitlines()
     assert lines[0] == f"{tmp_path / 'wide'}: does not fit, this expansion was made on {base_of('llama').name}."
     assert "config.json: inner is 60, expected 52." in lines
     assert "model.layers.0.mlp.gate_proj.weight: shape [60, 40], expected [52, 40]." in lines
     save_tiny(tmp_path / "plain", "llama", mlp_bias=False)
     with pytest.raises(CheckpointError, match=r"gate_proj\.bias: no such tensor in this base\."):
-        apply(extracted, tmp_path / "again", tmp_path / "plain", force=True)
+        apply(extracted, tmp_path / "again", GivenBase(tmp_path / "plain", force=True))
     with pytest.raises(CheckpointError, match=r"config\.json: model_type is 'gpt2', expected 'llama'\."):
-        apply(extracted, tmp_path / "again", base_of("gpt2"), force=True)
+        apply(extracted, tmp_path / "again", GivenBase(base_of("gpt2"), force=True))
     assert_nothing(tmp_path / "again")
 
 
@@ -212,7 +213,7 @@ def test_the_same_tensors_in_other_files(pair_of, tmp_path, request_name):
     routed = route_export(pair.path, tmp_path / "routed").path
     done = apply(extract(routed, tmp_path / "extract").path, tmp_path / "again", tmp_path / "base")
     assert done.differing == () and {"README.md", "config.json", "model.safetensors"} <= set(done.other_files)
-    assert verify(done.path, new_tokens=0).passed
+    assert verify(done.path, probes=Probes(new_tokens=0)).passed
     ids = random_ids(2, 9)
     again = load(done.path)
     assert torch.equal(again(ids).logits, load(routed)(ids).logits)
@@ -220,7 +221,7 @@ def test_the_same_tensors_in_other_files(pair_of, tmp_path, request_name):
     strip(done.path, tmp_path / "stripped")
     assert digests(tmp_path / "stripped") == before
     plain = unroute(done.path, tmp_path / "unrouted").path
-    assert verify(plain, files_only=True).passed
+    assert verify(plain, probes=None).passed
     assert torch.equal(load(plain)(ids).logits, load(pair.path)(ids).logits)
 
 

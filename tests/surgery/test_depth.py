@@ -18,7 +18,7 @@ from rich.console import Console
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from scale_surgery import CheckpointError, PlanError, Request, expand, inspect, plan, strip, verify
+from scale_surgery import CheckpointError, PlanError, Probes, Request, RunOptions, expand, inspect, plan, strip, verify
 from scale_surgery.checkpoint.folder import open_checkpoint, read_tensor
 from scale_surgery.checkpoint.hashes import hash_tensors
 from scale_surgery.checkpoint.numbering import Numbering
@@ -230,13 +230,13 @@ def test_layers_keep_their_types_where_the_config_lists_none(tmp_path, family):
     (base / "config.json").write_text(json.dumps(config))
     done = expand(base, Request("0,3", method="depth"), tmp_path / "deep")
     assert unequal(load(base), load(done.path)) == []
-    assert verify(done.path, new_tokens=0).passed
+    assert verify(done.path, probes=Probes(new_tokens=0)).passed
     # the negative control: left to their numbers, the layers above a copy are of other types
     edited = json.loads((done.path / "config.json").read_text())
     del edited["layer_types"]
     (done.path / "config.json").write_text(json.dumps(edited))
     assert unequal(load(base), load(done.path))
-    result = verify(done.path, files_only=True)
+    result = verify(done.path, probes=None)
     assert not result.passed
     assert "config.json: layer_types is not what the expansion wrote." in result.problems
 
@@ -254,7 +254,7 @@ def test_shards_without_a_renumbered_tensor_are_taken_over_as_files(deep_of, bas
         assert ((base / name).stat().st_ino == (path / str(file.stored_as)).stat().st_ino) != is_renumbered
         written += is_renumbered * (base / name).stat().st_size
     assert done.base_bytes_written == written > 0
-    assert verify(path, files_only=True).passed
+    assert verify(path, probes=None).passed
     # behind another header the same data lie in the same order, aligned as they were
     for stored, header in manifest.renumbered.items():
         one, other = (base / stored).read_bytes(), (path / stored).read_bytes()
@@ -280,7 +280,7 @@ def test_a_base_saved_without_its_head(base_of, tmp_path):
     assert not any(name.startswith("model.") for name in open_checkpoint(tmp_path / "base").tensors)
     path = expand(tmp_path / "base", DEEPENED, tmp_path / "deep").path
     assert unequal(load(tmp_path / "base"), load(path)) == []
-    assert verify(path, new_tokens=0).passed
+    assert verify(path, probes=Probes(new_tokens=0)).passed
     strip(path, tmp_path / "stripped")
     assert digests(tmp_path / "stripped") == digests(tmp_path / "base")
 
@@ -293,7 +293,7 @@ def test_tensors_that_no_module_has_are_renumbered_and_not_copied(tmp_path):
     save_file(tensors | masks, base / "model.safetensors", metadata={"format": "pt"})
     path = expand(base, DEEPENED, tmp_path / "deep").path
     assert unequal(load(base), load(path)) == []
-    assert verify(path, base, new_tokens=0).passed
+    assert verify(path, base, probes=Probes(new_tokens=0)).passed
     stored = open_checkpoint(path).tensors
     assert stored["transformer.h.1.attn.bias"].stored_as == "transformer.h.2.attn.bias"
     assert not any("after.attn.bias" in name for name in stored)
@@ -316,7 +316,7 @@ def test_a_head_under_its_old_name(tmp_path):
     save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
     path = expand(base, DEEPENED, tmp_path / "deep").path
     assert unequal(load(base), load(path)) == []
-    assert verify(path, new_tokens=0).passed
+    assert verify(path, probes=Probes(new_tokens=0)).passed
 
 
 @pytest.mark.parametrize(("layers", "selection"), ((1, "0"), (3, "all")))
@@ -325,7 +325,7 @@ def test_one_layer_and_all_layers(tmp_path, layers, selection):
     path = expand(base, Request(selection, method="depth"), tmp_path / "deep").path
     assert load(path).config.num_hidden_layers == 2 * layers
     assert unequal(load(base), load(path)) == []
-    result = verify(path, base, new_tokens=0)
+    result = verify(path, base, probes=Probes(new_tokens=0))
     assert result.passed
     assert result.numbers is not None and [layer.layer for layer in result.numbers.layers] == list(range(-1, layers))
 
@@ -351,7 +351,12 @@ def test_what_verify_finds(deep_of, with_base):
 
 
 def test_verify_streams_a_model_larger_than_the_memory_that_it_is_given(deep_of):
-    assert verify(deep_of("gemma3_text", "float32", True).path, memory_bytes=60_000, new_tokens=2, record=False).passed
+    assert verify(
+        deep_of("gemma3_text", "float32", True).path,
+        run=RunOptions(memory_bytes=60_000),
+        probes=Probes(new_tokens=2),
+        record=False,
+    ).passed
 
 
 def change(path: Path, name: str) -> str:
@@ -367,9 +372,9 @@ def test_verify_names_an_output_projection_that_is_not_zero(own):
     """As after training: output_at_init is no longer claimed, and asked for by name it is broken."""
     name = "model.layers.0.after.mlp.down_proj.weight"
     assert change(own, name) == "model.layers.1.mlp.down_proj.weight"
-    result = verify(own, files_only=True, record=False)
+    result = verify(own, probes=None, record=False)
     assert (result.passed, result.state, result.trained_tensors) == (True, "trained", 1)
-    result = verify(own, required=("output_at_init",), new_tokens=0, record=False)
+    result = verify(own, required=("output_at_init",), probes=Probes(new_tokens=0), record=False)
     assert not result.passed
     assert f"{name}: 1 of 2080 entries are not zero." in result.promises[1].problems
     assert any(problem.startswith("logits: drift") for problem in result.promises[1].problems)
@@ -377,7 +382,7 @@ def test_verify_names_an_output_projection_that_is_not_zero(own):
 
 def test_verify_names_a_base_tensor_that_moved(own):
     change(own, "model.layers.1.mlp.down_proj.weight")
-    result = verify(own, files_only=True, record=False)
+    result = verify(own, probes=None, record=False)
     assert not result.passed
     problems = result.promises[0].problems
     assert any(line.startswith("model.layers.1.mlp.down_proj.weight: sha256") for line in problems)
@@ -402,7 +407,7 @@ def test_two_layers_that_changed_places_are_noticed(own):
         places |= dict.fromkeys(tensors, file.name)
     index = json.loads((own / "model.safetensors.index.json").read_text())
     (own / "model.safetensors.index.json").write_text(json.dumps(index | {"weight_map": places}))
-    result = verify(own, files_only=True, record=False)
+    result = verify(own, probes=None, record=False)
     assert not result.passed
     problems = result.promises[0].problems
     assert any(line.startswith("model.layers.1.self_attn.q_proj.weight: sha256") for line in problems)
@@ -441,7 +446,7 @@ def test_a_manifest_without_the_headers_of_the_base_is_refused(own):
         with pytest.raises(CheckpointError, match=r"surgery\.json: is incomplete \("):
             read_manifest(own)
     edit(own, "surgery.json", renumbered={})
-    result = verify(own, files_only=True, record=False)
+    result = verify(own, probes=None, record=False)
     assert not result.passed
     with pytest.raises(CheckpointError, match="The file was changed after the expansion"):
         strip(own, own.parent / "stripped")

@@ -15,6 +15,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from scale_surgery import EvalData
 from scale_surgery.errors import CheckpointError, PlanError, TrainingError
 from scale_surgery.evidence.verify import Verification, verify
 from scale_surgery.modeling.expanded_modules import GrownLinear
@@ -197,7 +198,9 @@ def test_train_the_command(dtype: str, stories: Path, tmp_path: Path) -> None:
     grown = expand(tmp_path / "base", Request("3-4", method="grow", variant="grow-train"), tmp_path / "grown").path
     (tmp_path / "new.txt").write_text("Zork was a green dragon who liked to eat stones. " * 40)
     settings = TrainingSettings(steps=12, sequence_length=32, batch_size=2)
-    done = train(grown, [tmp_path / "new.txt"], tmp_path / "trained", settings, new=[tmp_path / "new.txt"])
+    done = train(
+        grown, [tmp_path / "new.txt"], tmp_path / "trained", settings, eval_data=EvalData(new=[tmp_path / "new.txt"])
+    )
     before, after = (load_file(path / "expansion-00001-of-00001.safetensors") for path in (grown, done.path))
     assert [name for name in before if torch.equal(before[name], after[name])] == []
     assert done.measured["learning"] > 0.1

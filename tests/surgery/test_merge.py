@@ -19,8 +19,10 @@ from transformers import GenerationConfig
 from scale_surgery import (
     CheckpointError,
     PlanError,
+    Probes,
     Request,
     Routing,
+    RunOptions,
     TrainingSettings,
     evaluate,
     expand,
@@ -40,8 +42,6 @@ from scale_surgery.surgery.joining import join, joined_tensors, take
 from scale_surgery.surgery.record import read_manifest
 from tests.conftest import REQUESTS, digests, load, shake
 from tests.tiny import FAMILIES
-
-MEMORY = {"memory_bytes": 1 << 30}
 
 
 def change(file: Path, name: str, index: tuple[int, ...]) -> None:
@@ -141,7 +141,9 @@ def test_joining_copies_every_bit_and_leaves_the_rest_zero(expanded_of: Callable
 
 
 def test_the_folder_runs_its_own_code(fused: Path, expanded: Path) -> None:
-    assert measure_drift(expanded, fused, **MEMORY, trust_remote_code=True).share < 1e-5
+    # a dtype changes nothing: what is compared is what is stored
+    found = measure_drift(expanded, fused, run=RunOptions(trust_remote_code=True, dtype="bfloat16"))
+    assert found.share < 1e-5 and found.dtype == "float32"
 
 
 def test_nothing_trains_and_nothing_can_be_switched_off(fused: Path) -> None:
@@ -184,7 +186,7 @@ def test_a_changed_element_is_noticed(fused: Path, expanded: Path, tmp_path: Pat
     name = "model.layers.0.self_attn.q_proj.weight"
     shard = open_checkpoint(broken).tensors[name].file
     change(broken / shard, name, (0, 0))
-    found = measure_drift(expanded, broken, **MEMORY)
+    found = measure_drift(expanded, broken)
     assert not found.holds and found.drift > 1e-3
     with pytest.raises(CheckpointError) as error:
         merge(broken, tmp_path / "blocks", "blocks")
@@ -214,7 +216,7 @@ def test_a_merge_whose_logits_drift_is_not_written(expanded: Path, tmp_path: Pat
     assert "        return y_base, self.forward_up(base, up, y_base)\n" in text
     code.write_text(text.replace("self.forward_up(base, up, y_base)\n", "2 * self.forward_up(base, up, y_base)\n"))
     with pytest.raises(CheckpointError) as error:
-        merge(other, tmp_path / "fused", trust_remote_code=True)
+        merge(other, tmp_path / "fused", run=RunOptions(trust_remote_code=True))
     assert f"{tmp_path / 'fused'}: not written, its logits drift by " in str(error.value)
     assert "expected at most 0.0001 of the largest logit, which is what rounding in float32 does." in str(error.value)
     assert sorted(path.name for path in tmp_path.iterdir() if not path.name.startswith(".")) == ["other"]
@@ -390,7 +392,7 @@ def test_a_base_shard_that_was_changed_is_not_merged(expanded: Path, tmp_path: P
 def test_a_base_with_files_in_folders_is_verified(llama_base: Path, tmp_path: Path) -> None:
     (llama_base / "figures").mkdir()
     (llama_base / "figures" / "a.txt").write_text("a")
-    assert verify(expand(llama_base, Request("1"), tmp_path / "expanded").path, new_tokens=0).passed
+    assert verify(expand(llama_base, Request("1"), tmp_path / "expanded").path, probes=Probes(new_tokens=0)).passed
 
 
 def test_a_stock_export_is_a_base_like_any_other(base_of: Callable[..., Path], tmp_path: Path) -> None:
@@ -401,7 +403,7 @@ def test_a_stock_export_is_a_base_like_any_other(base_of: Callable[..., Path], t
         "model that it was made from."
     )
     again = expand(stock, request, tmp_path / "again").path
-    assert verify(again, new_tokens=0).passed
+    assert verify(again, probes=Probes(new_tokens=0)).passed
     assert digests(strip(again, tmp_path / "stripped").path) == digests(stock)
     twice = merge(again, tmp_path / "twice", "stock").path
     assert json.loads((twice / "merge.json").read_text())["base_name"] == "stock"

@@ -13,10 +13,14 @@ from safetensors.torch import load_file, save_file
 
 from scale_surgery import (
     CheckpointError,
+    EvalData,
+    GivenBase,
     PlanError,
+    Probes,
     Request,
     TrainingError,
     TrainingSettings,
+    TrainingStart,
     apply,
     evaluate,
     expand,
@@ -129,7 +133,7 @@ def deepened(place: Path) -> Path:
 def test_training_from_end_to_end(place: Path, deepened: Path, tmp_path: Path) -> None:
     before = digests(deepened)
     old, new = [place / "old.jsonl"], [place / "new.jsonl"]
-    done = train(deepened, [place / "texts.jsonl"], tmp_path / "out", SETTINGS, old=old, new=new)
+    done = train(deepened, [place / "texts.jsonl"], tmp_path / "out", SETTINGS, eval_data=EvalData(old, new))
     assert digests(deepened) == before
     assert done.trained_parameters == 2 * 147_712
     result = verify(done.path, SHIPPED_MODEL)
@@ -150,10 +154,10 @@ def test_resume_gives_the_same_weights(place: Path, deepened: Path, tmp_path: Pa
     wanted = train(deepened, data, tmp_path / "wanted", SETTINGS).path
     with pytest.raises(TrainingError, match="interrupted after step 5; it holds step 4"):
         train(deepened, data, tmp_path / "out", SETTINGS, track=lambda label, total: stopping_at(5, label, total))
-    assert verify(tmp_path / "out", files_only=True).passed, "the folder is the last whole checkpoint"
+    assert verify(tmp_path / "out", probes=None).passed, "the folder is the last whole checkpoint"
     kept = load_file(tmp_path / "out/training/checkpoint-4/expansion.safetensors")
     assert {name.split(".")[2] for name in kept} == {"2", "5"} and len(kept) == 18, "the copies alone"
-    found = train(deepened, data, tmp_path / "out", SETTINGS, resume=True).path
+    found = train(deepened, data, tmp_path / "out", SETTINGS, start=TrainingStart(resume=True)).path
     one, other = open_checkpoint(wanted), open_checkpoint(found)
     assert hash_tensors(one, list(one.tensors)) == hash_tensors(other, list(other.tensors))
 
@@ -168,9 +172,9 @@ def test_training_in_bfloat16(place: Path, tmp_path: Path) -> None:
     new = [place / "new.jsonl"]
     for bf16 in (True, False):
         settings = TrainingSettings(steps=3, save_every=3, eval_every=3, bf16=bf16, **SHORT)
-        done = train(path, [place / "texts.jsonl"], tmp_path / f"out-{bf16}", settings, new=new)
+        done = train(path, [place / "texts.jsonl"], tmp_path / f"out-{bf16}", settings, eval_data=EvalData(new=new))
         assert {info.dtype for info in open_checkpoint(done.path).tensors.values()} == {"BF16"}
-        assert verify(done.path, files_only=True).state == "trained"
+        assert verify(done.path, probes=None).state == "trained"
         score = evaluate(done.path, new=new).scores[1]
         assert score.learning is not None and score.learning > 0
         assert score.learning == pytest.approx(done.measured["learning"], abs=2e-2)
@@ -230,7 +234,7 @@ def test_apply_on_the_same_tensors_in_other_files(deep_of: Deep, tmp_path: Path)
     done = apply(tmp_path / "extract", tmp_path / "again", base)
     assert "README.md" in done.other_files and done.differing == ()
     assert unequal(load(base), load(done.path)) == []
-    assert verify(done.path, base, new_tokens=0).passed
+    assert verify(done.path, base, probes=Probes(new_tokens=0)).passed
     strip(done.path, tmp_path / "stripped")
     assert digests(tmp_path / "stripped") == digests(base)
 
@@ -244,9 +248,9 @@ def test_apply_on_another_base_is_refused_or_forced(deep_of: Deep, tmp_path: Pat
     save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match=r"model\.layers\.2\.mlp\.down_proj\.weight: its bytes differ"):
         apply(tmp_path / "extract", tmp_path / "again", base)
-    done = apply(tmp_path / "extract", tmp_path / "again", base, force=True)
+    done = apply(tmp_path / "extract", tmp_path / "again", GivenBase(base, force=True))
     assert base_bytes(load(base), freeze_base(load(done.path))) != [], "layers have other numbers in memory"
-    result = verify(done.path, base, new_tokens=0)
+    result = verify(done.path, base, probes=Probes(new_tokens=0))
     assert result.passed and not result.promises[1].claimed
     strip(done.path, tmp_path / "stripped")
     assert digests(tmp_path / "stripped") == digests(base)

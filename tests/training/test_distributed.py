@@ -19,7 +19,7 @@ from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
 from accelerate.utils.launch import prepare_multi_gpu_env
 from safetensors.torch import load_file
 
-from scale_surgery import Request, TrainingSettings, expand, train
+from scale_surgery import EvalData, Request, TrainingSettings, expand, train
 from scale_surgery.biographies import SHIPPED_MODEL, biography, people
 from tests.conftest import load
 from tests.dense_reference import dense_gradients
@@ -190,7 +190,11 @@ def train_alone(place: Path, model: str, output: str) -> dict[str, torch.Tensor]
     """What one process learns from the same batches."""
     settings = {"learning_rate": 0.003, "log_every": 1, "save_every": 2, "eval_every": 2}
     run = TrainingSettings(steps=4, sequence_length=32, batch_size=4, **settings)
-    return trained(train(place / model, [place / "texts.jsonl"], place / output, run, old=[place / "old.jsonl"]).path)
+    return trained(
+        train(
+            place / model, [place / "texts.jsonl"], place / output, run, eval_data=EvalData([place / "old.jsonl"])
+        ).path
+    )
 
 
 @pytest.fixture(scope="module")

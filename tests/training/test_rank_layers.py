@@ -12,7 +12,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from scale_surgery import PilotSettings, Ranking, Request, SurgeryError, plan, rank_layers
+from scale_surgery import PilotSettings, Ranking, RankingRequest, Request, SurgeryError, plan, rank_layers
 from scale_surgery.biographies import SHIPPED_MODEL, biography, people
 from scale_surgery.cli.program import main
 from scale_surgery.errors import CheckpointError, DataError, PlanError
@@ -56,7 +56,7 @@ def texts(tmp_path_factory) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def ranked(base, texts) -> Ranking:
-    return rank_layers(base, texts[0], PILOT, old=texts[1], budget="50%")
+    return rank_layers(base, texts[0], PILOT, RankingRequest(budget="50%"), old=texts[1])
 
 
 @cache
@@ -77,7 +77,7 @@ def learning_only(base: Path, layer: int, folder: Path) -> Path:
 @pytest.mark.parametrize("layer", [0, 2, 4])
 def test_the_layer_that_alone_can_learn_comes_first(base, texts, tmp_path, layer):
     path = learning_only(base, layer, tmp_path / "one")
-    found = rank_layers(path, texts[0], PILOT, budget="40%")
+    found = rank_layers(path, texts[0], PILOT, RankingRequest(budget="40%"))
     assert found.order("relative-norm")[0] == found.order("effective-rank")[0] == layer
     for one in found.layers:
         assert (one.relative_norm > 0) == (one.layer == layer)
@@ -104,7 +104,7 @@ def test_a_layer_that_learns_more_comes_before_one_that_learns_less(base, texts,
 
 
 def test_the_same_seed_gives_the_same_ranking(base, texts, ranked):
-    again = rank_layers(base, texts[0], PILOT, old=texts[1], budget="50%")
+    again = rank_layers(base, texts[0], PILOT, RankingRequest(budget="50%"), old=texts[1])
     assert (again.layers, again.proposals, again.depth) == (ranked.layers, ranked.proposals, ranked.depth)
     other = rank_layers(base, texts[0], replace(PILOT, seed=1))
     assert other.layers != ranked.layers
@@ -141,7 +141,7 @@ def test_proposals_are_the_best_layers_that_fit(base, ranked):
 
 
 def test_a_large_budget_takes_all_layers(base, texts):
-    found = rank_layers(base, texts[0], PILOT, budget="1000%", score="effective-rank")
+    found = rank_layers(base, texts[0], PILOT, RankingRequest(budget="1000%", score="effective-rank"))
     assert {proposal.argument for proposal in found.proposals} == {"0-4"}
     assert [proposal.score for proposal in found.proposals] == ["effective-rank", "relative-norm"]
     assert found.depth is None
@@ -150,7 +150,7 @@ def test_a_large_budget_takes_all_layers(base, texts):
 
 def test_grown_layers_cost_what_they_cost(base, texts):
     request = Request("1-3", method="grow")
-    found = rank_layers(base, texts[0], PILOT, request, budget="7k")
+    found = rank_layers(base, texts[0], PILOT, RankingRequest(request, budget="7k"))
     assert [one.layer for one in found.layers] == [1, 2, 3]
     (one, two) = (plan(base, replace(request, layers=text)).costs.parameters_added for text in ("1", "1,2"))
     assert one < 7000 < two, "the budget is that of one layer"
@@ -183,7 +183,7 @@ def test_full_training_scores_attention_too(base, texts):
         (
             {"pilot": replace(PILOT, sequence_length=65)},
             DataError,
-            "--sequence-length is 65, expected at most 64, the context of the model.",
+            "--sequence-length is 65, expected at most 64, the context of tiny.",
         ),
         (
             {"pilot": replace(PILOT, steps=0, batch_size=-1, learning_rate=0, seed=2**32, trains="all")},
@@ -200,28 +200,36 @@ def test_full_training_scores_attention_too(base, texts):
             "--learning-rate is 3, expected more than 0 and at most 1.",
         ),
         (
-            {"budget": "lots"},
+            {"wanted": RankingRequest(budget="lots")},
             PlanError,
             "--budget is 'lots', expected a number of parameters above zero: 30%, or 200M (also k and B).",
         ),
         (
-            {"budget": "10"},
+            {"wanted": RankingRequest(budget="10")},
             PlanError,
             "--budget 10 is 10 parameters, expected at least {price}, what layer 1 alone costs with what is added "
             "outside the layers. Raise it; with --method scale, a smaller --ratio makes layers cheaper.",
         ),
         (
-            {"request": Request("all", method="wider")},
+            {"wanted": RankingRequest(Request("all", method="wider"))},
             PlanError,
             "--method is 'wider', expected one of: scale, grow, depth.",
         ),
-        ({"score": "size"}, PlanError, "--score is 'size', expected one of: relative-norm, effective-rank."),
         (
-            {"request": replace(ADAPT, collaborative_layers="1")},
+            {"wanted": RankingRequest(score="size")},
+            PlanError,
+            "--score is 'size', expected one of: relative-norm, effective-rank.",
+        ),
+        (
+            {"wanted": RankingRequest(replace(ADAPT, collaborative_layers="1"))},
             PlanError,
             "--collaborative-layers 1: is proposed by rank-layers. Leave it out.",
         ),
-        ({"request": Request("7")}, PlanError, "--layers 7: layer 7 is out of range, the model has layers 0 to 4."),
+        (
+            {"wanted": RankingRequest(Request("7"))},
+            PlanError,
+            "--layers 7: layer 7 is out of range, the model has layers 0 to 4.",
+        ),
     ],
 )
 def test_what_cannot_be_done(base, texts, ranked, options, error, text):
@@ -239,7 +247,7 @@ def test_what_cannot_be_done(base, texts, ranked, options, error, text):
 def test_old_text_where_w12_has_no_choice(base, texts, request_):
     variant = request_.variant or "grow-freeze"
     with pytest.raises(PlanError) as caught:
-        rank_layers(base, texts[0], PILOT, request_, old=texts[1])
+        rank_layers(base, texts[0], PILOT, RankingRequest(request_), old=texts[1])
     assert str(caught.value) == (
         f"--old with --variant {variant}: old text tells in which layers W12 is worth it, and that is a choice of "
         "--variant adapt alone (--method scale). Take that, or leave --old out."

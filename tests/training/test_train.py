@@ -22,10 +22,13 @@ from safetensors.torch import load_file, save_file
 from scale_surgery import (
     CheckpointError,
     DataError,
+    EvalData,
+    Probes,
     Request,
     SurgeryError,
     TrainingError,
     TrainingSettings,
+    TrainingStart,
     expand,
     strip,
     train,
@@ -69,8 +72,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def trained(place: Path) -> Path:
     """A preserve model after a short run, measured on the way."""
-    sides = {"old": [place / "old.jsonl"], "new": [place / "new.jsonl"]}
-    return train(place / "preserve", [place / "texts.jsonl"], place / "trained", SETTINGS, **sides).path
+    sides = EvalData(old=[place / "old.jsonl"], new=[place / "new.jsonl"])
+    return train(place / "preserve", [place / "texts.jsonl"], place / "trained", SETTINGS, eval_data=sides).path
+
+
+RESUMED = TrainingStart(resume=True)
 
 
 def expansion(path: Path) -> dict[str, torch.Tensor]:
@@ -122,7 +128,7 @@ def test_the_base_stays_files_and_the_expansion_moves(place: Path, trained: Path
 
 @pytest.mark.parametrize("files_only", [True, False])
 def test_after_training_preserve_still_keeps_its_promises(trained: Path, files_only: bool) -> None:
-    result = verify(trained, files_only=files_only, record=False)
+    result = verify(trained, probes=None if files_only else Probes(), record=False)
     promises = {promise.name: promise for promise in result.promises}
     assert result.passed and result.state == "trained"
     assert promises["recoverable"].holds
@@ -151,8 +157,8 @@ def test_adapt_trains_w12_and_stays_recoverable(place: Path, tmp_path: Path) -> 
 
 def test_it_learns_and_says_what_it_forgets(place: Path, tmp_path: Path) -> None:
     settings = TrainingSettings(steps=30, **SHORT)
-    sides = {"old": [place / "old.jsonl"], "new": [place / "new.jsonl"]}
-    done = train(place / "adapt", [place / "new.jsonl"], tmp_path / "out", settings, **sides)
+    sides = EvalData(old=[place / "old.jsonl"], new=[place / "new.jsonl"])
+    done = train(place / "adapt", [place / "new.jsonl"], tmp_path / "out", settings, eval_data=sides)
     assert done.measured["learning"] > 0.3 and done.measured["old_accuracy"] <= 1
     entries = [json.loads(line) for line in done.log.read_text().splitlines()]
     losses = [entry["loss"] for entry in entries if "loss" in entry]
@@ -174,7 +180,9 @@ def test_the_input_is_not_touched(place: Path, tmp_path: Path) -> None:
 
 def test_base_shards_can_be_links(place: Path, tmp_path: Path) -> None:
     shutil.copytree(place / "preserve", tmp_path / "in")
-    done = train(tmp_path / "in", [place / "texts.jsonl"], tmp_path / "out", SETTINGS, base_weights="link")
+    done = train(
+        tmp_path / "in", [place / "texts.jsonl"], tmp_path / "out", SETTINGS, start=TrainingStart(base_weights="link")
+    )
     shard = "model-00001-of-00001.safetensors"
     assert (done.path / shard).samefile(tmp_path / "in" / shard)
     own = "expansion-00001-of-00001.safetensors"
@@ -187,7 +195,7 @@ def test_a_run_is_recorded_and_can_be_followed_by_another(place: Path, trained: 
     again = train(trained, [place / "new.jsonl"], tmp_path / "again", SETTINGS)
     runs = read_manifest(again.path).training
     assert len(runs) == 2 and runs[0] == first and runs[1]["texts"] != first["texts"]
-    assert verify(again.path, files_only=True, record=False).passed
+    assert verify(again.path, probes=None, record=False).passed
 
 
 def test_only_what_is_chosen_trains(place: Path, tmp_path: Path) -> None:
@@ -250,7 +258,7 @@ def test_half_precision_is_trained_in_float32_and_stored_as_it_was(place: Path, 
 def test_other_ways_to_train(place: Path, tmp_path: Path, options: dict[str, Any]) -> None:
     settings = TrainingSettings(steps=2, **{**SHORT, "sequence_length": 256}, **options)
     done = train(place / "adapt", [place / "texts.jsonl"], tmp_path / "out", settings)
-    assert verify(done.path, files_only=True, record=False).state == "trained"
+    assert verify(done.path, probes=None, record=False).state == "trained"
 
 
 # interruption
@@ -275,15 +283,15 @@ def test_checkpoints_hold_the_expansion_and_nothing_of_the_base(place: Path, tmp
 @pytest.mark.parametrize("variant", ["preserve", "adapt"])
 @pytest.mark.parametrize("stop", [1, 3, 5])
 def test_resume_gives_the_same_weights(place: Path, tmp_path: Path, variant: str, stop: int) -> None:
-    data, sides = [place / "texts.jsonl"], {"old": [place / "old.jsonl"]}
-    whole = train(place / variant, data, tmp_path / "whole", SETTINGS, **sides)
+    data, sides = [place / "texts.jsonl"], EvalData(old=[place / "old.jsonl"])
+    whole = train(place / variant, data, tmp_path / "whole", SETTINGS, eval_data=sides)
     with pytest.raises(TrainingError, match="interrupted"):
         train(
-            place / variant, data, tmp_path / "out", SETTINGS, **sides,
+            place / variant, data, tmp_path / "out", SETTINGS, eval_data=sides,
             track=lambda label, total: stopping_at(stop, label, total),
         )  # fmt: skip
     assert not same(expansion(tmp_path / "out"), expansion(whole.path)), "the control: it had not reached the end"
-    done = train(place / variant, data, tmp_path / "out", SETTINGS, **sides, resume=True)
+    done = train(place / variant, data, tmp_path / "out", SETTINGS, eval_data=sides, start=RESUMED)
     assert same(expansion(done.path), expansion(whole.path))
     logs = [[json.loads(line) for line in run.log.read_text().splitlines()] for run in (done, whole)]
     assert logs[0] == logs[1]
@@ -317,22 +325,22 @@ def test_resume_refuses_other_settings_and_says_which(place: Path, tmp_path: Pat
             track=lambda label, total: stopping_at(3, label, total),
         )  # fmt: skip
     other = TrainingSettings(steps=6, save_every=2, eval_every=3, **{**SHORT, "batch_size": 4, "learning_rate": 1e-3})
-    text = refusal(place / "preserve", data, tmp_path / "out", other, error=TrainingError, resume=True)
+    text = refusal(place / "preserve", data, tmp_path / "out", other, error=TrainingError, start=RESUMED)
     assert text.splitlines() == [
         f"{tmp_path / 'out'}: was begun with batch_size 2, found 4. Resume with the same settings.",
         f"{tmp_path / 'out'}: was begun with learning_rate 0.003, found 0.001. Resume with the same settings.",
     ]
     text = refusal(
-        place / "preserve", [place / "new.jsonl"], tmp_path / "out", SETTINGS, error=TrainingError, resume=True
+        place / "preserve", [place / "new.jsonl"], tmp_path / "out", SETTINGS, error=TrainingError, start=RESUMED
     )
     assert "was begun with texts" in text
 
 
 def test_resume_needs_a_run_that_is_not_finished(place: Path, trained: Path, tmp_path: Path) -> None:
     data = [place / "texts.jsonl"]
-    text = refusal(place / "preserve", data, tmp_path / "none", SETTINGS, error=TrainingError, resume=True)
+    text = refusal(place / "preserve", data, tmp_path / "none", SETTINGS, error=TrainingError, start=RESUMED)
     assert text == f"{tmp_path / 'none'}: holds no training run to resume. Leave --resume out to begin one."
-    text = refusal(place / "preserve", data, trained, SETTINGS, error=TrainingError, resume=True)
+    text = refusal(place / "preserve", data, trained, SETTINGS, error=TrainingError, start=RESUMED)
     assert text == f"{trained}: this run is finished. Give the folder as EXPANDED to train it further."
 
 
@@ -350,9 +358,9 @@ def test_weights_that_are_no_numbers_are_not_published(place: Path, tmp_path: Pa
 
 
 def test_resume_after_the_last_step_does_no_further_one(place: Path, tmp_path: Path) -> None:
-    data, sides = [place / "texts.jsonl"], {"old": [place / "old.jsonl"]}
+    data, sides = [place / "texts.jsonl"], EvalData(old=[place / "old.jsonl"])
     settings = TrainingSettings(steps=4, save_every=2, schedule="constant", **SHORT)
-    whole = train(place / "adapt", data, tmp_path / "whole", settings, **sides)
+    whole = train(place / "adapt", data, tmp_path / "whole", settings, eval_data=sides)
 
     def stop_at_the_end(folder: Path) -> None:
         run = subprocess.run(
@@ -362,7 +370,7 @@ def test_resume_after_the_last_step_does_no_further_one(place: Path, tmp_path: P
 
     stop_at_the_end(tmp_path / "out")
     assert list((tmp_path / "out" / "training").glob("checkpoint-4"))
-    done = train(place / "adapt", data, tmp_path / "out", settings, **sides, resume=True)
+    done = train(place / "adapt", data, tmp_path / "out", settings, eval_data=sides, start=RESUMED)
     assert done.steps == 4 and same(expansion(done.path), expansion(whole.path))
     assert read_manifest(done.path).training[-1]["steps"] == 4
 
@@ -371,14 +379,14 @@ def test_resume_after_the_last_step_does_no_further_one(place: Path, tmp_path: P
 STOPPED_IN_FINISH = """
 import os, sys
 from pathlib import Path
-from scale_surgery import TrainingSettings, train
-from scale_surgery.training.run_folder import Run
-Run.finish = lambda self, log: os._exit(9)
+from scale_surgery import EvalData, TrainingSettings, train
+from scale_surgery.training.run_folder import TrainingRun
+TrainingRun.finish = lambda self, log: os._exit(9)
 place, out = map(Path, sys.argv[1:])
 settings = TrainingSettings(
     steps=4, save_every=2, schedule="constant", sequence_length=32, batch_size=2, learning_rate=3e-3, log_every=1
 )
-train(place / "adapt", [place / "texts.jsonl"], out, settings, old=[place / "old.jsonl"])
+train(place / "adapt", [place / "texts.jsonl"], out, settings, eval_data=EvalData(old=[place / "old.jsonl"]))
 """
 
 
@@ -392,7 +400,7 @@ def test_resume_of_another_expansion_of_the_same_base_is_refused(place: Path, tm
             SETTINGS,
             track=lambda label, total: stopping_at(3, label, total),
         )
-    text = refusal(place / "adapt", data, tmp_path / "out", SETTINGS, error=TrainingError, resume=True)
+    text = refusal(place / "adapt", data, tmp_path / "out", SETTINGS, error=TrainingError, start=RESUMED)
     assert "was begun with expansion" in text
 
 
@@ -416,7 +424,7 @@ def test_the_output_cannot_be_the_input(place: Path) -> None:
         with pytest.raises(
             (CheckpointError, TrainingError), match=r"lies inside|another output folder|no training run"
         ):
-            train(path, [place / "texts.jsonl"], path, SETTINGS, resume=resume)
+            train(path, [place / "texts.jsonl"], path, SETTINGS, start=TrainingStart(resume=resume))
 
 
 # bad input, before any step
@@ -435,7 +443,7 @@ def test_bad_data_stops_before_anything_is_written(place: Path, tmp_path: Path) 
     text = refusal(wide, [place / "texts.jsonl"], out, long, error=DataError)
     assert "texts.jsonl, line 1:" in text and "expected at most 16" in text and "--packing" in text
     text = refusal(wide, [place / "texts.jsonl"], out, TrainingSettings(sequence_length=300), error=DataError)
-    assert text == "sequence-length: 300 tokens, expected at most the model's context of 256."
+    assert text == "--sequence-length is 300, expected at most 256, the context of preserve."
     assert not out.exists()
 
 

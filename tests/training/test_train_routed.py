@@ -14,6 +14,8 @@ from safetensors.torch import load_file
 from torch.nn import functional
 
 from scale_surgery import (
+    EvalData,
+    Probes,
     Request,
     Routing,
     TrainingError,
@@ -77,7 +79,7 @@ def test_with_the_route_the_base_stays(place: Path, tmp_path: Path, name: str) -
     once = trained(place, name, tmp_path / "once") if name == "strict" else place / name
     routed = train(once, [place / "new.jsonl"], tmp_path / "routed", replace(SETTINGS, routed=True)).path
     assert not same(routed, once)
-    result = verify(routed, SHIPPED_MODEL, new_tokens=2)
+    result = verify(routed, SHIPPED_MODEL, probes=Probes(new_tokens=2))
     assert result.passed and result.state == "trained"
     assert "base_stream_always" in result.required
     strip(routed, tmp_path / "base")
@@ -118,9 +120,11 @@ def test_the_first_loss_is_that_of_the_routed_output(place: Path, tmp_path: Path
 
 
 def test_measurements_during_a_run_route(place: Path, tmp_path: Path) -> None:
-    sides = {"old": [place / "old.jsonl"], "new": [place / "new.jsonl"]}
-    done = train(place / "posterior", [place / "new.jsonl"], tmp_path / "out", replace(SETTINGS, steps=8), **sides)
-    found = evaluate(done.path, sides["old"], sides["new"], sequence_length=48)
+    sides = EvalData([place / "old.jsonl"], [place / "new.jsonl"])
+    done = train(
+        place / "posterior", [place / "new.jsonl"], tmp_path / "out", replace(SETTINGS, steps=8), eval_data=sides
+    )
+    found = evaluate(done.path, sides.old, sides.new, sequence_length=48)
     routed = next(score for score in found.scores if score.kind == "expanded")
     alone = next(score for score in found.scores if score.kind == "adapt")
     assert done.measured["forgetting"] == pytest.approx(routed.forgetting, abs=1e-4)
@@ -161,7 +165,7 @@ def test_unrouted_again_it_keeps_what_it_learned(place: Path, tmp_path: Path) ->
     routed = trained(place, "posterior", tmp_path / "routed", routed=True)
     again = unroute(routed, tmp_path / "again").path
     assert same(again, routed)
-    result = verify(again, SHIPPED_MODEL, new_tokens=0)
+    result = verify(again, SHIPPED_MODEL, probes=Probes(new_tokens=0))
     assert result.passed and result.routing is None
     ids = torch.arange(5, 25)[None]
     with torch.no_grad():

@@ -1,0 +1,50 @@
+"""The context: how many tokens a model reads at once, and how many it is given."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from scale_surgery.errors import DataError
+
+# texts are cut to this where nobody says so, however long a model's context is
+DEFAULT_LENGTH = 1024
+
+
+def context_of(config: Any) -> int | None:
+    """Most tokens that a model reads at once; None where its config does not say.
+
+    Args:
+        config: Its config.json, or the config that transformers makes of it.
+    """
+    values = config if isinstance(config, Mapping) else config.get_text_config().to_dict()
+    # GPT-2 has a name of its own for it
+    found = values.get("max_position_embeddings") or values.get("n_positions")
+    return int(found) if found else None
+
+
+def choose_length(asked: int | None, contexts: Mapping[str, int | None]) -> int:
+    """Choose how many tokens are read at once, the same for all models.
+
+    Args:
+        asked: What the user set; by default the shortest context, at most DEFAULT_LENGTH.
+        contexts: What `context_of` says of each model, by what it is called.
+
+    Returns:
+        Number of tokens.
+
+    Raises:
+        DataError: If it exceeds a context, each of which is named, or leaves nothing to predict.
+    """
+    known = {name: context for name, context in contexts.items() if context is not None}
+    length = min([DEFAULT_LENGTH, *known.values()]) if asked is None else asked
+    problems = [
+        f"--sequence-length is {length}, expected at most {context}, the context of {name}."
+        for name, context in known.items()
+        if length > context
+    ]
+    if length < 2:
+        problems.append(f"--sequence-length is {length}, expected at least 2: the first token is not predicted.")
+    if problems:
+        raise DataError.from_problems(problems)
+    return length

@@ -1,0 +1,132 @@
+"""Probe prompts as token ids: the same for every model that is run to be compared with another.
+
+Both models see the same ids in one left-padded batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scale_surgery.errors import CheckpointError
+from scale_surgery.running.context import context_of
+from scale_surgery.running.loading import load_config
+from scale_surgery.running.options import Probes, RunOptions
+from scale_surgery.running.tokenizer import load_tokenizer
+
+PROMPTS = (
+    "The capital of France is",
+    "Once upon a time there was a",
+    "def fibonacci(n):\n    ",
+    "Q: How many legs does a spider have?\nA:",
+    "1, 2, 4, 8, 16,",
+    "Der schnelle braune Fuchs",
+    "東京は日本の",
+    "Water boils at",
+)
+MAX_PROMPT_TOKENS = 48
+MAX_PROMPTS = 64
+# ids that stand in for text where a model has no tokenizer
+NUM_RANDOM_PROMPTS = 4
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Probe prompts as token ids, left-padded, with the attention mask; both (prompts, tokens)."""
+
+    ids: Tensor
+    mask: Tensor
+
+
+@dataclass(frozen=True)
+class EncodedPrompts:
+    """Probe prompts as a model reads them.
+
+    Attributes:
+        prompts: The prompts.
+        tokenizer: The model's tokenizer; None where none loads, and random ids stand in for text.
+        batch: Their token ids.
+    """
+
+    prompts: tuple[str, ...]
+    tokenizer: Any | None
+    batch: Batch
+
+
+def encode_prompts(path: Path, probes: Probes, run: RunOptions) -> EncodedPrompts:
+    """Turn prompts into the token ids of a model.
+
+    Args:
+        path: Model folder.
+        probes: The prompts, and how many tokens are generated after them.
+        run: How config and tokenizer are loaded: trust_remote_code.
+
+    Returns:
+        The prompts, cut to what the model's context has room for.
+
+    Raises:
+        CheckpointError: If the prompts or the model's config cannot be read, or the tokens to generate leave no room
+            for a prompt.
+    """
+    prompts = read_prompts(probes.prompts_file)
+    tokenizer = load_tokenizer(path, run)
+    config = load_config(path, path.name, run)
+    return EncodedPrompts(prompts, tokenizer, _make_batch(tokenizer, prompts, config, probes.new_tokens))
+
+
+def read_prompts(file: Path | None) -> tuple[str, ...]:
+    """Prompts of a text file, one a line; the built-in ones where no file is given.
+
+    Raises:
+        CheckpointError: If the file cannot be read or holds no prompt.
+    """
+    if file is None:
+        return PROMPTS
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{file}: cannot be read as text ({error}).") from error
+    prompts = tuple(line for line in lines if line.strip())
+    if len(prompts) > MAX_PROMPTS:
+        raise CheckpointError(
+            f"{file}: holds {len(prompts)} prompts, expected at most {MAX_PROMPTS}. They run as one batch, and equal "
+            "bits need few; they do not measure quality."
+        )
+    if not prompts:
+        raise CheckpointError(f"{file}: holds no prompt, expected one a line.")
+    return prompts
+
+
+def _make_batch(tokenizer: Any | None, prompts: Sequence[str], config: Any, new_tokens: int) -> Batch:
+    """Turn prompts into one left-padded batch; seeded random ids where there is no tokenizer."""
+    context = context_of(config) or 2 * MAX_PROMPT_TOKENS + new_tokens
+    limit = min(MAX_PROMPT_TOKENS, context // 2, context - new_tokens)
+    if limit < 1:
+        raise CheckpointError(f"--new-tokens is {new_tokens}, expected fewer than the model's context of {context}.")
+    if tokenizer is None:
+        generator = torch.Generator().manual_seed(0)
+        lengths = [limit - 5 * i for i in range(NUM_RANDOM_PROMPTS)]
+        rows = [torch.randint(config.vocab_size, (max(1, n),), generator=generator).tolist() for n in lengths]
+    else:
+        rows = [tokenizer(prompt)["input_ids"][:limit] or [0] for prompt in prompts]
+    pad = getattr(tokenizer, "pad_token_id", None) or 0
+    width = max(map(len, rows))
+    ids = torch.tensor([[pad] * (width - len(row)) + row for row in rows])
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+    return Batch(ids, mask)
+
+
+def token_problems(encoded: EncodedPrompts, expanded: Any | None) -> tuple[str, ...]:
+    """Prompts to which another tokenizer, the expanded model's, gives other ids than the base's."""
+    base = encoded.tokenizer
+    if base is None:
+        return ()
+    if expanded is None:
+        return ("the expanded model's tokenizer does not load, the base's does.",)
+    pairs = [(prompt, base(prompt)["input_ids"], expanded(prompt)["input_ids"]) for prompt in encoded.prompts]
+    return tuple(f"token ids of {text!r}: {has}, expected {wants}." for text, wants, has in pairs if has != wants)
