@@ -6,7 +6,7 @@ COMPAT := .venv-compat
 # also read by pip for what builds the package
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 
-.PHONY: help install demo lint types test test-slow test-compat test-recipes docs demo-model clean
+.PHONY: help install demo lint types test test-fast test-slow test-compat test-recipes docs demo-model clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -32,6 +32,16 @@ types: install  ## mypy on the package
 # two processes: each test file runs in one of them, so that what its tests share is made once
 test: lint types  ## lint, types and tests
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+
+# what says soonest that a change broke something; in files that go through the families, the first of them alone
+FAST := tests/test_rooms.py tests/test_imports.py tests/test_errors.py tests/test_public_names.py \
+	tests/checkpoint tests/planning tests/cli tests/modeling/test_promises.py \
+	tests/surgery/test_expand.py tests/surgery/test_strip.py tests/evidence/test_verify.py
+OTHER_FAMILIES := mistral or qwen2 or qwen3 or gemma2 or gemma3_text or olmo2 or gpt_neox or phi3 or gpt2
+
+test-fast: install  ## under a minute, for work in progress: rooms, planning, and one family's expand, verify and strip
+	$(BIN)/ruff check .
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(FAST) -k 'not ($(OTHER_FAMILIES))'
 
 test-slow: install  ## the tests that take minutes: torch.compile on more families, several processes
 	$(BIN)/python -m pytest -m slow

@@ -22,9 +22,10 @@ from scale_surgery.errors import (
     UnsupportedFamilyError,
 )
 from scale_surgery.evidence.evaluate import Evaluation, evaluate
+from scale_surgery.evidence.promises import Promise
 from scale_surgery.evidence.report import report
 from scale_surgery.evidence.report_records import Report
-from scale_surgery.evidence.verify import Promise, Verification, verify
+from scale_surgery.evidence.verify import Verification, verify
 from scale_surgery.hub.push import Push, Pushed, push
 from scale_surgery.modeling import register
 from scale_surgery.planning.inspect import Inspection, inspect

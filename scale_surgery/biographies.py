@@ -235,8 +235,9 @@ def first_token_accuracy(
     """
     if not questions:
         raise ValueError("there are no questions to score")
+    from scale_surgery.running.documents import Document
     from scale_surgery.running.loss import measure
-    from scale_surgery.running.texts import Document, tokenize
+    from scale_surgery.running.texts import tokenize
 
     documents = [Document(question.prompt, f" {question.answer}", question.attribute) for question in questions]
     return measure(model, tokenize(documents, tokenizer), batch_size).answered / len(questions)

@@ -9,12 +9,14 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from scale_surgery.biographies import SHIPPED_MODEL, SHIPPED_PEOPLE, Person, biography, people, questions
-from scale_surgery.checkpoint.folder import list_files
+from scale_surgery.checkpoint.folder import list_files, open_checkpoint
+from scale_surgery.checkpoint.hashes import hash_tensors
 from scale_surgery.checkpoint.staging import write_text
 from scale_surgery.errors import CheckpointError
 from scale_surgery.evidence.evaluate import Evaluation, evaluate
@@ -30,6 +32,7 @@ from scale_surgery.training.settings import TrainingSettings
 from scale_surgery.training.train import train
 
 if TYPE_CHECKING:
+    from scale_surgery.checkpoint.headers import TensorInfo
     from scale_surgery.show.console import Output
 
 MARKER = ".scale-surgery-demo"
@@ -38,6 +41,8 @@ NEW_PEOPLE, OLD_PEOPLE = 20, 100
 STYLES, UNSEEN = 4, 100_000
 STEPS, SEQUENCE_LENGTH = 120, 128
 LEARNING_RATES = {"preserve": 1e-2, "adapt": 3e-3, "full": 1e-3}
+# folders that must hold every tensor of the shipped model, and the one that is trained the usual way
+KEEPING, OVERWRITTEN = (SHIPPED_MODEL.name, "trained", "routed"), "fine-tuned"
 
 # what a stranger does who has never heard of scale-surgery: a fresh process, transformers only
 RELOAD = """
@@ -78,7 +83,10 @@ class Reloaded:
 
 @dataclass(frozen=True)
 class Demo:
-    """What the demo showed; `passed` means that every step did what it promises."""
+    """What the demo showed; `passed` means that every step did what it promises.
+
+    `base_tensors_kept` says, by folder, how many of the `base_tensors` of the shipped model it holds byte for byte.
+    """
 
     folder: Path
     verified: bool
@@ -87,6 +95,8 @@ class Demo:
     verified_after_training: bool
     files_compared: int
     files_identical: int
+    base_tensors: int
+    base_tensors_kept: dict[str, int]
     passed: bool
 
 
@@ -136,13 +146,48 @@ def demo(folder: Path, out: Output, *, steps: int = STEPS) -> Demo:
     out.say(tables.render_stripped(strip(trained, stripped, track=out.track)))
     files = sorted(set(list_files(base)) | set(list_files(stripped)))
     identical = [file for file in files if _is_identical(base / file, stripped / file)]
+    tensors, kept = len(open_checkpoint(SHIPPED_MODEL).tensors), count_kept_tensors(folder)
     passed = verification.passed and after.passed and reloaded.logits_bit_equal and identical == files
-    result = Demo(folder, verification.passed, reloaded, lesson, after.passed, len(files), len(identical), passed)
+    passed = passed and has_every_base(tensors, kept)
+    result = Demo(
+        folder, verification.passed, reloaded, lesson, after.passed, len(files), len(identical), tensors, kept, passed
+    )
     tell(None, "Compare every byte", f"diff -r {base} {stripped}")
     out.say(tables.render_demo(result))
     out.say(tables.render_step(tell.number + 1, "What it learned, and what it forgot", None))
-    out.show(result, tables.render_lesson(lesson, NEW_PEOPLE))
+    out.show(result, tables.render_lesson(result, NEW_PEOPLE))
     return result
+
+
+def count_kept_tensors(folder: Path) -> dict[str, int]:
+    """Count, in each model that the demo compares, the tensors of the shipped model that are there byte for byte.
+
+    Args:
+        folder: The demo's folder.
+
+    Returns:
+        Their number, by the name of the model's folder.
+
+    Raises:
+        CheckpointError: If one of the models cannot be read.
+    """
+    return {name: _count_equal(SHIPPED_MODEL, folder / name) for name in (*KEEPING, OVERWRITTEN)}
+
+
+def has_every_base(tensors: int, kept: Mapping[str, int]) -> bool:
+    """Whether every model that keeps its base holds all tensors of it."""
+    return all(kept[name] == tensors for name in KEEPING)
+
+
+def _count_equal(base: Path, model: Path) -> int:
+    wanted, found = open_checkpoint(base), open_checkpoint(model)
+    shared = [name for name, info in wanted.tensors.items() if _is_alike(info, found.tensors.get(name))]
+    expected, actual = hash_tensors(wanted, shared), hash_tensors(found, shared)
+    return sum(expected[name] == actual[name] for name in shared)
+
+
+def _is_alike(one: TensorInfo, other: TensorInfo | None) -> bool:
+    return other is not None and (one.dtype, one.shape) == (other.dtype, other.shape)
 
 
 class Teller:
@@ -185,8 +230,8 @@ def _teach(folder: Path, steps: int, out: Output, tell: Teller) -> Evaluation:
     tell(f"route-export {folder / 'adapt'} -o {folder / 'routed'}", "Let every token take the path that knows it")
     out.say(render_routed(route_export(folder / "adapt", folder / "routed", track=out.track)))
     tell(None, "The same people: full fine-tuning, which overwrites the model", "(the Trainer of transformers)")
-    _fine_tune(base, data, folder / "fine-tuned", replace(settings, learning_rate=LEARNING_RATES["full"]), out)
-    models = [folder / name for name in ("trained", "routed", "fine-tuned")]
+    _fine_tune(base, data, folder / OVERWRITTEN, replace(settings, learning_rate=LEARNING_RATES["full"]), out)
+    models = [folder / name for name in ("trained", "routed", OVERWRITTEN)]
     old, new = folder / "old_questions.jsonl", folder / "new_questions.jsonl"
     tell(f"evaluate {' '.join(map(str, models))} --old {old} --new {new}", "Ask for old and new people")
     found = evaluate(models, [old], [new], run=RunOptions(batch_size=64), track=out.track)
@@ -221,9 +266,10 @@ def _fine_tune(base: Path, data: Path, output: Path, settings: TrainingSettings,
     """Train every parameter of the base on the same sequences, for comparison."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer
 
+    from scale_surgery.running.documents import read_documents
     from scale_surgery.running.loading import quiet_transformers
-    from scale_surgery.running.texts import collate, pack, read_documents, tokenize
-    from scale_surgery.training.train import make_arguments
+    from scale_surgery.running.texts import collate, pack, tokenize
+    from scale_surgery.training.arguments import make_arguments
 
     with quiet_transformers():
         model, tokenizer = AutoModelForCausalLM.from_pretrained(base), AutoTokenizer.from_pretrained(base)

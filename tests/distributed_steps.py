@@ -5,6 +5,7 @@ torch and transformers are imported once; each job is then two forks of this pro
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import os
@@ -14,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import matplotlib.figure  # noqa: F401  (not again in each fork)
 import torch
 import transformers
 from accelerate import PartialState
@@ -185,6 +187,8 @@ def main(file: Path) -> None:
     transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(1)
     modeling.register()
+    gc.collect()
+    gc.freeze()  # the forks' collectors pass over what was imported, and do not copy it
     codes = {name: run_job(job) for name, job in json.loads(file.read_text()).items()}
     file.with_name("codes.json").write_text(json.dumps(codes))
 

@@ -2,22 +2,63 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from scale_surgery import CheckpointError
 from scale_surgery.biographies import SHIPPED_MODEL
-from scale_surgery.demo import demo
+from scale_surgery.checkpoint.folder import open_checkpoint
+from scale_surgery.demo import Demo, count_kept_tensors, demo, has_every_base
 from scale_surgery.show.console import Output
+from scale_surgery.show.tables import render_lesson
 from tests.conftest import digests
 
+ROWS = {"base": "biographies", "preserve": "trained", "adapt": "routed", "adapt, routed": "routed"}
 
-def test_the_demo_keeps_every_promise_and_can_be_repeated(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    result = demo(Path("demo"), Output(), steps=2)
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory: pytest.TempPathFactory) -> tuple[Demo, str]:
+    """A short demo in a folder of its own, and what it printed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("place"))
+        out = Output()
+        out.results = Console(file=StringIO(), width=100, highlight=False, markup=False)
+        result = demo(Path("demo"), out, steps=2)
+        return replace(result, folder=Path("demo").resolve()), out.results.file.getvalue()
+
+
+def base_bytes(text: str) -> dict[str, str]:
+    """The last column of the table at the end, by row."""
+    rows = re.findall(r"^(\S.*?) +[\d.]+% +[\d.]+% +(\S.*?) *$", text, re.MULTILINE)
+    return {title: kept for title, kept in rows if title in (*ROWS, "full fine-tuning")}
+
+
+def base_bytes_now(result: Demo) -> dict[str, str]:
+    """The same column, with the base tensors of every model counted again."""
+    console = Console(file=StringIO(), width=100, highlight=False, markup=False)
+    console.print(render_lesson(replace(result, base_tensors_kept=count_kept_tensors(result.folder)), 20))
+    return base_bytes(console.file.getvalue())
+
+
+def spoil(folder: Path) -> tuple[Path, bytes]:
+    """Change one byte of one base tensor; gives the file and what it was."""
+    info = open_checkpoint(folder).tensors["model.layers.1.mlp.down_proj.weight"]
+    file = folder / info.file
+    before = file.read_bytes()
+    spoiled = bytearray(before)
+    spoiled[info.offset] ^= 1
+    file.unlink()  # it may be one file with that of another model
+    file.write_bytes(spoiled)
+    return file, before
+
+
+def test_the_demo_keeps_every_promise(shown):
+    result, text = shown
     assert result.passed and result.verified and result.files_compared == result.files_identical == 6
     assert result.verified_after_training and len(result.lesson.scores) == 7
     base, *others = result.lesson.scores
@@ -25,8 +66,7 @@ def test_the_demo_keeps_every_promise_and_can_be_repeated(
     assert [score.old == base.old for score in others if score.kind == "disabled"] == [True, True]
     assert result.reloaded.logits_bit_equal and not result.reloaded.imported_scale_surgery
     assert result.reloaded.answer == result.reloaded.expected
-    assert digests(tmp_path / "demo" / "stripped") == digests(SHIPPED_MODEL)
-    text = capsys.readouterr().out
+    assert digests(result.folder / "stripped") == digests(SHIPPED_MODEL)
     for command in (
         "inspect demo/biographies",
         "expand demo/biographies --layers all",
@@ -38,7 +78,27 @@ def test_the_demo_keeps_every_promise_and_can_be_repeated(
     assert "All promises kept." in text
 
 
-def test_the_demo_replaces_only_what_a_demo_made(tmp_path: Path) -> None:
+def test_the_table_says_what_was_counted(shown):
+    result, text = shown
+    assert result.base_tensors == 38
+    assert result.base_tensors_kept == {"biographies": 38, "trained": 38, "routed": 38, "fine-tuned": 0}
+    assert base_bytes(text) == dict.fromkeys(ROWS, "all there") | {"full fine-tuning": "overwritten"}
+
+
+@pytest.mark.parametrize("folder", sorted(set(ROWS.values())))
+def test_a_model_that_lost_one_base_byte_is_not_all_there(shown, folder):
+    result, text = shown
+    file, before = spoil(result.folder / folder)
+    try:
+        damaged = {title: "37 of 38 tensors" for title, name in ROWS.items() if name == folder}
+        assert base_bytes_now(result) == base_bytes(text) | damaged
+        assert not has_every_base(result.base_tensors, count_kept_tensors(result.folder))
+    finally:
+        file.write_bytes(before)
+    assert base_bytes_now(result) == base_bytes(text)
+
+
+def test_the_demo_replaces_only_what_a_demo_made(tmp_path):
     (tmp_path / "mine").mkdir()
     with pytest.raises(CheckpointError, match=r"mine: exists and was not made by a demo\. Choose another folder"):
         demo(tmp_path / "mine", Output())

@@ -1,4 +1,4 @@
-"""The documentation says what is: trees, options, defaults, links, and every example with its output.
+"""The documentation says what is: rooms, options, defaults, links, and every example with its output.
 
 `python -m tests.test_docs` writes the outputs in docs/commands.md anew, where a command prints something else now.
 """
@@ -22,6 +22,7 @@ from scale_surgery import Request
 from scale_surgery.cli.program import main
 from scale_surgery.errors import SurgeryError
 from scale_surgery.planning.families import FAMILIES
+from tests.test_rooms import ROOMS
 from tests.tiny import save_tiny
 
 ROOT = Path(__file__).parents[1]
@@ -150,28 +151,36 @@ def test_readme_quick_start(tmp_path, monkeypatch):
     assert all((tmp_path / stripped / name).read_bytes() == (base / name).read_bytes() for name in names)
 
 
-def test_readme_tree_is_the_package():
+def test_contributing_says_what_every_room_is_for():
+    rooms = sections(ROOT / "docs" / "contributing.md")["Rooms"]
+    rows = re.findall(r"^\| `(\w+)` \| .+ \| (.+) \|$", rooms, re.MULTILINE)
+    assert [name for name, _ in rows] == [room for room in ROOMS if (PACKAGE / room).is_dir()]
+    for room, examples in rows:
+        for file in re.findall(r"`(\w+\.py)`", examples):
+            assert (PACKAGE / room / file).is_file(), f"{room}/{file}"
+
+
+@each_page
+def test_files_of_the_repository_that_a_page_names_exist(page):
+    named = re.findall(r"(?<![\w/])(?:scale_surgery|tests|benchmarks)/[\w./-]*\w", page.read_text(encoding="utf-8"))
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_readme_lists_every_room_in_the_order_of_imports():
     (tree,) = [body for body in blocks(README, "text") if body.startswith("scale_surgery/")]
-    named, folders = set(), []
-    for line in tree.splitlines():
-        depth, name = (len(line) - len(line.lstrip())) // 2, line.split()[0]
-        folders = [*folders[:depth], name]
-        path = "".join(folders)
-        assert len(line.split(maxsplit=1)) == 2 or depth == 0, f"{name}: has no description"
-        if not name.endswith("/"):
-            named |= {path.replace("<family>", family) for family in FAMILIES} if "<family>" in path else {path}
-        else:
-            assert (ROOT / path).is_dir(), path
-    files = (file for file in PACKAGE.rglob("*") if file.is_file() and "__pycache__" not in file.parts)
-    present = {file.relative_to(ROOT).as_posix() for file in files if not file.is_relative_to(SHIPPED)}
-    assert sorted(named) == sorted(present)
+    rows = [line.split(maxsplit=1) for line in tree.splitlines() if line.startswith("  ")]
+    assert [row for row in rows if len(row) < 2] == [], "a room without a description"
+    named = [name.removesuffix("/") for name, _ in rows]
+    folders = {file.parent.name for file in PACKAGE.glob("*/*") if file.parent.name != "__pycache__"}
+    assert sorted(named) == sorted(folders)
+    assert named[:-1] == [room for room in ROOMS if room in folders] and named[-1] == "models"
 
 
 @each_page
 def test_options_exist(page):
     known = set().union(*(options_of(name) for name in main.commands)) | GROUP | OTHER_PROGRAMS
     if page.stem == "benchmarks":
-        known |= set(OPTION.findall("".join(file.read_text() for file in (ROOT / "benchmarks").glob("*.py"))))
+        known |= set(OPTION.findall("".join(file.read_text() for file in (ROOT / "benchmarks").rglob("*.py"))))
     assert set(OPTION.findall(page.read_text(encoding="utf-8"))) <= known
 
 

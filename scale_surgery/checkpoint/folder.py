@@ -11,10 +11,10 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import prod
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
+from scale_surgery.checkpoint.headers import TensorInfo, read_header
 from scale_surgery.checkpoint.numbering import CONFIG_KEY, Numbering, numbering_of
 from scale_surgery.errors import CheckpointError, shorten
 
@@ -31,53 +31,13 @@ CONFIG_FILE = "config.json"
 MANIFEST_FILE = "surgery.json"
 EXTRACT_FILE = "extract.json"
 CHUNK_BYTES = 1 << 22
-MAX_HEADER_BYTES = 100_000_000
 # of a file in a folder
 MAX_NAME_BYTES = 255
 
-DTYPE_BYTES = {
-    "F64": 8,
-    "F32": 4,
-    "F16": 2,
-    "BF16": 2,
-    "F8_E4M3": 1,
-    "F8_E5M2": 1,
-    "I64": 8,
-    "I32": 4,
-    "I16": 2,
-    "I8": 1,
-    "U64": 8,
-    "U32": 4,
-    "U16": 2,
-    "U8": 1,
-    "BOOL": 1,
-}
-FLOAT_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 # the same weights in a format that this program does not read; transformers prefers safetensors to them
 OTHER_WEIGHT_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx")
 # version control and download bookkeeping, no part of a checkpoint
 IGNORED_FOLDERS = (".git", ".cache", "__pycache__")
-
-
-@dataclass(frozen=True)
-class TensorInfo:
-    """Where a tensor lies: file, dtype (safetensors' name), shape, first byte in the file and byte count.
-
-    `stored_as` is its name in the file, where layers were duplicated and it has another; see depth_names.py.
-    """
-
-    name: str
-    file: str
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
-    bytes: int
-    stored_as: str | None = None
-
-    @property
-    def elements(self) -> int:
-        """Number of elements."""
-        return prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -133,77 +93,6 @@ def read_json(file: Path) -> dict[str, Any]:
     return content
 
 
-def read_header(path: Path, file: str) -> dict[str, TensorInfo]:
-    """Read the header of one safetensors file: 8 bytes of length, then JSON.
-
-    Args:
-        path: Folder of the checkpoint.
-        file: Name of the file in it.
-
-    Returns:
-        Every tensor of the file by name.
-
-    Raises:
-        CheckpointError: If the file is missing, truncated or not safetensors.
-    """
-    try:
-        size = (path / file).stat().st_size
-        with (path / file).open("rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            if size < 8 or not 2 <= length <= min(size - 8, MAX_HEADER_BYTES):
-                raise CheckpointError(
-                    f"{file}: its first 8 bytes promise a header of {length} bytes in a file of {size} bytes. "
-                    "It is truncated or not a safetensors file: download it again."
-                )
-            header = json.loads(stream.read(length))
-            return _parse_header(file, header, 8 + length, size)
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{file}: shard not found in {path}. Download it again.") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"{file}: its header is not that of a safetensors file ({error}). Download it again."
-        ) from error
-    except OSError as error:
-        raise CheckpointError(f"{file}: cannot be read ({error}).") from error
-
-
-def _parse_header(file: str, header: Mapping[str, Any], data_start: int, size: int) -> dict[str, TensorInfo]:
-    tensors = {}
-    for name, entry in header.items():
-        if name == "__metadata__":
-            continue
-        begin, end = entry["data_offsets"]
-        info = TensorInfo(name, file, entry["dtype"], tuple(entry["shape"]), data_start + begin, end - begin)
-        if data_start + end > size:
-            raise CheckpointError(
-                f"{file}: {name} ends at byte {data_start + end}, the file has {size} bytes. "
-                "It is truncated: download it again."
-            )
-        if info.bytes != info.elements * DTYPE_BYTES.get(info.dtype, 0) and info.dtype in DTYPE_BYTES:
-            raise CheckpointError(
-                f"{file}: {name} has {info.bytes} bytes, expected {info.elements * DTYPE_BYTES[info.dtype]} "
-                f"for shape {info.shape} in {info.dtype}. Download it again."
-            )
-        tensors[name] = info
-    _check_offsets(file, tensors, data_start, size)
-    return tensors
-
-
-def _check_offsets(file: str, tensors: Mapping[str, TensorInfo], data_start: int, size: int) -> None:
-    expected = data_start
-    for info in sorted(tensors.values(), key=lambda info: (info.offset, info.bytes)):
-        if info.offset != expected or info.bytes < 0:
-            raise CheckpointError(
-                f"{file}: {info.name} begins at byte {info.offset}, expected {expected}, where the tensor before it "
-                "ends. It is damaged: download it again."
-            )
-        expected += info.bytes
-    if expected != size:
-        raise CheckpointError(
-            f"{file}: its tensors end at byte {expected}, the file has {size} bytes. It is damaged: download it again."
-        )
-
-
 def open_checkpoint(path: Path) -> Checkpoint:
     """Read config, index and headers of a checkpoint, and check them against each other.
 
@@ -234,7 +123,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def name_tensors(tensors: Mapping[str, TensorInfo], numbering: Numbering | None) -> dict[str, TensorInfo]:
-    """Give tensors the names that they have in this package; see depth_names.py.
+    """Give tensors the names that they have in this package; see numbering.py.
 
     Args:
         tensors: Tensors by their names in the files.

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from scale_surgery.checkpoint.folder import Checkpoint, TensorInfo, read_chunks
+from scale_surgery.checkpoint.folder import Checkpoint, read_chunks
+from scale_surgery.checkpoint.headers import TensorInfo
 from scale_surgery.progress import Progress, no_progress
 
 HASH_THREADS = 2

@@ -16,12 +16,12 @@ from scale_surgery.checkpoint.folder import (
     MANIFEST_FILE,
     OTHER_WEIGHT_SUFFIXES,
     Checkpoint,
-    TensorInfo,
     name_tensors,
     open_checkpoint,
     read_json,
     refuse_extract,
 )
+from scale_surgery.checkpoint.headers import TensorInfo
 from scale_surgery.checkpoint.numbering import CONFIG_KEY, numbering_of
 from scale_surgery.errors import CheckpointError
 

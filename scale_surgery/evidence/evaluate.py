@@ -26,7 +26,8 @@ from scale_surgery.running.options import Dtype, RunOptions
 from scale_surgery.surgery.parts import link_base
 
 if TYPE_CHECKING:
-    from scale_surgery.running.texts import Document, Sequences
+    from scale_surgery.running.documents import Document
+    from scale_surgery.running.texts import Sequences
 
 Kind = Literal["base", "expanded", "adapt", "disabled", "other"]
 
@@ -156,7 +157,7 @@ def _listed(given: str | Path | Sequence[str | Path]) -> list[str | Path]:
 
 
 def _read(files: Sequence[str | Path], side: str) -> list[Document]:
-    from scale_surgery.running.texts import read_documents
+    from scale_surgery.running.documents import read_documents
 
     documents = list(read_documents([Path(file) for file in files]))
     if files and not documents:

@@ -8,8 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from scale_surgery import modeling
-from scale_surgery.checkpoint.folder import CONFIG_FILE, Checkpoint, TensorInfo, read_json, read_tensor
+from scale_surgery.checkpoint.folder import CONFIG_FILE, Checkpoint, read_json, read_tensor
 from scale_surgery.checkpoint.hashes import hash_file, hash_tensors
+from scale_surgery.checkpoint.headers import TensorInfo
 from scale_surgery.planning.plan import Plan
 from scale_surgery.planning.tensors import TensorPlan
 from scale_surgery.progress import Progress, no_progress

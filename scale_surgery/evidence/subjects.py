@@ -18,7 +18,8 @@ from scale_surgery.running.tokenizer import need_tokenizer
 from scale_surgery.surgery.record import Manifest, check_numbering, read_manifest
 
 if TYPE_CHECKING:
-    from scale_surgery.running.texts import Document, Sequences
+    from scale_surgery.running.documents import Document
+    from scale_surgery.running.texts import Sequences
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ import hashlib
 import json
 from dataclasses import dataclass
 
-from scale_surgery.checkpoint.folder import FLOAT_DTYPES, Checkpoint
+from scale_surgery.checkpoint.folder import Checkpoint
+from scale_surgery.checkpoint.headers import FLOAT_DTYPES
 from scale_surgery.errors import CheckpointError
 from scale_surgery.planning.families import Family, Sizes, get_family, read_sizes
 from scale_surgery.planning.specs import expected_shapes, find_prefix

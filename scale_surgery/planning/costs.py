@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from scale_surgery.checkpoint.folder import DTYPE_BYTES, Checkpoint
+from scale_surgery.checkpoint.folder import Checkpoint
+from scale_surgery.checkpoint.headers import DTYPE_BYTES
 from scale_surgery.planning.families import Family, Sizes
 from scale_surgery.planning.specs import REPLACING, Widths
 from scale_surgery.planning.stock import StockCost, StockWidths, cost_of_stock, stock_problems

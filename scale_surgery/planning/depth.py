@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from scale_surgery.checkpoint.folder import TensorInfo
+from scale_surgery.checkpoint.headers import TensorInfo
 from scale_surgery.checkpoint.numbering import AFTER, CONFIG_KEY, Numbering
 from scale_surgery.planning.base import Base
 from scale_surgery.planning.costs import Costs, estimate_depth
@@ -174,7 +174,7 @@ def depth_tensors(
         tensors: Tensors of the base.
 
     Yields:
-        The new tensors; see depth_names.py for their names.
+        The new tensors; see numbering.py for their names.
     """
     mute = mute_modules(family)
     norms = (*family.pre_norms, *family.post_norms, *(norm.name for norm in family.inner_norms))

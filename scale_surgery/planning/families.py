@@ -1,7 +1,7 @@
 """Facts about the supported architectures, as data: what a layer is made of and how wide its parts are.
 
 One `Family` for each `model_type` of a base model. Names are those of the stock transformers modules, which
-are the names on disk. `tests/test_families.py` checks every fact against a tiny model, in both directions:
+are the names on disk. `tests/planning/test_families.py` checks every fact against a tiny model, in both directions:
 each fact names a real module of the stated shape, and each tensor of the model is covered by a fact.
 To add a family, see docs/families.md.
 """

@@ -15,7 +15,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from scale_surgery.checkpoint.folder import DTYPE_BYTES, FLOAT_DTYPES, Checkpoint
+from scale_surgery.checkpoint.folder import Checkpoint
+from scale_surgery.checkpoint.headers import DTYPE_BYTES, FLOAT_DTYPES
 from scale_surgery.checkpoint.numbering import Numbering, numbering_of
 from scale_surgery.checkpoint.sources import open_model
 from scale_surgery.errors import PlanError

@@ -39,7 +39,7 @@ def read_plan(plain: Mapping[str, Any]) -> Plan:
         plan = _parse(plain)
         problems = _plan_problems(plan)
     except (KeyError, TypeError, AttributeError, ValueError, CheckpointError) as error:
-        raise PlanError(f"plan: {error}") from error
+        raise PlanError(str(error)) from error
     if problems:
         raise PlanError.from_problems(problems)
     return plan

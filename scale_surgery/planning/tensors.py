@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from scale_surgery.checkpoint.folder import DTYPE_BYTES
+from scale_surgery.checkpoint.headers import DTYPE_BYTES
 
 # how the values of a new tensor are made: of decompositions, at random, zero, the mean of old ones, copied, or as the
 # gain with which a norm gives zeros

@@ -23,7 +23,7 @@ from scale_surgery.surgery.record import read_manifest
 from scale_surgery.surgery.route import set_routing
 
 if TYPE_CHECKING:
-    from scale_surgery.running.texts import Document
+    from scale_surgery.running.documents import Document
 
 # what is measured on which text
 SIDES = {"old": "forgetting", "new": "learning"}
@@ -222,7 +222,7 @@ def _listed(given: str | Path | Sequence[str | Path]) -> list[Path]:
 
 
 def _read(files: Mapping[str, Sequence[Path]]) -> dict[str, list[Document]]:
-    from scale_surgery.running.texts import read_documents
+    from scale_surgery.running.documents import read_documents
 
     missing = [
         f"There is no {side} text, on which {measured} is measured. Give files with --{side}."

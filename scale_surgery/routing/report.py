@@ -28,7 +28,8 @@ from scale_surgery.running.options import RunOptions
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from scale_surgery.running.texts import Document, Sequences
+    from scale_surgery.running.documents import Document
+    from scale_surgery.running.texts import Sequences
 
 # digits of a number of a token; float32 has no more
 DIGITS = 6
@@ -82,7 +83,7 @@ def route_report(
             tokenizer that loads.
         CheckpointError: If the model cannot be found or loaded, is not expanded, or has no router.
     """
-    from scale_surgery.running.texts import read_files
+    from scale_surgery.running.documents import read_files
 
     documents = read_files([texts] if isinstance(texts, str | Path) else texts)
     routing = _read_routing(model, revision)

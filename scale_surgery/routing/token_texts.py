@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from scale_surgery.running.texts import Document
+    from scale_surgery.running.documents import Document
 
 REPLACEMENT = "\ufffd"
 # UTF-8 spends no more on a character, so after as many tokens nothing is waited for any more

@@ -1,9 +1,4 @@
-"""Texts to train on and to measure with: files become documents, documents become token sequences.
-
-    FILE.jsonl   an object a line: {"text"}, {"question", "answer"} or {"prompt", "completion"}
-    FILE.json    the same, or an array of such objects
-    FILE.*       any other file is one document of plain text
-    FOLDER       a dataset saved by the library `datasets`, with the same fields as columns
+"""Token sequences to train on and to measure with: documents become tokens, packed or cut into windows.
 
 Of a question and its answer the answer alone is learned and scored. Tokens lie in flat arrays, so that a corpus
 takes eight bytes a token in memory and nothing else.
@@ -12,20 +7,17 @@ takes eight bytes a token in memory and nothing else.
 from __future__ import annotations
 
 import hashlib
-import json
-import re
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice, pairwise
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from scale_surgery.errors import DataError, shorten
+from scale_surgery.running.documents import Document
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -34,20 +26,7 @@ if TYPE_CHECKING:
 # an answer begins; `collate` makes them one
 IGNORED = -100
 PROMPT = -101
-HALF_A_CHARACTER = re.compile("[\ud800-\udfff]")
 DOCUMENTS_AT_ONCE = 1000
-QUESTION = ("question", "answer")
-FIELDS = (("text",), QUESTION, ("prompt", "completion"))
-EXPECTED = 'expected {"text"}, {"question", "answer"} or {"prompt", "completion"}, each a text'
-
-
-@dataclass(frozen=True)
-class Document:
-    """A text: `prompt` is read only and may be empty, `text` is learned and scored; `source` says where it stands."""
-
-    prompt: str
-    text: str
-    source: str
 
 
 @dataclass(frozen=True)
@@ -89,128 +68,6 @@ class Sequences:
         digest.update(self.labels.numpy().tobytes())
         digest.update(repr(self.starts).encode())
         return digest.hexdigest()
-
-
-def read_documents(paths: Sequence[Path]) -> Iterator[Document]:
-    """Read documents from files and from saved datasets.
-
-    Args:
-        paths: Files and folders, in this order.
-
-    Yields:
-        The documents, those without any text left out.
-
-    Raises:
-        DataError: If a file cannot be read or has other fields; every problem of the file is named.
-    """
-    for path in paths:
-        if path.is_dir():
-            yield from _from_rows(_read_dataset(path), f"{path}, row")
-        elif path.suffix in (".jsonl", ".json"):
-            rows = _read_array(path) if path.suffix == ".json" else None
-            yield from _from_rows(rows, f"{path}, entry") if rows else _from_rows(_read_lines(path), f"{path}, line")
-        else:
-            yield from _documents([_read_text(path)], str(path))
-
-
-def _read_text(path: Path) -> str:
-    with _readable(path):
-        return path.read_text(encoding="utf-8-sig")  # a byte order mark is no text
-
-
-@contextmanager
-def _readable(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(
-            f"{path}: cannot be read as text ({error}). Give UTF-8 text, JSONL or a saved dataset."
-        ) from error
-
-
-def _read_lines(path: Path) -> Iterator[Any]:
-    with _readable(path), path.open(encoding="utf-8-sig", newline="\n") as stream:
-        # texts in JSON may hold other line ends, which end no line here
-        for line in stream:
-            try:
-                yield json.loads(line.removesuffix("\n")) if line.strip() else {"text": ""}
-            except UnicodeDecodeError:
-                raise
-            except ValueError as error:
-                yield error
-
-
-def _read_array(path: Path) -> list[Any] | None:
-    """The objects of a file that is one JSON array, or None where it is none."""
-    try:
-        found = json.loads(_read_text(path))
-    except ValueError:
-        return None
-    return found if isinstance(found, list) else None
-
-
-def _read_dataset(path: Path) -> Iterable[Any]:
-    try:
-        import datasets
-    except ImportError as error:
-        raise DataError(
-            f"{path}: a saved dataset needs the library datasets: pip install 'scale-surgery[datasets]'."
-        ) from error
-    try:
-        found = datasets.load_from_disk(path)
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path}: is no saved dataset ({error}). Give a folder that save_to_disk wrote.") from error
-    if isinstance(found, datasets.DatasetDict):
-        raise DataError(
-            f"{path}: holds the splits {', '.join(found)}. Give the folder of one, {path}/{next(iter(found))}."
-        )
-    rows: Iterable[Any] = found
-    return rows
-
-
-def _from_rows(rows: Iterable[Any], where: str) -> Iterator[Document]:
-    problems = []
-    for number, row in enumerate(rows, start=1):
-        names = _fields_of(row)
-        if names is None:
-            problems.append(f"{where} {number}: {_problem(row)}.")
-        else:
-            yield from _documents([row[name] for name in names], f"{where} {number}", is_question=names == QUESTION)
-    if problems:
-        raise DataError.from_problems(shorten(problems))
-
-
-def _fields_of(row: Any) -> tuple[str, ...] | None:
-    if not isinstance(row, Mapping):
-        return None
-    return next((names for names in FIELDS if all(_is_text(row.get(name)) for name in names)), None)
-
-
-def _is_text(value: Any) -> bool:
-    # JSON can name halves of a character, which are no Unicode
-    return isinstance(value, str) and not _has_half_characters(value)
-
-
-def _has_half_characters(text: str) -> bool:
-    return HALF_A_CHARACTER.search(text) is not None
-
-
-def _problem(row: Any) -> str:
-    if isinstance(row, ValueError):
-        return f"is not JSON ({row})"
-    if not isinstance(row, Mapping):
-        return f"found {type(row).__name__}, {EXPECTED}"
-    if any(isinstance(value, str) and _has_half_characters(value) for value in row.values()):
-        return "holds half a character (a lone surrogate), expected Unicode text"
-    return f"has the fields {', '.join(map(str, row)) or 'none'}; {EXPECTED}"
-
-
-def _documents(texts: Sequence[str], source: str, *, is_question: bool = False) -> Iterator[Document]:
-    """The document of a text, or of a prompt and a text; nothing where there is no text."""
-    *prompt, text = texts
-    if text.strip():
-        # the answer follows the question after a space
-        yield Document("".join(prompt), f" {text.lstrip()}" if is_question else text, source)
 
 
 def tokenize(
@@ -370,29 +227,3 @@ def pad(rows: Sequence[Mapping[str, Tensor]], name: str) -> Tensor:
     # which id stands in the padding does not matter: nothing attends to it, nothing is scored
     value = IGNORED if name == "labels" else 0
     return torch.nn.utils.rnn.pad_sequence([row[name] for row in rows], batch_first=True, padding_value=value)
-
-
-def read_files(texts: Sequence[str | Path]) -> dict[str, list[Document]]:
-    """Read texts, each file once.
-
-    Args:
-        texts: Files and saved datasets.
-
-    Returns:
-        Documents by file.
-
-    Raises:
-        DataError: If there is no file, or one cannot be read or holds no text; every such file is named.
-    """
-    documents: dict[str, list[Document]] = {}
-    problems = [] if texts else ["There is no text to report on. Give a file with --text."]
-    for file in dict.fromkeys(map(str, texts)):
-        try:
-            documents[file] = list(read_documents([Path(file)]))
-        except DataError as error:
-            problems.append(str(error))
-        else:
-            problems += [] if documents[file] else [f"{file}: is empty, expected at least one document with some text."]
-    if problems:
-        raise DataError.from_problems(problems)
-    return documents

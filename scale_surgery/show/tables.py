@@ -17,7 +17,8 @@ from scale_surgery.planning.specs import Widths
 if TYPE_CHECKING:
     from scale_surgery.demo import Demo, Reloaded
     from scale_surgery.evidence.evaluate import Evaluation
-    from scale_surgery.evidence.verify import Promise, Verification
+    from scale_surgery.evidence.promises import Promise
+    from scale_surgery.evidence.verify import Verification
     from scale_surgery.planning.inspect import ExpansionSummary, Inspection
     from scale_surgery.running.loss import Measurement
     from scale_surgery.running.probe import Layer
@@ -303,22 +304,33 @@ def render_demo(result: Demo) -> RenderableType:
     return Group(Text(same), word, left)
 
 
-def render_lesson(lesson: Evaluation, new_people: int) -> RenderableType:
-    """The end of the demo: who is known after each way to learn."""
-    names = {
-        "trained": "preserve",
-        "routed, routing disabled": "adapt",
-        "routed": "adapt, routed",
-        "fine-tuned": "full fine-tuning",
-    }
+def render_lesson(result: Demo, new_people: int) -> RenderableType:
+    """The end of the demo: who is known after each way to learn, and whether the base's tensors are still there."""
+    # title of the row, what `evaluate` calls the model, folder of the model
+    rows = (
+        ("base", "biographies (base)", "biographies"),
+        ("preserve", "trained", "trained"),
+        ("adapt", "routed, routing disabled", "routed"),
+        ("adapt, routed", "routed", "routed"),
+        ("full fine-tuning", "fine-tuned", "fine-tuned"),
+    )
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("")
     for side in ("old people known", f"{new_people} new people known", "base bytes"):
         table.add_column(side, justify="right")
-    order = {"base": 0, **{name: index for index, name in enumerate(names, 1)}}
-    for score in sorted(lesson.scores, key=lambda score: 0 if score.kind == "base" else order.get(score.name, 0)):
-        if score.kind != "disabled" and score.old is not None and score.new is not None:
-            name = "base" if score.kind == "base" else names[score.name]
-            kept = "overwritten" if score.kind == "other" else "all there"
-            table.add_row(name, f"{score.old.accuracy or 0:.1%}", f"{score.new.accuracy or 0:.1%}", kept)
+    scores = {score.name: score for score in result.lesson.scores}
+    for title, name, folder in rows:
+        known = [_accuracy(found) for found in (scores[name].old, scores[name].new)]
+        table.add_row(title, *known, _kept(result.base_tensors_kept[folder], result.base_tensors))
     return table
+
+
+def _accuracy(found: Measurement | None) -> str:
+    return "not asked" if found is None or found.accuracy is None else f"{found.accuracy:.1%}"
+
+
+def _kept(kept: int, tensors: int) -> str:
+    """In words, how many of the base's tensors a model still holds byte for byte."""
+    if kept == tensors:
+        return "all there"
+    return f"{kept} of {tensors} tensors" if kept else "overwritten"

@@ -21,13 +21,12 @@ from scale_surgery.checkpoint.folder import (
     INDEX_FILE,
     MANIFEST_FILE,
     OTHER_WEIGHT_SUFFIXES,
-    TensorInfo,
     is_inside,
     name_tensors,
-    read_header,
     read_json,
 )
 from scale_surgery.checkpoint.hashes import hash_files
+from scale_surgery.checkpoint.headers import TensorInfo, read_header
 from scale_surgery.checkpoint.sources import Source, find_source
 from scale_surgery.errors import CheckpointError
 from scale_surgery.progress import Track, no_track

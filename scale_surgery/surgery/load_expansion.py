@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scale_surgery import modeling
-from scale_surgery.checkpoint.folder import FLOAT_DTYPES, open_checkpoint
+from scale_surgery.checkpoint.folder import open_checkpoint
+from scale_surgery.checkpoint.headers import FLOAT_DTYPES
 from scale_surgery.checkpoint.shards import tensor_bytes
 from scale_surgery.checkpoint.sources import find_source
 from scale_surgery.errors import CheckpointError, PlanError

@@ -17,7 +17,6 @@ from typing import Any, Literal
 
 from scale_surgery import modeling
 from scale_surgery.checkpoint.folder import (
-    DTYPE_BYTES,
     INDEX_FILE,
     MANIFEST_FILE,
     TRAINING_FOLDER,
@@ -26,6 +25,7 @@ from scale_surgery.checkpoint.folder import (
     open_checkpoint,
 )
 from scale_surgery.checkpoint.hashes import hash_files
+from scale_surgery.checkpoint.headers import DTYPE_BYTES
 from scale_surgery.checkpoint.staging import check_space, check_target, staged, take_over, write_json
 from scale_surgery.errors import CheckpointError
 from scale_surgery.planning.methods import refuse

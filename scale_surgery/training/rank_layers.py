@@ -193,7 +193,8 @@ def _read_texts(
     run: RunOptions,
 ) -> dict[str, Sequences]:
     """Token sequences of the new text, and of the old where there is any; all of one length but the last."""
-    from scale_surgery.running.texts import pack, read_documents, tokenize, without_unscored
+    from scale_surgery.running.documents import read_documents
+    from scale_surgery.running.texts import pack, tokenize, without_unscored
 
     length = choose_length(settings.sequence_length, {source.name: context_of(checkpoint.config)})
     tokenizer = need_tokenizer(source.path, source.name, run)

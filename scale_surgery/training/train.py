@@ -8,12 +8,11 @@ Batches, optimizer, schedule, precision and several processes are the Trainer's 
 from __future__ import annotations
 
 import hashlib
-import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, fields
-from datetime import UTC, datetime, timedelta
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,29 +23,23 @@ from scale_surgery.errors import CheckpointError, TrainingError
 from scale_surgery.evidence.integrity import Integrity, bytes_to_check, check_files
 from scale_surgery.progress import Track, no_track
 from scale_surgery.running.context import choose_length, context_of
-from scale_surgery.running.freeze import expansion_parts, freeze_base, train_in_float32
 from scale_surgery.running.options import RunOptions
 from scale_surgery.running.tokenizer import need_tokenizer
 from scale_surgery.surgery.record import Manifest, check_numbering, read_manifest, refuse_fused, tool_versions
+from scale_surgery.training.arguments import LONGEST_WAIT, is_cpu, make_arguments, number_of_steps
+from scale_surgery.training.ready import check_reach, load_to_train
 from scale_surgery.training.run_folder import (
     CURVES_FILE,
     TrainingRun,
     check_resumable,
     last_measured,
-    module_names,
     refuse_unfinished,
 )
 from scale_surgery.training.settings import EvalData, TrainingSettings, TrainingStart, check_settings
 
 if TYPE_CHECKING:
-    from transformers import TrainingArguments
-
     from scale_surgery.running.texts import Sequences
     from scale_surgery.training.trainer import ExpansionTrainer
-
-PARTS_OF_A_RUN = 10
-LONGEST_WAIT = timedelta(hours=6)
-MOST_STEPS_BETWEEN_LOGS = 10
 
 
 @dataclass(frozen=True)
@@ -139,7 +132,7 @@ def train(
     if target.resolve() == path.resolve():
         raise TrainingError(f"{target}: is the model to train, expected another output folder. Choose one with -o.")
     # the others wait while the first process hashes the base and copies it
-    processes = PartialState(cpu=_is_cpu(run), timeout=LONGEST_WAIT)
+    processes = PartialState(cpu=is_cpu(run), timeout=LONGEST_WAIT)
     if processes.distributed_type == DistributedType.DEEPSPEED:
         raise TrainingError("DeepSpeed is not supported: it would write parts of tensors. Launch with FSDP2 or DDP.")
     with locked(target) if processes.is_main_process else nullcontext():
@@ -149,8 +142,8 @@ def train(
         decisive = _decisive(settings, checkpoint, manifest, texts, processes.num_processes)
         if start.resume:
             check_resumable(target, decisive)
-        model = _load(checkpoint, settings, run)
-        _check_reach(model, checkpoint, manifest)
+        model = load_to_train(checkpoint, settings, run)
+        check_reach(model, checkpoint, manifest)
         training = TrainingRun(
             target,
             checkpoint,
@@ -170,12 +163,6 @@ def train(
             training.finish(trainer.state.log_history)
         processes.wait_for_everyone()
     return _result(trainer, training, time.monotonic() - started)
-
-
-def _is_cpu(run: RunOptions) -> bool:
-    import torch
-
-    return run.device == "cpu" or not torch.accelerator.is_available()
 
 
 def _check_files(checkpoint: Checkpoint, manifest: Manifest, processes: Any, run: RunOptions, track: Track) -> None:
@@ -212,7 +199,8 @@ def _read_texts(
     run: RunOptions,
 ) -> dict[str, Sequences]:
     """Token sequences to learn from ("learn"), and those to measure on ("old", "new") where files are given."""
-    from scale_surgery.running.texts import read_documents, stride, tokenize
+    from scale_surgery.running.documents import read_documents
+    from scale_surgery.running.texts import stride, tokenize
 
     name = checkpoint.path.name
     length = choose_length(settings.sequence_length, {name: context_of(checkpoint.config)})
@@ -225,7 +213,8 @@ def _read_texts(
 
 
 def _read_learned(paths: Sequence[Path], tokenizer: Any, settings: TrainingSettings, length: int) -> Sequences:
-    from scale_surgery.running.texts import check_length, pack, read_documents, tokenize, without_unscored
+    from scale_surgery.running.documents import read_documents
+    from scale_surgery.running.texts import check_length, pack, tokenize, without_unscored
 
     if settings.packing:
         tokens = tokenize(read_documents(paths), tokenizer, learn_prompts=settings.learn_prompts)
@@ -266,91 +255,6 @@ def _record(model: Any, settings: TrainingSettings, decisive: Mapping[str, Any])
     }
 
 
-def _steps(settings: TrainingSettings, sequences: int, processes: int) -> int:
-    batches = math.ceil(sequences / (settings.batch_size * processes))
-    return settings.steps or math.ceil(settings.epochs * math.ceil(batches / settings.gradient_accumulation))
-
-
-def _load(checkpoint: Checkpoint, settings: TrainingSettings, run: RunOptions) -> Any:
-    """Load the model; what trains is float32, the rest is as it is stored and frozen."""
-    from scale_surgery.running.loading import model_class, quiet_transformers
-
-    with quiet_transformers():
-        model = model_class(checkpoint, run).from_pretrained(checkpoint.path)
-    freeze_base(model)
-    train_in_float32(model)
-    for part in expansion_parts(model):
-        part.parameter.requires_grad_(part.group in settings.groups)
-    if _is_trapped(model):
-        raise TrainingError(
-            f"{checkpoint.path}: both copies of its MLPs are still equal, and no half of the down projection (w12) "
-            "would train: the copies would get equal gradients, stay equal and learn no more than one. Add w12 to "
-            "--train-only."
-        )
-    if "routing" in checkpoint.config["scale_surgery"]:
-        model.enable_routing(settings.routed)
-    if settings.routed and _is_base_everywhere(model):
-        raise TrainingError(
-            f"{checkpoint.path}: its router, cosine and strict, gives out the base's logits where the paths agree, and "
-            "before any training they agree everywhere, so nothing would be learned. Train without --routed first, or "
-            "export without --strict."
-        )
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        chosen = ", ".join(settings.groups) or "none"
-        raise TrainingError(
-            f"{checkpoint.path}: nothing would train; it has no tensor of the chosen groups ({chosen}). "
-            f"{_advice(model)}"
-        )
-    return model
-
-
-def _check_reach(model: Any, checkpoint: Checkpoint, manifest: Manifest) -> None:
-    """Refuse to train copies of layers where what begins mute stays so: nothing would reach the output."""
-    if manifest.plan.numbering is None:
-        return
-    mute = [tensor.name for tensor in manifest.plan.method.guards(manifest.plan)]
-    hashes = hash_tensors(checkpoint, mute)
-    if any(hashes[name] != manifest.expansion_tensors[name] for name in mute):
-        return
-    parts = {part.name: part for part in expansion_parts(model)}
-    names = module_names([manifest.plan.stored_name(name) for name in mute], list(parts), {})
-    ways_out = [parts[name] for name in names.values()]
-    if not any(part.parameter.requires_grad for part in ways_out):
-        needed = " or ".join(sorted({part.group for part in ways_out}))
-        raise TrainingError(
-            f"{checkpoint.path}: nothing would be learned: its copied layers start with an output of zero, and what "
-            f"makes it zero would not train. Choose {needed} too."
-        )
-
-
-def _is_trapped(model: Any) -> bool:
-    """Whether two equal copies of an MLP, the base's and the new one, would train in the same way."""
-    from torch import equal, nn
-
-    def is_half(down: Any) -> bool:
-        weight = down.weight if isinstance(down, nn.Linear) else down.weight.t()
-        return down.w12.shape == weight.shape and equal(down.w12, weight.to(down.w12.dtype) * down.share)
-
-    grown = [module for module in model.modules() if getattr(module, "w11", None) is not None]
-    halves = [module for module in model.modules() if hasattr(module, "share") and module.w12 is not None]
-    are_alike = all(one.w11.requires_grad == one.w21.requires_grad and equal(one.w11, one.w21) for one in grown)
-    return bool(grown) and are_alike and all(is_half(half) and not half.w12.requires_grad for half in halves)
-
-
-def _advice(model: Any) -> str:
-    present = sorted({part.group for part in expansion_parts(model)})
-    if "w21" in present and "w12" not in present:
-        return "w12 exists in collaborative layers only: expand with --variant adapt, or choose other groups."
-    return f"Choose among {', '.join(present)}."
-
-
-def _is_base_everywhere(model: Any) -> bool:
-    """Whether a router gives out the base model's logits alone, whatever trains: both paths are still one."""
-    blocks = [module.w12 for module in model.modules() if getattr(module, "w12", None) is not None]
-    is_mute = model.config.scale_surgery["routing"]["router"] == "cosine" and model.router.strict
-    return is_mute and not any(block.count_nonzero() for block in blocks)
-
-
 def _make_trainer(
     model: Any,
     training: TrainingRun,
@@ -366,7 +270,7 @@ def _make_trainer(
     from scale_surgery.training.trainer import ExpansionTrainer
 
     sides = {side: sequences for side, sequences in texts.items() if side != "learn"}
-    steps = _steps(settings, len(texts["learn"]), PartialState().num_processes)
+    steps = number_of_steps(settings, len(texts["learn"]), PartialState().num_processes)
     bf16 = is_half if settings.bf16 is None else settings.bf16
     return ExpansionTrainer(
         model=model,
@@ -375,60 +279,6 @@ def _make_trainer(
         data_collator=collate,
         sides=sides,
         eval_batch=settings.batch_size,
-    )
-
-
-def make_arguments(
-    settings: TrainingSettings, folder: Path, steps: int, run: RunOptions, *, bf16: bool, is_measured: bool
-) -> TrainingArguments:
-    """Say to the Trainer how to train.
-
-    Args:
-        settings: What the user set.
-        folder: Where it puts checkpoints.
-        steps: Optimizer steps.
-        run: Where it trains: device, "auto" or "cpu".
-        bf16: Whether to compute in bfloat16.
-        is_measured: Whether there is text to measure on during the run.
-
-    Returns:
-        The Trainer's arguments.
-    """
-    from transformers import TrainingArguments
-
-    tenth = math.ceil(steps / PARTS_OF_A_RUN)
-    is_cpu = _is_cpu(run)
-    # transformers 5 renamed it on the way
-    names = {field.name for field in fields(TrainingArguments)}
-    checkpointing = "activation_checkpointing" if "activation_checkpointing" in names else "gradient_checkpointing"
-    options: dict[str, Any] = {checkpointing: settings.gradient_checkpointing}
-    return TrainingArguments(
-        output_dir=str(folder),
-        max_steps=steps,
-        per_device_train_batch_size=settings.batch_size,
-        gradient_accumulation_steps=settings.gradient_accumulation,
-        learning_rate=settings.learning_rate,
-        lr_scheduler_type="constant_with_warmup" if settings.schedule == "constant" else settings.schedule,
-        warmup_steps=math.ceil(settings.warmup * steps),
-        weight_decay=settings.weight_decay,
-        max_grad_norm=settings.max_gradient_norm,
-        seed=settings.seed,
-        bf16=bf16,
-        save_strategy="steps",
-        save_steps=settings.save_every or tenth,
-        eval_strategy="steps" if is_measured else "no",
-        eval_steps=(settings.eval_every or tenth) if is_measured else None,
-        eval_on_start=is_measured,
-        logging_steps=settings.log_every or min(MOST_STEPS_BETWEEN_LOGS, tenth),
-        # a loss that is not a number must be seen
-        logging_nan_inf_filter=False,
-        use_cpu=is_cpu,
-        dataloader_pin_memory=not is_cpu,
-        remove_unused_columns=False,
-        disable_tqdm=True,
-        report_to="none",
-        ddp_find_unused_parameters=False,
-        **options,
     )
 
 

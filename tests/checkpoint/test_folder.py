@@ -16,10 +16,10 @@ from scale_surgery.checkpoint.folder import (
     list_files,
     open_checkpoint,
     read_chunks,
-    read_header,
     read_json,
     read_tensor,
 )
+from scale_surgery.checkpoint.headers import read_header
 from scale_surgery.errors import CheckpointError
 
 

@@ -30,8 +30,9 @@ from scale_surgery import (
 from scale_surgery.cli.program import main
 from scale_surgery.evidence.evaluate import Score
 from scale_surgery.running import loss as measure
+from scale_surgery.running.documents import Document
 from scale_surgery.running.loss import Measurement
-from scale_surgery.running.texts import IGNORED, PROMPT, Document, Sequences, stride, tokenize
+from scale_surgery.running.texts import IGNORED, PROMPT, Sequences, stride, tokenize
 from tests.conftest import load
 from tests.running.test_texts import letters, lines
 from tests.tiny import save_tiny

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from scale_surgery import Request, expand
+from scale_surgery.running.documents import Document
 from scale_surgery.running.loss import measure
-from scale_surgery.running.texts import IGNORED, Document, Sequences, tokenize
+from scale_surgery.running.texts import IGNORED, Sequences, tokenize
 from tests.conftest import load
 from tests.evidence.test_evaluate import perturb, with_tokenizer
 from tests.running.test_texts import letters

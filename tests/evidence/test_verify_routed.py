@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import shutil
@@ -57,13 +58,19 @@ def copy(place: Path, tmp_path: Path) -> Copy:
     return make
 
 
+@pytest.fixture(scope="module")
+def verified(place: Path) -> Callable[[str], Verification]:
+    """What verify says of a routed folder beside its base."""
+    return functools.cache(lambda name: verify(place / name, SHIPPED_MODEL))
+
+
 def promise(result: Verification, name: str):
     return next(found for found in result.promises if found.name == name)
 
 
 @pytest.mark.parametrize("name", ROUTINGS)
-def test_a_routed_model_keeps_what_it_promises(place: Path, name: str) -> None:
-    result = verify(place / name, SHIPPED_MODEL)
+def test_a_routed_model_keeps_what_it_promises(verified: Callable[[str], Verification], name: str) -> None:
+    result = verified(name)
     assert result.passed and result.routing == ROUTINGS[name] and result.state == "trained"
     claimed = {found.name for found in result.promises if found.claimed}
     assert claimed == {"recoverable", "base_stream_always"} | ({"bounded_forgetting"} if name == "mixture" else set())
@@ -73,15 +80,15 @@ def test_a_routed_model_keeps_what_it_promises(place: Path, name: str) -> None:
     assert not numbers.is_bit_equal, "the control: what is routed is not the base's output"
 
 
-def test_the_bound_in_numbers(place: Path) -> None:
-    held = promise(verify(place / "mixture"), "bounded_forgetting")
+def test_the_bound_in_numbers(verified: Callable[[str], Verification]) -> None:
+    held = promise(verified("mixture"), "bounded_forgetting")
     assert held.holds and held.evidence.startswith("at most 0.693 nats a text; ")
-    switching = promise(verify(place / "switching"), "bounded_forgetting")
+    switching = promise(verified("switching"), "bounded_forgetting")
     assert not switching.claimed and switching.problems == (
         "switch rate 0.01: the bound grows with the text, expected 0.",
     )
     assert switching.evidence.startswith("at most 0.693 nats a text and 0.01 nats a token; ")
-    cosine = promise(verify(place / "cosine"), "bounded_forgetting")
+    cosine = promise(verified("cosine"), "bounded_forgetting")
     assert not cosine.claimed and cosine.problems == ("the cosine router promises no bound.",)
 
 

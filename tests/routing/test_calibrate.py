@@ -42,8 +42,9 @@ from scale_surgery.planning.routing_specs import read_routing
 from scale_surgery.routing.calibrate import Calibration, propose, route_calibrate
 from scale_surgery.routing.path_scores import read_paths, scored_cosines, winning_weights
 from scale_surgery.routing.sweep import Outcome, Reference, round_threshold, settings_of
+from scale_surgery.running.documents import read_documents
 from scale_surgery.running.loss import Measurement
-from scale_surgery.running.texts import collate, pad, read_documents, stride, tokenize
+from scale_surgery.running.texts import collate, pad, stride, tokenize
 from scale_surgery.show.figure_calibration import calibration_figure, plot_calibration
 from scale_surgery.show.tables_calibrate import choose_shown, render_calibration
 from tests.conftest import digests, load

@@ -16,15 +16,14 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from scale_surgery.biographies import SHIPPED_MODEL
 from scale_surgery.errors import DataError
+from scale_surgery.running.documents import Document, read_documents
 from scale_surgery.running.texts import (
     IGNORED,
     PROMPT,
-    Document,
     Sequences,
     check_length,
     collate,
     pack,
-    read_documents,
     stride,
     tokenize,
     without_unscored,

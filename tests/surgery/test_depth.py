@@ -7,7 +7,6 @@ import json
 import shutil
 import signal
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +33,8 @@ from scale_surgery.show.tables_plan import render_plan
 from scale_surgery.surgery.extract import extract
 from scale_surgery.surgery.record import read_manifest
 from tests.conftest import DEEPENED, Pair, digests, load, shake
+from tests.interrupted_steps import run_killed
 from tests.modeling.test_promises import each_dtype, each_family, each_layout, prompts, unequal
-from tests.surgery.test_interruptions import run_killed
 from tests.tiny import FAMILIES, save_tiny, tiny_config
 
 
@@ -456,7 +455,7 @@ def test_a_manifest_without_the_headers_of_the_base_is_refused(own):
 def test_a_killed_expansion_is_completed_by_a_second_run(base_of, tmp_path, label, count):
     base, target = base_of("llama", tied=True), tmp_path / "out" / "deep"
     wanted = digests(expand(base, DEEPENED, tmp_path / "wanted").path)
-    done = run_killed(label, count, json.dumps(asdict(DEEPENED)), base, target)
+    done = run_killed(label, count, DEEPENED, base, target)
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert not target.exists()
     assert digests(expand(base, DEEPENED, target).path) == wanted

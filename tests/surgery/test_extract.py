@@ -10,7 +10,8 @@ import pytest
 import transformers
 from click.testing import CliRunner
 
-from scale_surgery.checkpoint.folder import open_checkpoint, read_header, read_json
+from scale_surgery.checkpoint.folder import open_checkpoint, read_json
+from scale_surgery.checkpoint.headers import read_header
 from scale_surgery.checkpoint.staging import write_json
 from scale_surgery.cli.program import main
 from scale_surgery.errors import CheckpointError
@@ -19,11 +20,12 @@ from scale_surgery.evidence.verify import verify
 from scale_surgery.planning.base import fingerprint
 from scale_surgery.planning.inspect import inspect
 from scale_surgery.planning.request import Request
+from scale_surgery.planning.routing_specs import Routing
 from scale_surgery.surgery.expand import expand
 from scale_surgery.surgery.extract import extract
 from scale_surgery.surgery.extract_folder import STORED_INDEX, open_extract
 from scale_surgery.surgery.record import read_manifest
-from scale_surgery.surgery.route import Routing, route_export, set_routing, unroute
+from scale_surgery.surgery.route import route_export, set_routing, unroute
 from scale_surgery.surgery.strip import strip
 from scale_surgery.training.train import train
 from tests.conftest import digests

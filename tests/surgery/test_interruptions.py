@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
 import signal
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -17,55 +13,14 @@ from scale_surgery.planning.request import Request
 from scale_surgery.surgery.expand import expand
 from scale_surgery.surgery.strip import strip
 from tests.conftest import digests
+from tests.interrupted_steps import SHARD_BYTES, expand_on_a_full_disk, run_apart, run_killed
 
 REQUEST = Request("1-2", variant="adapt", collaborate="both", init_w22="random")
-# several shards, so that an interruption can fall between two
-SHARD_BYTES = 40_000
-
-# a process that kills itself when `label` has advanced `count` times, or where the folder gets its name
-KILLED = f"""
-import contextlib, json, os, signal, sys
-from pathlib import Path
-import torch
-import scale_surgery.planning.plan, scale_surgery.checkpoint.staging
-from scale_surgery.surgery.expand import expand
-from scale_surgery.planning.request import Request
-from scale_surgery.surgery.strip import strip
-torch.set_num_threads(1)
-sys.modules["scale_surgery.planning.plan"].SHARD_BYTES = {SHARD_BYTES}
-label, count = sys.argv[1], int(sys.argv[2])
-def die(*ignored, **also_ignored):
-    os.kill(os.getpid(), signal.SIGKILL)
-@contextlib.contextmanager
-def track(name, total):
-    left = [count]
-    def advance(done):
-        left[0] -= 1
-        if name == label and left[0] < 0:
-            die()
-    yield advance
-if label == "rename":
-    sys.modules["scale_surgery.checkpoint.staging"]._rename = die
-if sys.argv[3] == "strip":
-    strip(sys.argv[4], sys.argv[5], track=track, overwrite=True)
-else:
-    expand(sys.argv[4], Request(**json.loads(sys.argv[3])), sys.argv[5], track=track, overwrite=True)
-"""
-
-
-def run_killed(label: str, count: int, what: str, *folders: Path) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-c", KILLED, label, str(count), what, *map(str, folders)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
 @pytest.fixture
 def small_shards(monkeypatch):
     monkeypatch.setattr(sys.modules["scale_surgery.planning.plan"], "SHARD_BYTES", SHARD_BYTES)
-
-
-def as_json(request: Request) -> str:
-    return json.dumps(vars(request))
 
 
 KILLS = (
@@ -84,7 +39,7 @@ def test_a_killed_expansion_leaves_no_target_and_a_second_run_completes_it(
 ):
     base = base_of("llama", tied=True)
     before, target, partial = digests(base), tmp_path / "out" / "expanded", tmp_path / "out" / "expanded.partial"
-    done = run_killed(label, count, as_json(REQUEST), base, target)
+    done = run_killed(label, count, REQUEST, base, target)
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert not target.exists()
     assert digests(base) == before
@@ -102,7 +57,7 @@ def test_a_killed_expansion_leaves_no_target_and_a_second_run_completes_it(
 
 def test_another_request_starts_clean(base_of, tmp_path, small_shards):
     base, target = base_of("llama"), tmp_path / "out" / "expanded"
-    assert run_killed("base shards", 0, as_json(REQUEST), base, target).returncode == -signal.SIGKILL
+    assert run_killed("base shards", 0, REQUEST, base, target).returncode == -signal.SIGKILL
     left = tmp_path / "out" / "expanded.partial"
     (left / "stray.txt").write_text("from the interrupted run")
     other = Request("0", init_w22="random", seed=7)
@@ -115,7 +70,7 @@ def test_overwrite_keeps_the_old_target_until_the_new_one_is_whole(base_of, tmp_
     expand(base, Request("0"), target)
     old = digests(target)
     for label in ("new tensors", "base hashes", "rename"):
-        assert run_killed(label, 0, as_json(REQUEST), base, target).returncode == -signal.SIGKILL
+        assert run_killed(label, 0, REQUEST, base, target).returncode == -signal.SIGKILL
         assert digests(target) == old
     expand(base, REQUEST, target, overwrite=True)
     assert digests(target) == digests(expand(base, REQUEST, tmp_path / "undisturbed").path)
@@ -126,7 +81,7 @@ def test_overwrite_keeps_the_old_target_until_the_new_one_is_whole(base_of, tmp_
 def test_a_killed_strip_leaves_no_target_and_a_second_run_completes_it(pair_of, tmp_path, label):
     pair = pair_of("llama", "adapt", "float32", True)
     before, target = digests(pair.path), tmp_path / "stripped"
-    done = run_killed(label, 0, "strip", pair.path, target)
+    done = run_killed(label, 0, None, pair.path, target)
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert not target.exists()
     assert digests(pair.path) == before
@@ -138,7 +93,7 @@ def test_a_killed_strip_leaves_no_target_and_a_second_run_completes_it(pair_of, 
 def test_a_shard_cut_short_by_the_kill_is_not_taken_for_finished(base_of, tmp_path, small_shards):
     """Unfinished files carry another name; one that lies there from a crash is thrown away."""
     base, target = base_of("llama"), tmp_path / "out" / "expanded"
-    assert run_killed("new tensors", 40, as_json(REQUEST), base, target).returncode == -signal.SIGKILL
+    assert run_killed("new tensors", 40, REQUEST, base, target).returncode == -signal.SIGKILL
     partial = target.parent / "expanded.partial"
     (partial / "expansion-00002-of-00009.safetensors.tmp").write_bytes(b"half")
     expand(base, REQUEST, target)
@@ -179,31 +134,13 @@ def test_a_target_that_appears_meanwhile_is_not_replaced(tmp_path):
     assert [file.name for file in target.iterdir()] == ["theirs"]
 
 
-FULL_DISK = """
-import resource, signal, sys
-import torch
-from scale_surgery.errors import CheckpointError
-from scale_surgery.surgery.expand import expand
-from scale_surgery.planning.request import Request
-torch.set_num_threads(1)
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[3]),) * 2)
-try:
-    expand(sys.argv[1], Request(sys.argv[4]), sys.argv[2])
-except CheckpointError as error:
-    sys.exit(str(error))
-"""
-
-
 @pytest.mark.parametrize(
     ("limit", "layers", "file"), ((30_000, "all", "expansion-00001"), (100_000, "0", "model.safetensors"))
 )
 def test_a_file_that_cannot_be_written_is_an_error_and_no_target(base_of, tmp_path, limit, layers, file):
     """The first limit stops the new shard, which safetensors writes, the second a base shard, which is copied."""
     base, target = base_of("llama"), tmp_path / "expanded"
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", FULL_DISK, str(base), str(target), str(limit), layers]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = run_apart(expand_on_a_full_disk, limit, Request(layers), base, target)
     assert done.returncode == 1
     assert f"{target}: not written, File too large" in done.stderr
     assert file in done.stderr

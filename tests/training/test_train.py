@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import shutil
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,6 +24,7 @@ from scale_surgery import (
     Probes,
     Request,
     SurgeryError,
+    Training,
     TrainingError,
     TrainingSettings,
     TrainingStart,
@@ -41,6 +40,7 @@ from scale_surgery.cli.program import main
 from scale_surgery.surgery.record import read_manifest
 from scale_surgery.training.run_folder import module_names, publish_tensors
 from tests.conftest import digests, load
+from tests.interrupted_steps import FORKS, run_apart, run_command, train_and_die_at_the_end
 from tests.tiny import FAMILIES
 
 SHORT = {"sequence_length": 32, "batch_size": 2, "learning_rate": 3e-3, "log_every": 1}
@@ -77,6 +77,19 @@ def trained(place: Path) -> Path:
 
 
 RESUMED = TrainingStart(resume=True)
+
+
+@pytest.fixture(scope="module")
+def trained_whole(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Training]:
+    """A run that nobody stopped, to compare with."""
+
+    @functools.cache
+    def make(variant: str) -> Training:
+        output = tmp_path_factory.mktemp("whole") / variant
+        sides = EvalData(old=[place / "old.jsonl"])
+        return train(place / variant, [place / "texts.jsonl"], output, SETTINGS, eval_data=sides)
+
+    return make
 
 
 def expansion(path: Path) -> dict[str, torch.Tensor]:
@@ -282,9 +295,11 @@ def test_checkpoints_hold_the_expansion_and_nothing_of_the_base(place: Path, tmp
 
 @pytest.mark.parametrize("variant", ["preserve", "adapt"])
 @pytest.mark.parametrize("stop", [1, 3, 5])
-def test_resume_gives_the_same_weights(place: Path, tmp_path: Path, variant: str, stop: int) -> None:
+def test_resume_gives_the_same_weights(
+    place: Path, trained_whole: Callable[[str], Training], tmp_path: Path, variant: str, stop: int
+) -> None:
     data, sides = [place / "texts.jsonl"], EvalData(old=[place / "old.jsonl"])
-    whole = train(place / variant, data, tmp_path / "whole", SETTINGS, eval_data=sides)
+    whole = trained_whole(variant)
     with pytest.raises(TrainingError, match="interrupted"):
         train(
             place / variant, data, tmp_path / "out", SETTINGS, eval_data=sides,
@@ -300,18 +315,19 @@ def test_resume_gives_the_same_weights(place: Path, tmp_path: Path, variant: str
 def test_killed_at_any_moment_it_holds_a_whole_checkpoint(place: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     command = [
-        sys.executable, "-m", "scale_surgery", "train", str(place / "preserve"), "--data", str(place / "texts.jsonl"),
+        "train", str(place / "preserve"), "--data", str(place / "texts.jsonl"),
         "-o", str(out), "--steps", "400", "--save-every", "1", "--sequence-length", "32", "--batch-size", "2",
         "--warmup", "0", "--device", "cpu", "--quiet",
     ]  # fmt: skip
-    run = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    run = FORKS.Process(target=run_command, args=(command,))
+    run.start()
     deadline = time.monotonic() + 60
     index = out / "model.safetensors.index.json"
     while not (index.exists() and "expansion-step-" in index.read_text()) and time.monotonic() < deadline:
-        assert run.poll() is None, run.stderr.read()
+        assert run.is_alive()
         time.sleep(0.02)
-    run.send_signal(signal.SIGKILL)
-    run.communicate()
+    run.kill()
+    run.join()
     assert verify(out, record=False).passed
     assert (out / "training" / "settings.json").is_file()
     assert not same(expansion(out), expansion(place / "preserve"))
@@ -362,32 +378,12 @@ def test_resume_after_the_last_step_does_no_further_one(place: Path, tmp_path: P
     settings = TrainingSettings(steps=4, save_every=2, schedule="constant", **SHORT)
     whole = train(place / "adapt", data, tmp_path / "whole", settings, eval_data=sides)
 
-    def stop_at_the_end(folder: Path) -> None:
-        run = subprocess.run(
-            [sys.executable, "-c", STOPPED_IN_FINISH, str(place), str(folder)], capture_output=True, text=True
-        )
-        assert run.returncode == 9, run.stderr
-
-    stop_at_the_end(tmp_path / "out")
+    ended = run_apart(train_and_die_at_the_end, place / "adapt", *data, tmp_path / "out", settings, *sides.old)
+    assert ended.returncode == 9, ended.stderr
     assert list((tmp_path / "out" / "training").glob("checkpoint-4"))
     done = train(place / "adapt", data, tmp_path / "out", settings, eval_data=sides, start=RESUMED)
     assert done.steps == 4 and same(expansion(done.path), expansion(whole.path))
     assert read_manifest(done.path).training[-1]["steps"] == 4
-
-
-# a process that dies between the last checkpoint and the end of the run
-STOPPED_IN_FINISH = """
-import os, sys
-from pathlib import Path
-from scale_surgery import EvalData, TrainingSettings, train
-from scale_surgery.training.run_folder import TrainingRun
-TrainingRun.finish = lambda self, log: os._exit(9)
-place, out = map(Path, sys.argv[1:])
-settings = TrainingSettings(
-    steps=4, save_every=2, schedule="constant", sequence_length=32, batch_size=2, learning_rate=3e-3, log_every=1
-)
-train(place / "adapt", [place / "texts.jsonl"], out, settings, eval_data=EvalData(old=[place / "old.jsonl"]))
-"""
 
 
 def test_resume_of_another_expansion_of_the_same_base_is_refused(place: Path, tmp_path: Path) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -57,6 +60,17 @@ def trained(place: Path, model: str, output: Path, **changes: Any) -> Path:
     return train(place / model, [place / "new.jsonl"], output, replace(SETTINGS, **changes)).path
 
 
+@pytest.fixture(scope="module")
+def trained_of(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """A model of `place` after a run, to be read: made once, in its test if it is the first to ask."""
+
+    @functools.cache
+    def make(model: str, routed: bool = False) -> Path:
+        return trained(place, model, tmp_path_factory.mktemp("trained") / model, routed=routed)
+
+    return make
+
+
 def expansion(folder: Path) -> dict[str, torch.Tensor]:
     return {name: own for file in folder.glob("expansion-*") for name, own in load_file(file).items()}
 
@@ -67,17 +81,21 @@ def same(one: Path, other: Path) -> bool:
     return all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_without_the_route_it_trains_as_the_unrouted_model(place: Path, tmp_path: Path) -> None:
-    unrouted = trained(place, "adapt", tmp_path / "unrouted")
+def test_without_the_route_it_trains_as_the_unrouted_model(place: Path, trained_of: Callable[..., Path]) -> None:
+    unrouted = trained_of("adapt")
     assert not same(unrouted, place / "adapt"), "the control: it has learned"
     for name in ROUTERS:
-        assert same(trained(place, name, tmp_path / name), unrouted), name
+        assert same(trained_of(name), unrouted), name
 
 
 @pytest.mark.parametrize("name", ROUTERS)
-def test_with_the_route_the_base_stays(place: Path, tmp_path: Path, name: str) -> None:
-    once = trained(place, name, tmp_path / "once") if name == "strict" else place / name
-    routed = train(once, [place / "new.jsonl"], tmp_path / "routed", replace(SETTINGS, routed=True)).path
+def test_with_the_route_the_base_stays(place: Path, trained_of: Callable[..., Path], tmp_path: Path, name: str) -> None:
+    once, routed = place / name, tmp_path / "routed"
+    if name == "strict":
+        once = trained_of(name)
+        train(once, [place / "new.jsonl"], routed, replace(SETTINGS, routed=True))
+    else:
+        shutil.copytree(trained_of(name, routed=True), routed)
     assert not same(routed, once)
     result = verify(routed, SHIPPED_MODEL, probes=Probes(new_tokens=2))
     assert result.passed and result.state == "trained"
@@ -93,15 +111,16 @@ def test_with_the_route_the_base_stays(place: Path, tmp_path: Path, name: str) -
 
 
 @pytest.mark.parametrize("name", ["posterior", "cosine"])
-def test_the_route_changes_what_is_learned(place: Path, tmp_path: Path, name: str) -> None:
-    with_route = trained(place, name, tmp_path / "with", routed=True)
-    assert not same(with_route, trained(place, name, tmp_path / "without"))
+def test_the_route_changes_what_is_learned(trained_of: Callable[..., Path], name: str) -> None:
+    assert not same(trained_of(name, routed=True), trained_of(name))
 
 
 @pytest.mark.parametrize("name", ROUTERS)
-def test_the_first_loss_is_that_of_the_routed_output(place: Path, tmp_path: Path, name: str) -> None:
+def test_the_first_loss_is_that_of_the_routed_output(
+    place: Path, trained_of: Callable[..., Path], tmp_path: Path, name: str
+) -> None:
     """A trained model is trained on: its routed loss and that of its adapt path differ."""
-    once = trained(place, name, tmp_path / "once")
+    once = trained_of(name)
     settings = replace(
         SETTINGS, steps=1, batch_size=64, packing=False, sequence_length=64, learning_rate=1e-9, schedule="constant"
     )
@@ -161,8 +180,8 @@ def test_the_loss_is_cross_entropy_of_the_routed_logits(place: Path) -> None:
     assert torch.allclose(output.loss, wanted)
 
 
-def test_unrouted_again_it_keeps_what_it_learned(place: Path, tmp_path: Path) -> None:
-    routed = trained(place, "posterior", tmp_path / "routed", routed=True)
+def test_unrouted_again_it_keeps_what_it_learned(trained_of: Callable[..., Path], tmp_path: Path) -> None:
+    routed = trained_of("posterior", routed=True)
     again = unroute(routed, tmp_path / "again").path
     assert same(again, routed)
     result = verify(again, SHIPPED_MODEL, probes=Probes(new_tokens=0))

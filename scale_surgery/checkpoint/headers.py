@@ -1,0 +1,124 @@
+"""Headers of safetensors files: name, dtype, shape and place of every tensor, checked before a weight is read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from scale_surgery.errors import CheckpointError
+
+MAX_HEADER_BYTES = 100_000_000
+DTYPE_BYTES = {
+    "F64": 8,
+    "F32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "I64": 8,
+    "I32": 4,
+    "I16": 2,
+    "I8": 1,
+    "U64": 8,
+    "U32": 4,
+    "U16": 2,
+    "U8": 1,
+    "BOOL": 1,
+}
+FLOAT_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Where a tensor lies: file, dtype (safetensors' name), shape, first byte in the file and byte count.
+
+    `stored_as` is its name in the file, where layers were duplicated and it has another; see numbering.py.
+    """
+
+    name: str
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    bytes: int
+    stored_as: str | None = None
+
+    @property
+    def elements(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+
+def read_header(path: Path, file: str) -> dict[str, TensorInfo]:
+    """Read the header of one safetensors file: 8 bytes of length, then JSON.
+
+    Args:
+        path: Folder of the checkpoint.
+        file: Name of the file in it.
+
+    Returns:
+        Every tensor of the file by name.
+
+    Raises:
+        CheckpointError: If the file is missing, truncated or not safetensors.
+    """
+    try:
+        size = (path / file).stat().st_size
+        with (path / file).open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            if size < 8 or not 2 <= length <= min(size - 8, MAX_HEADER_BYTES):
+                raise CheckpointError(
+                    f"{file}: its first 8 bytes promise a header of {length} bytes in a file of {size} bytes. "
+                    "It is truncated or not a safetensors file: download it again."
+                )
+            header = json.loads(stream.read(length))
+            return _parse_header(file, header, 8 + length, size)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{file}: shard not found in {path}. Download it again.") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{file}: its header is not that of a safetensors file ({error}). Download it again."
+        ) from error
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read ({error}).") from error
+
+
+def _parse_header(file: str, header: Mapping[str, Any], data_start: int, size: int) -> dict[str, TensorInfo]:
+    tensors = {}
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        begin, end = entry["data_offsets"]
+        info = TensorInfo(name, file, entry["dtype"], tuple(entry["shape"]), data_start + begin, end - begin)
+        if data_start + end > size:
+            raise CheckpointError(
+                f"{file}: {name} ends at byte {data_start + end}, the file has {size} bytes. "
+                "It is truncated: download it again."
+            )
+        if info.bytes != info.elements * DTYPE_BYTES.get(info.dtype, 0) and info.dtype in DTYPE_BYTES:
+            raise CheckpointError(
+                f"{file}: {name} has {info.bytes} bytes, expected {info.elements * DTYPE_BYTES[info.dtype]} "
+                f"for shape {info.shape} in {info.dtype}. Download it again."
+            )
+        tensors[name] = info
+    _check_offsets(file, tensors, data_start, size)
+    return tensors
+
+
+def _check_offsets(file: str, tensors: Mapping[str, TensorInfo], data_start: int, size: int) -> None:
+    expected = data_start
+    for info in sorted(tensors.values(), key=lambda info: (info.offset, info.bytes)):
+        if info.offset != expected or info.bytes < 0:
+            raise CheckpointError(
+                f"{file}: {info.name} begins at byte {info.offset}, expected {expected}, where the tensor before it "
+                "ends. It is damaged: download it again."
+            )
+        expected += info.bytes
+    if expected != size:
+        raise CheckpointError(
+            f"{file}: its tensors end at byte {expected}, the file has {size} bytes. It is damaged: download it again."
+        )

@@ -1,0 +1,189 @@
+"""The named promises: which a model claims in its present state, which hold, and on what evidence."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from scale_surgery.checkpoint.folder import Checkpoint
+from scale_surgery.checkpoint.numbering import CONFIG_KEY, numbering_of
+from scale_surgery.evidence.integrity import Integrity
+from scale_surgery.planning.routing_specs import Routing
+from scale_surgery.running.drift import TOLERANCES
+from scale_surgery.surgery.record import Manifest, routing_of
+
+if TYPE_CHECKING:
+    from scale_surgery.running.probe import Numbers
+
+PROMISES = ("recoverable", "output_at_init", "near_output_at_init", "base_stream_always", "bounded_forgetting")
+
+
+@dataclass(frozen=True)
+class Promise:
+    """One named promise: whether the model claims it in its present state, whether it holds, and why.
+
+    `holds` is None where files alone cannot show it and no model was run.
+    """
+
+    name: str
+    claimed: bool
+    holds: bool | None
+    evidence: str
+    problems: tuple[str, ...]
+
+
+def judge(
+    checkpoint: Checkpoint,
+    manifest: Manifest,
+    integrity: Integrity,
+    numbers: Numbers | None,
+    problems: tuple[str, ...],
+    required: tuple[str, ...],
+) -> tuple[Promise, ...]:
+    """Judge every promise by what was found.
+
+    Args:
+        checkpoint: The expanded checkpoint.
+        manifest: Its surgery.json.
+        integrity: What its files showed.
+        numbers: What the probe prompts showed, or None where no model was run.
+        problems: What speaks against every promise about outputs: structure, config, code, loading, token ids.
+        required: Promises that are asked for by name.
+
+    Returns:
+        The promises, those that are not claimed too.
+    """
+    plan, routing = manifest.plan, routing_of(manifest)
+    is_exact, is_initial = plan.method.is_exact_at_init(plan), not integrity.trained
+    is_always = plan.variant in plan.method.preserving or routing is not None
+    promises: tuple[Promise, ...] = (
+        Promise("recoverable", True, not integrity.base, _recoverable_evidence(integrity), integrity.base),
+        _output_at_init(integrity, numbers, problems, manifest, claimed=is_initial and is_exact),
+        _base_stream_always(checkpoint, integrity, numbers, problems, claimed=is_always, is_routed=routing is not None),
+        _bounded_forgetting(routing, numbers, problems),
+    )
+    if not is_exact or "near_output_at_init" in required:
+        near = _near_output_at_init(integrity, numbers, problems, manifest, claimed=is_initial and not is_exact)
+        promises = (*promises[:2], near, *promises[2:])
+    if manifest.fused is not None:
+        promises = tuple(_fused(promise, manifest.fused["drift"]) for promise in promises)
+    if manifest.forced_base is not None:
+        promises = tuple(_forced(promise, manifest.forced_base) for promise in promises)
+    return promises
+
+
+def _fused(promise: Promise, drift: Mapping[str, Any]) -> Promise:
+    """Of a fused model, whose sums run in another order, no promise about logits is made."""
+    if promise.name == "recoverable":
+        return promise
+    found = f"drift {drift['drift']:.3g} in {drift['dtype']} when it was merged"
+    return replace(promise, claimed=False, evidence=f"fused: logits are its blocks' but for rounding, {found}")
+
+
+def _forced(promise: Promise, forced: Mapping[str, Any]) -> Promise:
+    """Of an expansion that was put on another base by force, no promise about outputs is made."""
+    if promise.name == "recoverable":
+        return promise
+    differing, expected = len(forced["differing"]), forced["expected_name"]
+    found = f"put by --force on a base of which {differing} tensors are not those of {expected}"
+    return replace(promise, claimed=False, evidence=f"{found}; {promise.evidence}")
+
+
+def _recoverable_evidence(integrity: Integrity) -> str:
+    evidence = f"{integrity.base_tensors} base tensors, {integrity.base_bytes:,} bytes, sha256 compared"
+    return f"{evidence}; {len(integrity.base)} problems" if integrity.base else evidence
+
+
+def _output_at_init(
+    integrity: Integrity, numbers: Numbers | None, general: tuple[str, ...], manifest: Manifest, *, claimed: bool
+) -> Promise:
+    found, problems = [], []
+    if numbers is not None:
+        found.append(f"logits {_equality(numbers.is_bit_equal, numbers.drift, numbers)}")
+        if not numbers.is_bit_equal:
+            problems.append(f"logits: drift {numbers.drift:.3g} in {numbers.dtype}, expected bit-equal.")
+        if numbers.generation_equal is False or numbers.uncached_equal is False:
+            problems.append("greedy continuation differs, with or without KV cache.")
+    return _at_init("output_at_init", integrity, manifest, found, (*general, *problems), claimed=claimed)
+
+
+def _near_output_at_init(
+    integrity: Integrity, numbers: Numbers | None, general: tuple[str, ...], manifest: Manifest, *, claimed: bool
+) -> Promise:
+    """Claimed where copies count other shares than a half, or in float16, whose small numbers cannot be halved."""
+    found, problems = [], []
+    if numbers is not None:
+        most = TOLERANCES[numbers.dtype] * numbers.largest_logit
+        equality = _equality(numbers.is_bit_equal, numbers.drift, numbers)
+        found.append(f"logits {equality}, rounding explains {most:.3g}")
+        if not numbers.drift <= most:
+            problems.append(f"logits: drift {numbers.drift:.3g} in {numbers.dtype}, expected at most {most:.3g}.")
+    return _at_init("near_output_at_init", integrity, manifest, found, (*general, *problems), claimed=claimed)
+
+
+def _at_init(
+    name: str, integrity: Integrity, manifest: Manifest, found: list[str], problems: tuple[str, ...], *, claimed: bool
+) -> Promise:
+    """A promise about the start: what files say of it, and what was found where models were run."""
+    evidence = "; ".join([manifest.plan.method.start(len(integrity.nonzero)), *(found or ["no model was run"])])
+    every = (*integrity.nonzero, *(problems if found else ()))
+    return Promise(name, claimed, (not every) if found or every else None, evidence, every)
+
+
+def _base_stream_always(
+    checkpoint: Checkpoint,
+    integrity: Integrity,
+    numbers: Numbers | None,
+    general: tuple[str, ...],
+    *,
+    claimed: bool,
+    is_routed: bool,
+) -> Promise:
+    blocks = [name for name in checkpoint.tensors if name.endswith(".w12")]
+    problems = [f"{name}: writes into the base stream." for name in blocks if not is_routed] + [*integrity.base]
+    evidence = f"{len(blocks)} W12 blocks exist" if blocks else "no W12 exists"
+    evidence += ", on the adapt path alone" if blocks and is_routed else ""
+    if numbering_of(checkpoint.config.get(CONFIG_KEY)) is not None:
+        evidence = "new layers write into the base stream once they are trained"
+        problems.append(f"{evidence}.")
+    if numbers is None:
+        evidence += "; no model was run"
+    else:
+        problems += general
+        drifted = [layer for layer in numbers.layers if not layer.is_bit_equal]
+        evidence += f"; base logits {_equality(numbers.base_logits_bit_equal, numbers.base_logits_drift, numbers)}"
+        problems += [f"base stream after layer {layer.layer}: drift {layer.drift:.3g}." for layer in drifted]
+        if not numbers.base_logits_bit_equal:
+            problems.append(f"base logits: drift {numbers.base_logits_drift:.3g} in {numbers.dtype}.")
+    return Promise("base_stream_always", claimed, _holds(problems, numbers), evidence, tuple(problems))
+
+
+def _bounded_forgetting(routing: Routing | None, numbers: Numbers | None, general: tuple[str, ...]) -> Promise:
+    """Claimed without switching; with it, what a text can lose grows with its length."""
+    name = "bounded_forgetting"
+    if routing is None or routing.router != "posterior":
+        reason = "this model does not route" if routing is None else "the cosine router promises no bound"
+        return Promise(name, False, False, reason, (f"{reason}.",))
+    bound, each = -math.log(routing.prior), -math.log1p(-routing.switch_rate)
+    evidence = f"at most {bound:.3g} nats a text" + (f" and {each:.2g} nats a token" if each else "")
+    problems = [] if not each else [f"switch rate {routing.switch_rate:g}: the bound grows with the text, expected 0."]
+    if numbers is not None:
+        problems += general
+        evidence += f"; {max(0.0, numbers.excess):.3g} found on {numbers.prompts} prompts"
+        most = bound + each * numbers.longest + numbers.rounding
+        if not numbers.excess <= most:
+            problems.append(f"a prompt loses {numbers.excess:.3g} nats, expected at most {most:.3g}.")
+        if not numbers.base_logits_bit_equal:
+            problems.append(f"base logits: drift {numbers.base_logits_drift:.3g} in {numbers.dtype}.")
+    return Promise(name, not each, _holds(problems, numbers), evidence, tuple(problems))
+
+
+def _holds(problems: list[str], numbers: Numbers | None) -> bool | None:
+    return None if numbers is None and not problems else not problems
+
+
+def _equality(is_equal: bool, drift: float, numbers: Numbers) -> str:
+    found = "bit-equal" if is_equal else f"differ by {drift:.3g}"
+    return f"{found} on {numbers.tokens} tokens ({numbers.dtype}, {numbers.attention})"

@@ -1,0 +1,110 @@
+"""Load a model to be trained, and refuse what could not learn."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from scale_surgery.checkpoint.folder import Checkpoint
+from scale_surgery.checkpoint.hashes import hash_tensors
+from scale_surgery.errors import TrainingError
+from scale_surgery.running.freeze import expansion_parts, freeze_base, train_in_float32
+from scale_surgery.running.options import RunOptions
+from scale_surgery.surgery.record import Manifest
+from scale_surgery.training.run_folder import module_names
+from scale_surgery.training.settings import TrainingSettings
+
+
+def load_to_train(checkpoint: Checkpoint, settings: TrainingSettings, run: RunOptions) -> Any:
+    """Load a model to be trained; what trains is float32, the rest is as it is stored and frozen.
+
+    Args:
+        checkpoint: The expanded checkpoint.
+        settings: What the user set.
+        run: How it runs: device, trust_remote_code.
+
+    Returns:
+        The model.
+
+    Raises:
+        TrainingError: If nothing of it would train, or nothing would be learned.
+    """
+    from scale_surgery.running.loading import model_class, quiet_transformers
+
+    with quiet_transformers():
+        model = model_class(checkpoint, run).from_pretrained(checkpoint.path)
+    freeze_base(model)
+    train_in_float32(model)
+    for part in expansion_parts(model):
+        part.parameter.requires_grad_(part.group in settings.groups)
+    if _is_trapped(model):
+        raise TrainingError(
+            f"{checkpoint.path}: both copies of its MLPs are still equal, and no half of the down projection (w12) "
+            "would train: the copies would get equal gradients, stay equal and learn no more than one. Add w12 to "
+            "--train-only."
+        )
+    if "routing" in checkpoint.config["scale_surgery"]:
+        model.enable_routing(settings.routed)
+    if settings.routed and _is_base_everywhere(model):
+        raise TrainingError(
+            f"{checkpoint.path}: its router, cosine and strict, gives out the base's logits where the paths agree, and "
+            "before any training they agree everywhere, so nothing would be learned. Train without --routed first, or "
+            "export without --strict."
+        )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        chosen = ", ".join(settings.groups) or "none"
+        raise TrainingError(
+            f"{checkpoint.path}: nothing would train; it has no tensor of the chosen groups ({chosen}). "
+            f"{_advice(model)}"
+        )
+    return model
+
+
+def check_reach(model: Any, checkpoint: Checkpoint, manifest: Manifest) -> None:
+    """Refuse to train copies of layers where what begins mute stays so: nothing would reach the output.
+
+    Raises:
+        TrainingError: If it would stay so.
+    """
+    if manifest.plan.numbering is None:
+        return
+    mute = [tensor.name for tensor in manifest.plan.method.guards(manifest.plan)]
+    hashes = hash_tensors(checkpoint, mute)
+    if any(hashes[name] != manifest.expansion_tensors[name] for name in mute):
+        return
+    parts = {part.name: part for part in expansion_parts(model)}
+    names = module_names([manifest.plan.stored_name(name) for name in mute], list(parts), {})
+    ways_out = [parts[name] for name in names.values()]
+    if not any(part.parameter.requires_grad for part in ways_out):
+        needed = " or ".join(sorted({part.group for part in ways_out}))
+        raise TrainingError(
+            f"{checkpoint.path}: nothing would be learned: its copied layers start with an output of zero, and what "
+            f"makes it zero would not train. Choose {needed} too."
+        )
+
+
+def _is_trapped(model: Any) -> bool:
+    """Whether two equal copies of an MLP, the base's and the new one, would train in the same way."""
+    from torch import equal, nn
+
+    def is_half(down: Any) -> bool:
+        weight = down.weight if isinstance(down, nn.Linear) else down.weight.t()
+        return down.w12.shape == weight.shape and equal(down.w12, weight.to(down.w12.dtype) * down.share)
+
+    grown = [module for module in model.modules() if getattr(module, "w11", None) is not None]
+    halves = [module for module in model.modules() if hasattr(module, "share") and module.w12 is not None]
+    are_alike = all(one.w11.requires_grad == one.w21.requires_grad and equal(one.w11, one.w21) for one in grown)
+    return bool(grown) and are_alike and all(is_half(half) and not half.w12.requires_grad for half in halves)
+
+
+def _advice(model: Any) -> str:
+    present = sorted({part.group for part in expansion_parts(model)})
+    if "w21" in present and "w12" not in present:
+        return "w12 exists in collaborative layers only: expand with --variant adapt, or choose other groups."
+    return f"Choose among {', '.join(present)}."
+
+
+def _is_base_everywhere(model: Any) -> bool:
+    """Whether a router gives out the base model's logits alone, whatever trains: both paths are still one."""
+    blocks = [module.w12 for module in model.modules() if getattr(module, "w12", None) is not None]
+    is_mute = model.config.scale_surgery["routing"]["router"] == "cosine" and model.router.strict
+    return is_mute and not any(block.count_nonzero() for block in blocks)
