@@ -16,7 +16,10 @@ request are reported together, one a line.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+
+MOST_LINES = 12
+MOST_NAMES = 5
 
 
 class SurgeryError(Exception):
@@ -50,3 +53,24 @@ class TrainingError(SurgeryError):
 
 class HubError(SurgeryError):
     """The Hub cannot be reached, or refuses what was to be pushed."""
+
+
+def shorten(lines: Sequence[str], most: int = MOST_LINES, ending: str = ".") -> list[str]:
+    """Shorten a list of problems that may be as long as a checkpoint has tensors.
+
+    Args:
+        lines: All of them.
+        most: How many are kept.
+        ending: What follows the number of those that are left out.
+
+    Returns:
+        The first lines, and one that counts the rest.
+    """
+    more = len(lines) - most
+    return [*lines[:most], f"... and {more} more{ending}"] if more > 0 else list(lines)
+
+
+def name_some(names: Sequence[str], most: int = MOST_NAMES) -> str:
+    """Name the first of many things in a sentence, and count the rest."""
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")

@@ -17,6 +17,8 @@ from scale_surgery.errors import (
     SurgeryError,
     TrainingError,
     UnsupportedFamilyError,
+    name_some,
+    shorten,
 )
 
 PACKAGE = Path(errors.__file__).parent
@@ -51,3 +53,11 @@ def test_what_the_package_raises_is_in_the_tree():
                 name = ast.unparse(node.exc.func).removesuffix(".from_problems")
                 is_click = name.startswith(("click.", "SystemExit"))
                 assert name in known or is_click or name in elsewhere.get(file.name, set()), f"{file.name}: {name}"
+
+
+def test_long_lists_are_shortened_and_counted():
+    lines = [f"{number}: a." for number in range(20)]
+    assert shorten(lines[:12]) == lines[:12] and name_some(lines[:5]) == ", ".join(lines[:5])
+    assert shorten(lines) == [*lines[:12], "... and 8 more."]
+    assert shorten(lines, 3, "; see --report") == [*lines[:3], "... and 17 more; see --report"]
+    assert name_some(["a", "b", "c"], 2) == "a, b and 1 more"

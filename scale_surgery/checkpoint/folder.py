@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from scale_surgery.checkpoint.headers import TensorInfo, read_header
 from scale_surgery.checkpoint.numbering import CONFIG_KEY, Numbering, numbering_of
-from scale_surgery.errors import CheckpointError
+from scale_surgery.errors import CheckpointError, shorten
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -137,8 +137,8 @@ def name_tensors(tensors: Mapping[str, TensorInfo], numbering: Numbering | None)
     named = {stored: numbering.named(stored) for stored in tensors}
     if len(set(named.values())) < len(named):
         raise CheckpointError(
-            f"{CONFIG_FILE}: two tensors of the files would be one where layers {list(numbering.copied)} have copies. "
-            "Restore config.json from where you got it."
+            f"{CONFIG_FILE}: says that layers {list(numbering.copied)} have copies, which would give two tensors the "
+            "same name. Restore config.json from where you got it."
         )
     return {named[stored]: replace(info, name=named[stored], stored_as=stored) for stored, info in tensors.items()}
 
@@ -245,7 +245,7 @@ def _refuse_escapes(weight_map: Mapping[str, str]) -> None:
         if not is_inside(file)
     ]
     if outside:
-        raise CheckpointError.from_problems(outside[:10])
+        raise CheckpointError.from_problems(shorten(outside))
 
 
 def _read_shards(path: Path, shards: list[str]) -> tuple[dict[str, TensorInfo], list[str]]:

@@ -66,6 +66,13 @@ def check_output_files(files: Sequence[Path | None], inputs: Sequence[str | Path
         CheckpointError: If one is a folder, lies in a folder that is read or is a file that is read, its own folder
             cannot be written, or two are one; every such file is named.
     """
+    problems = output_file_problems(files, inputs)
+    if problems:
+        raise CheckpointError.from_problems(problems)
+
+
+def output_file_problems(files: Sequence[Path | None], inputs: Sequence[str | Path]) -> list[str]:
+    """Say what keeps files from being written; arguments are those of `check_output_files`."""
     places = {file: file.resolve() for file in files if file is not None}
     problems = [
         f"{file}: would be written into {source}, which is read. Choose another file."
@@ -82,8 +89,7 @@ def check_output_files(files: Sequence[Path | None], inputs: Sequence[str | Path
     given = [file.resolve() for file in files if file is not None]
     if len(set(given)) < len(given):
         problems.append(f"{next(iter(places))}: is to be two different files at once. Choose two names.")
-    if problems:
-        raise CheckpointError.from_problems(problems)
+    return problems
 
 
 def _touches(path: Path, source: Path) -> bool:

@@ -10,95 +10,51 @@ import click
 from scale_surgery.cli.options import (
     FILE,
     FOLDER,
-    Command,
-    add_options,
+    given,
     model_options,
+    named,
+    options_from,
     output_options,
     overwrite_options,
     take,
 )
-from scale_surgery.planning.methods import METHODS, variants
+from scale_surgery.planning.request import Request
 
 if TYPE_CHECKING:
-    from scale_surgery.planning.request import Request
     from scale_surgery.show.console import Output
 
 
-def request_options(command: Command) -> Command:
-    """Add what makes a `Request`; defaults stand in the dataclass."""
-    inits = click.Choice(["svd", "random", "zero"])
-    options = [
-        click.option(
-            "--layers", help="Layers to expand, zero-based, ends included: 20-31, 0,4,8, -1, last:4, every:4, all."
-        ),
-        click.option(
-            "--method",
-            type=click.Choice(list(METHODS)),
-            help="scale: new blocks; grow: copies of the MLP; depth: copies of whole layers. Default: scale.",
-        ),
-        click.option(
-            "--variant",
-            type=click.Choice(variants()),
-            help="What trains. Default: preserve (scale), grow-freeze (grow), depth (depth).",
-        ),
-        click.option("--copies", type=int, help="MLPs in a grown layer, the original included (grow). Default: 2."),
-        click.option("--collaborative-layers", help="Layers with W12 (adapt). Default: all expanded layers."),
-        click.option(
-            "--collaborate", type=click.Choice(["attn", "ffn", "both"]), help="Where W12 stands (adapt). Default: attn."
-        ),
-        click.option("--ratio", type=float, help="Added width as a share of the base's. Default: 0.125."),
-        click.option(
-            "--up-width",
-            type=int,
-            help="Features added to the residual stream, a multiple of the head size. Default: from --ratio.",
-        ),
-        click.option("--up-kv-heads", type=int, help="Key/value heads added in each layer. Default: from --ratio."),
-        click.option("--up-inner-width", type=int, help="Features added inside each MLP. Default: from --ratio."),
-        click.option("--init-w21", type=inits, help="How W21 starts. Default: svd."),
-        click.option("--init-w22", type=inits, help="How W22 starts. Default: zero."),
-        click.option(
-            "--init-embedding",
-            type=click.Choice(["svd", "zero"]),
-            help="How new embedding columns start. Default: svd.",
-        ),
-        click.option(
-            "--svd",
-            type=click.Choice(["exact", "fast"]),
-            help="Eigenvectors in float64, or a randomized range finder. Default: fast.",
-        ),
-        click.option("--seed", type=int, help="Seed of everything random. Default: 0."),
-        click.option(
-            "--dtype",
-            type=click.Choice(["float32", "float16", "bfloat16"]),
-            help="Of new tensors. Default: as the tensor beside.",
-        ),
-    ]
-    return add_options(command, options)
+request_options = options_from(
+    Request,
+    *("layers", "method", "variant", "copies", "collaborative_layers", "collaborate"),
+    *("ratio", "up_width", "up_kv_heads", "up_inner_width"),
+    *("init_w21", "init_w22", "init_embedding", "svd", "seed", "dtype"),
+)
 
 
 def make_request(options: dict[str, Any]) -> Request | None:
     """A request from command line options; None where no layers were given."""
-    from scale_surgery.planning.request import Request
-
-    given = {name: value for name, value in options.items() if value is not None}
-    if "layers" not in given:
-        if given:
-            named = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-            raise click.UsageError(f"{named} needs --layers.")
-        return None
-    return Request(**given)
+    said = given(options)
+    if "layers" in said:
+        return Request(**said)
+    if said:
+        raise click.UsageError(f"{named(said)} needs --layers.")
+    return None
 
 
 @click.command(name="plan")
 @model_options
 @request_options
-@click.option("-o", "--output", type=FILE, help="Write the plan as JSON, for expand --plan.")
+@click.option("-o", "--output", type=FILE, help="Write the plan to this JSON file, for expand --plan.")
 @click.option("--details", is_flag=True, help="List every new tensor.")
 @output_options
 def plan_command(
     model: str, revision: str | None, output: Path | None, details: bool, out: Output, **options: Any
 ) -> None:
-    """Show everything that expand would do to MODEL; no weight is read.
+    """Show what expand would do to MODEL: every new tensor, and what it costs. No weights are read or downloaded.
+
+    An expanded linear layer is a block matrix. Its base matrix stays frozen. W21 reads the base's features into the new
+    ones, W22 connects the new features, and W12 writes from the new features back into the base's.
 
     \b
     Example: scale-surgery plan MODEL --layers 20-31 --variant adapt -o plan.json
@@ -123,13 +79,26 @@ def plan_command(
 @click.command(name="expand")
 @model_options
 @request_options
-@click.option("-o", "--output", type=FOLDER, help="Folder to be. Default: ./<name>-scale.")
-@click.option("--plan", "plan_file", type=FILE, help="Execute exactly this saved plan.")
-@click.option("--dry-run", is_flag=True, help="Show the plan and stop; the same as the command plan.")
-@overwrite_options
-@click.option("--device", default="cpu", show_default=True, help="Where decompositions are computed: cpu, cuda, ...")
+@click.option("-o", "--output", type=FOLDER, help="Folder to write. Default: ./<name>-scale.")
 @click.option(
-    "--trust-remote-code", "--trust_remote_code", is_flag=True, help="Let a custom tokenizer run its own code."
+    "--plan",
+    "plan_file",
+    type=FILE,
+    help="Carry out a plan that the command plan saved, in place of --layers and the rest.",
+)
+@click.option("--dry-run", is_flag=True, help="Show the plan and write nothing, as the command plan does.")
+@overwrite_options
+@click.option(
+    "--device",
+    default="cpu",
+    show_default=True,
+    help="Where singular value decompositions are computed: cpu, cuda, ...",
+)
+@click.option(
+    "--trust-remote-code",
+    "--trust_remote_code",
+    is_flag=True,
+    help="Allow a custom tokenizer to run code from its folder or repository.",
 )
 @output_options
 def expand_command(
@@ -141,7 +110,10 @@ def expand_command(
     out: Output,
     **options: Any,
 ) -> None:
-    """Widen chosen layers of MODEL; every pretrained tensor keeps its bytes.
+    """Widen chosen layers of MODEL with new tensors; every pretrained tensor keeps its bytes.
+
+    The output is a checkpoint folder of its own: the base's tensors, the new ones, and a record of both (surgery.json).
+    See plan --help for W12, W21 and W22.
 
     \b
     Example: scale-surgery expand MODEL --layers 20-31

@@ -15,11 +15,13 @@ if TYPE_CHECKING:
 
 @click.command(name="extract")
 @click.argument("expanded", type=FOLDER)
-@click.option("-o", "--output", type=FOLDER, required=True, help="Folder to be.")
+@click.option("-o", "--output", type=FOLDER, required=True, help="Folder to write.")
 @overwrite_options
 @output_options
 def extract_command(expanded: Path, output: Path, base_weights: Any, overwrite: bool, out: Output) -> None:
-    """Take the expansion alone out of EXPANDED: a small folder without the base, which names its base.
+    """Take the new tensors of EXPANDED alone: a small folder, like an adapter, that names its base model.
+
+    The command apply puts it back on its base.
 
     \b
     Example: scale-surgery extract EXPANDED -o EXTRACT
@@ -34,23 +36,31 @@ def extract_command(expanded: Path, output: Path, base_weights: Any, overwrite: 
 @click.command(name="apply")
 @click.argument("extract")
 @click.option(
-    "--base", help="Base model, a folder or a Hub id. Default: the Hub repository that EXTRACT names, at its commit."
+    "--base",
+    help="Base model, a folder or a Hub id. Default: the Hub repository that EXTRACT names, at the same commit.",
 )
-@click.option("--revision", help="Branch, tag or commit of the base's Hub repository. Default: as EXTRACT names it.")
+@click.option(
+    "--revision", help="Branch, tag or commit of the base's Hub repository. Default: the commit that EXTRACT names."
+)
 @click.option("--extract-revision", help="Branch, tag or commit of EXTRACT's Hub repository. Default: its main branch.")
-@click.option("-o", "--output", type=FOLDER, required=True, help="Folder to be.")
+@click.option("-o", "--output", type=FOLDER, required=True, help="Folder to write.")
 @click.option(
     "--force",
     is_flag=True,
-    help="Accept a base whose tensors differ. It is recorded, and no promise but recoverable is made.",
+    help="Accept a base with other tensors. surgery.json says so, and of all promises only recoverable is kept.",
 )
 @overwrite_options
 @click.option(
-    "--trust-remote-code", "--trust_remote_code", is_flag=True, help="Let a custom tokenizer run its own code."
+    "--trust-remote-code",
+    "--trust_remote_code",
+    is_flag=True,
+    help="Allow a custom tokenizer to run code from its folder or repository.",
 )
 @output_options
 def apply_command(extract: str, base: str | None, output: Path, out: Output, **options: Any) -> None:
-    """Put EXTRACT, a folder or a Hub id, back on its base: the folder that it was taken from, byte for byte.
+    """Put EXTRACT, a folder or a Hub id, back on its base model.
+
+    The output is the folder that it was extracted from, byte for byte.
 
     \b
     Example: scale-surgery apply EXTRACT --base MODEL -o EXPANDED

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
-from scale_surgery.cli.options import (
-    FOLDER,
-    output_options,
-    overwrite_option,
-    running_options,
-    take,
-)
+from scale_surgery.cli.options import FOLDER, output_options, overwrite_option, running_options, take
+from scale_surgery.surgery.merge import MergedForm
 
 if TYPE_CHECKING:
     from scale_surgery.show.console import Output
@@ -21,20 +16,21 @@ if TYPE_CHECKING:
 
 @click.command(name="merge")
 @click.argument("expanded", type=FOLDER)
-@click.option("-o", "--output", type=FOLDER, required=True, help="Folder to be.")
+@click.option("-o", "--output", type=FOLDER, required=True, help="Folder to write.")
 @click.option(
     "--to",
-    type=click.Choice(["fused", "stock", "blocks"]),
+    type=click.Choice(get_args(MergedForm)),
     default="fused",
     show_default=True,
-    help="fused: one matrix for each linear, same code, for serving. stock: a plain checkpoint of the base's "
-    "architecture, for models without an up stream. blocks: take a fused model apart again, byte for byte.",
+    help="fused: one matrix for each linear layer, for faster inference, with this program's model code. stock: a "
+    "plain checkpoint of the base's architecture, for models whose hidden size was not widened. blocks: split a fused "
+    "model into its blocks again, byte for byte.",
 )
 @running_options
 @overwrite_option
 @output_options
 def merge_command(expanded: Path, output: Path, to: Any, out: Output, **options: Any) -> None:
-    """Merge the blocks of EXPANDED into one matrix for each linear, and measure how far its logits drift.
+    """Merge the blocks of EXPANDED into one matrix for each linear layer, and measure how much its logits change.
 
     \b
     Example: scale-surgery merge EXPANDED -o FUSED

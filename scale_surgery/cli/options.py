@@ -6,14 +6,17 @@ import functools
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 import click
 
+from scale_surgery.checkpoint.staging import BaseWeights
 from scale_surgery.errors import SurgeryError
+from scale_surgery.fields import Field, fields_of
+from scale_surgery.running.options import Dtype
 
 if TYPE_CHECKING:
     from scale_surgery.show.console import Output
@@ -30,6 +33,62 @@ def add_options(command: Command, options: Sequence[Callable[[Command], Command]
     for option in reversed(options):
         command = option(command)
     return command
+
+
+def options_from(
+    owner: type, *names: str, declared: Mapping[str, str] | None = None, helps: Mapping[str, str] | None = None
+) -> Callable[[Command], Command]:
+    """Make options of a dataclass: types, choices, defaults and help are read from it.
+
+    What is not given is None, so that a command can tell what was said and what was not.
+
+    Args:
+        owner: The dataclass.
+        *names: Its fields that become options, in the order of the help.
+        declared: How a flag is written by field, where it has two names, such as `--packing/--padding`.
+        helps: Help by field, where a command means something else than the dataclass.
+    """
+    fields = fields_of(owner)
+
+    def add(command: Command) -> Command:
+        return add_options(command, [_option(fields[name], declared or {}, helps or {}) for name in names])
+
+    return add
+
+
+def _option(field: Field, declared: Mapping[str, str], helps: Mapping[str, str]) -> Callable[[Command], Command]:
+    both = f"--{field.option}/--no-{field.option}" if field.is_optional else f"--{field.option}"
+    written = declared.get(field.name, both if field.kind is bool else f"--{field.option}")
+    more: dict[str, Any] = {"type": field.kind}
+    if field.kind is bool:
+        more = {"is_flag": True}
+    elif field.kind is tuple:
+        more = {"callback": lambda context, parameter, text: text and tuple(map(str.strip, text.split(",")))}
+    elif field.kind is Path:
+        more = {"type": FILE}
+    elif field.choices:
+        more = {"type": click.Choice(field.choices)}
+    return click.option(written, field.name, default=None, help=_help(field, helps.get(field.name, field.help)), **more)
+
+
+def _help(field: Field, line: str) -> str:
+    """A line of help with choices, default and range, as click shows those of its own."""
+    is_said = field.kind is bool or field.default in (None, MISSING)
+    default = "all" if field.kind is tuple else f"{field.default:g}" if field.kind is float else field.default
+    choices = f"some of {', '.join(field.choices)}" if field.kind is tuple else ""
+    parts = [choices, "" if is_said else f"default: {default}", "" if field.range is None else field.range.bounds]
+    extra = "; ".join(filter(None, parts))
+    return f"{line}  [{extra}]" if extra else line
+
+
+def given(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options that were given, without those that were not."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def named(names: Iterable[str]) -> str:
+    """Names of options as they are written, one after the other."""
+    return ", ".join(f"--{name.replace('_', '-')}" for name in names)
 
 
 def model_options(command: Command) -> Command:
@@ -49,8 +108,8 @@ def stop(out: Output, message: str, *, debug: bool) -> None:
 def output_options(command: Command) -> Command:
     """Add --json, --quiet and --debug; give the command an `Output`; turn known errors into one line."""
 
-    @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
-    @click.option("-q", "--quiet", is_flag=True, help="No progress bars, no warnings.")
+    @click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
+    @click.option("-q", "--quiet", is_flag=True, help="Show no progress bars and no warnings.")
     @click.option("--debug", is_flag=True, help="Show a traceback with an error.")
     @functools.wraps(command)
     def run(*args: Any, as_json: bool, quiet: bool, debug: bool, **options: Any) -> None:
@@ -67,8 +126,8 @@ def output_options(command: Command) -> Command:
         except SurgeryError as error:
             stop(out, str(error), debug=debug)
         except KeyboardInterrupt:
-            continues = "The same command again takes up what was finished; train needs --resume."
-            stop(out, f"interrupted; what was not finished has no final name. {continues}", debug=debug)
+            continues = "Run the same command again to continue; train needs --resume."
+            stop(out, f"interrupted. An unfinished folder keeps the ending .partial. {continues}", debug=debug)
         except Exception as error:
             # other programs' errors: a device that is not there, memory that ran out, a file that cannot be written
             stop(out, f"{type(error).__name__}: {error}. --debug shows where.", debug=debug)
@@ -80,18 +139,21 @@ def overwrite_options(command: Command) -> Command:
     """Add how base files are taken over, and whether a target may be replaced."""
     weights = click.option(
         "--base-weights",
-        type=click.Choice(["auto", "copy", "link"]),
+        type=click.Choice(get_args(BaseWeights)),
         default="auto",
         show_default=True,
-        help="auto: a reflink where the file system can, else a copy. link: a hard link, which writes no byte at any "
-        "size; a program that later writes such a file in place would change the base through it.",
+        help="How base shards get into the output folder. auto: a reflink where the file system can, else a copy. "
+        "copy: a copy. link: a hard link, which needs no space; whoever later changes such a file in place changes the "
+        "base model too.",
     )
     return overwrite_option(weights(command))
 
 
 def overwrite_option(command: Command) -> Command:
     """Add whether a target may be replaced."""
-    overwrite = click.option("--overwrite", is_flag=True, help="Replace the output folder when the new one is whole.")
+    overwrite = click.option(
+        "--overwrite", is_flag=True, help="Replace an existing output folder, once the new one is complete."
+    )
     return overwrite(command)
 
 
@@ -118,13 +180,18 @@ def take(kind: Callable[..., Made], options: dict[str, Any]) -> Made:
 def running_options(command: Command) -> Command:
     """Add how models run on probe prompts."""
     options = [
-        click.option("--prompts", "prompts_file", type=FILE, help="Probe prompts, one a line. Default: built-in ones."),
+        click.option(
+            "--prompts",
+            "prompts_file",
+            type=FILE,
+            help="Text file with one prompt a line, for comparing logits. Default: built-in prompts.",
+        ),
         click.option(
             "--new-tokens",
             type=click.IntRange(min=0),
             default=8,
             show_default=True,
-            help="Tokens to generate for each prompt; 0 for none.",
+            help="Tokens to generate for each prompt; 0 skips generation.",
         ),
         click.option(
             "--memory",
@@ -132,14 +199,14 @@ def running_options(command: Command) -> Command:
             callback=lambda _, __, text: parse_size(text),
             default="4GiB",
             show_default=True,
-            help="On the CPU, weights above this are streamed from their files.",
+            help="Memory for weights on the CPU, such as 500MB. A larger model is read from its files as it runs.",
         ),
-        click.option("--device", default="cpu", show_default=True, help="Where the models run."),
+        click.option("--device", default="cpu", show_default=True, help="Where models run: cpu, cuda, ..."),
         click.option(
             "--trust-remote-code",
             "--trust_remote_code",
             is_flag=True,
-            help="Run the code in EXPANDED instead of this program's own.",
+            help="Run the model code in EXPANDED instead of this program's own.",
         ),
     ]
     return add_options(command, options)
@@ -147,12 +214,12 @@ def running_options(command: Command) -> Command:
 
 def reading_options(models: str) -> Callable[[Command], Command]:
     """Add how texts are read by models, which the help calls `models`."""
-    context = f"the shortest context of {models}" if models == "MODELS" else f"the context of {models}"
+    context = f"the shortest context length of {models}" if models == "MODELS" else f"the context length of {models}"
     options = [
         click.option(
             "--sequence-length",
             type=click.IntRange(min=2),
-            help=f"Most tokens that are read at once. Default: {context}, at most 1024.",
+            help=f"Tokens in one window. Default: {context}, at most 1024.",
         ),
         click.option(
             "--step",
@@ -168,15 +235,15 @@ def reading_options(models: str) -> Callable[[Command], Command]:
         ),
         click.option(
             "--dtype",
-            type=click.Choice(["float32", "float16", "bfloat16"]),
-            help="Cast weights to it. Default: as they are stored.",
+            type=click.Choice(get_args(Dtype)),
+            help="Cast the weights to this dtype. Default: as they are stored.",
         ),
         click.option("--device", default="cpu", show_default=True, help="Where models run: cpu, cuda, ..."),
         click.option(
             "--trust-remote-code",
             "--trust_remote_code",
             is_flag=True,
-            help=f"Run the code in {models} instead of this program's own.",
+            help=f"Run the model code in {models} instead of this program's own.",
         ),
     ]
 

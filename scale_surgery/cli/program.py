@@ -55,7 +55,8 @@ def main() -> None:
     scale-surgery strip EXPANDED -o BASE
     scale-surgery push EXPANDED user/name
 
-    MODEL is a folder or a Hub id. Exit codes: 0 done, 1 failed or a check did not pass, 2 wrong usage.
+    MODEL is a checkpoint folder or a Hub id; EXPANDED is a folder that expand wrote. Exit codes: 0 done, 1 failed or a
+    check did not pass, 2 wrong usage.
     """
 
 
@@ -63,7 +64,7 @@ def main() -> None:
 @model_options
 @output_options
 def inspect_command(model: str, revision: str | None, out: Output) -> None:
-    """Describe MODEL from its headers: family, sizes, parameters, and what an expansion added.
+    """Describe MODEL: architecture, sizes, parameters, and what an expansion added. No weights are read.
 
     \b
     Example: scale-surgery inspect meta-llama/Llama-3.2-1B
@@ -77,23 +78,35 @@ def inspect_command(model: str, revision: str | None, out: Output) -> None:
 
 @main.command(name="verify")
 @click.argument("expanded", type=FOLDER)
-@click.option("--base", help="Base model to compare with, a folder or a Hub id. Default: the one inside EXPANDED.")
+@click.option(
+    "--base", help="Base model to compare with, a folder or a Hub id. Default: the base tensors inside EXPANDED."
+)
 @click.option("--revision", help="Branch, tag or commit of the base's Hub repository.")
 @click.option(
-    "--promise", "required", multiple=True, help="Promise that must hold, repeatable. Default: all that are claimed."
+    "--promise",
+    "required",
+    multiple=True,
+    help="A promise that must hold; can be repeated. Default: all that EXPANDED makes.",
 )
 @click.option(
     "--files-only",
     is_flag=True,
-    help="Check bytes and structure; run no model. Promises about outputs are then not checked.",
+    help="Check files only and run no model: promises about outputs are not checked.",
 )
 @running_options
-@click.option("--report", type=FILE, help="Write the certificate as JSON.")
+@click.option("--report", type=FILE, help="Write the result to this JSON file, as a certificate.")
 @output_options
 def verify_command(
     expanded: Path, report: Path | None, required: tuple[str, ...], files_only: bool, out: Output, **options: Any
 ) -> None:
-    """Prove which promises hold for EXPANDED, with numbers; exit code 1 where one is broken.
+    """Check which promises EXPANDED keeps, and show the numbers; exit code 1 if one is broken.
+
+    \b
+    recoverable           the base checkpoint comes back byte for byte
+    output_at_init        before training, logits equal the base's bit for bit
+    near_output_at_init   before training, logits equal the base's up to rounding
+    base_stream_always    the base's hidden state and logits stay bit-equal, after any training
+    bounded_forgetting    a routed model's loss exceeds the base's by at most -ln(prior) nats a text
 
     \b
     Example: scale-surgery verify EXPANDED --base MODEL --report certificate.json
@@ -121,10 +134,12 @@ def verify_command(
 
 @main.command(name="evaluate")
 @click.argument("models", nargs=-1, required=True)
-@click.option("--old", multiple=True, type=TEXTS, help="Text that tells what the base knows, repeatable.")
-@click.option("--new", multiple=True, type=TEXTS, help="Text with what was to be learned, repeatable.")
+@click.option("--old", multiple=True, type=TEXTS, help="Text with what the base knows; can be repeated.")
+@click.option("--new", multiple=True, type=TEXTS, help="Text with what was to be learned; can be repeated.")
 @reading_options("MODELS")
-@click.option("--plot", type=FILE, help="Draw old loss against new loss, a point for each model, as PNG.")
+@click.option(
+    "--plot", type=FILE, help="Draw the loss on old text against that on new text, one point for each model. PNG."
+)
 @click.option("--revision", help="Branch, tag or commit of Hub repositories.")
 @output_options
 def evaluate_command(
@@ -135,10 +150,10 @@ def evaluate_command(
     out: Output,
     **options: Any,
 ) -> None:
-    """Show what MODELS forgot and learned: loss, perplexity and first-token accuracy on old and on new text.
+    """Measure what MODELS forgot and learned: loss, perplexity and first-token accuracy on old and on new text.
 
-    Of an expanded model, its base and the model with its expansion disabled are measured too. Texts are as for
-    train: text files, JSONL, folders that the library datasets saved. Of a question the answer alone is scored.
+    For an expanded model, its base and the model with its expansion switched off are measured too. Texts are as for
+    train: text files, JSONL, folders saved by the library datasets. Of a question, only the answer is scored.
 
     \b
     Example: scale-surgery evaluate EXPANDED --old general.txt --new domain.jsonl
@@ -163,11 +178,11 @@ def evaluate_command(
 
 @main.command(name="strip")
 @click.argument("expanded", type=FOLDER)
-@click.option("-o", "--output", type=FOLDER, required=True, help="Folder to be.")
+@click.option("-o", "--output", type=FOLDER, required=True, help="Folder to write.")
 @overwrite_options
 @output_options
 def strip_command(expanded: Path, output: Path, base_weights: Any, overwrite: bool, out: Output) -> None:
-    """Give back the base model that EXPANDED stands on, every file byte for byte.
+    """Take the expansion off EXPANDED again: its base model, every file byte for byte.
 
     \b
     Example: scale-surgery strip EXPANDED -o BASE
@@ -180,10 +195,12 @@ def strip_command(expanded: Path, output: Path, base_weights: Any, overwrite: bo
 
 
 @main.command(name="demo")
-@click.option("-o", "--output", type=FOLDER, default=Path("demo"), show_default=True, help="Folder for what it makes.")
+@click.option(
+    "-o", "--output", type=FOLDER, default=Path("demo"), show_default=True, help="Folder for all that it makes."
+)
 @output_options
 def demo_command(output: Path, out: Output) -> None:
-    """Run the whole job on the shipped model, and show the commands.
+    """Run every step on the small model that comes with the package, and show the commands.
 
     \b
     Example: scale-surgery demo
@@ -212,23 +229,23 @@ for command in (
 
 # what fits into one line of the list of commands
 SHORT_HELP = {
-    "apply": "Put an extracted expansion back on its base.",
-    "demo": "Run the whole job on the shipped model.",
-    "evaluate": "Show what models forgot and learned.",
-    "expand": "Widen chosen layers; base tensors keep their bytes.",
-    "extract": "Take the expansion alone, to share it without the base.",
-    "inspect": "Describe a model from its headers.",
-    "merge": "One matrix for each linear: fused, stock, or blocks again.",
+    "apply": "Put extracted new tensors back on their base model.",
+    "demo": "Run every step on the model that comes with the package.",
+    "evaluate": "Measure what models forgot and learned.",
+    "expand": "Widen chosen layers; the base's tensors keep their bytes.",
+    "extract": "Take the new tensors alone, to share them like an adapter.",
+    "inspect": "Describe a checkpoint from its headers.",
+    "merge": "Merge each linear layer's blocks into one matrix.",
     "plan": "Show everything that expand would do.",
-    "push": "Push a folder to the Hub, with a model card from facts.",
+    "push": "Push a folder to the Hub, with a model card.",
     "rank-layers": "Find the layers that a text would change most.",
-    "report": "Show what training did, as tables and as a page.",
-    "route-calibrate": "Find the best numbers for a router, and set them.",
-    "route-export": "Give a model a router: two paths in one forward pass.",
+    "report": "Show what training changed, as tables and as a page.",
+    "route-calibrate": "Find the best settings for a router, and store them.",
+    "route-export": "Add a router that picks the base or the new path by token.",
     "route-report": "Show which path each token of a text came from.",
-    "strip": "Give back the base model, every file byte for byte.",
-    "train": "Train the new blocks; the base stays as it is.",
-    "verify": "Prove which promises hold, with numbers.",
+    "strip": "Get the base model back, every file byte for byte.",
+    "train": "Train the new tensors; the base stays frozen.",
+    "verify": "Check which promises hold, with numbers.",
 }
 for name, text in SHORT_HELP.items():
     main.commands[name].short_help = text

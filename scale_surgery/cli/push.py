@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from scale_surgery.cli.options import FILE, FOLDER, output_options
+from scale_surgery.cli.options import FOLDER, given, options_from, output_options
 from scale_surgery.errors import HubError
+from scale_surgery.hub.push import Push
 
 if TYPE_CHECKING:
     from scale_surgery.show.console import Output
@@ -18,26 +19,13 @@ if TYPE_CHECKING:
 @click.command(name="push")
 @click.argument("folder", type=FOLDER)
 @click.argument("repo")
-@click.option("--private", is_flag=True, help="Make a repository that is not there yet private.")
-@click.option("--create-pr", is_flag=True, help="Open a pull request instead of writing to the main branch.")
-@click.option("--revision", help="Branch to write to, made where it is not there. Default: the main branch.")
-@click.option("--commit-message", help="First line of the commit. Default: Push ... with scale-surgery.")
-@click.option(
-    "--dry-run", is_flag=True, help="Check everything and list the files; send nothing that changes anything."
-)
-@click.option("--extract-only", is_flag=True, help="Push the expansion alone, without the base; see extract.")
-@click.option(
-    "--card", type=FILE, help="Push this file as README.md. Default: FOLDER's own card, else one written from facts."
-)
-@click.option("--write-card", is_flag=True, help="Write the card from facts even in place of one that somebody wrote.")
-@click.option("--show-card", is_flag=True, help="Print the model card.")
-@click.option(
-    "--replace",
-    is_flag=True,
-    help="Make this model of a repository that holds another: its other model files leave it.",
-)
-@click.option("--no-verify", is_flag=True, help="Do not check bytes and structure of FOLDER first.")
-@click.option("--token", help="Token of the Hub. Default: HF_TOKEN, or that of hf auth login.")
+@options_from(Push, "private", "create_pr", "revision", "commit_message")
+@click.option("--dry-run", is_flag=True, help="Check everything and list the files, but change nothing on the Hub.")
+@options_from(Push, "extract_only", "card", "write_card")
+@click.option("--show-card", is_flag=True, help="Print the model card too.")
+@options_from(Push, "replace")
+@click.option("--no-verify", is_flag=True, help="Skip the check of bytes and structure of FOLDER.")
+@click.option("--token", help="Access token of the Hub. Default: the variable HF_TOKEN, or the token of hf auth login.")
 @output_options
 def push_command(
     folder: Path,
@@ -49,22 +37,22 @@ def push_command(
     out: Output,
     **options: Any,
 ) -> None:
-    """Push FOLDER to the repository REPO on the Hub: checked, with a model card, large files only once.
+    """Push FOLDER to the repository REPO on the Hub, with a model card.
 
-    FOLDER is what expand, train, route-export, merge or extract made; it is only read. The same command again
-    continues a push that broke off.
+    FOLDER was written by expand, train, route-export, merge or extract, and is only read. Its bytes are checked first.
+    Files that the Hub has already are not sent again: after a break, run the same command once more.
 
     \b
     Example: scale-surgery push EXPANDED me/qwen3-wide --private --dry-run
     """
-    from scale_surgery.hub.push import Push, push
+    from scale_surgery.hub.push import push
     from scale_surgery.show.tables_push import render_files, render_pushed
 
     if options["create_pr"] and options["revision"] is not None:
         raise click.UsageError("--create-pr goes to the main branch: leave out --revision.")
     if options["card"] is not None and options["write_card"]:
         raise click.UsageError("Give --card or --write-card, one of the two.")
-    how = Push(**options, check=not no_verify)
+    how = Push(**given(options), check=not no_verify)
     try:
         done = push(
             folder,

@@ -16,38 +16,45 @@ if TYPE_CHECKING:
 @click.command(name="report")
 @click.argument("expanded", type=FOLDER)
 @click.option(
-    "--text", "texts", multiple=True, type=TEXTS, help="Probe text, repeatable. Default: the prompts of verify."
+    "--text",
+    "texts",
+    multiple=True,
+    type=TEXTS,
+    help="Text to run the model on; can be repeated. Default: the prompts of verify.",
 )
-@click.option("--files-only", is_flag=True, help="Read tensors, run no model: nothing about the base stream.")
-@click.option("-o", "--output", type=FILE, help="Write a page with plots and every number. HTML.")
+@click.option(
+    "--files-only", is_flag=True, help="Read tensors only and run no model: nothing is said about hidden states."
+)
+@click.option("-o", "--output", type=FILE, help="Write an HTML page with plots and every number.")
 @click.option("--details", is_flag=True, help="List every tensor.")
 @click.option(
     "--sequence-length",
     type=click.IntRange(min=2),
-    help="Most tokens of a text that are read at once. Default: the context of EXPANDED, at most 1024.",
+    help="Tokens in one window. Default: the context length of EXPANDED, at most 1024.",
 )
 @click.option(
     "--batch-size",
     type=click.IntRange(min=1),
     default=1,
     show_default=True,
-    help="Windows in one forward pass; hidden states of all layers are held for them.",
+    help="Windows in one forward pass. Hidden states of all layers are kept in memory for them.",
 )
 @click.option("--device", default="cpu", show_default=True, help="Where to compute: cpu, cuda, ...")
 @click.option(
     "--trust-remote-code",
     "--trust_remote_code",
     is_flag=True,
-    help="Run the code in EXPANDED instead of this program's own.",
+    help="Run the model code in EXPANDED instead of this program's own.",
 )
 @output_options
 def report_command(
     expanded: Path, texts: tuple[Path, ...], output: Path | None, details: bool, out: Output, **options: Any
 ) -> None:
-    """Show what training did to EXPANDED: norms and effective ranks of its blocks, and its base stream.
+    """Show what training changed in EXPANDED: norms and effective ranks of its new tensors, and drift of hidden states.
 
-    Norms are Frobenius norms. Drift is the largest absolute difference from the base model's base stream, cosine the
-    mean over tokens. Texts are as for train: text files, JSONL, folders that the library datasets saved.
+    Norms are Frobenius norms. Drift is the largest absolute difference between the model's base stream, the base's part
+    of its hidden states, and the hidden states of the base model; the cosine between them is a mean over tokens. Texts
+    are as for train: text files, JSONL, folders saved by the library datasets.
 
     \b
     Example: scale-surgery report EXPANDED --text general.txt -o report.html

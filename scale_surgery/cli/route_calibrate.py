@@ -15,33 +15,33 @@ if TYPE_CHECKING:
 
 @click.command(name="route-calibrate")
 @click.argument("routed", type=FOLDER)
+@click.option("--old", multiple=True, required=True, type=TEXTS, help="Text with what the base knows; can be repeated.")
 @click.option(
-    "--old", multiple=True, required=True, type=TEXTS, help="Text that tells what the base knows, repeatable."
+    "--new", multiple=True, required=True, type=TEXTS, help="Text with what was to be learned; can be repeated."
 )
-@click.option("--new", multiple=True, required=True, type=TEXTS, help="Text with what was to be learned, repeatable.")
 @click.option(
     "--most-forgetting",
     type=click.FloatRange(min=0),
     default=0.02,
     show_default=True,
-    help="Nats per token of old text that may be lost against the base.",
+    help="How much higher than the base's the loss on old text may be, in nats per token.",
 )
-@click.option("--write", is_flag=True, help="Set the best setting in ROUTED.")
-@click.option("--plot", type=FILE, help="Draw forgetting against learning, a point for each setting, as PNG.")
-@click.option("--details", is_flag=True, help="List every setting, not only those worth a choice.")
+@click.option("--write", is_flag=True, help="Store the best setting in ROUTED.")
+@click.option("--plot", type=FILE, help="Draw forgetting against learning, one point for each setting. PNG.")
+@click.option("--details", is_flag=True, help="List every setting, not only the best ones.")
 @reading_options("ROUTED")
 @output_options
 def route_calibrate_command(
     routed: Path, old: tuple[Path, ...], new: tuple[Path, ...], details: bool, out: Output, **options: Any
 ) -> None:
-    """Find the best numbers for the router of ROUTED: a threshold, or a prior and a switch rate.
+    """Find the best setting for the router of ROUTED: a threshold, or a prior and a switch rate.
 
-    Each text is read once; every setting follows from what both paths say of each token. Forgetting is the loss on
-    old text minus the base's, learning the base's loss on new text minus the model's, in nats per token.
+    Each text is read once, and every setting is computed from the logits of both paths. Forgetting is the loss on old
+    text minus the base's; learning is the base's loss on new text minus the model's. Both are in nats per token.
 
     The best setting is the one that learns most among those that forget at most --most-forgetting. Where none forgets
-    so little, it is the one that forgets least. Of equal ones the present setting wins, then the default. Choose on
-    other text than you report on.
+    so little, it is the one that forgets least. Among equals the current setting wins, then the default. Measure the
+    result on other text than you calibrate on.
 
     \b
     Example: scale-surgery route-calibrate ROUTED --old a.txt --new b.jsonl --write

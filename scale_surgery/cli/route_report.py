@@ -15,29 +15,31 @@ if TYPE_CHECKING:
 
 @click.command(name="route-report")
 @click.argument("model")
-@click.option("--text", "texts", multiple=True, required=True, type=TEXTS, help="Text to look at, repeatable.")
-@click.option("-o", "--output", type=FILE, help="Write a page: tokens in colour, the numbers of each on hover. HTML.")
-@click.option("--jsonl", type=FILE, help="Write a line of JSON for each token.")
+@click.option("--text", "texts", multiple=True, required=True, type=TEXTS, help="Text to look at; can be repeated.")
+@click.option("-o", "--output", type=FILE, help="Write an HTML page: tokens in colour, the numbers of each on hover.")
+@click.option("--jsonl", type=FILE, help="Write one line of JSON for each token to this file.")
 @reading_options("MODEL")
 @click.option("--revision", help="Branch, tag or commit of a Hub repository.")
 @output_options
 def route_report_command(
     model: str, texts: tuple[Path, ...], output: Path | None, jsonl: Path | None, out: Output, **options: Any
 ) -> None:
-    """Show which path of the routed MODEL each token of a text came from, and what both paths made of it.
+    """Show which path of the routed MODEL each token of a text came from, and how well each path predicted it.
 
-    Texts are as for train: text files, JSONL, folders that the library datasets saved.
+    MODEL is a folder that route-export wrote, or a Hub id. Texts are as for train: text files, JSONL, folders saved by
+    the library datasets.
 
     \b
     Example: scale-surgery route-report ROUTED --text notes.txt -o report.html
     """
-    from scale_surgery.routing.report import check_outputs, route_report, write_jsonl
+    from scale_surgery.checkpoint.staging import check_output_files
+    from scale_surgery.routing.report import route_report, write_jsonl
     from scale_surgery.running.options import RunOptions
     from scale_surgery.show.page_routing import write_page
     from scale_surgery.show.tables_route_report import render_route_report
 
     written = [(file, write) for file, write in ((output, write_page), (jsonl, write_jsonl)) if file is not None]
-    check_outputs(texts, [file for file, _ in written])
+    check_output_files([output, jsonl], texts)
     report = route_report(model, texts, run=take(RunOptions, options), track=out.track, **options)
     out.show(report, render_route_report(report))
     for file, write in written:

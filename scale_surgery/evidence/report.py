@@ -15,15 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from scale_surgery.checkpoint.folder import LOG_FILE, TRAINING_FOLDER, Checkpoint, open_checkpoint
-from scale_surgery.errors import CheckpointError, PlanError
+from scale_surgery.errors import CheckpointError, PlanError, name_some
 from scale_surgery.evidence.report_blocks import Comparison
 from scale_surgery.evidence.report_records import CURVES, Report, Streams, by_layer
 from scale_surgery.evidence.report_streams import compare_streams
 from scale_surgery.progress import Track, no_track
 from scale_surgery.running.options import RunOptions
 from scale_surgery.surgery.record import Manifest, are_numbers, read_manifest, refuse_fused, routing_of
-
-MAX_NAMED = 5
 
 
 def report(
@@ -123,16 +121,16 @@ def _notes(manifest: Manifest, comparison: Comparison, streams: Streams | None, 
     if state == "initial":
         yield "Nothing was trained: every expansion tensor has the bytes that the expansion wrote."
     if comparison.spoiled:
-        yield f"NaN or infinity in {_named(comparison.spoiled)}: the model is broken."
+        yield f"NaN or infinity in {name_some(comparison.spoiled)}: the model is broken."
     if comparison.differing:
         yield (
-            f"The start of {_named(comparison.differing)} was made again and has another sha256 than the one that was "
-            "written: another machine, device or release rounds the last bits another way. Changes hold up to that."
+            f"The start of {name_some(comparison.differing)} was made again and has another sha256 than the one that "
+            "was written: another machine, device or release rounds the last bits another way. Changes hold up to that."
         )
     if comparison.unknown:
         name = (manifest.forced_base or {}).get("expected_name", "another base")
         yield (
-            f"How {_named(comparison.unknown)} started is not known: the expansion was made on {name} and put on "
+            f"How {name_some(comparison.unknown)} started is not known: the expansion was made on {name} and put on "
             "another base by force."
         )
     if streams is not None and streams.path == "adapt":
@@ -140,8 +138,3 @@ def _notes(manifest: Manifest, comparison: Comparison, streams: Streams | None, 
             "Routed: the preserve path is the base model's bit for bit, so the base stream is that of the adapt path, "
             "routing disabled."
         )
-
-
-def _named(names: Sequence[str]) -> str:
-    more = len(names) - MAX_NAMED
-    return ", ".join(names[:MAX_NAMED]) + (f" and {more} more" if more > 0 else "")

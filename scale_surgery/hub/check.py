@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from scale_surgery.checkpoint.hashes import hash_files
-from scale_surgery.errors import CheckpointError
+from scale_surgery.errors import CheckpointError, shorten
 from scale_surgery.evidence.verify import Verification, verify
 from scale_surgery.hub.repository import CARD_FILE, Contents, names_code
 from scale_surgery.progress import Track
 from scale_surgery.surgery.extract_folder import check_own_files, open_extract
 from scale_surgery.surgery.record import STOCK_RECORD_FILE
-
-MAX_PROBLEMS = 12
 
 
 def check_contents(contents: Contents, track: Track) -> Verification | None:
@@ -75,8 +73,7 @@ def _stock_problems(contents: Contents, written: dict[str, str], track: Track) -
 
 
 def _refuse(contents: Contents, problems: list[str], advice: str) -> None:
-    more = [f"... and {len(problems) - MAX_PROBLEMS} more"] if len(problems) > MAX_PROBLEMS else []
     card = []
     if any(problem.startswith(f"{CARD_FILE}: ") for problem in problems):
         card = [f"{CARD_FILE}: has to stay the base's, so that strip gives it back. Give a card of your own by --card."]
-    raise CheckpointError.from_problems([*problems[:MAX_PROBLEMS], *more, *card, advice])
+    raise CheckpointError.from_problems([*shorten(problems), *card, advice])

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from scale_surgery.checkpoint.folder import CONFIG_FILE, MANIFEST_FILE
-from scale_surgery.errors import CheckpointError, HubError
+from scale_surgery.errors import CheckpointError, HubError, name_some
 from scale_surgery.hub.card import CardOrigin, ChosenCard, choose_card, metadata_problem
 from scale_surgery.hub.check import check_contents
 from scale_surgery.hub.client import Remote, check_repo_id, look_at, make_api, read_text, validate_card
@@ -41,14 +41,14 @@ class Push:
     """How to push.
 
     Attributes:
-        private: Whether a repository that is not there yet becomes private.
-        create_pr: Open a pull request, and leave the branch as it is.
-        revision: Branch to write to; None for the main one. It is made where it is not there.
-        commit_message: First line of the commit; None for one that names the folder.
-        card: File to push as README.md, in place of a card from facts.
-        write_card: Write a card from facts even in place of one that somebody wrote.
-        extract_only: Push the expansion alone, without the base.
-        replace: Remove model files from the repository that the folder does not have.
+        private: Make the repository private, if it does not exist yet.
+        create_pr: Open a pull request instead of writing to the main branch.
+        revision: Branch to write to; it is created if it does not exist. Default: the main branch.
+        commit_message: First line of the commit message. Default: Push ... with scale-surgery.
+        card: Push this file as README.md. Default: the folder's own card, or one written from facts.
+        write_card: Write a new card from facts, even over one that somebody wrote.
+        extract_only: Push the expansion alone, without the base's tensors, as the command extract takes it.
+        replace: If the repository holds another model, remove its model files that this folder does not have.
         check: Check bytes and structure of the folder first.
     """
 
@@ -228,11 +228,10 @@ def _refusal(api: HfApi, plan: Pushed, how: Push, remote: Remote, contents: Cont
         return f"{plan.repo}: holds a model on another base, by its {records[0]}. {advice}"
     if not plan.removed:
         return None
-    named = ", ".join(plan.removed[:5]) + (", ..." if len(plan.removed) > 5 else "")
     return (
-        f"{plan.repo}: holds model files that the folder does not have ({named}); beside them it would be another "
-        "model. Push to another repository or --revision, or give --replace: they leave in the same commit, and its "
-        "history keeps them."
+        f"{plan.repo}: holds model files that the folder does not have ({name_some(plan.removed)}); beside them it "
+        "would be another model. Push to another repository or --revision, or give --replace: they leave in the "
+        "same commit, and its history keeps them."
     )
 
 

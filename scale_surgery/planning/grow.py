@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
+from scale_surgery.fields import Range
 from scale_surgery.planning.base import Base
 from scale_surgery.planning.families import Sizes
 from scale_surgery.planning.method import Method, Resolved
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from scale_surgery.planning.request import Request
 
 DEFAULT_COPIES = 2
+COPIES = Range(least=2)
 # halving rounds nothing in them, as long as no number is as small as the smallest that they can hold
 HALVING_DTYPES = ("F32", "BF16")
 # copies that count a half each
@@ -52,7 +54,7 @@ class Grow(Method):
 
     def problems(self, request: Request) -> list[str]:
         """At least two copies."""
-        if request.copies is None or request.copies >= DEFAULT_COPIES:
+        if request.copies is None or request.copies in COPIES:
             return []
         return [f"--copies is {request.copies}, expected 2 or more: the original is one of them, and 1 adds nothing."]
 

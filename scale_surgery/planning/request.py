@@ -2,43 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from types import NoneType
-from typing import Literal
+from dataclasses import dataclass, field, fields
+from typing import Annotated, Literal
 
 from scale_surgery.errors import PlanError
+from scale_surgery.fields import problems_of
+from scale_surgery.planning.grow import COPIES
 from scale_surgery.planning.methods import DEFAULT_METHOD, METHODS, variants
+from scale_surgery.planning.scale import RATIO, WIDTH
 from scale_surgery.planning.selection import select_layers
 
-Init = Literal["svd", "random", "zero"]
-
-
-# what a request may hold; the command line asks the same, a saved plan may have been edited
-CHOICES: dict[str, tuple[str | None, ...]] = {
-    "collaborate": ("attn", "ffn", "both", None),
-    "init_w21": ("svd", "random", "zero"),
-    "init_w22": ("svd", "random", "zero"),
-    "init_embedding": ("svd", "zero"),
-    "svd": ("exact", "fast"),
-    "dtype": ("float32", "float16", "bfloat16", None),
-}
-KINDS: dict[str, tuple[type, ...]] = {
-    "layers": (str,),
-    "collaborative_layers": (str, NoneType),
-    "ratio": (int, float),
-    "up_width": (int, NoneType),
-    "up_kv_heads": (int, NoneType),
-    "up_inner_width": (int, NoneType),
-    "copies": (int, NoneType),
-    "seed": (int,),
-}
-KIND_NAMES = {
-    (str,): "text",
-    (str, NoneType): "text",
-    (int, float): "a number",
-    (int, NoneType): "a whole number",
-    (int,): "a whole number",
-}
+ChosenInit = Literal["svd", "random", "zero"]
 
 
 @dataclass(frozen=True)
@@ -46,42 +20,42 @@ class Request:
     """What the user asks for; None means the default that the plan resolves and prints.
 
     Attributes:
-        layers: Layers to expand, such as "20-31"; see `select_layers`.
-        method: "scale" (new blocks), "grow" (copies of the MLP) or "depth" (copies of whole blocks).
-        variant: What trains. Of scale "preserve" (no W12 anywhere, the default) or "adapt" (W12 in the collaborative
-            layers); of grow "grow-freeze" (the copies, the default) or "grow-train" (the original gate and up too);
-            of depth "depth".
-        collaborative_layers: Layers with W12; default: all expanded layers. Only for adapt.
-        collaborate: Where W12 stands in them: "attn" (default), "ffn" or "both". Only for adapt.
-        ratio: Added width as a share of the base's, for what is not set below.
-        up_width: Features added to the residual stream; 0 adds none.
-        up_kv_heads: Key/value heads added, each with its query heads; 0 adds none.
-        up_inner_width: Features added inside the MLP; 0 adds none.
+        layers: Layers to expand, counted from 0: 20-31 (both included), 0,4,8, -1 (the last), last:4, every:4, all.
+        method: scale adds new blocks, grow adds copies of the MLP, depth adds copies of whole layers.
+        variant: What trains. scale: preserve (no W12, the default) or adapt (W12 in the collaborative layers). grow:
+            grow-freeze (the copies, the default) or grow-train (the original gate and up projections too). depth:
+            depth.
+        collaborative_layers: Layers with W12 (adapt). Default: all expanded layers.
+        collaborate: Where these layers have W12: in attention, in the MLP or in both (adapt). Default: attn.
+        ratio: Added width as a share of the base's, for widths that are not given.
+        up_width: Features added to the hidden size, a multiple of the head size. Default: from the ratio.
+        up_kv_heads: Key/value heads added in each layer, each with its query heads. Default: from the ratio.
+        up_inner_width: Features added inside each MLP. Default: from the ratio.
         init_w21: How W21 starts.
         init_w22: How W22 starts.
-        init_embedding: How the embedding's new columns start, "svd" or "zero".
-        svd: "exact" (eigenvectors of the smaller Gram matrix, float64) or "fast" (randomized range finder).
+        init_embedding: How the new columns of the embedding start.
+        svd: exact computes eigenvectors in float64, fast uses a randomized range finder.
         seed: Seed of everything random.
-        dtype: Dtype of the new tensors; default: that of the tensor each stands beside.
-        copies: How often the MLP of a grown layer is there, the original included. Only for grow; default: 2.
+        dtype: Dtype of the new tensors. Default: that of the base tensor beside each.
+        copies: MLPs in a grown layer, the original included (grow). Default: 2.
     """
 
     layers: str
-    method: str = DEFAULT_METHOD
-    variant: str | None = None
+    method: str = field(default=DEFAULT_METHOD, metadata={"choices": lambda: METHODS})
+    variant: str | None = field(default=None, metadata={"choices": variants})
     collaborative_layers: str | None = None
     collaborate: Literal["attn", "ffn", "both"] | None = None
-    ratio: float = 0.125
-    up_width: int | None = None
-    up_kv_heads: int | None = None
-    up_inner_width: int | None = None
-    init_w21: Init = "svd"
-    init_w22: Init = "zero"
+    ratio: Annotated[float, RATIO] = 0.125
+    up_width: Annotated[int, WIDTH] | None = None
+    up_kv_heads: Annotated[int, WIDTH] | None = None
+    up_inner_width: Annotated[int, WIDTH] | None = None
+    init_w21: ChosenInit = "svd"
+    init_w22: ChosenInit = "zero"
     init_embedding: Literal["svd", "zero"] = "svd"
     svd: Literal["exact", "fast"] = "fast"
     seed: int = 0
     dtype: Literal["float32", "float16", "bfloat16"] | None = None
-    copies: int | None = None
+    copies: Annotated[int, COPIES] | None = None
 
 
 def complete(request: Request, layers: int | None = None) -> Request:
@@ -97,7 +71,8 @@ def complete(request: Request, layers: int | None = None) -> Request:
     Raises:
         PlanError: If a value is none of those that it may be, or does not belong to the method; every one is named.
     """
-    problems = _choice_problems(request)
+    # the command line asks the same; a Python caller may not have, and a saved plan may have been edited
+    problems = problems_of(request, with_ranges=False)
     if problems:
         raise PlanError.from_problems(problems)
     method = METHODS[request.method]
@@ -131,19 +106,4 @@ def _foreign_problems(request: Request) -> list[str]:
                     f"--{name.replace('_', '-')} {getattr(request, name)} belongs to --method {method}, it has no "
                     f"meaning for {request.method}. Leave it out."
                 )
-    return problems
-
-
-def _choice_problems(request: Request) -> list[str]:
-    problems = []
-    choices_now = {"method": tuple(METHODS), "variant": (*variants(), None), **CHOICES}
-    for name, choices in choices_now.items():
-        value = getattr(request, name)
-        if value not in choices:
-            listed = ", ".join(str(choice) for choice in choices if choice is not None)
-            problems.append(f"--{name.replace('_', '-')} is {value!r}, expected one of: {listed}.")
-    for name, kinds in KINDS.items():
-        value = getattr(request, name)
-        if isinstance(value, bool) or not isinstance(value, kinds):
-            problems.append(f"--{name.replace('_', '-')} is {value!r}, expected {KIND_NAMES[kinds]}.")
     return problems

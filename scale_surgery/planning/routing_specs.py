@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from scale_surgery.fields import Range
 from scale_surgery.planning.families import Family, Linear, Sizes
 from scale_surgery.planning.specs import Spec, Widths, attention_values, stream_widths
-
-ROUTERS = ("cosine", "posterior")
 
 
 @dataclass(frozen=True)
@@ -20,18 +19,18 @@ class Routing:
     """How each token is routed.
 
     Attributes:
-        router: "cosine" decides by the cosine of both paths' base logits (SCALE, arXiv 2511.03270, eq. 5);
-            "posterior" mixes both paths by how well each has predicted the text so far.
-        threshold: Cosine, from -1 to 1, above which a token takes the preserve path (cosine).
-        prior: Weight of the preserve path at the start of a text, between 0 and 1 (posterior).
-        switch_rate: Share of its weight that each path gives to the other at every token, from 0 up to 1 (posterior).
-        strict: The preserve side gives out the base model's logits alone; always so for posterior.
+        router: posterior mixes both paths by how well each predicted the text so far. cosine decides by the cosine of
+            both paths' base logits (SCALE, arXiv 2511.03270, eq. 5).
+        threshold: Cosine above which a token takes the preserve path (cosine).
+        prior: Weight of the preserve path at the start of a text (posterior).
+        switch_rate: Share of its weight that each path gives to the other at every token (posterior).
+        strict: The preserve path gives out the base model's logits alone (cosine). With posterior it always does.
     """
 
-    router: Literal["cosine", "posterior"] = "posterior"
-    threshold: float = 0.5
-    prior: float = 0.5
-    switch_rate: float = 0.01
+    router: Literal["posterior", "cosine"] = "posterior"
+    threshold: Annotated[float, Range(least=-1, most=1, noun="a cosine")] = 0.5
+    prior: Annotated[float, Range(above=0, below=1, noun="a probability")] = 0.5
+    switch_rate: Annotated[float, Range(least=0, below=1, noun="a share")] = 0.01
     strict: bool = False
 
     @property

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from scale_surgery.errors import PlanError
+from scale_surgery.fields import Range
 from scale_surgery.planning.base import Base
 from scale_surgery.planning.families import Sizes
 from scale_surgery.planning.method import Method, Resolved
@@ -17,6 +18,8 @@ from scale_surgery.planning.tensors import TensorPlan
 if TYPE_CHECKING:
     from scale_surgery.planning.plan import Plan
     from scale_surgery.planning.request import Request
+RATIO = Range(above=0, most=4)
+WIDTH = Range(least=0)
 
 
 class Scale(Method):
@@ -128,7 +131,7 @@ def _resolve_widths(sizes: Sizes, request: Request) -> Widths:
         return default if value is None else value
 
     # any other ratio, NaN too, is reported as a problem of the widths
-    ratio = request.ratio if 0 < request.ratio <= 4 else 1.0
+    ratio = request.ratio if request.ratio in RATIO else 1.0
     kv_heads = given(request.up_kv_heads, max(1, round(sizes.key_value_heads * ratio)))
     width = given(request.up_width, kv_heads * sizes.queries_per_key_value * sizes.head_size)
     inner = given(request.up_inner_width, max(8, round(sizes.inner * ratio / 8) * 8))
@@ -137,10 +140,10 @@ def _resolve_widths(sizes: Sizes, request: Request) -> Widths:
 
 def _width_problems(sizes: Sizes, request: Request, widths: Widths) -> list[str]:
     problems = []
-    if not 0 < request.ratio <= 4:
-        problems.append(f"--ratio is {request.ratio}, expected more than 0 and at most 4 (0.125 is the default).")
+    if request.ratio not in RATIO:
+        problems.append(f"--ratio is {request.ratio}, expected {RATIO} (0.125 is the default).")
     for option, value in asdict(widths).items():
-        if value < 0:
+        if value not in WIDTH:
             problems.append(f"--{option.replace('_', '-')} is {value}, expected 0 or more.")
     if widths.up_width > 0 and widths.up_width % sizes.head_size:
         problems.append(

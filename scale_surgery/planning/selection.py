@@ -6,7 +6,7 @@ import re
 
 from scale_surgery.errors import PlanError
 
-FORMS = "20-31 (inclusive), 0,4,8, -1, last:4, every:4, all"
+LAYER_FORMS = "20-31 (inclusive), 0,4,8, -1, last:4, every:4, all"
 
 
 def select_layers(text: str, num_layers: int, option: str = "--layers") -> tuple[int, ...]:
@@ -37,7 +37,7 @@ def select_layers(text: str, num_layers: int, option: str = "--layers") -> tuple
     if repeated:
         problems.append(f"{option} {text}: names layer {_listed(repeated)} twice. Name each layer once.")
     if not chosen and not problems:
-        problems.append(f"{option} {text!r}: selects no layer. Forms: {FORMS}.")
+        problems.append(f"{option} {text!r}: selects no layer. Forms: {LAYER_FORMS}.")
     if problems:
         raise PlanError.from_problems(problems)
     return tuple(sorted(chosen))
@@ -55,7 +55,7 @@ def _select_part(part: str, num_layers: int) -> list[int]:
         return list(range(first, last + 1))
     if re.fullmatch(r"-?\d+", part):
         return [_resolve(int(part), num_layers)]
-    raise ValueError(f"{part!r} is not a layer selection. Forms: {FORMS}.")
+    raise ValueError(f"{part!r} is not a layer selection. Forms: {LAYER_FORMS}.")
 
 
 def _select_pattern(word: str, count: int, num_layers: int) -> list[int]:

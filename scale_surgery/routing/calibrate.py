@@ -6,13 +6,13 @@ old and new text --one pass--> path_scores --every setting--> routing_sweep --th
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scale_surgery.checkpoint.folder import open_checkpoint
-from scale_surgery.checkpoint.staging import plain_json
+from scale_surgery.checkpoint.staging import output_file_problems, plain_json
 from scale_surgery.errors import CheckpointError, DataError, PlanError
 from scale_surgery.evidence.subjects import choose_lengths, open_subjects, read_texts
 from scale_surgery.planning.routing_specs import Routing, read_routing
@@ -205,7 +205,7 @@ def _open_routing(folder: Path) -> Routing:
 
 def _check_outputs(folder: Path, plot: Path | None, texts: Sequence[Path], *, write: bool) -> None:
     """Refuse before any work what could not be written after it."""
-    problems = [] if plot is None else list(_plot_problems(plot, folder, texts))
+    problems = output_file_problems([plot], [folder, *texts])
     if write:
         read_manifest(folder)
         if not os.access(folder, os.W_OK | os.X_OK):
@@ -215,17 +215,6 @@ def _check_outputs(folder: Path, plot: Path | None, texts: Sequence[Path], *, wr
             )
     if problems:
         raise CheckpointError.from_problems(problems)
-
-
-def _plot_problems(plot: Path, folder: Path, texts: Sequence[Path]) -> Iterator[str]:
-    written = plot.resolve()
-    parent = next(parent for parent in written.parents if parent.exists())
-    if plot.is_dir():
-        yield f"{plot}: is a folder, expected a file to be. Choose another --plot."
-    elif any(written.is_relative_to(read.resolve()) for read in (folder, *texts)):
-        yield f"{plot}: lies inside or at an input. Choose another --plot."
-    elif not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-        yield f"{plot}: {parent} is not a folder you may write to. Choose another --plot."
 
 
 def _listed(given: str | Path | Sequence[str | Path]) -> list[Path]:

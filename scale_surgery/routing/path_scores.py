@@ -45,7 +45,7 @@ class Answers:
 
 
 @dataclass(frozen=True)
-class Batch:
+class PathBatch:
     """What both paths say of some windows, on the CPU.
 
     Attributes:
@@ -68,14 +68,14 @@ class Observer:
 
     def __init__(self, router: Any, labels: Tensor) -> None:
         self.router, self.labels = router, labels
-        self.batch: Batch | None = None
+        self.batch: PathBatch | None = None
 
     def logits(self, paths: Paths, tokens: Tokens) -> Tensor:
         """Note what there is; what comes back is read by nobody."""
         assert tokens.ids is not None
         base, preserve, adapt, _, cosine, _ = (part.cpu() for part in score_tokens(self.router, paths, tokens))
         scores = TokenScores(base, preserve, adapt, base, cosine, torch.zeros_like(base))
-        self.batch = Batch(
+        self.batch = PathBatch(
             scores,
             Tokens(tokens.ids.cpu(), tokens.restarts.cpu(), None, slice(None)),
             self.labels[:, 1:] >= 0,
@@ -132,7 +132,9 @@ def winning_weights(preserve: Tensor, adapt: Tensor, targets: Tensor) -> tuple[T
     return least, most.masked_fill(is_behind, -1.0)
 
 
-def read_paths(model: Any, sequences: Sequences, batch_size: int, advance: Progress = no_progress) -> tuple[Batch, ...]:
+def read_paths(
+    model: Any, sequences: Sequences, batch_size: int, advance: Progress = no_progress
+) -> tuple[PathBatch, ...]:
     """Read token sequences once, the longest first, in the batches of `measure`.
 
     Args:
@@ -163,7 +165,7 @@ def _observed(model: Any) -> Iterator[Any]:
         model.router = router
 
 
-def _read_batch(model: Any, router: Any, rows: Sequence[Mapping[str, Tensor]]) -> Batch:
+def _read_batch(model: Any, router: Any, rows: Sequence[Mapping[str, Tensor]]) -> PathBatch:
     batch, device = collate(rows), next(model.parameters()).device
     model.router = observer = Observer(router, pad(rows, "labels"))
     model(**{name: batch[name].to(device) for name in ("input_ids", "attention_mask")}, use_cache=False)
@@ -171,7 +173,7 @@ def _read_batch(model: Any, router: Any, rows: Sequence[Mapping[str, Tensor]]) -
     return observer.batch
 
 
-def measure_router(batches: Sequence[Batch], router: Any) -> tuple[Measurement, float]:
+def measure_router(batches: Sequence[PathBatch], router: Any) -> tuple[Measurement, float]:
     """What a router makes of texts that were read.
 
     Args:
@@ -189,13 +191,13 @@ def measure_router(batches: Sequence[Batch], router: Any) -> tuple[Measurement, 
     return total, weight / total.scored
 
 
-def measure_base(batches: Sequence[Batch]) -> Measurement:
+def measure_base(batches: Sequence[PathBatch]) -> Measurement:
     """What the base model makes of texts that were read."""
     found = (_measure(batch, batch.scores.base, batch.answers.is_known) for batch in batches)
     return sum(found, Measurement(0.0, 0, 0, 0))
 
 
-def measure_adapt(batches: Sequence[Batch]) -> Measurement:
+def measure_adapt(batches: Sequence[PathBatch]) -> Measurement:
     """What the adapt path alone makes of texts that were read."""
     found = (
         _measure(batch, batch.scores.adapt, batch.answers.answered(torch.ones_like(batch.scores.adapt)))
@@ -204,11 +206,11 @@ def measure_adapt(batches: Sequence[Batch]) -> Measurement:
     return sum(found, Measurement(0.0, 0, 0, 0))
 
 
-def _measure(batch: Batch, scores: Tensor, answered: Tensor) -> Measurement:
+def _measure(batch: PathBatch, scores: Tensor, answered: Tensor) -> Measurement:
     own = scores[batch.is_scored].double()
     return Measurement(-float(own.sum()), len(own), len(answered), int(answered.sum()))
 
 
-def scored_cosines(batches: Sequence[Batch]) -> Tensor:
+def scored_cosines(batches: Sequence[PathBatch]) -> Tensor:
     """Cosines of both paths' base logits where a scored token is predicted, in ascending order (tokens,)."""
     return torch.cat([batch.scores.cosine[batch.is_scored] for batch in batches]).sort().values

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from scale_surgery.checkpoint.sources import open_model
 from scale_surgery.checkpoint.staging import write_text
-from scale_surgery.errors import CheckpointError, DataError
+from scale_surgery.errors import CheckpointError
 from scale_surgery.evidence.subjects import Subject, choose_lengths, open_subjects, read_texts
 from scale_surgery.planning.routing_specs import Routing, read_routing
 from scale_surgery.progress import Progress, Track, no_track
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 # digits of a number of a token; float32 has no more
 DIGITS = 6
 # fields of TokenScores: base, preserve, adapt, routed, cosine, weight
-SCORES = 6
+SCORE_COLUMNS = 6
 
 
 @dataclass(frozen=True)
@@ -103,29 +103,6 @@ def write_jsonl(report: RouteReport, file: Path) -> None:
     write_text(file, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in report.records()))
 
 
-def check_outputs(texts: Sequence[str | Path], outputs: Sequence[Path]) -> None:
-    """Check that files to be written are files of their own, before any work is done.
-
-    Args:
-        texts: What is read.
-        outputs: What is to be written; existing files are replaced.
-
-    Raises:
-        DataError: If one is a text, or another output too; every such file is named.
-    """
-    places = [output.resolve() for output in outputs]
-    problems = [
-        f"{output}: would be written over the text {text}. Choose another file."
-        for output, place in zip(outputs, places, strict=True)
-        for text in texts
-        if Path(text).resolve() in (place, *place.parents)
-    ]
-    if len(set(places)) < len(places):
-        problems.append(f"{outputs[0]}: is to be the page and the JSONL file at once. Choose two files.")
-    if problems:
-        raise DataError.from_problems(problems)
-
-
 def _read_routing(model: str | Path, revision: str | None) -> Routing:
     """How a model's config.json says that it routes; its numbers are checked when it is loaded."""
     _, checkpoint = open_model(model, revision)
@@ -156,7 +133,7 @@ def _score(model: Any, windows: Sequences, batch_size: int, advance: Progress) -
 
     from scale_surgery.running.texts import collate
 
-    scores = torch.full((SCORES, len(windows.ids)), math.nan, dtype=torch.float64)
+    scores = torch.full((SCORE_COLUMNS, len(windows.ids)), math.nan, dtype=torch.float64)
     device = next(model.parameters()).device
     for rows in _batches(windows, batch_size):
         batch = collate([windows[row] for row in rows])

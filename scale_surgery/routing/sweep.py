@@ -21,7 +21,7 @@ from scale_surgery.running.loss import Measurement
 from scale_surgery.running.options import RunOptions
 
 if TYPE_CHECKING:
-    from scale_surgery.routing.path_scores import Batch
+    from scale_surgery.routing.path_scores import PathBatch
     from scale_surgery.running.texts import Sequences
 
 # of settings that score the same the first wins, so defaults and round numbers stand first
@@ -137,8 +137,8 @@ def _check_finite(subject: Subject, found: Sweep) -> None:
 
 def sweep(
     router: Any,
-    old: Sequence[Batch],
-    new: Sequence[Batch],
+    old: Sequence[PathBatch],
+    new: Sequence[PathBatch],
     settings: Sequence[Routing],
     advance: Progress = no_progress,
 ) -> Sweep:
@@ -157,22 +157,22 @@ def sweep(
     from scale_surgery.routing.path_scores import measure_adapt, measure_base, measure_router
 
     base, adapt = ([measure(side) for side in (old, new)] for measure in (measure_base, measure_adapt))
-    scale = Scale(base[0], base[1], base[1].nats_per_token - adapt[1].nats_per_token)
+    reference = Reference(base[0], base[1], base[1].nats_per_token - adapt[1].nats_per_token)
     outcomes = []
     for routing in settings:
         own = with_numbers(router, routing)
         (on_old, routed_old), (on_new, routed_new) = (measure_router(side, own) for side in (old, new))
-        outcomes.append(scale.outcome(routing, on_old, on_new, routed_old, routed_new))
+        outcomes.append(reference.outcome(routing, on_old, on_new, routed_old, routed_new))
         advance(1)
     return Sweep(
-        base=scale.outcome(None, base[0], base[1], 0.0, 0.0),
-        adapt=scale.outcome(None, adapt[0], adapt[1], 1.0, 1.0),
+        base=reference.outcome(None, base[0], base[1], 0.0, 0.0),
+        adapt=reference.outcome(None, adapt[0], adapt[1], 1.0, 1.0),
         outcomes=tuple(outcomes),
     )
 
 
 @dataclass(frozen=True)
-class Scale:
+class Reference:
     """What outcomes are compared with: the base on old and on new text, and what the adapt path alone learns."""
 
     old: Measurement
@@ -202,7 +202,7 @@ def with_numbers(router: Any, routing: Routing) -> Any:
     return replace(router, **numbers)
 
 
-def settings_of(present: Routing, old: Sequence[Batch], new: Sequence[Batch]) -> tuple[Routing, ...]:
+def settings_of(present: Routing, old: Sequence[PathBatch], new: Sequence[PathBatch]) -> tuple[Routing, ...]:
     """Choose what to try.
 
     Args:
@@ -220,7 +220,7 @@ def settings_of(present: Routing, old: Sequence[Batch], new: Sequence[Batch]) ->
     return tuple(dict.fromkeys([present, *tried]))
 
 
-def _parting(side: Sequence[Batch]) -> Iterator[float]:
+def _parting(side: Sequence[PathBatch]) -> Iterator[float]:
     """Thresholds that part the cosines of a text into shares."""
     from scale_surgery.routing.path_scores import scored_cosines
 

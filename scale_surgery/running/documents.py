@@ -16,10 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scale_surgery.errors import DataError
+from scale_surgery.errors import DataError, shorten
 
 HALF_A_CHARACTER = re.compile("[\ud800-\udfff]")
-MAX_PROBLEMS = 12
 QUESTION = ("question", "answer")
 FIELDS = (("text",), QUESTION, ("prompt", "completion"))
 EXPECTED = 'expected {"text"}, {"question", "answer"} or {"prompt", "completion"}, each a text'
@@ -120,8 +119,7 @@ def _from_rows(rows: Iterable[Any], where: str) -> Iterator[Document]:
         else:
             yield from _documents([row[name] for name in names], f"{where} {number}", is_question=names == QUESTION)
     if problems:
-        more = [f"... and {len(problems) - MAX_PROBLEMS} more."] if len(problems) > MAX_PROBLEMS else []
-        raise DataError.from_problems(problems[:MAX_PROBLEMS] + more)
+        raise DataError.from_problems(shorten(problems))
 
 
 def _fields_of(row: Any) -> tuple[str, ...] | None:

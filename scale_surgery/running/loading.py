@@ -16,10 +16,9 @@ from typing import Any
 from scale_surgery import modeling
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
 from scale_surgery.checkpoint.numbering import CONFIG_KEY, numbering_of
-from scale_surgery.errors import CheckpointError
+from scale_surgery.errors import CheckpointError, shorten
 from scale_surgery.running.options import RunOptions
 
-MAX_PROBLEMS = 12
 # what transformers raises for a config or a tokenizer that is not right
 READING_ERRORS = (ImportError, OSError, ValueError, KeyError, TypeError, AttributeError)
 # what torch raises too, for weights or a device that are not right
@@ -156,5 +155,5 @@ def loaded_whole(
             ) from error
         if problems:
             advice = f"{name}: its tensors do not fit its class, so another model would be measured."
-            raise CheckpointError.from_problems([*problems[:MAX_PROBLEMS], advice])
+            raise CheckpointError.from_problems([*shorten(problems), advice])
         yield model

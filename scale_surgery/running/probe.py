@@ -67,7 +67,7 @@ class Numbers(LogitDrift):
 
 
 @dataclass(frozen=True)
-class Run:
+class ProbeRun:
     """What one model made of a batch; hidden states and logits on the CPU."""
 
     logits: Tensor
@@ -82,7 +82,7 @@ class Run:
 @torch.no_grad()
 def run_model(
     model: Any, problems: Sequence[str], batch: Batch, width: int, new_tokens: int, device: str = "cpu"
-) -> Run:
+) -> ProbeRun:
     """Run one model on a batch: logits, base stream after each layer, base logits, greedy continuation.
 
     Args:
@@ -103,7 +103,7 @@ def run_model(
         options = {"max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 0}
         cached = model.generate(**inputs, **options, use_cache=True).cpu()
         uncached = model.generate(**inputs, **options, use_cache=False).cpu()
-    return Run(
+    return ProbeRun(
         logits=output.logits.cpu(),
         base_logits=_base_logits(model, inputs, output.hidden_states[-1], width).cpu(),
         # of a routed model, the preserve path comes first, among features and after the last norm in the batch
@@ -128,14 +128,16 @@ def _base_logits(model: Any, inputs: dict[str, Tensor], last: Tensor, width: int
     return found if cap is None else torch.tanh(found / cap) * cap
 
 
-def _prompt_losses(run: Run, batch: Batch) -> Tensor:
+def _prompt_losses(run: ProbeRun, batch: Batch) -> Tensor:
     """Sum of -log p over the tokens of each prompt but its first, in nats, float64."""
     scores = run.logits[:, :-1].double().log_softmax(-1)
     losses = -scores.gather(-1, batch.ids[:, 1:, None]).squeeze(-1)
     return losses.masked_fill(batch.mask[:, :-1] == 0, 0).sum(-1)
 
 
-def compare(base: Run, expanded: Run, encoded: EncodedPrompts, new_tokens: int, tokens: tuple[str, ...]) -> Numbers:
+def compare(
+    base: ProbeRun, expanded: ProbeRun, encoded: EncodedPrompts, new_tokens: int, tokens: tuple[str, ...]
+) -> Numbers:
     """Compare two runs on the same prompts.
 
     Args:

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from scale_surgery.errors import DataError
-from scale_surgery.running.documents import MAX_PROBLEMS, Document
+from scale_surgery.errors import DataError, shorten
+from scale_surgery.running.documents import Document
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -90,7 +90,7 @@ def tokenize(
     for some in _groups(documents):
         for document, (prompt, text) in zip(some, _tokenize_some(some, tokenizer), strict=True):
             if not prompt + text:
-                raise DataError(f"{document.source}: becomes no token in this model's tokenizer. Leave it out.")
+                raise DataError(f"{document.source}: has no token in this model's tokenizer. Leave it out.")
             # without a prompt there is at most a start token
             read_only = PROMPT if document.prompt else IGNORED
             ids.extend(prompt + text)
@@ -177,9 +177,8 @@ def check_length(sequences: Sequences, documents: Sequence[Document], length: in
         if size > length
     ]
     if problems:
-        more = [f"... and {len(problems) - MAX_PROBLEMS} more."] if len(problems) > MAX_PROBLEMS else []
         advice = "Pack the documents (--packing), raise --sequence-length, or split them."
-        raise DataError.from_problems([*problems[:MAX_PROBLEMS], *more, advice])
+        raise DataError.from_problems([*shorten(problems), advice])
 
 
 def stride(sequences: Sequences, length: int, step: int) -> Sequences:

@@ -9,6 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from scale_surgery.errors import shorten
 from scale_surgery.planning.methods import METHODS
 from scale_surgery.planning.selection import format_layers
 from scale_surgery.planning.specs import Widths
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
     from scale_surgery.surgery.expand import Expansion
     from scale_surgery.surgery.strip import Stripped
     from scale_surgery.training.train import Training
-
-MAX_PROBLEMS = 12
 
 
 def format_bytes(count: float) -> str:
@@ -50,9 +49,22 @@ def format_seconds(seconds: float) -> str:
     return "under a second" if seconds < 1 else f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
 
 
+def plain_table(title: str | None = None, *, has_header: bool = True) -> Table:
+    """A table without lines."""
+    return Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        show_header=has_header,
+        header_style="dim",
+        box=None,
+        pad_edge=False,
+    )
+
+
 def facts(title: str, rows: list[tuple[str, str]]) -> Table:
     """Names and values, one pair a line."""
-    table = Table(title=title, title_justify="left", title_style="bold", show_header=False, box=None, pad_edge=False)
+    table = plain_table(title, has_header=False)
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in rows:
@@ -125,9 +137,7 @@ def render_expansion(done: Expansion) -> RenderableType:
 
 def render_verification(result: Verification) -> RenderableType:
     """A verification as tables: promises, numbers, problems."""
-    table = Table(
-        title="promises", title_justify="left", title_style="bold", box=None, pad_edge=False, header_style="dim"
-    )
+    table = plain_table("promises")
     table.add_column("promise", no_wrap=True)
     table.add_column("result", no_wrap=True)
     table.add_column("evidence", overflow="fold")
@@ -157,9 +167,7 @@ def _problems(result: Verification) -> list[str]:
     for promise in result.promises:
         if promise.name in result.required and not promise.holds:
             found += promise.problems
-    found = list(dict.fromkeys(found))
-    more = len(found) - MAX_PROBLEMS
-    return found[:MAX_PROBLEMS] + ([f"... and {more} more; --report FILE writes all"] if more > 0 else [])
+    return shorten(list(dict.fromkeys(found)), ending="; --report FILE writes all")
 
 
 def _render_numbers(result: Verification) -> RenderableType:
@@ -190,7 +198,7 @@ def _drift_of(worst: Layer) -> str:
 
 def _render_layers(layers: tuple[Layer, ...]) -> Table:
     title = "base stream against the base model's"
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, header_style="dim")
+    table = plain_table(title)
     for name in ("after", "drift", "cosine"):
         table.add_column(name, justify="right")
     for layer in layers:
@@ -257,7 +265,7 @@ def _render_side(title: str, change: str, rows: list[tuple[str, Measurement, flo
     counts = f"{first.scored:,} tokens scored" + (f", {first.questions:,} questions" if first.questions else "")
     # a table's own title would be wrapped at the table's width
     heading = Text(title, style="bold") + Text(f"  ({counts}; losses in nats per token)", style="not bold")
-    table = Table(box=None, pad_edge=False)
+    table = plain_table()
     table.add_column("", overflow="fold")
     for name in ("loss", "perplexity", *(["accuracy"] if first.questions else []), change):
         table.add_column(name, justify="right", header_style="dim", no_wrap=True)

@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from scale_surgery.show.tables import facts
+from scale_surgery.show.tables import facts, plain_table
 
 if TYPE_CHECKING:
     from scale_surgery.routing.calibrate import Calibration
@@ -90,7 +90,7 @@ def _render_outcomes(result: Calibration, shown: Sequence[Outcome]) -> Table:
     numbers = ["threshold"] if _is_cosine(result) else ["prior", "rate"]
     sides = [side for side in ("old", "new") if getattr(result.base, side).questions]
     names = [*numbers, "forgets", "learns", "kept", "routed\nold", "routed\nnew", *(f"right\n{side}" for side in sides)]
-    table = Table(box=None, pad_edge=False, header_style="dim")
+    table = plain_table()
     table.add_column("")
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)

@@ -6,13 +6,12 @@ from typing import TYPE_CHECKING
 
 from rich.console import RenderableType
 
+from scale_surgery.errors import name_some
 from scale_surgery.show.tables import facts, format_bytes
 
 if TYPE_CHECKING:
     from scale_surgery.surgery.apply import Applied
     from scale_surgery.surgery.extract import Extracted
-
-MOST_NAMED = 5
 
 
 def render_extracted(done: Extracted) -> RenderableType:
@@ -25,7 +24,7 @@ def render_extracted(done: Extracted) -> RenderableType:
         ("base", f"{_base(done.base_name, done.base_revision)}, {format_bytes(done.base_bytes)} that stay out"),
     ]
     rows += [("licences", ", ".join(done.licences))] if done.licences else []
-    rows += [("left out", _named(done.left_out))] if done.left_out else []
+    rows += [("left out", name_some(done.left_out))] if done.left_out else []
     rows.append(("next", f"scale-surgery apply {done.path} --base {named} -o EXPANDED"))
     return facts("extracted", rows)
 
@@ -34,8 +33,8 @@ def render_applied(done: Applied) -> RenderableType:
     """What `apply` wrote."""
     count = len(done.differing)
     equal = f"{done.base_tensors} compared by sha256, all equal"
-    tensors = f"{count} of {done.base_tensors} differ: {_named(done.differing)}" if count else equal
-    files = f"other than before: {_named(done.other_files)}" if done.other_files else "as before, so is the folder"
+    tensors = f"{count} of {done.base_tensors} differ: {name_some(done.differing)}" if count else equal
+    files = f"other than before: {name_some(done.other_files)}" if done.other_files else "as before, so is the folder"
     rows = [
         ("written", str(done.path)),
         ("base", _base(done.base_name, done.base_revision)),
@@ -45,15 +44,10 @@ def render_applied(done: Applied) -> RenderableType:
         ("shards", f"{format_bytes(done.bytes_written)} written"),
     ]
     if done.foreign_code:
-        rows.append(("code", f"no release wrote it, read it before you trust it: {_named(done.foreign_code)}"))
+        rows.append(("code", f"no release wrote it, read it before you trust it: {name_some(done.foreign_code)}"))
     rows.append(("next", f"scale-surgery verify {done.path}"))
     return facts("applied by force, no promise but recoverable" if count else "applied", rows)
 
 
 def _base(name: str, revision: str | None) -> str:
     return f"{name} at {revision}" if revision else name
-
-
-def _named(names: tuple[str, ...]) -> str:
-    more = len(names) - MOST_NAMED
-    return ", ".join(names[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")

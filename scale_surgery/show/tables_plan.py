@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from scale_surgery.planning.selection import format_layers
-from scale_surgery.show.tables import facts, format_bytes, format_seconds
+from scale_surgery.show.tables import facts, format_bytes, format_seconds, plain_table
 
 if TYPE_CHECKING:
     from scale_surgery.planning.plan import Plan
@@ -78,7 +78,7 @@ def _reach(plan: Plan) -> str:
 
 
 def _render_tensors(plan: Plan, tensors: tuple[TensorPlan, ...], title: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, header_style="dim")
+    table = plain_table(title)
     table.add_column("name", overflow="fold")
     table.add_column("shape", justify="right")
     table.add_column("dtype")

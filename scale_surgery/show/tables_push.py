@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
-from scale_surgery.show.tables import facts, format_bytes
+from scale_surgery.show.tables import facts, format_bytes, plain_table
 
 if TYPE_CHECKING:
     from scale_surgery.hub.push import Pushed
@@ -20,7 +19,7 @@ CARDS = {"written": "from facts", "own": "your own", "kept": "the one in the rep
 
 def render_files(found: Pushed) -> RenderableType:
     """What a repository gets, file by file, and what it does not get."""
-    table = Table(title="files", title_justify="left", title_style="bold", show_header=False, box=None, pad_edge=False)
+    table = plain_table("files", has_header=False)
     table.add_column(overflow="fold")
     table.add_column(justify="right", no_wrap=True)
     table.add_column(style="dim")

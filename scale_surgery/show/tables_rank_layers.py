@@ -12,15 +12,15 @@ from rich.text import Text
 
 from scale_surgery.planning.methods import DEFAULT_METHOD, METHODS
 from scale_surgery.planning.request import Request, complete
-from scale_surgery.show.tables import facts, format_bytes, format_seconds
+from scale_surgery.show.tables import facts, format_bytes, format_seconds, plain_table
 
 if TYPE_CHECKING:
-    from scale_surgery.training.ranking import DepthEstimate, LayerScore, Proposal, Ranking, Score
+    from scale_surgery.training.ranking import LayerScore, Proposal, Ranking, ScoreName, W12Estimate
 
 TRAINED = {"mlp": "the MLP matrices", "full": "every parameter"}
 # what `expand` has to be told again, beside layers and method, where it is not what the method does anyway
 REPEATED = ("variant", "copies", "collaborate", "ratio")
-SCORE_NAMES: dict[Score, str] = {"relative-norm": "change", "effective-rank": "rank"}
+SCORE_NAMES: dict[ScoreName, str] = {"relative-norm": "change", "effective-rank": "rank"}
 
 
 def render_ranking(result: Ranking, *, details: bool = False) -> RenderableType:
@@ -49,9 +49,7 @@ def _passes(passes: float) -> str:
 
 def _render_layers(result: Ranking) -> Table:
     most = max(_most(layer) for layer in result.layers)
-    table = Table(
-        title="layers", title_justify="left", title_style="bold", box=None, pad_edge=False, header_style="dim"
-    )
+    table = plain_table("layers")
     for name in ("place", "layer", "change", f"rank\nof {most}", "place\nby " + _other(result)):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
@@ -90,10 +88,9 @@ def _change(value: float) -> str:
     return f"{value:.2%}" if value < 10 else f"{value:.0%}"
 
 
-def _render_matrices(result: Ranking, score: Score) -> Table:
+def _render_matrices(result: Ranking, score: ScoreName) -> Table:
     title = {"relative-norm": "change of each matrix", "effective-rank": "effective rank of the change of each matrix"}
-    options = {"title_justify": "left", "title_style": "bold", "pad_edge": False, "header_style": "dim"}
-    table = Table(title=title[score], box=None, **options)  # type: ignore[arg-type]
+    table = plain_table(title[score])
     table.add_column("layer", justify="right")
     for role, matrix in result.layers[0].matrices.items():
         table.add_column(
@@ -123,7 +120,7 @@ def _proposal_rows(result: Ranking) -> Iterator[tuple[str, str]]:
     yield "next", next_command(result)
 
 
-def _depth(depth: DepthEstimate, proposal: Proposal) -> str:
+def _depth(depth: W12Estimate, proposal: Proposal) -> str:
     worth = {one.layer: one.worth for one in depth.layers}
     whole = sum(worth[layer] for layer in proposal.layers)
     share = sum(worth[layer] for layer in depth.proposed) / whole if whole else 1.0

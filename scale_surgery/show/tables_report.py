@@ -12,7 +12,7 @@ from rich.text import Text
 
 from scale_surgery.evidence.report_records import Norms, TensorChange, add_norms
 from scale_surgery.planning.methods import METHODS
-from scale_surgery.show.tables import facts, format_count
+from scale_surgery.show.tables import facts, format_count, plain_table
 
 if TYPE_CHECKING:
     from scale_surgery.evidence.report_records import Report, Streams
@@ -112,7 +112,7 @@ def _heading(title: str, note: str) -> Text:
 
 
 def _table(first: Sequence[str], numbers: Sequence[str]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim")
+    table = plain_table()
     for name in first:
         table.add_column(name, overflow="fold")
     for name in numbers:

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from scale_surgery.show.palette import LIGHT, PLACES, place_of
+from scale_surgery.show.tables import plain_table
 from scale_surgery.show.visible import visible
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ def _totals(report: RouteReport) -> RenderableType:
     heading = Text("routing", style="bold") + Text(
         f"  ({report.routing.description}; losses in nats per token)", style="not bold"
     )
-    table = Table(box=None, pad_edge=False)
+    table = plain_table()
     table.add_column("", overflow="fold")
     for name in ("tokens", "base", "adapt", "routed", "routed share"):
         table.add_column(name, justify="right", header_style="dim", no_wrap=True)

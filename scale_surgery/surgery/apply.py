@@ -20,8 +20,8 @@ from scale_surgery.checkpoint.staging import BaseWeights, check_space, check_tar
 from scale_surgery.errors import CheckpointError
 from scale_surgery.progress import Track, no_track
 from scale_surgery.running.options import RunOptions
-from scale_surgery.surgery.extract_folder import Extract, check_own_files, open_extract, stored_name
-from scale_surgery.surgery.rebase import Base, check_names, rebase
+from scale_surgery.surgery.extract_folder import Extract, check_own_files, name_in_extract, open_extract
+from scale_surgery.surgery.rebase import ComparedBase, check_names, rebase
 from scale_surgery.surgery.renumbered import numbering_in, renumbered_shards, write_renumbered
 from scale_surgery.surgery.same_base import check_fit, find_differing, hash_base, refuse_differing
 
@@ -146,7 +146,7 @@ def _is_ours(file: str, digest: str) -> bool:
     return digest in {modeling.code_hash(file), *modeling.released_hashes().get(file, ())}
 
 
-def _read_base(extract: Extract, source: Source, base: Checkpoint, track: Track) -> Base:
+def _read_base(extract: Extract, source: Source, base: Checkpoint, track: Track) -> ComparedBase:
     """Hash a base and compare it with the recorded one; tensors whose shards are the recorded files are not read."""
     files = [*base.shards, *base.side_files]
     with track("base hashes", sum((base.path / file).stat().st_size for file in files)) as advance:
@@ -155,7 +155,7 @@ def _read_base(extract: Extract, source: Source, base: Checkpoint, track: Track)
     others = tuple(sorted(name for name in {*hashes, *recorded} if hashes.get(name) != recorded.get(name)))
     has_other_shards = any(name.endswith(".safetensors") for name in others)
     tensors = hash_base(base, track) if has_other_shards else extract.manifest.base_tensors
-    return Base(source, base, hashes, tensors, find_differing(extract, base, tensors), others)
+    return ComparedBase(source, base, hashes, tensors, find_differing(extract, base, tensors), others)
 
 
 def find_base(extract: Extract, base: str | Path | None, revision: str | None) -> Source:
@@ -195,7 +195,7 @@ def _rebuild(extract: Extract, base: Checkpoint, partial: Path, how: BaseWeights
     manifest = extract.manifest
     names = {file.stored_as: name for name, file in manifest.base_files.items() if file.stored_as is not None}
     places = {stored: base.path / names[stored] for stored in extract.from_base}
-    places |= {name: extract.path / stored_name(name) for name in extract.files}
+    places |= {name: extract.path / name_in_extract(name) for name in extract.files}
     with track("files", sum(file.stat().st_size for file in places.values())) as advance:
         for name, file in places.items():
             if name in manifest.renumbered:

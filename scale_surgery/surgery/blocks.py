@@ -19,7 +19,7 @@ from torch import Tensor
 
 from scale_surgery.errors import CheckpointError
 
-Method = Literal["exact", "fast"]
+SvdMethod = Literal["exact", "fast"]
 CHUNK_ELEMENTS = 1 << 23
 # extra directions and passes of the randomized range finder (Halko, Martinsson and Tropp 2011)
 OVERSAMPLING = 32
@@ -55,11 +55,11 @@ def _chunks(weight: Tensor, axis: int) -> Iterator[Tensor]:
     return iter(torch.split(weight, size, dim=axis))
 
 
-def _work_dtype(method: Method) -> torch.dtype:
+def _work_dtype(method: SvdMethod) -> torch.dtype:
     return torch.float64 if method == "exact" else torch.float32
 
 
-def gram(weight: Tensor, method: Method) -> Tensor:
+def gram(weight: Tensor, method: SvdMethod) -> Tensor:
     """The smaller of W^T W and W W^T, added up chunk by chunk along the longer axis.
 
     Args:
@@ -78,7 +78,7 @@ def gram(weight: Tensor, method: Method) -> Tensor:
     return total
 
 
-def leading_eigenvectors(matrix: Tensor, count: int, method: Method, generator: torch.Generator) -> Tensor:
+def leading_eigenvectors(matrix: Tensor, count: int, method: SvdMethod, generator: torch.Generator) -> Tensor:
     """Leading eigenvectors of a symmetric positive semi-definite matrix.
 
     "exact" is a full eigendecomposition. "fast" is a randomized range finder with power passes; it gives way
@@ -113,7 +113,7 @@ def mean_row_norm(weight: Tensor) -> float:
     return float(sum(norms) / weight.shape[0])
 
 
-def principal_rows(weight: Tensor, count: int, method: Method, generator: torch.Generator) -> Tensor:
+def principal_rows(weight: Tensor, count: int, method: SvdMethod, generator: torch.Generator) -> Tensor:
     """The leading principal coordinates of the outputs: U_r^T W = S_r V_r^T.
 
     The sign of each row is fixed (its largest entry is positive), so that equal inputs give equal files.
@@ -155,7 +155,7 @@ def _rescale_and_fill(rows: Tensor, rank: int, norm: float, generator: torch.Gen
     return torch.cat((kept * scale, random))
 
 
-def svd_w21(weight: Tensor, up_out: int, method: Method, generator: torch.Generator) -> Tensor:
+def svd_w21(weight: Tensor, up_out: int, method: SvdMethod, generator: torch.Generator) -> Tensor:
     """Build W21, through which the up stream reads the base stream.
 
         W = U S V^T,   W21 = c U_r^T W = c S_r V_r^T,   r = up_out
@@ -179,7 +179,7 @@ def svd_w21(weight: Tensor, up_out: int, method: Method, generator: torch.Genera
     return _rescale_and_fill(padded, rank, mean_row_norm(weight), generator)
 
 
-def svd_w22(weight: Tensor, up_out: int, up_in: int, method: Method, generator: torch.Generator) -> Tensor:
+def svd_w22(weight: Tensor, up_out: int, up_in: int, method: SvdMethod, generator: torch.Generator) -> Tensor:
     """Build W22 as W seen in its own leading coordinates on both sides: c U_r^T W V_c = c diag(S).
 
     This repeats the paper's (0, SVD) pair, which also names no formula; the choice is ours.
@@ -209,7 +209,7 @@ def random_block(up_out: int, inputs: int, generator: torch.Generator) -> Tensor
     return scaled
 
 
-def svd_embedding(weight: Tensor, up: int, method: Method, generator: torch.Generator) -> Tensor:
+def svd_embedding(weight: Tensor, up: int, method: SvdMethod, generator: torch.Generator) -> Tensor:
     """New columns of the embedding: E V_r, rescaled to the embedding's mean row norm.
 
     Args:

@@ -17,7 +17,13 @@ from scale_surgery.checkpoint.hashes import hash_files
 from scale_surgery.checkpoint.staging import BaseWeights, check_space, check_target, staged, take_over, write_json
 from scale_surgery.errors import CheckpointError
 from scale_surgery.progress import Track, no_track
-from scale_surgery.surgery.extract_folder import EXTRACT_FORMAT, STORED_INDEX, OwnFile, content_problems, stored_name
+from scale_surgery.surgery.extract_folder import (
+    EXTRACT_FORMAT,
+    STORED_INDEX,
+    OwnFile,
+    content_problems,
+    name_in_extract,
+)
 from scale_surgery.surgery.licence import read_licence
 from scale_surgery.surgery.record import Manifest, check_numbering, read_manifest, refuse_fused, tool_versions
 from scale_surgery.surgery.renumbered import hash_stored
@@ -109,7 +115,7 @@ def extract(
         track("files", sum(sizes.values())) as advance,
     ):
         for name, size in sizes.items():
-            take_over(path / name, partial / stored_name(name), base_weights)
+            take_over(path / name, partial / name_in_extract(name), base_weights)
             advance(size)
         write_json(partial / EXTRACT_FILE, content)
     return Extracted(

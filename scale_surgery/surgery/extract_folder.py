@@ -84,7 +84,7 @@ class Extract:
     tensors: Mapping[str, TensorInfo]
 
 
-def stored_name(file: str) -> str:
+def name_in_extract(file: str) -> str:
     """Name that a file of the expanded folder has in the extract."""
     return STORED_INDEX if file == INDEX_FILE else file
 
@@ -150,7 +150,7 @@ def check_own_files(extract: Extract, track: Track = no_track) -> None:
     Raises:
         CheckpointError: If some differ; each is named.
     """
-    names = {stored_name(name): file for name, file in extract.files.items()}
+    names = {name_in_extract(name): file for name, file in extract.files.items()}
     with track("extract hashes", sum(file.bytes for file in names.values())) as advance:
         hashes = hash_files(extract.path, list(names), advance)
     changed = [
@@ -244,9 +244,9 @@ def _check_names(path: Path, files: Mapping[str, OwnFile], from_base: tuple[str,
     needed = {CONFIG_FILE, INDEX_FILE, MANIFEST_FILE, *files}
     if not problems:
         problems = [
-            f"{stored_name(name)}: not found in {path}. Download the extract again."
+            f"{name_in_extract(name)}: not found in {path}. Download the extract again."
             for name in sorted(needed)
-            if name not in files or not (path / stored_name(name)).is_file()
+            if name not in files or not (path / name_in_extract(name)).is_file()
         ]
     if problems:
         raise CheckpointError.from_problems(problems)

@@ -71,7 +71,7 @@ def load_expansion(
     if isinstance(model, str | Path):
         model, check = _load_base(found, model, revision, options, track, check=check), False
     elif options:
-        raise PlanError(f"{', '.join(options)}: says how a model is loaded, and this one is. Leave it out.")
+        raise PlanError(f"{', '.join(options)}: says how to load a model, but this one is loaded. Leave it out.")
     expanded_class = _find_class(found, model)
     _check_model(found, model, track, check=check)
     return _expand(found, model, expanded_class)
@@ -181,7 +181,10 @@ def _expand(extract: Extract, model: Any, expanded_class: Any) -> Any:
     missing, unexpected = expanded.load_state_dict(base | own, strict=False, assign=True)
     if missing or unexpected:
         found = ", ".join([*missing, *unexpected])
-        raise CheckpointError(f"model: has other tensors than {extract.name} was made for ({found}). Load it plainly.")
+        raise CheckpointError(
+            f"model: has other tensors than {extract.name} was made for ({found}). Load it with from_pretrained, and "
+            "change no module before the expansion is added."
+        )
     _copy_buffers(model, expanded)
     expanded.tie_weights()
     expanded.freeze_base()

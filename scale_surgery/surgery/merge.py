@@ -37,7 +37,7 @@ from scale_surgery.surgery.joining import damaged_pieces
 from scale_surgery.surgery.merge_stock import check_stock, stock_cost, write_stock
 from scale_surgery.surgery.record import STOCK_RECORD_FILE, Manifest, read_manifest, tool_versions
 
-Form = Literal["fused", "stock", "blocks"]
+MergedForm = Literal["fused", "stock", "blocks"]
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Merged:
     """
 
     path: Path
-    form: Form
+    form: MergedForm
     base_name: str
     parameters_before: int
     parameters: int
@@ -69,7 +69,7 @@ class Merged:
 def merge(
     expanded: str | Path,
     output: str | Path,
-    to: Form = "fused",
+    to: MergedForm = "fused",
     *,
     probes: Probes = Probes(),
     run: RunOptions = RunOptions(),
@@ -116,7 +116,7 @@ def merge(
     return _describe(target, to, checkpoint, manifest, drift)
 
 
-def _check_form(source: Path, checkpoint: Checkpoint, manifest: Manifest, to: Form) -> None:
+def _check_form(source: Path, checkpoint: Checkpoint, manifest: Manifest, to: MergedForm) -> None:
     refuse(manifest.plan.method, "merge", source)
     if to == "blocks" and manifest.fused is None:
         raise CheckpointError(f"{source}: has its blocks, expected a model made by scale-surgery merge --to fused.")
@@ -130,7 +130,7 @@ def _check_form(source: Path, checkpoint: Checkpoint, manifest: Manifest, to: Fo
         check_stock(checkpoint, manifest)
 
 
-def _needed_bytes(checkpoint: Checkpoint, manifest: Manifest, to: Form) -> int:
+def _needed_bytes(checkpoint: Checkpoint, manifest: Manifest, to: MergedForm) -> int:
     if to == "stock":
         return stock_cost(manifest).parameters * DTYPE_BYTES[checkpoint.dtype]
     if to == "fused":
@@ -138,7 +138,7 @@ def _needed_bytes(checkpoint: Checkpoint, manifest: Manifest, to: Form) -> int:
     return sum(info.bytes for info in checkpoint.tensors.values())
 
 
-def _state(checkpoint: Checkpoint, manifest: Manifest, to: Form) -> dict[str, Any]:
+def _state(checkpoint: Checkpoint, manifest: Manifest, to: MergedForm) -> dict[str, Any]:
     """What decides whether an unfinished folder may be continued."""
     stamps = {
         file: (checkpoint.path / file).stat() for file in (*checkpoint.shards, *checkpoint.side_files, MANIFEST_FILE)
@@ -147,7 +147,7 @@ def _state(checkpoint: Checkpoint, manifest: Manifest, to: Form) -> dict[str, An
     return {"merge": to, "base": manifest.base_fingerprint, "files": sizes, "tool": tool_versions()}
 
 
-def _write(checkpoint: Checkpoint, manifest: Manifest, partial: Path, to: Form, track: Track) -> dict[str, Any]:
+def _write(checkpoint: Checkpoint, manifest: Manifest, partial: Path, to: MergedForm, track: Track) -> dict[str, Any]:
     """Write all but the record; returns what surgery.json of a fused model has to remember."""
     if to == "stock":
         write_stock(checkpoint, manifest, partial, track)
@@ -176,8 +176,8 @@ def _check_drift(partial: Path, target: Path, drift: Drift) -> None:
     raise CheckpointError(
         f"{target}: not written, its logits drift by {drift.drift:.3g} of {drift.largest_logit:.3g} "
         f"({drift.share:.2g}), expected at most {drift.tolerance:g} of the largest logit, which is what rounding in "
-        f"{drift.dtype} does. Is {partial.parent} a sound disk, and is the model's code its own? "
-        "scale-surgery verify says."
+        f"{drift.dtype} does. Check the disk of {partial.parent}, and the model with "
+        "scale-surgery verify."
     )
 
 
@@ -211,7 +211,7 @@ def _stock_record(partial: Path, manifest: Manifest, drift: Drift, track: Track)
     }
 
 
-def _describe(target: Path, to: Form, checkpoint: Checkpoint, manifest: Manifest, drift: Drift | None) -> Merged:
+def _describe(target: Path, to: MergedForm, checkpoint: Checkpoint, manifest: Manifest, drift: Drift | None) -> Merged:
     written = open_checkpoint(target)
     return Merged(
         path=target,

@@ -131,11 +131,11 @@ def _make(checkpoint: Checkpoint, manifest: Manifest, name: str, joined: Joined 
     tensor = join(joined, read) if joined else read(name)
     rows = [(sum(before[stream]), sum(after[stream])) for stream in linear.writes()]
     is_transposed = family.transposed and tensor.dim() == 2
-    padded = pad(tensor.t() if is_transposed else tensor, rows, sum(after[linear.reads]))
+    padded = pad_with_zeros(tensor.t() if is_transposed else tensor, rows, sum(after[linear.reads]))
     return padded.t() if is_transposed else padded
 
 
-def pad(tensor: Tensor, rows: Sequence[tuple[int, int]], columns: int) -> Tensor:
+def pad_with_zeros(tensor: Tensor, rows: Sequence[tuple[int, int]], columns: int) -> Tensor:
     """Pad a weight or a bias with zeros.
 
     Args:

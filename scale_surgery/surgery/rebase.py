@@ -25,7 +25,7 @@ from scale_surgery.running.options import RunOptions
 from scale_surgery.running.tokenizer import TOKENIZER_CONFIG_FILE
 from scale_surgery.surgery.config import expanded_config, make_index, stored_shard, written_config
 from scale_surgery.surgery.expand import take_over_shards
-from scale_surgery.surgery.extract_folder import Extract, stored_name
+from scale_surgery.surgery.extract_folder import Extract, name_in_extract
 from scale_surgery.surgery.record import BaseFile, Manifest, tool_versions
 from scale_surgery.surgery.renumbered import renumbered_shards
 
@@ -34,7 +34,7 @@ WRITTEN = (CONFIG_FILE, INDEX_FILE, MANIFEST_FILE)
 
 
 @dataclass(frozen=True)
-class Base:
+class ComparedBase:
     """A base model, compared with the one that an expansion was made on.
 
     Attributes:
@@ -54,7 +54,7 @@ class Base:
     other_files: tuple[str, ...]
 
 
-def check_names(extract: Extract, base: Base) -> None:
+def check_names(extract: Extract, base: ComparedBase) -> None:
     """Check that no two files would have one name; a side file that the expansion replaced before is no clash.
 
     Args:
@@ -76,7 +76,7 @@ def check_names(extract: Extract, base: Base) -> None:
         )
 
 
-def rebase(extract: Extract, base: Base, folder: Path, how: BaseWeights, run: RunOptions, track: Track) -> None:
+def rebase(extract: Extract, base: ComparedBase, folder: Path, how: BaseWeights, run: RunOptions, track: Track) -> None:
     """Write an expanded checkpoint around the files of a base.
 
     Args:
@@ -95,7 +95,7 @@ def rebase(extract: Extract, base: Base, folder: Path, how: BaseWeights, run: Ru
     checkpoint, numbering = base.checkpoint, extract.manifest.plan.numbering
     side_files = {name: stored for name, stored in places.items() if name not in checkpoint.shards}
     taken = {stored: checkpoint.path / name for name, stored in side_files.items() if stored not in own}
-    taken |= {name: extract.path / stored_name(name) for name in own}
+    taken |= {name: extract.path / name_in_extract(name) for name in own}
     shard_bytes = sum((checkpoint.path / shard).stat().st_size for shard in checkpoint.shards)
     with track("files", shard_bytes + sum(file.stat().st_size for file in taken.values())) as advance:
         take_over_shards(checkpoint, folder, numbering, how, advance)
@@ -108,13 +108,13 @@ def rebase(extract: Extract, base: Base, folder: Path, how: BaseWeights, run: Ru
     write_json(folder / MANIFEST_FILE, asdict(_manifest(extract, base, folder, places, dtype)))
 
 
-def _own_names(extract: Extract, base: Base) -> list[str]:
+def _own_names(extract: Extract, base: ComparedBase) -> list[str]:
     """Files that are taken over from the extract; the tokenizer's class is pinned for each base."""
     repinned = {TOKENIZER_CONFIG_FILE}.intersection(base.other_files)
     return [name for name in extract.files if name not in WRITTEN and name not in repinned]
 
 
-def _base_places(extract: Extract, base: Base) -> dict[str, str]:
+def _base_places(extract: Extract, base: ComparedBase) -> dict[str, str]:
     """Names that the base's files get; config and index are written anew."""
     recorded = {name: file.stored_as or name for name, file in extract.manifest.base_files.items()}
     places = {shard: stored_shard(shard) for shard in base.checkpoint.shards}
@@ -128,7 +128,7 @@ def _torch_dtype(checkpoint: Checkpoint) -> str:
     return str(TORCH_DTYPES[checkpoint.dtype]).removeprefix("torch.")
 
 
-def _write_config(extract: Extract, base: Base, folder: Path, dtype: str, run: RunOptions) -> None:
+def _write_config(extract: Extract, base: ComparedBase, folder: Path, dtype: str, run: RunOptions) -> None:
     from scale_surgery.running.tokenizer import pin_tokenizer_class
 
     if CONFIG_FILE not in base.other_files:
@@ -146,7 +146,7 @@ def _write_index(extract: Extract, base: Checkpoint, folder: Path) -> None:
     write_json(folder / INDEX_FILE, make_index(shards, extract.manifest.plan.specs, total))
 
 
-def _manifest(extract: Extract, base: Base, folder: Path, places: Mapping[str, str], dtype: str) -> Manifest:
+def _manifest(extract: Extract, base: ComparedBase, folder: Path, places: Mapping[str, str], dtype: str) -> Manifest:
     """surgery.json for this base."""
     before, given = extract.manifest, base.checkpoint
     identity: dict[str, Any] = {
@@ -190,7 +190,7 @@ def _text(file: Path) -> str:
         ) from error
 
 
-def _routing(extract: Extract, base: Base, dtype: str) -> dict[str, Any] | None:
+def _routing(extract: Extract, base: ComparedBase, dtype: str) -> dict[str, Any] | None:
     """What un-routing gives back: the unrouted model's config.json, made from this base's."""
     manifest = extract.manifest
     if manifest.routing is None or CONFIG_FILE not in base.other_files:
@@ -202,7 +202,7 @@ def _routing(extract: Extract, base: Base, dtype: str) -> dict[str, Any] | None:
     return {**manifest.routing, "before": {**before, **changed}}
 
 
-def _forced(manifest: Manifest, base: Base) -> dict[str, Any]:
+def _forced(manifest: Manifest, base: ComparedBase) -> dict[str, Any]:
     return {
         "expected_name": manifest.base_name,
         "expected_revision": manifest.base_revision,

@@ -23,7 +23,7 @@ from scale_surgery.checkpoint.folder import (
     read_json,
 )
 from scale_surgery.checkpoint.numbering import CONFIG_KEY, Numbering, numbering_of
-from scale_surgery.errors import CheckpointError, PlanError
+from scale_surgery.errors import CheckpointError, PlanError, name_some
 from scale_surgery.planning.plan import Plan
 from scale_surgery.planning.routing_specs import Routing
 from scale_surgery.planning.saved import read_plan
@@ -139,7 +139,7 @@ def _check_values(file: Path, content: Mapping[str, Any], files: Mapping[str, Ba
     if not wrong and not isinstance(json.loads(content["replaced"].get(CONFIG_FILE, "{}")), dict):
         wrong.append(f"replaced.{CONFIG_FILE}")
     if wrong:
-        raise CheckpointError(f"{file}: is incomplete ({', '.join(wrong[:10])}). Restore it from where you got it.")
+        raise CheckpointError(f"{file}: is incomplete ({name_some(wrong, 10)}). Restore it from where you got it.")
 
 
 def _are_texts(table: object) -> bool:

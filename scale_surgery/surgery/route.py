@@ -27,8 +27,9 @@ from scale_surgery.checkpoint.staging import (
     write_text,
 )
 from scale_surgery.errors import CheckpointError, PlanError
+from scale_surgery.fields import problems_of
 from scale_surgery.planning.methods import refuse
-from scale_surgery.planning.routing_specs import ROUTERS, Routing, router_settings
+from scale_surgery.planning.routing_specs import Routing, router_settings
 from scale_surgery.progress import Track, no_track
 from scale_surgery.surgery.config import routed_config
 from scale_surgery.surgery.record import Manifest, read_manifest, refuse_fused, routing_of
@@ -66,15 +67,7 @@ def check_routing(routing: Routing) -> None:
     Raises:
         PlanError: If not; every number that does not is named.
     """
-    problems = []
-    if routing.router not in ROUTERS:
-        problems.append(f"router: {routing.router}, expected one of {', '.join(ROUTERS)}, or none to take it away.")
-    if not -1 <= routing.threshold <= 1:
-        problems.append(f"threshold: {routing.threshold}, expected a cosine, from -1 to 1.")
-    if not 0 < routing.prior < 1:
-        problems.append(f"prior: {routing.prior}, expected a probability between 0 and 1, neither of them.")
-    if not 0 <= routing.switch_rate < 1:
-        problems.append(f"switch-rate: {routing.switch_rate}, expected a share, at least 0 and less than 1.")
+    problems = problems_of(routing, "{option}: {value}")
     if problems:
         raise PlanError.from_problems(problems)
 

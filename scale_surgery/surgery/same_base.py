@@ -8,13 +8,12 @@ from typing import Any
 
 from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.hashes import hash_tensors
-from scale_surgery.errors import CheckpointError
+from scale_surgery.errors import CheckpointError, shorten
 from scale_surgery.planning.families import get_family, read_sizes
 from scale_surgery.progress import Track
 from scale_surgery.surgery.extract_folder import Extract, TensorForm
 from scale_surgery.surgery.record import Manifest
 
-MOST_LISTED = 10
 Shapes = Mapping[str, tuple[int, ...]]
 
 
@@ -55,7 +54,7 @@ def check_sizes(extract: Extract, config: Mapping[str, Any], shapes: Shapes, giv
     """
     if problems := [*_config_problems(extract.manifest, config), *_shape_problems(shapes, given)]:
         head = f"{name}: does not fit, this expansion was made on {base_title(extract.manifest)}."
-        raise CheckpointError.from_problems([head, *_shortened(problems)])
+        raise CheckpointError.from_problems([head, *shorten(problems)])
 
 
 def hash_base(base: Checkpoint, track: Track) -> dict[str, str]:
@@ -100,18 +99,13 @@ def refuse_differing(extract: Extract, name: str, differing: Mapping[str, str], 
     """
     if differing:
         head = f"{name}: {len(differing)} of {count} tensors differ from those of {base_title(extract.manifest)}, on "
-        lines = _shortened([f"{tensor}: {how}" for tensor, how in differing.items()])
+        lines = shorten([f"{tensor}: {how}" for tensor, how in differing.items()])
         raise CheckpointError.from_problems([f"{head}which this expansion was made.", *lines, advice])
 
 
 def base_title(manifest: Manifest) -> str:
     """What a base is called, with its commit where that is known."""
     return manifest.base_name + (f" at {manifest.base_revision}" if manifest.base_revision else "")
-
-
-def _shortened(lines: list[str]) -> list[str]:
-    more = len(lines) - MOST_LISTED
-    return lines if more <= 0 else [*lines[:MOST_LISTED], f"... and {more} more."]
 
 
 def _config_problems(manifest: Manifest, config: Mapping[str, Any]) -> Iterator[str]:

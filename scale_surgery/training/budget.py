@@ -13,7 +13,7 @@ from scale_surgery.planning.plan import make_plan
 from scale_surgery.planning.request import Request
 
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9}
-FORMS = "30%, or 200M (also k and B)"
+BUDGET_FORMS = "30%, or 200M (also k and B)"
 
 # parameters that an expansion of some layers adds
 Price = Callable[[Sequence[int]], int]
@@ -35,7 +35,7 @@ def read_budget(text: str, parameters: int) -> int:
     match = re.fullmatch(r"([0-9][0-9_]*\.?[0-9]*)\s*(%|[kKmMbB]?)", text.strip())
     number = float(match[1].replace("_", "")) if match else 0.0
     if match is None or not number or not isfinite(number):
-        raise PlanError(f"--budget is {text!r}, expected a number of parameters above zero: {FORMS}.")
+        raise PlanError(f"--budget is {text!r}, expected a number of parameters above zero: {BUDGET_FORMS}.")
     return int(number / 100 * parameters if match[2] == "%" else number * UNITS[match[2].upper()])
 
 

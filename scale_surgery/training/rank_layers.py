@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
 from scale_surgery.checkpoint.sources import Source, find_source
 from scale_surgery.errors import CheckpointError, DataError, PlanError
+from scale_surgery.fields import problems_of
 from scale_surgery.planning.families import get_family, read_sizes
 from scale_surgery.planning.plan import Plan, make_plan
 from scale_surgery.planning.request import Request, complete
@@ -26,10 +27,9 @@ from scale_surgery.running.context import choose_length, context_of
 from scale_surgery.running.options import RunOptions
 from scale_surgery.running.tokenizer import need_tokenizer
 from scale_surgery.training.budget import Price, check_budget, choose_layers, price_of, read_budget
-from scale_surgery.training.pilot_settings import PilotSettings, pilot_problems
+from scale_surgery.training.pilot_settings import PilotSettings
 from scale_surgery.training.ranking import (
     SCORES,
-    DepthEstimate,
     LayerScore,
     LayerWorth,
     MatrixScore,
@@ -37,7 +37,8 @@ from scale_surgery.training.ranking import (
     Proposal,
     Ranking,
     RankingRequest,
-    Score,
+    ScoreName,
+    W12Estimate,
     order_layers,
     propose_collaboration,
 )
@@ -160,12 +161,12 @@ def _prepare(
 
 
 def _check_request(settings: PilotSettings, request: Request, score: str, *, has_old: bool) -> None:
-    problems = pilot_problems(settings)
+    problems = problems_of(settings)
     if score not in SCORES:
         problems.append(f"--score is {score!r}, expected one of: {', '.join(SCORES)}.")
     if request.collaborative_layers is not None:
         problems.append(
-            f"--collaborative-layers {request.collaborative_layers}: is what is to be found out. Leave it out."
+            f"--collaborative-layers {request.collaborative_layers}: is proposed by rank-layers. Leave it out."
         )
     if has_old and request.variant != "adapt":
         problems.append(
@@ -285,7 +286,7 @@ def _score_layer(layer: int, updates: Mapping[Role, Update]) -> LayerScore:
     )
 
 
-def _propose(job: Job, layers: Sequence[LayerScore], score: Score) -> Proposal:
+def _propose(job: Job, layers: Sequence[LayerScore], score: ScoreName) -> Proposal:
     chosen = choose_layers(job.budget, order_layers(layers, score), job.price)
     return Proposal(score, chosen, format_layers(chosen), job.price(chosen))
 
@@ -304,8 +305,8 @@ def _describe(job: Job, run: PilotRun) -> Pilot:
     )
 
 
-def _describe_depth(job: Job, layers: Sequence[LayerWorth], proposal: Proposal) -> DepthEstimate:
+def _describe_depth(job: Job, layers: Sequence[LayerWorth], proposal: Proposal) -> W12Estimate:
     from scale_surgery.training.w12_worth import PROMISED
 
     proposed = propose_collaboration({found.layer: found.worth for found in layers}, proposal.layers)
-    return DepthEstimate(PROMISED, len(job.texts["old"].ids), tuple(layers), proposed, format_layers(proposed))
+    return W12Estimate(PROMISED, len(job.texts["old"].ids), tuple(layers), proposed, format_layers(proposed))

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from scale_surgery.checkpoint.staging import plain_json
 from scale_surgery.planning.request import Request
 from scale_surgery.training.pilot_settings import PilotSettings
 
-Score = Literal["relative-norm", "effective-rank"]
-SCORES: tuple[Score, ...] = ("relative-norm", "effective-rank")
+ScoreName = Literal["relative-norm", "effective-rank"]
+SCORES: tuple[ScoreName, ...] = get_args(ScoreName)
 # share of what all chosen layers are worth that the collaborative ones must hold
 WORTH_SHARE = 0.8
 # scores that differ by less may change places with the seed
@@ -49,7 +49,7 @@ class LayerScore:
     effective_rank: float
     matrices: Mapping[str, MatrixScore]
 
-    def score(self, name: Score) -> float:
+    def score(self, name: ScoreName) -> float:
         """One of the two scores."""
         return self.relative_norm if name == "relative-norm" else self.effective_rank
 
@@ -67,7 +67,7 @@ class RankingRequest:
 
     expansion: Request | None = None
     budget: str = "30%"
-    score: Score = "relative-norm"
+    score: ScoreName = "relative-norm"
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class Proposal:
         parameters_added: What an expansion of them adds.
     """
 
-    score: Score
+    score: ScoreName
     layers: tuple[int, ...]
     argument: str
     parameters_added: int
@@ -131,7 +131,7 @@ class LayerWorth:
 
 
 @dataclass(frozen=True)
-class DepthEstimate:
+class W12Estimate:
     """Where W12 is worth it.
 
     Attributes:
@@ -202,12 +202,12 @@ class Ranking:
     family: str
     pilot: Pilot
     layers: tuple[LayerScore, ...]
-    score: Score
+    score: ScoreName
     request: Request
     budget: int
     parameters: int
     proposals: tuple[Proposal, ...]
-    depth: DepthEstimate | None
+    depth: W12Estimate | None
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -227,7 +227,7 @@ class Ranking:
             )
         return tuple(found)
 
-    def order(self, score: Score) -> tuple[int, ...]:
+    def order(self, score: ScoreName) -> tuple[int, ...]:
         """Layers by a score, the best first; of equal ones the higher layer."""
         return order_layers(self.layers, score)
 
@@ -241,7 +241,7 @@ class Ranking:
         return plain
 
 
-def order_layers(layers: Sequence[LayerScore], score: Score) -> tuple[int, ...]:
+def order_layers(layers: Sequence[LayerScore], score: ScoreName) -> tuple[int, ...]:
     """Numbers of layers by a score, the best first; of equal ones the higher layer, as "the last k" would take it."""
     by_score = sorted(layers, key=lambda layer: (layer.score(score), layer.layer), reverse=True)
     return tuple(layer.layer for layer in by_score)

@@ -38,8 +38,8 @@ def load_to_train(checkpoint: Checkpoint, settings: TrainingSettings, run: RunOp
         part.parameter.requires_grad_(part.group in settings.groups)
     if _is_trapped(model):
         raise TrainingError(
-            f"{checkpoint.path}: would train both copies of its MLPs alike, which are still equal, and no half of the "
-            "down projection (w12): they would get equal gradients, stay equal for ever and be worth one. Add w12 to "
+            f"{checkpoint.path}: both copies of its MLPs are still equal, and no half of the down projection (w12) "
+            "would train: the copies would get equal gradients, stay equal and learn no more than one. Add w12 to "
             "--train-only."
         )
     if "routing" in checkpoint.config["scale_surgery"]:
@@ -77,8 +77,8 @@ def check_reach(model: Any, checkpoint: Checkpoint, manifest: Manifest) -> None:
     if not any(part.parameter.requires_grad for part in ways_out):
         needed = " or ".join(sorted({part.group for part in ways_out}))
         raise TrainingError(
-            f"{checkpoint.path}: nothing would be learned; its copies of layers begin by adding zeros, and what makes "
-            f"them zeros would not train. Choose {needed} too."
+            f"{checkpoint.path}: nothing would be learned: its copied layers start with an output of zero, and what "
+            f"makes it zero would not train. Choose {needed} too."
         )
 
 

@@ -2,34 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal, get_args
 
 from scale_surgery.checkpoint.staging import BaseWeights
 from scale_surgery.errors import TrainingError
+from scale_surgery.fields import Count, Range, Seed, SequenceLength, problems_of
 
-GROUPS = ("w12", "w21", "w22", "w11", "biases", "norms", "embedding", "head", "attn", "ffn")
-SCHEDULES = ("linear", "cosine", "constant")
-LEAST = {
-    "sequence_length": 2,
-    "steps": 1,
-    "epochs": 0,
-    "batch_size": 1,
-    "gradient_accumulation": 1,
-    "learning_rate": 0,
-    "warmup": 0,
-    "weight_decay": 0,
-    "max_gradient_norm": 0,
-    "save_every": 1,
-    "eval_every": 1,
-    "log_every": 1,
-    "seed": 0,
-}
-MOST_SEED = 2**32 - 1
-ABOVE_ZERO = ("epochs", "learning_rate")
+TensorGroup = Literal["w12", "w21", "w22", "w11", "biases", "norms", "embedding", "head", "attn", "ffn"]
+GROUPS: tuple[TensorGroup, ...] = get_args(TensorGroup)
+AtLeastZero = Annotated[float, Range(least=0)]
+AboveZero = Annotated[float, Range(above=0)]
 
 
 @dataclass(frozen=True)
@@ -37,49 +22,51 @@ class TrainingSettings:
     """How to train; learning rate, schedule and warm-up default to those of the paper (arXiv 2511.03270, section 5).
 
     Attributes:
-        sequence_length: Tokens of a sequence; default: the model's context, at most 1024.
-        packing: Cut all documents, one after the other, into full sequences; otherwise a document is a sequence.
-        learn_prompts: Learn questions and prompts too, not answers alone.
-        steps: Optimizer steps; default: as many as `epochs` take.
-        epochs: Passes over the data, where `steps` is not given.
+        sequence_length: Tokens in a sequence. Default: the model's context length, at most 1024.
+        packing: Join all documents and cut them into full sequences (the default); otherwise each document is a
+            sequence of its own, padded.
+        learn_prompts: Compute the loss on questions and prompts too, not on answers alone.
+        steps: Optimizer steps. Default: as many as the epochs take.
+        epochs: Passes over the data; not used where steps are given.
         batch_size: Sequences in one forward pass of one process.
         gradient_accumulation: Forward passes in one optimizer step.
-        learning_rate: Highest learning rate.
-        schedule: How the learning rate falls after the warm-up: "linear", "cosine" or "constant".
+        learning_rate: Highest learning rate, reached after the warm-up.
+        schedule: How the learning rate falls after the warm-up.
         warmup: Share of the steps in which the learning rate rises from zero.
         weight_decay: Weight decay of AdamW.
         max_gradient_norm: Gradients are clipped to this norm; 0 clips nothing.
-        groups: What trains; see `GROUPS`.
-        routed: Take the loss on what the router gives out, so that the adapt path learns where it is responsible;
-            otherwise on the adapt path alone. For routed models.
+        groups: Groups of new tensors that train, such as w12,w21.
+        routed: Compute the loss on the router's output, so that the adapt path learns the tokens that it will answer;
+            otherwise on the adapt path alone. For models with a router.
         seed: Seed of the order of the data and of everything random.
-        bf16: Compute in bfloat16 (autocast); default: where the base is stored in it.
-        gradient_checkpointing: Compute activations again in the backward pass instead of keeping them.
-        save_every: Steps between checkpoints; default: a tenth of the run.
-        eval_every: Steps between measurements; default: a tenth of the run.
-        log_every: Steps between entries of the log; default: 10, at most a tenth of the run.
+        bf16: Compute in bfloat16 (autocast). Default: on where the base is stored in bfloat16.
+        gradient_checkpointing: Recompute activations in the backward pass instead of keeping them: less memory, more
+            time.
+        save_every: Steps between checkpoints. Default: a tenth of the run.
+        eval_every: Steps between measurements on old and new text. Default: a tenth of the run.
+        log_every: Steps between entries of the log. Default: 10, or a tenth of the run if that is less.
     """
 
-    sequence_length: int | None = None
+    sequence_length: SequenceLength | None = None
     packing: bool = True
     learn_prompts: bool = False
-    steps: int | None = None
-    epochs: float = 1.0
-    batch_size: int = 8
-    gradient_accumulation: int = 1
-    learning_rate: float = 1e-3
+    steps: Count | None = None
+    epochs: AboveZero = 1.0
+    batch_size: Count = 8
+    gradient_accumulation: Count = 1
+    learning_rate: AboveZero = 1e-3
     schedule: Literal["linear", "cosine", "constant"] = "linear"
-    warmup: float = 0.06
-    weight_decay: float = 0.0
-    max_gradient_norm: float = 1.0
-    groups: tuple[str, ...] = GROUPS
+    warmup: Annotated[float, Range(least=0, below=1, noun="a share of the steps")] = 0.06
+    weight_decay: AtLeastZero = 0.0
+    max_gradient_norm: AtLeastZero = 1.0
+    groups: tuple[TensorGroup, ...] = field(default=GROUPS, metadata={"option": "train-only"})
     routed: bool = False
-    seed: int = 0
+    seed: Seed = 0
     bf16: bool | None = None
     gradient_checkpointing: bool = False
-    save_every: int | None = None
-    eval_every: int | None = None
-    log_every: int | None = None
+    save_every: Count | None = None
+    eval_every: Count | None = None
+    log_every: Count | None = None
 
 
 @dataclass(frozen=True)
@@ -116,18 +103,7 @@ def check_settings(settings: TrainingSettings) -> None:
     Raises:
         TrainingError: If not; every setting that does not is named.
     """
-    problems = [
-        f"{name.replace('_', '-')}: {value}, expected at least {least}."
-        for name, least in LEAST.items()
-        if (value := getattr(settings, name)) is not None and not least <= value < math.inf
-    ]
-    problems += [f"{name.replace('_', '-')}: 0, expected more." for name in ABOVE_ZERO if getattr(settings, name) == 0]
-    if settings.seed > MOST_SEED:
-        problems.append(f"seed: {settings.seed}, expected at most {MOST_SEED}.")
-    if settings.warmup >= 1:
-        problems.append(f"warmup: {settings.warmup}, expected a share of the steps, less than 1.")
-    if settings.schedule not in SCHEDULES:
-        problems.append(f"schedule: {settings.schedule}, expected one of {', '.join(SCHEDULES)}.")
+    problems = problems_of(settings, "{option}: {value}")
     problems += [
         f"train-only: {name} is no group of expansion tensors, expected some of {', '.join(GROUPS)}."
         for name in settings.groups

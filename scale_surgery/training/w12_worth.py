@@ -44,7 +44,7 @@ NEW_TOKENS, OLD_TOKENS = 32_768, 8_192
 # a drift below this is rounding of probabilities in float32
 LEAST_DRIFT = 1e-9
 
-Batch = dict[str, Tensor]
+ModelInputs = dict[str, Tensor]
 
 
 def estimate_worth(
@@ -68,7 +68,7 @@ def estimate_worth(
         learn, keep = spread_batches(new, NEW_TOKENS, model), spread_batches(old, OLD_TOKENS, model)
         with track("W12", len(learn) + len(keep) * (1 + len(found))) as advance:
             energy = measure_energy(model, found, learn, advance)
-            drift = measure_drift(model, found, energy, keep, advance)
+            drift = measure_step_drift(model, found, energy, keep, advance)
     return [LayerWorth(layer, energy[layer], drift[layer], worth(energy[layer], drift[layer])) for layer in found]
 
 
@@ -109,7 +109,7 @@ def find_w12(model: Any, plan: Plan) -> dict[int, list[nn.Parameter]]:
     return found
 
 
-def spread_batches(text: Sequences, tokens: int, model: Any) -> list[Batch]:
+def spread_batches(text: Sequences, tokens: int, model: Any) -> list[ModelInputs]:
     """Take sequences from all over a text, about so many tokens, in batches whose logits take no more than 64 MiB."""
     count = min(len(text), max(1, tokens // text.longest))
     rows = [text[place * len(text) // count] for place in range(count)]
@@ -118,7 +118,7 @@ def spread_batches(text: Sequences, tokens: int, model: Any) -> list[Batch]:
 
 
 def measure_energy(
-    model: Any, found: Mapping[int, Sequence[nn.Parameter]], batches: Sequence[Batch], advance: Progress
+    model: Any, found: Mapping[int, Sequence[nn.Parameter]], batches: Sequence[ModelInputs], advance: Progress
 ) -> dict[int, float]:
     """Square of the norm of the gradient by the W12 of each layer; the gradient stays with the parameters.
 
@@ -145,11 +145,11 @@ def measure_energy(
 
 
 @torch.no_grad()
-def measure_drift(
+def measure_step_drift(
     model: Any,
     found: Mapping[int, Sequence[nn.Parameter]],
     energy: Mapping[int, float],
-    batches: Sequence[Batch],
+    batches: Sequence[ModelInputs],
     advance: Progress,
 ) -> dict[int, float]:
     """KL(base || stepped) on old text after a step of one layer's W12, in nats per token.
@@ -177,11 +177,11 @@ def measure_drift(
     return {layer: total / tokens if total == total else float("inf") for layer, total in sums.items()}
 
 
-def _moved(batch: Batch, model: Any) -> Batch:
+def _moved(batch: ModelInputs, model: Any) -> ModelInputs:
     return {name: tensor.to(model.device) for name, tensor in batch.items()}
 
 
-def _log_probabilities(model: Any, batch: Batch) -> Tensor:
+def _log_probabilities(model: Any, batch: ModelInputs) -> Tensor:
     """Log-probabilities of what follows, where it is scored, float32, (scored, v)."""
     inputs = _moved(batch, model)
     logits = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], use_cache=False).logits

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scale_surgery.errors import PlanError
-from scale_surgery.planning.selection import FORMS, format_layers, select_layers
+from scale_surgery.planning.selection import LAYER_FORMS, format_layers, select_layers
 
 
 @pytest.mark.parametrize(
@@ -40,11 +40,11 @@ def test_forms(text, chosen):
         ("31,-1", "--layers 31,-1: names layer 31 twice. Name each layer once."),
         ("last:0", "--layers last:0: last:0 needs a number from 1 to 32, the model's layers."),
         ("every:33", "--layers every:33: every:33 needs a number from 1 to 32, the model's layers."),
-        ("", f"--layers : '' is not a layer selection. Forms: {FORMS}."),
-        ("1,,2", f"--layers 1,,2: '' is not a layer selection. Forms: {FORMS}."),
-        ("top", f"--layers top: 'top' is not a layer selection. Forms: {FORMS}."),
-        ("1.5", f"--layers 1.5: '1.5' is not a layer selection. Forms: {FORMS}."),
-        ("last:-1", f"--layers last:-1: 'last:-1' is not a layer selection. Forms: {FORMS}."),
+        ("", f"--layers : '' is not a layer selection. Forms: {LAYER_FORMS}."),
+        ("1,,2", f"--layers 1,,2: '' is not a layer selection. Forms: {LAYER_FORMS}."),
+        ("top", f"--layers top: 'top' is not a layer selection. Forms: {LAYER_FORMS}."),
+        ("1.5", f"--layers 1.5: '1.5' is not a layer selection. Forms: {LAYER_FORMS}."),
+        ("last:-1", f"--layers last:-1: 'last:-1' is not a layer selection. Forms: {LAYER_FORMS}."),
     ),
 )
 def test_what_is_wrong_is_said(text, message):

@@ -41,7 +41,7 @@ from scale_surgery.modeling.expanded_routing import CosineRouter
 from scale_surgery.planning.routing_specs import read_routing
 from scale_surgery.routing.calibrate import Calibration, propose, route_calibrate
 from scale_surgery.routing.path_scores import read_paths, scored_cosines, winning_weights
-from scale_surgery.routing.sweep import Outcome, Scale, round_threshold, settings_of
+from scale_surgery.routing.sweep import Outcome, Reference, round_threshold, settings_of
 from scale_surgery.running.documents import read_documents
 from scale_surgery.running.loss import Measurement
 from scale_surgery.running.texts import collate, pad, stride, tokenize
@@ -246,10 +246,10 @@ def test_the_ends_of_a_cosine_sweep_are_one_side_alone(calibration_of: Callable[
 
 def test_what_is_kept_is_a_share_of_what_the_adapt_path_learns() -> None:
     old_base, new_base, old_own, new_own = (Measurement(nats, 100, 0, 0) for nats in (100.0, 300.0, 110.0, 150.0))
-    own = Scale(old_base, new_base, learning=2.0).outcome(Routing(), old_own, new_own, 0.1, 0.9)
+    own = Reference(old_base, new_base, learning=2.0).outcome(Routing(), old_own, new_own, 0.1, 0.9)
     assert (own.forgetting, own.learning, own.kept) == (pytest.approx(0.1), 1.5, 0.75)
     for learning in (0.0, -0.5):
-        assert Scale(old_base, new_base, learning).outcome(Routing(), old_own, new_own, 0.1, 0.9).kept is None
+        assert Reference(old_base, new_base, learning).outcome(Routing(), old_own, new_own, 0.1, 0.9).kept is None
 
 
 def test_texts_are_read_once(place: Path) -> None:
@@ -487,19 +487,18 @@ def test_plots_that_are_refused(place: Path, tmp_path: Path) -> None:
     job = (place / "posterior", old(place), new(place))
     assert (
         refusal(*job, CalibrationSettings(plot=tmp_path))
-        == f"{tmp_path}: is a folder, expected a file to be. Choose another --plot."
+        == f"{tmp_path}: is a folder, expected a file to be. Choose a name inside it."
     )
     (tmp_path / "file").write_text("mine")
     under = tmp_path / "file" / "new" / "sweep.png"
     assert refusal(*job, CalibrationSettings(plot=under)) == (
-        f"{under}: {tmp_path}/file is not a folder you may write to. Choose another --plot."
+        f"{under}: {tmp_path}/file is not a folder you may write to. Choose another place."
     )
     for inside in (place / "posterior" / "config.json", place / "old.txt"):
         before = inside.read_bytes()
-        assert (
-            refusal(*job, CalibrationSettings(plot=inside))
-            == f"{inside}: lies inside or at an input. Choose another --plot."
-        )
+        source = place / "posterior" if inside.name == "config.json" else inside
+        expected = f"{inside}: would be written into {source}, which is read. Choose another file."
+        assert refusal(*job, CalibrationSettings(plot=inside)) == expected
         assert inside.read_bytes() == before
 
 
@@ -514,7 +513,7 @@ def test_a_read_only_folder_is_refused_before_any_work(
     assert refusal(
         model, old(place), new(place), CalibrationSettings(write=True, plot=tmp_path / "sweep.png")
     ).splitlines() == [
-        f"{tmp_path}/sweep.png: {tmp_path} is not a folder you may write to. Choose another --plot.",
+        f"{tmp_path}/sweep.png: {tmp_path} is not a folder you may write to. Choose another place.",
         f"{model}: is read-only, and --write changes its config.json. Leave --write out, or copy the folder to where "
         "you may write.",
     ]

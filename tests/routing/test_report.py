@@ -33,9 +33,10 @@ from scale_surgery import (
     expand,
     route_export,
 )
+from scale_surgery.checkpoint.staging import check_output_files
 from scale_surgery.cli.program import main
 from scale_surgery.routing.records import DocumentRoute, FileRoute, RouteReport, TokenRoute, Totals
-from scale_surgery.routing.report import check_outputs, route_report, write_jsonl
+from scale_surgery.routing.report import route_report, write_jsonl
 from scale_surgery.routing.token_texts import token_texts
 from scale_surgery.running.documents import Document
 from scale_surgery.running.texts import tokenize
@@ -672,17 +673,17 @@ def test_texts_are_not_written_over(place: Path, tmp_path: Path) -> None:
     text, folder = tmp_path / "a.jsonl", tmp_path / "dataset"
     lines(text, {"text": "x"})
     folder.mkdir()
-    with pytest.raises(DataError) as found:
-        check_outputs([text, folder], [folder / "a.html", tmp_path / "." / "a.jsonl"])
+    with pytest.raises(CheckpointError) as found:
+        check_output_files([folder / "a.html", tmp_path / "." / "a.jsonl"], [text, folder])
     assert str(found.value).splitlines() == [
-        f"{folder / 'a.html'}: would be written over the text {folder}. Choose another file.",
-        f"{text}: would be written over the text {text}. Choose another file.",
+        f"{folder / 'a.html'}: would be written into {folder}, which is read. Choose another file.",
+        f"{text}: would be written into {text}, which is read. Choose another file.",
     ]
-    with pytest.raises(DataError, match="one: is to be the page and the JSONL file at once"):
-        check_outputs([text], [tmp_path / "one", tmp_path / "one"])
-    check_outputs([text], [tmp_path / "one", tmp_path / "two"])
+    with pytest.raises(CheckpointError, match="one: is to be two different files at once"):
+        check_output_files([tmp_path / "one", tmp_path / "one"], [text])
+    check_output_files([tmp_path / "one", tmp_path / "two"], [text])
     failed = run(place / "posterior", "--text", text, "--jsonl", text, code=1)
-    assert "would be written over the text" in failed.stderr and text.read_text() == '{"text": "x"}\n'
+    assert "would be written into" in failed.stderr and text.read_text() == '{"text": "x"}\n'
 
 
 def test_wrong_usage_exits_with_2(place: Path) -> None:

@@ -238,7 +238,7 @@ def test_a_document_that_becomes_no_token() -> None:
     silent = Silent(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, unk_token="a")))
     with pytest.raises(DataError) as error:
         tokenize([Document("", "x", "a.txt")], silent)
-    assert str(error.value) == "a.txt: becomes no token in this model's tokenizer. Leave it out."
+    assert str(error.value) == "a.txt: has no token in this model's tokenizer. Leave it out."
 
 
 def test_fingerprints_tell_tokens_labels_and_boundaries_apart() -> None:

@@ -218,9 +218,8 @@ def test_training_into_the_trap_is_refused(stories: Path, tmp_path: Path) -> Non
     with pytest.raises(TrainingError) as raised:
         train(grown, [tmp_path / "new.txt"], tmp_path / "trained", settings)
     assert str(raised.value) == (
-        f"{grown}: would train both copies of its MLPs alike, which are still equal, and no half of the down "
-        "projection (w12): they would get equal gradients, stay equal for ever and be worth one. Add w12 to "
-        "--train-only."
+        f"{grown}: both copies of its MLPs are still equal, and no half of the down projection (w12) would train: "
+        "the copies would get equal gradients, stay equal and learn no more than one. Add w12 to --train-only."
     )
     assert not (tmp_path / "trained").exists()
     # copies that are no longer equal may train so, and so may three, which noise keeps apart

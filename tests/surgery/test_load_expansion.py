@@ -204,7 +204,7 @@ def test_what_cannot_carry_the_expansion_is_refused(pair, pair_of):
         load_expansion(load(folder), extracted)
     with pytest.raises(CheckpointError, match=r"model: is a GPT2LMHeadModel, expected LlamaForCausalLM or LlamaModel"):
         load_expansion(pair_of("gpt2").base, extracted)
-    with pytest.raises(PlanError, match=r"^dtype: says how a model is loaded, and this one is\. Leave it out\.$"):
+    with pytest.raises(PlanError, match=r"^dtype: says how to load a model, but this one is loaded\. Leave it out\.$"):
         load_expansion(base, extracted, dtype=torch.bfloat16)
     with torch.device("meta"):
         empty = type(base)(base.config)

@@ -190,7 +190,7 @@ def test_groups_that_train(place: Path, deepened: Path, tmp_path: Path) -> None:
     # the rate of the first step is zero, and before the second nothing but the output projections has a gradient
     assert changed == {f"model.layers.{layer}.after.mlp.down_proj.weight" for layer in (1, 3)}
     settings = TrainingSettings(steps=1, groups=("norms",), **SHORT)
-    with pytest.raises(TrainingError, match=r"begin by adding zeros, .* would not train\. Choose attn or ffn too\."):
+    with pytest.raises(TrainingError, match=r"an output of zero, .* would not train\. Choose attn or ffn too\."):
         train(deepened, [place / "texts.jsonl"], tmp_path / "none", settings)
     train(path, [place / "texts.jsonl"], tmp_path / "norms", settings)  # they are not mute any more
     settings = TrainingSettings(steps=1, groups=("w21", "head"), **SHORT)

@@ -188,11 +188,11 @@ def test_full_training_scores_attention_too(base, texts):
         (
             {"pilot": replace(PILOT, steps=0, batch_size=-1, learning_rate=0, seed=2**32, trains="all")},
             PlanError,
+            "--train is 'all', expected one of: mlp, full.\n"
             "--steps is 0, expected at least 1.\n"
             "--batch-size is -1, expected at least 1.\n"
             "--learning-rate is 0, expected more than 0 and at most 1.\n"
-            "--seed is 4294967296, expected at most 4294967295.\n"
-            "--train is 'all', expected one of: mlp, full.",
+            "--seed is 4294967296, expected from 0 to 4294967295.",
         ),
         (
             {"pilot": replace(PILOT, learning_rate=3)},
@@ -223,7 +223,7 @@ def test_full_training_scores_attention_too(base, texts):
         (
             {"wanted": RankingRequest(replace(ADAPT, collaborative_layers="1"))},
             PlanError,
-            "--collaborative-layers 1: is what is to be found out. Leave it out.",
+            "--collaborative-layers 1: is proposed by rank-layers. Leave it out.",
         ),
         (
             {"wanted": RankingRequest(Request("7"))},

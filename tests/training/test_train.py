@@ -450,11 +450,11 @@ def test_settings_that_make_no_sense_are_named_together(place: Path, tmp_path: P
     text = refusal(place / "preserve", [place / "texts.jsonl"], tmp_path / "out", settings, error=TrainingError)
     assert text.splitlines() == [
         "steps: 0, expected at least 1.",
+        "epochs: 0, expected more than 0.",
         "batch-size: 0, expected at least 1.",
-        "learning-rate: nan, expected at least 0.",
-        "seed: -1, expected at least 0.",
-        "epochs: 0, expected more.",
-        "warmup: 1.5, expected a share of the steps, less than 1.",
+        "learning-rate: nan, expected more than 0.",
+        "warmup: 1.5, expected a share of the steps, at least 0 and less than 1.",
+        "seed: -1, expected from 0 to 4294967295.",
         "train-only: w13 is no group of expansion tensors, expected some of w12, w21, w22, w11, biases, norms, "
         "embedding, head, attn, ffn.",
     ]

@@ -17,8 +17,8 @@ from scale_surgery.training.w12_worth import (
     estimate_worth,
     expanded_for_a_while,
     find_w12,
-    measure_drift,
     measure_energy,
+    measure_step_drift,
     spread_batches,
     stepped,
     worth,
@@ -107,7 +107,7 @@ def test_a_step_keeps_its_promise_to_first_order(opened, monkeypatch):
 def test_drift_is_the_divergence_from_the_base_on_old_text(llama, opened):
     model, found, energy = opened
     ids = text(rows=2)
-    drift = measure_drift(model, found, energy, spread_batches(ids, 1000, model), no_progress)
+    drift = measure_step_drift(model, found, energy, spread_batches(ids, 1000, model), no_progress)
     rows = torch.stack([ids[row]["input_ids"] for row in range(2)])
     base = llama.base(input_ids=rows).logits[:, :-1].double().log_softmax(-1)
     for layer, blocks in found.items():

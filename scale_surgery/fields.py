@@ -1,0 +1,168 @@
+"""An option is written once: in the dataclass that it fills. Everything else about it is read from there.
+
+    type, choices, range    the type hint: `int`, `Literal["a", "b"]`, `Annotated[int, Range(least=1)]`
+    default                 the field
+    help                    the field's line in the docstring, under `Attributes:`
+
+A field's metadata says what these cannot: another name on the command line (`option`), and choices that are rows of a
+table (`choices`, a function that lists them).
+
+The command line makes its options from this, and `problems_of` checks values that came from Python or from a file. The
+help stands in the docstring, and not in the metadata of a field, because there the pages of the API find it too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+import re
+import textwrap
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from types import NoneType
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+KIND_NAMES: dict[type, str] = {str: "text", int: "a whole number", float: "a number"}
+ENTRY = re.compile(r"^(\w+): (.+?)(?=^\w+: |\Z)", re.MULTILINE | re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Range:
+    """The numbers that an option may take: finite ones within all of these bounds.
+
+    Attributes:
+        least: The smallest.
+        above: Numbers are larger than this.
+        most: The largest.
+        below: Numbers are smaller than this.
+        noun: What such a number is called.
+    """
+
+    least: float = -math.inf
+    above: float = -math.inf
+    most: float = math.inf
+    below: float = math.inf
+    noun: str = ""
+
+    def __contains__(self, value: float) -> bool:
+        return self.least <= value <= self.most and self.above < value < self.below
+
+    def __str__(self) -> str:
+        return f"{self.noun}, {self.bounds}" if self.noun else self.bounds
+
+    @property
+    def bounds(self) -> str:
+        """Its ends in words."""
+        if math.isfinite(self.least) and math.isfinite(self.most):
+            return f"from {self.least} to {self.most}"
+        bounds = {"at least": self.least, "more than": self.above, "at most": self.most, "less than": self.below}
+        return " and ".join(f"{words} {bound}" for words, bound in bounds.items() if math.isfinite(bound))
+
+
+Count = Annotated[int, Range(least=1)]
+# the first token of a sequence is not predicted
+SequenceLength = Annotated[int, Range(least=2)]
+# what every random generator takes
+Seed = Annotated[int, Range(least=0, most=2**32 - 1)]
+
+
+@dataclass(frozen=True)
+class Field:
+    """What is known of one field of a dataclass, and so of the option that fills it.
+
+    Attributes:
+        name: Its name.
+        option: Its name on the command line: the same with dashes, or that in the field's metadata.
+        kind: Type of its values; for choices that of a choice.
+        list_choices: Lists the values that it may take, or that those in a tuple may take; none where any may be.
+        range: The numbers that it may take, or None.
+        default: Its default; `dataclasses.MISSING` where it has none.
+        is_optional: Whether it may be None.
+        help: What the docstring says of it.
+    """
+
+    name: str
+    option: str
+    kind: type
+    list_choices: Callable[[], Iterable[str]]
+    range: Range | None
+    default: Any
+    is_optional: bool
+    help: str
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The values that it may take, at this moment; empty where any may be."""
+        return tuple(self.list_choices())
+
+    def expects(self, value: object, *, with_range: bool = True) -> str | None:
+        """Say what a text or a number should have been; None where it is fine, and for values of other types."""
+        if self.kind not in KIND_NAMES or (value is None and self.is_optional):
+            return None
+        if self.choices:
+            return None if value in self.choices else f"one of: {', '.join(self.choices)}"
+        kinds = (int, float) if self.kind is float else self.kind
+        if isinstance(value, bool) or not isinstance(value, kinds):
+            return KIND_NAMES[self.kind]
+        is_allowed = not with_range or self.range is None or value in self.range  # type: ignore[operator]
+        return None if is_allowed else str(self.range)
+
+
+def fields_of(owner: type) -> dict[str, Field]:
+    """Read what a dataclass says of its fields.
+
+    Args:
+        owner: A dataclass with a docstring in google style.
+
+    Returns:
+        Its fields by name, in order.
+    """
+    hints, lines = get_type_hints(owner, include_extras=True), _attribute_lines(owner)
+    return {
+        field.name: _read_field(field, hints[field.name], lines.get(field.name, ""))
+        for field in dataclasses.fields(owner)
+    }
+
+
+def problems_of(filled: Any, form: str = "--{option} is {value!r}", *, with_ranges: bool = True) -> list[str]:
+    """Say which fields of a filled dataclass hold what they may not.
+
+    Args:
+        filled: A dataclass.
+        form: How a message begins.
+        with_ranges: Look at ranges of numbers too, not at types and choices alone.
+
+    Returns:
+        A message for each such field, in their order.
+    """
+    found = ((field, getattr(filled, field.name)) for field in fields_of(type(filled)).values())
+    return [
+        f"{form.format(option=field.option, value=value)}, expected {expected}."
+        for field, value in found
+        if (expected := field.expects(value, with_range=with_ranges)) is not None
+    ]
+
+
+def _read_field(field: dataclasses.Field[Any], hint: Any, line: str) -> Field:
+    is_optional = NoneType in get_args(hint)
+    (own,) = set(get_args(hint)) - {NoneType} if is_optional else (hint,)
+    own, allowed = get_args(own) if get_origin(own) is Annotated else (own, None)
+    kind = get_origin(own) or own
+    listed = own if kind is Literal else get_args(own)[0] if kind is tuple else None
+    return Field(
+        name=field.name,
+        option=field.metadata.get("option", field.name.replace("_", "-")),
+        kind=str if kind is Literal else kind,
+        list_choices=field.metadata.get("choices", lambda: get_args(listed)),
+        range=allowed,
+        default=field.default,
+        is_optional=is_optional,
+        help=line,
+    )
+
+
+def _attribute_lines(owner: type) -> dict[str, str]:
+    """What a docstring says under `Attributes:`; nothing where Python runs without docstrings."""
+    section = inspect.cleandoc(owner.__doc__ or "").partition("Attributes:\n")[2].partition("\n\n")[0]
+    return {name: " ".join(text.split()) for name, text in ENTRY.findall(textwrap.dedent(section))}
