@@ -12,9 +12,9 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from scale_surgery.checkpoint.files import finished_file
 from scale_surgery.checkpoint.folder import Checkpoint, read_chunks
 from scale_surgery.checkpoint.headers import DTYPE_BYTES
-from scale_surgery.checkpoint.staging import finished_file
 from scale_surgery.errors import CheckpointError
 from scale_surgery.progress import Progress, no_progress
 

@@ -1,7 +1,6 @@
 """Whole or absent: write a folder under a temporary name, and give it its final name when it is complete.
 
-Also how a file of the base model gets into such a folder: as a reflink, a copy or a hard link, never by being
-read and written again as tensors. Inputs are never opened for writing.
+Inputs are never opened for writing.
 """
 
 from __future__ import annotations
@@ -10,21 +9,15 @@ import contextlib
 import errno
 import json
 import os
-import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
+from scale_surgery.checkpoint.files import sync
 from scale_surgery.checkpoint.folder import CONFIG_FILE
 from scale_surgery.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-BaseWeights = Literal["auto", "copy", "link"]
-FICLONE = 0x40049409  # Linux ioctl: share the blocks of another file until one of the two is written
 
 
 def check_target(target: Path, sources: list[Path], *, overwrite: bool) -> None:
@@ -224,124 +217,11 @@ def _rename(partial: Path, target: Path, *, overwrite: bool) -> None:
         shutil.rmtree(replaced)
     else:
         raise CheckpointError(f"{target}: appeared while it was being made. The result is in {partial}.")
-    _sync(target.parent)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    sync(target.parent)
 
 
 def sync_folder(folder: Path) -> None:
     """Wait until every file of a folder, and their names, are on disk."""
     for path in sorted(folder.rglob("*")):
-        _sync(path)
-    _sync(folder)
-
-
-@contextlib.contextmanager
-def finished_file(file: Path) -> Iterator[Path]:
-    """Give a temporary sibling to write; when the block ends well it becomes `file`, on disk, readable as usual."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.parent / f"{file.name}.tmp"
-    temporary.unlink(missing_ok=True)
-    try:
-        yield temporary
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    if temporary.stat().st_nlink == 1:
-        # safetensors writes 0600; a hard link shares its mode with the base, which is not ours to change
-        temporary.chmod(0o666 & ~_umask())
-    _sync(temporary)
-    temporary.rename(file)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
-
-
-def write_text(file: Path, text: str) -> None:
-    """Write a small text file, whole or not at all, without translating line ends."""
-    with finished_file(file) as temporary:
-        temporary.write_bytes(text.encode("utf-8"))
-
-
-def as_json(content: Mapping[str, Any]) -> str:
-    """A JSON object as the text that this program writes."""
-    return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
-
-
-def plain_json(content: Any) -> Any:
-    """Plain JSON values, with texts in place of paths, and of NaN and infinity, which JSON does not have."""
-    return json.loads(json.dumps(content, default=str), parse_constant=str)
-
-
-def write_json(file: Path, content: Mapping[str, Any]) -> None:
-    """Write a JSON object, whole or not at all."""
-    write_text(file, as_json(content))
-
-
-def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write a safetensors file, whole or not at all."""
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
-    with finished_file(file) as temporary:
-        try:
-            save_file(dict(tensors), temporary, metadata={"format": "pt"})
-        except SafetensorError as error:
-            # it tells of a full disk, or of any other error of the system, in its text only
-            found = re.search(r"os error (\d+)", str(error))
-            number = int(found[1]) if found else errno.EIO
-            raise OSError(number, os.strerror(number), str(file)) from error
-
-
-def take_over(source: Path, file: Path, how: BaseWeights) -> None:
-    """Take a file over as a file.
-
-    Args:
-        source: The file; a symbolic link is followed, as in the Hub's cache.
-        file: What it becomes; left alone if it is there already, from an interrupted run.
-        how: "auto" shares blocks where the file system can (a reflink) and copies otherwise; "copy" copies;
-            "link" makes a hard link of a shard, and copies small files, which programs edit in place.
-
-    Raises:
-        CheckpointError: If a hard link is asked for across file systems.
-    """
-    real = source.resolve()
-    if file.exists() and (file.stat().st_size == real.stat().st_size):
-        return
-    with finished_file(file) as temporary:
-        if how == "link" and file.suffix == ".safetensors":
-            _link(real, temporary)
-        elif how == "copy" or not _reflink(real, temporary):
-            shutil.copyfile(real, temporary)
-
-
-def _link(source: Path, file: Path) -> None:
-    try:
-        os.link(source, file)
-    except OSError as error:
-        raise CheckpointError(
-            f"{source}: cannot be hard-linked to {file.parent} ({error.strerror}). Hard links need one file system "
-            "and your own files: give --base-weights copy."
-        ) from error
-
-
-def _reflink(source: Path, file: Path) -> bool:
-    import fcntl
-
-    try:
-        with source.open("rb") as read, file.open("wb") as written:
-            fcntl.ioctl(written, FICLONE, read.fileno())
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        return False
-    return True
+        sync(path)
+    sync(folder)

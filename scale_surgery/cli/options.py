@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 import click
 
-from scale_surgery.checkpoint.staging import BaseWeights
+from scale_surgery.checkpoint.files import BaseWeights
 from scale_surgery.errors import SurgeryError
 from scale_surgery.fields import Field, fields_of
 from scale_surgery.running.options import Dtype

@@ -111,7 +111,8 @@ def verify_command(
     \b
     Example: scale-surgery verify EXPANDED --base MODEL --report certificate.json
     """
-    from scale_surgery.checkpoint.staging import check_output_files, write_json
+    from scale_surgery.checkpoint.files import write_json
+    from scale_surgery.checkpoint.staging import check_output_files
     from scale_surgery.evidence.promises import PROMISES
     from scale_surgery.evidence.verify import verify
     from scale_surgery.running.options import Probes, RunOptions

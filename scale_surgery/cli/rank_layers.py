@@ -86,7 +86,8 @@ def rank_layers_command(
     Example: scale-surgery rank-layers MODEL --data domain.jsonl --budget 20%
     W12 too: scale-surgery rank-layers MODEL --data domain.jsonl --old general.txt
     """
-    from scale_surgery.checkpoint.staging import check_output_files, write_json
+    from scale_surgery.checkpoint.files import write_json
+    from scale_surgery.checkpoint.staging import check_output_files
     from scale_surgery.running.options import RunOptions
     from scale_surgery.show.figure_rank_layers import plot_ranking
     from scale_surgery.show.tables_rank_layers import render_ranking

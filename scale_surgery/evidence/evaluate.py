@@ -14,8 +14,8 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from scale_surgery.checkpoint.files import plain_json
 from scale_surgery.checkpoint.folder import MANIFEST_FILE
-from scale_surgery.checkpoint.staging import plain_json
 from scale_surgery.errors import DataError
 from scale_surgery.evidence.subjects import Subject, choose_lengths, open_subjects, read_texts
 from scale_surgery.progress import Progress, Track, no_track

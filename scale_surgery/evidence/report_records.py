@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from scale_surgery.checkpoint.staging import plain_json
+from scale_surgery.checkpoint.files import plain_json
 
 if TYPE_CHECKING:
     from scale_surgery.planning.routing_specs import Routing

@@ -22,9 +22,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from scale_surgery.checkpoint.files import plain_json, write_json
 from scale_surgery.checkpoint.folder import MANIFEST_FILE, Checkpoint, open_checkpoint
 from scale_surgery.checkpoint.sources import find_source
-from scale_surgery.checkpoint.staging import plain_json, write_json
 from scale_surgery.errors import PlanError
 from scale_surgery.evidence.integrity import Integrity, bytes_to_check, check_files
 from scale_surgery.evidence.promises import PROMISES, Promise, judge

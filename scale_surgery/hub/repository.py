@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from scale_surgery.checkpoint.files import as_json, write_json
 from scale_surgery.checkpoint.folder import (
     EXTRACT_FILE,
     MANIFEST_FILE,
@@ -29,7 +30,6 @@ from scale_surgery.checkpoint.folder import (
     stays_behind,
 )
 from scale_surgery.checkpoint.hashes import hash_file
-from scale_surgery.checkpoint.staging import as_json, write_json
 from scale_surgery.errors import CheckpointError
 from scale_surgery.surgery.licence import LICENCE_KEYS
 from scale_surgery.surgery.record import STOCK_RECORD_FILE as MERGE_FILE

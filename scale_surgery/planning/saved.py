@@ -7,8 +7,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args
 
+from scale_surgery.checkpoint.files import write_json
 from scale_surgery.checkpoint.folder import read_json
-from scale_surgery.checkpoint.staging import write_json
 from scale_surgery.errors import CheckpointError, PlanError
 from scale_surgery.planning.costs import read_costs
 from scale_surgery.planning.families import Sizes

@@ -11,8 +11,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from scale_surgery.checkpoint.files import plain_json
 from scale_surgery.checkpoint.folder import open_checkpoint
-from scale_surgery.checkpoint.staging import output_file_problems, plain_json
+from scale_surgery.checkpoint.staging import output_file_problems
 from scale_surgery.errors import CheckpointError, DataError, PlanError
 from scale_surgery.evidence.subjects import choose_lengths, open_subjects, read_texts
 from scale_surgery.planning.routing_specs import Routing, read_routing

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
 
-from scale_surgery.checkpoint.staging import plain_json
+from scale_surgery.checkpoint.files import plain_json
 from scale_surgery.planning.routing_specs import Routing, router_settings
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from scale_surgery.checkpoint.files import write_text
 from scale_surgery.checkpoint.sources import open_model
-from scale_surgery.checkpoint.staging import write_text
 from scale_surgery.errors import CheckpointError
 from scale_surgery.evidence.subjects import Subject, choose_lengths, open_subjects, read_texts
 from scale_surgery.planning.routing_specs import Routing, read_routing

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from scale_surgery import modeling
+from scale_surgery.checkpoint.files import write_json
 from scale_surgery.checkpoint.folder import read_json
-from scale_surgery.checkpoint.staging import write_json
 from scale_surgery.errors import DataError
 from scale_surgery.running.loading import READING_ERRORS, quiet_transformers
 from scale_surgery.running.options import RunOptions

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from scale_surgery.checkpoint.staging import finished_file
+from scale_surgery.checkpoint.files import finished_file
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

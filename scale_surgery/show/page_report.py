@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from scale_surgery.checkpoint.staging import write_text
+from scale_surgery.checkpoint.files import write_text
 from scale_surgery.errors import CheckpointError
 from scale_surgery.planning.methods import METHODS
 from scale_surgery.show.heat import HeatTable, heat_tables, matrices

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from scale_surgery.checkpoint.staging import write_text
+from scale_surgery.checkpoint.files import write_text
 from scale_surgery.show.pages import fill
 from scale_surgery.show.palette import DARK, LIGHT, PLACES, Palette, place_of
 from scale_surgery.show.visible import visible

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scale_surgery import modeling
+from scale_surgery.checkpoint.files import BaseWeights, take_over
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
 from scale_surgery.checkpoint.hashes import hash_files
 from scale_surgery.checkpoint.sources import Source, find_source
-from scale_surgery.checkpoint.staging import BaseWeights, check_space, check_target, staged, take_over
+from scale_surgery.checkpoint.staging import check_space, check_target, staged
 from scale_surgery.errors import CheckpointError
 from scale_surgery.progress import Track, no_track
 from scale_surgery.running.options import RunOptions

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from scale_surgery import modeling
+from scale_surgery.checkpoint.files import BaseWeights, take_over, write_json, write_tensors, write_text
 from scale_surgery.checkpoint.folder import (
     CONFIG_FILE,
     INDEX_FILE,
@@ -24,16 +25,7 @@ from scale_surgery.checkpoint.folder import (
 from scale_surgery.checkpoint.hashes import hash_files, hash_tensors
 from scale_surgery.checkpoint.numbering import Numbering
 from scale_surgery.checkpoint.sources import Source, find_source
-from scale_surgery.checkpoint.staging import (
-    BaseWeights,
-    check_space,
-    check_target,
-    staged,
-    take_over,
-    write_json,
-    write_tensors,
-    write_text,
-)
+from scale_surgery.checkpoint.staging import check_space, check_target, staged
 from scale_surgery.errors import CheckpointError
 from scale_surgery.planning.plan import Plan, check_fits, make_plan
 from scale_surgery.planning.request import Request

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from scale_surgery.checkpoint.files import BaseWeights, take_over, write_json
 from scale_surgery.checkpoint.folder import EXTRACT_FILE, MANIFEST_FILE, Checkpoint, open_checkpoint, stays_behind
 from scale_surgery.checkpoint.hashes import hash_files
-from scale_surgery.checkpoint.staging import BaseWeights, check_space, check_target, staged, take_over, write_json
+from scale_surgery.checkpoint.staging import check_space, check_target, staged
 from scale_surgery.errors import CheckpointError
 from scale_surgery.progress import Track, no_track
 from scale_surgery.surgery.extract_folder import (

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scale_surgery import modeling
+from scale_surgery.checkpoint.files import as_json, write_text
 from scale_surgery.checkpoint.folder import (
     CONFIG_FILE,
     INDEX_FILE,
@@ -30,7 +31,6 @@ from scale_surgery.checkpoint.shards import (
     stored,
     write_shard,
 )
-from scale_surgery.checkpoint.staging import as_json, write_text
 from scale_surgery.errors import CheckpointError, PlanError
 from scale_surgery.progress import Track
 from scale_surgery.surgery.config import fused_config

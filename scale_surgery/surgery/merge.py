@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from scale_surgery import modeling
+from scale_surgery.checkpoint.files import take_over, write_json
 from scale_surgery.checkpoint.folder import (
     INDEX_FILE,
     MANIFEST_FILE,
@@ -26,7 +27,7 @@ from scale_surgery.checkpoint.folder import (
 )
 from scale_surgery.checkpoint.hashes import hash_files
 from scale_surgery.checkpoint.headers import DTYPE_BYTES
-from scale_surgery.checkpoint.staging import check_space, check_target, staged, take_over, write_json
+from scale_surgery.checkpoint.staging import check_space, check_target, staged
 from scale_surgery.errors import CheckpointError
 from scale_surgery.planning.methods import refuse
 from scale_surgery.progress import Track, no_track

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from scale_surgery.checkpoint.files import write_json, write_text
 from scale_surgery.checkpoint.folder import INDEX_FILE, MANIFEST_FILE, Checkpoint, read_json, read_tensor
 from scale_surgery.checkpoint.hashes import hash_tensors
 from scale_surgery.checkpoint.headers import TensorInfo
 from scale_surgery.checkpoint.shards import entries_of, tensor_bytes, write_pieces
-from scale_surgery.checkpoint.staging import write_json, write_text
 from scale_surgery.errors import CheckpointError
 from scale_surgery.progress import Progress, no_progress
 from scale_surgery.surgery.joining import Joined, joined_tensors, take

@@ -14,10 +14,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from scale_surgery.checkpoint.files import BaseWeights, as_json, take_over, write_json
 from scale_surgery.checkpoint.folder import CONFIG_FILE, INDEX_FILE, MANIFEST_FILE, Checkpoint
 from scale_surgery.checkpoint.hashes import hash_file
 from scale_surgery.checkpoint.sources import Source
-from scale_surgery.checkpoint.staging import BaseWeights, as_json, take_over, write_json
 from scale_surgery.errors import CheckpointError
 from scale_surgery.planning.base import fingerprint
 from scale_surgery.progress import Track

@@ -14,11 +14,11 @@ import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from scale_surgery.checkpoint.files import finished_file
 from scale_surgery.checkpoint.folder import Checkpoint, read_chunks
 from scale_surgery.checkpoint.hashes import hash_files
 from scale_surgery.checkpoint.numbering import Numbering
 from scale_surgery.checkpoint.shards import header_bytes
-from scale_surgery.checkpoint.staging import finished_file
 from scale_surgery.progress import Progress, no_progress
 from scale_surgery.surgery.record import Manifest
 

@@ -15,17 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from scale_surgery import modeling
+from scale_surgery.checkpoint.files import BaseWeights, as_json, take_over, write_json, write_text
 from scale_surgery.checkpoint.folder import CONFIG_FILE, MANIFEST_FILE, Checkpoint, open_checkpoint, read_text
-from scale_surgery.checkpoint.staging import (
-    BaseWeights,
-    as_json,
-    check_space,
-    check_target,
-    staged,
-    take_over,
-    write_json,
-    write_text,
-)
+from scale_surgery.checkpoint.staging import check_space, check_target, staged
 from scale_surgery.errors import CheckpointError, PlanError
 from scale_surgery.fields import problems_of
 from scale_surgery.planning.methods import refuse

@@ -6,15 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from scale_surgery.checkpoint.files import BaseWeights, take_over
 from scale_surgery.checkpoint.folder import EXTRACT_FILE, open_checkpoint, refuse_extract
 from scale_surgery.checkpoint.hashes import hash_files
-from scale_surgery.checkpoint.staging import (
-    BaseWeights,
-    check_space,
-    check_target,
-    staged,
-    take_over,
-)
+from scale_surgery.checkpoint.staging import check_space, check_target, staged
 from scale_surgery.errors import CheckpointError
 from scale_surgery.progress import Progress, Track, no_track
 from scale_surgery.surgery.parts import _check_present, rebuild_shard, restore

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
-from scale_surgery.checkpoint.staging import plain_json
+from scale_surgery.checkpoint.files import plain_json
 from scale_surgery.planning.request import Request
 from scale_surgery.training.pilot_settings import PilotSettings
 

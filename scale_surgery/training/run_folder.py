@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from scale_surgery.checkpoint.files import BaseWeights, take_over, write_json, write_tensors, write_text
 from scale_surgery.checkpoint.folder import (
     INDEX_FILE,
     LOG_FILE,
@@ -31,7 +32,7 @@ from scale_surgery.checkpoint.folder import (
     open_checkpoint,
     read_json,
 )
-from scale_surgery.checkpoint.staging import BaseWeights, staged, take_over, write_json, write_tensors, write_text
+from scale_surgery.checkpoint.staging import staged
 from scale_surgery.errors import TrainingError
 from scale_surgery.surgery.record import read_manifest
 

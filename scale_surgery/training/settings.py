@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
-from scale_surgery.checkpoint.staging import BaseWeights
+from scale_surgery.checkpoint.files import BaseWeights
 from scale_surgery.errors import TrainingError
 from scale_surgery.fields import Count, Range, Seed, SequenceLength, problems_of
 

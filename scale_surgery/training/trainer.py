@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from scale_surgery.checkpoint.staging import write_tensors
+from scale_surgery.checkpoint.files import write_tensors
 from scale_surgery.errors import TrainingError
 from scale_surgery.progress import Progress
 from scale_surgery.running.freeze import expansion_disabled, expansion_parts

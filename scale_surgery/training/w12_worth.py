@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from scale_surgery.checkpoint.files import write_json
 from scale_surgery.checkpoint.folder import CONFIG_FILE, INDEX_FILE, Checkpoint
-from scale_surgery.checkpoint.staging import write_json
 from scale_surgery.planning.plan import Plan
 from scale_surgery.progress import Progress, Track
 from scale_surgery.running.loading import loaded_whole

@@ -10,16 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from scale_surgery.checkpoint.staging import (
-    check_space,
-    check_target,
-    finished_file,
-    staged,
-    take_over,
-    write_json,
-    write_tensors,
-    write_text,
-)
+from scale_surgery.checkpoint.files import finished_file, take_over, write_json, write_tensors, write_text
+from scale_surgery.checkpoint.staging import check_space, check_target, staged
 from scale_surgery.errors import CheckpointError
 
 

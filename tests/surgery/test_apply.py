@@ -14,9 +14,9 @@ from rich.console import Console
 
 from scale_surgery import GivenBase, Probes, RunOptions
 from scale_surgery.biographies import SHIPPED_MODEL
+from scale_surgery.checkpoint.files import write_json, write_tensors
 from scale_surgery.checkpoint.folder import open_checkpoint, read_json, read_tensor
 from scale_surgery.checkpoint.hashes import hash_file
-from scale_surgery.checkpoint.staging import write_json, write_tensors
 from scale_surgery.errors import CheckpointError, SurgeryError
 from scale_surgery.evidence.verify import verify
 from scale_surgery.planning.request import Request

@@ -10,9 +10,9 @@ import pytest
 import transformers
 from click.testing import CliRunner
 
+from scale_surgery.checkpoint.files import write_json
 from scale_surgery.checkpoint.folder import open_checkpoint, read_json
 from scale_surgery.checkpoint.headers import read_header
-from scale_surgery.checkpoint.staging import write_json
 from scale_surgery.cli.program import main
 from scale_surgery.errors import CheckpointError
 from scale_surgery.evidence.evaluate import evaluate

@@ -11,7 +11,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from scale_surgery.checkpoint.staging import write_tensors
+from scale_surgery.checkpoint.files import write_tensors
 from scale_surgery.errors import CheckpointError, PlanError
 from scale_surgery.planning.families import FAMILIES
 from scale_surgery.planning.request import Request
