@@ -105,8 +105,10 @@ def verify_command(
     recoverable           the base checkpoint comes back byte for byte
     output_at_init        before training, logits equal the base's bit for bit
     near_output_at_init   before training, logits equal the base's up to rounding
-    base_stream_always    the base's hidden state and logits stay bit-equal, after any training
-    bounded_forgetting    a routed model's loss exceeds the base's by at most -ln(prior) nats a text
+    base_stream_always    after any training, the base's hidden state and logits
+                          inside the model equal the base's bit for bit
+    bounded_forgetting    a routed model's loss exceeds the base's by at most
+                          -ln(prior) nats a text
 
     \b
     Example: scale-surgery verify EXPANDED --base MODEL --report certificate.json

@@ -44,7 +44,7 @@ def route_calibrate_command(
     result on other text than you calibrate on.
 
     \b
-    Example: scale-surgery route-calibrate ROUTED --old a.txt --new b.jsonl --write
+    Example: scale-surgery route-calibrate ROUTED --old a.txt --new b.txt --write
     """
     from scale_surgery.routing.calibrate import CalibrationSettings, route_calibrate
     from scale_surgery.running.options import RunOptions

@@ -73,7 +73,7 @@ def train_command(
     "completion", and folders saved by the library datasets. Of a question, only the answer is learned.
 
     \b
-    Example: scale-surgery train EXPANDED --data domain.jsonl --eval-data old=general.txt
+    Example: scale-surgery train EXPANDED --data new.txt --eval-data old=old.txt
     On several GPUs: accelerate launch -m scale_surgery train EXPANDED --data FILE
     """
     from scale_surgery.running.options import RunOptions

@@ -192,3 +192,9 @@ def test_overwrite_replaces_a_model_folder_and_nothing_else(base: Path, tmp_path
     run("expand", base, "--layers", "0", "-o", tmp_path / "f")
     run("expand", base, "--layers", "1", "-o", tmp_path / "f", "--overwrite")
     assert json.loads((tmp_path / "f" / "surgery.json").read_text())["plan"]["layers"] == [1]
+
+
+@pytest.mark.parametrize("name", sorted(main.commands))
+def test_help_fits_a_narrow_terminal(name: str) -> None:
+    lines = run(name, "--help").output.splitlines()
+    assert not [line for line in lines if len(line) > 80]
