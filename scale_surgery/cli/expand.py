@@ -10,12 +10,14 @@ import click
 from scale_surgery.cli.options import (
     FILE,
     FOLDER,
+    TOKENIZER_CODE,
     given,
     model_options,
     named,
     options_from,
     output_options,
     overwrite_options,
+    run_options,
     take,
 )
 from scale_surgery.planning.request import Request
@@ -88,17 +90,10 @@ def plan_command(
 )
 @click.option("--dry-run", is_flag=True, help="Show the plan and write nothing, as the command plan does.")
 @overwrite_options
-@click.option(
-    "--device",
-    default="cpu",
-    show_default=True,
-    help="Where singular value decompositions are computed: cpu, cuda, ...",
-)
-@click.option(
-    "--trust-remote-code",
-    "--trust_remote_code",
-    is_flag=True,
-    help="Allow a custom tokenizer to run code from its folder or repository.",
+@run_options(
+    "device",
+    code=TOKENIZER_CODE,
+    helps={"device": "Where singular value decompositions are computed: cpu, cuda, ..."},
 )
 @output_options
 def expand_command(

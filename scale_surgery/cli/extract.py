@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from scale_surgery.cli.options import FOLDER, output_options, overwrite_options, take
+from scale_surgery.cli.options import FOLDER, TOKENIZER_CODE, output_options, overwrite_options, run_options, take
 
 if TYPE_CHECKING:
     from scale_surgery.show.console import Output
@@ -50,12 +50,7 @@ def extract_command(expanded: Path, output: Path, base_weights: Any, overwrite: 
     help="Accept a base with other tensors. surgery.json says so, and of all promises only recoverable is kept.",
 )
 @overwrite_options
-@click.option(
-    "--trust-remote-code",
-    "--trust_remote_code",
-    is_flag=True,
-    help="Allow a custom tokenizer to run code from its folder or repository.",
-)
+@run_options(code=TOKENIZER_CODE)
 @output_options
 def apply_command(extract: str, base: str | None, output: Path, out: Output, **options: Any) -> None:
     """Put EXTRACT, a folder or a Hub id, back on its base model.

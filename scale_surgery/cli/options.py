@@ -16,13 +16,15 @@ import click
 from scale_surgery.checkpoint.files import BaseWeights
 from scale_surgery.errors import SurgeryError
 from scale_surgery.fields import Field, fields_of
-from scale_surgery.running.options import Dtype
+from scale_surgery.running.options import Probes, RunOptions
 
 if TYPE_CHECKING:
     from scale_surgery.show.console import Output
 
 Command = Callable[..., Any]
 Made = TypeVar("Made")
+# help of --trust-remote-code where no model runs
+TOKENIZER_CODE = "Allow a custom tokenizer to run code from its folder or repository."
 FOLDER = click.Path(path_type=Path, file_okay=False)
 FILE = click.Path(path_type=Path, dir_okay=False)
 TEXTS = click.Path(path_type=Path)
@@ -177,45 +179,71 @@ def take(kind: Callable[..., Made], options: dict[str, Any]) -> Made:
     return kind(**{name: value for name, value in taken.items() if value is not None})
 
 
+def usual_options(usual: Any, *names: str, helps: Mapping[str, str] | None = None) -> Callable[[Command], Command]:
+    """Make options whose defaults are those of a filled dataclass; a number outside its range is wrong usage.
+
+    Args:
+        usual: What is used where nothing is given.
+        *names: Its fields that become options, in the order of the help.
+        helps: Help by field, where a command means something else than the dataclass.
+    """
+    fields = fields_of(type(usual))
+
+    def add(command: Command) -> Command:
+        return add_options(command, [_usual_option(fields[name], usual, helps or {}) for name in names])
+
+    return add
+
+
+def _usual_option(field: Field, usual: Any, helps: Mapping[str, str]) -> Callable[[Command], Command]:
+    default, text = getattr(usual, field.name), helps.get(field.name, field.help)
+    if field.kind is bool:
+        # transformers writes it with underscores
+        return click.option(f"--{field.option}", f"--{field.name}", is_flag=True, default=default, help=text)
+    types = {bool(field.choices): click.Choice(field.choices), field.kind is Path: FILE}
+    kind = types.get(True, field.kind if field.range is None else click.IntRange(min=int(field.range.least)))
+    shown = default is not None
+    return click.option(f"--{field.option}", field.name, type=kind, default=default, show_default=shown, help=text)
+
+
+def run_options(
+    *names: str, usual: RunOptions = RunOptions(), code: str, helps: Mapping[str, str] | None = None
+) -> Callable[[Command], Command]:
+    """Add options that say how models run.
+
+    Args:
+        *names: Fields of RunOptions that become options, before --trust-remote-code.
+        usual: What is used where nothing is given.
+        code: Whose code --trust-remote-code runs.
+        helps: Help by field, where a command means something else.
+    """
+    own = {**(helps or {}), "trust_remote_code": code}
+    return usual_options(usual, *names, "trust_remote_code", helps=own)
+
+
+def code_of(models: str) -> str:
+    """Help of --trust-remote-code where models run."""
+    return f"Run the model code in {models} instead of this program's own."
+
+
 def running_options(command: Command) -> Command:
     """Add how models run on probe prompts."""
-    options = [
-        click.option(
-            "--prompts",
-            "prompts_file",
-            type=FILE,
-            help="Text file with one prompt a line, for comparing logits. Default: built-in prompts.",
-        ),
-        click.option(
-            "--new-tokens",
-            type=click.IntRange(min=0),
-            default=8,
-            show_default=True,
-            help="Tokens to generate for each prompt; 0 skips generation.",
-        ),
-        click.option(
-            "--memory",
-            "memory_bytes",
-            callback=lambda _, __, text: parse_size(text),
-            default="4GiB",
-            show_default=True,
-            help="Memory for weights on the CPU, such as 500MB. A larger model is read from its files as it runs.",
-        ),
-        click.option("--device", default="cpu", show_default=True, help="Where models run: cpu, cuda, ..."),
-        click.option(
-            "--trust-remote-code",
-            "--trust_remote_code",
-            is_flag=True,
-            help="Run the model code in EXPANDED instead of this program's own.",
-        ),
-    ]
-    return add_options(command, options)
+    memory = click.option(
+        "--memory",
+        "memory_bytes",
+        callback=lambda _, __, text: parse_size(text),
+        default=f"{RunOptions().memory_bytes // 1024**3}GiB",
+        show_default=True,
+        help="Memory for weights on the CPU, such as 500MB. A larger model is read from its files as it runs.",
+    )
+    command = memory(run_options("device", code=code_of("EXPANDED"))(command))
+    return usual_options(Probes(), "prompts_file", "new_tokens")(command)
 
 
 def reading_options(models: str) -> Callable[[Command], Command]:
     """Add how texts are read by models, which the help calls `models`."""
     context = f"the shortest context length of {models}" if models == "MODELS" else f"the context length of {models}"
-    options = [
+    windows = [
         click.option(
             "--sequence-length",
             type=click.IntRange(min=2),
@@ -226,28 +254,9 @@ def reading_options(models: str) -> Callable[[Command], Command]:
             type=click.IntRange(min=1),
             help="Tokens from one window of a longer text to the next. Default: half of --sequence-length.",
         ),
-        click.option(
-            "--batch-size",
-            type=click.IntRange(min=1),
-            default=8,
-            show_default=True,
-            help="Windows in one forward pass.",
-        ),
-        click.option(
-            "--dtype",
-            type=click.Choice(get_args(Dtype)),
-            help="Cast the weights to this dtype. Default: as they are stored.",
-        ),
-        click.option("--device", default="cpu", show_default=True, help="Where models run: cpu, cuda, ..."),
-        click.option(
-            "--trust-remote-code",
-            "--trust_remote_code",
-            is_flag=True,
-            help=f"Run the model code in {models} instead of this program's own.",
-        ),
     ]
 
     def add(command: Command) -> Command:
-        return add_options(command, options)
+        return add_options(run_options("batch_size", "dtype", "device", code=code_of(models))(command), windows)
 
     return add

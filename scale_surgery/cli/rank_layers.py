@@ -7,10 +7,20 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from scale_surgery.cli.options import FILE, TEXTS, given, options_from, output_options, take
+from scale_surgery.cli.options import (
+    FILE,
+    TEXTS,
+    TOKENIZER_CODE,
+    given,
+    options_from,
+    output_options,
+    run_options,
+    take,
+)
 from scale_surgery.fields import fields_of
 from scale_surgery.planning.methods import DEFAULT_METHOD, METHODS
 from scale_surgery.planning.request import Request
+from scale_surgery.running.options import RunOptions
 from scale_surgery.training.pilot_settings import PilotSettings
 from scale_surgery.training.ranking import SCORES
 
@@ -55,12 +65,11 @@ EXPANSION_HELPS = {
 @click.option("--plot", type=FILE, help="Draw the scores of layers and matrices. PNG.")
 @click.option("--details", is_flag=True, help="Show the scores of each matrix too.")
 @click.option("--revision", help="Branch, tag or commit of a Hub repository.")
-@click.option("--device", default="auto", show_default=True, help="Where to run: auto, cpu, cuda, ...")
-@click.option(
-    "--trust-remote-code",
-    "--trust_remote_code",
-    is_flag=True,
-    help="Allow a custom tokenizer to run code from its folder or repository.",
+@run_options(
+    "device",
+    usual=RunOptions(device="auto"),
+    code=TOKENIZER_CODE,
+    helps={"device": "Where to run: auto, cpu, cuda, ..."},
 )
 @output_options
 def rank_layers_command(
@@ -88,7 +97,6 @@ def rank_layers_command(
     """
     from scale_surgery.checkpoint.files import write_json
     from scale_surgery.checkpoint.staging import check_output_files
-    from scale_surgery.running.options import RunOptions
     from scale_surgery.show.figure_rank_layers import plot_ranking
     from scale_surgery.show.tables_rank_layers import render_ranking
     from scale_surgery.training.rank_layers import rank_layers

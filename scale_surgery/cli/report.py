@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from scale_surgery.cli.options import FILE, FOLDER, TEXTS, output_options, take
+from scale_surgery.cli.options import FILE, FOLDER, TEXTS, code_of, output_options, run_options, take
+from scale_surgery.running.options import RunOptions
 
 if TYPE_CHECKING:
     from scale_surgery.show.console import Output
@@ -32,19 +33,15 @@ if TYPE_CHECKING:
     type=click.IntRange(min=2),
     help="Tokens in one window. Default: the context length of EXPANDED, at most 1024.",
 )
-@click.option(
-    "--batch-size",
-    type=click.IntRange(min=1),
-    default=1,
-    show_default=True,
-    help="Windows in one forward pass. Hidden states of all layers are kept in memory for them.",
-)
-@click.option("--device", default="cpu", show_default=True, help="Where to compute: cpu, cuda, ...")
-@click.option(
-    "--trust-remote-code",
-    "--trust_remote_code",
-    is_flag=True,
-    help="Run the model code in EXPANDED instead of this program's own.",
+@run_options(
+    "batch_size",
+    "device",
+    usual=RunOptions(batch_size=1),
+    code=code_of("EXPANDED"),
+    helps={
+        "batch_size": "Windows in one forward pass. Hidden states of all layers are kept in memory for them.",
+        "device": "Where to compute: cpu, cuda, ...",
+    },
 )
 @output_options
 def report_command(
@@ -61,7 +58,6 @@ def report_command(
     """
     from scale_surgery.checkpoint.staging import check_output_files
     from scale_surgery.evidence.report import report
-    from scale_surgery.running.options import RunOptions
     from scale_surgery.show.page_report import write_page
     from scale_surgery.show.tables_report import render_report
 

@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from scale_surgery.cli.options import FOLDER, options_from, output_options, overwrite_options, take
+from scale_surgery.cli.options import (
+    FOLDER,
+    code_of,
+    options_from,
+    output_options,
+    overwrite_options,
+    run_options,
+    take,
+)
 from scale_surgery.fields import fields_of
 from scale_surgery.training.settings import EvalData, TrainingSettings, TrainingStart
 
@@ -52,12 +60,7 @@ def read_sides(given: tuple[str, ...]) -> dict[str, list[Path]]:
     show_default=True,
     help="auto: a GPU if there is one, else the CPU. cpu: the CPU.",
 )
-@click.option(
-    "--trust-remote-code",
-    "--trust_remote_code",
-    is_flag=True,
-    help="Run the model code in EXPANDED instead of this program's own.",
-)
+@run_options(code=code_of("EXPANDED"))
 @output_options
 def train_command(
     expanded: Path,
