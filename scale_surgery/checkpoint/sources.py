@@ -6,7 +6,7 @@ in the local cache it fetches those alone, so a plan for a model of any size tak
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +35,11 @@ class Source:
     path: Path
     name: str
     revision: str | None
+
+
+def listed(given: str | Path | Sequence[str | Path]) -> list[str | Path]:
+    """Models or files as a list, where one may be given by itself."""
+    return [given] if isinstance(given, str | Path) else list(given)
 
 
 def find_source(model: str | Path, revision: str | None = None) -> Source:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from scale_surgery.checkpoint.files import plain_json
 from scale_surgery.checkpoint.folder import MANIFEST_FILE
+from scale_surgery.checkpoint.sources import listed
 from scale_surgery.errors import DataError
 from scale_surgery.evidence.subjects import Subject, choose_lengths, open_subjects, read_texts
 from scale_surgery.progress import Progress, Track, no_track
@@ -133,11 +134,11 @@ def evaluate(
             tokenizer that loads.
         CheckpointError: If a model cannot be found or loaded.
     """
-    old_files, new_files = _listed(old), _listed(new)
+    old_files, new_files = listed(old), listed(new)
     documents = {"old": _read(old_files, "old"), "new": _read(new_files, "new")}
     if not any(documents.values()):
         raise DataError("There is no text to measure on. Give files with --old, with --new or with both.")
-    subjects = open_subjects(_listed(models), run, revision=revision)
+    subjects = open_subjects(listed(models), run, revision=revision)
     length, step = choose_lengths(subjects, sequence_length, step)
     meters = [Meter(read_texts(subject, documents, length, step), run) for subject in subjects]
     rows = _measure_all(subjects, meters, track)
@@ -150,10 +151,6 @@ def evaluate(
         dtype=run.dtype,
         notes=tuple(_notes(subjects, rows)),
     )
-
-
-def _listed(given: str | Path | Sequence[str | Path]) -> list[str | Path]:
-    return [given] if isinstance(given, str | Path) else list(given)
 
 
 def _read(files: Sequence[str | Path], side: str) -> list[Document]:

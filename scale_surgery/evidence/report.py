@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from scale_surgery.checkpoint.folder import LOG_FILE, TRAINING_FOLDER, Checkpoint, open_checkpoint
+from scale_surgery.checkpoint.sources import listed
 from scale_surgery.errors import CheckpointError, PlanError, name_some
 from scale_surgery.evidence.report_blocks import Comparison
 from scale_surgery.evidence.report_records import CURVES, Report, Streams, by_layer
@@ -57,7 +58,7 @@ def report(
         DataError: If a text cannot be read.
         PlanError: If texts are given and no model is to run.
     """
-    path, files = Path(expanded), [texts] if isinstance(texts, str | Path) else list(texts)
+    path, files = Path(expanded), listed(texts)
     if files and files_only:
         raise PlanError("--text with --files-only: no model runs, so no text is read. Leave out one of the two.")
     checkpoint, manifest = open_checkpoint(path), read_manifest(path)

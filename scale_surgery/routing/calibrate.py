@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from scale_surgery.checkpoint.files import plain_json
 from scale_surgery.checkpoint.folder import open_checkpoint
+from scale_surgery.checkpoint.sources import listed
 from scale_surgery.checkpoint.staging import output_file_problems
 from scale_surgery.errors import CheckpointError, DataError, PlanError
 from scale_surgery.evidence.subjects import choose_lengths, open_subjects, read_texts
@@ -138,7 +139,7 @@ def route_calibrate(
     if not most_forgetting >= 0:
         raise PlanError(f"--most-forgetting is {most_forgetting}, expected nats per token, at least 0.")
     folder, drawn = Path(routed), None if settings.plot is None else Path(settings.plot)
-    files = {"old": _listed(old), "new": _listed(new)}
+    files = {"old": list(map(Path, listed(old))), "new": list(map(Path, listed(new)))}
     present = _open_routing(folder)
     _check_outputs(folder, drawn, [*files["old"], *files["new"]], write=settings.write)
     documents = _read(files)
@@ -216,10 +217,6 @@ def _check_outputs(folder: Path, plot: Path | None, texts: Sequence[Path], *, wr
             )
     if problems:
         raise CheckpointError.from_problems(problems)
-
-
-def _listed(given: str | Path | Sequence[str | Path]) -> list[Path]:
-    return [Path(given)] if isinstance(given, str | Path) else [Path(file) for file in given]
 
 
 def _read(files: Mapping[str, Sequence[Path]]) -> dict[str, list[Document]]:

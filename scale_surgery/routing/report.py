@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scale_surgery.checkpoint.files import write_text
-from scale_surgery.checkpoint.sources import open_model
+from scale_surgery.checkpoint.sources import listed, open_model
 from scale_surgery.errors import CheckpointError
 from scale_surgery.evidence.subjects import Subject, choose_lengths, open_subjects, read_texts
 from scale_surgery.planning.routing_specs import Routing, read_routing
@@ -85,7 +85,7 @@ def route_report(
     """
     from scale_surgery.running.documents import read_files
 
-    documents = read_files([texts] if isinstance(texts, str | Path) else texts)
+    documents = read_files(listed(texts))
     routing = _read_routing(model, revision)
     (subject,) = open_subjects([model], run, revision=revision)
     length, step = choose_lengths([subject], sequence_length, step)

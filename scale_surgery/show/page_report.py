@@ -6,13 +6,10 @@ The page itself is templates/report.html; here is what its gaps are filled with.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from scale_surgery.checkpoint.files import write_text
-from scale_surgery.errors import CheckpointError
 from scale_surgery.planning.methods import METHODS
 from scale_surgery.show.heat import HeatTable, heat_tables, matrices
 from scale_surgery.show.page_charts import (
@@ -24,7 +21,7 @@ from scale_surgery.show.page_charts import (
     spectrum_charts,
     stream_charts,
 )
-from scale_surgery.show.pages import fill
+from scale_surgery.show.pages import fill, write
 from scale_surgery.show.palette import DARK, LIGHT, Palette
 from scale_surgery.show.tables_report import (
     NONE,
@@ -69,16 +66,7 @@ def write_page(report: Report, file: Path) -> None:
     Raises:
         CheckpointError: If it cannot be written.
     """
-    page = render_page(report)
-    try:
-        write_text(file, page)
-    except OSError as error:
-        # what was begun; where its folder is gone too there is none
-        with suppress(OSError):
-            file.with_name(f"{file.name}.tmp").unlink()
-        raise CheckpointError(
-            f"{file}: cannot be written ({error.strerror or error}). Choose another place."
-        ) from error
+    write(render_page(report), file)
 
 
 def render_page(report: Report) -> str:

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from scale_surgery.checkpoint.files import write_text
-from scale_surgery.show.pages import fill
+from scale_surgery.show.pages import fill, write
 from scale_surgery.show.palette import DARK, LIGHT, PLACES, Palette, place_of
 from scale_surgery.show.visible import visible
 
@@ -53,8 +52,12 @@ class File:
 
 
 def write_page(report: RouteReport, file: Path) -> None:
-    """Write a report as a page, whole or not at all; an existing file is replaced."""
-    write_text(file, render_page(report))
+    """Write a report as a page, whole or not at all; an existing file is replaced.
+
+    Raises:
+        CheckpointError: If it cannot be written.
+    """
+    write(render_page(report), file)
 
 
 def render_page(report: RouteReport) -> str:

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from pathlib import Path
+
+from scale_surgery.checkpoint.files import write_text
+from scale_surgery.errors import CheckpointError
+
 
 def fill(template: str, **content: object) -> str:
     """Make a page.
@@ -26,3 +32,24 @@ def fill(template: str, **content: object) -> str:
     # JSON keeps the order of its keys, and letters of any script as they are
     environment.policies["json.dumps_kwargs"] = {"ensure_ascii": False, "separators": (",", ":")}
     return environment.get_template(template).render(content)
+
+
+def write(page: str, file: Path) -> None:
+    """Write a page, whole or not at all; an existing file is replaced.
+
+    Args:
+        page: HTML.
+        file: The file to be.
+
+    Raises:
+        CheckpointError: If it cannot be written.
+    """
+    try:
+        write_text(file, page)
+    except OSError as error:
+        # what was begun; where its folder is gone too there is none
+        with suppress(OSError):
+            file.with_name(f"{file.name}.tmp").unlink()
+        raise CheckpointError(
+            f"{file}: cannot be written ({error.strerror or error}). Choose another place."
+        ) from error

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
-from scale_surgery.checkpoint.sources import Source, find_source
+from scale_surgery.checkpoint.sources import Source, find_source, listed
 from scale_surgery.errors import CheckpointError, DataError, PlanError
 from scale_surgery.fields import problems_of
 from scale_surgery.planning.families import get_family, read_sizes
@@ -110,7 +110,7 @@ def rank_layers(
         DataError: If texts cannot be read, or are too short for the pilot, or the model has no tokenizer.
         TrainingError: If the loss is not a number.
     """
-    texts = {"new": _listed(data), "old": _listed(old)}
+    texts = {"new": list(map(Path, listed(data))), "old": list(map(Path, listed(old)))}
     request = complete(wanted.expansion or Request("all", variant="adapt" if texts["old"] else None))
     job = _prepare(model, texts, pilot or PilotSettings(), request, wanted, run, revision)
     place = _find_device(run.device)
@@ -132,10 +132,6 @@ def rank_layers(
         proposals=proposals,
         depth=_describe_depth(job, collaboration, proposals[0]) if collaboration else None,
     )
-
-
-def _listed(given: str | Path | Sequence[str | Path]) -> list[Path]:
-    return [Path(given)] if isinstance(given, str | Path) else [Path(file) for file in given]
 
 
 def _prepare(
