@@ -1,4 +1,4 @@
-"""The command line: one module for each command, or for each pair that belong together."""
+"""The command line: a module for each command; program.py groups them."""
 
 from scale_surgery.cli.program import main
 

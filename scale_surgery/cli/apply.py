@@ -1,0 +1,49 @@
+"""The command apply: parse, call one function, hand its result to the console."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from scale_surgery.cli.options import FOLDER, TOKENIZER_CODE, output_options, overwrite_options, run_options, take
+
+if TYPE_CHECKING:
+    from scale_surgery.show.console import Output
+
+
+@click.command(name="apply")
+@click.argument("extract")
+@click.option(
+    "--base",
+    help="Base model, a folder or a Hub id. Default: the Hub repository that EXTRACT names, at the same commit.",
+)
+@click.option(
+    "--revision", help="Branch, tag or commit of the base's Hub repository. Default: the commit that EXTRACT names."
+)
+@click.option("--extract-revision", help="Branch, tag or commit of EXTRACT's Hub repository. Default: its main branch.")
+@click.option("-o", "--output", type=FOLDER, required=True, help="Folder to write.")
+@click.option(
+    "--force",
+    is_flag=True,
+    help="Accept a base with other tensors. surgery.json says so, and of all promises only recoverable is kept.",
+)
+@overwrite_options
+@run_options(code=TOKENIZER_CODE)
+@output_options
+def apply_command(extract: str, base: str | None, output: Path, out: Output, **options: Any) -> None:
+    """Put EXTRACT, a folder or a Hub id, back on its base model.
+
+    The output is the folder that it was extracted from, byte for byte.
+
+    \b
+    Example: scale-surgery apply EXTRACT --base MODEL -o EXPANDED
+    """
+    from scale_surgery.running.options import RunOptions
+    from scale_surgery.show.tables_extract import render_applied
+    from scale_surgery.surgery.apply import GivenBase, apply
+
+    given = GivenBase(base, options.pop("revision"), options.pop("force"))
+    done = apply(extract, output, given, run=take(RunOptions, options), track=out.track, **options)
+    out.show(done, render_applied(done))

@@ -1,0 +1,31 @@
+"""The command demo: parse, call one function, hand its result to the console."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from scale_surgery.cli.options import FOLDER, output_options
+
+if TYPE_CHECKING:
+    from scale_surgery.show.console import Output
+
+
+@click.command(name="demo")
+@click.option(
+    "-o", "--output", type=FOLDER, default=Path("demo"), show_default=True, help="Folder for all that it makes."
+)
+@output_options
+def demo_command(output: Path, out: Output) -> None:
+    """Run every step on the small model that comes with the package, and show the commands.
+
+    \b
+    Example: scale-surgery demo
+    """
+    from scale_surgery.demo import demo
+
+    result = demo(output, out)
+    sys.exit(0 if result.passed else 1)

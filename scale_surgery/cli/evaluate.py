@@ -1,0 +1,57 @@
+"""The command evaluate: parse, call one function, hand its result to the console."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from scale_surgery.cli.options import FILE, TEXTS, output_options, reading_options, take
+
+if TYPE_CHECKING:
+    from scale_surgery.show.console import Output
+
+
+@click.command(name="evaluate")
+@click.argument("models", nargs=-1, required=True)
+@click.option("--old", multiple=True, type=TEXTS, help="Text with what the base knows; can be repeated.")
+@click.option("--new", multiple=True, type=TEXTS, help="Text with what was to be learned; can be repeated.")
+@reading_options("MODELS")
+@click.option(
+    "--plot", type=FILE, help="Draw the loss on old text against that on new text, one point for each model. PNG."
+)
+@click.option("--revision", help="Branch, tag or commit of Hub repositories.")
+@output_options
+def evaluate_command(
+    models: tuple[str, ...],
+    old: tuple[Path, ...],
+    new: tuple[Path, ...],
+    plot: Path | None,
+    out: Output,
+    **options: Any,
+) -> None:
+    """Measure what MODELS forgot and learned: loss, perplexity and first-token accuracy on old and on new text.
+
+    For an expanded model, its base and the model with its expansion switched off are measured too. Texts are as for
+    train: text files, JSONL, folders saved by the library datasets. Of a question, only the answer is scored.
+
+    \b
+    Example: scale-surgery evaluate EXPANDED --old general.txt --new domain.jsonl
+    """
+    from scale_surgery.checkpoint.staging import check_output_files
+    from scale_surgery.evidence.evaluate import evaluate
+    from scale_surgery.running.options import RunOptions
+    from scale_surgery.show.figure_plane import plot_plane
+    from scale_surgery.show.tables import render_evaluation
+
+    if not (old or new):
+        raise click.UsageError("--old and --new are missing, give one of them or both.")
+    if plot is not None and not (old and new):
+        raise click.UsageError("--plot needs --old and --new: the plane has an axis for each.")
+    check_output_files([plot], [*models, *old, *new])
+    result = evaluate(models, old, new, run=take(RunOptions, options), track=out.track, **options)
+    out.show(result, render_evaluation(result))
+    if plot is not None:
+        plot_plane(result, plot)
+        out.say(f"\ndrawn to {plot}")

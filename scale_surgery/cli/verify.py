@@ -1,0 +1,73 @@
+"""The command verify: parse, call one function, hand its result to the console."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from scale_surgery.cli.options import FILE, FOLDER, output_options, running_options, take
+
+if TYPE_CHECKING:
+    from scale_surgery.show.console import Output
+
+
+@click.command(name="verify")
+@click.argument("expanded", type=FOLDER)
+@click.option(
+    "--base", help="Base model to compare with, a folder or a Hub id. Default: the base tensors inside EXPANDED."
+)
+@click.option("--revision", help="Branch, tag or commit of the base's Hub repository.")
+@click.option(
+    "--promise",
+    "required",
+    multiple=True,
+    help="A promise that must hold; can be repeated. Default: all that EXPANDED makes.",
+)
+@click.option(
+    "--files-only",
+    is_flag=True,
+    help="Check files only and run no model: promises about outputs are not checked.",
+)
+@running_options
+@click.option("--report", type=FILE, help="Write the result to this JSON file, as a certificate.")
+@output_options
+def verify_command(
+    expanded: Path, report: Path | None, required: tuple[str, ...], files_only: bool, out: Output, **options: Any
+) -> None:
+    """Check which promises EXPANDED keeps, and show the numbers; exit code 1 if one is broken.
+
+    \b
+    recoverable           the base checkpoint comes back byte for byte
+    output_at_init        before training, logits equal the base's bit for bit
+    near_output_at_init   before training, logits equal the base's up to rounding
+    base_stream_always    after any training, the base's hidden state and logits
+                          inside the model equal the base's bit for bit
+    bounded_forgetting    a routed model's loss exceeds the base's by at most
+                          -ln(prior) nats a text
+
+    \b
+    Example: scale-surgery verify EXPANDED --base MODEL --report certificate.json
+    """
+    from scale_surgery.checkpoint.files import write_json
+    from scale_surgery.checkpoint.staging import check_output_files
+    from scale_surgery.evidence.promises import PROMISES
+    from scale_surgery.evidence.verify import verify
+    from scale_surgery.running.options import Probes, RunOptions
+    from scale_surgery.show.tables import render_verification
+
+    unknown = [name for name in required if name not in PROMISES]
+    if unknown:
+        raise click.UsageError(f"--promise {unknown[0]} is not one of {', '.join(PROMISES)}.")
+    check_output_files([report], [expanded, *filter(None, [options["base"]])])
+    probes, run = take(Probes, options), take(RunOptions, options)
+    prompted = None if files_only else probes
+    result = verify(expanded, probes=prompted, required=required, run=run, track=out.track, **options)
+    if not result.recorded:
+        out.warn(f"{expanded} is read-only: the result is not recorded in its surgery.json")
+    if report is not None:
+        write_json(report, result.to_json())
+    out.show(result, render_verification(result))
+    sys.exit(0 if result.passed else 1)
