@@ -114,7 +114,7 @@ def _heading(title: str, note: str) -> Text:
 def _table(first: Sequence[str], numbers: Sequence[str]) -> Table:
     table = plain_table()
     for name in first:
-        table.add_column(name, overflow="fold")
+        table.add_column(name, overflow="fold", min_width=len(name))
     for name in numbers:
         table.add_column(name, justify="right", no_wrap=True)
     return table
