@@ -166,7 +166,7 @@ def parse_size(text: str) -> int:
     unit = next((unit for unit in units if upper.endswith(unit)), "")
     try:
         return int(float(upper.removesuffix(unit)) * units.get(unit, 1))
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         raise click.UsageError(f"--memory {text} is not a size, expected for example 4GiB or 500MB.") from error
 
 

@@ -84,8 +84,11 @@ class Grow(Method):
                     yield from _grown_tensors(spec, path, layer, base.biased)
 
     def plan_problems(self, plan: Plan) -> list[str]:
-        """The number of copies has to give the widths."""
+        """Every new tensor is a copy, and the number of copies has to give the widths."""
         copies = plan.request.copies
+        others = [tensor for tensor in plan.tensors if tensor.init != "copy"]
+        if others:
+            return [f"plan.tensors, {tensor.name}: init {tensor.init!r}, expected 'copy'" for tensor in others]
         if type(copies) is int and copies >= 2 and plan.widths.up_inner_width == (copies - 1) * plan.sizes.inner:
             return []
         return [f"plan.request.copies is {copies!r}, which does not fit its widths"]

@@ -150,7 +150,7 @@ def make_plan(checkpoint: Checkpoint, request: Request, *, name: str, revision: 
         CheckpointError: If the model is expanded already, or a base tensor is missing or has a wrong shape.
     """
     refuse_expanded(checkpoint)
-    asked = METHODS.get(request.method)
+    asked = METHODS.get(request.method) if isinstance(request.method, str) else None
     # what cannot be grown so in any family is said before the family is asked for
     if asked is not None and (problems := asked.config_problems(checkpoint.config)):
         raise PlanError.from_problems(problems)

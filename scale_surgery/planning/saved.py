@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args
 
 from scale_surgery.checkpoint.files import write_json
 from scale_surgery.checkpoint.folder import read_json
+from scale_surgery.checkpoint.headers import FLOAT_DTYPES
 from scale_surgery.errors import CheckpointError, PlanError
 from scale_surgery.planning.costs import read_costs
-from scale_surgery.planning.families import Sizes
+from scale_surgery.planning.families import Sizes, get_family
 from scale_surgery.planning.plan import Plan, plan
 from scale_surgery.planning.request import Request
 from scale_surgery.planning.specs import Collaboration, Widths
@@ -37,6 +38,7 @@ def read_plan(plain: Mapping[str, Any]) -> Plan:
     """
     try:
         plan = _parse(plain)
+        get_family(plan.family)
         problems = _plan_problems(plan)
     except (KeyError, TypeError, AttributeError, ValueError, CheckpointError) as error:
         raise PlanError(str(error)) from error
@@ -66,25 +68,32 @@ def _parse(plain: Mapping[str, Any]) -> Plan:
 def _plan_problems(plan: Plan) -> list[str]:
     """Values of a recorded plan that are of the wrong kind, or do not fit each other."""
     sizes = plan.sizes
-    numbers = (
-        sizes.hidden,
-        sizes.layers,
-        sizes.inner,
-        sizes.vocabulary,
-        sizes.head_size,
-        *asdict(plan.widths).values(),
-    )
-    names = (tensor.name for tensor in plan.tensors)
-    shapes = (size for tensor in plan.tensors for size in tensor.shape)
-    problems = [] if all(type(number) is int for number in numbers) else ["plan.sizes"]
-    problems += [] if all(isinstance(name, str) for name in names) else ["plan.tensors: name"]
-    problems += [] if all(type(size) is int for size in shapes) else ["plan.tensors: shape"]
-    problems += [] if plan.architecture and isinstance(plan.specs, Mapping) else ["plan.specs"]
-    unknown = [tensor for tensor in plan.tensors if tensor.init not in get_args(Init)]
-    problems += [f"plan.tensors, {tensor.name}: init {tensor.init!r} of {tensor.source!r}" for tensor in unknown]
+    numbers = {
+        "sizes": (sizes.hidden, sizes.layers, sizes.inner, sizes.vocabulary),
+        "widths": asdict(plan.widths).values(),
+    }
+    problems = [f"plan.{name}" for name, own in numbers.items() if not all(type(number) is int for number in own)]
+    problems += [problem for tensor in plan.tensors for problem in _tensor_problems(plan, tensor)]
+    if plan.specs.get("expanded_layers") != list(plan.layers):
+        return [*problems, "plan.layers are not those of plan.specs"]
+    if plan.request.variant not in plan.method.variants:
+        problems.append(f"plan.request.variant is {plan.request.variant!r}, which is none of {plan.method.name}")
     if plan.method.adds_layers != (plan.numbering is not None):
         problems.append("plan.request.method is not that of plan.specs")
     return problems or plan.method.plan_problems(plan)
+
+
+def _tensor_problems(plan: Plan, tensor: TensorPlan) -> Iterator[str]:
+    if not all(isinstance(text, str) for text in (tensor.name, tensor.block)):
+        yield "plan.tensors: name"
+    if not all(type(size) is int for size in tensor.shape):
+        yield "plan.tensors: shape"
+    if tensor.init not in get_args(Init):
+        yield f"plan.tensors, {tensor.name}: init {tensor.init!r} of {tensor.source!r}"
+    if tensor.dtype not in FLOAT_DTYPES.values():
+        yield f"plan.tensors, {tensor.name}: dtype {tensor.dtype!r}"
+    if not (tensor.layer is None or tensor.layer in plan.layers) or tensor.shard not in plan.shards:
+        yield f"plan.tensors, {tensor.name}: layer {tensor.layer!r}, shard {tensor.shard!r}"
 
 
 def load_plan(model: str | Path, file: Path, *, revision: str | None = None) -> Plan:

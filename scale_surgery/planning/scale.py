@@ -85,8 +85,17 @@ class Scale(Method):
 
     def guards(self, plan: Plan) -> tuple[TensorPlan, ...]:
         """W12 and the head's up part, which start at zero."""
+        # by name, as the model's classes find them: a record may say anything of their block
         heads = ("lm_head.up_weight", f"{plan.architecture.head}.up_weight")
-        return tuple(tensor for tensor in plan.tensors if tensor.block == "w12" or tensor.name in heads)
+        return tuple(tensor for tensor in plan.tensors if tensor.name.endswith(".w12") or tensor.name in heads)
+
+    def plan_problems(self, plan: Plan) -> list[str]:
+        """What writes into the base stream and into the logits begins as zero, or it would not be checked for zeros."""
+        return [
+            f"plan.tensors, {tensor.name}: init {tensor.init!r}, expected 'zero'"
+            for tensor in self.guards(plan)
+            if tensor.init != "zero"
+        ]
 
     def start(self, changed: int) -> str:
         """Whether what writes into the base stream and into the logits is still zero."""

@@ -24,6 +24,8 @@ from scale_surgery.checkpoint.folder import (
 )
 from scale_surgery.checkpoint.numbering import CONFIG_KEY, Numbering, numbering_of
 from scale_surgery.errors import CheckpointError, PlanError, name_some
+from scale_surgery.fields import problems_of
+from scale_surgery.planning.families import read_sizes
 from scale_surgery.planning.plan import Plan
 from scale_surgery.planning.routing_specs import Routing
 from scale_surgery.planning.saved import read_plan
@@ -112,7 +114,7 @@ def read_manifest(path: Path) -> Manifest:
         files = {name: BaseFile(**entry) for name, entry in content["base_files"].items()}
         _check_values(file, content, files)
         plan = read_plan(content["plan"])
-        _check_plan(file, plan, content["base_tensors"])
+        _check_plan(file, plan, content["base_tensors"], json.loads(content["replaced"][CONFIG_FILE]))
         later = [*_routing_names(file, content.get("routing")), *_fused_names(file, content.get("fused"))]
         _check_names(file, files, content["replaced"], [*content["code"], *later])
         _check_training(content.get("training", ()))
@@ -133,6 +135,8 @@ def _check_values(file: Path, content: Mapping[str, Any], files: Mapping[str, Ba
         for name, entry in files.items()
         if not (isinstance(entry.sha256, str) and isinstance(entry.bytes, int))
     ]
+    wrong += [] if isinstance(content["base_name"], str) else ["base_name"]
+    wrong += [] if all(isinstance(name, str) for name in content["left_out"]) else ["left_out"]
     verification = content.get("verification")
     if verification is not None and not isinstance(verification.get("passed"), bool):
         wrong.append("verification")
@@ -159,7 +163,9 @@ def refuse_fused(path: Path, manifest: Manifest) -> None:
         )
 
 
-def _check_plan(file: Path, plan: Plan, base_tensors: Mapping[str, str]) -> None:
+def _check_plan(file: Path, plan: Plan, base_tensors: Mapping[str, str], base_config: Mapping[str, Any]) -> None:
+    if read_sizes(plan.architecture, base_config) != plan.sizes:
+        raise PlanError("plan.sizes are not those of the base's config.json")
     for tensor in plan.tensors:
         # outside the layers a tied head has no tensor of its own in the base
         if tensor.layer is not None and tensor.source not in base_tensors:
@@ -197,6 +203,8 @@ def _routing_names(file: Path, routing: Mapping[str, Any] | None) -> list[str]:
         return []
     before = routing["before"]
     _ = Routing(**routing["settings"]), before["training_runs"], before["verification"], before["files"][CONFIG_FILE]
+    if wrong := problems_of(Routing(**routing["settings"])):
+        raise PlanError(f"routing.settings: {wrong[0]}")
     names = [*before["files"], *before["code"]]
     numbers = [number for number in routing["settings"].values() if not isinstance(number, str)]
     are_numbers = all(isinstance(number, int | float) for number in numbers)
