@@ -18,6 +18,9 @@ from scale_surgery.planning.request import Request
 from scale_surgery.planning.specs import Collaboration, Widths
 from scale_surgery.planning.tensors import Init, TensorPlan
 
+# of a spoiled record that are named in one line
+MAX_PROBLEMS = 5
+
 
 def save_plan(plan: Plan, file: Path) -> None:
     """Write a plan as JSON."""
@@ -43,7 +46,7 @@ def read_plan(plain: Mapping[str, Any]) -> Plan:
     except (KeyError, TypeError, AttributeError, ValueError, CheckpointError) as error:
         raise PlanError(str(error)) from error
     if problems:
-        raise PlanError.from_problems(problems)
+        raise PlanError("; ".join(problems[:MAX_PROBLEMS]))
     return plan
 
 
@@ -76,10 +79,10 @@ def _plan_problems(plan: Plan) -> list[str]:
     problems += [problem for tensor in plan.tensors for problem in _tensor_problems(plan, tensor)]
     if plan.specs.get("expanded_layers") != list(plan.layers):
         return [*problems, "plan.layers are not those of plan.specs"]
+    if plan.method.adds_layers != (plan.numbering is not None):
+        return [*problems, "plan.request.method is not that of plan.specs"]
     if plan.request.variant not in plan.method.variants:
         problems.append(f"plan.request.variant is {plan.request.variant!r}, which is none of {plan.method.name}")
-    if plan.method.adds_layers != (plan.numbering is not None):
-        problems.append("plan.request.method is not that of plan.specs")
     return problems or plan.method.plan_problems(plan)
 
 

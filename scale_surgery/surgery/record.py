@@ -114,7 +114,7 @@ def read_manifest(path: Path) -> Manifest:
         files = {name: BaseFile(**entry) for name, entry in content["base_files"].items()}
         _check_values(file, content, files)
         plan = read_plan(content["plan"])
-        _check_plan(file, plan, content["base_tensors"], json.loads(content["replaced"][CONFIG_FILE]))
+        _check_plan(file, plan, content["base_tensors"], json.loads(content["replaced"].get(CONFIG_FILE, "null")))
         later = [*_routing_names(file, content.get("routing")), *_fused_names(file, content.get("fused"))]
         _check_names(file, files, content["replaced"], [*content["code"], *later])
         _check_training(content.get("training", ()))
@@ -163,8 +163,9 @@ def refuse_fused(path: Path, manifest: Manifest) -> None:
         )
 
 
-def _check_plan(file: Path, plan: Plan, base_tensors: Mapping[str, str], base_config: Mapping[str, Any]) -> None:
-    if read_sizes(plan.architecture, base_config) != plan.sizes:
+def _check_plan(file: Path, plan: Plan, base_tensors: Mapping[str, str], base_config: Mapping[str, Any] | None) -> None:
+    # a text that is missing is named where the texts of all files are looked at
+    if base_config is not None and read_sizes(plan.architecture, base_config) != plan.sizes:
         raise PlanError("plan.sizes are not those of the base's config.json")
     for tensor in plan.tensors:
         # outside the layers a tied head has no tensor of its own in the base
