@@ -10,7 +10,7 @@ everything else --as files-->      everything else
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from scale_surgery import modeling
@@ -78,7 +78,7 @@ def expand(
         model: A folder or a Hub id.
         plan_or_request: What is to be done, or what is asked for.
         output: Folder to be; default `<name>-scale` in the current folder, or `-grow` or `-depth`.
-        revision: Branch, tag or commit of a Hub repository.
+        revision: Branch, tag or commit of a Hub repository; a plan brings its own.
         base_weights: How base files are taken over: "auto", "copy" or "link".
         overwrite: Whether an existing output folder may be replaced.
         run: Where the decompositions are computed, and how the base's tokenizer is loaded: device, trust_remote_code.
@@ -91,13 +91,11 @@ def expand(
         PlanError: If the plan or the request does not fit the model.
         CheckpointError: If the model cannot be read or the output cannot be written.
     """
-    source = find_source(model, revision)
+    planned = None if isinstance(plan_or_request, Request) else plan_or_request
+    # a branch of the Hub may have moved since the plan was made: its commit is what was planned
+    source = find_source(model, (planned.base_revision if planned else None) or revision)
     checkpoint = open_checkpoint(source.path)
-    if isinstance(plan_or_request, Request):
-        made = make_plan(checkpoint, plan_or_request, name=source.name, revision=source.revision)
-    else:
-        made = plan_or_request
-        check_fits(made, checkpoint)
+    made = _plan_for(source, checkpoint, plan_or_request)
     target = Path(output) if output is not None else default_output(source, made.method.name)
     check_target(target, [source.path], overwrite=overwrite)
     _check_clashes(checkpoint, made)
@@ -115,6 +113,14 @@ def expand(
         pinned = _write_code_and_config(made, checkpoint, partial, run)
         _write_index_and_manifest(made, checkpoint, partial, track)
     return Expansion(target, made, written, checkpoint.left_out, pinned)
+
+
+def _plan_for(source: Source, checkpoint: Checkpoint, plan_or_request: Plan | Request) -> Plan:
+    if isinstance(plan_or_request, Request):
+        return make_plan(checkpoint, plan_or_request, name=source.name, revision=source.revision)
+    check_fits(plan_or_request, checkpoint)
+    # surgery.json names the model that was read, not one of the same shapes elsewhere
+    return replace(plan_or_request, base_name=source.name, base_revision=source.revision)
 
 
 def _stamp(file: Path) -> list[int]:

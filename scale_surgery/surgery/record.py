@@ -203,7 +203,7 @@ def _routing_names(file: Path, routing: Mapping[str, Any] | None) -> list[str]:
     if routing is None:
         return []
     before = routing["before"]
-    _ = Routing(**routing["settings"]), before["training_runs"], before["verification"], before["files"][CONFIG_FILE]
+    _ = before["training_runs"], before["verification"], before["files"][CONFIG_FILE]
     if wrong := problems_of(Routing(**routing["settings"])):
         raise PlanError(f"routing.settings: {wrong[0]}")
     names = [*before["files"], *before["code"]]

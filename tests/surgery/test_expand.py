@@ -284,6 +284,32 @@ def test_a_plan_of_another_base_is_not_executed(base_of, llama_base, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_plan_is_executed_on_its_own_commit(base_of, tmp_path):
+    """A branch that moved to other weights of the same shapes: what was planned is expanded and recorded."""
+    repo = Path(os.environ["HF_HOME"]) / "hub" / "models--surgeons--moving"
+    commits = ["a" * 40, "b" * 40]
+    for commit in commits:
+        shutil.copytree(base_of("llama"), repo / "snapshots" / commit)
+    shard = repo / "snapshots" / commits[1] / "model.safetensors"
+    save_file({name: tensor + 1 for name, tensor in load_file(shard).items()}, shard, metadata={"format": "pt"})
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text(commits[0])
+    made = plan("surgeons/moving", REQUEST)
+    (repo / "refs" / "main").write_text(commits[1])
+    done = expand("surgeons/moving", made, tmp_path / "out", revision="main")
+    assert read_manifest(done.path).base_revision == commits[0]
+    assert digests(strip(done.path, tmp_path / "base").path) == digests(repo / "snapshots" / commits[0])
+    other = expand("surgeons/moving", REQUEST, tmp_path / "other")
+    assert read_manifest(other.path).base_revision == commits[1], "the control: a request takes what is there now"
+    assert digests(strip(other.path, tmp_path / "moved").path) == digests(repo / "snapshots" / commits[1])
+
+
+def test_the_record_names_the_model_that_was_read(base_of, llama_base, tmp_path):
+    made = plan(base_of("llama"), REQUEST)
+    done = expand(llama_base, made, tmp_path / "out")
+    assert (made.base_name, read_manifest(done.path).base_name) == (base_of("llama").name, llama_base.name)
+
+
 def test_progress_adds_up(base_of, tmp_path):
     seen: dict[str, list[int]] = {}
 
