@@ -207,7 +207,7 @@ class Teller:
 def _teach(folder: Path, steps: int, out: Output, tell: Teller) -> Evaluation:
     """Train on new people in three ways, route one, and ask for old and new people."""
     from scale_surgery.show import tables
-    from scale_surgery.show.tables_route import render_routed
+    from scale_surgery.show.tables import render_routed
 
     base, data = folder / "biographies", folder / "new_people.jsonl"
     _write_people(folder)

@@ -25,10 +25,20 @@ MOST_NAMES = 5
 class SurgeryError(Exception):
     """Something the user can act on; shown without a traceback."""
 
+    _lines: tuple[str, ...] = ()
+
     @classmethod
     def from_problems(cls, problems: Iterable[str]) -> SurgeryError:
         """One error that lists every problem, each on its own line."""
-        return cls("\n".join(problems))
+        lines = tuple(problems)
+        error = cls("\n".join(lines))
+        error._lines = lines
+        return error
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """What is to be shown, a line each; a line break inside of one came with a name, and is none of ours."""
+        return self._lines or (str(self),)
 
 
 class PlanError(SurgeryError):

@@ -42,6 +42,7 @@ def evaluate_command(
     from scale_surgery.checkpoint.staging import check_output_files
     from scale_surgery.evidence.evaluate import evaluate
     from scale_surgery.running.options import RunOptions
+    from scale_surgery.show.commands import after_evaluation
     from scale_surgery.show.figure_plane import plot_plane
     from scale_surgery.show.tables import render_evaluation
 
@@ -54,4 +55,5 @@ def evaluate_command(
     out.show(result, render_evaluation(result))
     if plot is not None:
         plot_plane(result, plot)
-        out.say(f"\ndrawn to {plot}")
+        out.say_file("drawn", plot)
+    out.suggest(after_evaluation(result, models[-1]))

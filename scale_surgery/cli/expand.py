@@ -61,6 +61,7 @@ def expand_command(
     from scale_surgery.planning.plan import plan
     from scale_surgery.planning.saved import load_plan
     from scale_surgery.running.options import RunOptions
+    from scale_surgery.show.commands import expand_command
     from scale_surgery.show.tables import render_expansion
     from scale_surgery.show.tables_plan import render_plan
     from scale_surgery.surgery.expand import expand
@@ -76,6 +77,7 @@ def expand_command(
         made = load_plan(model, plan_file, revision=revision)
     if dry_run:
         out.show(made, render_plan(made))
+        out.suggest(expand_command(model, made.request, revision, plan_file))
         return
     out.say(render_plan(made))
     done = expand(

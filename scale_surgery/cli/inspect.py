@@ -25,4 +25,4 @@ def inspect_command(model: str, revision: str | None, out: Output) -> None:
     from scale_surgery.show.tables import render_inspection
 
     found = inspect(model, revision=revision)
-    out.show(found, render_inspection(found))
+    out.show(found, render_inspection(found, model))

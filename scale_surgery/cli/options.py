@@ -99,11 +99,9 @@ def model_options(command: Command) -> Command:
     return click.argument("model")(command)
 
 
-def stop(out: Output, message: str, *, debug: bool) -> None:
+def stop(out: Output, *lines: str, debug: bool) -> None:
     """Say what went wrong and exit with 1."""
-    if debug:
-        traceback.print_exc()
-    out.fail(message)
+    out.fail(*lines, trace=traceback.format_exc() if debug else "")
     sys.exit(1)
 
 
@@ -126,7 +124,7 @@ def output_options(command: Command) -> Command:
         except click.ClickException:
             raise
         except SurgeryError as error:
-            stop(out, str(error), debug=debug)
+            stop(out, *error.lines, debug=debug)
         except KeyboardInterrupt:
             continues = "Run the same command again to continue; train needs --resume."
             stop(out, f"interrupted. An unfinished folder keeps the ending .partial. {continues}", debug=debug)

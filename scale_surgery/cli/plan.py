@@ -54,6 +54,7 @@ def plan_command(
     from scale_surgery.checkpoint.staging import check_output_files
     from scale_surgery.planning.plan import plan
     from scale_surgery.planning.saved import save_plan
+    from scale_surgery.show.commands import expand_command
     from scale_surgery.show.tables_plan import render_plan
 
     request = make_request(options)
@@ -65,4 +66,5 @@ def plan_command(
         save_plan(made, output)
     out.show(made, render_plan(made, details=details))
     if output is not None:
-        out.say(f"\nwritten to {output}; execute it with scale-surgery expand {model} --plan {output}")
+        out.say_file("written", output)
+    out.suggest(expand_command(model, made.request, revision, output))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
+from typing import Any
 
 import click
 
@@ -25,7 +28,36 @@ from scale_surgery.cli.train import train_command
 from scale_surgery.cli.verify import verify_command
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@contextmanager
+def visible_usage() -> Iterator[None]:
+    """Show control characters of what was typed by signs: a name that a shell filled in may hold any."""
+    try:
+        yield
+    except click.UsageError as error:
+        from scale_surgery.show.visible import visible_text
+
+        # click indents choices by tabs
+        message = error.format_message().expandtabs(4)
+        if (shown := visible_text(message)) == message:
+            raise
+        raise click.UsageError(shown, error.ctx) from error
+
+
+class Program(click.Group):
+    """The commands, whose complaints about usage hold no control characters."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Read the options before a command."""
+        with visible_usage():
+            return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Read the arguments of a command, and run it."""
+        with visible_usage():
+            return super().invoke(ctx)
+
+
+@click.group(cls=Program, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(version("scale-surgery"), prog_name="scale-surgery")
 def main() -> None:
     """Widen a language model so that it can learn without losing what it knows.

@@ -46,6 +46,7 @@ def push_command(
     Example: scale-surgery push EXPANDED me/qwen3-wide --private --dry-run
     """
     from scale_surgery.hub.push import push
+    from scale_surgery.show.commands import command, said
     from scale_surgery.show.tables_push import render_files, render_pushed
 
     if options["create_pr"] and options["revision"] is not None:
@@ -71,4 +72,7 @@ def push_command(
     if show_card and done.card is not None:
         out.say(done.card, as_it_is=True)
     out.show(done, render_pushed(done))
+    if dry_run and done.obstacle is None:
+        without = [] if how.check else ["--no-verify"]
+        out.suggest(command("push", folder, repo, *said(how, Push(), {"check"}), *without))
     sys.exit(0 if done.obstacle is None else 1)

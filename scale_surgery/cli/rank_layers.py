@@ -116,7 +116,7 @@ def rank_layers_command(
     out.show(result, render_ranking(result, details=details))
     if output is not None:
         write_json(output, result.to_json())
-        out.say(f"\nwritten to {output}")
+        out.say_file("written", output)
     if plot is not None:
         plot_ranking(result, plot)
-        out.say(f"\ndrawn to {plot}")
+        out.say_file("drawn", plot)

@@ -58,6 +58,7 @@ def report_command(
     """
     from scale_surgery.checkpoint.staging import check_output_files
     from scale_surgery.evidence.report import report
+    from scale_surgery.show.commands import after_report
     from scale_surgery.show.page_report import write_page
     from scale_surgery.show.tables_report import render_report
 
@@ -66,4 +67,5 @@ def report_command(
     out.show(found, render_report(found, details=details))
     if output is not None:
         write_page(found, output)
-        out.say(f"\nwritten to {output}")
+        out.say_file("written", output)
+    out.suggest(after_report(expanded, is_routed=found.routing is not None))

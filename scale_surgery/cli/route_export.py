@@ -50,7 +50,7 @@ def route_export_command(
     \b
     Example: scale-surgery route-export EXPANDED -o ROUTED
     """
-    from scale_surgery.show.tables_route import render_routed
+    from scale_surgery.show.tables import render_routed
     from scale_surgery.surgery.route import route_export, unroute
 
     taking: Any = {"base_weights": base_weights, "overwrite": overwrite, "track": out.track}

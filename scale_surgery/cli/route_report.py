@@ -45,4 +45,4 @@ def route_report_command(
     for file, write in written:
         write(report, file)
     if written:
-        out.say(f"\nwritten to {' and '.join(str(file) for file, _ in written)}")
+        out.say_file("written", *(file for file, _ in written))

@@ -56,6 +56,7 @@ def verify_command(
     from scale_surgery.evidence.promises import PROMISES
     from scale_surgery.evidence.verify import verify
     from scale_surgery.running.options import Probes, RunOptions
+    from scale_surgery.show.commands import after_verification
     from scale_surgery.show.tables import render_verification
 
     unknown = [name for name in required if name not in PROMISES]
@@ -70,4 +71,5 @@ def verify_command(
     if report is not None:
         write_json(report, result.to_json())
     out.show(result, render_verification(result))
+    out.suggest(after_verification(result))
     sys.exit(0 if result.passed else 1)

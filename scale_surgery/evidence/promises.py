@@ -86,14 +86,16 @@ def _forced(promise: Promise, forced: Mapping[str, Any]) -> Promise:
     """Of an expansion that was put on another base by force, no promise about outputs is made."""
     if promise.name == "recoverable":
         return promise
-    differing, expected = len(forced["differing"]), forced["expected_name"]
-    found = f"put by --force on a base of which {differing} tensors are not those of {expected}"
+    count, expected = len(forced["differing"]), forced["expected_name"]
+    differing = "1 tensor is not that" if count == 1 else f"{count} tensors are not those"
+    found = f"put by --force on a base of which {differing} of {expected}"
     return replace(promise, claimed=False, evidence=f"{found}; {promise.evidence}")
 
 
 def _recoverable_evidence(integrity: Integrity) -> str:
     evidence = f"{integrity.base_tensors} base tensors, {integrity.base_bytes:,} bytes, sha256 compared"
-    return f"{evidence}; {len(integrity.base)} problems" if integrity.base else evidence
+    count = len(integrity.base)
+    return f"{evidence}; {count} problem{'s' * (count != 1)}" if count else evidence
 
 
 def _output_at_init(
@@ -143,7 +145,7 @@ def _base_stream_always(
 ) -> Promise:
     blocks = [name for name in checkpoint.tensors if name.endswith(".w12")]
     problems = [f"{name}: writes into the base stream." for name in blocks if not is_routed] + [*integrity.base]
-    evidence = f"{len(blocks)} W12 blocks exist" if blocks else "no W12 exists"
+    evidence = f"{len(blocks)} W12 block{'s exist' if len(blocks) > 1 else ' exists'}" if blocks else "no W12 exists"
     evidence += ", on the adapt path alone" if blocks and is_routed else ""
     if numbering_of(checkpoint.config.get(CONFIG_KEY)) is not None:
         evidence = "new layers write into the base stream once they are trained"
@@ -167,11 +169,13 @@ def _bounded_forgetting(routing: Routing | None, numbers: Numbers | None, genera
         reason = "this model does not route" if routing is None else "the cosine router promises no bound"
         return Promise(name, False, False, reason, (f"{reason}.",))
     bound, each = -math.log(routing.prior), -math.log1p(-routing.switch_rate)
-    evidence = f"at most {bound:.3g} nats a text" + (f" and {each:.2g} nats a token" if each else "")
+    evidence = f"at most {bound:.3g} nats a text"
+    if each:
+        evidence = f"no bound for all lengths: {bound:.3g} nats a text and {each:.2g} more a token, by switching"
     problems = [] if not each else [f"switch rate {routing.switch_rate:g}: the bound grows with the text, expected 0."]
     if numbers is not None:
         problems += general
-        evidence += f"; {max(0.0, numbers.excess):.3g} found on {numbers.prompts} prompts"
+        evidence += f"; {numbers.prompts} prompts lose at most {max(0.0, numbers.excess):.3g}"
         most = bound + each * numbers.longest + numbers.rounding
         if not numbers.excess <= most:
             problems.append(f"a prompt loses {numbers.excess:.3g} nats, expected at most {most:.3g}.")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from scale_surgery.hub.markdown import Markdown, code, joined, link, table
 from scale_surgery.planning.method import Method
 from scale_surgery.planning.methods import METHODS, get_method
 from scale_surgery.planning.plan import Plan
@@ -76,7 +78,7 @@ class CardFacts:
         """The base, as a card may name it: a link, or no name."""
         if self.base_id is None:
             return "a checkpoint that is not on the Hub"
-        return f"[{self.base_id}](https://huggingface.co/{self.base_id})"
+        return link(self.base_id, f"https://huggingface.co/{self.base_id}")
 
 
 def body(facts: CardFacts) -> str:
@@ -92,9 +94,10 @@ def _opening(facts: CardFacts) -> str:
 
 
 def _widened(facts: CardFacts) -> str:
-    rows = [("base", f"{facts.base}{f' at commit `{facts.base_revision}`' if facts.base_revision else ''}")]
-    rows += [("fingerprint of the base", f"`{facts.base_fingerprint}`")]
-    rows += facts.method.card_rows(facts.plan) if facts.plan is not None else _stock_rows(facts.record)
+    commit = [Markdown(" at commit "), code(facts.base_revision)] if facts.base_revision else []
+    rows: list[tuple[str, str]] = [("base", joined([facts.base, *commit], ""))]
+    rows += [("fingerprint of the base", code(facts.base_fingerprint))]
+    rows += _stock_rows(facts.record) if facts.plan is None else _plan_rows(facts.method, facts.plan)
     if facts.routing is not None:
         rows += [("router", f"{facts.routing.description}; one forward pass, two paths, a choice for each token")]
     if facts.is_fused:
@@ -106,18 +109,23 @@ def _widened(facts: CardFacts) -> str:
     rows += _drift_rows(facts.drift)
     versions = ", ".join(f"{name} {version}" for name, version in facts.tool.items())
     rows += [("made with", versions)] if versions else []
-    table = "\n".join(f"| {name} | {value} |" for name, value in rows)
+    head = "| | |\n|---|---|"
     description = facts.method.description(
         facts.request,
         is_stock=facts.form == "stock",
         has_up_stream=facts.plan is None or facts.plan.widths.up_width > 0,
     )
-    return f"## {facts.method.title}\n\n{description}\n\n| | |\n|---|---|\n{table}"
+    return f"## {facts.method.title}\n\n{description}\n\n{table(head, rows)}"
+
+
+def _plan_rows(method: Method, plan: Plan) -> list[tuple[str, str]]:
+    """What was planned; names in it are those of this program, a plan with others is not read."""
+    return [(name, Markdown(value)) for name, value in method.card_rows(plan)]
 
 
 def _stock_rows(record: Mapping[str, Any]) -> list[tuple[str, str]]:
     named = {"variant": "variant", "layers": "expanded layers"}
-    rows = [(text, f"`{record['request'][key]}`") for key, text in named.items()]
+    rows: list[tuple[str, str]] = [(text, code(record["request"][key])) for key, text in named.items()]
     filled = f"; {record['padding']:,} of them are zeros that fill up the other layers" if record["padding"] else ""
     return [*rows, ("parameters", f"{record['parameters']:,}{filled}")]
 
@@ -134,20 +142,29 @@ def _trained(facts: CardFacts) -> str:
     if not facts.training:
         return "## Training\n\nThe new blocks have not been trained with `scale-surgery train`."
     rows = [
-        f"| {number} | {run['steps']} | {run['trained_parameters']:,} | {run['settings']['learning_rate']:g} | "
-        f"{run['begun'][:10]} |"
+        (
+            number,
+            run["steps"],
+            f"{run['trained_parameters']:,}",
+            f"{run['settings']['learning_rate']:g}",
+            run["begun"][:10],
+        )
         for number, run in enumerate(facts.training, 1)
     ]
     head = "| run | steps | parameters trained | learning rate | begun |\n|---|--:|--:|--:|---|"
     curves = "\n\n![Curves of the last run](training/curves.png)" if facts.has_curves else ""
-    return "## Training\n\nOnly new tensors were trained, none of the base.\n\n" + "\n".join([head, *rows]) + curves
+    return f"## Training\n\nOnly new tensors were trained, none of the base.\n\n{table(head, rows)}{curves}"
 
 
 def _evaluated(facts: CardFacts) -> str:
     measured = facts.training[-1].get("measured", {}) if facts.training else {}
     rows = [
-        f"| {text} text | {measured[f'{side}_nats_per_token']:.4f} | {_share(measured.get(f'{side}_accuracy'))} | "
-        f"{change} {measured[change]:+.4f} |"
+        (
+            f"{text} text",
+            f"{measured[f'{side}_nats_per_token']:.4f}",
+            _share(measured.get(f"{side}_accuracy")),
+            f"{change} {measured[change]:+.4f}",
+        )
         for side, text, change in (("old", "old", "forgetting"), ("new", "new", "learning"))
         if f"{side}_nats_per_token" in measured and change in measured
     ]
@@ -157,7 +174,7 @@ def _evaluated(facts: CardFacts) -> str:
     head = "| | loss, nats per token | first-token accuracy | against the base |\n|---|--:|--:|--:|"
     return (
         f"## Evaluation\n\nMeasured at the end of the last training run{_measured_on(facts)}, on texts of who "
-        f"trained it; `{record}` has their sha256.\n\n" + "\n".join([head, *rows])
+        f"trained it; `{record}` has their sha256.\n\n{table(head, rows)}"
     )
 
 
@@ -185,26 +202,33 @@ def _promised(facts: CardFacts) -> str:
     # a base that is a folder is not named
     expected = (facts.forced or {}).get("expected_name")
     rows = [
-        f"| `{promise['name']}` | {_verdict(promise, found['required'])} | "
-        f"{promise['evidence'].replace(f'those of {expected}', 'those of the base that it was made on')} |"
+        (
+            code(promise["name"]),
+            _verdict(promise, found["required"]),
+            re.sub(
+                rf"\b(those|that) of {re.escape(str(expected))}",
+                r"\1 of the base that it was made on",
+                promise["evidence"],
+            ),
+        )
         for promise in found["promises"]
     ]
     head = "| promise | result | evidence |\n|---|---|---|"
-    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
-    where = f"`scale-surgery verify`, {found['date']}, {versions}, {found['machine']}."
+    versions = [f"{name} {version}" for name, version in found["versions"].items()]
+    where = f"`scale-surgery verify`, {joined([found['date'], *versions, found['machine']])}."
     if found.get("not_run") == "files only":
         # without a date, so that a second push of the same folder has the same card
         where = "`scale-surgery verify --files-only`: bytes and structure were checked, no model was run."
     subject = " They are about the whole model, applied to its base." if facts.form == "extract" else ""
-    return "\n".join([f"## Promises\n\n{where}{subject} `surgery.json` holds the hashes behind them.\n", head, *rows])
+    return f"## Promises\n\n{where}{subject} `surgery.json` holds the hashes behind them.\n\n{table(head, rows)}"
 
 
-def _verdict(promise: Mapping[str, Any], required: Any) -> str:
+def _verdict(promise: Mapping[str, Any], required: Any) -> Markdown:
     if promise["holds"] is None:
-        return "not checked"
+        return Markdown("not checked")
     if promise["holds"]:
-        return "holds" if promise["claimed"] or promise["name"] in required else "holds (unclaimed)"
-    return "**BROKEN**" if promise["name"] in required else "not claimed"
+        return Markdown("holds" if promise["claimed"] or promise["name"] in required else "holds (unclaimed)")
+    return Markdown("**BROKEN**" if promise["name"] in required else "not claimed")
 
 
 def _loaded(facts: CardFacts) -> str:
@@ -221,8 +245,8 @@ def _loaded(facts: CardFacts) -> str:
             f'from scale_surgery import load_expansion\n\nmodel = load_expansion("{base}", "{facts.repo}")\n```'
         )
     if facts.form == "stock" or facts.method.adds_layers:
-        code = ", ".join(f"`{name}`" for name in facts.code)
-        running = f"these lines do not run the code of {code}" if code else "no remote code is run"
+        names = joined(map(code, facts.code))
+        running = f"these lines do not run the code of {names}" if names else "no remote code is run"
         freezing = f"\n\n{facts.method.about_loading}" if facts.method.about_loading else ""
         return f"## How to load\n\nAs any model of its architecture; {running}.\n\n{_python(facts.repo, '')}{freezing}"
     trusting = _python(facts.repo, ", trust_remote_code=True")

@@ -88,7 +88,10 @@ class Depth(Method):
 
     def start(self, changed: int) -> str:
         """Whether copies still add nothing."""
-        return f"{changed} tensors of new layers are not as they start" if changed else "new layers write zero"
+        if not changed:
+            return "new layers write zero"
+        found = "1 tensor of a new layer is" if changed == 1 else f"{changed} tensors of new layers are"
+        return f"{found} not as at the start"
 
     def rows(self, plan: Plan) -> list[tuple[str, str]]:
         """Where the copies stand, and how they begin."""

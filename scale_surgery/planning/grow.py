@@ -103,7 +103,9 @@ class Grow(Method):
 
     def start(self, changed: int) -> str:
         """Whether copies are still the base's."""
-        return f"{changed} copies are not the base's" if changed else "copies are the base's"
+        if not changed:
+            return "copies are the base's"
+        return "1 copy is not the base's" if changed == 1 else f"{changed} copies are not the base's"
 
     def rows(self, plan: Plan) -> list[tuple[str, str]]:
         """How many MLPs there are, and what each counts."""

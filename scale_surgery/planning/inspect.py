@@ -39,6 +39,7 @@ class ExpansionSummary:
             them train.
         is_fused: Whether base weights and blocks are one matrix for each linear, so that nothing trains.
         verified: Date of the last verification that passed or failed, with its result, or None.
+        changed_since: What is known to have changed since then, tensors or the router's numbers; None where nothing is.
     """
 
     method: str
@@ -57,6 +58,7 @@ class ExpansionSummary:
     parameters_by_block: Mapping[str, int]
     is_fused: bool
     verified: str | None
+    changed_since: str | None = None
 
 
 @dataclass(frozen=True)
@@ -173,6 +175,7 @@ def _read_summary(checkpoint: Checkpoint, specs: Mapping[str, Any]) -> Expansion
         parameters_by_block=_count_blocks(checkpoint) if numbering is None else _count_copies(checkpoint),
         is_fused=specs.get("fused", False),
         verified=_verified(verification),
+        changed_since=None if verification is None else _changed_since(manifest, verification),
     )
 
 
@@ -207,3 +210,14 @@ def _verified(verification: Mapping[str, Any] | None) -> str | None:
     if verification is None:
         return None
     return f"{'passed' if verification['passed'] else 'FAILED'} {verification['date']}"
+
+
+def _changed_since(manifest: Mapping[str, Any], verification: Mapping[str, Any]) -> str | None:
+    """What the records tell to be newer than a verification; no tensor is read."""
+    runs = manifest.get("training") or ()
+    # dates in UTC, written in one way, are ordered as texts
+    is_trained = any(str(run.get("begun", "")) >= str(verification.get("date")) for run in runs)
+    numbers = (manifest.get("routing") or {}).get("settings")
+    is_routed_otherwise = numbers != verification.get("routing", numbers)
+    changed = ["tensors (by training)"] * is_trained + ["the router's numbers"] * is_routed_otherwise
+    return f"{' and '.join(changed)} changed since" if changed else None

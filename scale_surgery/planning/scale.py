@@ -99,7 +99,9 @@ class Scale(Method):
 
     def start(self, changed: int) -> str:
         """Whether what writes into the base stream and into the logits is still zero."""
-        return f"{changed} of W12 and head up part are not zero" if changed else "W12 and head up part are zero"
+        if not changed:
+            return "W12 and head up part are zero"
+        return f"{changed} tensor{'s' * (changed != 1)} of W12 and the head's up part left zero"
 
     def rows(self, plan: Plan) -> list[tuple[str, str]]:
         """Collaboration, widths and initialisation."""

@@ -5,14 +5,32 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, is_dataclass
+from pathlib import Path
 from typing import Any
 
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.segment import Segment
 from rich.text import Text
+
+from scale_surgery.show.layout import NEXT, Facts, sentence
+from scale_surgery.show.visible import visible_line, visible_text
+
+
+class VisibleConsole(Console):
+    """A console that shows control characters by signs, whoever prints them; only rich itself moves the cursor."""
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """Make a text of a string, before rich drops some of its control characters."""
+        return super().render_str(visible_text(text), **options)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """What is written for something that can be shown."""
+        for part in super().render(renderable, options):
+            yield part if part.control else part._replace(text=visible_text(part.text))
 
 
 class Output:
@@ -21,8 +39,8 @@ class Output:
     def __init__(self, *, as_json: bool = False, quiet: bool = False) -> None:
         self.as_json = as_json
         # without markup: a name may hold brackets
-        self.results = Console(highlight=False, soft_wrap=False, markup=False)
-        self.messages = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
+        self.results = VisibleConsole(highlight=False, soft_wrap=False, markup=False, emoji=False)
+        self.messages = VisibleConsole(stderr=True, highlight=False, soft_wrap=True, markup=False, emoji=False)
         # of several processes that a launcher started, the first one speaks
         self.is_first = os.environ.get("RANK", "0") == "0"
         self.quiet = quiet or not self.is_first
@@ -32,33 +50,51 @@ class Output:
         if not self.is_first:
             return
         if self.as_json:
-            sys.stdout.write(json.dumps(to_json(result), indent=2) + "\n")
+            # JSON escapes all that is not ASCII, and of ASCII all control characters but one
+            sys.stdout.write(json.dumps(to_json(result), indent=2).replace("\x7f", "\\u007f") + "\n")
         else:
-            self.results.print(rendered)
+            # a word that fits no line stays whole: a path can be copied
+            self.results.print(rendered, overflow="ignore", crop=False)
 
     def say(self, message: RenderableType, *, as_it_is: bool = False) -> None:
         """Print something beside the result, where it does not disturb it; `as_it_is` leaves long lines long."""
         if not (self.quiet or self.as_json):
-            self.results.print(message, soft_wrap=as_it_is)
+            self.results.print(message, soft_wrap=as_it_is, overflow="ignore", crop=False)
+
+    def say_file(self, done: str, *files: Path) -> None:
+        """Say what was written, or drawn, to which files."""
+        self.say(Text("\n") + sentence(f"{done} to {' and '.join(map(str, files))}"))
+
+    def suggest(self, command: str) -> None:
+        """End a result with the command to type next."""
+        if self.is_first and not self.as_json:
+            self.results.print("", Facts("", [(NEXT, command)]), sep="\n", overflow="ignore", crop=False)
 
     def warn(self, message: str) -> None:
         """Print a warning on stderr, where it is a terminal: what a script must know stands in the result."""
         if self.messages.is_terminal and not self.quiet:
-            self.messages.print(Text("warning: ", style="yellow") + Text(message))
+            self.messages.print(Text("warning: ", style="yellow") + sentence(message))
 
-    def fail(self, message: str) -> None:
-        """Print an error on stderr; never silenced."""
-        self.messages.print(Text("error: ", style="bold red") + Text(message))
+    def fail(self, *lines: str, trace: str = "") -> None:
+        """Print an error on stderr, and where it was met if that is given; never silenced."""
+        if trace:
+            self.messages.print(trace, end="")
+        self.messages.print(Text("error: ", style="bold red") + Text("\n").join(map(sentence, lines)))
 
     @contextmanager
     def track(self, label: str, total: int) -> Iterator[Any]:
         """Show a progress bar on stderr, where it is a terminal, and give a function that advances it."""
-        bar = (TextColumn("{task.description:<14}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+        bar = (
+            TextColumn("{task.description:<14}", markup=False),
+            BarColumn(),
+            TaskProgressColumn(),
+            TimeRemainingColumn(),
+        )
         columns = (*bar, TextColumn("{task.fields[note]}", markup=False))
         hidden = self.quiet or not self.messages.is_terminal
         with Progress(*columns, console=self.messages, transient=True, disable=hidden) as progress:
-            task = progress.add_task(label, total=max(1, total), note="")
-            yield lambda advance, note="": progress.update(task, advance=advance, note=note)
+            task = progress.add_task(visible_line(label), total=max(1, total), note="")
+            yield lambda advance, note="": progress.update(task, advance=advance, note=visible_line(note))
 
 
 def to_json(result: Any) -> Any:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scale_surgery.checkpoint.files import finished_file
+from scale_surgery.show.visible import visible_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -84,8 +85,19 @@ def plot_training(records: Sequence[Mapping[str, Any]], file: Path) -> None:
     save_figure(training_figure(records), file)
 
 
+def make_visible(figure: Figure) -> None:
+    """Show control characters in the names of a figure by signs."""
+    from matplotlib.text import Text
+
+    for text in figure.findobj(Text):
+        written = text.get_text()
+        if (shown := visible_text(written)) != written:
+            text.set_text(shown)
+
+
 def save_figure(figure: Figure, file: Path) -> None:
     """Write a figure as PNG, whole or not at all; equal figures give equal bytes."""
+    make_visible(figure)
     with finished_file(file) as temporary:
         figure.savefig(temporary, format="png", dpi=DOTS_PER_INCH, facecolor="white", metadata={"Software": None})
 

@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element
 
+from scale_surgery.show.figures import make_visible
+from scale_surgery.show.visible import visible_line
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
@@ -34,6 +37,8 @@ def inline_svg(figure: Figure, label: str, variables: Mapping[str, str]) -> str:
     Raises:
         KeyError: If the figure has a colour that no variable stands for.
     """
+    make_visible(figure)
+    label = visible_line(label)
     lines = {f"line{number}": line for number, line in enumerate(_lines(figure))}
     for name, line in lines.items():
         line.set_gid(name)
@@ -82,7 +87,7 @@ def _plain(name: str) -> str:
 
 
 def _add_titles(group: Element, line: Line2D) -> None:
-    name = str(line.get_label())
+    name = visible_line(str(line.get_label()))
     assert line.axes is not None
     markers = [element for element in group.iter() if _plain(element.tag) == "use"]
     for marker, (x, y) in zip(markers, _marked(line), strict=True):

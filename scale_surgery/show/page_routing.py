@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from scale_surgery.show.pages import fill, write
 from scale_surgery.show.palette import DARK, LIGHT, PLACES, Palette, place_of
-from scale_surgery.show.visible import visible
+from scale_surgery.show.visible import visible, visible_line, visible_text
 
 if TYPE_CHECKING:
     from scale_surgery.routing.records import DocumentRoute, FileRoute, RouteReport, TokenRoute
@@ -139,8 +139,9 @@ def _data(report: RouteReport) -> dict[str, Any]:
     rows = []
     for record in report.records():
         logs = None if record["position"] == 0 else [record[field] for field in paths.values()]
-        names = [record[key] for key in ("text", "piece", "id", "position")]
-        rows.append([*names, logs, record["cosine"], record["adapt_weight"]])
+        # the script shows both as they are, the text between quotes, with its line breaks
+        names = [visible_text(record["text"]), visible_line(record["piece"])]
+        rows.append([*names, record["id"], record["position"], logs, record["cosine"], record["adapt_weight"]])
     return {"tokens": rows, "paths": list(paths), "decides": report.routing.router == "cosine"}
 
 

@@ -1,4 +1,7 @@
-"""HTML pages from templates: what comes from a file is escaped, and a gap that nothing fills is an error."""
+"""HTML pages from templates: what comes from a file is escaped, and a gap that nothing fills is an error.
+
+Control characters and marks of direction in it are shown by signs, also in the data of a page's script.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from pathlib import Path
 
 from scale_surgery.checkpoint.files import write_text
 from scale_surgery.errors import CheckpointError
+from scale_surgery.show.visible import visible_line
 
 
 def fill(template: str, **content: object) -> str:
@@ -24,6 +28,7 @@ def fill(template: str, **content: object) -> str:
     environment = Environment(
         loader=PackageLoader("scale_surgery.show"),
         autoescape=True,
+        finalize=_shown,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -32,6 +37,13 @@ def fill(template: str, **content: object) -> str:
     # JSON keeps the order of its keys, and letters of any script as they are
     environment.policies["json.dumps_kwargs"] = {"ensure_ascii": False, "separators": (",", ":")}
     return environment.get_template(template).render(content)
+
+
+def _shown(value: object) -> object:
+    """What fills a gap; elements that are ready have been through this, or through the writer of a figure."""
+    from markupsafe import Markup
+
+    return visible_line(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
 def write(page: str, file: Path) -> None:

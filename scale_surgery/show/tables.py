@@ -13,6 +13,8 @@ from scale_surgery.errors import shorten
 from scale_surgery.planning.methods import METHODS
 from scale_surgery.planning.selection import format_layers
 from scale_surgery.planning.specs import Widths
+from scale_surgery.show.commands import command
+from scale_surgery.show.layout import NEXT, Facts, NamedRows, PlainTable, heading, sentence
 
 if TYPE_CHECKING:
     from scale_surgery.evidence.evaluate import Evaluation
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from scale_surgery.running.loss import Measurement
     from scale_surgery.running.probe import Layer
     from scale_surgery.surgery.expand import Expansion
+    from scale_surgery.surgery.route import Routed
     from scale_surgery.surgery.strip import Stripped
     from scale_surgery.training.train import Training
 
@@ -49,31 +52,18 @@ def format_seconds(seconds: float) -> str:
     return "under a second" if seconds < 1 else f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
 
 
-def plain_table(title: str | None = None, *, has_header: bool = True) -> Table:
+def plain_table(title: str | None = None, *, has_header: bool = True) -> PlainTable:
     """A table without lines."""
-    return Table(
-        title=title,
-        title_justify="left",
-        title_style="bold",
-        show_header=has_header,
-        header_style="dim",
-        box=None,
-        pad_edge=False,
-    )
+    return PlainTable(title, show_header=has_header)
 
 
-def facts(title: str, rows: list[tuple[str, str]]) -> Table:
-    """Names and values, one pair a line."""
-    table = plain_table(title, has_header=False)
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, value in rows:
-        table.add_row(name, value)
-    return table
+def facts(title: str, rows: list[tuple[str, str]]) -> Facts:
+    """Names and values, one pair a line; the command of a row `next` stays in one line."""
+    return Facts(title, rows)
 
 
-def render_inspection(found: Inspection) -> RenderableType:
-    """An inspection as a table."""
+def render_inspection(found: Inspection, model: str | None = None) -> RenderableType:
+    """An inspection as a table; with the name under which the model was given, the command to type next."""
     sizes = found.sizes
     rows = [
         ("family", found.family),
@@ -87,8 +77,12 @@ def render_inspection(found: Inspection) -> RenderableType:
     ]
     rows += [("not taken along", ", ".join(found.left_out))] if found.left_out else []
     if found.expansion is None:
-        return facts(found.name, rows)
-    return Group(facts(found.name, rows), Text(), _render_summary(found.expansion))
+        # the last quarter is what the quick start begins with
+        last = f"last:{max(1, sizes.layers // 4)}"
+        planned = [] if model is None else [(NEXT, command("plan", model, "--layers", last))]
+        return facts(found.name, rows + planned)
+    checked = [] if model is None else [(NEXT, command("verify", model))]
+    return Group(facts(found.name, rows), Text(), _render_summary(found.expansion, checked))
 
 
 def _layers(found: Inspection) -> str:
@@ -97,7 +91,7 @@ def _layers(found: Inspection) -> str:
     return f"{own + new}  (0 to {own + new - 1}){whose}"
 
 
-def _render_summary(added: ExpansionSummary) -> Table:
+def _render_summary(added: ExpansionSummary, more: list[tuple[str, str]]) -> RenderableType:
     blocks = ", ".join(f"{block} {format_count(count)}" for block, count in added.parameters_by_block.items())
     revision = f" at {added.base_revision[:12]}" if added.base_revision else ""
     where = "none" if not added.collaborative_layers else format_layers(added.collaborative_layers)
@@ -116,9 +110,9 @@ def _render_summary(added: ExpansionSummary) -> Table:
         (f"{METHODS[added.method].verb} layers", format_layers(added.layers)),
         *(new or widths),
         ("trains", "nothing: fused, base weights and blocks are one matrix" if added.is_fused else blocks),
-        ("last verified", added.verified or "never"),
+        ("last verified", "; ".join(filter(None, [added.verified or "never", added.changed_since]))),
     ]
-    return facts("expansion", rows)
+    return facts("expansion", rows + more)
 
 
 def render_expansion(done: Expansion) -> RenderableType:
@@ -129,10 +123,9 @@ def render_expansion(done: Expansion) -> RenderableType:
         ("written", str(done.path)),
         ("new shards", f"{len(done.plan.shards)}, {format_bytes(done.plan.costs.bytes_added)}"),
         ("base shards", f"{format_bytes(done.base_bytes_written)} written, {taken}"),
-        ("next", f"scale-surgery verify {done.path}"),
     ]
     rows += [("not taken along", ", ".join(done.left_out))] if done.left_out else []
-    return facts("expanded", rows)
+    return facts("expanded", [*rows, (NEXT, command("verify", done.path))])
 
 
 def render_verification(result: Verification) -> RenderableType:
@@ -144,12 +137,16 @@ def render_verification(result: Verification) -> RenderableType:
     for promise in result.promises:
         table.add_row(promise.name, _verdict(promise, promise.name in result.required), promise.evidence)
     parts: list[RenderableType] = [table, Text(), _render_numbers(result)]
-    parts += [Text(f"problem: {problem}", style="red") for problem in _problems(result)]
-    parts += [Text(f"warning: {warning}", style="yellow") for warning in result.warnings]
+    parts += [sentence(f"problem: {problem}", "red") for problem in _problems(result)]
+    parts += [sentence(f"warning: {warning}", "yellow") for warning in result.warnings]
     word = Text("verified", style="bold green") if result.passed else Text("NOT verified", style="bold red")
-    state = "untrained" if result.state == "initial" else f"trained ({result.trained_tensors} tensors changed)"
+    state = "untrained" if result.state == "initial" else f"trained ({_counted(result.trained_tensors)} changed)"
     kind = result.variant if result.routing is None else f"{result.variant}, routed ({result.routing.description})"
-    return Group(*parts, Text(), word + Text(f"  {kind}, {state}, base {result.base_name}"))
+    return Group(*parts, Text(), word + sentence(f"  {kind}, {state}, base {result.base_name}"))
+
+
+def _counted(tensors: int) -> str:
+    return f"{tensors} tensor{'s' * (tensors != 1)}"
 
 
 def _verdict(promise: Promise, is_required: bool) -> Text:
@@ -173,7 +170,7 @@ def _problems(result: Verification) -> list[str]:
 def _render_numbers(result: Verification) -> RenderableType:
     numbers = result.numbers
     if numbers is None:
-        return Text(f"no model was run: {result.not_run}", style="dim")
+        return sentence(f"no model was run: {result.not_run}", "dim")
     # a drift that is no number is the worst
     worst = max(numbers.layers, key=lambda layer: math.inf if math.isnan(layer.drift) else layer.drift)
     lowest = min((layer.cosine for layer in numbers.layers), key=lambda cosine: -2 if math.isnan(cosine) else cosine)
@@ -197,8 +194,7 @@ def _drift_of(worst: Layer) -> str:
 
 
 def _render_layers(layers: tuple[Layer, ...]) -> Table:
-    title = "base stream against the base model's"
-    table = plain_table(title)
+    table = plain_table("base stream against the base model's")
     for name in ("after", "drift", "cosine"):
         table.add_column(name, justify="right")
     for layer in layers:
@@ -224,7 +220,24 @@ def render_stripped(done: Stripped) -> RenderableType:
         ("files", f"{len(done.files)}, each equal to the base's by sha256"),
     ]
     rows += [("never taken along", ", ".join(done.left_out))] if done.left_out else []
-    return facts("stripped", rows)
+    return facts("stripped", [*rows, (NEXT, command("inspect", done.path))])
+
+
+def render_routed(done: Routed) -> RenderableType:
+    """A routed checkpoint, or one whose router was taken away."""
+    parts = "in the head alone" if done.fork is None else f"from layer {done.fork} of {done.layers} on"
+    rows = [("written", str(done.path)), ("base", done.base_name)]
+    if done.routing is None:
+        rows.append(("router", "none; as before route-export, and what was trained since"))
+    else:
+        rows += [
+            ("router", done.routing.description),
+            ("two paths", parts),
+            ("cost", f"{done.cost:.2f} x the layers of a forward without a router, and the router's own"),
+        ]
+    rows.append(("shards", f"{format_bytes(done.bytes_written)} written, taken over as files"))
+    rows.append((NEXT, command("verify", done.path)))
+    return facts("not routed any more" if done.routing is None else "routed", rows)
 
 
 def render_training(done: Training) -> RenderableType:
@@ -256,22 +269,17 @@ def render_evaluation(result: Evaluation) -> RenderableType:
         rows = [(name, found, value) for name, found, value in scores if found is not None]
         if rows:
             parts += [_render_side(title, change, rows), Text()]
-    notes = [Text(f"note: {note}", style="yellow") for note in result.notes]
+    notes = [sentence(f"note: {note}", "yellow") for note in result.notes]
     return Group(*(parts if notes else parts[:-1]), *notes)
 
 
 def _render_side(title: str, change: str, rows: list[tuple[str, Measurement, float | None]]) -> RenderableType:
     first = rows[0][1]
     counts = f"{first.scored:,} tokens scored" + (f", {first.questions:,} questions" if first.questions else "")
-    # a table's own title would be wrapped at the table's width
-    heading = Text(title, style="bold") + Text(f"  ({counts}; losses in nats per token)", style="not bold")
-    table = plain_table()
-    table.add_column("", overflow="fold")
-    for name in ("loss", "perplexity", *(["accuracy"] if first.questions else []), change):
-        table.add_column(name, justify="right", header_style="dim", no_wrap=True)
+    table = NamedRows(["loss", "perplexity", *(["accuracy"] if first.questions else []), change])
     for name, found, value in rows:
         accuracy = [] if found.accuracy is None else [f"{found.accuracy:.1%}"]
         # equal to the last bit is more than equal to four digits
         gained = "" if value is None else "0" if value == 0 else f"{value:+.4f}"
         table.add_row(name, f"{found.nats_per_token:.4f}", f"{found.perplexity:.4g}", *accuracy, gained)
-    return Group(heading, table)
+    return Group(heading(title, f"{counts}; losses in nats per token"), table)

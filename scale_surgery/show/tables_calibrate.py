@@ -10,6 +10,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from scale_surgery.show.commands import command
+from scale_surgery.show.layout import NEXT
 from scale_surgery.show.tables import facts, plain_table
 
 if TYPE_CHECKING:
@@ -139,10 +141,15 @@ def _render_choice(result: Calibration) -> RenderableType:
         ("rule", f"learns most among those that forget at most {result.most_forgetting:g} nats per token"),
         ("best", f"{best.numbers}: forgets {_nats(best.forgetting)}, learns {_nats(best.learning)}{kept}"),
     ]
+    rows += [("but", "the model routes so already")] if best == present else []
     rows += [] if result.is_within else [("but", "no setting forgets so little: it is the one that forgets least")]
-    if result.written:
-        rows += [("written", f"it was {present.numbers}"), ("next", f"scale-surgery verify {result.path}")]
-    else:
-        rows.append(("next", "nothing: the model routes so already" if best == present else "--write sets it"))
+    rows += [("written", f"it was {present.numbers}")] if result.written else []
     rows += [] if result.plot is None else [("drawn", str(result.plot))]
-    return facts("", rows)
+    return facts("", [*rows, (NEXT, _next(result))])
+
+
+def _next(result: Calibration) -> str:
+    if result.written or result.proposed == result.present:
+        return command("verify", result.path)
+    texts = [word for side in ("old", "new") for file in getattr(result, side) for word in (f"--{side}", file)]
+    return command("route-calibrate", result.path, *texts, "--write")

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 from rich.console import RenderableType
 
 from scale_surgery.errors import name_some
+from scale_surgery.show.commands import command
+from scale_surgery.show.layout import NEXT
 from scale_surgery.show.tables import facts, format_bytes
 
 if TYPE_CHECKING:
@@ -25,7 +27,7 @@ def render_extracted(done: Extracted) -> RenderableType:
     ]
     rows += [("licences", ", ".join(done.licences))] if done.licences else []
     rows += [("left out", name_some(done.left_out))] if done.left_out else []
-    rows.append(("next", f"scale-surgery apply {done.path} --base {named} -o EXPANDED"))
+    rows.append((NEXT, command("apply", done.path, "--base", named, "-o", "EXPANDED")))
     return facts("extracted", rows)
 
 
@@ -45,7 +47,7 @@ def render_applied(done: Applied) -> RenderableType:
     ]
     if done.foreign_code:
         rows.append(("code", f"no release wrote it, read it before you trust it: {name_some(done.foreign_code)}"))
-    rows.append(("next", f"scale-surgery verify {done.path}"))
+    rows.append((NEXT, command("verify", done.path)))
     return facts("applied by force, no promise but recoverable" if count else "applied", rows)
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING
 
 from rich.console import RenderableType
 
+from scale_surgery.show.commands import command
+from scale_surgery.show.layout import NEXT
 from scale_surgery.show.tables import facts, format_bytes
 
 if TYPE_CHECKING:
@@ -16,11 +19,6 @@ WORDS = {
     "fused": "one matrix for each linear; same remote code",
     "stock": "a plain checkpoint of the base's architecture; no remote code",
     "blocks": "the expanded model again, every shard checked by sha256",
-}
-NEXT = {
-    "fused": "scale-surgery merge {path} --to blocks -o BLOCKS",
-    "stock": 'AutoModelForCausalLM.from_pretrained("{path}")',
-    "blocks": "scale-surgery verify {path}",
 }
 
 
@@ -36,8 +34,18 @@ def render_merged(done: Merged) -> RenderableType:
     ]
     rows += [] if done.drift is None else _drift_rows(done.drift)
     rows += [("not taken along", ", ".join(done.left_out))] if done.left_out else []
-    rows.append(("next", NEXT[done.form].format(path=done.path)))
+    rows.append((NEXT, _next(done)))
     return facts("taken apart" if done.form == "blocks" else "merged", rows)
+
+
+def _next(done: Merged) -> str:
+    if done.form == "stock":
+        return f"AutoModelForCausalLM.from_pretrained({json.dumps(str(done.path), ensure_ascii=False)})"
+    given: dict[str, tuple[object, ...]] = {
+        "fused": ("merge", done.path, "--to", "blocks", "-o", "BLOCKS"),
+        "blocks": ("verify", done.path),
+    }
+    return command(*given[done.form])
 
 
 def _drift_rows(drift: Drift) -> list[tuple[str, str]]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from scale_surgery.planning.selection import format_layers
-from scale_surgery.show.tables import facts, format_bytes, format_seconds, plain_table
+from scale_surgery.show.layout import NamedRows, heading
+from scale_surgery.show.tables import facts, format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from scale_surgery.planning.plan import Plan
@@ -29,7 +29,7 @@ def render_plan(plan: Plan, *, details: bool = False, tensors: bool = True) -> R
         *plan.method.rows(plan),
         ("parameters", f"+{costs.parameters_added:,} on {costs.parameters_before:,} ({share:.1%})"),
         ("in one layer", f"+{costs.parameters_per_layer:,}" + (" at most" if is_mixed else "")),
-        ("bytes", f"+{format_bytes(costs.bytes_added)} in {len(plan.shards)} new shards"),
+        ("bytes", f"+{format_bytes(costs.bytes_added)} in {_shards(len(plan.shards))}"),
         ("forward cost", f"x {costs.forward_factor:.3f}"),
         ("training reaches", _reach(plan)),
         ("estimates", f"{format_seconds(costs.seconds)}, {format_bytes(costs.peak_memory_bytes)} peak memory"),
@@ -38,8 +38,12 @@ def render_plan(plan: Plan, *, details: bool = False, tensors: bool = True) -> R
     if not tensors:
         return facts("plan", rows)
     shown = plan.tensors if details else _sample(plan)
-    note = "" if details else f"  ({len(shown)} of {len(plan.tensors)}; --details shows all)"
-    return Group(facts("plan", rows), Text(), _render_tensors(plan, shown, f"new tensors{note}"))
+    note = "" if details else f"{len(shown)} of {len(plan.tensors)}; --details shows all"
+    return Group(facts("plan", rows), Text(), _render_tensors(plan, shown, note))
+
+
+def _shards(count: int) -> str:
+    return f"{count} new shard{'s' * (count != 1)}"
 
 
 def _stock_form(plan: Plan) -> str:
@@ -77,13 +81,9 @@ def _reach(plan: Plan) -> str:
     return f"up stream: {down_to(plan.costs.up_stream_from)}; base stream: {down_to(plan.costs.base_stream_from)}"
 
 
-def _render_tensors(plan: Plan, tensors: tuple[TensorPlan, ...], title: str) -> Table:
-    table = plain_table(title)
-    table.add_column("name", overflow="fold")
-    table.add_column("shape", justify="right")
-    table.add_column("dtype")
-    table.add_column("init")
+def _render_tensors(plan: Plan, tensors: tuple[TensorPlan, ...], note: str) -> RenderableType:
+    table = NamedRows(["shape", "dtype", "init"], right=False)
     for tensor in tensors:
         shape = " x ".join(map(str, tensor.shape))
         table.add_row(plan.stored_name(tensor.name), shape, tensor.dtype, tensor.init)
-    return table
+    return Group(heading("new tensors", note), table)

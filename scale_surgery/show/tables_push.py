@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from scale_surgery.show.tables import facts, format_bytes, plain_table
+from scale_surgery.show.layout import NEXT, NamedRows, heading, sentence
+from scale_surgery.show.tables import facts, format_bytes
 
 if TYPE_CHECKING:
     from scale_surgery.hub.push import Pushed
@@ -19,15 +20,12 @@ CARDS = {"written": "from facts", "own": "your own", "kept": "the one in the rep
 
 def render_files(found: Pushed) -> RenderableType:
     """What a repository gets, file by file, and what it does not get."""
-    table = plain_table("files", has_header=False)
-    table.add_column(overflow="fold")
-    table.add_column(justify="right", no_wrap=True)
-    table.add_column(style="dim")
+    table = NamedRows(["", ""], right=False)
     for file in found.files:
         table.add_row(file.name, format_bytes(file.bytes), ORIGINS[file.origin])
-    rows: list[RenderableType] = [Text(f"left out: {name}", style="yellow") for name in found.left_out]
-    rows += [Text(f"leaves the repository: {name}", style="yellow") for name in found.removed]
-    return Group(table, *rows, Text())
+    rows: list[RenderableType] = [sentence(f"left out: {name}", "yellow") for name in found.left_out]
+    rows += [sentence(f"leaves the repository: {name}", "yellow") for name in found.removed]
+    return Group(heading("files"), table, *rows, Text())
 
 
 def render_pushed(found: Pushed) -> RenderableType:
@@ -50,6 +48,8 @@ def render_pushed(found: Pushed) -> RenderableType:
     else:
         # the address of a commit fits no line
         rows += [("commit", found.commit), ("see", str(found.url).partition("/commit/")[0])]
+        rows.append((NEXT, f"hf download {found.repo} --local-dir {found.repo.rpartition('/')[2]}"))
     pushed = "nothing to push: the Hub has it all" if found.is_unchanged else "pushed"
     title = pushed if found.commit is not None else "would be pushed"
-    return Group(facts(title, rows), *(Text(f"note: {note}", style="yellow") for note in found.notes))
+    notes = (sentence(f"note: {note}", "yellow") for note in found.notes)
+    return Group(*notes, facts(title, rows))

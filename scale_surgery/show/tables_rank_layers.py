@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 TRAINED = {"mlp": "the MLP matrices", "full": "every parameter"}
 # what `expand` has to be told again, beside layers and method, where it is not what the method does anyway
 REPEATED = ("variant", "copies", "collaborate", "ratio")
-SCORE_NAMES: dict[ScoreName, str] = {"relative-norm": "change", "effective-rank": "rank"}
+SCORE_NAMES: dict[ScoreName, str] = {"relative-norm": "change", "effective-rank": "effective rank"}
 
 
 def render_ranking(result: Ranking, *, details: bool = False) -> RenderableType:
@@ -50,18 +50,19 @@ def _passes(passes: float) -> str:
 def _render_layers(result: Ranking) -> Table:
     most = max(_most(layer) for layer in result.layers)
     table = plain_table("layers")
-    for name in ("place", "layer", "change", f"rank\nof {most}", "place\nby " + _other(result)):
+    other = _other(result).replace(" ", "\n")
+    for name in ("place", "layer", "change", f"effective\nrank of {most}", f"place by\n{other}"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
     found = {} if result.depth is None else {one.layer: one for one in result.depth.layers}
-    for name in ("gradient\nof W12", "drift of\na step", "worth\nof W12") if found else ():
+    for name in ("gradient\nof W12", "KL of\na step", "worth\nof W12") if found else ():
         table.add_column(name, justify="right", no_wrap=True)
     layers = {layer.layer: layer for layer in result.layers}
-    other = result.order(result.proposals[1].score)
+    others = result.order(result.proposals[1].score)
     for place, number in enumerate(result.order(result.score), start=1):
         is_chosen = number in result.proposals[0].layers
         scores = [_change(layers[number].relative_norm), f"{layers[number].effective_rank:.1f}"]
-        row = [str(place), str(number), *scores, str(other.index(number) + 1), _mark(result, number)]
+        row = [str(place), str(number), *scores, str(others.index(number) + 1), _mark(result, number)]
         if number in found:
             one = found[number]
             row += [f"{one.gradient_energy**0.5:.3g}", f"{one.drift:.2g}", f"{one.worth:.3g}"]

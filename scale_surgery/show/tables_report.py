@@ -12,6 +12,7 @@ from rich.text import Text
 
 from scale_surgery.evidence.report_records import Norms, TensorChange, add_norms
 from scale_surgery.planning.methods import METHODS
+from scale_surgery.show.layout import heading, sentence
 from scale_surgery.show.tables import facts, format_count, plain_table
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ def render_report(report: Report, *, details: bool = False) -> RenderableType:
     """A report as tables: the facts, the blocks over all layers, and each layer; with `details` each tensor."""
     parts: list[RenderableType] = [_facts(report), Text(), _blocks(report), Text(), _layers(report)]
     parts += [Text(), _tensors(report)] if details else []
-    parts += [Text(f"note: {note}", style="yellow") for note in report.notes]
+    parts += [sentence(f"note: {note}", "yellow") for note in report.notes]
     return Group(*parts)
 
 
@@ -106,11 +107,6 @@ def _facts(report: Report) -> RenderableType:
     return facts(report.path.name, rows)
 
 
-def _heading(title: str, note: str) -> Text:
-    # a table's own title would be wrapped at the table's width
-    return Text(title, style="bold") + Text(f"  ({note})", style="not bold")
-
-
 def _table(first: Sequence[str], numbers: Sequence[str]) -> Table:
     table = plain_table()
     for name in first:
@@ -127,7 +123,7 @@ def _blocks(report: Report) -> RenderableType:
         norms = add_norms(tensor.norms for tensor in own)
         table.add_row(block, role, *_norm_cells(norms), *_rank_cells(own))
     note = "norms over all layers; rank: mean effective rank of a layer"
-    return Group(_heading("blocks", note), table)
+    return Group(heading("blocks", note), table)
 
 
 def _by_block(tensors: Iterable[TensorChange]) -> dict[tuple[str, str], list[TensorChange]]:
@@ -167,14 +163,14 @@ def _layers(report: Report) -> RenderableType:
             after = streams[layer]
             cells += [f"{after.cosine:.4f}", "bit-equal" if after.is_bit_equal else format_norm(after.drift)]
         table.add_row(str(layer), *cells)
-    heading = _heading("layers", "norm of what started as zeros, relative change of what did not")
-    return Group(heading, *_on_copies(report, "cosine and drift are after it" if streams else ""), table)
+    above = heading("layers", "norm of what started as zeros, relative change of what did not")
+    return Group(above, *_on_copies(report, "cosine and drift are after it" if streams else ""), table)
 
 
 def _on_copies(report: Report, more: str = "") -> Iterator[Text]:
     """Says what a row of a layer is where copies of layers were made."""
     if about := METHODS[report.method].about_rows:
-        yield Text(f"{about}{f'; {more}' if more else ''}.", style="dim")
+        yield sentence(f"{about}{f'; {more}' if more else ''}.", "dim")
 
 
 def _layer_columns(tensors: Iterable[TensorChange]) -> dict[str, dict[int, list[Norms]]]:
@@ -202,5 +198,5 @@ def _tensors(report: Report) -> RenderableType:
     for tensor in report.tensors:
         layer = "" if tensor.layer is None else str(tensor.layer)
         table.add_row(layer, tensor.block, tensor.role, *_norm_cells(tensor.norms), *_rank_cells([tensor]))
-    heading = _heading("tensors", "relative: change over norm at the start; of W: over the base weight's norm")
-    return Group(heading, *_on_copies(report), table)
+    above = heading("tensors", "relative: change over norm at the start; of W: over the base weight's norm")
+    return Group(above, *_on_copies(report), table)

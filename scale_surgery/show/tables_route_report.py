@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.text import Text
 
+from scale_surgery.show.layout import NamedRows, heading, sentence
 from scale_surgery.show.palette import LIGHT, PLACES, place_of
-from scale_surgery.show.tables import plain_table
 from scale_surgery.show.visible import visible
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Tokens:
         self.where, self.tokens = where, tokens
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        text = Text(f"{self.where}  " if self.where else "", style="dim")
+        text = sentence(f"{self.where}  " if self.where else "", "dim")
         line = Text(overflow="fold") + text
         parts = _bracketed(self.tokens) if _is_plain(console) else _coloured(self.tokens, _styles(console))
         for part in parts:
@@ -96,7 +96,7 @@ def _shown(token: TokenRoute) -> tuple[str, str]:
 
 def _file(file: FileRoute) -> Iterator[RenderableType]:
     yield Text()
-    yield Text(file.file, style="bold")
+    yield sentence(file.file, "bold")
     left = MOST_SHOWN
     for document in file.documents:
         if left > 0:
@@ -107,16 +107,9 @@ def _file(file: FileRoute) -> Iterator[RenderableType]:
 
 
 def _totals(report: RouteReport) -> RenderableType:
-    # a table's own title would be wrapped at the table's width
-    heading = Text("routing", style="bold") + Text(
-        f"  ({report.routing.description}; losses in nats per token)", style="not bold"
-    )
-    table = plain_table()
-    table.add_column("", overflow="fold")
-    for name in ("tokens", "base", "adapt", "routed", "routed share"):
-        table.add_column(name, justify="right", header_style="dim", no_wrap=True)
+    table = NamedRows(["tokens", "base", "adapt", "routed", "routed share"])
     for file in report.files:
         own = file.totals
         losses = (own.base_nats_per_token, own.adapt_nats_per_token, own.routed_nats_per_token)
         table.add_row(file.file, f"{own.tokens:,}", *(f"{loss:.4f}" for loss in losses), f"{own.routed_share:.1%}")
-    return Group(heading, table)
+    return Group(heading("routing", f"{report.routing.description}; losses in nats per token"), table)

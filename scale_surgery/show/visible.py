@@ -1,4 +1,8 @@
-"""Text in which nothing is invisible: blanks, control characters and bytes get signs."""
+"""Text in which nothing is invisible: blanks, control characters and bytes get signs.
+
+What comes from a file may hold anything: escapes that move the cursor, marks that turn the direction of writing, halves
+of characters that no encoding writes. Every way out, the console, pages, figures and model cards, shows it by these.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,25 @@ BYTE_PIECE = re.compile("<0x([0-9A-F]{2})>")
 SIGNS = {"\n": "↵", "\t": "→", "\r": "␍", "\x7f": "␡"}
 # joiners belong to the spelling of emoji and of several scripts
 JOINERS = "\u200c\u200d"
+
+
+def visible_text(text: str) -> str:
+    """Show control characters, marks of direction and halves of characters by signs; line breaks stay.
+
+    Args:
+        text: Whatever a file may hold.
+
+    Returns:
+        A text that moves no cursor, and that every Unicode encoding can write.
+    """
+    if text.isprintable():
+        return text
+    return "".join(character if character == "\n" else _visible_character(character) for character in text)
+
+
+def visible_line(text: str) -> str:
+    """Show a text as `visible_text` does, in one line: what a file holds begins no line of its own."""
+    return visible_text(text).replace("\n", SIGNS["\n"])
 
 
 def visible(text: str, piece: str) -> str:

@@ -165,7 +165,8 @@ def set_routing(routed: str | Path, routing: Routing) -> None:
         found = "none" if known is None else known.description
         raise CheckpointError(f"{routed}: its router is {found}; it cannot become {routing.description}. Export anew.")
     record = {**(manifest.routing or {}), "settings": asdict(routing)}
-    changed = replace(manifest, routing=record, verification=None)
+    # the last verification stays; it names the numbers that it is about
+    changed = replace(manifest, routing=record)
     own = checkpoint.config["scale_surgery"]
     numbers = own["routing"] | router_settings(routing)
     config = {**checkpoint.config, "scale_surgery": {**own, "routing": numbers}}

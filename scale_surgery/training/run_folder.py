@@ -172,7 +172,8 @@ class TrainingRun:
         manifest = read_manifest(self.target)
         earlier = manifest.training[: self.decisive["earlier_runs"]]
         entry = {**self.record, "steps": log[-1]["step"] if log else 0, "measured": last_measured(log)}
-        changed = replace(manifest, training=(*earlier, entry), verification=None)
+        # the last verification stays: its date tells that it is older than this run
+        changed = replace(manifest, training=(*earlier, entry))
         write_json(self.target / MANIFEST_FILE, asdict(changed))
 
     def draw(self, log: Log, *, seconds: float = 0) -> None:

@@ -87,7 +87,9 @@ def test_the_bound_in_numbers(verified: Callable[[str], Verification]) -> None:
     assert not switching.claimed and switching.problems == (
         "switch rate 0.01: the bound grows with the text, expected 0.",
     )
-    assert switching.evidence.startswith("at most 0.693 nats a text and 0.01 nats a token; ")
+    assert switching.evidence.startswith(
+        "no bound for all lengths: 0.693 nats a text and 0.01 more a token, by switching; "
+    )
     cosine = promise(verified("cosine"), "bounded_forgetting")
     assert not cosine.claimed and cosine.problems == ("the cosine router promises no bound.",)
 

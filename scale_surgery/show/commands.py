@@ -1,0 +1,76 @@
+"""The commands to type next: one line each, quoted for a shell."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Collection, Iterator
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from scale_surgery.planning.methods import DEFAULT_METHOD
+from scale_surgery.planning.request import Request, complete
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from scale_surgery.evidence.evaluate import Evaluation
+    from scale_surgery.evidence.verify import Verification
+
+
+def command(*words: object) -> str:
+    """A command of this program."""
+    return shlex.join(["scale-surgery", *map(str, words)])
+
+
+def said(options: Any, usual: Any, without: Collection[str] = ()) -> Iterator[str]:
+    """Options in which one filled dataclass differs from another of its kind, as they are typed."""
+    for field in fields(options):
+        value = getattr(options, field.name)
+        if field.name not in without and value != getattr(usual, field.name):
+            name = f"--{field.name.replace('_', '-')}"
+            yield from [name] if value is True else [name, str(value)]
+
+
+def expand_command(model: str, request: Request, revision: str | None = None, plan: Path | None = None) -> str:
+    """The command that makes what was planned.
+
+    Args:
+        model: The base model, as it was given.
+        request: What was asked for.
+        revision: Branch, tag or commit, as it was given.
+        plan: The file to which the plan was saved, if it was.
+    """
+    words = ["expand", model, *(["--revision", revision] if revision else [])]
+    if plan is not None:
+        return command(*words, "--plan", plan)
+    usual = complete(Request(request.layers, method=request.method))
+    method = [] if request.method == DEFAULT_METHOD else ["--method", request.method]
+    return command(*words, "--layers", request.layers, *method, *said(complete(request), usual))
+
+
+def after_verification(result: Verification) -> str:
+    """What to do with a model that keeps its promises, and with one that does not."""
+    if not result.passed:
+        return command("verify", result.path, "--report", "certificate.json")
+    if result.state == "trained" or result.routing is not None:
+        return command("evaluate", result.path, "--old", "FILE", "--new", "FILE")
+    return command("train", result.path, "--data", "FILE")
+
+
+def after_evaluation(result: Evaluation, model: str) -> str:
+    """What to do with a model that was measured: expand it, train it, see what training did, see how it routes."""
+    kinds = {score.kind for score in result.scores}
+    if "adapt" in kinds:
+        texts = (word for file in (*result.old, *result.new) for word in ("--text", file))
+        return command("route-report", model, *texts)
+    if "expanded" not in kinds:
+        return command("plan", model, "--layers", "last:4")
+    is_trained = any(score.forgetting or score.learning for score in result.scores if score.kind == "expanded")
+    return command("report", model, "-o", "report.html") if is_trained else command("train", model, "--data", "FILE")
+
+
+def after_report(path: Path, *, is_routed: bool) -> str:
+    """What to do with a model whose training was looked at."""
+    if is_routed:
+        return command("route-report", path, "--text", "FILE")
+    return command("route-export", path, "-o", f"{path}-routed")
