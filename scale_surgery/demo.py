@@ -264,7 +264,7 @@ def _ask(asked: tuple[Person, ...]) -> list[dict[str, str]]:
 
 def _fine_tune(base: Path, data: Path, output: Path, settings: TrainingSettings, out: Output) -> None:
     """Train every parameter of the base on the same sequences, for comparison."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer
+    from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, Trainer
 
     from scale_surgery.running.documents import read_documents
     from scale_surgery.running.loading import quiet_transformers
@@ -278,7 +278,10 @@ def _fine_tune(base: Path, data: Path, output: Path, settings: TrainingSettings,
             settings, output, settings.steps or STEPS, RunOptions(), bf16=False, is_measured=False
         )
         arguments.save_strategy = "no"
-        Trainer(model=model, args=arguments, train_dataset=sequences, data_collator=collate).train()
+        trainer = Trainer(model=model, args=arguments, train_dataset=sequences, data_collator=collate)
+        # it prints what it logs, in the form of Python
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
         model.save_pretrained(output)
         tokenizer.save_pretrained(output)
 
@@ -304,7 +307,8 @@ def _reload(base: Path, expanded: Path) -> Reloaded:
         [sys.executable, "-P", "-c", RELOAD, *arguments], capture_output=True, text=True, cwd=base.resolve()
     )
     if run.returncode:
-        raise CheckpointError(f"{expanded}: does not load in a fresh process:\n{run.stderr.strip()}")
+        found = run.stderr.strip().splitlines()
+        raise CheckpointError.from_problems([f"{expanded}: does not load in a fresh process:", *found])
     found = json.loads(run.stdout.splitlines()[-1])
     return Reloaded(
         model_class=found["class"],

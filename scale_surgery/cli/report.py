@@ -68,4 +68,4 @@ def report_command(
     if output is not None:
         write_page(found, output)
         out.say_file("written", output)
-    out.suggest(after_report(expanded, is_routed=found.routing is not None))
+    out.suggest(after_report(found, expanded))

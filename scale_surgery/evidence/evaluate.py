@@ -113,8 +113,8 @@ def evaluate(
 ) -> Evaluation:
     """Measure loss, perplexity and first-token accuracy of models on old and on new text.
 
-    A base that several expanded models share is measured once. A model without expansion is compared with the base
-    where there is only one.
+    A base that several expanded models share, or that is given too, is measured once. A model without expansion is
+    compared with the base where there is only one.
 
     Args:
         models: A folder or Hub id, or several.
@@ -198,7 +198,8 @@ class Meter:
         disabled = f"{subject.name}, expansion disabled"
         with loaded_whole(subject.path, subject.name, self.run) as model:
             if not subject.is_expanded:
-                return [self._measure(model, Score(subject.name, "other", None), advance)]
+                own = Score(subject.name, "other", None) if subject.base is None else Score(subject.base, "base", None)
+                return [self._measure(model, own, advance)]
             base = subject.base or disabled
             rows = [self._measure(model, Score(subject.name, "expanded", base), advance)]
             if subject.is_routed:
@@ -215,9 +216,12 @@ class Meter:
 
 
 def _measure_all(subjects: Sequence[Subject], meters: Sequence[Meter], track: Track) -> list[Row]:
-    # a base that several models share is measured with the first of them
+    # a base that several models share is measured with the first of them, or by itself where it is given
     first_with = {subject.base: subject for subject in reversed(subjects)}
-    brings_base = [subject.base is not None and first_with[subject.base] is subject for subject in subjects]
+    first_with |= {subject.base: subject for subject in subjects if not subject.is_expanded}
+    brings_base = [
+        subject.is_expanded and subject.base is not None and first_with[subject.base] is subject for subject in subjects
+    ]
     jobs = list(zip(subjects, meters, brings_base, strict=True))
     total = sum(meter.tokens(subject, with_base=with_base) for subject, meter, with_base in jobs)
     rows: list[Row] = []

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scale_surgery.checkpoint.folder import MANIFEST_FILE, open_checkpoint
+from scale_surgery.checkpoint.hashes import hash_file
 from scale_surgery.checkpoint.sources import find_source
 from scale_surgery.errors import CheckpointError, DataError
 from scale_surgery.running.context import choose_length, context_of
@@ -33,7 +34,8 @@ class Subject:
         is_fused: Whether its blocks are joined with its base, so that neither can be measured by itself.
         is_routed: Whether it has a router, which can be disabled.
         manifest: Its surgery.json, which gives its base back; None where it has none.
-        base: What the base inside it is called, the same for models that share one; None without surgery.json.
+        base: What the base inside it is called, the same for models that share one; None without surgery.json. Of a
+            model that is itself the base of another one that is measured, what that is called.
         tokenizer: Its tokenizer.
         context: Most tokens that it reads at once, or None where its config does not say.
         vocabulary: Token ids that it has embeddings for.
@@ -83,16 +85,38 @@ def open_subjects(
 
 
 def _name_bases(subjects: Sequence[Subject]) -> Iterator[str | None]:
+    names, given = dict(_named_bases(subjects)), set[str]()
+    for subject in subjects:
+        if subject.manifest is not None:
+            yield names[subject.name]
+            continue
+        found = next((names[other.name] for other in subjects if _is_base(subject, other)), None)
+        # a second copy of a base is a model like any other
+        yield found if found not in given else None
+        given |= {found} if found is not None else set()
+
+
+def _is_base(subject: Subject, other: Subject) -> bool:
+    """Whether a folder holds every file of the base of another, byte for byte."""
+    if other.manifest is None:
+        return False
+    files = {subject.path / name: file for name, file in other.manifest.base_files.items()}
+    if not all(path.is_file() and path.stat().st_size == file.bytes for path, file in files.items()):
+        return False
+    return all(hash_file(path) == file.sha256 for path, file in files.items())
+
+
+def _named_bases(subjects: Sequence[Subject]) -> Iterator[tuple[str, str]]:
+    """What the base of each expanded model is called, by the name of the model."""
     names: dict[tuple[tuple[str, str], ...], str] = {}
     for subject in subjects:
         if subject.manifest is None:
-            yield None
             continue
         files = tuple(sorted((name, file.sha256) for name, file in subject.manifest.base_files.items()))
         name = f"{subject.manifest.base_name} (base)"
         # two bases of one name: other files, for example another revision
         unique = name if name not in names.values() else f"{subject.manifest.base_name} (base of {subject.name})"
-        yield names.setdefault(files, unique)
+        yield subject.name, names.setdefault(files, unique)
 
 
 def _open(model: str, revision: str | None, run: RunOptions) -> Subject:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from scale_surgery.evidence.evaluate import Evaluation
+    from scale_surgery.evidence.report_records import Report
     from scale_surgery.evidence.verify import Verification
 
 
@@ -69,8 +70,12 @@ def after_evaluation(result: Evaluation, model: str) -> str:
     return command("report", model, "-o", "report.html") if is_trained else command("train", model, "--data", "FILE")
 
 
-def after_report(path: Path, *, is_routed: bool) -> str:
-    """What to do with a model whose training was looked at."""
-    if is_routed:
+def after_report(found: Report, path: Path) -> str:
+    """What to do with a model whose tensors were looked at."""
+    if not any(tensor.is_trained for tensor in found.tensors):
+        return command("train", path, "--data", "FILE")
+    if found.routing is not None:
         return command("route-report", path, "--text", "FILE")
-    return command("route-export", path, "-o", f"{path}-routed")
+    if found.variant == "adapt":
+        return command("route-export", path, "-o", f"{path}-routed")
+    return command("evaluate", path, "--old", "FILE", "--new", "FILE")

@@ -53,22 +53,22 @@ class Output:
             # JSON escapes all that is not ASCII, and of ASCII all control characters but one
             sys.stdout.write(json.dumps(to_json(result), indent=2).replace("\x7f", "\\u007f") + "\n")
         else:
-            # a word that fits no line stays whole: a path can be copied
-            self.results.print(rendered, overflow="ignore", crop=False)
+            # a path that fits no line is not cut off
+            self.results.print(rendered, crop=False)
 
     def say(self, message: RenderableType, *, as_it_is: bool = False) -> None:
         """Print something beside the result, where it does not disturb it; `as_it_is` leaves long lines long."""
         if not (self.quiet or self.as_json):
-            self.results.print(message, soft_wrap=as_it_is, overflow="ignore", crop=False)
+            self.results.print(message, soft_wrap=as_it_is, crop=False)
 
     def say_file(self, done: str, *files: Path) -> None:
         """Say what was written, or drawn, to which files."""
-        self.say(Text("\n") + sentence(f"{done} to {' and '.join(map(str, files))}"))
+        self.say(Text("\n") + sentence(f"{done} to {' and '.join(map(str, files))}"), as_it_is=True)
 
     def suggest(self, command: str) -> None:
         """End a result with the command to type next."""
         if self.is_first and not self.as_json:
-            self.results.print("", Facts("", [(NEXT, command)]), sep="\n", overflow="ignore", crop=False)
+            self.results.print("", Facts("", [(NEXT, command)]), sep="\n", crop=False)
 
     def warn(self, message: str) -> None:
         """Print a warning on stderr, where it is a terminal: what a script must know stands in the result."""

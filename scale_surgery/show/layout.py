@@ -40,10 +40,10 @@ class Facts:
         indent = max((cell_len(name) for name, _ in self.rows), default=0) + GAP
         for name, value in self.rows:
             left = 10**6 if name == NEXT else max(1, options.max_width - indent)
-            for place, line in enumerate(Text(value).wrap(console, left, overflow="ignore") or [Text()]):
+            for place, line in enumerate(_lines(value, left)):
                 shown = "" if place else name
                 before = Text(shown + " " * (indent - cell_len(shown)), style="dim")
-                yield _whole(before + Text(line.plain, style="not dim"))
+                yield _whole(before + Text(line, style="not dim"))
 
 
 class PlainTable(Table):
@@ -67,7 +67,7 @@ class NamedRows:
     """A table of names and short values; names that leave no room for the values stand above them."""
 
     def __init__(self, headers: Sequence[str], *, right: bool = True) -> None:
-        self.headers, self.right = ["", *headers], right
+        self.headers, self.right = ["", *map(visible_line, headers)], right
         self.rows: list[tuple[str, ...]] = []
 
     def add_row(self, *cells: str) -> None:
@@ -93,6 +93,18 @@ class NamedRows:
                 yield blank + cell if place and self.right else cell + blank
 
         return (" " * GAP).join(parts()).rstrip()
+
+
+def _lines(text: str, width: int) -> Iterator[str]:
+    """Break a text between words; a word that is longer than a line stays whole."""
+    line, *words = text.split(" ")
+    for word in words:
+        if cell_len(line) + 1 + cell_len(word) > width:
+            yield line.rstrip()
+            line = word
+        else:
+            line = f"{line} {word}"
+    yield line
 
 
 def _whole(line: Text) -> Text:

@@ -81,7 +81,8 @@ def render_inspection(found: Inspection, model: str | None = None) -> Renderable
         last = f"last:{max(1, sizes.layers // 4)}"
         planned = [] if model is None else [(NEXT, command("plan", model, "--layers", last))]
         return facts(found.name, rows + planned)
-    checked = [] if model is None else [(NEXT, command("verify", model))]
+    is_current = (found.expansion.verified or "").startswith("passed") and not found.expansion.changed_since
+    checked = [] if model is None or is_current else [(NEXT, command("verify", model))]
     return Group(facts(found.name, rows), Text(), _render_summary(found.expansion, checked))
 
 

@@ -8,6 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from scale_surgery.show.layout import sentence
 from scale_surgery.show.tables import facts
 
 if TYPE_CHECKING:
@@ -17,8 +18,9 @@ if TYPE_CHECKING:
 
 def render_step(number: int, title: str, command: str | None) -> RenderableType:
     """The heading of one step of the demo, with the command to type."""
-    shown = [Text(f"$ {command}", style="dim"), Text()] if command else []
-    return Group(Text(), Text(f"{number}. {title}", style="bold cyan"), *shown)
+    # in one line, so that it can be copied
+    shown = [Text(f"$ {command}", style="dim", no_wrap=True, overflow="ignore"), Text()] if command else []
+    return Group(Text(), sentence(f"{number}. {title}", "bold cyan"), *shown)
 
 
 def render_reloaded(found: Reloaded) -> RenderableType:
@@ -37,7 +39,7 @@ def render_demo(result: Demo) -> RenderableType:
     """What the demo proved."""
     same = f"{result.files_identical} of {result.files_compared} files are identical, byte for byte"
     word = Text("All promises kept.", style="bold green") if result.passed else Text("FAILED.", style="bold red")
-    left = Text(f"Left for you in {result.folder}/: every model of the demo, and its data", style="dim")
+    left = sentence(f"Left for you in {result.folder}/: every model of the demo, and its data", "dim")
     return Group(Text(same), word, left)
 
 

@@ -50,8 +50,8 @@ def _passes(passes: float) -> str:
 def _render_layers(result: Ranking) -> Table:
     most = max(_most(layer) for layer in result.layers)
     table = plain_table("layers")
-    other = _other(result).replace(" ", "\n")
-    for name in ("place", "layer", "change", f"effective\nrank of {most}", f"place by\n{other}"):
+    other = {"change": "place by\nchange"}.get(_other(result), "place\nby it")
+    for name in ("place", "layer", "change", f"effective\nrank\nof {most}", other):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
     found = {} if result.depth is None else {one.layer: one for one in result.depth.layers}

@@ -156,7 +156,7 @@ def _layers(report: Report) -> RenderableType:
     """Each layer: norm of what started as zeros, relative change of what did not, and the base stream after it."""
     columns = _layer_columns(report.tensors)
     streams = {} if report.streams is None else {layer.layer: layer for layer in report.streams.layers}
-    table = _table(("layer",), [*columns, *(["cosine", "drift"] * bool(streams))])
+    table = _table(("layer",), [*(name.replace(" ", "\n") for name in columns), *(["cosine", "drift"] * bool(streams))])
     for layer in sorted({layer.layer for layer in report.layers} | {place for place in streams if place >= 0}):
         cells = [_layer_cell(column.get(layer, ())) for column in columns.values()]
         if streams:

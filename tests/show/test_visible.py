@@ -1,0 +1,202 @@
+"""What files hold is shown as text: it moves no cursor, turns no direction, begins no line and is no markup."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import unicodedata
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+from matplotlib.figure import Figure
+
+from scale_surgery.cli.program import main
+from scale_surgery.errors import CheckpointError
+from scale_surgery.planning.request import Request
+from scale_surgery.show import pages
+from scale_surgery.show.console import Output
+from scale_surgery.show.figures import save_figure
+from scale_surgery.show.inline_svg import inline_svg
+from scale_surgery.show.layout import Facts, NamedRows, PlainTable
+from scale_surgery.show.visible import visible_line, visible_text
+from scale_surgery.surgery.expand import expand
+
+# escapes, a title for the window, C1, a mark that turns the direction, half of a character, markup, line breaks
+HOSTILE = "a\x1b[2J\x1b]0;b\x07\x9b31m\u202eb[bold]c\ud800\r\x7f\u2028\nforged  line"
+# of the same, what a file system takes as a name
+FOLDER = "a\x1b[2J\x07\x9b31m\u202eb[bold]c\r\nforged  line"
+KINDS = ("Cc", "Cf", "Cs", "Zl", "Zp")
+
+
+def hidden(text: str) -> list[str]:
+    """Characters that a terminal would not show, and line breaks that a name brought."""
+    forged = re.findall(r"(?m)^forged", text)
+    return [one for one in text if one != "\n" and unicodedata.category(one) in KINDS] + forged
+
+
+def call(*arguments: object, code: int = 0) -> str:
+    result = CliRunner(env={"COLUMNS": "80"}).invoke(main, list(map(str, arguments)))
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+@pytest.fixture(scope="module")
+def spoiled(base_of, tmp_path_factory) -> Path:
+    """An expanded model whose folder and base have hostile names."""
+    place = tmp_path_factory.mktemp("hostile")
+    base = Path(shutil.copytree(base_of("llama"), place / f"base {FOLDER}"))
+    path = expand(base, Request("1", variant="adapt"), place / FOLDER).path
+    file = path / "surgery.json"
+    content = json.loads(file.read_text())
+    # half of a character cannot be written back into a file, which verify does
+    own = HOSTILE.replace("\ud800", "")
+    content |= {"base_name": own, "base_revision": own, "left_out": [f"{own}.bin"]}
+    file.write_text(json.dumps(content))
+    return path
+
+
+@pytest.fixture
+def halved(spoiled, tmp_path) -> Path:
+    """The same, with half of a character in the name of its base."""
+    path = Path(shutil.copytree(spoiled, tmp_path / "halved"))
+    content = json.loads((path / "surgery.json").read_text())
+    (path / "surgery.json").write_text(json.dumps(content | {"base_name": HOSTILE}))
+    return path
+
+
+def test_what_is_hidden_is_found():
+    assert set(hidden(HOSTILE)) == {"\x1b", "\x07", "\x9b", "\u202e", "\ud800", "\r", "\x7f", "\u2028", "forged"}
+
+
+@given(st.text(st.characters(exclude_categories=())))
+def test_nothing_of_a_text_is_hidden(text):
+    shown = visible_text(text)
+    assert [one for one in hidden(shown) if one not in ("\u200c", "\u200d", "forged")] == []
+    assert shown.count("\n") == text.count("\n") and "\n" not in visible_line(text)
+    shown.encode("utf-8")
+
+
+@given(st.text(st.characters(categories=("L", "N", "P", "S"))))
+def test_a_text_that_can_be_seen_stays(text):
+    assert visible_text(text) == text == visible_line(text)
+
+
+@pytest.mark.parametrize("thing", (HOSTILE, Facts(HOSTILE, [(HOSTILE, HOSTILE), ("next", HOSTILE)])))
+def test_the_console_shows_it(thing, capfd):
+    out = Output()
+    out.show(None, thing)
+    out.say(thing)
+    out.warn(HOSTILE)
+    out.fail(HOSTILE, HOSTILE)
+    shown = "".join(capfd.readouterr())
+    assert [one for one in hidden(shown) if one != "forged"] == []
+    assert "␛" in shown and "⟨U+202E⟩" in shown and "[bold]" in shown and "⟨U+D800⟩" in shown
+    assert isinstance(thing, str) or "forged" not in hidden(shown)
+
+
+def test_tables_show_it(capfd):
+    table, rows = PlainTable(HOSTILE), NamedRows([HOSTILE])
+    table.add_column("name", overflow="fold")
+    table.add_row(HOSTILE)
+    rows.add_row(HOSTILE, "1")
+    Output().show(None, table)
+    Output().show(None, rows)
+    assert hidden(capfd.readouterr().out) == []
+
+
+def test_json_holds_ascii_that_can_be_seen_and_means_the_same(capfd):
+    Output(as_json=True).show({"name": HOSTILE}, "")
+    text = capfd.readouterr().out
+    assert hidden(text) == [] and text.isascii()
+    assert json.loads(text) == {"name": HOSTILE}
+
+
+def test_lines_of_an_error_are_those_of_its_problems(capfd):
+    error = CheckpointError.from_problems([f"{HOSTILE}: one", "two"])
+    assert str(error) == f"{HOSTILE}: one\ntwo", "in Python a text is what it is"
+    Output().fail(*error.lines)
+    shown = capfd.readouterr().err
+    assert hidden(shown) == [] and len(shown.splitlines()) == 2 and shown.endswith("\ntwo\n")
+    Output().fail(*CheckpointError(HOSTILE).lines)
+    assert len(capfd.readouterr().err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("verb", (["inspect"], ["verify", "--files-only"], ["report", "--files-only"], ["push"]))
+def test_commands_show_names_of_files(verb, spoiled):
+    more = {"push": ["me/it", "--dry-run", "--no-verify"], "report": ["-o", spoiled.parent / "page.html"]}
+    code = 1 if verb == ["push"] else 0
+    shown = call(*verb, spoiled, *more.get(verb[0], []), code=code)
+    assert hidden(shown) == []
+
+
+def test_what_is_written_shows_them(spoiled, tmp_path):
+    for verb, more in (("strip", []), ("extract", []), ("route-export", []), ("merge", ["--new-tokens", 0])):
+        assert hidden(call(verb, spoiled, "-o", tmp_path / f"{verb} {FOLDER}", *more)) == []
+
+
+def test_errors_and_usage_show_them(base_of, tmp_path):
+    base = Path(shutil.copytree(base_of("llama"), tmp_path / FOLDER))
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | {"model_type": HOSTILE}))
+    for arguments, code in (
+        (["inspect", base], 1),
+        (["inspect", base, "--debug"], 1),
+        (["plan", base, "--layers", FOLDER], 1),
+        (["plan", base, "--layers", "0", "--variant", HOSTILE], 2),
+        ([f"in{FOLDER}"], 2),
+        (["inspect", base, HOSTILE], 2),
+        ([f"--{FOLDER}"], 2),
+    ):
+        found = [one for one in hidden(call(*arguments, code=code)) if one != "forged"]
+        assert found == [], arguments
+
+
+def test_progress_shows_notes(monkeypatch, capfd):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    out = Output()
+    assert out.messages.is_terminal
+    with out.track(HOSTILE, 2) as advance:
+        advance(1, HOSTILE)
+    shown = re.sub(r"\x1b\[[\d;?]*[A-Za-z]|\r", "", capfd.readouterr().err)  # what rich itself writes
+    assert "␛[2J" in shown and hidden(shown) == []
+
+
+def test_half_a_character_is_shown(halved):
+    for verb in (["inspect"], ["report", "--files-only"]):
+        assert "⟨U+D800⟩" in call(*verb, halved)
+
+
+def test_pages_show_it(halved, tmp_path):
+    page = tmp_path / "report.html"
+    call("report", halved, "--files-only", "-o", page)
+    text = page.read_text(encoding="utf-8")
+    assert hidden(text) == [] and "⟨U+202E⟩" in text and "[bold]" in text
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pages, "_shown", lambda value: value)
+        with pytest.raises((UnicodeEncodeError, AssertionError)):
+            call("report", halved, "--files-only", "-o", page)
+            assert hidden(page.read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.filterwarnings("ignore:Glyph")
+def test_figures_show_it(tmp_path):
+    figure = Figure()
+    axes = figure.subplots()
+    axes.plot([0, 1], [0, 1], label=HOSTILE)
+    axes.set_title(HOSTILE)
+    axes.legend()
+    save_figure(figure, tmp_path / "figure.png")
+    assert hidden(axes.get_title().replace("\nforged", "")) == []
+    element = inline_svg(figure, HOSTILE, _Every())
+    assert [one for one in hidden(element) if one != "forged"] == []
+
+
+class _Every(dict):
+    """A variable for every colour."""
+
+    def __missing__(self, key):
+        return "colour"
