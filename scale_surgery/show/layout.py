@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from rich.cells import cell_len
@@ -66,8 +66,15 @@ class PlainTable(Table):
 class NamedRows:
     """A table of names and short values; names that leave no room for the values stand above them."""
 
-    def __init__(self, headers: Sequence[str], *, right: bool = True) -> None:
-        self.headers, self.right = ["", *map(visible_line, headers)], right
+    def __init__(self, headers: Sequence[str], *, name: str = "", left: Collection[int] = ()) -> None:
+        """Begin a table.
+
+        Args:
+            headers: What stands above the values; nothing where all are empty.
+            name: What stands above the names.
+            left: Which values begin at the left, counted from 1; numbers end at the right.
+        """
+        self.headers, self.left = [visible_line(header) for header in (name, *headers)], {0, *left}
         self.rows: list[tuple[str, ...]] = []
 
     def add_row(self, *cells: str) -> None:
@@ -90,7 +97,7 @@ class NamedRows:
         def parts() -> Iterator[str]:
             for place, (cell, width) in enumerate(zip(cells, widths, strict=True)):
                 blank = " " * (width - cell_len(cell))
-                yield blank + cell if place and self.right else cell + blank
+                yield cell + blank if place in self.left else blank + cell
 
         return (" " * GAP).join(parts()).rstrip()
 

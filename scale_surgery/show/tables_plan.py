@@ -82,7 +82,7 @@ def _reach(plan: Plan) -> str:
 
 
 def _render_tensors(plan: Plan, tensors: tuple[TensorPlan, ...], note: str) -> RenderableType:
-    table = NamedRows(["shape", "dtype", "init"], right=False)
+    table = NamedRows(["shape", "dtype", "init"], name="name", left=(2, 3))
     for tensor in tensors:
         shape = " x ".join(map(str, tensor.shape))
         table.add_row(plan.stored_name(tensor.name), shape, tensor.dtype, tensor.init)

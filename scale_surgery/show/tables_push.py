@@ -20,7 +20,7 @@ CARDS = {"written": "from facts", "own": "your own", "kept": "the one in the rep
 
 def render_files(found: Pushed) -> RenderableType:
     """What a repository gets, file by file, and what it does not get."""
-    table = NamedRows(["", ""], right=False)
+    table = NamedRows(["", ""], left=(2,))
     for file in found.files:
         table.add_row(file.name, format_bytes(file.bytes), ORIGINS[file.origin])
     rows: list[RenderableType] = [sentence(f"left out: {name}", "yellow") for name in found.left_out]
