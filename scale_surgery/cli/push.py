@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -72,7 +73,9 @@ def push_command(
     if show_card and done.card is not None:
         out.say(done.card, as_it_is=True)
     out.show(done, render_pushed(done))
-    if dry_run and done.obstacle is None:
+    if done.commit is not None:
+        out.suggest(shlex.join(["hf", "download", repo, "--local-dir", repo.rpartition("/")[2]]))
+    elif done.obstacle is None:
         without = [] if how.check else ["--no-verify"]
         out.suggest(command("push", folder, repo, *said(how, Push(), {"check"}), *without))
     sys.exit(0 if done.obstacle is None else 1)

@@ -138,7 +138,8 @@ def evaluate(
     documents = {"old": _read(old_files, "old"), "new": _read(new_files, "new")}
     if not any(documents.values()):
         raise DataError("There is no text to measure on. Give files with --old, with --new or with both.")
-    subjects = open_subjects(listed(models), run, revision=revision)
+    # a base comes first, as it does where it is measured with an expanded model
+    subjects = sorted(open_subjects(listed(models), run, revision=revision), key=lambda subject: not subject.is_base)
     length, step = choose_lengths(subjects, sequence_length, step)
     meters = [Meter(read_texts(subject, documents, length, step), run) for subject in subjects]
     rows = _measure_all(subjects, meters, track)
@@ -198,7 +199,7 @@ class Meter:
         disabled = f"{subject.name}, expansion disabled"
         with loaded_whole(subject.path, subject.name, self.run) as model:
             if not subject.is_expanded:
-                own = Score(subject.name, "other", None) if subject.base is None else Score(subject.base, "base", None)
+                own = Score(subject.base or subject.name, "base" if subject.is_base else "other", None)
                 return [self._measure(model, own, advance)]
             base = subject.base or disabled
             rows = [self._measure(model, Score(subject.name, "expanded", base), advance)]
@@ -218,7 +219,7 @@ class Meter:
 def _measure_all(subjects: Sequence[Subject], meters: Sequence[Meter], track: Track) -> list[Row]:
     # a base that several models share is measured with the first of them, or by itself where it is given
     first_with = {subject.base: subject for subject in reversed(subjects)}
-    first_with |= {subject.base: subject for subject in subjects if not subject.is_expanded}
+    first_with |= {subject.base: subject for subject in subjects if subject.is_base}
     brings_base = [
         subject.is_expanded and subject.base is not None and first_with[subject.base] is subject for subject in subjects
     ]

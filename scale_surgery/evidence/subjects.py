@@ -52,6 +52,11 @@ class Subject:
     context: int | None
     vocabulary: int
 
+    @property
+    def is_base(self) -> bool:
+        """Whether it is itself the base of another one that is measured."""
+        return self.base is not None and not self.is_expanded
+
 
 def open_subjects(
     models: Sequence[str | Path], run: RunOptions = RunOptions(), *, revision: str | None = None

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from scale_surgery.show.layout import NEXT, NamedRows, heading, sentence
+from scale_surgery.show.layout import NamedRows, heading, sentence
 from scale_surgery.show.tables import facts, format_bytes
 
 if TYPE_CHECKING:
@@ -48,8 +48,6 @@ def render_pushed(found: Pushed) -> RenderableType:
     else:
         # the address of a commit fits no line
         rows += [("commit", found.commit), ("see", str(found.url).partition("/commit/")[0])]
-        rows.append((NEXT, f"hf download {found.repo} --local-dir {found.repo.rpartition('/')[2]}"))
     pushed = "nothing to push: the Hub has it all" if found.is_unchanged else "pushed"
     title = pushed if found.commit is not None else "would be pushed"
-    notes = (sentence(f"note: {note}", "yellow") for note in found.notes)
-    return Group(*notes, facts(title, rows))
+    return Group(facts(title, rows), *(sentence(f"note: {note}", "yellow") for note in found.notes))

@@ -43,7 +43,7 @@ from scale_surgery.running.texts import tokenize
 from scale_surgery.show.page_routing import render_page, write_page
 from scale_surgery.show.palette import DARK, LIGHT, PLACES, Palette, parse_colour, place_of
 from scale_surgery.show.tables_route_report import MOST_SHOWN, render_route_report
-from scale_surgery.show.visible import visible
+from scale_surgery.show.visible import visible, visible_line, visible_text
 from tests.conftest import load
 from tests.evidence.test_evaluate import perturb
 from tests.running.test_texts import letters, lines
@@ -358,7 +358,8 @@ def test_page_holds_every_token_and_needs_nothing_else(report_of: Callable[[str]
     assert not re.search(r"https?:|@import|url\(", html) and "default-src 'none'" in html
     assert not re.search(r"\{\{|\{%", html)
     data = strictly(page.data)
-    assert [row[:4] for row in data["tokens"]] == [[t.text, t.piece, t.id, t.position] for t in tokens]
+    named = [[visible_text(token.text), visible_line(token.piece), token.id, token.position] for token in tokens]
+    assert [row[:4] for row in data["tokens"]] == named
     assert data["paths"] == ["base", "preserve side", "adapt path", "routed"] and data["decides"] is True
     assert data["tokens"][1][4] == [
         tokens[1].base_log_probability, tokens[1].preserve_log_probability, tokens[1].adapt_log_probability,
