@@ -141,7 +141,7 @@ def _render_choice(result: Calibration) -> RenderableType:
         ("rule", f"learns most among those that forget at most {result.most_forgetting:g} nats per token"),
         ("best", f"{best.numbers}: forgets {_nats(best.forgetting)}, learns {_nats(best.learning)}{kept}"),
     ]
-    rows += [("but", "the model routes so already")] if best == present else []
+    rows += [("written", "nothing: the model routes so already")] if best == present else []
     rows += [] if result.is_within else [("but", "no setting forgets so little: it is the one that forgets least")]
     rows += [("written", f"it was {present.numbers}")] if result.written else []
     rows += [] if result.plot is None else [("drawn", str(result.plot))]
