@@ -130,10 +130,12 @@ def _put_aside(target: Path) -> Path | None:
         return None
     content = read_json(_record(target))
     name = str(content.get("folder"))
-    old = target.with_name(Path(name).name)
-    if not name.startswith(f".{target.name}.replaced-") or old.is_symlink() or not old.is_dir():
+    # a name and nothing else, so that it leads nowhere
+    if not name.startswith(f".{target.name}.replaced-") or "/" in name:
         return None
-    return old if old.stat().st_ino == content.get("inode") else None
+    old = target.parent / name
+    is_folder = old.is_dir() and not old.is_symlink()
+    return old if is_folder and old.stat().st_ino == content.get("inode") else None
 
 
 def _record(target: Path) -> Path:

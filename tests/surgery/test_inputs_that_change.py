@@ -1,4 +1,4 @@
-"""An input that changes while it is read: nothing is written, and the file is named; or what was written is recorded."""
+"""An input that changes while it is read: nothing is written, and it is named; or what was written is recorded."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_apply_looks_at_both_sides(llama_base, expanded, tmp_path, side):
 
 def test_an_unfinished_folder_is_not_continued_with_another_file(expanded, tmp_path):
     """A file of the same size, written at another time, is another one, for every verb."""
-    file = expanded / "model-00001-of-00001.safetensors"
+    file = expanded / "expansion-00001-of-00001.safetensors"
     with pytest.raises(KeyboardInterrupt):
         route_export(expanded, tmp_path / "out", track=at("files", _interrupt))
     assert (tmp_path / "out.partial" / file.name).is_file()
