@@ -168,6 +168,8 @@ class Torture:
         state = self._state(old, whole)
         if state == "neither" and not (verb.is_in_place or "train" in verb.words):
             yield "the output is neither absent nor whole"
+        if state == "new" and whole != old and "not written" in said:
+            yield "the output is there, and said not to be"
         if state == "absent" and old is not None and not any(map(old.__eq__, self._beside())):
             yield "the old output is lost"
         if verb.is_in_place:
@@ -217,13 +219,13 @@ def _outcome(code: int) -> str:
     return known.get(code, f"ended with {code}")
 
 
-def torture(place: Path, count: int, seed: int, verbs: Sequence[str] = tuple(VERBS)) -> tuple[Counter, list[str]]:
+def torture(made: Torture, count: int, seed: int, verbs: Sequence[str]) -> tuple[Counter, list[str]]:
     """Disturb commands, so many times.
 
     Returns:
         How often a command was disturbed so and ended so, and every problem.
     """
-    made, chance = Torture(place), random.Random(seed)
+    chance = random.Random(seed)
     counts: Counter[tuple[str, str, str]] = Counter()
     problems = []
     for trial in range(count):
@@ -244,7 +246,7 @@ def main() -> None:
     parser.add_argument("--verbs", nargs="*", default=list(VERBS))
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
-        counts, problems = torture(Path(place), asked.count, asked.seed, asked.verbs)
+        counts, problems = torture(Torture(Path(place)), asked.count, asked.seed, asked.verbs)
     for (name, kind, outcome), number in sorted(counts.items()):
         print(f"{name:28} {kind:6} {outcome:22} {number:5}")
     print(f"{sum(counts.values())} disturbances with seed {asked.seed}, {len(problems)} problems")

@@ -94,9 +94,12 @@ def replace_folder(target: Path, new: Path) -> None:
     old = target.with_name(f".{target.name}.replaced-{secrets.token_hex(4)}")
     write_json(_record(target), {"folder": old.name, "inode": target.stat().st_ino})
     target.rename(old)
-    new.rename(target)
-    shutil.rmtree(old)
-    _record(target).unlink()
+    try:
+        new.rename(target)
+    except OSError:
+        old.rename(target)
+        raise
+    _remove(target, old)
 
 
 def settle(target: Path, *, overwrite: bool) -> None:
@@ -111,17 +114,24 @@ def settle(target: Path, *, overwrite: bool) -> None:
     """
     refuse_links(_record(target))
     old = _put_aside(target)
-    came_back = old is not None and not target.exists()
-    if old is not None and came_back:
+    if old is not None and target.exists():
+        _remove(target, old)
+        return
+    if old is not None:
         old.rename(target)
-    elif old is not None:
-        shutil.rmtree(old)
     _record(target).unlink(missing_ok=True)
-    if came_back and not overwrite:
+    if old is not None and not overwrite:
         raise CheckpointError(
             f"{target}: exists already: a run with --overwrite was interrupted while it was replaced, and it is back "
             "in its place. Choose another output folder, or give --overwrite."
         )
+
+
+def _remove(target: Path, old: Path) -> None:
+    """Remove the old folder; where that fails the new one is whole all the same, and the next run tries again."""
+    with contextlib.suppress(OSError):
+        shutil.rmtree(old)
+        _record(target).unlink()
 
 
 def _put_aside(target: Path) -> Path | None:

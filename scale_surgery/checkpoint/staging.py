@@ -165,7 +165,8 @@ def staged(target: Path, state: Mapping[str, Any], read: Stamps | None = None, *
                 yield partial
                 sync_folder(partial)
             _rename(partial, target, overwrite=overwrite)
-            _state_file(target).unlink()
+            with contextlib.suppress(OSError):  # the folder is whole; the next run of it tries again
+                _state_file(target).unlink()
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         hint = "Free some space, or give --base-weights link" if full else "Check the folder and its permissions"

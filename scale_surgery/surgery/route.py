@@ -47,7 +47,7 @@ class Routed:
     fork: int | None
     layers: int
     bytes_written: int
-    left_out: tuple[str, ...]
+    left_out: tuple[str, ...] = ()
 
     @property
     def cost(self) -> float:

@@ -234,6 +234,7 @@ def publish_tensors(target: Path, trained: Path, prefix: str, renamed: Mapping[s
             write_tensors(target / published, {name: file.get_tensor(names[name]).to(dtypes[name]) for name in own})
             index["weight_map"] |= dict.fromkeys(own, published)
     write_json(target / INDEX_FILE, index)
-    for written in target.glob("expansion-*.safetensors"):
+    # also what a kill in the middle of a shard left
+    for written in (*target.glob("expansion-*.safetensors"), *target.glob("expansion-*.safetensors.tmp")):
         if written.name not in index["weight_map"].values():
             written.unlink()

@@ -63,6 +63,7 @@ class Training:
         measured: Last measurement on old and new text; empty where nothing was measured.
         log: Log of the run, JSON lines.
         curves: Curves of the run, PNG.
+        left_out: Files of the expanded folder that were not taken along: weights in other formats, links that lead out.
     """
 
     path: Path
@@ -73,6 +74,7 @@ class Training:
     measured: Mapping[str, float]
     log: Path
     curves: Path
+    left_out: tuple[str, ...] = ()
 
 
 def default_output(expanded: Path) -> Path:
@@ -336,4 +338,5 @@ def _result(trainer: ExpansionTrainer, training: TrainingRun, seconds: float) ->
         measured=last_measured(log),
         log=training.folder / LOG_FILE,
         curves=training.folder / CURVES_FILE,
+        left_out=training.checkpoint.left_out,
     )
