@@ -13,10 +13,13 @@ from safetensors.torch import load_file, save_file
 
 from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.errors import CheckpointError, PlanError, UnsupportedFamilyError
+from scale_surgery.evidence.evaluate import evaluate
+from scale_surgery.planning.inspect import inspect
 from scale_surgery.planning.plan import make_plan, plan
 from scale_surgery.planning.request import Request
 from scale_surgery.planning.saved import load_plan, read_plan, save_plan
 from scale_surgery.planning.specs import Widths
+from scale_surgery.surgery.record import read_manifest
 
 
 @pytest.fixture
@@ -172,6 +175,36 @@ def test_quantised_weights_are_refused(llama_base, dtype, found):
 def edit_config(folder: Path, **changes: object) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | changes))
+
+
+def test_layers_that_are_not_there_are_not_counted_to(llama_base, tmp_path):
+    """Whatever counts to a billion does not end."""
+    text = tmp_path / "some.txt"
+    text.write_text("some words")
+    tensors = len(open_checkpoint(llama_base).tensors)
+    promised = "Is config.json from this checkpoint"
+    edit_config(llama_base, num_hidden_layers=10**9)
+    looks = (lambda: plan(llama_base, Request("all")), lambda: inspect(llama_base))
+    for look in (*looks, lambda: evaluate(llama_base, text)):
+        with pytest.raises(
+            CheckpointError, match=f"num_hidden_layers is 1000000000, found {tensors} tensors in all. {promised}"
+        ):
+            look()
+    edit_config(llama_base, num_hidden_layers=4)
+    for look in looks:
+        with pytest.raises(CheckpointError, match=f"num_hidden_layers is 4, found tensors of 3 layers. {promised}"):
+            look()
+
+
+def test_layers_of_a_record_that_are_not_there_are_not_counted_to(pair_of, tmp_path):
+    expanded = Path(shutil.copytree(pair_of("llama").path, tmp_path / "expanded"))
+    record = json.loads((expanded / "surgery.json").read_text())
+    base_config = json.loads(record["replaced"]["config.json"])
+    record["replaced"]["config.json"] = json.dumps(base_config | {"num_hidden_layers": 10**9})
+    record["plan"]["sizes"]["layers"] = 10**9
+    (expanded / "surgery.json").write_text(json.dumps(record))
+    with pytest.raises(CheckpointError, match="num_hidden_layers is 1000000000, found tensors of 3 layers"):
+        read_manifest(expanded)
 
 
 def test_an_unknown_family_lists_the_known(llama_base):
