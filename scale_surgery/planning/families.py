@@ -268,7 +268,7 @@ def _kind_problem(name: str, value: object) -> str | None:
     if name == "is_tied":
         return None
     kinds, noun = ((int, float), "number") if name == "epsilon" else ((int,), "whole number")
-    is_right = isinstance(value, kinds) and not isinstance(value, bool) and 0 < value < math.inf  # type: ignore[operator]
+    is_right = isinstance(value, kinds) and not isinstance(value, bool) and 0 < value < math.inf
     return None if is_right else noun
 
 
