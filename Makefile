@@ -6,7 +6,7 @@ COMPAT := .venv-compat
 # also read by pip for what builds the package
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 
-.PHONY: help install demo lint types test test-fast test-slow test-compat test-recipes docs demo-model clean
+.PHONY: help install demo lint types test test-fast test-slow torture test-compat test-recipes docs demo-model clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -45,6 +45,12 @@ test-fast: install  ## under a minute, for work in progress: rooms, planning, an
 
 test-slow: install  ## the tests that take minutes: torch.compile on more families, several processes
 	$(BIN)/python -m pytest -m slow
+
+COUNT ?= 100
+SEED ?= 0
+
+torture: install  ## kills and errors at random file calls of commands that write: make torture COUNT=1000 SEED=1
+	$(BIN)/python -m tests.torture --count $(COUNT) --seed $(SEED)
 
 test-compat: install  ## load exported checkpoints under transformers 4.57, in an environment of its own
 	$(PYTHON) -m venv $(COMPAT)

@@ -9,13 +9,15 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from scale_surgery.checkpoint.headers import TensorInfo, read_header
+from scale_surgery.checkpoint.links import IGNORED_FOLDERS, leads_out, links_that_are_no_files
 from scale_surgery.checkpoint.numbering import CONFIG_KEY, Numbering, numbering_of
+from scale_surgery.checkpoint.stamps import Stamps, take_stamps
 from scale_surgery.errors import CheckpointError, shorten
 
 if TYPE_CHECKING:
@@ -30,6 +32,8 @@ INDEX_FILE = "model.safetensors.index.json"
 CONFIG_FILE = "config.json"
 MANIFEST_FILE = "surgery.json"
 EXTRACT_FILE = "extract.json"
+# what a model is made of, wherever it lies: large shards are often kept on another disk
+FOLLOWED = (CONFIG_FILE, INDEX_FILE, MANIFEST_FILE)
 CHUNK_BYTES = 1 << 22
 # of a file in a folder
 MAX_NAME_BYTES = 255
@@ -38,8 +42,6 @@ MAX_NAME_BYTES = 255
 OTHER_WEIGHT_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx")
 # how configs call their number of layers
 LAYER_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-# version control and download bookkeeping, no part of a checkpoint
-IGNORED_FOLDERS = (".git", ".cache", "__pycache__")
 
 
 @dataclass(frozen=True)
@@ -52,8 +54,9 @@ class Checkpoint:
         tensors: Every tensor by name.
         shards: Names of the safetensors files that hold them, in order.
         side_files: Names of all other files that belong to it, relative, in order.
-        left_out: Files that hold weights in another form (pickles, shards that no index names) and are not
-            taken along.
+        left_out: Files that are not taken along: weights in another form (pickles, shards that no index names), and
+            links that lead out of the folder.
+        stamps: What the system said of its files before the first of them was read.
     """
 
     path: Path
@@ -62,6 +65,7 @@ class Checkpoint:
     shards: tuple[str, ...]
     side_files: tuple[str, ...]
     left_out: tuple[str, ...]
+    stamps: Stamps = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property
     def manifest(self) -> Mapping[str, Any] | None:
@@ -109,6 +113,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
             missing or damaged, or index and shards disagree. Every problem found is listed.
     """
     files = list_files(path)
+    stamps = take_stamps(path / file for file in files)
     refuse_extract(path, files)
     config = read_json(path / CONFIG_FILE)
     shards, declared = _find_shards(path, files)
@@ -120,9 +125,12 @@ def open_checkpoint(path: Path) -> Checkpoint:
     others = [file for file in files if not file.endswith(".safetensors")]
     left_out = tuple(file for file in others if file.endswith(OTHER_WEIGHT_SUFFIXES))
     left_out += tuple(file for file in files if file.endswith(".safetensors") and file not in shards)
+    left_out += tuple(file for file in others if file not in left_out and is_left_link(path, file))
+    left_out += links_that_are_no_files(path)
     side_files = tuple(file for file in others if file not in left_out and file != MANIFEST_FILE)
     named = name_tensors(tensors, numbering_of(config.get(CONFIG_KEY)))
-    return Checkpoint(path, config, named, tuple(shards), side_files, left_out)
+    read = {path / file: stamps[path / file] for file in files if file in {*shards, *side_files, MANIFEST_FILE}}
+    return Checkpoint(path, config, named, tuple(shards), side_files, left_out, read)
 
 
 def boundless(config: Mapping[str, Any], tensors: int) -> list[str]:
@@ -242,18 +250,20 @@ def is_inside(name: object) -> bool:
     return is_plain and not path.is_absolute() and ".." not in path.parts
 
 
+def is_left_link(path: Path, name: str) -> bool:
+    """Whether a file of a folder is a link to something outside that is no part of a model: it is never taken along."""
+    return name not in FOLLOWED and not name.endswith(".safetensors") and leads_out(path, name)
+
+
 def stays_behind(path: Path, name: str) -> bool:
     """Whether a file of a folder is no part of a model that is passed on, unless a record names it.
 
-    Hidden files hold keys and settings, trainers keep states and logs with names of machines in them, and a link may
-    lead to anything; the Hub's cache alone is made of links.
+    Hidden files hold keys and settings, and trainers keep states and logs with names of machines in them.
     """
-    parts, root = PurePosixPath(name).parts, path.resolve()
+    parts = PurePosixPath(name).parts
     is_hidden = any(part.startswith(".") for part in parts) and name != ".gitattributes"
     is_state = any(re.fullmatch(r"checkpoint-\d+|runs", part) for part in parts[:-1]) or ".tfevents." in name
-    places = [root, *([root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [])]
-    target = (path / name).resolve()
-    return is_hidden or is_state or not any(target.is_relative_to(place) for place in places)
+    return is_hidden or is_state or is_left_link(path, name)
 
 
 def _refuse_escapes(weight_map: Mapping[str, str]) -> None:

@@ -74,7 +74,7 @@ class Inspection:
         parameters_stored: Parameters in the files.
         parameters_unique: The same without a head that is stored although it is tied to the embedding.
         bytes: Bytes of all tensors.
-        left_out: Files with weights in other formats.
+        left_out: Files with weights in other formats, and links that lead out of the folder.
         expansion: What was added, for an expanded model.
     """
 

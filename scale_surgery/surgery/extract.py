@@ -26,7 +26,14 @@ from scale_surgery.surgery.extract_folder import (
     name_in_extract,
 )
 from scale_surgery.surgery.licence import read_licence
-from scale_surgery.surgery.record import Manifest, check_numbering, read_manifest, refuse_fused, tool_versions
+from scale_surgery.surgery.record import (
+    Manifest,
+    check_numbering,
+    read_manifest,
+    refuse_fused,
+    refuse_linked,
+    tool_versions,
+)
 from scale_surgery.surgery.renumbered import hash_stored
 
 # expansion tensors are made from base tensors, so the terms of the base go with them
@@ -46,7 +53,8 @@ class Extracted:
         licences: Licence files of the base, which lie in it too.
         bytes: Bytes of all these files.
         base_bytes: Bytes of the base's files, which stayed out.
-        left_out: Files of the expanded folder that are neither: training checkpoints, weights in other formats.
+        left_out: Files of the expanded folder that are neither: training checkpoints, weights in other formats, links
+            that lead out of it.
     """
 
     path: Path
@@ -87,6 +95,7 @@ def extract(
     path, target = Path(expanded), Path(output)
     checkpoint, manifest = open_checkpoint(path), read_manifest(path)
     refuse_fused(path, manifest)
+    refuse_linked(path, manifest)
     check_numbering(checkpoint, manifest)
     check_target(target, [path], overwrite=overwrite)
     _check_clashes(checkpoint)
@@ -111,8 +120,9 @@ def extract(
         },
         "tool": tool_versions(),
     }
+    state = {"extract": content, "base_weights": base_weights}
     with (
-        staged(target, {"extract": content, "base_weights": base_weights}, overwrite=overwrite) as partial,
+        staged(target, state, checkpoint.stamps, overwrite=overwrite) as partial,
         track("files", sum(sizes.values())) as advance,
     ):
         for name, size in sizes.items():

@@ -28,6 +28,7 @@ from scale_surgery.checkpoint.folder import (
 from scale_surgery.checkpoint.hashes import hash_files
 from scale_surgery.checkpoint.headers import TensorInfo, read_header
 from scale_surgery.checkpoint.sources import Source, find_source
+from scale_surgery.checkpoint.stamps import Stamps, take_stamps
 from scale_surgery.errors import CheckpointError
 from scale_surgery.progress import Track, no_track
 from scale_surgery.surgery.config import config_problems
@@ -73,6 +74,7 @@ class Extract:
         from_base: Files of the expanded folder that are the base's, by their names there.
         base_tensors: Dtype and shape of each base tensor.
         tensors: The expansion tensors: where each lies in the extract.
+        stamps: What the system said of its files before the first of them was read.
     """
 
     path: Path
@@ -82,6 +84,7 @@ class Extract:
     from_base: tuple[str, ...]
     base_tensors: Mapping[str, TensorForm]
     tensors: Mapping[str, TensorInfo]
+    stamps: Stamps
 
 
 def name_in_extract(file: str) -> str:
@@ -106,6 +109,7 @@ def open_extract(extract: str | Path, revision: str | None = None) -> Extract:
     path, file = source.path, source.path / EXTRACT_FILE
     if path.is_dir() and not file.is_file():
         raise CheckpointError(f"{extract}: has no {EXTRACT_FILE}, expected a folder made by scale-surgery extract.")
+    stamps = take_stamps(found for found in path.rglob("*") if found.is_file())
     content = read_json(file)
     if content.get("format") != EXTRACT_FORMAT:
         raise CheckpointError(
@@ -114,7 +118,7 @@ def open_extract(extract: str | Path, revision: str | None = None) -> Extract:
     manifest = read_manifest(path)
     refuse_fused(path, manifest)
     try:
-        found = _read(source, content, manifest)
+        found = _read(source, content, manifest, stamps)
         config = read_json(path / CONFIG_FILE)
         problems = [*content_problems(path, manifest, config, found.files, found.tensors), *_list_problems(found)]
     except (KeyError, TypeError, AttributeError, ValueError) as error:
@@ -124,7 +128,7 @@ def open_extract(extract: str | Path, revision: str | None = None) -> Extract:
     return found
 
 
-def _read(source: Source, content: Mapping[str, Any], manifest: Manifest) -> Extract:
+def _read(source: Source, content: Mapping[str, Any], manifest: Manifest, stamps: Stamps) -> Extract:
     files = {name: OwnFile(str(entry["sha256"]), int(entry["bytes"])) for name, entry in content["files"].items()}
     from_base = tuple(content["from_base"])
     _check_names(source.path, files, from_base)
@@ -141,6 +145,7 @@ def _read(source: Source, content: Mapping[str, Any], manifest: Manifest) -> Ext
             {name: info for shard in sorted(_shards(files)) for name, info in read_header(source.path, shard).items()},
             manifest.plan.numbering,
         ),
+        stamps={source.path / name: stamps[source.path / name] for name in map(name_in_extract, files)},
     )
 
 

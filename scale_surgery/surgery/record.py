@@ -20,6 +20,7 @@ from scale_surgery.checkpoint.folder import (
     Checkpoint,
     check_folder,
     is_inside,
+    is_left_link,
     read_json,
 )
 from scale_surgery.checkpoint.numbering import CONFIG_KEY, Numbering, numbering_of
@@ -162,6 +163,23 @@ def refuse_fused(path: Path, manifest: Manifest) -> None:
             f"{path}: is fused, its blocks are joined with the base's tensors; expected blocks of their own. Take them "
             "apart first: scale-surgery merge --to blocks."
         )
+
+
+def refuse_linked(path: Path, manifest: Manifest) -> None:
+    """Refuse a model that would not be whole elsewhere, since a file of it is a link that is never taken along.
+
+    Raises:
+        CheckpointError: If it is one; every link is named.
+    """
+    stored = (entry.stored_as for entry in manifest.base_files.values())
+    problems = [
+        f"{name}: is a symbolic link that leads out of {path}, expected the file that {MANIFEST_FILE} names. Put the "
+        "file itself in its place."
+        for name in stored
+        if name is not None and is_left_link(path, name)
+    ]
+    if problems:
+        raise CheckpointError.from_problems(problems)
 
 
 def _check_plan(file: Path, plan: Plan, base_tensors: Mapping[str, str], base_config: Mapping[str, Any] | None) -> None:
