@@ -112,7 +112,7 @@ def read_config(file: Path) -> dict[str, Any]:
     config = read_json(file)
     if places := places_of_nan(config):
         raise CheckpointError.from_problems(
-            f"{file}: {place} is NaN, expected a number; no check could say that it was kept. Write the number, or null."
+            f"{file}: {place} is NaN, expected a number: no check could say that it was kept. Write one, or null."
             for place in shorten(places)
         )
     return config

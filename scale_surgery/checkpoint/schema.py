@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 from scale_surgery.errors import shorten
 from scale_surgery.fields import Range
@@ -69,16 +69,16 @@ def build(value: Any, hint: Any) -> Any:
     if kind is Annotated:
         return build(value, inner[0])
     if dataclasses.is_dataclass(hint):
-        hints = _hints(hint)
-        return hint(**{name: build(own, hints[name]) for name, own in value.items()})
+        hints, make = _hints(cast("Hashable", hint)), cast("Callable[..., Any]", hint)
+        return make(**{name: build(own, hints[name]) for name, own in value.items()})
     if kind is tuple:
         return tuple(build(own, inner[0]) for own in value)
     return {name: build(own, inner[1]) for name, own in value.items()} if inner and _is_mapping(hint) else value
 
 
 @functools.cache
-def _hints(owner: Any) -> dict[str, Any]:
-    return get_type_hints(owner, include_extras=True)
+def _hints(owner: Hashable) -> dict[str, Any]:
+    return get_type_hints(cast("type", owner), include_extras=True)
 
 
 def _is_mapping(hint: Any) -> bool:

@@ -1,4 +1,4 @@
-"""What the key `scale_surgery` of config.json and the specifications in a plan may hold, whichever method wrote them."""
+"""What the key `scale_surgery` of config.json and the specifications in a plan may hold."""
 
 from __future__ import annotations
 
