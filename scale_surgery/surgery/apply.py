@@ -147,7 +147,7 @@ def apply(
 
 
 def _is_ours(file: str, digest: str) -> bool:
-    return digest in {modeling.code_hash(file), *modeling.released_hashes().get(file, ())}
+    return modeling.is_ours(file, digest) or digest in modeling.released_hashes().get(file, ())
 
 
 def _read_base(extract: Extract, source: Source, base: Checkpoint, track: Track) -> ComparedBase:

@@ -34,6 +34,7 @@ from scale_surgery.progress import Track, no_track
 from scale_surgery.running.drift import Drift, measure_drift
 from scale_surgery.running.options import Probes, RunOptions
 from scale_surgery.surgery.fused import check_fusible, fused_shards, write_blocks, write_fused
+from scale_surgery.surgery.intact import refuse_damaged
 from scale_surgery.surgery.joining import damaged_pieces
 from scale_surgery.surgery.merge_stock import check_stock, stock_cost, write_stock
 from scale_surgery.surgery.record import STOCK_RECORD_FILE, Manifest, read_manifest, refuse_linked, tool_versions
@@ -105,6 +106,7 @@ def merge(
     read_prompts(probes.prompts_file)  # what cannot be read is known before anything is written
     check_target(target, [source], overwrite=overwrite)
     check_space(target, _needed_bytes(checkpoint, manifest, to))
+    refuse_damaged(checkpoint, manifest, track, is_trusted=run.trust_remote_code)
     drift = None
     with staged(target, _state(manifest, to), checkpoint.stamps, overwrite=overwrite) as partial:
         remembered = _write(checkpoint, manifest, partial, to, track)

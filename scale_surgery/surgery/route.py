@@ -24,6 +24,7 @@ from scale_surgery.planning.methods import refuse
 from scale_surgery.planning.routing_specs import Routing, router_settings
 from scale_surgery.progress import Track, no_track
 from scale_surgery.surgery.config import routed_config
+from scale_surgery.surgery.intact import refuse_damaged
 from scale_surgery.surgery.record import Manifest, read_manifest, refuse_fused, refuse_linked, routing_of
 
 
@@ -222,6 +223,7 @@ def _write(
     sizes = {file: (checkpoint.path / file).stat().st_size for file in kept}
     check_target(target, [checkpoint.path], overwrite=take.overwrite)
     check_space(target, sum(sizes.values()) if take.base_weights == "copy" else 0)
+    refuse_damaged(checkpoint, manifest, take.track)
     state = {"route": changed.routing, "base_weights": take.base_weights, "texts": texts}
     with (
         staged(target, state, checkpoint.stamps, overwrite=take.overwrite) as partial,
