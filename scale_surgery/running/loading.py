@@ -20,6 +20,12 @@ from scale_surgery.errors import CheckpointError, SurgeryError, shorten
 from scale_surgery.running.options import RunOptions
 
 LOADING_ADVICE = "Check --device, and whether transformers alone loads it."
+# what `translated` is given where a loaded model computes or generates
+RUNNING = (
+    "config.json, generation_config.json",
+    "the model does not run with them",
+    "Check --device, and whether transformers alone runs it.",
+)
 
 
 @contextmanager
