@@ -22,7 +22,7 @@ from scale_surgery.checkpoint.folder import (
     Checkpoint,
     open_checkpoint,
 )
-from scale_surgery.checkpoint.hashes import hash_files, hash_tensors
+from scale_surgery.checkpoint.hashes import hash_all, hash_tensors
 from scale_surgery.checkpoint.numbering import Numbering
 from scale_surgery.checkpoint.sources import Source, find_source
 from scale_surgery.checkpoint.staging import check_space, check_target, staged
@@ -229,10 +229,8 @@ def _write_index_and_manifest(plan: Plan, checkpoint: Checkpoint, partial: Path,
 def _make_manifest(plan: Plan, checkpoint: Checkpoint, expanded: Checkpoint, track: Track) -> Manifest:
     files = [*checkpoint.shards, *checkpoint.side_files]
     sizes = {file: (checkpoint.path / file).stat().st_size for file in files}
-    tensor_bytes = sum(info.bytes for info in checkpoint.tensors.values())
-    with track("base hashes", sum(sizes.values()) + tensor_bytes) as advance:
-        hashes = hash_files(checkpoint.path, files, advance)
-        tensors = hash_tensors(checkpoint, list(checkpoint.tensors), advance)
+    with track("base hashes", sum(sizes.values())) as advance:
+        hashes, tensors = hash_all(checkpoint, files, advance)
     renumbered = renumbered_shards(checkpoint, plan.numbering)
     replaced = {
         file: (checkpoint.path / file).read_bytes().decode("utf-8")
