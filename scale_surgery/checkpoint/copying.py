@@ -22,14 +22,14 @@ def copy_file(source: Path, file: Path) -> None:
         source: The file.
         file: The file to be; replaced if it is there.
     """
-    # pages of its own, since the disk takes only memory that begins at one
-    with FileIO(source) as read, FileIO(file, "w") as written, mmap.mmap(-1, BLOCK_BYTES) as buffer:
+    # pages of its own: a disk takes only memory that begins with one
+    buffer = memoryview(mmap.mmap(-1, BLOCK_BYTES))
+    with FileIO(source) as read, FileIO(file, "w") as written:
         _set_direct(written, is_on=True)
         while size := read.readinto(buffer):
             if size < BLOCK_BYTES:
                 _set_direct(written, is_on=False)  # the end of a file is not a whole number of disk blocks
-            with memoryview(buffer) as view:
-                _write(written, view[:size])
+            _write(written, buffer[:size])
 
 
 def _write(stream: FileIO, left: memoryview) -> None:
