@@ -24,7 +24,7 @@ from scale_surgery.checkpoint.folder import (
     open_checkpoint,
     read_text,
 )
-from scale_surgery.checkpoint.hashes import hash_tensors
+from scale_surgery.checkpoint.hashes import hash_all, hash_tensors
 from scale_surgery.checkpoint.numbering import Numbering
 from scale_surgery.checkpoint.sources import Source, find_source
 from scale_surgery.checkpoint.staging import check_space, check_target, staged
@@ -252,13 +252,18 @@ def _with_base_hashes(manifest: Manifest, checkpoint: Checkpoint, expanded: Chec
     places = {file: stored_shard(file) for file in (*checkpoint.shards, *checkpoint.side_files)}
     taken = {file: stored for file, stored in places.items() if file not in manifest.replaced}
     sizes = {file: checkpoint.stamps[checkpoint.path / file].bytes for file in places}
-    with track("base hashes", sum(sizes.values()) + sum(info.bytes for info in checkpoint.tensors.values())) as advance:
-        stored = hash_stored(expanded.path, manifest, list(taken.values()), advance)
-        tensors = hash_tensors(expanded, list(checkpoint.tensors), advance)
+    # the file of a renumbered shard is hashed with the base's header, and its tensors by themselves
+    moved = [stored for stored in taken.values() if stored in manifest.renumbered]
+    beside = [name for name in checkpoint.tensors if expanded.tensors[name].file in moved]
+    total = sum(sizes[file] for file in taken) + sum(expanded.tensors[name].bytes for name in beside)
+    with track("base hashes", total) as advance:
+        stored, tensors = hash_all(expanded, [place for place in taken.values() if place not in moved], advance)
+        stored |= hash_stored(expanded.path, manifest, moved, advance)
+        tensors |= hash_tensors(expanded, beside, advance)
     hashes = {file: stored[place] for file, place in taken.items()}
     hashes |= {file: sha256(text.encode("utf-8")).hexdigest() for file, text in manifest.replaced.items()}
     files = {file: BaseFile(hashes[file], sizes[file], taken.get(file)) for file in places}
-    return replace(manifest, base_files=files, base_tensors=tensors)
+    return replace(manifest, base_files=files, base_tensors={name: tensors[name] for name in checkpoint.tensors})
 
 
 def _is_same_file(one: Path, other: Path) -> bool:
