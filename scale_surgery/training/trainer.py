@@ -19,7 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from scale_surgery.checkpoint.files import write_tensors
-from scale_surgery.errors import TrainingError
+from scale_surgery.errors import TrainingError, name_some
 from scale_surgery.progress import Progress
 from scale_surgery.running.freeze import expansion_disabled, expansion_parts
 from scale_surgery.running.loss import Measurement, measure
@@ -83,7 +83,13 @@ class ExpansionTrainer(Trainer):
         """Load the expansion tensors of a checkpoint; the base is loaded already."""
         model = self.accelerator.unwrap_model(model or self.model, keep_torch_compile=False)
         with reading_state(Path(resume_from_checkpoint)):
-            load_whole(model, load_file(Path(resume_from_checkpoint) / EXPANSION_FILE))
+            tensors = load_file(Path(resume_from_checkpoint) / EXPANSION_FILE)
+            names = {part.name.replace(WRAPPED, "") for part in expansion_parts(model)}
+            if names ^ tensors.keys():
+                raise ValueError(
+                    f"{EXPANSION_FILE} and the model differ in {name_some(sorted(names ^ tensors.keys()))}"
+                )
+            load_whole(model, tensors)
 
     def restore(self, checkpoint: Path) -> None:
         """Take up the weights and the log of a checkpoint, to train no further."""
