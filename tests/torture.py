@@ -247,6 +247,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--verbs", nargs="*", default=list(VERBS))
     asked = parser.parse_args()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
     with tempfile.TemporaryDirectory() as place:
         counts, problems = torture(Torture(Path(place)), asked.count, asked.seed, asked.verbs)
     for (name, kind, outcome), number in sorted(counts.items()):
