@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 @run_options(
     "device",
     code=TOKENIZER_CODE,
-    helps={"device": "Where singular value decompositions are computed: cpu, cuda, ..."},
+    helps={"device": "Where decompositions are computed: cpu, cuda, ...; auto takes a GPU if there is one."},
 )
 @output_options
 def expand_command(

@@ -67,9 +67,7 @@ EXPANSION_HELPS = {
 @click.option("--revision", help="Branch, tag or commit of a Hub repository.")
 @run_options(
     "device",
-    usual=RunOptions(device="auto"),
     code=TOKENIZER_CODE,
-    helps={"device": "Where to run: auto, cpu, cuda, ..."},
 )
 @output_options
 def rank_layers_command(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from scale_surgery.cli.options import FILE, FOLDER, TEXTS, code_of, output_options, run_options, take
-from scale_surgery.running.options import RunOptions
+from scale_surgery.running.options import REPORT_WINDOWS, RunOptions
 
 if TYPE_CHECKING:
     from scale_surgery.show.console import Output
@@ -36,11 +36,10 @@ if TYPE_CHECKING:
 @run_options(
     "batch_size",
     "device",
-    usual=RunOptions(batch_size=1),
+    usual=RunOptions(batch_size=REPORT_WINDOWS),
     code=code_of("EXPANDED"),
     helps={
         "batch_size": "Windows in one forward pass. Hidden states of all layers are kept in memory for them.",
-        "device": "Where to compute: cpu, cuda, ...",
     },
 )
 @output_options

@@ -53,14 +53,7 @@ def read_sides(given: tuple[str, ...]) -> dict[str, list[Path]]:
 @options_from(TrainingSettings, *fields_of(TrainingSettings), declared={"packing": "--packing/--padding"})
 @click.option("--resume", is_flag=True, help="Continue an interrupted run in the output folder.")
 @overwrite_options
-@click.option(
-    "--device",
-    type=click.Choice(["auto", "cpu"]),
-    default="auto",
-    show_default=True,
-    help="auto: a GPU if there is one, else the CPU. cpu: the CPU.",
-)
-@run_options(code=code_of("EXPANDED"))
+@run_options("device", code=code_of("EXPANDED"))
 @output_options
 def train_command(
     expanded: Path,

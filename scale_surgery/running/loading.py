@@ -69,7 +69,7 @@ def loaded(
     Yields:
         The model in evaluation mode, and the names of tensors that were missing, unexpected or mismatched.
     """
-    checkpoint = open_checkpoint(path)
+    checkpoint, run = open_checkpoint(path), run.placed()
     size = sum(info.bytes for info in checkpoint.tensors.values())
     auto_class = model_class(checkpoint, run)
     with tempfile.TemporaryDirectory() as offload_folder, warnings.catch_warnings():

@@ -178,8 +178,9 @@ def _render_numbers(result: Verification) -> RenderableType:
     worst = max(numbers.layers, key=lambda layer: math.inf if math.isnan(layer.drift) else layer.drift)
     lowest = min((layer.cosine for layer in numbers.layers), key=lambda cosine: -2 if math.isnan(cosine) else cosine)
     kind = "tokens" if numbers.is_text else "random ids (no tokenizer)"
+    how = f"{numbers.dtype}, {numbers.attention}, {numbers.device}"
     rows = [
-        ("probes", f"{numbers.prompts} prompts, {numbers.tokens} {kind}, {numbers.dtype}, {numbers.attention}"),
+        ("probes", f"{numbers.prompts} prompts, {numbers.tokens} {kind}, {how}"),
         ("logits", "bit-equal" if numbers.is_bit_equal else f"drift {numbers.drift:.3g}"),
         ("KL divergence", f"{numbers.kl_divergence:.3g} nats per token"),
         ("top-1 agreement", f"{numbers.top1_agreement:.1%}"),

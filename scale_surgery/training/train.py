@@ -26,7 +26,7 @@ from scale_surgery.running.context import choose_length, context_of
 from scale_surgery.running.options import RunOptions
 from scale_surgery.running.tokenizer import need_tokenizer
 from scale_surgery.surgery.record import Manifest, check_numbering, read_manifest, refuse_fused, tool_versions
-from scale_surgery.training.arguments import LONGEST_WAIT, is_cpu, make_arguments, number_of_steps
+from scale_surgery.training.arguments import LONGEST_WAIT, check_device, is_cpu, make_arguments, number_of_steps
 from scale_surgery.training.ready import check_reach, load_to_train
 from scale_surgery.training.run_folder import (
     CURVES_FILE,
@@ -80,7 +80,7 @@ def train(
     *,
     eval_data: EvalData = EvalData(),
     start: TrainingStart = TrainingStart(),
-    run: RunOptions = RunOptions(device="auto"),
+    run: RunOptions = RunOptions(),
     track: Track = no_track,
 ) -> Training:
     """Train the new blocks of an expanded checkpoint on texts, with the Trainer of transformers.
@@ -94,8 +94,7 @@ def train(
         settings: How to train.
         eval_data: Files on which forgetting and learning are measured during the run.
         start: Whether to begin anew, how base shards are then taken over, or to continue an interrupted run.
-        run: How the model runs: device ("cpu"; or "auto", the default here, for an accelerator where there is one)
-            and trust_remote_code.
+        run: How the model runs: device, "cpu" or what there is; and trust_remote_code.
         track: Makes progress bars.
 
     Returns:
@@ -114,6 +113,7 @@ def train(
     path, settings = Path(expanded), settings or TrainingSettings()
     target = Path(output) if output is not None else default_output(path)
     check_settings(settings)
+    check_device(run)
     checkpoint, manifest = open_checkpoint(path), read_manifest(path)
     refuse_fused(path, manifest)
     check_numbering(checkpoint, manifest)

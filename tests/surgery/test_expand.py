@@ -24,6 +24,7 @@ from scale_surgery.planning.families import FAMILIES
 from scale_surgery.planning.plan import plan
 from scale_surgery.planning.request import Request
 from scale_surgery.planning.saved import load_plan, save_plan
+from scale_surgery.running.options import RunOptions
 from scale_surgery.surgery.expand import expand
 from scale_surgery.surgery.record import read_manifest
 from scale_surgery.surgery.strip import strip
@@ -119,7 +120,8 @@ def test_the_manifest_records_what_was_done(pair_of):
     assert manifest.plan == pair.expansion.plan
     assert manifest.base_name == pair.base_path.name
     assert manifest.base_revision is None
-    assert set(manifest.tool) == {"scale-surgery", "torch", "transformers", "safetensors", "python"}
+    assert set(manifest.tool) == {"scale-surgery", "torch", "transformers", "safetensors", "python", "device"}
+    assert manifest.tool["device"] == RunOptions().placed().device
     assert set(manifest.replaced) == {"config.json", "model.safetensors.index.json"}
 
 
