@@ -9,7 +9,6 @@ import click
 
 from scale_surgery.cli.options import (
     FILE,
-    FOLDER,
     TOKENIZER_CODE,
     model_options,
     output_options,
@@ -17,6 +16,7 @@ from scale_surgery.cli.options import (
     run_options,
     take,
 )
+from scale_surgery.cli.outputs import OUTPUT_FOLDER
 from scale_surgery.cli.plan import make_request, request_options
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 @click.command(name="expand")
 @model_options
 @request_options
-@click.option("-o", "--output", type=FOLDER, help="Folder to write. Default: ./<name>-scale.")
+@click.option("-o", "--output", type=OUTPUT_FOLDER, help="Folder to write. Default: ./<name>-scale.")
 @click.option(
     "--plan",
     "plan_file",

@@ -17,6 +17,7 @@ from scale_surgery.cli.options import (
     run_options,
     take,
 )
+from scale_surgery.cli.outputs import OUTPUT_FOLDER
 from scale_surgery.fields import fields_of
 from scale_surgery.training.settings import EvalData, TrainingSettings, TrainingStart
 
@@ -44,7 +45,7 @@ def read_sides(given: tuple[str, ...]) -> dict[str, list[Path]]:
     type=click.Path(path_type=Path),
     help="Text to learn; can be repeated.",
 )
-@click.option("-o", "--output", type=FOLDER, help="Folder to write. Default: ./<name>-trained.")
+@click.option("-o", "--output", type=OUTPUT_FOLDER, help="Folder to write. Default: ./<name>-trained.")
 @click.option(
     "--eval-data",
     multiple=True,

@@ -167,7 +167,7 @@ def _problems(result: Verification) -> list[str]:
     for promise in result.promises:
         if promise.name in result.required and not promise.holds:
             found += promise.problems
-    return shorten(list(dict.fromkeys(found)), ending="; --report FILE writes all")
+    return shorten(list(dict.fromkeys(found)), ending="; -o FILE.json writes all")
 
 
 def _render_numbers(result: Verification) -> RenderableType:
