@@ -26,6 +26,7 @@ from scale_surgery.running.context import choose_length, context_of
 from scale_surgery.running.options import RunOptions
 from scale_surgery.running.tokenizer import need_tokenizer
 from scale_surgery.surgery.record import Manifest, check_numbering, read_manifest, refuse_fused, tool_versions
+from scale_surgery.training.allocator import keep_freed_memory
 from scale_surgery.training.arguments import LONGEST_WAIT, check_device, is_cpu, make_arguments, number_of_steps
 from scale_surgery.training.ready import check_reach, load_to_train
 from scale_surgery.training.run_folder import (
@@ -135,6 +136,8 @@ def train(
     processes = PartialState(cpu=is_cpu(run), timeout=LONGEST_WAIT)
     if processes.distributed_type == DistributedType.DEEPSPEED:
         raise TrainingError("DeepSpeed is not supported: it would write parts of tensors. Launch with FSDP2 or DDP.")
+    if is_cpu(run):
+        keep_freed_memory()
     with locked(target) if processes.is_main_process else nullcontext():
         _check_files(checkpoint, manifest, processes, run, track)
         files = {"learn": data, "old": eval_data.old, "new": eval_data.new}
