@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -74,7 +75,7 @@ def train_command(
     On several GPUs: accelerate launch -m scale_surgery train EXPANDED --data FILE
     """
     from scale_surgery.running.options import RunOptions
-    from scale_surgery.show.tables import render_training
+    from scale_surgery.show.tables import render_outlook, render_training
     from scale_surgery.training.train import train
 
     # a scheduler that ends a job is answered like somebody at the keyboard
@@ -86,7 +87,7 @@ def train_command(
         output,
         settings,
         eval_data=EvalData(**read_sides(eval_data)),
-        start=take(TrainingStart, options),
+        start=replace(take(TrainingStart, options), announce=lambda outlook: out.say(render_outlook(outlook))),
         run=take(RunOptions, options),
         track=out.track,
     )

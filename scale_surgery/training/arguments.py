@@ -33,6 +33,11 @@ def number_of_steps(settings: TrainingSettings, sequences: int, processes: int) 
     return settings.steps or math.ceil(settings.epochs * math.ceil(batches / settings.gradient_accumulation))
 
 
+def warmup_steps(settings: TrainingSettings, steps: int) -> int:
+    """Optimizer steps in which the learning rate rises."""
+    return math.ceil(settings.warmup * steps)
+
+
 def make_arguments(
     settings: TrainingSettings, folder: Path, steps: int, run: RunOptions, *, bf16: bool, is_measured: bool
 ) -> TrainingArguments:
@@ -63,7 +68,7 @@ def make_arguments(
         gradient_accumulation_steps=settings.gradient_accumulation,
         learning_rate=settings.learning_rate,
         lr_scheduler_type="constant_with_warmup" if settings.schedule == "constant" else settings.schedule,
-        warmup_steps=math.ceil(settings.warmup * steps),
+        warmup_steps=warmup_steps(settings, steps),
         weight_decay=settings.weight_decay,
         max_grad_norm=settings.max_gradient_norm,
         seed=settings.seed,
