@@ -58,12 +58,13 @@ def expand_command(
     \b
     Example: scale-surgery expand MODEL --layers 20-31
     """
+    from scale_surgery.checkpoint.staging import check_target
     from scale_surgery.planning.plan import plan
     from scale_surgery.planning.saved import load_plan
     from scale_surgery.running.options import RunOptions
     from scale_surgery.show.tables import render_expansion
     from scale_surgery.show.tables_plan import render_plan
-    from scale_surgery.surgery.expand import expand
+    from scale_surgery.surgery.expand import default_output, expand
 
     run = take(RunOptions, {name: options.pop(name) for name in ("device", "trust_remote_code")})
     how = {name: options.pop(name) for name in ("base_weights", "overwrite")}
@@ -77,11 +78,14 @@ def expand_command(
     if dry_run:
         out.show(made, render_plan(made))
         return
+    # nobody reads a plan first, to learn then that it cannot be written
+    target = default_output(made) if output is None else output
+    check_target(target, [Path(model)] if Path(model).is_dir() else [], overwrite=how["overwrite"])
     out.say(render_plan(made))
     done = expand(
         model,
         made,
-        output,
+        target,
         revision=revision,
         **how,
         run=run,

@@ -181,7 +181,7 @@ def _resolve_collaboration(
     if layers and outside:
         problems.append(
             f"--collaborative-layers {request.collaborative_layers}: {', '.join(map(str, outside))} not among the "
-            f"expanded layers. Choose among --layers {request.layers}."
+            f"expanded layers, which are {format_layers(layers)}. Choose among those, or add to --layers."
         )
     problems += _sealed_problems(layers, chosen, groups, widths)
     return Collaboration(chosen, groups), problems
@@ -225,7 +225,10 @@ def _sealed_problems(
         return []
     problems = []
     if set(layers) - set(chosen):
-        problems.append("--up-width is 0: every expanded layer must be in --collaborative-layers.")
+        problems.append(
+            f"--up-width is 0: --collaborative-layers names {format_layers(chosen)}, expected every expanded layer, "
+            f"{format_layers(layers)}. Leave the option out."
+        )
     missing = [group for group in _needed_groups(widths) if group not in groups]
     if missing:
         problems.append(

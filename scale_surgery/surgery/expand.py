@@ -56,9 +56,9 @@ class Expansion:
     pinned_tokenizer: str | None
 
 
-def default_output(source: Source, method: str) -> Path:
+def default_output(plan: Plan) -> Path:
     """Where an expanded model goes when nothing is said: `<name>-<method>` in the current folder."""
-    return Path(f"{source.name.rsplit('/', 1)[-1]}-{method}")
+    return Path(f"{plan.base_name.rsplit('/', 1)[-1]}-{plan.method.name}")
 
 
 def expand(
@@ -96,7 +96,7 @@ def expand(
     source = find_source(model, (planned.base_revision if planned else None) or revision)
     checkpoint = open_checkpoint(source.path)
     made, run = _plan_for(source, checkpoint, plan_or_request), run.placed()
-    target = Path(output) if output is not None else default_output(source, made.method.name)
+    target = Path(output) if output is not None else default_output(made)
     check_target(target, [source.path], overwrite=overwrite)
     _check_clashes(checkpoint, made)
     check_space(target, _needed_bytes(checkpoint, made, base_weights))

@@ -88,10 +88,6 @@ def _few_steps(settings: TrainingSettings, steps: int, sequences: int) -> Iterat
         can_split = sequences > 1 and not settings.steps
         smaller = " and ".join(name for name, number in larger.items() if number > 1 and can_split)
         also = f"; a smaller {smaller} makes more steps of the same text" if smaller else ""
-            f"; a smaller {smaller} makes more steps of the same text"
-            if smaller and sequences > 1 and not settings.steps
-            else ""
-        )
         yield (
             f"{steps} optimizer step{'s' if steps > 1 else ''} can teach little, at least {ENOUGH_STEPS} are usual. "
             f"Give {longer}{also}."

@@ -276,7 +276,7 @@ def test_a_plan_of_another_base_is_not_executed(base_of, llama_base, tmp_path):
     save_plan(plan(base_of("llama", "bfloat16"), REQUEST), tmp_path / "plan.json")
     with pytest.raises(PlanError) as found:
         load_plan(llama_base, tmp_path / "plan.json")
-    wanted = "this plan was made for another base model or by another release; it differs in base_fingerprint"
+    wanted = "was made for another base model, llama_bfloat16_untied, found"
     assert wanted in str(found.value)
     message = refusal(llama_base, plan(base_of("llama", "bfloat16"), REQUEST), tmp_path / "out", error=PlanError)
     assert message == (

@@ -471,7 +471,9 @@ def test_a_base_or_a_stripped_model_is_refused(place: Path, tmp_path: Path) -> N
     strip(place / "preserve", tmp_path / "base")
     for path in (SHIPPED_MODEL, tmp_path / "base"):
         text = refusal(path, [place / "texts.jsonl"], tmp_path / "out", SETTINGS, error=CheckpointError)
-        assert "has no surgery.json, expected a model made by scale-surgery expand" in text
+        assert (
+            "is a base model, expected one made by scale-surgery expand. Expand it first: scale-surgery expand" in text
+        )
 
 
 def test_a_base_that_changed_under_the_link_is_refused(place: Path, tmp_path: Path) -> None:
