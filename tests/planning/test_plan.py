@@ -102,14 +102,15 @@ def test_without_up_stream_w12_stands_where_something_was_added(base_of):
         (
             Request("0-1", variant="adapt", collaborative_layers="1-2"),
             [
-                "--collaborative-layers 1-2: 2 not among the expanded layers, which are 0-1. Choose among those, or add to "
-                "--layers."
+                "--collaborative-layers 1-2: 2 not among the expanded layers, which are 0-1. Choose among those, or "
+                "add to --layers."
             ],
         ),
         (
             Request("0-1", variant="adapt", up_width=0, collaborative_layers="1"),
             [
-                "--up-width is 0: --collaborative-layers names 1, expected every expanded layer, 0-1. Leave the option out."
+                "--up-width is 0: --collaborative-layers names 1, expected every expanded layer, 0-1. Leave the "
+                "option out."
             ],
         ),
         (
