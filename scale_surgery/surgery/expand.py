@@ -59,9 +59,9 @@ class Expansion:
     pinned_tokenizer: str | None
 
 
-def default_output(source: Source, method: str) -> Path:
+def default_output(plan: Plan) -> Path:
     """Where an expanded model goes when nothing is said: `<name>-<method>` in the current folder."""
-    return Path(f"{source.name.rsplit('/', 1)[-1]}-{method}")
+    return Path(f"{plan.base_name.rsplit('/', 1)[-1]}-{plan.method.name}")
 
 
 def expand(
@@ -98,8 +98,8 @@ def expand(
     # a branch of the Hub may have moved since the plan was made: its commit is what was planned
     source = find_source(model, (planned.base_revision if planned else None) or revision)
     checkpoint = open_checkpoint(source.path)
-    made = _plan_for(source, checkpoint, plan_or_request)
-    target = Path(output) if output is not None else default_output(source, made.method.name)
+    made, run = _plan_for(source, checkpoint, plan_or_request), run.placed()
+    target = Path(output) if output is not None else default_output(made)
     check_target(target, [source.path], overwrite=overwrite)
     _check_clashes(checkpoint, made)
     load_base_config(source.path, source.name, run)  # what transformers refuses is known before anything is written
@@ -107,14 +107,20 @@ def expand(
     state = {
         "plan": made.to_json(),
         "base_weights": base_weights,
-        "tool": manifests.tool_versions(),
+        # tensors of two devices are not mixed
+        "tool": _tool(run),
     }
     with staged(target, state, checkpoint.stamps, overwrite=overwrite) as partial:
         write_expansion(made, checkpoint, partial, run.device, track)
         written = _take_over_base(made, checkpoint, partial, base_weights, track)
         pinned = _write_code_and_config(made, checkpoint, partial, run)
-        _write_index_and_manifest(made, checkpoint, partial, track)
+        _write_index_and_manifest(made, checkpoint, partial, _tool(run), track)
     return Expansion(target, made, written, checkpoint.left_out, pinned)
+
+
+def _tool(run: RunOptions) -> dict[str, str]:
+    """What makes the new tensors: the same on the same device gives the same bytes."""
+    return manifests.tool_versions() | {"device": run.device}
 
 
 def _plan_for(source: Source, checkpoint: Checkpoint, plan_or_request: Plan | Request) -> Plan:
@@ -217,13 +223,17 @@ def _write_code_and_config(plan: Plan, checkpoint: Checkpoint, partial: Path, ru
     return pin_tokenizer_class(checkpoint.path, partial, run)
 
 
-def _write_index_and_manifest(plan: Plan, checkpoint: Checkpoint, partial: Path, track: Track) -> None:
+def _write_index_and_manifest(
+    plan: Plan, checkpoint: Checkpoint, partial: Path, tool: Mapping[str, str], track: Track
+) -> None:
     write_json(partial / INDEX_FILE, planned_index(plan, checkpoint))
     expanded = open_checkpoint(partial)
-    write_json(partial / MANIFEST_FILE, asdict(_make_manifest(plan, checkpoint, expanded, track)))
+    write_json(partial / MANIFEST_FILE, asdict(_make_manifest(plan, checkpoint, expanded, tool, track)))
 
 
-def _make_manifest(plan: Plan, checkpoint: Checkpoint, expanded: Checkpoint, track: Track) -> Manifest:
+def _make_manifest(
+    plan: Plan, checkpoint: Checkpoint, expanded: Checkpoint, tool: Mapping[str, str], track: Track
+) -> Manifest:
     replaced = {
         file: read_text(checkpoint, file)
         for file in checkpoint.side_files
@@ -241,7 +251,7 @@ def _make_manifest(plan: Plan, checkpoint: Checkpoint, expanded: Checkpoint, tra
         expansion_tensors=hash_tensors(expanded, [tensor.name for tensor in plan.tensors]),
         code={file: modeling.code_hash(file) for file in plan.code_files},
         plan=plan,
-        tool=manifests.tool_versions(),
+        tool=tool,
         renumbered={stored_shard(shard): header for shard, header in renumbered.items()},
     )
     return _with_base_hashes(manifest, checkpoint, expanded, track)
