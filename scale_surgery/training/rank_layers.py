@@ -8,7 +8,6 @@ away.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,18 +15,24 @@ from typing import TYPE_CHECKING
 
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
 from scale_surgery.checkpoint.sources import Source, find_source, listed
-from scale_surgery.errors import CheckpointError, DataError, PlanError
+from scale_surgery.errors import CheckpointError, PlanError
 from scale_surgery.fields import problems_of
-from scale_surgery.planning.families import get_family, read_sizes
 from scale_surgery.planning.plan import Plan, make_plan
 from scale_surgery.planning.request import Request, complete
 from scale_surgery.planning.selection import format_layers
 from scale_surgery.progress import Track, no_track
-from scale_surgery.running.context import choose_length, context_of
 from scale_surgery.running.options import RunOptions
-from scale_surgery.running.tokenizer import need_tokenizer
-from scale_surgery.training.budget import Price, check_budget, choose_layers, price_of, read_budget
+from scale_surgery.training.budget import (
+    Price,
+    check_budget,
+    choose_layers,
+    find_ties,
+    last_of_ties,
+    price_of,
+    read_budget,
+)
 from scale_surgery.training.pilot_settings import PilotBudget, PilotSettings, budget_pilots
+from scale_surgery.training.pilot_texts import read_texts
 from scale_surgery.training.ranking import (
     SCORES,
     LayerScore,
@@ -38,8 +43,6 @@ from scale_surgery.training.ranking import (
     RankingRequest,
     ScoreName,
     W12Estimate,
-    find_ties,
-    last_of_ties,
     order_layers,
     propose_collaboration,
 )
@@ -49,11 +52,6 @@ if TYPE_CHECKING:
 
     from scale_surgery.running.texts import Sequences
     from scale_surgery.training.pilot import PilotRun
-
-# a text that is read more often than this is learned by heart, whatever it is
-MOST_PASSES = 50
-# a divergence that is measured on fewer says more about them than about what the base knows
-LEAST_OLD_TOKENS = 256
 
 
 @dataclass(frozen=True)
@@ -138,7 +136,7 @@ def prepare_ranking(
     allowed = read_budget(wanted.budget, plan.costs.parameters_before)
     price = price_of(checkpoint, request, source.name)
     check_budget(allowed, plan.layers, price, wanted.budget)
-    texts = _read_texts(source, checkpoint, files, pilot, run)
+    texts = read_texts(source, checkpoint, files, pilot, run)
     return Job(str(model), revision, source, checkpoint, plan, pilot, allowed, price, wanted.score, texts, run.device)
 
 
@@ -198,63 +196,6 @@ def _refuse_expanded(checkpoint: Checkpoint, name: str) -> None:
             f"{name}: is expanded already, expected the base model: layers are chosen before an expansion. Rank its "
             "base, or give that back first (scale-surgery strip)."
         )
-
-
-def _read_texts(
-    source: Source,
-    checkpoint: Checkpoint,
-    files: Mapping[str, Sequence[Path]],
-    settings: PilotSettings,
-    run: RunOptions,
-) -> dict[str, Sequences]:
-    """Token sequences of the new text, and of the old where there is any; all of one length but the last."""
-    from scale_surgery.running.documents import read_documents
-    from scale_surgery.running.texts import pack, tokenize, without_unscored
-
-    length = choose_length(settings.sequence_length, {source.name: context_of(checkpoint.config)})
-    tokenizer = need_tokenizer(source.path, source.name, run)
-    texts = {
-        side: without_unscored(pack(tokenize(read_documents(given), tokenizer), length))
-        for side, given in files.items()
-        if given
-    }
-    if "new" not in texts:
-        raise DataError("There is no text for the pilot. Give files with --data.")
-    _check_ids(
-        texts, source.name, read_sizes(get_family(checkpoint.config["model_type"]), checkpoint.config).vocabulary
-    )
-    _check_amount({side: len(text.ids) for side, text in texts.items()}, settings, length)
-    return texts
-
-
-def _check_ids(texts: Mapping[str, Sequences], name: str, vocabulary: int) -> None:
-    highest = max(int(text.ids.max()) for text in texts.values())
-    if highest >= vocabulary:
-        raise DataError(
-            f"{name}: its tokenizer gives the id {highest}, expected ids below {vocabulary}, the size of its "
-            "embedding. Use the tokenizer that the model was trained with."
-        )
-
-
-def _check_amount(tokens: Mapping[str, int], settings: PilotSettings, length: int) -> None:
-    step = settings.pilots * settings.batch_size * length
-    problems = []
-    if settings.steps and tokens["new"] < (needed := math.ceil(settings.steps * step / MOST_PASSES)):
-        fitting = tokens["new"] * MOST_PASSES // step
-        problems.append(
-            f"--data: {tokens['new']:,} tokens found, at least {needed:,} needed: {settings.pilots} pilots take "
-            f"{settings.steps} steps of {settings.batch_size} x {length} tokens each, and what is read more than "
-            f"{MOST_PASSES} times is learned by heart. Give more text, or lower --steps"
-            + (f" (to {fitting})" if fitting else "")
-            + ", --pilots, --batch-size or --sequence-length."
-        )
-    if tokens.get("old", LEAST_OLD_TOKENS) < LEAST_OLD_TOKENS:
-        problems.append(
-            f"--old: {tokens['old']:,} tokens found, at least {LEAST_OLD_TOKENS:,} needed: what a step costs is "
-            "measured on them. Give more text, or leave --old out."
-        )
-    if problems:
-        raise DataError.from_problems(problems)
 
 
 def _find_device(name: str) -> torch.device:

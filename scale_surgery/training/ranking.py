@@ -279,29 +279,3 @@ def order_layers(layers: Sequence[LayerScore], score: ScoreName) -> tuple[int, .
     """Numbers of layers by a score, the best first; of equal ones the higher layer, as "the last k" would take it."""
     by_score = sorted(layers, key=lambda layer: (layer.score(score), layer.layer), reverse=True)
     return tuple(layer.layer for layer in by_score)
-
-
-def find_ties(layers: Sequence[LayerScore], chosen: Sequence[int], score: ScoreName) -> tuple[int, ...]:
-    """Layers among which a score does not decide whether they are chosen.
-
-    Args:
-        layers: The layers.
-        chosen: Numbers of those that were chosen.
-        score: By which score.
-
-    Returns:
-        Chosen layers and others of which neither stands above the other, ascending; empty where the choice stands out.
-    """
-    tied = set()
-    for one in (layer for layer in layers if layer.layer in chosen):
-        for other in (layer for layer in layers if layer.layer not in chosen):
-            if not one.stands_above(other, score) and not other.stands_above(one, score):
-                tied |= {one.layer, other.layer}
-    return tuple(sorted(tied))
-
-
-def last_of_ties(order: Sequence[int], chosen: Sequence[int], tied: Sequence[int]) -> tuple[int, ...]:
-    """The order in which the last of tied layers are taken first, after those that are chosen in any case."""
-    sure = [layer for layer in order if layer in chosen and layer not in tied]
-    rest = [layer for layer in order if layer not in sure and layer not in tied]
-    return (*sure, *sorted(tied, reverse=True), *rest)

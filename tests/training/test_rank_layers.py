@@ -21,10 +21,11 @@ from scale_surgery.planning.selection import select_layers
 from scale_surgery.show.figure_rank_layers import ranking_figure
 from scale_surgery.show.tables_rank_layers import next_command
 from scale_surgery.surgery.expand import expand
+from scale_surgery.training.budget import find_ties, last_of_ties
 from scale_surgery.training.pilot import run_pilot
 from scale_surgery.training.pilot_settings import PilotBudget, budget_pilots
 from scale_surgery.training.rank_layers import prepare_ranking, run_ranking
-from scale_surgery.training.ranking import SCORES, LayerScore, find_ties, last_of_ties
+from scale_surgery.training.ranking import SCORES, LayerScore
 from tests.conftest import digests, load
 from tests.tiny import save_tiny
 
