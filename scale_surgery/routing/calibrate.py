@@ -5,6 +5,7 @@ old and new text --one pass--> path_scores --every setting--> routing_sweep --th
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -182,7 +183,7 @@ def _say_too_much(folder: Path, choice: Choice, limits: Limits) -> str:
     least, looser = choice.proposed, choice.loosest
     options = "Raise --most-forgetting, or leave --write out to see every setting."
     if looser.forgetting <= limits.forgetting:
-        options = f"One that may lose more on a text does: {ask_for(looser, limits, 0.0)}. Or r{options[1:]}"
+        options = f"One that may lose more on a text does: {ask_for(looser, limits, -math.inf)}. Or r{options[1:]}"
     return (
         f"{folder}: no setting forgets at most {limits.forgetting:g} nats per token, so none is set; the least is "
         f"{least.forgetting:.4f}, with {least.numbers}. {options}"

@@ -28,6 +28,8 @@ SCORE_NAMES: dict[ScoreName, str] = {"relative-norm": "change", "effective-rank"
 def render_ranking(result: Ranking, *, details: bool = False) -> RenderableType:
     """The pilot, its layers from the best to the last, and what is proposed."""
     parts: list[RenderableType] = [_render_pilot(result), Text(), _render_layers(result), Text()]
+    if result.depth is not None:
+        parts += [_render_w12(result.depth), Text()]
     if details:
         parts += [_render_matrices(result, "relative-norm"), Text(), _render_matrices(result, "effective-rank"), Text()]
     return Group(*parts, facts("proposal", list(_proposal_rows(result))))
@@ -69,18 +71,23 @@ def _render_layers(result: Ranking) -> Table:
     for name in (*names, "place by\n" + _other(result)):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
-    found = {} if result.depth is None else {one.layer: one for one in result.depth.layers}
-    for name in ("gradient\nof W12", "KL of\na step", "worth\nof W12") if found else ():
-        table.add_column(name, justify="right", no_wrap=True)
     layers = {layer.layer: layer for layer in result.layers}
     other = result.order(result.proposals[1].score)
     for place, number in enumerate(result.order(result.score), start=1):
         is_chosen = number in result.proposals[0].layers
         row = [str(place), str(number), *_scores(layers[number]), str(other.index(number) + 1), _mark(result, number)]
-        if number in found:
-            one = found[number]
-            row += [f"{one.gradient_energy**0.5:.3g}", f"{one.divergence:.2g}", f"{one.worth:.3g}"]
         table.add_row(*row, style="bold" if is_chosen else None)
+    return table
+
+
+def _render_w12(depth: W12Estimate) -> Table:
+    """What W12 of each layer promises on new text, and what a step of it costs on old text."""
+    table = plain_table("W12")
+    for name in ("layer", "gradient", "KL of a step", "worth"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for one in depth.layers:
+        numbers = (f"{one.gradient_energy**0.5:.3g}", f"{one.divergence:.2g}", f"{one.worth:.3g}")
+        table.add_row(str(one.layer), *numbers, style="bold" if one.layer in depth.proposed else None)
     return table
 
 

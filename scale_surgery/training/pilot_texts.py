@@ -32,7 +32,21 @@ def read_texts(
     settings: PilotSettings,
     run: RunOptions,
 ) -> dict[str, Sequences]:
-    """Token sequences of the new text, and of the old where there is any; all of one length but the last."""
+    """Read what a ranking reads.
+
+    Args:
+        source: The model, with its tokenizer.
+        checkpoint: Its files.
+        files: Files by side, "new" and "old".
+        settings: How pilots train.
+        run: How its tokenizer is loaded: trust_remote_code.
+
+    Returns:
+        Token sequences of the new text, and of the old where there is any; all of one length but the last.
+
+    Raises:
+        DataError: If there is no new text, a text is too short, or a token has no embedding.
+    """
     from scale_surgery.running.documents import read_documents
     from scale_surgery.running.texts import pack, tokenize, without_unscored
 
