@@ -455,6 +455,22 @@ def test_the_bound_is_not_loosened_unless_it_is_asked_for(told: tuple[Path, Path
     assert "a text may lose 0.693 nats before, 4.61 nats after" in " ".join(" ".join(shown_of(done)).split())
 
 
+def test_bounds_and_short_prompts_stand_in_the_json_and_the_options_are_the_command_s(
+    told: tuple[Path, Path, Path],
+) -> None:
+    model, known, learned = told
+    words = (model, "--old", known, "--new", learned, "--most-forgetting", 0.5, "--json")
+    kept = json.loads(run(*words).stdout)
+    assert kept["present"]["bound"] == kept["limits"]["bound"] == pytest.approx(math.log(2))
+    assert kept["present"]["bound_per_token"] == pytest.approx(-math.log(0.99))
+    assert kept["loosest"]["bound"] == pytest.approx(-math.log(0.01)) and kept["adapt"]["bound"] is None
+    assert [length["tokens"] for length in kept["proposed"]["short"]["lengths"]] == list(range(1, 9))
+    assert kept["proposed"]["gain"].keys() == {"value", "error"}
+    asked = json.loads(run(*words, *kept["ask"].split()).stdout)
+    assert asked["proposed"]["routing"] == kept["loosest"]["routing"] != kept["proposed"]["routing"]
+    assert asked["ask"] is None
+
+
 def test_the_rule_of_old_would_have_written_it(told: tuple[Path, Path, Path]) -> None:
     """What `--write` did: the short prompts that were the base's are the adapt path's afterwards."""
     found = route_calibrate(*told, CalibrationSettings(**LEARNS))
