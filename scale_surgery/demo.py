@@ -270,6 +270,7 @@ def _fine_tune(base: Path, data: Path, output: Path, settings: TrainingSettings,
     from scale_surgery.running.loading import quiet_transformers
     from scale_surgery.running.texts import collate, pack, tokenize
     from scale_surgery.training.arguments import make_arguments
+    from scale_surgery.training.trainer import Advance
 
     with quiet_transformers():
         model, tokenizer = AutoModelForCausalLM.from_pretrained(base), AutoTokenizer.from_pretrained(base)
@@ -279,9 +280,11 @@ def _fine_tune(base: Path, data: Path, output: Path, settings: TrainingSettings,
         )
         arguments.save_strategy = "no"
         trainer = Trainer(model=model, args=arguments, train_dataset=sequences, data_collator=collate)
-        # it prints what it logs, in the form of Python
+        # it prints what it logs as Python writes it
         trainer.remove_callback(PrinterCallback)
-        trainer.train()
+        with out.track("fine-tuning", arguments.max_steps) as advance:
+            trainer.add_callback(Advance(advance))
+            trainer.train()
         model.save_pretrained(output)
         tokenizer.save_pretrained(output)
 

@@ -11,11 +11,11 @@ import errno
 import json
 import os
 import re
-import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from scale_surgery.checkpoint.copying import copy_file
 from scale_surgery.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -36,10 +36,18 @@ def sync(path: Path) -> None:
 
 @contextlib.contextmanager
 def finished_file(file: Path) -> Iterator[Path]:
-    """Give a temporary sibling to write; when the block ends well it becomes `file`, on disk, readable as usual."""
+    """Give a temporary sibling to write; when the block ends well it becomes `file`, on disk, readable as usual.
+
+    Raises:
+        CheckpointError: If somebody else has put a link, or anything but a file, where the sibling is to be.
+    """
     file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.parent / f"{file.name}.tmp"
+    if (problem := blocked(file)) is not None:
+        raise CheckpointError(problem)
+    temporary = _temporary(file)
     temporary.unlink(missing_ok=True)
+    # whoever writes it by its name then finds this file, and follows no link
+    os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
     try:
         yield temporary
     except BaseException:
@@ -50,6 +58,20 @@ def finished_file(file: Path) -> Iterator[Path]:
         temporary.chmod(0o666 & ~_umask())
     sync(temporary)
     temporary.rename(file)
+
+
+def blocked(file: Path) -> str | None:
+    """Say why a file cannot be written: something lies where it is to be made that no interrupted run left."""
+    temporary = _temporary(file)
+    if temporary.is_symlink() or (temporary.exists() and not temporary.is_file()):
+        return (
+            f"{temporary}: was not made by this program, expected a free name to write to for a moment. Take it away."
+        )
+    return None
+
+
+def _temporary(file: Path) -> Path:
+    return file.parent / f"{file.name}.tmp"
 
 
 def _umask() -> int:
@@ -113,11 +135,12 @@ def take_over(source: Path, file: Path, how: BaseWeights) -> None:
         if how == "link" and file.suffix == ".safetensors":
             _link(real, temporary)
         elif how == "copy" or not _reflink(real, temporary):
-            shutil.copyfile(real, temporary)
+            copy_file(real, temporary)
 
 
 def _link(source: Path, file: Path) -> None:
     try:
+        file.unlink()
         os.link(source, file)
     except OSError as error:
         raise CheckpointError(

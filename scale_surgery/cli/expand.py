@@ -9,7 +9,6 @@ import click
 
 from scale_surgery.cli.options import (
     FILE,
-    FOLDER,
     TOKENIZER_CODE,
     model_options,
     output_options,
@@ -17,7 +16,8 @@ from scale_surgery.cli.options import (
     run_options,
     take,
 )
-from scale_surgery.cli.plan import make_request, request_options
+from scale_surgery.cli.outputs import OUTPUT_FOLDER
+from scale_surgery.cli.plan import LEFT_OUT, make_request, request_options
 
 if TYPE_CHECKING:
     from scale_surgery.show.console import Output
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 @click.command(name="expand")
 @model_options
 @request_options
-@click.option("-o", "--output", type=FOLDER, help="Folder to write. Default: ./<name>-scale.")
+@click.option("-o", "--output", type=OUTPUT_FOLDER, help="Folder to write. Default: ./<name>-scale.")
 @click.option(
     "--plan",
     "plan_file",
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 @run_options(
     "device",
     code=TOKENIZER_CODE,
-    helps={"device": "Where singular value decompositions are computed: cpu, cuda, ..."},
+    helps={"device": "Where decompositions are computed: cpu, cuda, ...; auto takes a GPU if there is one."},
 )
 @output_options
 def expand_command(
@@ -58,13 +58,14 @@ def expand_command(
     \b
     Example: scale-surgery expand MODEL --layers 20-31
     """
+    from scale_surgery.checkpoint.staging import check_target
     from scale_surgery.planning.plan import plan
     from scale_surgery.planning.saved import load_plan
     from scale_surgery.running.options import RunOptions
     from scale_surgery.show.commands import expand_command
     from scale_surgery.show.tables import render_expansion
     from scale_surgery.show.tables_plan import render_plan
-    from scale_surgery.surgery.expand import expand
+    from scale_surgery.surgery.expand import default_output, expand
 
     run = take(RunOptions, {name: options.pop(name) for name in ("device", "trust_remote_code")})
     how = {name: options.pop(name) for name in ("base_weights", "overwrite")}
@@ -79,16 +80,19 @@ def expand_command(
         out.show(made, render_plan(made))
         out.suggest(expand_command(model, made.request, revision, plan_file))
         return
+    # nobody reads a plan first, to learn then that it cannot be written
+    target = default_output(made) if output is None else output
+    check_target(target, [Path(model)] if Path(model).is_dir() else [], overwrite=how["overwrite"])
     out.say(render_plan(made))
     done = expand(
         model,
         made,
-        output,
+        target,
         revision=revision,
         **how,
         run=run,
         track=out.track,
     )
     if done.left_out:
-        out.warn(f"weights in other formats are not taken along: {', '.join(done.left_out)}")
+        out.warn(LEFT_OUT.format(", ".join(done.left_out)))
     out.show(done, render_expansion(done))

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from scale_surgery.cli.options import FILE, given, model_options, named, options_from, output_options
+from scale_surgery.cli.options import given, model_options, named, options_from, output_options
+from scale_surgery.cli.outputs import files_option, write_files
 from scale_surgery.planning.request import Request
 
 if TYPE_CHECKING:
@@ -22,6 +23,9 @@ request_options = options_from(
     *("ratio", "up_width", "up_kv_heads", "up_inner_width"),
     *("init_w21", "init_w22", "init_embedding", "svd", "seed", "dtype"),
 )
+
+
+LEFT_OUT = "other weight formats and links out of the folder are not taken along: {}"
 
 
 def make_request(options: dict[str, Any]) -> Request | None:
@@ -37,11 +41,11 @@ def make_request(options: dict[str, Any]) -> Request | None:
 @click.command(name="plan")
 @model_options
 @request_options
-@click.option("-o", "--output", type=FILE, help="Write the plan to this JSON file, for expand --plan.")
+@files_option(".json", help="Write the plan to this .json file, for expand --plan.")
 @click.option("--details", is_flag=True, help="List every new tensor.")
 @output_options
 def plan_command(
-    model: str, revision: str | None, output: Path | None, details: bool, out: Output, **options: Any
+    model: str, revision: str | None, outputs: tuple[Path, ...], details: bool, out: Output, **options: Any
 ) -> None:
     """Show what expand would do to MODEL: every new tensor, and what it costs. No weights are read or downloaded.
 
@@ -51,8 +55,9 @@ def plan_command(
     \b
     Example: scale-surgery plan MODEL --layers 20-31 --variant adapt -o plan.json
     """
+    from scale_surgery.checkpoint.sources import open_model
     from scale_surgery.checkpoint.staging import check_output_files
-    from scale_surgery.planning.plan import plan
+    from scale_surgery.planning.plan import make_plan
     from scale_surgery.planning.saved import save_plan
     from scale_surgery.show.commands import expand_command
     from scale_surgery.show.tables_plan import render_plan
@@ -60,11 +65,11 @@ def plan_command(
     request = make_request(options)
     if request is None:
         raise click.UsageError("--layers is missing, for example --layers last:4.")
-    check_output_files([output], [model])
-    made = plan(model, request, revision=revision)
-    if output is not None:
-        save_plan(made, output)
+    check_output_files(outputs, [model])
+    source, checkpoint = open_model(model, revision)
+    made = make_plan(checkpoint, request, name=source.name, revision=source.revision)
+    if checkpoint.left_out:
+        out.warn(LEFT_OUT.format(", ".join(checkpoint.left_out)))
     out.show(made, render_plan(made, details=details))
-    if output is not None:
-        out.say_file("written", output)
-    out.suggest(expand_command(model, made.request, revision, output))
+    write_files(outputs, {".json": lambda file: save_plan(made, file)}, out)
+    out.suggest(expand_command(model, made.request, revision, next(iter(outputs), None)))

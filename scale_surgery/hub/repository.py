@@ -24,16 +24,21 @@ from scale_surgery.checkpoint.folder import (
     EXTRACT_FILE,
     MANIFEST_FILE,
     OTHER_WEIGHT_SUFFIXES,
+    is_left_link,
     list_files,
     open_checkpoint,
     read_json,
     stays_behind,
 )
 from scale_surgery.checkpoint.hashes import hash_file
+from scale_surgery.checkpoint.reading import parse_json, read_bytes
+from scale_surgery.checkpoint.schema import in_one_line, known_misfits, misfits
 from scale_surgery.errors import CheckpointError
+from scale_surgery.surgery.extract_folder import ExtractRecord
 from scale_surgery.surgery.licence import LICENCE_KEYS
 from scale_surgery.surgery.record import STOCK_RECORD_FILE as MERGE_FILE
-from scale_surgery.surgery.record import Manifest, read_manifest
+from scale_surgery.surgery.record import Manifest, read_manifest, refuse_linked
+from scale_surgery.surgery.record_schema import StockRecord
 
 MARK = re.compile(r"\n<!-- written by scale-surgery push, sha256 ([0-9a-f]{64}) -->\n$")
 
@@ -127,21 +132,42 @@ def read_contents(path: Path) -> Contents:
     form = _find_form(path, names)
     checkpoint = None if form == "extract" else open_checkpoint(path)
     manifest = None if form == "stock" else read_manifest(path)
+    if manifest is not None:
+        refuse_linked(path, manifest)
     record = read_json(path / (MERGE_FILE if form == "stock" else MANIFEST_FILE))
+    _check_record(path, form, record)
     known = {*(checkpoint.shards if checkpoint else ()), *_recorded(path, form, record)}
     foreign = checkpoint.left_out if checkpoint else ()
     stays = {name for name in names if stays_behind(path, name)} - known
     unfinished = {name for name in names if name.endswith(UNFINISHED_SUFFIXES)}
     left_out = tuple(name for name in names if name in foreign or name in stays | unfinished)
+    left_out += tuple(name for name in foreign if name not in names)
     files = tuple(name for name in names if name not in left_out)
     base_card = None if form == "extract" else _find_base_card(path, files, record)
     is_own = CARD_FILE in files and base_card != CARD_FILE and not is_written_card(read_card(path / CARD_FILE))
     return Contents(path, form, files, left_out, manifest, record, base_card, CARD_FILE if is_own else None)
 
 
+def _check_record(path: Path, form: Form, record: Mapping[str, Any]) -> None:
+    """Check the kinds of values that a push relies on; surgery.json was checked when it was read."""
+    file = {"extract": EXTRACT_FILE, "stock": MERGE_FILE, "expanded": MANIFEST_FILE}[form]
+    problems: list[str] = []
+    if form == "stock":
+        problems += known_misfits(record, StockRecord)
+    elif form == "extract":
+        problems += misfits(read_json(path / EXTRACT_FILE), ExtractRecord)
+    if problems:
+        raise CheckpointError(
+            f"{path / file}: is incomplete ({in_one_line(problems)}). Restore it from where you got it."
+        )
+
+
 def read_card(file: Path) -> str:
     """The text of a model card, as it is."""
-    return file.read_bytes().decode("utf-8", errors="replace")
+    try:
+        return read_bytes(file).decode("utf-8", errors="replace")
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read ({error}). Check the file.") from error
 
 
 def assemble(contents: Contents, folder: Path, *, with_own_card: bool) -> None:
@@ -184,7 +210,7 @@ def names_code(path: Path, name: str) -> bool:
 def is_same_base(record: Mapping[str, Any], there: str) -> bool:
     """Whether the record of a repository, surgery.json or merge.json, names the base tensors that another one names."""
     try:
-        other = json.loads(there)
+        other = parse_json(there)
         tables = [[_tensors(found), _weights(found)] for found in (record, other)]
     except (ValueError, TypeError, AttributeError, KeyError):
         return False
@@ -220,10 +246,10 @@ def _find_form(path: Path, names: list[str]) -> Form:
 
 
 def _recorded(path: Path, form: Form, record: Mapping[str, Any]) -> set[str]:
-    """Names of files that the folder's own record knows by their hashes, hidden or linked as they may be."""
-    if form == "extract":
-        return set(read_json(path / EXTRACT_FILE)["files"])
-    return {str(entry.get("stored_as") or name) for name, entry in record.get("base_files", {}).items()}
+    """Names of files that the folder's own record knows by their hashes, hidden as they may be."""
+    files = read_json(path / EXTRACT_FILE)["files"] if form == "extract" else record.get("base_files", {})
+    names = {str(entry.get("stored_as") or name) for name, entry in files.items()} | RECORDS
+    return {name for name in names if not is_left_link(path, name)}
 
 
 def _find_base_card(path: Path, files: tuple[str, ...], record: Mapping[str, Any]) -> str | None:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from scale_surgery.checkpoint.folder import CONFIG_FILE, Checkpoint
+from scale_surgery.checkpoint.folder import CONFIG_FILE, MANIFEST_FILE, Checkpoint
 from scale_surgery.checkpoint.numbering import AFTER, CONFIG_KEY, numbering_of
+from scale_surgery.checkpoint.schema import in_one_line, known_misfits
 from scale_surgery.checkpoint.sources import open_model
-from scale_surgery.errors import CheckpointError
+from scale_surgery.errors import CheckpointError, PlanError
+from scale_surgery.planning.base import check_layers
 from scale_surgery.planning.families import Family, Sizes, get_family, read_sizes
 from scale_surgery.planning.methods import method_of_variant
 from scale_surgery.planning.routing_specs import Routing, read_routing
+from scale_surgery.planning.spec_schema import spec_problems
 from scale_surgery.planning.specs import Widths
 
 
@@ -75,7 +78,7 @@ class Inspection:
         parameters_stored: Parameters in the files.
         parameters_unique: The same without a head that is stored although it is tied to the embedding.
         bytes: Bytes of all tensors.
-        left_out: Files with weights in other formats.
+        left_out: Files with weights in other formats, and links that lead out of the folder.
         expansion: What was added, for an expanded model.
     """
 
@@ -90,6 +93,15 @@ class Inspection:
     bytes: int
     left_out: tuple[str, ...]
     expansion: ExpansionSummary | None
+
+
+@dataclass(frozen=True)
+class _Record:
+    base_name: str | None = None
+    base_revision: str | None = None
+    verification: Mapping[str, Any] | None = None
+    training: tuple[Mapping[str, Any], ...] = ()
+    routing: Mapping[str, Any] | None = None
 
 
 def inspect(model: str | Path, *, revision: str | None = None) -> Inspection:
@@ -111,6 +123,7 @@ def inspect(model: str | Path, *, revision: str | None = None) -> Inspection:
     sizes = read_sizes(family, checkpoint.config)
     if (numbering := numbering_of(checkpoint.config.get(CONFIG_KEY))) is not None:
         sizes = replace(sizes, layers=sizes.layers - len(numbering.new))
+    check_layers(family, sizes.layers, checkpoint.tensors)
     stored = sum(info.elements for info in checkpoint.tensors.values())
     shards: dict[str, int] = {}
     for info in checkpoint.tensors.values():
@@ -145,24 +158,25 @@ def _tied_copy(checkpoint: Checkpoint, family: Family, sizes: Sizes) -> int:
 def _summarise(checkpoint: Checkpoint) -> ExpansionSummary:
     specs = checkpoint.config["scale_surgery"]
     try:
+        if problems := spec_problems(specs, CONFIG_KEY):
+            raise PlanError(in_one_line(problems))
         return _read_summary(checkpoint, specs)
-    except (KeyError, TypeError, AttributeError, StopIteration) as error:
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, StopIteration, PlanError) as error:
         raise CheckpointError(
             f"{checkpoint.path / CONFIG_FILE}: scale_surgery is incomplete ({error}). Restore it from where you got it."
         ) from error
 
 
 def _read_summary(checkpoint: Checkpoint, specs: Mapping[str, Any]) -> ExpansionSummary:
-    manifest: Mapping[str, Any] = checkpoint.manifest or {}
+    manifest = _read_record(checkpoint)
     numbering = numbering_of(specs)
     widths = specs.get("widths") or asdict(Widths(0, 0, 0))
     collaborative = specs.get("collaborative") or {"layers": (), "groups": ()}
-    verification = manifest.get("verification")
     return ExpansionSummary(
         method=method_of_variant(specs["variant"]).name,
         variant=specs["variant"],
-        base_name=manifest.get("base_name"),
-        base_revision=manifest.get("base_revision"),
+        base_name=manifest.base_name,
+        base_revision=manifest.base_revision,
         layers=tuple(specs["expanded_layers"]),
         new_layers=() if numbering is None else numbering.new,
         collaborative_layers=tuple(collaborative["layers"]),
@@ -174,9 +188,21 @@ def _read_summary(checkpoint: Checkpoint, specs: Mapping[str, Any]) -> Expansion
         copies=_count_mlps(specs),
         parameters_by_block=_count_blocks(checkpoint) if numbering is None else _count_copies(checkpoint),
         is_fused=specs.get("fused", False),
-        verified=_verified(verification),
-        changed_since=None if verification is None else _changed_since(manifest, verification),
+        verified=_verified(manifest.verification),
+        changed_since=None if manifest.verification is None else _changed_since(manifest, manifest.verification),
     )
+
+
+def _read_record(checkpoint: Checkpoint) -> _Record:
+    """What surgery.json says of the base and of the last verification; empty where there is none."""
+    content = checkpoint.manifest or {}
+    if problems := list(known_misfits(content, _Record)):
+        raise CheckpointError(
+            f"{checkpoint.path / MANIFEST_FILE}: is incomplete ({in_one_line(problems)}). Restore it from where you "
+            "got it."
+        )
+    known = {field.name: content[field.name] for field in fields(_Record) if field.name in content}
+    return _Record(**known)
 
 
 def _count_blocks(checkpoint: Checkpoint) -> dict[str, int]:
@@ -212,12 +238,11 @@ def _verified(verification: Mapping[str, Any] | None) -> str | None:
     return f"{'passed' if verification['passed'] else 'FAILED'} {verification['date']}"
 
 
-def _changed_since(manifest: Mapping[str, Any], verification: Mapping[str, Any]) -> str | None:
+def _changed_since(record: _Record, verification: Mapping[str, Any]) -> str | None:
     """What the records tell to be newer than a verification; no tensor is read."""
-    runs = manifest.get("training") or ()
     # dates in UTC, written in one way, are ordered as texts
-    is_trained = any(str(run.get("begun", "")) >= str(verification.get("date")) for run in runs)
-    numbers = (manifest.get("routing") or {}).get("settings")
+    is_trained = any(str(run.get("begun", "")) >= str(verification.get("date")) for run in record.training)
+    numbers = (record.routing or {}).get("settings")
     is_routed_otherwise = numbers != verification.get("routing", numbers)
     changed = ["tensors (by training)"] * is_trained + ["the router's numbers"] * is_routed_otherwise
     return f"{' and '.join(changed)} changed since" if changed else None

@@ -16,7 +16,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -39,9 +38,9 @@ from scale_surgery.surgery.record import read_manifest
 SETTINGS_FILE = "settings.json"
 CURVES_FILE = "curves.png"
 EXPANSION_FILE = "expansion.safetensors"
+CHECKPOINT = re.compile(r"checkpoint-\d+")
 # written last into a checkpoint: without it the checkpoint is not whole
 COMPLETE_FILE = "complete.json"
-SECONDS_BETWEEN_DRAWINGS = 60
 MEASURED = {"old_nats_per_token", "new_nats_per_token"}
 Log = Sequence[Mapping[str, Any]]
 
@@ -128,7 +127,7 @@ class TrainingRun:
     def whole_checkpoints(self) -> list[Path]:
         """Checkpoints that were written to their end, the latest last."""
         found = [path.parent for path in self.folder.glob(f"checkpoint-*/{COMPLETE_FILE}")]
-        return sorted(found, key=self.step_of)
+        return sorted((path for path in found if CHECKPOINT.fullmatch(path.name)), key=self.step_of)
 
     @staticmethod
     def step_of(checkpoint: Path) -> int:
@@ -145,10 +144,12 @@ class TrainingRun:
         source = self.checkpoint
         base_shards = {entry.stored_as for entry in read_manifest(source.path).base_files.values()}
         state = {"train": dict(self.decisive), "base_weights": base_weights}
-        with staged(self.target, state, overwrite=overwrite) as partial:
-            for file in (*source.shards, *source.side_files, MANIFEST_FILE):
-                if not file.startswith(f"{TRAINING_FOLDER}/"):
-                    take_over(source.path / file, partial / file, base_weights if file in base_shards else "copy")
+        files = (*source.shards, *source.side_files, MANIFEST_FILE)
+        taken = {file: source.path / file for file in files if not file.startswith(f"{TRAINING_FOLDER}/")}
+        stamps = {file: source.stamps[file] for file in taken.values()}
+        with staged(self.target, state, stamps, overwrite=overwrite) as partial:
+            for name, file in taken.items():
+                take_over(file, partial / name, base_weights if name in base_shards else "copy")
             write_json(partial / TRAINING_FOLDER / SETTINGS_FILE, self.decisive)
 
     def publish(self, saved: Path, log: Log) -> None:
@@ -161,7 +162,6 @@ class TrainingRun:
         write_json(saved / COMPLETE_FILE, {"step": self.step_of(saved)})
         publish_tensors(self.target, saved / EXPANSION_FILE, f"expansion-step-{self.step_of(saved)}-", self.renamed)
         self.write(log)
-        self.draw(log, seconds=SECONDS_BETWEEN_DRAWINGS)
         for other in self.folder.glob("checkpoint-*"):
             if other.name != saved.name:
                 shutil.rmtree(other)
@@ -176,13 +176,11 @@ class TrainingRun:
         changed = replace(manifest, training=(*earlier, entry))
         write_json(self.target / MANIFEST_FILE, asdict(changed))
 
-    def draw(self, log: Log, *, seconds: float = 0) -> None:
-        """Draw the curves, unless they were drawn in the last `seconds`."""
+    def draw(self, log: Log) -> None:
+        """Draw the curves, once: a figure takes as long as many steps of a small model."""
         from scale_surgery.show.figures import plot_training
 
-        file = self.folder / CURVES_FILE
-        if not file.exists() or time.time() - file.stat().st_mtime >= seconds:
-            plot_training([dict(entry) for entry in log], file)
+        plot_training([dict(entry) for entry in log], self.folder / CURVES_FILE)
 
     def write_log(self, log: Log) -> None:
         """Write the log as JSON lines."""
@@ -233,6 +231,7 @@ def publish_tensors(target: Path, trained: Path, prefix: str, renamed: Mapping[s
             write_tensors(target / published, {name: file.get_tensor(names[name]).to(dtypes[name]) for name in own})
             index["weight_map"] |= dict.fromkeys(own, published)
     write_json(target / INDEX_FILE, index)
-    for written in target.glob("expansion-*.safetensors"):
+    # also what a kill in the middle of a shard left
+    for written in (*target.glob("expansion-*.safetensors"), *target.glob("expansion-*.safetensors.tmp")):
         if written.name not in index["weight_map"].values():
             written.unlink()

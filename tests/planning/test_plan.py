@@ -13,10 +13,14 @@ from safetensors.torch import load_file, save_file
 
 from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.errors import CheckpointError, PlanError, UnsupportedFamilyError
-from scale_surgery.planning.plan import make_plan, plan
+from scale_surgery.evidence.evaluate import evaluate
+from scale_surgery.planning.inspect import inspect
+from scale_surgery.planning.plan import Plan, make_plan, plan
 from scale_surgery.planning.request import Request
 from scale_surgery.planning.saved import load_plan, read_plan, save_plan
 from scale_surgery.planning.specs import Widths
+from scale_surgery.show.tables_plan import plan_rows
+from scale_surgery.surgery.record import read_manifest
 
 
 @pytest.fixture
@@ -40,6 +44,44 @@ def test_default_widths_are_an_eighth(base_of):
     assert made.collaboration.layers == ()
     wide = plan(base_of("llama"), Request("last:1", ratio=2.0))
     assert wide.widths == Widths(up_width=80, up_kv_heads=4, up_inner_width=104)
+
+
+def rows(made: Plan) -> dict[str, str]:
+    return dict(plan_rows(made))
+
+
+def test_a_share_that_is_not_the_ratio_is_explained(base_of):
+    """The tiny llama has 2 key/value heads: a quarter of them is one, which is half."""
+    told = rows(plan(base_of("llama"), Request("1", ratio=0.25)))["share of base"]
+    assert told.startswith("residual stream 50.0%, key/value heads 50.0%, inner 30.8%. --ratio 0.25 asks for 25.0%")
+    assert "added whole to 2" in told and "--up-kv-heads" in told
+    met = rows(plan(base_of("llama"), Request("1", ratio=0.5)))["share of base"]
+    assert met == "residual stream 50.0%, key/value heads 50.0%, inner 46.2%"
+    chosen = rows(plan(base_of("llama"), Request("1", up_width=20, up_kv_heads=1, up_inner_width=52)))["share of base"]
+    assert "--ratio" not in chosen  # nothing came from the ratio
+
+
+def test_a_plan_says_what_the_expansion_can_become(base_of):
+    wide = rows(plan(base_of("llama"), Request("1")))
+    assert wide["fused form"] == "yes, by merge --to fused" and wide["router"] == "yes, by route-export"
+    assert wide["stock form"].startswith("none. The residual stream is 20 features wider than the base's 40")
+    cast = rows(plan(base_of("llama"), Request("1", dtype="bfloat16")))
+    assert cast["fused form"] == "yes, by merge --to fused, where the base's tensors are bfloat16 too"
+    grown = rows(plan(base_of("llama"), Request("1", method="grow")))
+    assert grown["fused form"].startswith("none. The model is grown") and grown["stock form"].startswith("+")
+    deep = rows(plan(base_of("llama"), Request("1", method="depth")))
+    assert deep["fused form"].startswith("none. It is a stock checkpoint already")
+    assert deep["router"].startswith("none. It is a stock checkpoint, whose classes run one path")
+
+
+def test_what_is_added_outside_the_layers_is_said(base_of):
+    """lm_head.up_weight of a large vocabulary can be most of what is added."""
+    made = plan(base_of("llama"), Request("1"))
+    outside = [tensor for tensor in made.tensors if tensor.layer is None]
+    total = sum(tensor.elements for tensor in outside)
+    assert rows(made)["outside layers"] == f"+{total:,}, of them lm_head.up_weight {97 * 20:,}"
+    assert total + made.costs.parameters_per_layer == made.costs.parameters_added
+    assert "outside layers" not in rows(plan(base_of("llama"), Request("1", method="grow")))
 
 
 def test_adapt_collaborates_in_attention_of_all_expanded_layers_by_default(base_of):
@@ -101,11 +143,17 @@ def test_without_up_stream_w12_stands_where_something_was_added(base_of):
         ),
         (
             Request("0-1", variant="adapt", collaborative_layers="1-2"),
-            ["--collaborative-layers 1-2: 2 not among the expanded layers. Choose among --layers 0-1."],
+            [
+                "--collaborative-layers 1-2: 2 not among the expanded layers, which are 0-1. Choose among those, or "
+                "add to --layers."
+            ],
         ),
         (
             Request("0-1", variant="adapt", up_width=0, collaborative_layers="1"),
-            ["--up-width is 0: every expanded layer must be in --collaborative-layers."],
+            [
+                "--up-width is 0: --collaborative-layers names 1, expected every expanded layer, 0-1. Leave the "
+                "option out."
+            ],
         ),
         (
             Request("0-1", variant="adapt", up_width=0, collaborate="attn"),
@@ -174,6 +222,36 @@ def edit_config(folder: Path, **changes: object) -> None:
     (folder / "config.json").write_text(json.dumps(config | changes))
 
 
+def test_layers_that_are_not_there_are_not_counted_to(llama_base, tmp_path):
+    """Whatever counts to a billion does not end."""
+    text = tmp_path / "some.txt"
+    text.write_text("some words")
+    tensors = len(open_checkpoint(llama_base).tensors)
+    promised = "Is config.json from this checkpoint"
+    edit_config(llama_base, num_hidden_layers=10**9)
+    looks = (lambda: plan(llama_base, Request("all")), lambda: inspect(llama_base))
+    for look in (*looks, lambda: evaluate(llama_base, text)):
+        with pytest.raises(
+            CheckpointError, match=f"num_hidden_layers is 1000000000, found {tensors} tensors in all. {promised}"
+        ):
+            look()
+    edit_config(llama_base, num_hidden_layers=4)
+    for look in looks:
+        with pytest.raises(CheckpointError, match=f"num_hidden_layers is 4, found tensors of 3 layers. {promised}"):
+            look()
+
+
+def test_layers_of_a_record_that_are_not_there_are_not_counted_to(pair_of, tmp_path):
+    expanded = Path(shutil.copytree(pair_of("llama").path, tmp_path / "expanded"))
+    record = json.loads((expanded / "surgery.json").read_text())
+    base_config = json.loads(record["replaced"]["config.json"])
+    record["replaced"]["config.json"] = json.dumps(base_config | {"num_hidden_layers": 10**9})
+    record["plan"]["sizes"]["layers"] = 10**9
+    (expanded / "surgery.json").write_text(json.dumps(record))
+    with pytest.raises(CheckpointError, match="num_hidden_layers is 1000000000, found tensors of 3 layers"):
+        read_manifest(expanded)
+
+
 def test_an_unknown_family_lists_the_known(llama_base):
     edit_config(llama_base, model_type="mamba")
     with pytest.raises(
@@ -237,11 +315,23 @@ def test_a_saved_plan_gives_its_request_back(base_of, tmp_path):
     content = json.loads(file.read_text())
     assert read_plan(content) == made
     file.write_text(json.dumps(content | {"layers": [0]}))
-    with pytest.raises(PlanError, match=r"made for another base model or by another release; it differs in layers\."):
+    with pytest.raises(PlanError, match=r"another release of this program made it, and this one would plan other tens"):
         load_plan(base_of("llama"), file)
     save_plan(made, file)
-    with pytest.raises(PlanError, match="it differs in base_fingerprint, base_name, tensors"):
+    wanted = "was made for another base model, llama_float32_untied, found llama_bfloat16_untied. Give the model that"
+    with pytest.raises(PlanError, match=wanted):
         load_plan(base_of("llama", "bfloat16"), file)
+
+
+def test_a_saved_plan_is_for_the_model_wherever_it_lies(base_of, tmp_path):
+    file, elsewhere = tmp_path / "plan.json", tmp_path / "elsewhere"
+    save_plan(plan(base_of("llama"), Request("0")), file)
+    shutil.copytree(base_of("llama"), elsewhere)
+    assert load_plan(elsewhere, file) == plan(elsewhere, Request("0")), "the plan names the model that is read"
+    config = json.loads((elsewhere / "config.json").read_text())
+    (elsewhere / "config.json").write_text(json.dumps(config | {"rope_theta": 20000.0}))
+    with pytest.raises(PlanError, match="was made for another base model, llama_float32_untied, found elsewhere"):
+        load_plan(elsewhere, file)
 
 
 # the last: rank-layers -o writes a request too

@@ -34,8 +34,8 @@ from scale_surgery import (
     verify,
 )
 from scale_surgery.biographies import SHIPPED_MODEL, biography, people, questions
+from scale_surgery.checkpoint.beside import locked
 from scale_surgery.checkpoint.folder import open_checkpoint
-from scale_surgery.checkpoint.staging import locked
 from scale_surgery.cli.program import main
 from scale_surgery.surgery.record import read_manifest
 from scale_surgery.training.run_folder import module_names, publish_tensors
@@ -434,7 +434,7 @@ def test_bad_data_stops_before_anything_is_written(place: Path, tmp_path: Path) 
     text = refusal(wide, [wrong], out, SETTINGS, error=DataError)
     assert len(text.splitlines()) == 2 and "line 1: has the fields content" in text
     assert "line 2" in text
-    assert "cannot be read" in refusal(wide, [tmp_path / "none.txt"], out, SETTINGS, error=DataError)
+    assert "there is no such file" in refusal(wide, [tmp_path / "none.txt"], out, SETTINGS, error=DataError)
     long = TrainingSettings(steps=1, packing=False, sequence_length=16)
     text = refusal(wide, [place / "texts.jsonl"], out, long, error=DataError)
     assert "texts.jsonl, line 1:" in text and "expected at most 16" in text and "--packing" in text
@@ -471,7 +471,9 @@ def test_a_base_or_a_stripped_model_is_refused(place: Path, tmp_path: Path) -> N
     strip(place / "preserve", tmp_path / "base")
     for path in (SHIPPED_MODEL, tmp_path / "base"):
         text = refusal(path, [place / "texts.jsonl"], tmp_path / "out", SETTINGS, error=CheckpointError)
-        assert "has no surgery.json, expected a model made by scale-surgery expand" in text
+        assert (
+            "is a base model, expected one made by scale-surgery expand. Expand it first: scale-surgery expand" in text
+        )
 
 
 def test_a_base_that_changed_under_the_link_is_refused(place: Path, tmp_path: Path) -> None:
@@ -506,6 +508,8 @@ def test_trained_tensors_find_their_names_on_disk(pair_of: Any, tmp_path: Path, 
         parameter.data += torch.randn_like(parameter) * parameter.requires_grad
     tensors = {name: p.data.clone() for name, p in model.named_parameters() if p.requires_grad}
     save_file(tensors, tmp_path / "trained.safetensors")
+    # what a kill leaves in the middle of a shard
+    (tmp_path / "out" / "expansion-step-3-00001-of-00001.safetensors.tmp").write_bytes(b"half")
     publish_tensors(tmp_path / "out", tmp_path / "trained.safetensors", "expansion-step-7-", model.renamed_modules)
     ids = torch.arange(3, 12)[None]
     with torch.no_grad():
