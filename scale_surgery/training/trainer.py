@@ -86,10 +86,8 @@ class ExpansionTrainer(Trainer):
         with reading_state(Path(resume_from_checkpoint)):
             tensors = load_file(Path(resume_from_checkpoint) / EXPANSION_FILE)
             names = {part.name.replace(WRAPPED, "") for part in expansion_parts(model)}
-            if names ^ tensors.keys():
-                raise ValueError(
-                    f"{EXPANSION_FILE} and the model differ in {name_some(sorted(names ^ tensors.keys()))}"
-                )
+            if others := sorted(names ^ tensors.keys()):
+                raise TrainingError(f"{EXPANSION_FILE} and the model differ in {name_some(others)}")
             load_whole(model, tensors)
 
     def restore(self, checkpoint: Path) -> None:

@@ -632,7 +632,10 @@ def test_an_incomplete_key_in_the_config(own: Path) -> None:
             lambda record: record["plan"]["request"].update(method="scale"),
             "plan.request.method is not that of plan.specs",
         ),
-        (lambda record: record["plan"]["sizes"].update(layers="x"), "plan.sizes"),
+        (
+            lambda record: record["plan"]["sizes"].update(layers="x"),
+            "plan.sizes.layers is 'x', expected a whole number",
+        ),
     ],
 )
 def test_a_spoiled_record_is_named(own: Path, spoil: Callable[[Any], None], reason: str) -> None:

@@ -229,8 +229,16 @@ def test_training_into_the_trap_is_refused(stories: Path, tmp_path: Path) -> Non
     train(three, [tmp_path / "new.txt"], tmp_path / "three-trained", settings)
 
 
-@pytest.mark.parametrize("copies", [0, 1, 3, "x"])
-def test_a_spoiled_number_of_copies_is_noticed(copies: Any, grown_of: Callable[..., Path]) -> None:
+@pytest.mark.parametrize(
+    ("copies", "reason"),
+    [
+        (0, "expected at least 2"),
+        (1, "expected at least 2"),
+        (3, "which does not fit its widths"),
+        ("x", "expected a whole number"),
+    ],
+)
+def test_a_spoiled_number_of_copies_is_noticed(copies: Any, reason: str, grown_of: Callable[..., Path]) -> None:
     grown = grown_of("llama")
     record = json.loads((grown / "surgery.json").read_text())
     record["plan"]["request"]["copies"] = copies
@@ -238,7 +246,7 @@ def test_a_spoiled_number_of_copies_is_noticed(copies: Any, grown_of: Callable[.
     with pytest.raises(CheckpointError) as raised:
         verify(grown)
     assert str(raised.value) == (
-        f"{grown}/surgery.json: is incomplete (plan.request.copies is {copies!r}, which does not fit its widths). "
+        f"{grown}/surgery.json: is incomplete (plan.request.copies is {copies!r}, {reason}). "
         "Restore it from where you got it."
     )
 
