@@ -249,7 +249,8 @@ def _with_base_hashes(manifest: Manifest, checkpoint: Checkpoint, expanded: Chec
     places = {file: stored_shard(file) for file in (*checkpoint.shards, *checkpoint.side_files)}
     taken = {file: stored for file, stored in places.items() if file not in manifest.replaced}
     sizes = {file: checkpoint.stamps[checkpoint.path / file].bytes for file in places}
-    with track("base hashes", sum(sizes.values()) + sum(info.bytes for info in checkpoint.tensors.values())) as advance:
+    total = sum(sizes[file] for file in taken) + sum(info.bytes for info in checkpoint.tensors.values())
+    with track("base hashes", total) as advance:
         stored = hash_stored(expanded.path, manifest, list(taken.values()), advance)
         tensors = hash_tensors(expanded, list(checkpoint.tensors), advance)
     hashes = {file: stored[place] for file, place in taken.items()}
