@@ -16,7 +16,7 @@ import click
 from scale_surgery.checkpoint.files import BaseWeights
 from scale_surgery.errors import SurgeryError
 from scale_surgery.fields import Field, fields_of
-from scale_surgery.running.options import Probes, RunOptions
+from scale_surgery.running.options import WINDOWS, Probes, RunOptions
 
 if TYPE_CHECKING:
     from scale_surgery.show.console import Output
@@ -76,7 +76,7 @@ def _option(field: Field, declared: Mapping[str, str], helps: Mapping[str, str])
 def _help(field: Field, line: str) -> str:
     """A line of help with choices, default and range, as click shows those of its own."""
     is_said = field.kind is bool or field.default in (None, MISSING)
-    default = "all" if field.kind is tuple else f"{field.default:g}" if field.kind is float else field.default
+    default = "all" if field.kind is tuple else f"{field.default:g}" if type(field.default) is float else field.default
     choices = f"some of {', '.join(field.choices)}" if field.kind is tuple else ""
     parts = [choices, "" if is_said else f"default: {default}", "" if field.range is None else field.range.bounds]
     extra = "; ".join(filter(None, parts))
@@ -257,6 +257,8 @@ def reading_options(models: str) -> Callable[[Command], Command]:
     ]
 
     def add(command: Command) -> Command:
-        return add_options(run_options("batch_size", "dtype", "device", code=code_of(models))(command), windows)
+        usual = RunOptions(batch_size=WINDOWS)
+        running = run_options("batch_size", "dtype", "device", usual=usual, code=code_of(models))
+        return add_options(running(command), windows)
 
     return add

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from scale_surgery.cli.options import (
-    FILE,
     TEXTS,
     TOKENIZER_CODE,
     given,
@@ -17,6 +16,7 @@ from scale_surgery.cli.options import (
     run_options,
     take,
 )
+from scale_surgery.cli.outputs import PICTURES, as_result, files_option, pictures, write_files
 from scale_surgery.fields import fields_of
 from scale_surgery.planning.methods import DEFAULT_METHOD, METHODS
 from scale_surgery.planning.request import Request
@@ -57,36 +57,35 @@ EXPANSION_HELPS = {
     type=click.Choice(SCORES),
     default="relative-norm",
     show_default=True,
-    help="Order layers by the relative norm of their change, or by its effective rank.",
+    help="Order layers by the relative norm of their change, or by its directions (effective rank).",
 )
 @options_from(Request, *EXPANSION, helps=EXPANSION_HELPS)
 @options_from(PilotSettings, *fields_of(PilotSettings))
-@click.option("-o", "--output", type=FILE, help="Write the ranking to this JSON file.")
-@click.option("--plot", type=FILE, help="Draw the scores of layers and matrices. PNG.")
+@files_option(
+    ".json", *PICTURES, also="--plot", help="Write the ranking as .json, or draw the scores of layers as .png or .svg."
+)
 @click.option("--details", is_flag=True, help="Show the scores of each matrix too.")
 @click.option("--revision", help="Branch, tag or commit of a Hub repository.")
 @run_options(
     "device",
-    usual=RunOptions(device="auto"),
     code=TOKENIZER_CODE,
-    helps={"device": "Where to run: auto, cpu, cuda, ..."},
 )
 @output_options
 def rank_layers_command(
     model: str,
     data: tuple[Path, ...],
     old: tuple[Path, ...],
-    output: Path | None,
-    plot: Path | None,
+    outputs: tuple[Path, ...],
     details: bool,
     out: Output,
     **options: Any,
 ) -> None:
     """Rank the layers of MODEL, a base model, by what a short training run changes in them.
 
-    A copy of MODEL is fine-tuned on --data for a few steps and thrown away; MODEL is only read. Layers are ranked by
-    how much their weights changed: by the relative norm of the change and by its effective rank. The best layers that
-    fit the budget are proposed for --layers of expand.
+    Copies of MODEL are fine-tuned on --data for a few steps (pilots) and thrown away; MODEL is only read. Layers are
+    ordered by how much their weights changed: by the relative norm of the change, or by its directions, the effective
+    rank of it. The best layers that fit the budget are proposed for --layers of expand. A score that another pilot, or
+    half of the steps, would turn round is a tie, and of tied layers the last ones are proposed.
 
     With --old, layers for --collaborative-layers are proposed too: those in which W12, which writes into the base's
     hidden state, helps more than it disturbs old text. The layers below them are the preserved depth, L_fp.
@@ -95,14 +94,13 @@ def rank_layers_command(
     Example: scale-surgery rank-layers MODEL --data domain.jsonl --budget 20%
     W12 too: scale-surgery rank-layers MODEL --data domain.jsonl --old general.txt
     """
-    from scale_surgery.checkpoint.files import write_json
     from scale_surgery.checkpoint.staging import check_output_files
     from scale_surgery.show.figure_rank_layers import plot_ranking
-    from scale_surgery.show.tables_rank_layers import render_ranking
-    from scale_surgery.training.rank_layers import rank_layers
+    from scale_surgery.show.tables_rank_layers import render_budget, render_ranking
+    from scale_surgery.training.rank_layers import prepare_ranking, run_ranking
     from scale_surgery.training.ranking import RankingRequest
 
-    check_output_files([output, plot], [model, *data, *old])
+    check_output_files(outputs, [model, *data, *old])
     pilot = take(PilotSettings, options)
     wanted = given({name: options.pop(name) for name in EXPANSION})
     if old and "collaborative_layers" in METHODS[wanted.get("method", DEFAULT_METHOD)].options:
@@ -110,13 +108,10 @@ def rank_layers_command(
     expansion = Request(**{"layers": "all"} | wanted)
     request = RankingRequest(expansion, options.pop("budget"), options.pop("score"))
     run = take(RunOptions, options)
-    result = rank_layers(model, data, pilot, request, old=old, run=run, track=out.track, **options)
+    job = prepare_ranking(model, data, pilot, request, old=old, run=run, **options)
+    result = run_ranking(job, out.track, tell=lambda budget: out.say(render_budget(budget)))
     for warning in result.warnings:
         out.warn(warning)
     out.show(result, render_ranking(result, details=details))
-    if output is not None:
-        write_json(output, result.to_json())
-        out.say(f"\nwritten to {output}")
-    if plot is not None:
-        plot_ranking(result, plot)
-        out.say(f"\ndrawn to {plot}")
+    drawn = pictures(lambda file: plot_ranking(result, file))
+    write_files(outputs, {".json": as_result(result), **drawn}, out)

@@ -9,12 +9,13 @@ Nothing is written: the page is `report_page`'s.
 
 from __future__ import annotations
 
-import json
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from scale_surgery.checkpoint.folder import LOG_FILE, TRAINING_FOLDER, Checkpoint, open_checkpoint
+from scale_surgery.checkpoint.reading import parse_json, read_bytes
 from scale_surgery.checkpoint.sources import listed
 from scale_surgery.errors import CheckpointError, PlanError, name_some
 from scale_surgery.evidence.report_blocks import Comparison
@@ -31,7 +32,7 @@ def report(
     *,
     files_only: bool = False,
     sequence_length: int | None = None,
-    run: RunOptions = RunOptions(batch_size=1),
+    run: RunOptions = RunOptions(),
     track: Track = no_track,
 ) -> Report:
     """Show what training did to an expanded checkpoint.
@@ -65,7 +66,7 @@ def report(
     refuse_fused(path, manifest)
     _check_tensors(checkpoint, manifest)
     plan = manifest.plan
-    comparison = Comparison(checkpoint, manifest, plan, run.device)
+    comparison = Comparison(checkpoint, manifest, plan, run.placed().device)
     with track("blocks", sum(tensor.bytes for tensor in plan.tensors)) as advance:
         tensors = tuple(comparison.changes(advance))
     streams = None
@@ -106,10 +107,10 @@ def _check_tensors(checkpoint: Checkpoint, manifest: Manifest) -> None:
 def _read_log(path: Path) -> Iterator[Mapping[str, Any]]:
     """What the last training run logged; a line of a log cut short, or with texts for numbers, is left out."""
     file = path / TRAINING_FOLDER / LOG_FILE
-    lines = file.read_text(encoding="utf-8", errors="replace").splitlines() if file.is_file() else []
+    lines = read_bytes(file, most=sys.maxsize).decode("utf-8", errors="replace").splitlines() if file.is_file() else []
     for line in lines:
         try:
-            entry = json.loads(line)
+            entry = parse_json(line)
         except ValueError:
             continue
         if isinstance(entry, dict):

@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from scale_surgery.running.drift import LogitDrift, compare_logits, cosines, largest_difference
 from scale_surgery.running.freeze import base_states
+from scale_surgery.running.loading import RUNNING, translated
 from scale_surgery.running.prompts import Batch, EncodedPrompts
 
 
@@ -76,6 +77,7 @@ class ProbeRun:
     cached: Tensor | None
     uncached: Tensor | None
     attention: str
+    device: str
     load_problems: tuple[str, ...]
 
 
@@ -95,14 +97,18 @@ def run_model(
 
     Returns:
         The results on the CPU.
+
+    Raises:
+        CheckpointError: If it does not run.
     """
     inputs = {"input_ids": batch.ids.to(device), "attention_mask": batch.mask.to(device)}
-    output = model(**inputs, output_hidden_states=True, use_cache=False)
     cached = uncached = None
-    if new_tokens:
-        options = {"max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 0}
-        cached = model.generate(**inputs, **options, use_cache=True).cpu()
-        uncached = model.generate(**inputs, **options, use_cache=False).cpu()
+    with translated(*RUNNING):
+        output = model(**inputs, output_hidden_states=True, use_cache=False)
+        if new_tokens:
+            options = {"max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 0}
+            cached = model.generate(**inputs, **options, use_cache=True).cpu()
+            uncached = model.generate(**inputs, **options, use_cache=False).cpu()
     return ProbeRun(
         logits=output.logits.cpu(),
         base_logits=_base_logits(model, inputs, output.hidden_states[-1], width).cpu(),
@@ -111,6 +117,7 @@ def run_model(
         cached=cached,
         uncached=uncached,
         attention=str(model.config._attn_implementation),
+        device=device,
         load_problems=tuple(problems),
     )
 
@@ -152,7 +159,7 @@ def compare(
     """
     batch = encoded.batch
     real = batch.mask.bool()
-    found = compare_logits(base.logits, expanded.logits, batch)
+    found = compare_logits(base.logits, expanded.logits, batch, base.device)
     known = set(base.load_problems)
     largest = found.largest_logit * torch.finfo(base.logits.dtype).eps
     return Numbers(

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from scale_surgery.routing.calibrate import Calibration
-    from scale_surgery.routing.sweep import Outcome
+    from scale_surgery.routing.outcome import Outcome
 
 PANEL_WIDTH, HEIGHT = 5.2, 5.0
 INK = "#222222"
@@ -43,7 +43,7 @@ def plot_calibration(result: Calibration, file: Path) -> None:
 
     Args:
         result: What was measured.
-        file: PNG to be; replaced where it exists.
+        file: PNG or SVG to be, as its suffix says; replaced where it exists.
     """
     save_figure(calibration_figure(result), file)
 

@@ -28,9 +28,9 @@ def load_to_train(checkpoint: Checkpoint, settings: TrainingSettings, run: RunOp
     Raises:
         TrainingError: If nothing of it would train, or nothing would be learned.
     """
-    from scale_surgery.running.loading import model_class, quiet_transformers
+    from scale_surgery.running.loading import LOADING_ADVICE, model_class, quiet_transformers, translated
 
-    with quiet_transformers():
+    with quiet_transformers(), translated(checkpoint.path.name, "cannot be loaded", LOADING_ADVICE):
         model = model_class(checkpoint, run).from_pretrained(checkpoint.path)
     freeze_base(model)
     train_in_float32(model)
