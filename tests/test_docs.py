@@ -120,6 +120,7 @@ def without_chance(text: str) -> list[str]:
     text = re.sub(r"(?m)^((?:w\d\d|up_weight) +\w+) +[\d.].*$", r"\1 NUMBERS", text)
     text = re.sub(r"(?m)^(\d+) .*[\d.]+%? .* bit-equal$", r"\1 NUMBERS bit-equal", text)
     text = re.sub(r"(?<=text), to [\d.]+", ", to NUMBER", text)
+    text = re.sub(r"[\d.]+ (before|after)\b", r"NUMBER \1", text)
     text = re.sub(r"\d{4}-\d\d-\d\dT[\d:+]+", "DATE", " ".join(text.split()))
     text = re.sub(r"(?<=steps )(.*?) in [\w ]+? trained", r"\1 in SECONDS trained", text)
     text = re.sub(r"(forgetting|learning|accuracy|loss|text) [+-]?[\d.]+%?", r"\1 NUMBER", text)

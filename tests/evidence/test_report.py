@@ -380,7 +380,7 @@ def test_what_the_last_run_logged_and_measured(spoiled: Path) -> None:
 
 def test_what_is_no_expanded_model_is_refused(adapt: Path, tmp_path: Path) -> None:
     base = save_tiny(tmp_path / "base", "llama")
-    with pytest.raises(CheckpointError, match=r"has no surgery\.json, expected a model made by scale-surgery expand"):
+    with pytest.raises(CheckpointError, match=r"is a base model, expected one made by scale-surgery expand"):
         report(base)
     with pytest.raises(CheckpointError, match=r"missing: not found\. Give a model folder"):
         report(tmp_path / "missing")

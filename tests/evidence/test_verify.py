@@ -287,5 +287,5 @@ def test_prompts_of_a_file_and_without_a_tokenizer(made: Path, tmp_path: Path) -
 
 
 def test_not_an_expanded_model(made: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"has no surgery\.json, expected a model made by scale-surgery expand"):
+    with pytest.raises(CheckpointError, match=r"is a base model, expected one made by scale-surgery expand"):
         verify(made / "base")

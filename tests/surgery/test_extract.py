@@ -194,7 +194,7 @@ def test_names_that_an_extract_needs_are_not_overwritten(expanded, tmp_path):
 
 
 def test_what_is_not_expanded_has_nothing_to_extract(base_of, tmp_path):
-    with pytest.raises(CheckpointError, match=r"has no surgery\.json, expected a model made by scale-surgery expand"):
+    with pytest.raises(CheckpointError, match=r"is a base model, expected one made by scale-surgery expand"):
         extract(base_of("llama"), tmp_path / "extract")
 
 

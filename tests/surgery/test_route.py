@@ -336,7 +336,7 @@ def test_a_routed_model_is_not_routed_again(trio_of: Callable[..., Trio], tmp_pa
     with pytest.raises(CheckpointError, match="has no router, expected a model made by scale-surgery route-export"):
         unroute(trio.expanded_path, tmp_path / "again")
     for operation in (route_export, unroute):
-        with pytest.raises(CheckpointError, match=r"has no surgery\.json, expected a model made by"):
+        with pytest.raises(CheckpointError, match=r"is a base model, expected one made by"):
             operation(trio.base_path, tmp_path / "again")
         with pytest.raises(CheckpointError, match="nowhere"):
             operation(tmp_path / "nowhere", tmp_path / "again")

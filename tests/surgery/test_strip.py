@@ -118,7 +118,7 @@ def test_missing_files_are_all_named_before_anything_is_written(pair_of, tmp_pat
 
 
 def test_what_is_not_expanded_cannot_be_stripped(base_of, tmp_path):
-    with pytest.raises(CheckpointError, match=r"has no surgery\.json, expected a model made by scale-surgery expand"):
+    with pytest.raises(CheckpointError, match=r"is a base model, expected one made by scale-surgery expand"):
         strip(base_of("llama"), tmp_path / "stripped")
     with pytest.raises(CheckpointError, match=r"nowhere: not found\. Give a model folder\."):
         strip(tmp_path / "nowhere", tmp_path / "stripped")
