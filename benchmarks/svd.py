@@ -42,7 +42,7 @@ MATRICES = {
     "gate_proj": (14336, 4096, 1792),
 }
 SPECTRA = ("flat", "decaying", "gap")
-METHODS: tuple[blocks.Method, ...] = ("exact", "fast")
+METHODS: tuple[blocks.SvdMethod, ...] = ("exact", "fast")
 
 
 @dataclass(frozen=True)

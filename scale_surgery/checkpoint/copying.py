@@ -21,15 +21,26 @@ def copy_file(source: Path, file: Path) -> None:
     Args:
         source: The file.
         file: The file to be; replaced if it is there.
+
+    Raises:
+        OSError: If it cannot be copied; both files are named.
     """
+    with FileIO(source) as read, FileIO(file, "w") as written:
+        try:
+            _copy(read, written)
+        except OSError as error:
+            error.filename, error.filename2 = str(source), str(file)  # as shutil does
+            raise
+
+
+def _copy(read: FileIO, written: FileIO) -> None:
     # pages of its own: a disk takes only memory that begins with one
     buffer = memoryview(mmap.mmap(-1, BLOCK_BYTES))
-    with FileIO(source) as read, FileIO(file, "w") as written:
-        _set_direct(written, is_on=True)
-        while size := read.readinto(buffer):
-            if size < BLOCK_BYTES:
-                _set_direct(written, is_on=False)  # the end of a file is not a whole number of disk blocks
-            _write(written, buffer[:size])
+    _set_direct(written, is_on=True)
+    while size := read.readinto(buffer):
+        if size < BLOCK_BYTES:
+            _set_direct(written, is_on=False)  # the end of a file is not a whole number of disk blocks
+        _write(written, buffer[:size])
 
 
 def _write(stream: FileIO, left: memoryview) -> None:

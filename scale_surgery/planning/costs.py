@@ -142,11 +142,11 @@ def _forward_factor(family: Family, sizes: Sizes, tensors: Sequence[TensorPlan],
 
 
 def _svd_flops(tensor: TensorPlan, checkpoint: Checkpoint, svd: str) -> float:
-    """Gram matrix and images of the directions, then the directions themselves; see blocks.py."""
+    """Half a Gram matrix, images of the directions of a wide matrix, then the directions themselves; see blocks.py."""
     rows, columns = checkpoint.tensors[tensor.source].shape
     small = min(rows, columns)
     count = min(small, *tensor.shape)
-    products = 2.0 * rows * columns * (small + count)
+    products = 1.0 * rows * columns * (small if rows >= columns else small + 2 * count)
     return products + (10.0 * small**3 if svd == "exact" else 16.0 * small**2 * count)
 
 

@@ -62,5 +62,7 @@ def test_a_copy_is_not_kept_in_memory(tmp_path):
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
 def test_a_full_disk_is_an_error(tmp_path):
-    with pytest.raises(OSError, match="No space left"):
-        copy_file(written(tmp_path / "source", BLOCK + 1), Path("/dev/full"))
+    source = written(tmp_path / "source", BLOCK + 1)
+    with pytest.raises(OSError, match="No space left") as raised:
+        copy_file(source, Path("/dev/full"))
+    assert (raised.value.filename, raised.value.filename2) == (str(source), "/dev/full")
