@@ -36,6 +36,8 @@ MAX_NAME_BYTES = 255
 
 # the same weights in a format that this program does not read; transformers prefers safetensors to them
 OTHER_WEIGHT_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx")
+# how configs call their number of layers
+LAYER_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 # version control and download bookkeeping, no part of a checkpoint
 IGNORED_FOLDERS = (".git", ".cache", "__pycache__")
 
@@ -112,6 +114,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     shards, declared = _find_shards(path, files)
     tensors, problems = _read_shards(path, shards)
     problems += _index_problems(declared, tensors) if declared is not None and not problems else []
+    problems = problems or boundless(config, len(tensors))
     if problems:
         raise CheckpointError.from_problems(problems)
     others = [file for file in files if not file.endswith(".safetensors")]
@@ -120,6 +123,22 @@ def open_checkpoint(path: Path) -> Checkpoint:
     side_files = tuple(file for file in others if file not in left_out and file != MANIFEST_FILE)
     named = name_tensors(tensors, numbering_of(config.get(CONFIG_KEY)))
     return Checkpoint(path, config, named, tuple(shards), side_files, left_out)
+
+
+def boundless(config: Mapping[str, Any], tensors: int) -> list[str]:
+    """Say which numbers of layers in a config.json are more than its tensors allow, a line each.
+
+    A layer has at least one tensor. Whatever counts to the number of layers, here or in transformers, would not end
+    otherwise.
+    """
+    parts = {"": config} | {f"{key}.": part for key, part in config.items() if isinstance(part, dict)}
+    return [
+        f"{CONFIG_FILE}: {path}{key} is {part[key]}, found {tensors} tensors in all. Is {CONFIG_FILE} from this "
+        "checkpoint?"
+        for path, part in parts.items()
+        for key in LAYER_KEYS
+        if isinstance(part.get(key), int | float) and part[key] > tensors
+    ]
 
 
 def name_tensors(tensors: Mapping[str, TensorInfo], numbering: Numbering | None) -> dict[str, TensorInfo]:

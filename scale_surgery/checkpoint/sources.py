@@ -16,6 +16,7 @@ from scale_surgery.checkpoint.folder import (
     MANIFEST_FILE,
     OTHER_WEIGHT_SUFFIXES,
     Checkpoint,
+    boundless,
     name_tensors,
     open_checkpoint,
     read_json,
@@ -128,6 +129,8 @@ def _remote_model(repo: str, revision: str | None) -> tuple[Source, Checkpoint]:
     left_out = tuple(file for file in others if file.endswith((*OTHER_WEIGHT_SUFFIXES, ".safetensors")))
     side_files = tuple(file for file in others if file not in left_out and file != MANIFEST_FILE)
     config = read_json(folders[0] / CONFIG_FILE)
+    if problems := boundless(config, len(tensors)):
+        raise CheckpointError.from_problems(problems)
     named = name_tensors(tensors, numbering_of(config.get(CONFIG_KEY)))
     checkpoint = Checkpoint(folders[0], config, named, tuple(sorted(headers)), side_files, left_out)
     return Source(folders[0], repo, info.sha), checkpoint

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 @click.command(name="push")
 @click.argument("folder", type=FOLDER)
 @click.argument("repo")
-@options_from(Push, "private", "create_pr", "revision", "commit_message")
+@options_from(Push, "private", "create_pr", "revision", "commit_message", declared={"private": "--private/--public"})
 @click.option("--dry-run", is_flag=True, help="Check everything and list the files, but change nothing on the Hub.")
-@options_from(Push, "extract_only", "card", "write_card")
+@options_from(Push, "extract_only", "card", "write_card", "license")
 @click.option("--show-card", is_flag=True, help="Print the model card too.")
 @options_from(Push, "replace")
 @click.option("--no-verify", is_flag=True, help="Skip the check of bytes and structure of FOLDER.")
@@ -43,7 +43,7 @@ def push_command(
     Files that the Hub has already are not sent again: after a break, run the same command once more.
 
     \b
-    Example: scale-surgery push EXPANDED me/qwen3-wide --private --dry-run
+    Example: scale-surgery push EXPANDED me/qwen3-wide --dry-run
     """
     from scale_surgery.hub.push import push
     from scale_surgery.show.tables_push import render_files, render_pushed
@@ -52,6 +52,8 @@ def push_command(
         raise click.UsageError("--create-pr goes to the main branch: leave out --revision.")
     if options["card"] is not None and options["write_card"]:
         raise click.UsageError("Give --card or --write-card, one of the two.")
+    if options["card"] is not None and options["license"] is not None:
+        raise click.UsageError("--license is for a card that is written from facts: name it in the file of --card.")
     how = Push(**given(options), check=not no_verify)
     try:
         done = push(

@@ -47,7 +47,12 @@ class Card:
 
 
 def make_card(
-    contents: Contents, repo: str, base_text: str | None, base_file: str | None, certificate: Mapping[str, Any] | None
+    contents: Contents,
+    repo: str,
+    base_text: str | None,
+    base_file: str | None,
+    certificate: Mapping[str, Any] | None,
+    license: str | None = None,
 ) -> Card:
     """Write the card of a folder.
 
@@ -57,6 +62,7 @@ def make_card(
         base_text: The base's README.md, or None.
         base_file: Name that it has in the repository, or None.
         certificate: What verification found, as in surgery.json; None where nothing is known.
+        license: Licence to name in place of the base's, or None.
 
     Returns:
         The card.
@@ -67,7 +73,8 @@ def make_card(
     try:
         facts = card_facts(contents, repo, base_file, certificate)
         text = body(facts)
-        licence = read_licence(base_text) or contents.licence
+        known = read_licence(base_text) or contents.licence
+        licence = {"license": license} if license else known
         metadata = _metadata(facts, licence)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         file = MANIFEST_FILE if contents.manifest is not None else STOCK_RECORD_FILE
@@ -78,7 +85,9 @@ def make_card(
     if facts.base_id is None:
         notes.append("base_model is left out of the card: the base is a local folder, no Hub id is known.")
     if not licence:
-        notes.append("license is left out of the card: no README.md of the base here names one. Add it by --card.")
+        notes.append("license is left out of the card: no README.md of the base here names one. Give --license.")
+    if license and known.get("license") not in (None, license):
+        notes.append(f"license is {license}, as --license says; the base's card names {known['license']}.")
     running = "is code, or names some, which trust_remote_code=True runs. Read it before you publish it."
     notes += [f"{name}: {running}" for name in facts.code]
     return Card(_marked(f"---\n{_yaml(metadata)}\n---\n\n{text}"), tuple(notes))
@@ -168,40 +177,49 @@ class ChosenCard:
     notes: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class WishedCard:
+    """What the user asked for: a file of their own, a card from facts over one that is there, a licence for that."""
+
+    file: Path | None = None
+    is_written: bool = False
+    license: str | None = None
+
+
 def choose_card(
     contents: Contents,
     base_text: str | None,
-    given: Path | None,
+    wished: WishedCard,
     checked: Verification | None,
     api: HfApi,
     remote: Remote,
-    *,
-    is_written: bool,
 ) -> ChosenCard:
     """Choose a card; one that somebody wrote is never replaced unasked.
 
     Args:
         contents: What is pushed.
         base_text: The base's README.md, or None.
-        given: A file that the user named, or None.
+        wished: What the user asked for.
         checked: What the check of the folder found, or None.
         api: The client of the Hub.
         remote: What is on the Hub.
-        is_written: Whether the user asked for a card from facts.
 
     Returns:
         The card.
 
     Raises:
-        HubError: If the given file or the card in the repository cannot be read.
+        HubError: If the given file or the card in the repository cannot be read, or a licence is given for a card that
+            somebody wrote.
     """
-    if given is not None:
-        return ChosenCard(_read_given(given), "own")
-    if contents.own_card is not None and not is_written:
+    if wished.file is not None:
+        return ChosenCard(_read_given(wished.file), "own")
+    if contents.own_card is not None and not wished.is_written:
+        _refuse_licence(wished, contents.path / contents.own_card)
         return ChosenCard(read_card(contents.path / contents.own_card), "own")
-    if CARD_FILE in remote.files and not is_written:
+    if CARD_FILE in remote.files and not wished.is_written:
         there = read_text(api, remote, CARD_FILE)
         if not is_written_card(there) and there != base_text:
+            _refuse_licence(wished, f"{CARD_FILE} in {remote.repo}")
             note = (
                 f"{CARD_FILE} in {remote.repo} was written by somebody and stays, though it may describe an earlier "
                 "push; --write-card replaces it."
@@ -209,8 +227,16 @@ def choose_card(
             return ChosenCard(None, "kept", (note,))
     base_file = contents.free_name if contents.base_card == CARD_FILE else contents.base_card
     certificate = current_certificate(contents.record.get("verification"), checked)
-    card = make_card(contents, remote.repo, base_text, base_file, certificate)
+    card = make_card(contents, remote.repo, base_text, base_file, certificate, wished.license)
     return ChosenCard(card.text, "written", card.notes)
+
+
+def _refuse_licence(wished: WishedCard, card: object) -> None:
+    if wished.license is not None:
+        raise HubError(
+            f"--license {wished.license}: {card} was written by somebody and stays as it is. Name the licence there, "
+            "or give --write-card, which writes a new card from facts."
+        )
 
 
 def _read_given(file: Path) -> str:

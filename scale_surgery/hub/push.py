@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from scale_surgery.checkpoint.folder import CONFIG_FILE, MANIFEST_FILE
 from scale_surgery.errors import CheckpointError, HubError, name_some
-from scale_surgery.hub.card import CardOrigin, ChosenCard, choose_card, metadata_problem
+from scale_surgery.hub.card import CardOrigin, ChosenCard, WishedCard, choose_card, metadata_problem
 from scale_surgery.hub.check import check_contents
 from scale_surgery.hub.client import Remote, check_repo_id, look_at, make_api, read_text, validate_card
 from scale_surgery.hub.repository import (
@@ -41,26 +41,34 @@ class Push:
     """How to push.
 
     Attributes:
-        private: Make the repository private, if it does not exist yet.
+        private: Make a new repository private, the default, or public. One that exists stays what it is, and is refused
+            where it is not what was asked for.
         create_pr: Open a pull request instead of writing to the main branch.
         revision: Branch to write to; it is created if it does not exist. Default: the main branch.
         commit_message: First line of the commit message. Default: Push ... with scale-surgery.
         card: Push this file as README.md. Default: the folder's own card, or one written from facts.
         write_card: Write a new card from facts, even over one that somebody wrote.
+        license: Licence that the written card names, as the Hub calls it, such as apache-2.0. Default: the base's.
         extract_only: Push the expansion alone, without the base's tensors, as the command extract takes it.
         replace: If the repository holds another model, remove its model files that this folder does not have.
         check: Check bytes and structure of the folder first.
     """
 
-    private: bool = False
+    private: bool | None = None
     create_pr: bool = False
     revision: str | None = None
     commit_message: str | None = None
     card: Path | None = None
     write_card: bool = False
+    license: str | None = None
     extract_only: bool = False
     replace: bool = False
     check: bool = True
+
+    @property
+    def makes_private(self) -> bool:
+        """Whether a repository that does not exist yet becomes private."""
+        return self.private is not False
 
 
 @dataclass(frozen=True)
@@ -151,7 +159,8 @@ def push(
         contents = _extract(contents, Path(place), track) if how.extract_only else contents
         target = Path(place) / "repository"
         target.mkdir()
-        chosen = choose_card(contents, base_text, how.card, checked, api, remote, is_written=how.write_card)
+        wished = WishedCard(how.card, how.write_card, how.license)
+        chosen = choose_card(contents, base_text, wished, checked, api, remote)
         plan = _assemble(contents, target, how, remote, chosen)
         warned = () if checked is None else checked.warnings
         obstacle = obstacle or _refusal(api, plan, how, remote, contents) or _card_problem(plan)
@@ -167,10 +176,14 @@ def _look(api: HfApi, repo: str, how: Push) -> tuple[Remote, str | None]:
     try:
         found = look_at(api, repo, how.revision, create_pr=how.create_pr)
     except HubError as error:
-        return Remote(repo, False, how.private, False, None, ()), str(error)
-    is_exposed = how.private and found.exists and not found.is_private
-    exposed = f"{repo}: is public, expected a private repository. Leave out --private, or take another id."
-    return found, exposed if is_exposed else None
+        return Remote(repo, False, how.makes_private, False, None, ()), str(error)
+    if not found.exists or how.private in (None, found.is_private):
+        return found, None
+    words = ("private", "public") if found.is_private else ("public", "private")
+    return (
+        found,
+        f"{repo}: is {words[0]}, expected a {words[1]} repository. Leave out --{words[1]}, or take another id.",
+    )
 
 
 def _stop_at(obstacle: str | None, *, dry_run: bool) -> None:
@@ -207,7 +220,7 @@ def _assemble(contents: Contents, target: Path, how: Push, remote: Remote, chose
         removed=tuple(name for name in remote.files if name not in names and is_part_of_a_model(name)),
         card=chosen.text,
         card_origin=chosen.origin,
-        is_private=remote.is_private if remote.exists else how.private,
+        is_private=remote.is_private if remote.exists else how.makes_private,
         is_checked=how.check,
         notes=chosen.notes,
     )
@@ -257,7 +270,7 @@ def _send(api: HfApi, target: Path, remote: Remote, plan: Pushed, how: Push, tra
         api,
         target,
         remote,
-        private=how.private,
+        private=how.makes_private,
         create_pr=how.create_pr,
         revision=how.revision,
         commit_message=how.commit_message or f"Push {names[plan.form]} with scale-surgery",

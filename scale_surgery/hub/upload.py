@@ -57,7 +57,7 @@ def upload(
     repo, again = remote.repo, "The same command again continues: what has arrived is not sent a second time."
     with hub_errors(repo, "not pushed", again):
         if not remote.exists:
-            api.create_repo(repo, private=private or None, exist_ok=True)
+            api.create_repo(repo, private=private, exist_ok=True)
         if revision is not None and not remote.has_revision:
             api.create_branch(repo, branch=revision, exist_ok=True)
         with _unsaid():

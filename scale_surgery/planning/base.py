@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from scale_surgery.checkpoint.folder import Checkpoint
@@ -39,10 +41,33 @@ def read_base(checkpoint: Checkpoint) -> Base:
     Raises:
         UnsupportedFamilyError: If the architecture is not supported.
         PlanError: If config.json lacks a size, or sizes do not fit each other.
+        CheckpointError: If config.json promises more layers than there are.
     """
     family = get_family(checkpoint.config.get("model_type"))
     sizes = read_sizes(family, checkpoint.config)
-    return Base(family, sizes, find_prefix(family, checkpoint.tensors), checkpoint)
+    prefix = find_prefix(family, checkpoint.tensors)
+    check_layers(family, sizes.layers, checkpoint.tensors)
+    return Base(family, sizes, prefix, checkpoint)
+
+
+def check_layers(family: Family, layers: int, names: Iterable[str]) -> None:
+    """Check that there are as many layers as config.json says, before anything counts up to that number.
+
+    Args:
+        family: Facts of the architecture.
+        layers: Number of base layers that config.json promises.
+        names: Names of tensors.
+
+    Raises:
+        CheckpointError: If there are fewer.
+    """
+    numbered = re.compile(rf"(?:{re.escape(family.base_model)}\.)?{re.escape(family.layers)}\.(\d+)\.")
+    found = {match[1] for name in names if (match := numbered.match(name))}
+    if layers > len(found):
+        raise CheckpointError(
+            f"config.json: {family.key('layers')} is {layers}, found tensors of {len(found)} layers. Is config.json "
+            "from this checkpoint, and is the checkpoint complete?"
+        )
 
 
 def fingerprint(checkpoint: Checkpoint) -> str:

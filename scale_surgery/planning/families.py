@@ -8,6 +8,7 @@ To add a family, see docs/families.md.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -231,7 +232,7 @@ def read_sizes(family: Family, config: Mapping[str, Any]) -> Sizes:
         hidden size over query heads, as in transformers.
 
     Raises:
-        PlanError: If a size is missing or is not a positive number, or the heads do not divide evenly.
+        PlanError: If a size is missing or is not a positive whole number, or the heads do not divide evenly.
     """
     found = {name: _read_key(family, config, name) for name in CONFIG_KEYS}
     found["key_value_heads"] = found["key_value_heads"] or found["query_heads"]
@@ -249,9 +250,9 @@ def _read_key(family: Family, config: Mapping[str, Any], name: str) -> Any:
 
 def _check_sizes(family: Family, found: Mapping[str, Any]) -> None:
     problems = [
-        f"config.json: {family.key(name)} is {value!r}, expected a positive number. Is this config.json complete?"
+        f"config.json: {family.key(name)} is {value!r}, expected a positive {kind}. Is this config.json complete?"
         for name, value in found.items()
-        if name != "is_tied" and (isinstance(value, bool) or not isinstance(value, int | float) or value <= 0)
+        if (kind := _kind_problem(name, value)) is not None
     ]
     if not problems and found["query_heads"] % found["key_value_heads"]:
         problems.append(
@@ -260,6 +261,15 @@ def _check_sizes(family: Family, found: Mapping[str, Any]) -> None:
         )
     if problems:
         raise PlanError.from_problems(problems)
+
+
+def _kind_problem(name: str, value: object) -> str | None:
+    """What a size should have been; None where it is that."""
+    if name == "is_tied":
+        return None
+    kinds, noun = ((int, float), "number") if name == "epsilon" else ((int,), "whole number")
+    is_right = isinstance(value, kinds) and not isinstance(value, bool) and 0 < value < math.inf
+    return None if is_right else noun
 
 
 LLAMA_LINEARS = (

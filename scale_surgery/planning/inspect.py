@@ -11,6 +11,7 @@ from scale_surgery.checkpoint.folder import CONFIG_FILE, Checkpoint
 from scale_surgery.checkpoint.numbering import AFTER, CONFIG_KEY, numbering_of
 from scale_surgery.checkpoint.sources import open_model
 from scale_surgery.errors import CheckpointError
+from scale_surgery.planning.base import check_layers
 from scale_surgery.planning.families import Family, Sizes, get_family, read_sizes
 from scale_surgery.planning.methods import method_of_variant
 from scale_surgery.planning.routing_specs import Routing, read_routing
@@ -109,6 +110,7 @@ def inspect(model: str | Path, *, revision: str | None = None) -> Inspection:
     sizes = read_sizes(family, checkpoint.config)
     if (numbering := numbering_of(checkpoint.config.get(CONFIG_KEY))) is not None:
         sizes = replace(sizes, layers=sizes.layers - len(numbering.new))
+    check_layers(family, sizes.layers, checkpoint.tensors)
     stored = sum(info.elements for info in checkpoint.tensors.values())
     shards: dict[str, int] = {}
     for info in checkpoint.tensors.values():

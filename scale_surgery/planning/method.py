@@ -127,6 +127,11 @@ class Method(ABC):
         """What the stock form is, where nothing has to be merged for it; otherwise None."""
         return None
 
+    def refusal(self, operation: str) -> str | None:
+        """Why an operation makes no sense for its models, without what the message of that command begins with."""
+        reason = self.refused.get(operation)
+        return reason and reason.removeprefix("--to fused: ")
+
     @abstractmethod
     def description(self, request: Request, *, is_stock: bool, has_up_stream: bool) -> str:
         """How a model is made, for its card.

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from scale_surgery.planning.request import Request
 RATIO = Range(above=0, most=4)
 WIDTH = Range(least=0)
+# a share that differs from the ratio by more than this part of it is explained
+SHARE_TOLERANCE = 0.2
 
 
 class Scale(Method):
@@ -108,6 +110,7 @@ class Scale(Method):
         return [
             ("collaborative", format_layers(collaborative.layers) + groups),
             ("added widths", plan.widths.description),
+            ("share of base", _shares(plan)),
             ("initialisation", f"W21 {request.init_w21}, W22 {request.init_w22}, {request.svd} SVD"),
         ]
 
@@ -145,6 +148,29 @@ def _resolve_widths(sizes: Sizes, request: Request) -> Widths:
     width = given(request.up_width, kv_heads * sizes.queries_per_key_value * sizes.head_size)
     inner = given(request.up_inner_width, max(8, round(sizes.inner * ratio / 8) * 8))
     return Widths(width, kv_heads, inner)
+
+
+def _shares(plan: Plan) -> str:
+    """What is added as shares of the base's widths, and why they are not the ratio that was asked for."""
+    sizes, widths, request = plan.sizes, plan.widths, plan.request
+    pairs = {
+        "residual stream": (widths.up_width, sizes.hidden, request.up_width),
+        "key/value heads": (widths.up_kv_heads, sizes.key_value_heads, request.up_kv_heads),
+        "inner": (widths.up_inner_width, sizes.inner, request.up_inner_width),
+    }
+    shares = ", ".join(f"{name} {up / base:.1%}" for name, (up, base, _) in pairs.items())
+    far = [name for name, (up, base, given) in pairs.items() if given is None and _is_far(up / base, request.ratio)]
+    if not far:
+        return shares
+    return (
+        f"{shares}. --ratio {request.ratio:g} asks for {request.ratio:.1%} of each, but key/value heads are added "
+        f"whole to {sizes.key_value_heads}, and the residual stream is made as wide as the new query heads. Other "
+        "widths: --up-width, --up-kv-heads, --up-inner-width."
+    )
+
+
+def _is_far(share: float, ratio: float) -> bool:
+    return not 1 - SHARE_TOLERANCE <= share / ratio <= 1 + SHARE_TOLERANCE
 
 
 def _width_problems(sizes: Sizes, request: Request, widths: Widths) -> list[str]:

@@ -18,28 +18,60 @@ if TYPE_CHECKING:
 
 def render_plan(plan: Plan, *, details: bool = False, tensors: bool = True) -> RenderableType:
     """A plan as tables: what was resolved, what it costs, and the new tensors of one layer or of all."""
+    if not tensors:
+        return facts("plan", plan_rows(plan))
+    shown = plan.tensors if details else _sample(plan)
+    note = "" if details else f"  ({len(shown)} of {len(plan.tensors)}; --details shows all)"
+    return Group(facts("plan", plan_rows(plan)), Text(), _render_tensors(plan, shown, f"new tensors{note}"))
+
+
+def plan_rows(plan: Plan) -> list[tuple[str, str]]:
+    """What was resolved, what it costs, and what the expansion can become, as names and values."""
     costs = plan.costs
     share = costs.parameters_added / costs.parameters_before
     is_mixed = 0 < len(plan.collaboration.layers) < len(plan.layers)
-    chosen = f"{plan.method.verb} layers"
-    rows = [
+    return [
         ("base", plan.base_name + (f" at {plan.base_revision[:12]}" if plan.base_revision else "")),
         ("variant", plan.variant),
-        (chosen, f"{format_layers(plan.layers)}  ({len(plan.layers)} of {plan.sizes.layers})"),
+        (f"{plan.method.verb} layers", f"{format_layers(plan.layers)}  ({len(plan.layers)} of {plan.sizes.layers})"),
         *plan.method.rows(plan),
         ("parameters", f"+{costs.parameters_added:,} on {costs.parameters_before:,} ({share:.1%})"),
         ("in one layer", f"+{costs.parameters_per_layer:,}" + (" at most" if is_mixed else "")),
+        *_outside_layers(plan),
         ("bytes", f"+{format_bytes(costs.bytes_added)} in {len(plan.shards)} new shards"),
         ("forward cost", f"x {costs.forward_factor:.3f}"),
         ("training reaches", _reach(plan)),
         ("estimates", f"{format_seconds(costs.seconds)}, {format_bytes(costs.peak_memory_bytes)} peak memory"),
+        ("fused form", _fused_form(plan)),
+        ("stock form", _stock_form(plan)),
+        ("router", _router(plan)),
     ]
-    rows += [] if plan.widths.up_width else [("stock form", _stock_form(plan))]
-    if not tensors:
-        return facts("plan", rows)
-    shown = plan.tensors if details else _sample(plan)
-    note = "" if details else f"  ({len(shown)} of {len(plan.tensors)}; --details shows all)"
-    return Group(facts("plan", rows), Text(), _render_tensors(plan, shown, f"new tensors{note}"))
+
+
+def _outside_layers(plan: Plan) -> list[tuple[str, str]]:
+    """What is added to embedding, final norm and head: of a small model it can be most of all."""
+    added = {tensor.name: tensor.elements for tensor in plan.tensors if tensor.layer is None}
+    if not added:
+        return []
+    largest = max(added, key=lambda name: added[name])
+    return [("outside layers", f"+{sum(added.values()):,}, of them {largest} {added[largest]:,}")]
+
+
+def _fused_form(plan: Plan) -> str:
+    reason = plan.method.refusal("fuse") or plan.method.refusal("merge")
+    if reason is not None:
+        return _none(reason)
+    only = f", where the base's tensors are {plan.request.dtype} too" if plan.request.dtype else ""
+    return f"yes, by merge --to fused{only}"
+
+
+def _router(plan: Plan) -> str:
+    reason = plan.method.refusal("route")
+    return "yes, by route-export" if reason is None else _none(reason)
+
+
+def _none(reason: str) -> str:
+    return f"none. {reason[:1].upper()}{reason[1:]}"
 
 
 def _stock_form(plan: Plan) -> str:
@@ -47,7 +79,7 @@ def _stock_form(plan: Plan) -> str:
     if (itself := plan.method.stock_form(plan)) is not None:
         return itself
     if stock is None:
-        return "none. " + " ".join(plan.costs.stock_problems)
+        return _none(" ".join(problem.removeprefix("--to stock: ") for problem in plan.costs.stock_problems))
     added = stock.parameters - plan.costs.parameters_before
     before, after = stock.before, stock.after
     changes = [f"of them {stock.padding:,} zeros"]

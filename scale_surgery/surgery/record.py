@@ -25,6 +25,7 @@ from scale_surgery.checkpoint.folder import (
 from scale_surgery.checkpoint.numbering import CONFIG_KEY, Numbering, numbering_of
 from scale_surgery.errors import CheckpointError, PlanError, name_some
 from scale_surgery.fields import problems_of
+from scale_surgery.planning.base import check_layers
 from scale_surgery.planning.families import read_sizes
 from scale_surgery.planning.plan import Plan
 from scale_surgery.planning.routing_specs import Routing
@@ -167,6 +168,7 @@ def _check_plan(file: Path, plan: Plan, base_tensors: Mapping[str, str], base_co
     # a text that is missing is named where the texts of all files are looked at
     if base_config is not None and read_sizes(plan.architecture, base_config) != plan.sizes:
         raise PlanError("plan.sizes are not those of the base's config.json")
+    check_layers(plan.architecture, plan.sizes.layers, base_tensors)
     for tensor in plan.tensors:
         # outside the layers a tied head has no tensor of its own in the base
         if tensor.layer is not None and tensor.source not in base_tensors:

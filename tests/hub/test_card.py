@@ -86,8 +86,18 @@ def test_a_local_base_is_not_named(own: Path, name: str, revision: str | None) -
     assert "Base: a checkpoint that is not on the Hub." in made.text
     assert made.notes == (
         "base_model is left out of the card: the base is a local folder, no Hub id is known.",
-        "license is left out of the card: no README.md of the base here names one. Add it by --card.",
+        "license is left out of the card: no README.md of the base here names one. Give --license.",
     )
+
+
+def test_a_licence_that_is_given_is_named_in_place_of_the_base_s(own: Path) -> None:
+    base_card = "---\nlicense: other\nlicense_name: llama3\nlicense_link: LICENSE\n---\n# Base\n"
+    made = make_card(read_contents(own), REPO, base_card, "README.base.md", None, "apache-2.0")
+    found = metadata(made.text)
+    assert found["license"] == "apache-2.0" and not {"license_name", "license_link"} & set(found)
+    assert "license is apache-2.0, as --license says; the base's card names other." in made.notes
+    plain = make_card(read_contents(own), REPO, None, None, None, "mit")
+    assert metadata(plain.text)["license"] == "mit" and not [note for note in plain.notes if "license" in note]
 
 
 def test_metadata_are_what_they_should_be(own: Path) -> None:

@@ -153,7 +153,7 @@ def test_a_download_is_the_folder_and_verifies_and_strips(
     assert digests(tmp_path / "base") == digests(base)
     assert done.commit and done.url == f"{hub.address}/{REPO}/commit/{done.commit}"
     assert hub.repositories[REPO].messages == ["Push an expanded model with scale-surgery"]
-    assert not done.is_private and "license: mit\n" in done.card
+    assert done.is_private and "license: mit\n" in done.card
 
 
 def test_a_download_loads_to_the_same_logits(hub: Hub, expanded: Path, tmp_path: Path) -> None:
@@ -541,12 +541,37 @@ def test_a_folder_that_is_no_work_of_ours(hub: Hub, base: Path) -> None:
 
 
 def test_private_weights_do_not_go_to_a_public_repository(hub: Hub, expanded: Path) -> None:
-    send(hub, expanded, repo="me/hidden", private=True)
-    assert hub.repositories["me/hidden"].private
+    for repo, options in {"me/hidden": {"private": True}, "me/unsaid": {}}.items():
+        assert send(hub, expanded, repo=repo, **options).is_private
+        assert hub.repositories[repo].private, repo
     hub.repositories[REPO] = Repository(private=False)
     expected = f"{REPO}: is public, expected a private repository. Leave out --private, or take another id."
     assert message(hub, expanded, private=True) == expected
     assert hub.repositories[REPO].messages == []
+
+
+def test_a_repository_is_public_only_where_that_is_asked_for(hub: Hub, expanded: Path) -> None:
+    assert not send(hub, expanded, private=False).is_private
+    assert not hub.repositories[REPO].private
+    assert not send(hub, expanded).is_private, "one that exists stays what it is"
+    hub.repositories["me/hidden"] = Repository(private=True)
+    expected = "me/hidden: is private, expected a public repository. Leave out --public, or take another id."
+    assert message(hub, expanded, repo="me/hidden", private=False) == expected
+    assert send(hub, expanded, repo="me/hidden").is_private
+
+
+def test_a_licence_is_for_a_card_that_is_written(hub: Hub, own: Path) -> None:
+    assert "license: apache-2.0\n" in send(hub, own, license="apache-2.0").card
+    hub.repositories["me/carded"] = Repository(private=True)
+    hub.repositories["me/carded"].branches["main"] = {"README.md": b"# Mine\n"}
+    found = message(hub, own, repo="me/carded", license="mit")
+    assert found == (
+        "--license mit: README.md in me/carded was written by somebody and stays as it is. Name the licence there, or "
+        "give --write-card, which writes a new card from facts."
+    )
+    (own / "README.md").write_text("# Mine\n")
+    assert message(hub, own, repo="me/other", license="mit").startswith(f"--license mit: {own / 'README.md'} was")
+    assert "license: mit\n" in send(hub, own, repo="me/other", license="mit", write_card=True).card
 
 
 def test_another_model_s_files_are_not_mixed_with_it(hub: Hub, expanded: Path) -> None:
@@ -752,7 +777,7 @@ def run(*arguments: object) -> Any:
 def test_the_command_lists_what_it_sends(hub: Hub, own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (own / "old.bin").write_bytes(b"x")
     monkeypatch.setattr(constants, "ENDPOINT", hub.address)
-    shown = run(own, REPO, "--token", "hf_writer", "--dry-run", "--show-card", "--private")
+    shown = run(own, REPO, "--token", "hf_writer", "--dry-run", "--show-card")
     assert shown.exit_code == 0, shown.output
     text = " ".join(shown.output.split())
     for part in ("LICENSE 3 B the base's, as it is", "left out: old.bin", "# wide", "would be pushed"):

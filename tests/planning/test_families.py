@@ -185,7 +185,7 @@ def test_sizes_that_cannot_be_are_all_reported():
         "config.json: intermediate_size is None",
         "config.json: vocab_size is True",
     ]
-    assert all("expected a positive number. Is this config.json complete?" in line for line in lines)
+    assert all("expected a positive whole number. Is this config.json complete?" in line for line in lines)
 
 
 def test_heads_that_do_not_divide_are_refused():

@@ -13,10 +13,14 @@ from safetensors.torch import load_file, save_file
 
 from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.errors import CheckpointError, PlanError, UnsupportedFamilyError
-from scale_surgery.planning.plan import make_plan, plan
+from scale_surgery.evidence.evaluate import evaluate
+from scale_surgery.planning.inspect import inspect
+from scale_surgery.planning.plan import Plan, make_plan, plan
 from scale_surgery.planning.request import Request
 from scale_surgery.planning.saved import load_plan, read_plan, save_plan
 from scale_surgery.planning.specs import Widths
+from scale_surgery.show.tables_plan import plan_rows
+from scale_surgery.surgery.record import read_manifest
 
 
 @pytest.fixture
@@ -40,6 +44,44 @@ def test_default_widths_are_an_eighth(base_of):
     assert made.collaboration.layers == ()
     wide = plan(base_of("llama"), Request("last:1", ratio=2.0))
     assert wide.widths == Widths(up_width=80, up_kv_heads=4, up_inner_width=104)
+
+
+def rows(made: Plan) -> dict[str, str]:
+    return dict(plan_rows(made))
+
+
+def test_a_share_that_is_not_the_ratio_is_explained(base_of):
+    """The tiny llama has 2 key/value heads: a quarter of them is one, which is half."""
+    told = rows(plan(base_of("llama"), Request("1", ratio=0.25)))["share of base"]
+    assert told.startswith("residual stream 50.0%, key/value heads 50.0%, inner 30.8%. --ratio 0.25 asks for 25.0%")
+    assert "added whole to 2" in told and "--up-kv-heads" in told
+    met = rows(plan(base_of("llama"), Request("1", ratio=0.5)))["share of base"]
+    assert met == "residual stream 50.0%, key/value heads 50.0%, inner 46.2%"
+    chosen = rows(plan(base_of("llama"), Request("1", up_width=20, up_kv_heads=1, up_inner_width=52)))["share of base"]
+    assert "--ratio" not in chosen  # nothing came from the ratio
+
+
+def test_a_plan_says_what_the_expansion_can_become(base_of):
+    wide = rows(plan(base_of("llama"), Request("1")))
+    assert wide["fused form"] == "yes, by merge --to fused" and wide["router"] == "yes, by route-export"
+    assert wide["stock form"].startswith("none. The residual stream is 20 features wider than the base's 40")
+    cast = rows(plan(base_of("llama"), Request("1", dtype="bfloat16")))
+    assert cast["fused form"] == "yes, by merge --to fused, where the base's tensors are bfloat16 too"
+    grown = rows(plan(base_of("llama"), Request("1", method="grow")))
+    assert grown["fused form"].startswith("none. The model is grown") and grown["stock form"].startswith("+")
+    deep = rows(plan(base_of("llama"), Request("1", method="depth")))
+    assert deep["fused form"].startswith("none. It is a stock checkpoint already")
+    assert deep["router"].startswith("none. It is a stock checkpoint, whose classes run one path")
+
+
+def test_what_is_added_outside_the_layers_is_said(base_of):
+    """lm_head.up_weight of a large vocabulary can be most of what is added."""
+    made = plan(base_of("llama"), Request("1"))
+    outside = [tensor for tensor in made.tensors if tensor.layer is None]
+    total = sum(tensor.elements for tensor in outside)
+    assert rows(made)["outside layers"] == f"+{total:,}, of them lm_head.up_weight {97 * 20:,}"
+    assert total + made.costs.parameters_per_layer == made.costs.parameters_added
+    assert "outside layers" not in rows(plan(base_of("llama"), Request("1", method="grow")))
 
 
 def test_adapt_collaborates_in_attention_of_all_expanded_layers_by_default(base_of):
@@ -172,6 +214,36 @@ def test_quantised_weights_are_refused(llama_base, dtype, found):
 def edit_config(folder: Path, **changes: object) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | changes))
+
+
+def test_layers_that_are_not_there_are_not_counted_to(llama_base, tmp_path):
+    """Whatever counts to a billion does not end."""
+    text = tmp_path / "some.txt"
+    text.write_text("some words")
+    tensors = len(open_checkpoint(llama_base).tensors)
+    promised = "Is config.json from this checkpoint"
+    edit_config(llama_base, num_hidden_layers=10**9)
+    looks = (lambda: plan(llama_base, Request("all")), lambda: inspect(llama_base))
+    for look in (*looks, lambda: evaluate(llama_base, text)):
+        with pytest.raises(
+            CheckpointError, match=f"num_hidden_layers is 1000000000, found {tensors} tensors in all. {promised}"
+        ):
+            look()
+    edit_config(llama_base, num_hidden_layers=4)
+    for look in looks:
+        with pytest.raises(CheckpointError, match=f"num_hidden_layers is 4, found tensors of 3 layers. {promised}"):
+            look()
+
+
+def test_layers_of_a_record_that_are_not_there_are_not_counted_to(pair_of, tmp_path):
+    expanded = Path(shutil.copytree(pair_of("llama").path, tmp_path / "expanded"))
+    record = json.loads((expanded / "surgery.json").read_text())
+    base_config = json.loads(record["replaced"]["config.json"])
+    record["replaced"]["config.json"] = json.dumps(base_config | {"num_hidden_layers": 10**9})
+    record["plan"]["sizes"]["layers"] = 10**9
+    (expanded / "surgery.json").write_text(json.dumps(record))
+    with pytest.raises(CheckpointError, match="num_hidden_layers is 1000000000, found tensors of 3 layers"):
+        read_manifest(expanded)
 
 
 def test_an_unknown_family_lists_the_known(llama_base):

@@ -462,7 +462,7 @@ def test_a_plan_without_a_stock_form_says_why(base_of):
     made = plan(base_of("gpt2"), Request("1", variant="adapt", up_width=0))
     console = Console(width=200, record=True)
     console.print(render_plan(made, tensors=False))
-    assert "stock form        none. --to stock: 1 key/value heads were added, expected none" in console.export_text()
+    assert "stock form        none. 1 key/value heads were added, expected none" in console.export_text()
 
 
 @pytest.mark.parametrize(("hidden", "up", "heads"), ((40, 0, 4), (40, 1, 8), (48, 1, 6), (40, 3, 10), (42, 1, 6)))
