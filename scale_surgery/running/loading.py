@@ -16,13 +16,8 @@ from typing import Any
 from scale_surgery import modeling
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
 from scale_surgery.checkpoint.numbering import CONFIG_KEY, numbering_of
-from scale_surgery.errors import CheckpointError, shorten
+from scale_surgery.errors import CheckpointError, SurgeryError, shorten
 from scale_surgery.running.options import RunOptions
-
-# what transformers raises for a config or a tokenizer that is not right
-READING_ERRORS = (ImportError, OSError, ValueError, KeyError, TypeError, AttributeError)
-# what torch raises too, for weights or a device that are not right
-LOADING_ERRORS = (*READING_ERRORS, RuntimeError, AssertionError)
 
 
 def load_config(path: Path, name: str, run: RunOptions = RunOptions()) -> Any:
@@ -44,7 +39,7 @@ def load_config(path: Path, name: str, run: RunOptions = RunOptions()) -> Any:
     modeling.register()
     try:
         config: Any = AutoConfig.from_pretrained(path, trust_remote_code=run.trust_remote_code)
-    except READING_ERRORS as error:
+    except Exception as error:  # of transformers, and of the validators and parsers that it stands on
         raise CheckpointError(
             f"{name}: transformers does not read its config ({error}). Expected a causal language model that this "
             "release of transformers knows; --trust-remote-code lets it run its own code."
@@ -53,10 +48,32 @@ def load_config(path: Path, name: str, run: RunOptions = RunOptions()) -> Any:
 
 
 @contextmanager
+def errors_of_loading(name: str | Path) -> Iterator[None]:
+    """Turn whatever transformers, torch and what they stand on raise for a model that is not right into our error.
+
+    Args:
+        name: What the model is called.
+
+    Raises:
+        CheckpointError: If something is raised.
+    """
+    try:
+        yield
+    except SurgeryError:
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"{name}: cannot be loaded ({type(error).__name__}: {error}). Check --device, and whether transformers "
+            "alone loads it."
+        ) from error
+
+
+@contextmanager
 def loaded(
     path: Path,
     run: RunOptions = RunOptions(),
     *,
+    name: str | None = None,
     renamed: Mapping[str, str] | None = None,
 ) -> Iterator[tuple[Any, list[str]]]:
     """Load a model as a user would, and give it with what went wrong on load; free it afterwards.
@@ -64,14 +81,19 @@ def loaded(
     Args:
         path: Model folder.
         run: How it runs: device, dtype, trust_remote_code, memory_bytes.
+        name: What it is called. Default: its path.
         renamed: Patterns of names in the files, and the names in the model; see `strip.link_base`.
 
     Yields:
         The model in evaluation mode, and the names of tensors that were missing, unexpected or mismatched.
+
+    Raises:
+        CheckpointError: If it cannot be loaded.
     """
     checkpoint = open_checkpoint(path)
     size = sum(info.bytes for info in checkpoint.tensors.values())
-    auto_class = model_class(checkpoint, run)
+    with errors_of_loading(name or path):
+        auto_class = model_class(checkpoint, run)
     with tempfile.TemporaryDirectory() as offload_folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         options: dict[str, Any] = {"device_map": {"": run.device}} if run.device != "cpu" else {}
@@ -80,7 +102,8 @@ def loaded(
         options |= {"dtype": run.dtype or "auto", "trust_remote_code": run.trust_remote_code}
         options |= {"key_mapping": dict(renamed)} if renamed else {}
         with quiet_transformers():
-            model, info = auto_class.from_pretrained(path, output_loading_info=True, **options)
+            with errors_of_loading(name or path):
+                model, info = auto_class.from_pretrained(path, output_loading_info=True, **options)
             model.eval()
             yield model, _load_problems(info)
             del model
@@ -146,13 +169,7 @@ def loaded_whole(
     # streamed weights would be read again for every batch
     whole = replace(run, memory_bytes=sys.maxsize)
     with ExitStack() as stack:
-        try:
-            model, problems = stack.enter_context(loaded(path, whole, renamed=renamed))
-        except LOADING_ERRORS as error:
-            raise CheckpointError(
-                f"{name}: cannot be loaded ({type(error).__name__}: {error}). Check --device, and whether transformers "
-                "alone loads it."
-            ) from error
+        model, problems = stack.enter_context(loaded(path, whole, name=name, renamed=renamed))
         if problems:
             advice = f"{name}: its tensors do not fit its class, so another model would be measured."
             raise CheckpointError.from_problems([*shorten(problems), advice])

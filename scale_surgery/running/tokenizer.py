@@ -14,7 +14,7 @@ from scale_surgery import modeling
 from scale_surgery.checkpoint.files import write_json
 from scale_surgery.checkpoint.folder import read_json
 from scale_surgery.errors import DataError
-from scale_surgery.running.loading import READING_ERRORS, quiet_transformers
+from scale_surgery.running.loading import quiet_transformers
 from scale_surgery.running.options import RunOptions
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
@@ -39,7 +39,7 @@ def load_tokenizer(path: Path, run: RunOptions = RunOptions()) -> Any | None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return AutoTokenizer.from_pretrained(path, trust_remote_code=run.trust_remote_code)
-    except READING_ERRORS:
+    except Exception:  # of transformers, and of the validators and parsers that it stands on
         return None
 
 

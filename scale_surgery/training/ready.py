@@ -26,11 +26,12 @@ def load_to_train(checkpoint: Checkpoint, settings: TrainingSettings, run: RunOp
         The model.
 
     Raises:
+        CheckpointError: If it cannot be loaded.
         TrainingError: If nothing of it would train, or nothing would be learned.
     """
-    from scale_surgery.running.loading import model_class, quiet_transformers
+    from scale_surgery.running.loading import errors_of_loading, model_class, quiet_transformers
 
-    with quiet_transformers():
+    with quiet_transformers(), errors_of_loading(checkpoint.path):
         model = model_class(checkpoint, run).from_pretrained(checkpoint.path)
     freeze_base(model)
     train_in_float32(model)
