@@ -6,7 +6,7 @@ COMPAT := .venv-compat
 # also read by pip for what builds the package
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 
-.PHONY: help install demo lint types test test-fast test-slow test-compat test-recipes fuzz docs demo-model clean
+.PHONY: help install demo lint types test test-fast test-slow torture fuzz test-compat test-recipes docs demo-model clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -46,6 +46,16 @@ test-fast: install  ## under a minute, for work in progress: rooms, planning, an
 test-slow: install  ## the tests that take minutes: torch.compile on more families, several processes
 	$(BIN)/python -m pytest -m slow
 
+COUNT ?= 100
+SEED ?= 0
+JOBS ?= 1
+
+torture: install  ## kills and errors at random file calls of commands that write: make torture COUNT=1000 SEED=1
+	$(BIN)/python -m tests.torture --count $(COUNT) --seed $(SEED)
+
+fuzz: install  ## the mutation campaign on models, records and options: make fuzz COUNT=10000 SEED=1 JOBS=2
+	$(BIN)/python -m tests.fuzz --count $(COUNT) --seed $(SEED) --jobs $(JOBS)
+
 test-compat: install  ## load exported checkpoints under transformers 4.57, in an environment of its own
 	$(PYTHON) -m venv $(COMPAT)
 	PIP_CONSTRAINT=$(CURDIR)/constraints-compat.txt $(COMPAT)/bin/pip install --quiet torch transformers
@@ -56,13 +66,6 @@ test-compat: install  ## load exported checkpoints under transformers 4.57, in a
 test-recipes: install  ## the training recipes in the documentation, that for TRL included
 	$(BIN)/pip install --quiet --editable '.[recipes]'
 	$(BIN)/python -m pytest tests/test_site.py
-
-COUNT ?= 1000
-SEED ?= 1
-JOBS ?= 2
-
-fuzz: install  ## COUNT cases of mutated models, records and options, all that SEED draws, in JOBS processes
-	$(BIN)/python -m tests.fuzz --count $(COUNT) --seed $(SEED) --jobs $(JOBS)
 
 docs: install  ## build the documentation, strictly, into site/; to read it: python3 -m http.server -d site
 	$(BIN)/pip install --quiet --editable '.[docs]'

@@ -6,14 +6,18 @@ Each is a fork of one process that has imported torch once, so that it begins wi
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
+import json
 import multiprocessing
 import os
 import resource
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,10 +27,15 @@ import safetensors.torch  # noqa: F401
 import torch
 
 from scale_surgery.checkpoint import staging
+from scale_surgery.cli import apply, extract, merge, plan, route_export  # noqa: F401
 from scale_surgery.cli.program import main as command_line
 from scale_surgery.errors import CheckpointError
 from scale_surgery.planning.request import Request
+from scale_surgery.planning.routing_specs import Routing
+from scale_surgery.running import drift  # noqa: F401
+from scale_surgery.surgery import rebase  # noqa: F401
 from scale_surgery.surgery.expand import expand
+from scale_surgery.surgery.route import set_routing
 from scale_surgery.surgery.strip import strip
 from scale_surgery.training import trainer  # noqa: F401
 from scale_surgery.training.run_folder import TrainingRun
@@ -85,6 +94,79 @@ def train_and_die_at_the_end(model: Path, text: Path, output: Path, settings: Tr
 def run_command(words: list[str]) -> None:
     """What `scale-surgery WORDS` does."""
     command_line(words)
+
+
+@dataclass(frozen=True)
+class Disturbance:
+    """What befalls a process.
+
+    Attributes:
+        kind: "none", "kill" at a file call, "alarm" after some processor time, "error" at a call that writes, or
+            "full", where no file can be larger than a size.
+        at: Which call, which millisecond or which size, from 0.
+        number: The error of the system.
+    """
+
+    kind: str = "none"
+    at: int = 0
+    number: int = errno.ENOSPC
+
+
+@dataclass
+class FileCalls:
+    """Counts calls that name a file of a folder, as Python's audit hooks tell them, and disturbs one of them."""
+
+    place: str
+    disturbance: Disturbance
+    calls: int = 0
+    writes: int = 0
+
+    def __call__(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if not (event == "open" or event.startswith("os.") or event == "fcntl.ioctl"):
+            return
+        if not any(str(found).startswith(self.place) for found in arguments if isinstance(found, str | os.PathLike)):
+            return
+        kind, at = self.disturbance.kind, self.disturbance.at
+        if kind == "kill" and self.calls == at:
+            die()
+        self.calls += 1
+        is_reading = event in ("os.scandir", "os.listdir") or (event == "open" and not is_written(arguments[2]))
+        if is_reading:
+            return
+        self.writes += 1
+        if kind == "error" and self.writes == at + 1:
+            number = self.disturbance.number
+            raise OSError(number, os.strerror(number), str(arguments[0]))
+
+
+def is_written(flags: int) -> bool:
+    return bool(flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
+
+
+def run_disturbed(words: list[str], place: str, disturbance: Disturbance, record: str) -> None:
+    """Run a command on the files of a place, disturb it, and record how many calls it made in how much time."""
+    sys.modules["scale_surgery.planning.plan"].SHARD_BYTES = SHARD_BYTES
+    os.fsync = lambda handle: None
+    sys.stdout = open(os.devnull, "w")  # noqa: SIM115, PTH123
+    calls, begun = FileCalls(place, disturbance), time.process_time()
+    sys.addaudithook(calls)
+    if disturbance.kind == "alarm":
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_PROF, (disturbance.at + 1) / 1000)
+    if disturbance.kind == "full":
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (disturbance.at,) * 2)
+    try:
+        if words[0] == "set-routing":
+            set_routing(words[1], Routing(prior=0.25))
+        else:
+            run_command(words)
+    except CheckpointError as error:
+        sys.exit(str(error))
+    finally:
+        if disturbance.kind == "none":
+            spent = int((time.process_time() - begun) * 1000)
+            Path(record).write_text(json.dumps({"calls": calls.calls, "writes": calls.writes, "milliseconds": spent}))
 
 
 def work_with_errors_in(file: str, work: Callable[..., None], arguments: tuple[Any, ...]) -> None:

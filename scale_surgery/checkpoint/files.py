@@ -36,10 +36,14 @@ def sync(path: Path) -> None:
 
 @contextlib.contextmanager
 def finished_file(file: Path) -> Iterator[Path]:
-    """Give a temporary sibling to write; when the block ends well it becomes `file`, on disk, readable as usual."""
+    """Give a temporary sibling to write; when the block ends well it becomes `file`, on disk, readable as usual.
+
+    Raises:
+        CheckpointError: If somebody else has put a link, or anything but a file, where the sibling is to be.
+    """
     file.parent.mkdir(parents=True, exist_ok=True)
     temporary = file.parent / f"{file.name}.tmp"
-    temporary.unlink(missing_ok=True)
+    _make_new(temporary)
     try:
         yield temporary
     except BaseException:
@@ -50,6 +54,16 @@ def finished_file(file: Path) -> Iterator[Path]:
         temporary.chmod(0o666 & ~_umask())
     sync(temporary)
     temporary.rename(file)
+
+
+def _make_new(file: Path) -> None:
+    """Make an empty file where none is, or a piece from an interrupted run; whoever writes it follows no link."""
+    if file.is_symlink() or (file.exists() and not file.is_file()):
+        raise CheckpointError(
+            f"{file}: was not made by this program, expected a free name to write to for a moment. Take it away."
+        )
+    file.unlink(missing_ok=True)
+    os.close(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666))
 
 
 def _umask() -> int:
@@ -118,6 +132,7 @@ def take_over(source: Path, file: Path, how: BaseWeights) -> None:
 
 def _link(source: Path, file: Path) -> None:
     try:
+        file.unlink()
         os.link(source, file)
     except OSError as error:
         raise CheckpointError(

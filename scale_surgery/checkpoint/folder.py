@@ -6,17 +6,27 @@ place without having read a weight. All problems that headers and index can show
 
 from __future__ import annotations
 
-import json
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from scale_surgery.checkpoint.headers import TensorInfo, read_header
+from scale_surgery.checkpoint.links import IGNORED_FOLDERS, leads_out, links_that_are_no_files
 from scale_surgery.checkpoint.numbering import CONFIG_KEY, Numbering, numbering_of
-from scale_surgery.errors import CheckpointError, shorten
+from scale_surgery.checkpoint.reading import (
+    HALF_A_CHARACTER,
+    open_regular,
+    other_kind,
+    parse_json,
+    places_of_nan,
+    read_bytes,
+)
+from scale_surgery.checkpoint.stamps import Stamps, take_stamps
+from scale_surgery.errors import CheckpointError, name_some, shorten
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,6 +40,8 @@ INDEX_FILE = "model.safetensors.index.json"
 CONFIG_FILE = "config.json"
 MANIFEST_FILE = "surgery.json"
 EXTRACT_FILE = "extract.json"
+# what a model is made of, wherever it lies: large shards are often kept on another disk
+FOLLOWED = (CONFIG_FILE, INDEX_FILE, MANIFEST_FILE)
 CHUNK_BYTES = 1 << 22
 # of a file in a folder
 MAX_NAME_BYTES = 255
@@ -38,8 +50,6 @@ MAX_NAME_BYTES = 255
 OTHER_WEIGHT_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx")
 # how configs call their number of layers
 LAYER_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-# version control and download bookkeeping, no part of a checkpoint
-IGNORED_FOLDERS = (".git", ".cache", "__pycache__")
 
 
 @dataclass(frozen=True)
@@ -52,8 +62,9 @@ class Checkpoint:
         tensors: Every tensor by name.
         shards: Names of the safetensors files that hold them, in order.
         side_files: Names of all other files that belong to it, relative, in order.
-        left_out: Files that hold weights in another form (pickles, shards that no index names) and are not
-            taken along.
+        left_out: Files that are not taken along: weights in another form (pickles, shards that no index names), and
+            links that lead out of the folder.
+        stamps: What the system said of its files before the first of them was read.
     """
 
     path: Path
@@ -62,6 +73,7 @@ class Checkpoint:
     shards: tuple[str, ...]
     side_files: tuple[str, ...]
     left_out: tuple[str, ...]
+    stamps: Stamps = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property
     def manifest(self) -> Mapping[str, Any] | None:
@@ -85,7 +97,7 @@ def read_json(file: Path) -> dict[str, Any]:
         CheckpointError: If the file is missing, is not JSON or is not an object.
     """
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = parse_json(read_bytes(file).decode("utf-8"))
     except FileNotFoundError as error:
         raise CheckpointError(f"{file}: not found. Is this a model folder?") from error
     except (OSError, ValueError) as error:
@@ -93,6 +105,23 @@ def read_json(file: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise CheckpointError(f"{file}: found {type(content).__name__}, expected a JSON object.")
     return content
+
+
+def read_config(file: Path) -> dict[str, Any]:
+    """Read a config whose values are compared with what was written: a NaN is not even equal to itself.
+
+    Infinity is kept; some models have it, as the end of a range.
+
+    Raises:
+        CheckpointError: If it cannot be read, or holds a NaN; every place is named.
+    """
+    config = read_json(file)
+    if places := places_of_nan(config):
+        raise CheckpointError.from_problems(
+            f"{file}: {place} is NaN, expected a number: no check could say that it was kept. Write one, or null."
+            for place in shorten(places)
+        )
+    return config
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -109,20 +138,26 @@ def open_checkpoint(path: Path) -> Checkpoint:
             missing or damaged, or index and shards disagree. Every problem found is listed.
     """
     files = list_files(path)
+    stamps = take_stamps(path / file for file in files)
     refuse_extract(path, files)
-    config = read_json(path / CONFIG_FILE)
+    config = read_config(path / CONFIG_FILE)
     shards, declared = _find_shards(path, files)
     tensors, problems = _read_shards(path, shards)
     problems += _index_problems(declared, tensors) if declared is not None and not problems else []
+    if not tensors and not problems:
+        problems = [f"{name_some(shards)}: holds no tensor, expected weights. Download it again."]
     problems = problems or boundless(config, len(tensors))
     if problems:
         raise CheckpointError.from_problems(problems)
     others = [file for file in files if not file.endswith(".safetensors")]
     left_out = tuple(file for file in others if file.endswith(OTHER_WEIGHT_SUFFIXES))
     left_out += tuple(file for file in files if file.endswith(".safetensors") and file not in shards)
+    left_out += tuple(file for file in others if file not in left_out and is_left_link(path, file))
+    left_out += links_that_are_no_files(path)
     side_files = tuple(file for file in others if file not in left_out and file != MANIFEST_FILE)
     named = name_tensors(tensors, numbering_of(config.get(CONFIG_KEY)))
-    return Checkpoint(path, config, named, tuple(shards), side_files, left_out)
+    read = {path / file: stamps[path / file] for file in files if file in {*shards, *side_files, MANIFEST_FILE}}
+    return Checkpoint(path, config, named, tuple(shards), side_files, left_out, read)
 
 
 def boundless(config: Mapping[str, Any], tensors: int) -> list[str]:
@@ -181,14 +216,26 @@ def list_files(path: Path) -> list[str]:
     """List the files of a folder, relative, sorted, without version control and download bookkeeping.
 
     Raises:
-        CheckpointError: If the folder is missing, is not a folder or holds no file.
+        CheckpointError: If the folder is missing, is not a folder or holds no file; or if it holds what is no file or
+            has a name that cannot be recorded, each named. Nothing is left behind: whoever opens the folder after us,
+            transformers too, would wait for a pipe.
     """
     check_folder(path)
-    files = (file.relative_to(path) for file in sorted(path.rglob("*")) if file.is_file())
-    kept = [file.as_posix() for file in files if not set(file.parts).intersection(IGNORED_FOLDERS)]
+    found = (file.relative_to(path) for file in sorted(path.rglob("*")) if file.exists() and not file.is_dir())
+    kept = [file.as_posix() for file in found if not set(file.parts).intersection(IGNORED_FOLDERS)]
+    if problems := [problem for name in kept if (problem := _unfit(path, name))]:
+        raise CheckpointError.from_problems(shorten(problems))
     if not kept:
         raise CheckpointError(f"{path}: the folder is empty, expected config.json and safetensors weights.")
     return kept
+
+
+def _unfit(path: Path, name: str) -> str | None:
+    """Why an entry of a folder is no file of a model, or None."""
+    if not is_unicode(name):
+        return f"{path}: the name {os.fsencode(name)!r} is no UTF-8, expected Unicode text. Rename the file."
+    kind = other_kind((path / name).stat().st_mode)
+    return kind and f"{path / name}: is {kind}, expected a regular file. Take it out of the folder."
 
 
 def refuse_extract(path: str | Path, files: Iterable[str]) -> None:
@@ -234,7 +281,7 @@ def _no_weights(path: Path, files: list[str]) -> str:
 
 def is_inside(name: object) -> bool:
     """Whether a name that somebody else wrote stays inside the folder it is joined to."""
-    if not isinstance(name, str) or "\\" in name or not PurePosixPath(name).parts:
+    if not isinstance(name, str) or not is_unicode(name) or set("\\\0") & set(name) or not PurePosixPath(name).parts:
         return False
     path = PurePosixPath(name)
     # ./x and x//y are other names of a file that may be checked under its own
@@ -242,18 +289,25 @@ def is_inside(name: object) -> bool:
     return is_plain and not path.is_absolute() and ".." not in path.parts
 
 
+def is_left_link(path: Path, name: str) -> bool:
+    """Whether a file of a folder is a link to something outside that is no part of a model: it is never taken along."""
+    return name not in FOLLOWED and not name.endswith(".safetensors") and leads_out(path, name)
+
+
+def is_unicode(name: str) -> bool:
+    """Whether a name can be written as UTF-8; Python's form of a file name that is none holds half characters."""
+    return HALF_A_CHARACTER.search(name) is None
+
+
 def stays_behind(path: Path, name: str) -> bool:
     """Whether a file of a folder is no part of a model that is passed on, unless a record names it.
 
-    Hidden files hold keys and settings, trainers keep states and logs with names of machines in them, and a link may
-    lead to anything; the Hub's cache alone is made of links.
+    Hidden files hold keys and settings, and trainers keep states and logs with names of machines in them.
     """
-    parts, root = PurePosixPath(name).parts, path.resolve()
+    parts = PurePosixPath(name).parts
     is_hidden = any(part.startswith(".") for part in parts) and name != ".gitattributes"
     is_state = any(re.fullmatch(r"checkpoint-\d+|runs", part) for part in parts[:-1]) or ".tfevents." in name
-    places = [root, *([root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [])]
-    target = (path / name).resolve()
-    return is_hidden or is_state or not any(target.is_relative_to(place) for place in places)
+    return is_hidden or is_state or is_left_link(path, name)
 
 
 def _refuse_escapes(weight_map: Mapping[str, str]) -> None:
@@ -299,7 +353,7 @@ def read_text(checkpoint: Checkpoint, file: str) -> str:
         CheckpointError: If it is missing or is no text.
     """
     try:
-        return (checkpoint.path / file).read_bytes().decode("utf-8")
+        return read_bytes(checkpoint.path / file).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{file}: cannot be read ({error}). Restore it from where you got it.") from error
 
@@ -313,20 +367,33 @@ def read_tensor(checkpoint: Checkpoint, name: str) -> Tensor:
 
     Returns:
         The tensor in its stored dtype, on the CPU.
+
+    Raises:
+        CheckpointError: If it cannot be read.
     """
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
     info = checkpoint.tensors[name]
-    with safe_open(checkpoint.path / info.file, framework="pt") as shard:
-        tensor: Tensor = shard.get_tensor(info.stored_as or name)
+    try:
+        with safe_open(checkpoint.path / info.file, framework="pt") as shard:
+            tensor: Tensor = shard.get_tensor(info.stored_as or name)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{info.file}: {name} cannot be read ({error}). Download it again.") from error
     return tensor
 
 
 def read_chunks(file: Path, start: int = 0, length: int | None = None) -> Iterator[bytes]:
-    """Read a range of a file in chunks of a few MB."""
-    left = file.stat().st_size - start if length is None else length
-    with file.open("rb") as stream:
-        stream.seek(start)
-        while left > 0 and (chunk := stream.read(min(CHUNK_BYTES, left))):
-            left -= len(chunk)
-            yield chunk
+    """Read a range of a file in chunks of a few MB.
+
+    Raises:
+        CheckpointError: If it cannot be read.
+    """
+    try:
+        with open_regular(file) as stream:
+            left = os.fstat(stream.fileno()).st_size - start if length is None else length
+            stream.seek(start)
+            while left > 0 and (chunk := stream.read(min(CHUNK_BYTES, left))):
+                left -= len(chunk)
+                yield chunk
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read ({error.strerror or error}). Check the file.") from error

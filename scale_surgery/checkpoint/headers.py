@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
+from scale_surgery.checkpoint.reading import open_regular, parse_json
 from scale_surgery.errors import CheckpointError
 
 MAX_HEADER_BYTES = 100_000_000
@@ -67,24 +68,44 @@ def read_header(path: Path, file: str) -> dict[str, TensorInfo]:
         CheckpointError: If the file is missing, truncated or not safetensors.
     """
     try:
-        size = (path / file).stat().st_size
-        with (path / file).open("rb") as stream:
+        with open_regular(path / file) as stream:
+            size = os.fstat(stream.fileno()).st_size
             length = int.from_bytes(stream.read(8), "little")
             if size < 8 or not 2 <= length <= min(size - 8, MAX_HEADER_BYTES):
                 raise CheckpointError(
                     f"{file}: its first 8 bytes promise a header of {length} bytes in a file of {size} bytes. "
                     "It is truncated or not a safetensors file: download it again."
                 )
-            header = json.loads(stream.read(length))
-            return _parse_header(file, header, 8 + length, size)
+            header = parse_json(stream.read(length).decode("utf-8"))
+        tensors = _parse_header(file, header, 8 + length, size)
     except FileNotFoundError as error:
         raise CheckpointError(f"{file}: shard not found in {path}. Download it again.") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
         raise CheckpointError(
             f"{file}: its header is not that of a safetensors file ({error}). Download it again."
         ) from error
     except OSError as error:
         raise CheckpointError(f"{file}: cannot be read ({error}).") from error
+    _check_as_loaders_do(path, file, tensors)
+    return tensors
+
+
+def _check_as_loaders_do(path: Path, file: str, tensors: Mapping[str, TensorInfo]) -> None:
+    """Let safetensors have the last word: what it refuses no loader reads, and what it finds is what they load."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path / file, framework="np") as opened:
+            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118, it is no mapping
+            found = {name: (own.get_dtype(), tuple(own.get_shape())) for name, own in slices.items()}
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(
+            f"{file}: its header is not that of a safetensors file ({error}). Download it again."
+        ) from error
+    differing = found.items() ^ {name: (info.dtype, info.shape) for name, info in tensors.items()}.items()
+    if differing:
+        names = sorted({name for name, _ in differing})
+        raise CheckpointError(f"{file}: safetensors finds other tensors in it ({names[0]!r}). Download it again.")
 
 
 def _parse_header(file: str, header: Mapping[str, Any], data_start: int, size: int) -> dict[str, TensorInfo]:

@@ -19,7 +19,7 @@ from scale_surgery.checkpoint.folder import (
     boundless,
     name_tensors,
     open_checkpoint,
-    read_json,
+    read_config,
     refuse_extract,
 )
 from scale_surgery.checkpoint.headers import TensorInfo
@@ -128,7 +128,7 @@ def _remote_model(repo: str, revision: str | None) -> tuple[Source, Checkpoint]:
     others = tuple(file for file in files if file not in headers)
     left_out = tuple(file for file in others if file.endswith((*OTHER_WEIGHT_SUFFIXES, ".safetensors")))
     side_files = tuple(file for file in others if file not in left_out and file != MANIFEST_FILE)
-    config = read_json(folders[0] / CONFIG_FILE)
+    config = read_config(folders[0] / CONFIG_FILE)
     if problems := boundless(config, len(tensors)):
         raise CheckpointError.from_problems(problems)
     named = name_tensors(tensors, numbering_of(config.get(CONFIG_KEY)))

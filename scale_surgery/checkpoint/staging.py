@@ -10,13 +10,14 @@ import errno
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from scale_surgery.checkpoint.files import sync
+from scale_surgery.checkpoint.beside import link_problems, locked, names_beside, refuse_links, replace_folder, settle
+from scale_surgery.checkpoint.files import sync, write_text
 from scale_surgery.checkpoint.folder import CONFIG_FILE
+from scale_surgery.checkpoint.stamps import Stamps, check_unchanged
 from scale_surgery.errors import CheckpointError
 
 
@@ -100,7 +101,7 @@ def _occupied(target: Path, partial: Path, *, overwrite: bool) -> list[str]:
         return [f"{target}: is a file, expected a folder to be. Choose another output folder."]
     if target.exists() and not overwrite:
         return [f"{target}: exists already. Choose another output folder, or give --overwrite."]
-    problems = []
+    problems = link_problems(partial, *names_beside(target))
     if target.exists() and any(target.iterdir()) and not (target / CONFIG_FILE).is_file():
         problems.append(f"{target}: is no model folder, --overwrite will not replace it. Choose another output folder.")
     if partial.exists() and not _state_file(target).exists():
@@ -135,31 +136,37 @@ def check_space(target: Path, needed_bytes: int) -> None:
 
 
 @contextlib.contextmanager
-def staged(target: Path, state: Mapping[str, Any], *, overwrite: bool) -> Iterator[Path]:
+def staged(target: Path, state: Mapping[str, Any], read: Stamps | None = None, *, overwrite: bool) -> Iterator[Path]:
     """Give a folder to write into; when the block ends well it becomes `target`, otherwise `target` is untouched.
 
-    The folder is `<target>.partial`. After an interruption it stays, and a next run with the same `state` finds
-    the files that were finished; with another state it starts clean.
+    The folder is `<target>.partial`. After an interruption it stays, and a next run with the same `state` and the same
+    files to read finds the files that were finished; otherwise it starts clean.
 
     Args:
         target: The folder to be.
         state: What is being made; decides whether an unfinished folder may be continued.
+        read: The files that it is made of, as they were before they were read; if one has changed by the end, nothing
+            is written.
         overwrite: Whether an existing target is replaced.
 
     Yields:
         The folder to write into.
 
     Raises:
-        CheckpointError: If another process is writing it, the disk is full, or a file cannot be written.
+        CheckpointError: If another process is writing it, a file that is read has changed, the disk is full, or a file
+            cannot be written.
     """
-    partial = _partial(target)
+    partial, stamps = _partial(target), read or {}
     try:
         with locked(partial):
-            _prepare(target, state)
-            yield partial
-            sync_folder(partial)
+            settle(target, overwrite=overwrite)
+            _prepare(target, state, stamps)
+            with _unchanged(stamps, partial):
+                yield partial
+                sync_folder(partial)
             _rename(partial, target, overwrite=overwrite)
-            _state_file(target).unlink()
+            with contextlib.suppress(OSError):  # the folder is whole; the next run of it tries again
+                _state_file(target).unlink()
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         hint = "Free some space, or give --base-weights link" if full else "Check the folder and its permissions"
@@ -170,51 +177,47 @@ def staged(target: Path, state: Mapping[str, Any], *, overwrite: bool) -> Iterat
 
 
 @contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Let no other process of this program write a folder meanwhile.
-
-    Raises:
-        CheckpointError: If one does already.
-    """
-    import fcntl  # not on Windows, where models can still be read
-
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    lock = folder.parent / f".{folder.name}.lock"
-    busy = f"{folder}: another process is writing it. Wait until it is done."
-    with lock.open("w") as stream:
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise CheckpointError(busy) from error
-        if not lock.exists() or os.fstat(stream.fileno()).st_ino != lock.stat().st_ino:
-            raise CheckpointError(busy)  # the file that we locked is no longer the one that others see
-        try:
-            yield
-        finally:
-            lock.unlink(missing_ok=True)
+def _unchanged(stamps: Stamps, partial: Path) -> Iterator[None]:
+    """Compare files that are read with their stamps at the end; also after an error, which may come of the change."""
+    try:
+        yield
+    except Exception as error:
+        _check_read(stamps, partial, error)
+        raise
+    _check_read(stamps, partial)
 
 
-def _prepare(target: Path, state: Mapping[str, Any]) -> None:
-    wanted = json.dumps(state, sort_keys=True)
+def _check_read(stamps: Stamps, partial: Path, cause: Exception | None = None) -> None:
+    try:
+        check_unchanged(stamps)
+    except CheckpointError as changed:
+        shutil.rmtree(partial, ignore_errors=True)  # made of what is there no more
+        raise changed from cause
+
+
+def _prepare(target: Path, state: Mapping[str, Any], stamps: Stamps) -> None:
+    wanted = json.dumps({**state, **_as_state(stamps)}, sort_keys=True)
     partial, state_file = _partial(target), _state_file(target)
-    if not (state_file.is_file() and state_file.read_text(encoding="utf-8") == wanted):
-        if state_file.exists():
-            shutil.rmtree(partial, ignore_errors=True)
-        state_file.write_text(wanted, encoding="utf-8")
+    refuse_links(partial, state_file)
+    is_same = state_file.is_file() and state_file.read_text(encoding="utf-8") == wanted
+    if state_file.exists() and partial.exists() and not is_same:
+        shutil.rmtree(partial)
+    write_text(state_file, wanted)
     partial.mkdir(exist_ok=True)
     for unfinished in partial.rglob("*.tmp"):
         unfinished.unlink()
+
+
+def _as_state(stamps: Stamps) -> dict[str, Any]:
+    """Sizes and times of files; a hard link that an interrupted run made of one is no other file."""
+    return {"read": {str(file): [stamp.bytes, stamp.written] for file, stamp in stamps.items()}} if stamps else {}
 
 
 def _rename(partial: Path, target: Path, *, overwrite: bool) -> None:
     if not target.exists():
         partial.rename(target)
     elif overwrite:
-        # the old folder moves to a name that nobody has, and goes when the new one is in its place
-        replaced = Path(tempfile.mkdtemp(prefix=f".{target.name}.replaced-", dir=target.parent))
-        target.rename(replaced)
-        partial.rename(target)
-        shutil.rmtree(replaced)
+        replace_folder(target, partial)
     else:
         raise CheckpointError(f"{target}: appeared while it was being made. The result is in {partial}.")
     sync(target.parent)

@@ -88,5 +88,5 @@ def expand_command(
         track=out.track,
     )
     if done.left_out:
-        out.warn(f"weights in other formats are not taken along: {', '.join(done.left_out)}")
+        out.warn(f"other weight formats and links out of the folder are not taken along: {', '.join(done.left_out)}")
     out.show(done, render_expansion(done))

@@ -8,18 +8,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from scale_surgery import modeling
-from scale_surgery.checkpoint.folder import CONFIG_FILE, Checkpoint, read_json, read_tensor
+from scale_surgery.checkpoint.folder import CONFIG_FILE, Checkpoint
 from scale_surgery.checkpoint.hashes import hash_file, hash_tensors
 from scale_surgery.checkpoint.headers import TensorInfo
+from scale_surgery.checkpoint.reading import parse_json
 from scale_surgery.planning.plan import Plan
 from scale_surgery.planning.tensors import TensorPlan
 from scale_surgery.progress import Progress, no_progress
-from scale_surgery.running.tokenizer import TOKENIZER_CONFIG_FILE
-from scale_surgery.surgery.config import config_problems
-from scale_surgery.surgery.joining import joined_tensors
+from scale_surgery.surgery.intact import base_bytes_to_check, find_damage
 from scale_surgery.surgery.parts import described_parts, hash_parts, part_readers
 from scale_surgery.surgery.record import Manifest
-from scale_surgery.surgery.renumbered import hash_stored
 
 
 @dataclass(frozen=True)
@@ -71,25 +69,21 @@ def check_files(
     """
     planned = {tensor.name: tensor for tensor in manifest.plan.tensors}
     parts = described_parts(checkpoint, manifest)
-    hashes = hash_parts(checkpoint, manifest, manifest.base_tensors, advance)
+    damage = find_damage(checkpoint, manifest, advance)
     expansion = hash_parts(checkpoint, manifest, planned, advance)
-    damaged = _damaged(checkpoint, manifest, planned)
     return Integrity(
-        base=(
-            *_tensor_problems(checkpoint, manifest, hashes, base, advance),
-            *_file_problems(checkpoint, manifest, advance),
-        ),
-        structure=(*damaged, *_unexpected_tensors(checkpoint, manifest, planned)),
-        config=tuple(_config_problems(checkpoint, manifest, base)),
-        code=tuple(_code_problems(checkpoint, manifest)),
-        foreign_code=tuple(file for file, digest in manifest.code.items() if digest != modeling.code_hash(file)),
+        base=(*damage.base, *_differences(checkpoint, manifest, damage.hashes, base, advance)),
+        structure=damage.structure,
+        config=(*damage.config, *_config_differences(manifest, base)),
+        code=damage.code,
+        foreign_code=tuple(file for file, digest in manifest.code.items() if not modeling.is_ours(file, digest)),
         unreleased_code=tuple(_unreleased(checkpoint)),
-        fingerprint=_fingerprint(manifest, hashes | expansion),
-        is_loadable=not damaged and len(hashes) == len(manifest.base_tensors),
+        fingerprint=_fingerprint(manifest, {**damage.hashes, **expansion}),
+        is_loadable=not damage.missing and len(damage.hashes) == len(manifest.base_tensors),
         nonzero=tuple(_changed_guards(checkpoint, manifest, advance)),
         trained=tuple(name for name, digest in expansion.items() if manifest.expansion_tensors.get(name) != digest),
         base_tensors=len(manifest.base_tensors),
-        base_bytes=sum(parts[name].bytes for name in hashes),
+        base_bytes=sum(parts[name].bytes for name in damage.hashes),
     )
 
 
@@ -102,25 +96,21 @@ def _fingerprint(manifest: Manifest, hashes: Mapping[str, str]) -> str:
 def bytes_to_check(checkpoint: Checkpoint, manifest: Manifest, base: Checkpoint | None) -> int:
     """Bytes that `check_files` reads, for a progress bar."""
     total = sum(info.bytes for info in checkpoint.tensors.values())
-    total += sum(file.bytes for file in manifest.base_files.values() if file.stored_as is not None)
+    total += base_bytes_to_check(manifest)
     # each copy is made again to be compared
     total += sum(tensor.bytes for tensor in manifest.plan.method.guards(manifest.plan) if tensor.init == "copy")
     return total + (sum(info.bytes for info in base.tensors.values()) if base is not None else 0)
 
 
-def _tensor_problems(
+def _differences(
     checkpoint: Checkpoint,
     manifest: Manifest,
     hashes: Mapping[str, str],
     base: Checkpoint | None,
     advance: Progress,
 ) -> list[str]:
-    problems = []
-    for name, digest in manifest.base_tensors.items():
-        if name not in hashes:
-            problems.append(f"{name}: base tensor is missing.")
-        elif hashes[name] != digest:
-            problems.append(f"{name}: sha256 {hashes[name][:16]}..., expected {digest[:16]}... from surgery.json.")
+    """Base tensors that are not those of a given base."""
+    problems: list[str] = []
     if base is None:
         return problems
     given = hash_tensors(base, list(base.tensors), advance)
@@ -139,88 +129,13 @@ def _described(tensors: Mapping[str, TensorInfo], hashes: Mapping[str, str], nam
     return f"{info.dtype} {list(info.shape)} with sha256 {hashes[name][:16]}..."
 
 
-def _file_problems(checkpoint: Checkpoint, manifest: Manifest, advance: Progress) -> list[str]:
-    problems = []
-    # the bytes of a fused model's shards are known by the tensors that they were
-    joined = manifest.joined_shards
-    for name, file in manifest.base_files.items():
-        if file.stored_as in joined:
-            continue
-        if file.stored_as is None:
-            if hashlib.sha256(manifest.replaced[name].encode("utf-8")).hexdigest() != file.sha256:
-                problems.append(f"surgery.json: its text of the base's {name} is not what it was.")
-        elif not (checkpoint.path / file.stored_as).is_file():
-            problems.append(f"{file.stored_as}: file is missing, it holds the base's {name}.")
-        elif hash_stored(checkpoint.path, manifest, [file.stored_as], advance)[file.stored_as] != file.sha256:
-            problems.append(f"{file.stored_as}: bytes differ from the base's {name}.")
-    stored = {file.stored_as for file in manifest.base_files.values()}
-    if manifest.fused is not None:
-        return problems
-    shards = {checkpoint.tensors[name].file for name in manifest.base_tensors if name in checkpoint.tensors}
-    problems += [f"{shard}: holds base tensors and is not among the base's files." for shard in sorted(shards - stored)]
-    return problems
-
-
-def _damaged(checkpoint: Checkpoint, manifest: Manifest, planned: Mapping[str, TensorPlan]) -> list[str]:
-    """Expansion tensors, and joined ones that they lie in, that are missing or of a wrong shape."""
-    problems = []
-    joined = list(joined_tensors(manifest)) if manifest.fused is not None else []
-    inside = {name for item in joined for name in item.pieces.values()}
-    shapes = {name: tensor.shape for name, tensor in planned.items() if name not in inside}
-    for name, shape in [*shapes.items(), *((item.name, item.shape) for item in joined)]:
-        info = checkpoint.tensors.get(name)
-        if info is None:
-            problems.append(f"{name}: expansion tensor is missing.")
-        elif info.shape != shape:
-            problems.append(f"{name}: shape {info.shape}, expected {shape} from the plan.")
-    return problems
-
-
-def _unexpected_tensors(checkpoint: Checkpoint, manifest: Manifest, planned: Mapping[str, TensorPlan]) -> list[str]:
-    known = {*planned, *manifest.base_tensors}
-    return [_unexpected(checkpoint, name) for name in checkpoint.tensors if name not in known]
-
-
-def _config_problems(checkpoint: Checkpoint, manifest: Manifest, base: Checkpoint | None) -> list[str]:
-    """Compare config.json with what `expand` makes of the base's."""
-    problems = config_problems(manifest, checkpoint.config)
-    problems += _tokenizer_problems(checkpoint, manifest)
-    if base is not None:
-        recorded = json.loads(manifest.replaced[CONFIG_FILE])
-        keys = sorted(key for key in {*recorded, *base.config} if recorded.get(key) != base.config.get(key))
-        problems += [f"config.json: {key} differs from that of the base model {base.path}." for key in keys]
-    return problems
-
-
-def _tokenizer_problems(checkpoint: Checkpoint, manifest: Manifest) -> list[str]:
-    """What the tokenizer's config names beside the class that the expansion wrote; it can name code to run."""
-    stored = manifest.base_files.get(TOKENIZER_CONFIG_FILE)
-    file = checkpoint.path / TOKENIZER_CONFIG_FILE
-    if not file.is_file() or (stored is not None and stored.stored_as is not None):
-        return []  # compared as a file
-    wants = json.loads(manifest.replaced.get(TOKENIZER_CONFIG_FILE, "{}"))
-    has = read_json(file)
-    differing = sorted(key for key in {*has, *wants} - {"tokenizer_class"} if has.get(key) != wants.get(key))
-    return [f"{TOKENIZER_CONFIG_FILE}: {key} is not what the base's says." for key in differing]
-
-
-def _unexpected(checkpoint: Checkpoint, name: str) -> str:
-    if not name.endswith(".w12"):
-        return f"{name}: no such tensor in the plan or in the base model."
-    count = int(read_tensor(checkpoint, name).count_nonzero())
-    return f"{name}: this layer's W12 is frozen at zero and must not exist, found one with {count} non-zero entries."
-
-
-def _code_problems(checkpoint: Checkpoint, manifest: Manifest) -> list[str]:
-    problems, ours = [], manifest.plan.code_files
-    for file in ours:
-        if not (checkpoint.path / file).is_file():
-            problems.append(f"{file}: code file is missing.")
-        elif hash_file(checkpoint.path / file) != manifest.code.get(file):
-            problems.append(f"{file}: is not the code that the expansion wrote. Read it before you trust it.")
-    known = {*ours, *(file.stored_as for file in manifest.base_files.values())}
-    unknown = [file for file in checkpoint.side_files if file.endswith(".py") and file not in known]
-    return problems + [f"{file}: unknown code file. Read it before you trust it." for file in unknown]
+def _config_differences(manifest: Manifest, base: Checkpoint | None) -> list[str]:
+    """Keys of the recorded base's config.json that differ in a given base."""
+    if base is None:
+        return []
+    recorded = parse_json(manifest.replaced[CONFIG_FILE])
+    keys = sorted(key for key in {*recorded, *base.config} if recorded.get(key) != base.config.get(key))
+    return [f"config.json: {key} differs from that of the base model {base.path}." for key in keys]
 
 
 def _unreleased(checkpoint: Checkpoint) -> Iterator[str]:

@@ -24,6 +24,7 @@ from scale_surgery.checkpoint.folder import (
     EXTRACT_FILE,
     MANIFEST_FILE,
     OTHER_WEIGHT_SUFFIXES,
+    is_left_link,
     list_files,
     open_checkpoint,
     read_json,
@@ -33,7 +34,7 @@ from scale_surgery.checkpoint.hashes import hash_file
 from scale_surgery.errors import CheckpointError
 from scale_surgery.surgery.licence import LICENCE_KEYS
 from scale_surgery.surgery.record import STOCK_RECORD_FILE as MERGE_FILE
-from scale_surgery.surgery.record import Manifest, read_manifest
+from scale_surgery.surgery.record import Manifest, read_manifest, refuse_linked
 
 MARK = re.compile(r"\n<!-- written by scale-surgery push, sha256 ([0-9a-f]{64}) -->\n$")
 
@@ -127,12 +128,15 @@ def read_contents(path: Path) -> Contents:
     form = _find_form(path, names)
     checkpoint = None if form == "extract" else open_checkpoint(path)
     manifest = None if form == "stock" else read_manifest(path)
+    if manifest is not None:
+        refuse_linked(path, manifest)
     record = read_json(path / (MERGE_FILE if form == "stock" else MANIFEST_FILE))
     known = {*(checkpoint.shards if checkpoint else ()), *_recorded(path, form, record)}
     foreign = checkpoint.left_out if checkpoint else ()
     stays = {name for name in names if stays_behind(path, name)} - known
     unfinished = {name for name in names if name.endswith(UNFINISHED_SUFFIXES)}
     left_out = tuple(name for name in names if name in foreign or name in stays | unfinished)
+    left_out += tuple(name for name in foreign if name not in names)
     files = tuple(name for name in names if name not in left_out)
     base_card = None if form == "extract" else _find_base_card(path, files, record)
     is_own = CARD_FILE in files and base_card != CARD_FILE and not is_written_card(read_card(path / CARD_FILE))
@@ -220,10 +224,10 @@ def _find_form(path: Path, names: list[str]) -> Form:
 
 
 def _recorded(path: Path, form: Form, record: Mapping[str, Any]) -> set[str]:
-    """Names of files that the folder's own record knows by their hashes, hidden or linked as they may be."""
-    if form == "extract":
-        return set(read_json(path / EXTRACT_FILE)["files"])
-    return {str(entry.get("stored_as") or name) for name, entry in record.get("base_files", {}).items()}
+    """Names of files that the folder's own record knows by their hashes, hidden as they may be."""
+    files = read_json(path / EXTRACT_FILE)["files"] if form == "extract" else record.get("base_files", {})
+    names = {str(entry.get("stored_as") or name) for name, entry in files.items()} | RECORDS
+    return {name for name in names if not is_left_link(path, name)}
 
 
 def _find_base_card(path: Path, files: tuple[str, ...], record: Mapping[str, Any]) -> str | None:

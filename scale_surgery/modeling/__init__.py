@@ -26,6 +26,11 @@ def code_hash(file: str) -> str:
     return hashlib.sha256((FOLDER / file).read_bytes()).hexdigest()
 
 
+def is_ours(file: str, digest: str) -> bool:
+    """Whether a code file, by its name and sha256, is that of this release."""
+    return (FOLDER / file).is_file() and digest == code_hash(file)
+
+
 @cache
 def released_hashes() -> dict[str, frozenset[str]]:
     """sha256 of every released form of each exported code file, this release's included."""

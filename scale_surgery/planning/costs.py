@@ -10,7 +10,7 @@ from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.headers import DTYPE_BYTES
 from scale_surgery.planning.families import Family, Sizes
 from scale_surgery.planning.specs import REPLACING, Widths
-from scale_surgery.planning.stock import StockCost, StockWidths, cost_of_stock, stock_problems
+from scale_surgery.planning.stock import StockCost, cost_of_stock, stock_problems
 
 if TYPE_CHECKING:
     from scale_surgery.planning.tensors import TensorPlan
@@ -49,16 +49,9 @@ class Costs:
     base_stream_from: int | None
     peak_memory_bytes: int
     seconds: float
-    stock: StockCost | None
-    stock_problems: tuple[str, ...]
-
-
-def read_costs(plain: Mapping[str, Any]) -> Costs:
-    """Make costs of the plain values that they were written as; the first plans said nothing of a stock form."""
-    stock = plain.get("stock")
-    widths = {name: StockWidths(**stock[name]) for name in ("before", "after")} if stock else {}
-    problems = tuple(plain.get("stock_problems", ()))
-    return Costs(**{**plain, "stock": StockCost(**{**stock, **widths}) if stock else None, "stock_problems": problems})
+    # the first plans said nothing of a stock form
+    stock: StockCost | None = None
+    stock_problems: tuple[str, ...] = ()
 
 
 def estimate(

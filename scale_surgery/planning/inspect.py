@@ -7,14 +7,16 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from scale_surgery.checkpoint.folder import CONFIG_FILE, Checkpoint
+from scale_surgery.checkpoint.folder import CONFIG_FILE, MANIFEST_FILE, Checkpoint
 from scale_surgery.checkpoint.numbering import AFTER, CONFIG_KEY, numbering_of
+from scale_surgery.checkpoint.schema import in_one_line, misfits
 from scale_surgery.checkpoint.sources import open_model
 from scale_surgery.errors import CheckpointError
 from scale_surgery.planning.base import check_layers
 from scale_surgery.planning.families import Family, Sizes, get_family, read_sizes
 from scale_surgery.planning.methods import method_of_variant
 from scale_surgery.planning.routing_specs import Routing, read_routing
+from scale_surgery.planning.spec_schema import spec_problems
 from scale_surgery.planning.specs import Widths
 
 
@@ -74,7 +76,7 @@ class Inspection:
         parameters_stored: Parameters in the files.
         parameters_unique: The same without a head that is stored although it is tied to the embedding.
         bytes: Bytes of all tensors.
-        left_out: Files with weights in other formats.
+        left_out: Files with weights in other formats, and links that lead out of the folder.
         expansion: What was added, for an expanded model.
     """
 
@@ -89,6 +91,13 @@ class Inspection:
     bytes: int
     left_out: tuple[str, ...]
     expansion: ExpansionSummary | None
+
+
+@dataclass(frozen=True)
+class _Record:
+    base_name: str | None = None
+    base_revision: str | None = None
+    verification: Mapping[str, Any] | None = None
 
 
 def inspect(model: str | Path, *, revision: str | None = None) -> Inspection:
@@ -145,24 +154,25 @@ def _tied_copy(checkpoint: Checkpoint, family: Family, sizes: Sizes) -> int:
 def _summarise(checkpoint: Checkpoint) -> ExpansionSummary:
     specs = checkpoint.config["scale_surgery"]
     try:
+        if problems := spec_problems(specs, CONFIG_KEY):
+            raise ValueError(in_one_line(problems))
         return _read_summary(checkpoint, specs)
-    except (KeyError, TypeError, AttributeError, StopIteration) as error:
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, StopIteration) as error:
         raise CheckpointError(
             f"{checkpoint.path / CONFIG_FILE}: scale_surgery is incomplete ({error}). Restore it from where you got it."
         ) from error
 
 
 def _read_summary(checkpoint: Checkpoint, specs: Mapping[str, Any]) -> ExpansionSummary:
-    manifest: Mapping[str, Any] = checkpoint.manifest or {}
+    manifest = _read_record(checkpoint)
     numbering = numbering_of(specs)
     widths = specs.get("widths") or asdict(Widths(0, 0, 0))
     collaborative = specs.get("collaborative") or {"layers": (), "groups": ()}
-    verification = manifest.get("verification")
     return ExpansionSummary(
         method=method_of_variant(specs["variant"]).name,
         variant=specs["variant"],
-        base_name=manifest.get("base_name"),
-        base_revision=manifest.get("base_revision"),
+        base_name=manifest.base_name,
+        base_revision=manifest.base_revision,
         layers=tuple(specs["expanded_layers"]),
         new_layers=() if numbering is None else numbering.new,
         collaborative_layers=tuple(collaborative["layers"]),
@@ -174,8 +184,19 @@ def _read_summary(checkpoint: Checkpoint, specs: Mapping[str, Any]) -> Expansion
         copies=_count_mlps(specs),
         parameters_by_block=_count_blocks(checkpoint) if numbering is None else _count_copies(checkpoint),
         is_fused=specs.get("fused", False),
-        verified=_verified(verification),
+        verified=_verified(manifest.verification),
     )
+
+
+def _read_record(checkpoint: Checkpoint) -> _Record:
+    """What surgery.json says of the base and of the last verification; empty where there is none."""
+    content = {name: own for name, own in (checkpoint.manifest or {}).items() if name in _Record.__dataclass_fields__}
+    if problems := list(misfits(content, _Record)):
+        raise CheckpointError(
+            f"{checkpoint.path / MANIFEST_FILE}: is incomplete ({in_one_line(problems)}). Restore it from where you "
+            "got it."
+        )
+    return _Record(**content)
 
 
 def _count_blocks(checkpoint: Checkpoint) -> dict[str, int]:

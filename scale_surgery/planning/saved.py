@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from scale_surgery.checkpoint.files import write_json
 from scale_surgery.checkpoint.folder import read_json
 from scale_surgery.checkpoint.headers import FLOAT_DTYPES
+from scale_surgery.checkpoint.schema import build, in_one_line, misfits
 from scale_surgery.errors import CheckpointError, PlanError
-from scale_surgery.planning.costs import read_costs
-from scale_surgery.planning.families import Sizes, get_family
+from scale_surgery.planning.families import get_family
 from scale_surgery.planning.plan import Plan, plan
 from scale_surgery.planning.request import Request
-from scale_surgery.planning.specs import Collaboration, Widths
-from scale_surgery.planning.tensors import Init, TensorPlan
-
-# of a spoiled record that are named in one line
-MAX_PROBLEMS = 5
+from scale_surgery.planning.spec_schema import spec_problems
+from scale_surgery.planning.tensors import TensorPlan
 
 
 def save_plan(plan: Plan, file: Path) -> None:
@@ -39,44 +35,32 @@ def read_plan(plain: Mapping[str, Any]) -> Plan:
     Raises:
         PlanError: If it lacks something, or a value is of the wrong kind or does not fit another.
     """
-    try:
-        plan = _parse(plain)
-        get_family(plan.family)
-        problems = _plan_problems(plan)
-    except (KeyError, TypeError, AttributeError, ValueError, CheckpointError) as error:
-        raise PlanError(str(error)) from error
-    if problems:
-        raise PlanError("; ".join(problems[:MAX_PROBLEMS]))
+    if problems := list(misfits(plain, Plan, "plan")):
+        raise PlanError(in_one_line(problems))
+    plan: Plan = build(plain, Plan)
+    check_plan(plan)
     return plan
 
 
-def _parse(plain: Mapping[str, Any]) -> Plan:
-    tensors = [TensorPlan(**{**tensor, "shape": tuple(tensor["shape"])}) for tensor in plain["tensors"]]
-    where = {name: tuple(values) for name, values in plain["collaboration"].items()}
-    return Plan(
-        **{
-            **plain,
-            "request": Request(**plain["request"]),
-            "sizes": Sizes(**plain["sizes"]),
-            "widths": Widths(**plain["widths"]),
-            "layers": tuple(plain["layers"]),
-            "collaboration": Collaboration(**where),
-            "tensors": tuple(tensors),
-            "shards": tuple(plain["shards"]),
-            "costs": read_costs(plain["costs"]),
-        }
-    )
+def check_plan(plan: Plan) -> None:
+    """Check that a plan whose values are of the right kinds fits together.
+
+    Raises:
+        PlanError: If it does not; every problem is listed.
+    """
+    problems = spec_problems(plan.specs, "plan.specs")
+    try:
+        get_family(plan.family)
+        problems = problems or _plan_problems(plan)
+    except (CheckpointError, LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
+        raise PlanError(str(error)) from error
+    if problems:
+        raise PlanError(in_one_line(problems))
 
 
 def _plan_problems(plan: Plan) -> list[str]:
     """Values of a recorded plan that are of the wrong kind, or do not fit each other."""
-    sizes = plan.sizes
-    numbers = {
-        "sizes": (sizes.hidden, sizes.layers, sizes.inner, sizes.vocabulary),
-        "widths": asdict(plan.widths).values(),
-    }
-    problems = [f"plan.{name}" for name, own in numbers.items() if not all(type(number) is int for number in own)]
-    problems += [problem for tensor in plan.tensors for problem in _tensor_problems(plan, tensor)]
+    problems = [problem for tensor in plan.tensors for problem in _tensor_problems(plan, tensor)]
     if plan.specs.get("expanded_layers") != list(plan.layers):
         return [*problems, "plan.layers are not those of plan.specs"]
     if plan.method.adds_layers != (plan.numbering is not None):
@@ -87,12 +71,6 @@ def _plan_problems(plan: Plan) -> list[str]:
 
 
 def _tensor_problems(plan: Plan, tensor: TensorPlan) -> Iterator[str]:
-    if not all(isinstance(text, str) for text in (tensor.name, tensor.block)):
-        yield "plan.tensors: name"
-    if not all(type(size) is int for size in tensor.shape):
-        yield "plan.tensors: shape"
-    if tensor.init not in get_args(Init):
-        yield f"plan.tensors, {tensor.name}: init {tensor.init!r} of {tensor.source!r}"
     if tensor.dtype not in FLOAT_DTYPES.values():
         yield f"plan.tensors, {tensor.name}: dtype {tensor.dtype!r}"
     if not (tensor.layer is None or tensor.layer in plan.layers) or tensor.shard not in plan.shards:
@@ -121,14 +99,16 @@ def load_plan(model: str | Path, file: Path, *, revision: str | None = None) -> 
 
 
 def _saved_request(file: Path) -> Request:
+    missing = "" if file.exists() else "there is no such file, it "
     try:
         content = read_json(file)
-        _ = content["base_fingerprint"], content["tensors"]
-        return Request(**content["request"])
-    except (KeyError, TypeError, CheckpointError) as error:
-        found = "" if isinstance(error, CheckpointError) else f" ({error})"
-        missing = "" if file.is_file() else "there is no such file, it "
+        if problems := list(misfits(content, Plan)):
+            raise PlanError(in_one_line(problems))
+    except (PlanError, CheckpointError) as error:
+        found = "" if missing else f" ({error})"
         raise PlanError(f"{file}: {missing}is not a plan of scale-surgery{found}. Make one with plan -o.") from error
+    request: Request = build(content["request"], Request)
+    return request
 
 
 def _check_same(plan: Plan, file: Path) -> None:

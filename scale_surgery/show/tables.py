@@ -241,6 +241,7 @@ def render_training(done: Training) -> RenderableType:
             accuracy = f", accuracy {measured[f'{side}_accuracy']:.1%}" if f"{side}_accuracy" in measured else ""
             loss = f"{measured[f'{side}_nats_per_token']:.4f} nats per token{accuracy}"
             rows.append((f"{side} text", f"{loss}; {change} {measured[change]:+.4f}"))
+    rows += [("not taken along", ", ".join(done.left_out))] if done.left_out else []
     rows += [("curves", str(done.curves)), ("next", f"scale-surgery verify {done.path}")]
     return facts("trained", rows)
 

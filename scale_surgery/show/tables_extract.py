@@ -45,6 +45,7 @@ def render_applied(done: Applied) -> RenderableType:
     ]
     if done.foreign_code:
         rows.append(("code", f"no release wrote it, read it before you trust it: {name_some(done.foreign_code)}"))
+    rows += [("not taken along", name_some(done.left_out))] if done.left_out else []
     rows.append(("next", f"scale-surgery verify {done.path}"))
     return facts("applied by force, no promise but recoverable" if count else "applied", rows)
 

@@ -25,5 +25,6 @@ def render_routed(done: Routed) -> RenderableType:
             ("cost", f"{done.cost:.2f} x the layers of a forward without a router, and the router's own"),
         ]
     rows.append(("shards", f"{format_bytes(done.bytes_written)} written, taken over as files"))
+    rows += [("not taken along", ", ".join(done.left_out))] if done.left_out else []
     rows.append(("next", f"scale-surgery verify {done.path}"))
     return facts("not routed any more" if done.routing is None else "routed", rows)

@@ -59,6 +59,7 @@ class Applied:
         differing: Base tensors that differ from those it was expanded from; there are some with `force` alone.
         foreign_code: Code files that no release of this program wrote.
         bytes_written: Bytes of shards that were written; 0 with hard links.
+        left_out: Files of the base that were not taken along: weights in other formats, links that lead out of it.
     """
 
     path: Path
@@ -70,6 +71,7 @@ class Applied:
     differing: tuple[str, ...]
     foreign_code: tuple[str, ...]
     bytes_written: int
+    left_out: tuple[str, ...]
 
 
 def apply(
@@ -124,7 +126,7 @@ def apply(
         "base": [source.name, source.revision, read.files],
         "base_weights": base_weights,
     }
-    with staged(target, state, overwrite=overwrite) as partial:
+    with staged(target, state, {**found.stamps, **given.stamps}, overwrite=overwrite) as partial:
         if read.other_files:
             rebase(found, read, partial, base_weights, run, track)
         else:
@@ -140,11 +142,12 @@ def apply(
         differing=tuple(read.differing),
         foreign_code=tuple(name for name, digest in found.manifest.code.items() if not _is_ours(name, digest)),
         bytes_written=written,
+        left_out=given.left_out,
     )
 
 
 def _is_ours(file: str, digest: str) -> bool:
-    return digest in {modeling.code_hash(file), *modeling.released_hashes().get(file, ())}
+    return modeling.is_ours(file, digest) or digest in modeling.released_hashes().get(file, ())
 
 
 def _read_base(extract: Extract, source: Source, base: Checkpoint, track: Track) -> ComparedBase:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from hashlib import sha256
 from pathlib import Path
 
 from scale_surgery import modeling
@@ -22,7 +23,7 @@ from scale_surgery.checkpoint.folder import (
     Checkpoint,
     open_checkpoint,
 )
-from scale_surgery.checkpoint.hashes import hash_files, hash_tensors
+from scale_surgery.checkpoint.hashes import hash_tensors
 from scale_surgery.checkpoint.numbering import Numbering
 from scale_surgery.checkpoint.sources import Source, find_source
 from scale_surgery.checkpoint.staging import check_space, check_target, staged
@@ -34,7 +35,7 @@ from scale_surgery.running.options import RunOptions
 from scale_surgery.surgery import record as manifests
 from scale_surgery.surgery.config import expanded_config, planned_index, stored_shard
 from scale_surgery.surgery.record import BaseFile, Manifest
-from scale_surgery.surgery.renumbered import renumbered_shards, write_renumbered
+from scale_surgery.surgery.renumbered import hash_stored, renumbered_shards, write_renumbered
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Expansion:
         path: The expanded checkpoint.
         plan: The plan that was executed.
         base_bytes_written: Bytes of base shards that were written; 0 with hard links.
-        left_out: Base files that were not taken along: weights in another format.
+        left_out: Base files that were not taken along: weights in another format, links that lead out of its folder.
         pinned_tokenizer: The tokenizer class that tokenizer_config.json now names, where it had to.
     """
 
@@ -104,10 +105,8 @@ def expand(
         "plan": made.to_json(),
         "base_weights": base_weights,
         "tool": manifests.tool_versions(),
-        # an unfinished folder is continued only while the base's files are the ones it was begun with
-        "base": {file: _stamp(source.path / file) for file in (*checkpoint.shards, *checkpoint.side_files)},
     }
-    with staged(target, state, overwrite=overwrite) as partial:
+    with staged(target, state, checkpoint.stamps, overwrite=overwrite) as partial:
         write_expansion(made, checkpoint, partial, run.device, track)
         written = _take_over_base(made, checkpoint, partial, base_weights, track)
         pinned = _write_code_and_config(made, checkpoint, partial, run)
@@ -121,11 +120,6 @@ def _plan_for(source: Source, checkpoint: Checkpoint, plan_or_request: Plan | Re
     check_fits(plan_or_request, checkpoint)
     # surgery.json names the model that was read, not one of the same shapes elsewhere
     return replace(plan_or_request, base_name=source.name, base_revision=source.revision)
-
-
-def _stamp(file: Path) -> list[int]:
-    found = file.stat()
-    return [found.st_size, found.st_mtime_ns]
 
 
 def _needed_bytes(checkpoint: Checkpoint, plan: Plan, base_weights: BaseWeights) -> int:
@@ -227,27 +221,18 @@ def _write_index_and_manifest(plan: Plan, checkpoint: Checkpoint, partial: Path,
 
 
 def _make_manifest(plan: Plan, checkpoint: Checkpoint, expanded: Checkpoint, track: Track) -> Manifest:
-    files = [*checkpoint.shards, *checkpoint.side_files]
-    sizes = {file: (checkpoint.path / file).stat().st_size for file in files}
-    tensor_bytes = sum(info.bytes for info in checkpoint.tensors.values())
-    with track("base hashes", sum(sizes.values()) + tensor_bytes) as advance:
-        hashes = hash_files(checkpoint.path, files, advance)
-        tensors = hash_tensors(checkpoint, list(checkpoint.tensors), advance)
-    renumbered = renumbered_shards(checkpoint, plan.numbering)
     replaced = {
         file: (checkpoint.path / file).read_bytes().decode("utf-8")
         for file in checkpoint.side_files
         if file in (CONFIG_FILE, INDEX_FILE) or not _is_same_file(checkpoint.path / file, expanded.path / file)
     }
-    return Manifest(
+    renumbered = renumbered_shards(checkpoint, plan.numbering)
+    manifest = Manifest(
         base_name=plan.base_name,
         base_revision=plan.base_revision,
         base_fingerprint=plan.base_fingerprint,
-        base_files={
-            file: BaseFile(hashes[file], sizes[file], None if file in replaced else stored_shard(file))
-            for file in files
-        },
-        base_tensors=tensors,
+        base_files={},
+        base_tensors={},
         left_out=checkpoint.left_out,
         replaced=replaced,
         expansion_tensors=hash_tensors(expanded, [tensor.name for tensor in plan.tensors]),
@@ -256,6 +241,21 @@ def _make_manifest(plan: Plan, checkpoint: Checkpoint, expanded: Checkpoint, tra
         tool=manifests.tool_versions(),
         renumbered={stored_shard(shard): header for shard, header in renumbered.items()},
     )
+    return _with_base_hashes(manifest, checkpoint, expanded, track)
+
+
+def _with_base_hashes(manifest: Manifest, checkpoint: Checkpoint, expanded: Checkpoint, track: Track) -> Manifest:
+    """Hash the base as it was written: what is recorded is what `strip` gives back, whatever becomes of the base."""
+    places = {file: stored_shard(file) for file in (*checkpoint.shards, *checkpoint.side_files)}
+    taken = {file: stored for file, stored in places.items() if file not in manifest.replaced}
+    sizes = {file: checkpoint.stamps[checkpoint.path / file].bytes for file in places}
+    with track("base hashes", sum(sizes.values()) + sum(info.bytes for info in checkpoint.tensors.values())) as advance:
+        stored = hash_stored(expanded.path, manifest, list(taken.values()), advance)
+        tensors = hash_tensors(expanded, list(checkpoint.tensors), advance)
+    hashes = {file: stored[place] for file, place in taken.items()}
+    hashes |= {file: sha256(text.encode("utf-8")).hexdigest() for file, text in manifest.replaced.items()}
+    files = {file: BaseFile(hashes[file], sizes[file], taken.get(file)) for file in places}
+    return replace(manifest, base_files=files, base_tensors=tensors)
 
 
 def _is_same_file(one: Path, other: Path) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 from scale_surgery.checkpoint.files import BaseWeights, take_over, write_json
 from scale_surgery.checkpoint.folder import EXTRACT_FILE, MANIFEST_FILE, Checkpoint, open_checkpoint, stays_behind
 from scale_surgery.checkpoint.hashes import hash_files
+from scale_surgery.checkpoint.reading import read_bytes
 from scale_surgery.checkpoint.staging import check_space, check_target, staged
 from scale_surgery.errors import CheckpointError
 from scale_surgery.progress import Track, no_track
@@ -25,9 +26,9 @@ from scale_surgery.surgery.extract_folder import (
     content_problems,
     name_in_extract,
 )
+from scale_surgery.surgery.intact import refuse_damaged
 from scale_surgery.surgery.licence import read_licence
-from scale_surgery.surgery.record import Manifest, check_numbering, read_manifest, refuse_fused, tool_versions
-from scale_surgery.surgery.renumbered import hash_stored
+from scale_surgery.surgery.record import Manifest, read_manifest, refuse_fused, refuse_linked, tool_versions
 
 # expansion tensors are made from base tensors, so the terms of the base go with them
 LICENCE = re.compile(r"(licen[cs]e|notice|copying|use_policy)", re.IGNORECASE)
@@ -46,7 +47,8 @@ class Extracted:
         licences: Licence files of the base, which lie in it too.
         bytes: Bytes of all these files.
         base_bytes: Bytes of the base's files, which stayed out.
-        left_out: Files of the expanded folder that are neither: training checkpoints, weights in other formats.
+        left_out: Files of the expanded folder that are neither: training checkpoints, weights in other formats, links
+            that lead out of it.
     """
 
     path: Path
@@ -87,12 +89,12 @@ def extract(
     path, target = Path(expanded), Path(output)
     checkpoint, manifest = open_checkpoint(path), read_manifest(path)
     refuse_fused(path, manifest)
-    check_numbering(checkpoint, manifest)
+    refuse_linked(path, manifest)
     check_target(target, [path], overwrite=overwrite)
     _check_clashes(checkpoint)
-    from_base = _find_base_files(checkpoint, manifest, track)
+    from_base = tuple(file.stored_as for file in manifest.base_files.values() if file.stored_as is not None)
     files, left_out = _own_files(checkpoint, manifest, from_base)
-    _check_own(checkpoint, manifest, files)
+    refuse_damaged(checkpoint, manifest, track, _own_problems(checkpoint, manifest, files))
     licences = tuple(name for name in from_base if LICENCE.match(PurePosixPath(name).name))
     sizes = {name: (path / name).stat().st_size for name in (*files, *licences)}
     check_space(target, sum(sizes.values()) if base_weights == "copy" else 0)
@@ -111,8 +113,9 @@ def extract(
         },
         "tool": tool_versions(),
     }
+    state = {"extract": content, "base_weights": base_weights}
     with (
-        staged(target, {"extract": content, "base_weights": base_weights}, overwrite=overwrite) as partial,
+        staged(target, state, checkpoint.stamps, overwrite=overwrite) as partial,
         track("files", sum(sizes.values())) as advance,
     ):
         for name, size in sizes.items():
@@ -137,7 +140,7 @@ def _named_licence(path: Path, manifest: Manifest, from_base: tuple[str, ...]) -
     card = manifest.base_files.get("README.md")
     if card is None or card.stored_as not in from_base:
         return {}
-    return read_licence((path / str(card.stored_as)).read_text(encoding="utf-8", errors="replace"))
+    return read_licence(read_bytes(path / str(card.stored_as)).decode("utf-8", errors="replace"))
 
 
 def _check_clashes(checkpoint: Checkpoint) -> None:
@@ -146,27 +149,6 @@ def _check_clashes(checkpoint: Checkpoint) -> None:
         raise CheckpointError.from_problems(
             f"{name}: lies in {checkpoint.path}, and an extract needs this name. Move that file away." for name in taken
         )
-
-
-def _find_base_files(checkpoint: Checkpoint, manifest: Manifest, track: Track) -> tuple[str, ...]:
-    """Names of files that are the base's, byte for byte; a small file that was edited is the expansion's own.
-
-    A shard whose header alone is another, where layers were duplicated, is made of the base's again by `apply`.
-    """
-    stored = {file.stored_as: file for file in manifest.base_files.values() if file.stored_as is not None}
-    present = [name for name in stored if (checkpoint.path / name).is_file()]
-    with track("base hashes", sum(stored[name].bytes for name in present)) as advance:
-        hashes = hash_stored(checkpoint.path, manifest, present, advance)
-    shards = {name for name in stored if name.endswith(".safetensors")}
-    shards |= {checkpoint.tensors[name].file for name in manifest.base_tensors if name in checkpoint.tensors}
-    changed = [name for name in sorted(shards) if name not in stored or hashes.get(name) != stored[name].sha256]
-    if changed:
-        raise CheckpointError.from_problems(
-            f"{name}: is not the base's file that {MANIFEST_FILE} names. The base inside {checkpoint.path} was changed "
-            "after the expansion: expand it again, or restore the file."
-            for name in changed
-        )
-    return tuple(name for name in present if hashes[name] == stored[name].sha256)
 
 
 def _own_files(
@@ -182,11 +164,6 @@ def _own_files(
     return files, (*stays, *checkpoint.left_out)
 
 
-def _check_own(checkpoint: Checkpoint, manifest: Manifest, files: dict[str, OwnFile]) -> None:
+def _own_problems(checkpoint: Checkpoint, manifest: Manifest, files: dict[str, OwnFile]) -> list[str]:
     tensors = {name: info for name, info in checkpoint.tensors.items() if name not in manifest.base_tensors}
-    problems = content_problems(checkpoint.path, manifest, checkpoint.config, files, tensors)
-    missing = [name for name in manifest.base_tensors if name not in checkpoint.tensors]
-    problems += [f"{name}: base tensor is missing." for name in missing]
-    if problems:
-        advice = f"{checkpoint.path}: is not what the expansion wrote, so it is not extracted. Restore what is named."
-        raise CheckpointError.from_problems([*problems, advice])
+    return content_problems(checkpoint.path, manifest, checkpoint.config, files, tensors)

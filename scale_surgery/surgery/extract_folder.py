@@ -9,11 +9,10 @@ extract.json           which base, which files, and dtype and shape of each base
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from scale_surgery.checkpoint.folder import (
     CONFIG_FILE,
@@ -23,12 +22,17 @@ from scale_surgery.checkpoint.folder import (
     OTHER_WEIGHT_SUFFIXES,
     is_inside,
     name_tensors,
+    read_config,
     read_json,
 )
 from scale_surgery.checkpoint.hashes import hash_files
 from scale_surgery.checkpoint.headers import TensorInfo, read_header
+from scale_surgery.checkpoint.reading import parse_json
+from scale_surgery.checkpoint.schema import build, in_one_line, misfits
 from scale_surgery.checkpoint.sources import Source, find_source
+from scale_surgery.checkpoint.stamps import Stamps, take_stamps
 from scale_surgery.errors import CheckpointError
+from scale_surgery.fields import Range
 from scale_surgery.progress import Track, no_track
 from scale_surgery.surgery.config import config_problems
 from scale_surgery.surgery.record import Manifest, read_manifest, refuse_fused
@@ -42,7 +46,23 @@ class OwnFile:
     """A file of the expanded folder that is not the base's: its sha256 and size."""
 
     sha256: str
-    bytes: int
+    bytes: Annotated[int, Range(least=0)]
+
+
+@dataclass(frozen=True)
+class ExtractRecord:
+    """What extract.json holds; dtype and shape of a tensor are a list of two."""
+
+    format: int
+    base_name: str
+    base_revision: str | None
+    base_fingerprint: str
+    files: Mapping[str, OwnFile]
+    from_base: tuple[str, ...]
+    licence: Mapping[str, Any]
+    licences: tuple[str, ...]
+    base_tensors: Mapping[str, tuple[Any, ...]]
+    tool: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -73,6 +93,7 @@ class Extract:
         from_base: Files of the expanded folder that are the base's, by their names there.
         base_tensors: Dtype and shape of each base tensor.
         tensors: The expansion tensors: where each lies in the extract.
+        stamps: What the system said of its files before the first of them was read.
     """
 
     path: Path
@@ -82,6 +103,7 @@ class Extract:
     from_base: tuple[str, ...]
     base_tensors: Mapping[str, TensorForm]
     tensors: Mapping[str, TensorInfo]
+    stamps: Stamps
 
 
 def name_in_extract(file: str) -> str:
@@ -106,6 +128,7 @@ def open_extract(extract: str | Path, revision: str | None = None) -> Extract:
     path, file = source.path, source.path / EXTRACT_FILE
     if path.is_dir() and not file.is_file():
         raise CheckpointError(f"{extract}: has no {EXTRACT_FILE}, expected a folder made by scale-surgery extract.")
+    stamps = take_stamps(found for found in path.rglob("*") if found.is_file())
     content = read_json(file)
     if content.get("format") != EXTRACT_FORMAT:
         raise CheckpointError(
@@ -114,18 +137,29 @@ def open_extract(extract: str | Path, revision: str | None = None) -> Extract:
     manifest = read_manifest(path)
     refuse_fused(path, manifest)
     try:
-        found = _read(source, content, manifest)
-        config = read_json(path / CONFIG_FILE)
+        _check_values(content)
+        found = _read(source, content, manifest, stamps)
+        config = read_config(path / CONFIG_FILE)
         problems = [*content_problems(path, manifest, config, found.files, found.tensors), *_list_problems(found)]
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
         raise CheckpointError(f"{file}: is incomplete ({error}). Restore it from where you got it.") from error
     if problems:
         raise CheckpointError.from_problems(problems)
     return found
 
 
-def _read(source: Source, content: Mapping[str, Any], manifest: Manifest) -> Extract:
-    files = {name: OwnFile(str(entry["sha256"]), int(entry["bytes"])) for name, entry in content["files"].items()}
+def _check_values(content: Mapping[str, Any]) -> None:
+    """Check the kinds of all values of a parsed extract.json."""
+    forms = content.get("base_tensors")
+    problems = list(misfits(content, ExtractRecord))
+    for name, form in forms.items() if isinstance(forms, dict) and not problems else ():
+        problems += misfits(dict(zip(("dtype", "shape"), form, strict=False)), TensorForm, f"base_tensors.{name}")
+    if problems:
+        raise ValueError(in_one_line(problems))
+
+
+def _read(source: Source, content: Mapping[str, Any], manifest: Manifest, stamps: Stamps) -> Extract:
+    files: Mapping[str, OwnFile] = build(content["files"], Mapping[str, OwnFile])
     from_base = tuple(content["from_base"])
     _check_names(source.path, files, from_base)
     return Extract(
@@ -135,12 +169,13 @@ def _read(source: Source, content: Mapping[str, Any], manifest: Manifest) -> Ext
         files=files,
         from_base=from_base,
         base_tensors={
-            name: TensorForm(str(dtype), tuple(shape)) for name, (dtype, shape) in content["base_tensors"].items()
+            name: TensorForm(dtype, tuple(shape)) for name, (dtype, shape) in content["base_tensors"].items()
         },
         tensors=name_tensors(
             {name: info for shard in sorted(_shards(files)) for name, info in read_header(source.path, shard).items()},
             manifest.plan.numbering,
         ),
+        stamps={source.path / name: stamps[source.path / name] for name in map(name_in_extract, files)},
     )
 
 
@@ -224,7 +259,7 @@ def _remote_code_problems(path: Path, manifest: Manifest, files: Mapping[str, Ow
     for name in files:
         if not name.endswith("_config.json"):
             continue
-        base = json.loads(manifest.replaced.get(name, "{}"))
+        base = parse_json(manifest.replaced.get(name, "{}"))
         if read_json(path / name).get("auto_map") not in (None, base.get("auto_map")):
             yield f"{name}: auto_map names code that the base does not name. Read it before you trust it."
 

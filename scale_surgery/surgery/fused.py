@@ -59,7 +59,7 @@ def write_fused(checkpoint: Checkpoint, manifest: Manifest, folder: Path, track:
 
     Args:
         checkpoint: The expanded model.
-        manifest: Its surgery.json.
+        manifest: Its surgery.json, with which its files were compared.
         folder: Where they go; shards that are there already, from an interrupted run, stay.
         track: Makes progress bars.
 
@@ -67,7 +67,7 @@ def write_fused(checkpoint: Checkpoint, manifest: Manifest, folder: Path, track:
         What surgery.json has to remember so that the files can be written again.
 
     Raises:
-        CheckpointError: If a base shard is not what it was, or a text cannot be read.
+        CheckpointError: If a text cannot be read.
     """
     code = {file: modeling.code_text(file) for file in manifest.plan.architecture.code_files}
     before = {file: read_text(checkpoint, file) for file in (INDEX_FILE, CONFIG_FILE, *code, MANIFEST_FILE)}
@@ -112,20 +112,13 @@ def fused_shards(checkpoint: Checkpoint, manifest: Manifest) -> dict[str, list[E
 
 
 def _shards_of(checkpoint: Checkpoint, manifest: Manifest, track: Track) -> dict[str, dict[str, str]]:
-    """Header and sha256 of every shard; a base shard that was changed could never be given back."""
+    """Header and sha256 of every shard; those of the base were compared with their recorded ones before."""
     known = {file.stored_as: file.sha256 for file in manifest.base_files.values()}
-    with track("hashes", sum((checkpoint.path / shard).stat().st_size for shard in checkpoint.shards)) as advance:
-        hashes = hash_files(checkpoint.path, list(checkpoint.shards), advance)
-    changed = [
-        f"{shard}: sha256 {digest}, expected {known[shard]} from surgery.json. The base inside {checkpoint.path} was "
-        "changed after the expansion: restore the file."
-        for shard, digest in hashes.items()
-        if known.get(shard, digest) != digest
-    ]
-    if changed:
-        raise CheckpointError.from_problems(changed)
+    own = [shard for shard in checkpoint.shards if shard not in known]
+    with track("hashes", sum((checkpoint.path / shard).stat().st_size for shard in own)) as advance:
+        hashes = hash_files(checkpoint.path, own, advance)
     headers = {shard: header_bytes(checkpoint.path / shard)[8:].decode("utf-8") for shard in checkpoint.shards}
-    return {shard: {"header": header, "sha256": hashes[shard]} for shard, header in headers.items()}
+    return {shard: {"header": header, "sha256": hashes.get(shard) or known[shard]} for shard, header in headers.items()}
 
 
 def write_blocks(checkpoint: Checkpoint, manifest: Manifest, folder: Path, track: Track) -> None:

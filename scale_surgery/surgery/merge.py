@@ -34,9 +34,10 @@ from scale_surgery.progress import Track, no_track
 from scale_surgery.running.drift import Drift, measure_drift
 from scale_surgery.running.options import Probes, RunOptions
 from scale_surgery.surgery.fused import check_fusible, fused_shards, write_blocks, write_fused
+from scale_surgery.surgery.intact import refuse_damaged
 from scale_surgery.surgery.joining import damaged_pieces
 from scale_surgery.surgery.merge_stock import check_stock, stock_cost, write_stock
-from scale_surgery.surgery.record import STOCK_RECORD_FILE, Manifest, read_manifest, tool_versions
+from scale_surgery.surgery.record import STOCK_RECORD_FILE, Manifest, read_manifest, refuse_linked, tool_versions
 
 MergedForm = Literal["fused", "stock", "blocks"]
 
@@ -100,12 +101,14 @@ def merge(
 
     source, target = Path(expanded), Path(output)
     checkpoint, manifest = open_checkpoint(source), read_manifest(source)
+    refuse_linked(source, manifest)
     _check_form(source, checkpoint, manifest, to)
     read_prompts(probes.prompts_file)  # what cannot be read is known before anything is written
     check_target(target, [source], overwrite=overwrite)
     check_space(target, _needed_bytes(checkpoint, manifest, to))
+    refuse_damaged(checkpoint, manifest, track, is_trusted=run.trust_remote_code)
     drift = None
-    with staged(target, _state(checkpoint, manifest, to), overwrite=overwrite) as partial:
+    with staged(target, _state(manifest, to), checkpoint.stamps, overwrite=overwrite) as partial:
         remembered = _write(checkpoint, manifest, partial, to, track)
         if to != "blocks":
             drift = measure_drift(source, partial, probes, run=run, track=track)
@@ -139,13 +142,9 @@ def _needed_bytes(checkpoint: Checkpoint, manifest: Manifest, to: MergedForm) ->
     return sum(info.bytes for info in checkpoint.tensors.values())
 
 
-def _state(checkpoint: Checkpoint, manifest: Manifest, to: MergedForm) -> dict[str, Any]:
+def _state(manifest: Manifest, to: MergedForm) -> dict[str, Any]:
     """What decides whether an unfinished folder may be continued."""
-    stamps = {
-        file: (checkpoint.path / file).stat() for file in (*checkpoint.shards, *checkpoint.side_files, MANIFEST_FILE)
-    }
-    sizes = {file: [found.st_size, found.st_mtime_ns] for file, found in stamps.items()}
-    return {"merge": to, "base": manifest.base_fingerprint, "files": sizes, "tool": tool_versions()}
+    return {"merge": to, "base": manifest.base_fingerprint, "tool": tool_versions()}
 
 
 def _write(checkpoint: Checkpoint, manifest: Manifest, partial: Path, to: MergedForm, track: Track) -> dict[str, Any]:

@@ -6,7 +6,6 @@ plan, the versions, and the last verification. It is enough to verify and to str
 
 from __future__ import annotations
 
-import json
 import platform
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -20,16 +19,19 @@ from scale_surgery.checkpoint.folder import (
     Checkpoint,
     check_folder,
     is_inside,
+    is_left_link,
     read_json,
 )
 from scale_surgery.checkpoint.numbering import CONFIG_KEY, Numbering, numbering_of
-from scale_surgery.errors import CheckpointError, PlanError, name_some
-from scale_surgery.fields import problems_of
+from scale_surgery.checkpoint.reading import parse_json
+from scale_surgery.checkpoint.schema import build, in_one_line, misfits
+from scale_surgery.errors import CheckpointError, PlanError
 from scale_surgery.planning.base import check_layers
 from scale_surgery.planning.families import read_sizes
 from scale_surgery.planning.plan import Plan
 from scale_surgery.planning.routing_specs import Routing
-from scale_surgery.planning.saved import read_plan
+from scale_surgery.planning.saved import check_plan
+from scale_surgery.surgery.record_schema import header_problems, part_problems
 
 MANIFEST_FORMAT = 1
 # what a stock export holds in place of surgery.json
@@ -112,43 +114,32 @@ def read_manifest(path: Path) -> Manifest:
             f"{file}: format {content.get('format')!r}, expected {MANIFEST_FORMAT}. Use the release that made it."
         )
     try:
-        files = {name: BaseFile(**entry) for name, entry in content["base_files"].items()}
-        _check_values(file, content, files)
-        plan = read_plan(content["plan"])
-        _check_plan(file, plan, content["base_tensors"], json.loads(content["replaced"].get(CONFIG_FILE, "null")))
-        later = [*_routing_names(file, content.get("routing")), *_fused_names(file, content.get("fused"))]
-        _check_names(file, files, content["replaced"], [*content["code"], *later])
-        _check_training(content.get("training", ()))
-        _check_forced(content.get("forced_base"))
-        _check_renumbered(file, content, files, plan.numbering)
-        lists = {"left_out": tuple(content["left_out"]), "training": tuple(content.get("training", ()))}
-        return Manifest(**{**content, "plan": plan, "base_files": files, **lists})
-    except (KeyError, TypeError, AttributeError, ValueError, PlanError) as error:
+        _check_values(content)
+        manifest: Manifest = build(content, Manifest)
+        check_plan(manifest.plan)
+        _check_plan(file, manifest.plan, manifest.base_tensors, _base_config(manifest))
+        later = [*_routing_names(manifest.routing), *_fused_names(manifest.fused)]
+        _check_names(file, manifest.base_files, manifest.replaced, [*manifest.code, *later])
+        _check_renumbered(manifest)
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, PlanError) as error:
         raise CheckpointError(f"{file}: is incomplete ({error}). Restore it from where you got it.") from error
+    return manifest
 
 
-def _check_values(file: Path, content: Mapping[str, Any], files: Mapping[str, BaseFile]) -> None:
-    """Check the kinds of values that other rooms rely on, so that a spoiled one is noticed here."""
-    names = ("base_tensors", "replaced", "expansion_tensors", "code")
-    wrong = [name for name in names if not _are_texts(content[name])]
-    wrong += [
-        f"base_files.{name}"
-        for name, entry in files.items()
-        if not (isinstance(entry.sha256, str) and isinstance(entry.bytes, int))
-    ]
-    wrong += [] if isinstance(content["base_name"], str) else ["base_name"]
-    wrong += [] if all(isinstance(name, str) for name in content["left_out"]) else ["left_out"]
-    verification = content.get("verification")
-    if verification is not None and not isinstance(verification.get("passed"), bool):
-        wrong.append("verification")
-    if not wrong and not isinstance(json.loads(content["replaced"].get(CONFIG_FILE, "{}")), dict):
-        wrong.append(f"replaced.{CONFIG_FILE}")
+def _check_values(content: Mapping[str, Any]) -> None:
+    """Check the kinds of all values, so that a spoiled one is noticed here, before anything relies on it."""
+    wrong = list(misfits(content, Manifest)) or list(part_problems(content))
     if wrong:
-        raise CheckpointError(f"{file}: is incomplete ({name_some(wrong, 10)}). Restore it from where you got it.")
+        raise PlanError(in_one_line(wrong))
 
 
-def _are_texts(table: object) -> bool:
-    return isinstance(table, dict) and all(isinstance(text, str) for text in table.values())
+def _base_config(manifest: Manifest) -> dict[str, Any] | None:
+    """config.json of the base; a text that is missing is named where the texts of all files are looked at."""
+    text = manifest.replaced.get(CONFIG_FILE)
+    config = None if text is None else parse_json(text)
+    if text is not None and not isinstance(config, dict):
+        raise PlanError(f"replaced.{CONFIG_FILE}")
+    return config
 
 
 def refuse_fused(path: Path, manifest: Manifest) -> None:
@@ -162,6 +153,23 @@ def refuse_fused(path: Path, manifest: Manifest) -> None:
             f"{path}: is fused, its blocks are joined with the base's tensors; expected blocks of their own. Take them "
             "apart first: scale-surgery merge --to blocks."
         )
+
+
+def refuse_linked(path: Path, manifest: Manifest) -> None:
+    """Refuse a model that would not be whole elsewhere, since a file of it is a link that is never taken along.
+
+    Raises:
+        CheckpointError: If it is one; every link is named.
+    """
+    stored = (entry.stored_as for entry in manifest.base_files.values())
+    problems = [
+        f"{name}: is a symbolic link that leads out of {path}, expected the file that {MANIFEST_FILE} names. Put the "
+        "file itself in its place."
+        for name in stored
+        if name is not None and is_left_link(path, name)
+    ]
+    if problems:
+        raise CheckpointError.from_problems(problems)
 
 
 def _check_plan(file: Path, plan: Plan, base_tensors: Mapping[str, str], base_config: Mapping[str, Any] | None) -> None:
@@ -200,34 +208,24 @@ def _copied(numbering: Numbering | None) -> str:
     return "no layer" if numbering is None else f"layers {', '.join(map(str, numbering.copied))}"
 
 
-def _routing_names(file: Path, routing: Mapping[str, Any] | None) -> list[str]:
-    """Names of files that un-routing writes; touches what it reads."""
+def _routing_names(routing: Mapping[str, Any] | None) -> list[str]:
+    """Names of files that un-routing writes."""
     if routing is None:
         return []
     before = routing["before"]
-    _ = before["training_runs"], before["verification"], before["files"][CONFIG_FILE]
-    if wrong := problems_of(Routing(**routing["settings"])):
-        raise PlanError(f"routing.settings: {wrong[0]}")
-    names = [*before["files"], *before["code"]]
-    numbers = [number for number in routing["settings"].values() if not isinstance(number, str)]
-    are_numbers = all(isinstance(number, int | float) for number in numbers)
-    texts = (*names, *before["files"].values(), *before["keys"])
-    if not (are_numbers and all(isinstance(text, str) for text in texts)):
-        raise CheckpointError(f"{file}: is incomplete (routing.before). Restore it from where you got it.")
-    return names
+    if CONFIG_FILE not in before["files"]:
+        raise PlanError(f"routing.before.files.{CONFIG_FILE} is missing")
+    return [*before["files"], *before["code"]]
 
 
-def _fused_names(file: Path, fused: Mapping[str, Any] | None) -> list[str]:
-    """Names of files that un-fusing writes; touches what it reads."""
+def _fused_names(fused: Mapping[str, Any] | None) -> list[str]:
+    """Names of files that un-fusing writes."""
     if fused is None:
         return []
-    texts = [text for record in fused["shards"].values() for text in (record["header"], record["sha256"])]
-    names = [*fused["shards"], *fused["texts"]]
-    _ = [json.loads(record["header"]).items() for record in fused["shards"].values()]
-    _ = fused["drift"]["drift"] + 0, fused["drift"]["dtype"]
-    if not fused["shards"] or not all(isinstance(text, str) for text in (*names, *texts, *fused["texts"].values())):
-        raise CheckpointError(f"{file}: is incomplete (fused). Restore it from where you got it.")
-    return names
+    problems = list(header_problems({shard: own["header"] for shard, own in fused["shards"].items()}, "fused.shards"))
+    if problems or not fused["shards"]:
+        raise PlanError(in_one_line(problems or ["fused.shards is empty"]))
+    return [*fused["shards"], *fused["texts"]]
 
 
 def are_numbers(values: Iterable[object]) -> bool:
@@ -235,27 +233,13 @@ def are_numbers(values: Iterable[object]) -> bool:
     return all(isinstance(value, int | float) for value in values)
 
 
-def _check_training(training: Iterable[Mapping[str, Any]]) -> None:
-    for run in training:
-        measured = (value for value in (run.get("measured") or {}).values() if value is not None)
-        if not are_numbers([run.get("steps", 0), *measured]):
-            raise PlanError("training")
-
-
-def _check_forced(forced: Mapping[str, Any] | None) -> None:
-    if forced is not None:
-        _ = forced["expected_name"], len(forced["differing"])
-
-
-def _check_renumbered(
-    file: Path, content: Mapping[str, Any], files: Mapping[str, BaseFile], numbering: Numbering | None
-) -> None:
-    headers = content.get("renumbered", {})
-    known = {entry.stored_as for entry in files.values()}
-    are_headers = _are_texts(headers) and all(isinstance(json.loads(header), dict) for header in headers.values())
+def _check_renumbered(manifest: Manifest) -> None:
+    headers = manifest.renumbered
+    known = {entry.stored_as for entry in manifest.base_files.values()}
     are_shards = known.issuperset(headers) and all(name.endswith(".safetensors") for name in headers)
-    if not are_headers or not are_shards or (headers and numbering is None):
-        raise CheckpointError(f"{file}: is incomplete (renumbered). Restore it from where you got it.")
+    problems = list(header_problems(headers, "renumbered"))
+    if problems or not are_shards or (headers and manifest.plan.numbering is None):
+        raise PlanError(in_one_line(problems or ["renumbered"]))
 
 
 def _check_names(file: Path, files: Mapping[str, BaseFile], replaced: Mapping[str, str], ours: list[str]) -> None:

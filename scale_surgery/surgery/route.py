@@ -24,7 +24,8 @@ from scale_surgery.planning.methods import refuse
 from scale_surgery.planning.routing_specs import Routing, router_settings
 from scale_surgery.progress import Track, no_track
 from scale_surgery.surgery.config import routed_config
-from scale_surgery.surgery.record import Manifest, read_manifest, refuse_fused, routing_of
+from scale_surgery.surgery.intact import refuse_damaged
+from scale_surgery.surgery.record import Manifest, read_manifest, refuse_fused, refuse_linked, routing_of
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class Routed:
         fork: First layer that both paths run; None where they part only in the head.
         layers: Layers of the base model.
         bytes_written: Bytes of shards that were written; 0 with hard links.
+        left_out: Files that were not taken along: weights in other formats, links that lead out of the folder.
     """
 
     path: Path
@@ -46,6 +48,7 @@ class Routed:
     fork: int | None
     layers: int
     bytes_written: int
+    left_out: tuple[str, ...] = ()
 
     @property
     def cost(self) -> float:
@@ -214,14 +217,16 @@ def _write(
     checkpoint: Checkpoint, manifest: Manifest, target: Path, changed: Manifest, texts: Mapping[str, str], take: Taking
 ) -> Routed:
     """Write a checkpoint with other texts; every other file is taken over as a file."""
+    refuse_linked(checkpoint.path, manifest)
     files = [*checkpoint.shards, *checkpoint.side_files]
     kept = [file for file in files if file not in texts and file not in manifest.code]
     sizes = {file: (checkpoint.path / file).stat().st_size for file in kept}
     check_target(target, [checkpoint.path], overwrite=take.overwrite)
     check_space(target, sum(sizes.values()) if take.base_weights == "copy" else 0)
-    state = {"route": changed.routing, "sizes": sizes, "base_weights": take.base_weights, "texts": texts}
+    refuse_damaged(checkpoint, manifest, take.track)
+    state = {"route": changed.routing, "base_weights": take.base_weights, "texts": texts}
     with (
-        staged(target, state, overwrite=take.overwrite) as partial,
+        staged(target, state, checkpoint.stamps, overwrite=take.overwrite) as partial,
         take.track("files", sum(sizes.values())) as advance,
     ):
         for file, size in sizes.items():
@@ -239,6 +244,7 @@ def _write(
         fork=None if changed.routing is None else min(collaborative, default=None),
         layers=changed.plan.sizes.layers,
         bytes_written=0 if take.base_weights == "link" else shards,
+        left_out=checkpoint.left_out,
     )
 
 

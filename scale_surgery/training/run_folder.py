@@ -145,10 +145,12 @@ class TrainingRun:
         source = self.checkpoint
         base_shards = {entry.stored_as for entry in read_manifest(source.path).base_files.values()}
         state = {"train": dict(self.decisive), "base_weights": base_weights}
-        with staged(self.target, state, overwrite=overwrite) as partial:
-            for file in (*source.shards, *source.side_files, MANIFEST_FILE):
-                if not file.startswith(f"{TRAINING_FOLDER}/"):
-                    take_over(source.path / file, partial / file, base_weights if file in base_shards else "copy")
+        files = (*source.shards, *source.side_files, MANIFEST_FILE)
+        taken = {file: source.path / file for file in files if not file.startswith(f"{TRAINING_FOLDER}/")}
+        stamps = {file: source.stamps[file] for file in taken.values()}
+        with staged(self.target, state, stamps, overwrite=overwrite) as partial:
+            for name, file in taken.items():
+                take_over(file, partial / name, base_weights if name in base_shards else "copy")
             write_json(partial / TRAINING_FOLDER / SETTINGS_FILE, self.decisive)
 
     def publish(self, saved: Path, log: Log) -> None:
@@ -232,6 +234,7 @@ def publish_tensors(target: Path, trained: Path, prefix: str, renamed: Mapping[s
             write_tensors(target / published, {name: file.get_tensor(names[name]).to(dtypes[name]) for name in own})
             index["weight_map"] |= dict.fromkeys(own, published)
     write_json(target / INDEX_FILE, index)
-    for written in target.glob("expansion-*.safetensors"):
+    # also what a kill in the middle of a shard left
+    for written in (*target.glob("expansion-*.safetensors"), *target.glob("expansion-*.safetensors.tmp")):
         if written.name not in index["weight_map"].values():
             written.unlink()

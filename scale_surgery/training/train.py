@@ -16,16 +16,24 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from scale_surgery.checkpoint.beside import locked
 from scale_surgery.checkpoint.folder import LOG_FILE, Checkpoint, open_checkpoint
 from scale_surgery.checkpoint.hashes import hash_tensors
-from scale_surgery.checkpoint.staging import check_space, check_target, locked
+from scale_surgery.checkpoint.staging import check_space, check_target
 from scale_surgery.errors import CheckpointError, TrainingError
 from scale_surgery.evidence.integrity import Integrity, bytes_to_check, check_files
 from scale_surgery.progress import Track, no_track
 from scale_surgery.running.context import choose_length, context_of
 from scale_surgery.running.options import RunOptions
 from scale_surgery.running.tokenizer import need_tokenizer
-from scale_surgery.surgery.record import Manifest, check_numbering, read_manifest, refuse_fused, tool_versions
+from scale_surgery.surgery.record import (
+    Manifest,
+    check_numbering,
+    read_manifest,
+    refuse_fused,
+    refuse_linked,
+    tool_versions,
+)
 from scale_surgery.training.arguments import LONGEST_WAIT, is_cpu, make_arguments, number_of_steps
 from scale_surgery.training.ready import check_reach, load_to_train
 from scale_surgery.training.run_folder import (
@@ -55,6 +63,7 @@ class Training:
         measured: Last measurement on old and new text; empty where nothing was measured.
         log: Log of the run, JSON lines.
         curves: Curves of the run, PNG.
+        left_out: Files of the expanded folder that were not taken along: weights in other formats, links that lead out.
     """
 
     path: Path
@@ -65,6 +74,7 @@ class Training:
     measured: Mapping[str, float]
     log: Path
     curves: Path
+    left_out: tuple[str, ...] = ()
 
 
 def default_output(expanded: Path) -> Path:
@@ -116,6 +126,7 @@ def train(
     check_settings(settings)
     checkpoint, manifest = open_checkpoint(path), read_manifest(path)
     refuse_fused(path, manifest)
+    refuse_linked(path, manifest)
     check_numbering(checkpoint, manifest)
     if settings.routed and manifest.routing is None:
         raise TrainingError(
@@ -327,4 +338,5 @@ def _result(trainer: ExpansionTrainer, training: TrainingRun, seconds: float) ->
         measured=last_measured(log),
         log=training.folder / LOG_FILE,
         curves=training.folder / CURVES_FILE,
+        left_out=training.checkpoint.left_out,
     )

@@ -81,7 +81,7 @@ def assert_nothing(folder: Path) -> None:
 @pytest.mark.parametrize("variant", ("preserve", "adapt"))
 def test_the_folder_comes_back_byte_for_byte(furnished, tmp_path, variant):  # noqa: F811
     expanded = expand(furnished, Request("0-1", variant=variant), tmp_path / "expanded").path
-    (expanded / "README.md").write_text("a card of its own")
+    (expanded / "NOTES.md").write_text("of its own")
     before = digests(furnished)
     extracted = extract(expanded, tmp_path / "extract").path
     done = apply(extracted, tmp_path / "again", furnished)

@@ -98,14 +98,16 @@ def test_licences_go_along_and_states_of_training_stay(llama_base, tmp_path):
     log.write_text("{}\n")
     state.write_text("{}")
     (source / "training" / "checkpoint-7" / "optimizer.pt").write_bytes(b"state")
-    (source / "README.md").write_text("another")
+    (source / "NOTES.md").write_text("of the expansion")
     done = extract(source, tmp_path / "extract")
     assert set(done.licences) == {"LICENSE", "Notice.txt", "USE_POLICY.md"}
     assert set(done.left_out) == {"training/checkpoint-7/trainer_state.json", "training/checkpoint-7/optimizer.pt"}
     found = digests(tmp_path / "extract")
-    assert {"training/log.jsonl", "LICENSE", "README.md"} <= set(found)
+    assert {"training/log.jsonl", "LICENSE", "NOTES.md"} <= set(found)
     assert not {"helper.py", "training/checkpoint-7/trainer_state.json"} & set(found)
-    assert (tmp_path / "extract" / "README.md").read_text() == "another", "it was edited, so it is no file of the base"
+    (source / "README.md").write_text("another")
+    with pytest.raises(CheckpointError, match=r"README\.md: bytes differ from the base's README\.md"):
+        extract(source, tmp_path / "other")
 
 
 def test_no_loader_takes_it_for_a_whole_model(ready, pair_of):
@@ -149,10 +151,9 @@ def test_a_base_that_was_changed_is_refused(expanded, tmp_path):
     shard.write_bytes(content)
     with pytest.raises(CheckpointError) as error:
         extract(expanded, tmp_path / "extract")
-    assert str(error.value) == (
-        f"{shard.name}: is not the base's file that surgery.json names. The base inside {expanded} was changed after "
-        "the expansion: expand it again, or restore the file."
-    )
+    lines = str(error.value).splitlines()
+    assert lines[-2] == f"{shard.name}: bytes differ from the base's model.safetensors."
+    assert lines[-1].startswith(f"{expanded}: is not what was written, so nothing is made of it. Restore what is named")
     assert [path.name for path in tmp_path.iterdir()] == ["expanded"]
 
 
@@ -167,10 +168,11 @@ def test_what_the_expansion_did_not_write_is_refused_and_listed(expanded, tmp_pa
         extract(expanded, tmp_path / "extract")
     assert str(error.value).splitlines() == [
         "config.json: vocab_size is not what the expansion wrote.",
-        "evil.py: unknown code file. Read it before you trust it.",
         "expanded_model.py: is not the code that the expansion wrote. Read it before you trust it.",
+        "evil.py: unknown code file. Read it before you trust it.",
         "processor_config.json: auto_map names code that the base does not name. Read it before you trust it.",
-        f"{expanded}: is not what the expansion wrote, so it is not extracted. Restore what is named.",
+        f"{expanded}: is not what was written, so nothing is made of it. Restore what is named, or expand the base "
+        f"again; scale-surgery verify {expanded} shows all.",
     ]
 
 

@@ -58,23 +58,26 @@ def refuse(path: Path, reason: str) -> None:
 SPOILED: dict[str, tuple[Change, str]] = {
     "init of W12": (lambda content: tensor(content).update(init="svd"), "init 'svd', expected 'zero'"),
     "init of the head": (lambda content: tensor(content, "lm_head.up_weight").update(init="svd"), "expected 'zero'"),
-    "init": (lambda content: tensor(content).update(init=["zero"]), "init ['zero'] of"),
+    "init": (lambda content: tensor(content).update(init=["zero"]), ".init is ['zero'], expected one of svd"),
     "dtype": (lambda content: tensor(content).update(dtype="foo"), "dtype 'foo'"),
-    "layer": (lambda content: tensor(content).update(layer="x"), "layer 'x'"),
+    "layer": (lambda content: tensor(content).update(layer="x"), ".layer is 'x', expected a whole number"),
     "layer out of range": (lambda content: tensor(content).update(layer=99), "layer 99"),
-    "block": (lambda content: tensor(content).update(block=7), "plan.tensors: name"),
-    "shape": (lambda content: tensor(content).update(shape="44"), "plan.tensors: shape"),
+    "block": (lambda content: tensor(content).update(block=7), ".block is 7, expected a text"),
+    "shape": (lambda content: tensor(content).update(shape="44"), ".shape is '44', expected a list"),
     "shard": (lambda content: tensor(content).update(shard="x.safetensors"), "shard 'x.safetensors'"),
-    "no specs": (lambda content: content["plan"].update(specs={}), "plan.layers are not those of plan.specs"),
+    "no specs": (lambda content: content["plan"].update(specs={}), "plan.specs.expanded_layers is missing"),
     "other layers": (lambda content: content["plan"].update(layers=[0]), "layer 1"),
     "method": (lambda content: content["plan"]["request"].update(method="grow"), "which is none of grow"),
     "a list as method": (lambda content: content["plan"]["request"].update(method=["scale"]), "method is ['scale']"),
     "variant": (lambda content: content["plan"]["request"].update(variant="depth"), "which is none of scale"),
     "family": (lambda content: content["plan"].update(family="foo"), "model_type is 'foo'"),
     "sizes": (lambda content: content["plan"]["sizes"].update(hidden=17), "plan.sizes are not those of the base"),
-    "width": (lambda content: content["plan"]["widths"].update(up_width="4"), "plan.widths"),
-    "base_name": (lambda content: content.update(base_name=["x"]), "base_name"),
-    "left_out": (lambda content: content.update(left_out=[3]), "left_out"),
+    "width": (
+        lambda content: content["plan"]["widths"].update(up_width="4"),
+        "plan.widths.up_width is '4'",
+    ),
+    "base_name": (lambda content: content.update(base_name=["x"]), "base_name is ['x'], expected a text"),
+    "left_out": (lambda content: content.update(left_out=[3]), "left_out[0] is 3, expected a text"),
 }
 
 
@@ -97,7 +100,10 @@ def test_copies_are_copies(grown: Path) -> None:
 
 def test_a_router_s_numbers_are_in_their_ranges(adapt: Path, tmp_path: Path) -> None:
     routed = route_export(adapt, tmp_path / "routed", Routing()).path
-    refuse(edit(routed, lambda content: content["routing"]["settings"].update(prior=0)), "routing.settings: ")
+    refuse(
+        edit(routed, lambda content: content["routing"]["settings"].update(prior=0)),
+        "routing.settings.prior is 0, expected a probability",
+    )
 
 
 def test_trained_tensors_do_not_pass_for_untrained_ones(adapt: Path) -> None:

@@ -34,8 +34,8 @@ from scale_surgery import (
     verify,
 )
 from scale_surgery.biographies import SHIPPED_MODEL, biography, people, questions
+from scale_surgery.checkpoint.beside import locked
 from scale_surgery.checkpoint.folder import open_checkpoint
-from scale_surgery.checkpoint.staging import locked
 from scale_surgery.cli.program import main
 from scale_surgery.surgery.record import read_manifest
 from scale_surgery.training.run_folder import module_names, publish_tensors

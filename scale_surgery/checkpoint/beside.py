@@ -1,0 +1,156 @@
+"""What this program keeps beside a folder that it writes: a lock, and a record of an old folder that makes room.
+
+    OUT.partial  .OUT.partial.json      the folder to be, and what it is to be: see `staging`
+    .OUT.partial.lock                   no second process writes it meanwhile
+    .OUT.replaced-1a2b3c4d              the old folder, from the moment it makes room until it is removed
+    .OUT.replaced.json                  which folder that is, so that nothing else is ever taken for it
+
+Others may be able to write there too, so no symbolic link is followed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from scale_surgery.checkpoint.files import write_json
+from scale_surgery.checkpoint.folder import read_json
+from scale_surgery.errors import CheckpointError
+
+
+def link_problems(*places: Path) -> list[str]:
+    """Say which of the names that this program needs are symbolic links, which it never makes."""
+    return [
+        f"{place}: is a symbolic link, which this program did not make, and will not follow. Take it away, or choose "
+        "another output folder."
+        for place in places
+        if place.is_symlink()
+    ]
+
+
+def refuse_links(*places: Path) -> None:
+    """Refuse names that somebody else made symbolic links.
+
+    Raises:
+        CheckpointError: If there are some; each is named.
+    """
+    if problems := link_problems(*places):
+        raise CheckpointError.from_problems(problems)
+
+
+def names_beside(target: Path) -> tuple[Path, ...]:
+    """Files that writing a folder needs beside it, but for the unfinished folder itself."""
+    state = target.parent / f".{target.name}.partial.json"
+    return state, _lock(target), _lock(target.with_name(f"{target.name}.partial")), _record(target)
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Let no other process of this program write a folder meanwhile.
+
+    Raises:
+        CheckpointError: If one does already, or the lock is not what this program makes.
+    """
+    import fcntl  # not on Windows, where models can still be read
+
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    lock = _lock(folder)
+    refuse_links(lock)
+    busy = f"{folder}: another process is writing it. Wait until it is done."
+    handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    try:
+        found = os.fstat(handle)
+        if not stat.S_ISREG(found.st_mode) or found.st_size:
+            raise CheckpointError(
+                f"{lock}: was not made by this program, expected an empty file or none. Take it away, or choose "
+                "another output folder."
+            )
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise CheckpointError(busy) from error
+        if not lock.exists() or found.st_ino != lock.lstat().st_ino:
+            raise CheckpointError(busy)  # the file that we locked is no longer the one that others see
+        try:
+            yield
+        finally:
+            lock.unlink(missing_ok=True)
+    finally:
+        os.close(handle)
+
+
+def replace_folder(target: Path, new: Path) -> None:
+    """Put a folder in the place of another, which goes; an interruption leaves a record of it.
+
+    Args:
+        target: The folder that goes.
+        new: The folder that gets its name.
+    """
+    old = target.with_name(f".{target.name}.replaced-{secrets.token_hex(4)}")
+    write_json(_record(target), {"folder": old.name, "inode": target.stat().st_ino})
+    target.rename(old)
+    try:
+        new.rename(target)
+    except OSError:
+        old.rename(target)
+        raise
+    _remove(target, old)
+
+
+def settle(target: Path, *, overwrite: bool) -> None:
+    """Finish an interrupted `replace_folder`: the old folder goes, or comes back where nothing took its place.
+
+    Args:
+        target: The folder to be.
+        overwrite: Whether it may be replaced once more.
+
+    Raises:
+        CheckpointError: If it came back, and may not be replaced.
+    """
+    refuse_links(_record(target))
+    old = _put_aside(target)
+    if old is not None and target.exists():
+        _remove(target, old)
+        return
+    if old is not None:
+        old.rename(target)
+    _record(target).unlink(missing_ok=True)
+    if old is not None and not overwrite:
+        raise CheckpointError(
+            f"{target}: exists already: a run with --overwrite was interrupted while it was replaced, and it is back "
+            "in its place. Choose another output folder, or give --overwrite."
+        )
+
+
+def _remove(target: Path, old: Path) -> None:
+    """Remove the old folder; where that fails the new one is whole all the same, and the next run tries again."""
+    with contextlib.suppress(OSError):
+        shutil.rmtree(old)
+        _record(target).unlink()
+
+
+def _put_aside(target: Path) -> Path | None:
+    """The folder that the record names, if it is that very folder."""
+    if not _record(target).is_file():
+        return None
+    content = read_json(_record(target))
+    name = str(content.get("folder"))
+    # a name and nothing else, so that it leads nowhere
+    if not name.startswith(f".{target.name}.replaced-") or "/" in name:
+        return None
+    old = target.parent / name
+    is_folder = old.is_dir() and not old.is_symlink()
+    return old if is_folder and old.stat().st_ino == content.get("inode") else None
+
+
+def _record(target: Path) -> Path:
+    return target.with_name(f".{target.name}.replaced.json")
+
+
+def _lock(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.lock")

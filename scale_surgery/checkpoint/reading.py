@@ -1,0 +1,121 @@
+"""Files that others made: only regular ones are opened, and what is read whole has a bound.
+
+A pipe in place of config.json would wait for a writer for ever, and /dev/zero has no end. What is read as JSON can be
+written again, printed and walked through: it is not nested without end, and holds no half characters.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+from pathlib import Path
+from typing import Any, BinaryIO
+
+# the largest that are known: a tokenizer.json of 34 MB, an index of 15 MB; a fused model of 100,000 tensors keeps the
+# headers of its shards and the surgery.json of its blocks, about 100 MB
+MAX_TEXT_BYTES = 256 * 1024 * 1024
+# files of models have ten levels
+MAX_DEPTH = 100
+# tokenizers write 10**30 for a length that has no limit; a number of more than 308 digits is no float
+MAX_DIGITS = 100
+HALF_A_CHARACTER = re.compile("[\ud800-\udfff]")
+KINDS = {
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFDIR: "a folder",
+}
+
+
+def other_kind(mode: int) -> str | None:
+    """What a file is that is no regular one, in words; None for a regular one.
+
+    Args:
+        mode: `st_mode` of the file, links followed.
+    """
+    return None if stat.S_ISREG(mode) else KINDS.get(stat.S_IFMT(mode), "no file")
+
+
+def open_regular(file: Path) -> BinaryIO:
+    """Open a regular file for reading; a link to one is followed.
+
+    Raises:
+        OSError: If it cannot be opened, or is something else.
+    """
+    try:
+        # without waiting: a pipe would wait for a writer
+        handle = os.open(file, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    except ValueError as error:
+        raise OSError(f"{str(file)!a} is no name of a file") from error
+    if (kind := other_kind(os.fstat(handle).st_mode)) is not None:
+        os.close(handle)
+        raise OSError(f"it is {kind}, expected a regular file")
+    return os.fdopen(handle, "rb")
+
+
+def read_bytes(file: Path, most: int = MAX_TEXT_BYTES) -> bytes:
+    """Read a file whole.
+
+    Args:
+        file: A regular file.
+        most: Its largest size.
+
+    Raises:
+        OSError: If it cannot be read, is no regular file or is larger.
+    """
+    with open_regular(file) as stream:
+        size = os.fstat(stream.fileno()).st_size
+        if size > most:
+            raise OSError(f"it has {size:,} bytes, expected at most {most:,}")
+        # files of the system say that they have no bytes, and give some
+        return stream.read(size)
+
+
+def parse_json(text: str) -> Any:
+    """Parse JSON; of a key that stands twice the last counts, as for transformers.
+
+    Raises:
+        ValueError: If it is none, or nobody could work with it: nested without end, numbers of thousands of digits,
+            half characters.
+    """
+    if text.startswith("\ufeff"):
+        raise ValueError("it begins with a byte order mark, which transformers does not read either")
+    try:
+        content = json.loads(text, parse_int=_whole_number)
+    except RecursionError as error:
+        raise ValueError("it is nested without end") from error
+    _check_depth(content)
+    # most files escape nothing, and are not looked through
+    if "\\u" in text and (half := HALF_A_CHARACTER.search(json.dumps(content, ensure_ascii=False))):
+        raise ValueError(f"it holds half a character, {half[0]!a}, expected Unicode text")
+    return content
+
+
+def _whole_number(digits: str) -> int:
+    if len(digits) > MAX_DIGITS:
+        raise ValueError(f"it holds a number of {len(digits)} digits, expected at most {MAX_DIGITS}")
+    return int(digits)
+
+
+def _check_depth(content: Any) -> None:
+    level = [content]
+    for _ in range(MAX_DEPTH):
+        inner = [own.values() if isinstance(own, dict) else own for own in level if isinstance(own, dict | list)]
+        level = [value for values in inner for value in values]
+        if not level:
+            return
+    raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
+
+
+def places_of_nan(content: Any, place: str = "") -> list[str]:
+    """Name the places of plain JSON values that hold NaN, such as `rope_scaling.factor`."""
+    if isinstance(content, dict):
+        named = [(f"{place}.{key}" if place else key, value) for key, value in content.items()]
+    elif isinstance(content, list):
+        named = [(f"{place}[{number}]", value) for number, value in enumerate(content)]
+    else:
+        return [place] if isinstance(content, float) and content != content else []
+    return [found for key, value in named for found in places_of_nan(value, key)]

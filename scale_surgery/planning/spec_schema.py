@@ -1,0 +1,62 @@
+"""What the key `scale_surgery` of config.json and the specifications in a plan may hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from scale_surgery.checkpoint.schema import misfits
+from scale_surgery.planning.specs import Collaboration, Widths
+
+
+@dataclass(frozen=True)
+class ModuleSpec:
+    """What `specs` may say of a module, whatever its kind; see specs.py."""
+
+    kind: str
+    group: str = ""
+    in_features: tuple[int, int] = (0, 0)
+    out_features: tuple[tuple[int, int], ...] = ()
+    base: int | None = None
+    up: int = 0
+    style: str = ""
+    epsilon: float = 0
+    heads: int = 0
+    axis: int = 0
+    share: float = 1
+    trains_base: bool = False
+
+
+@dataclass(frozen=True)
+class StoredSpecs:
+    """What the module specifications of a plan may hold, of any method."""
+
+    base_model: str
+    layers: str
+    expanded_layers: tuple[int, ...]
+    format: int = 1
+    method: str = ""
+    variant: str = ""
+    dtype: str | None = None
+    new_layers: tuple[int, ...] = ()
+    widths: Widths | None = None
+    collaborative: Collaboration | None = None
+    model: Mapping[str, ModuleSpec] | None = None
+    head: Mapping[str, Any] | None = None
+    expanded: Mapping[str, ModuleSpec] | None = None
+    passing: Mapping[str, ModuleSpec] | None = None
+    attention: Mapping[str, Mapping[str, Any]] | None = None
+    routing: Mapping[str, Any] | None = None
+    fused: bool = False
+    fused_head: bool = False
+
+
+def spec_problems(specs: Any, place: str) -> list[str]:
+    """Find what in module specifications is of another kind than any method writes.
+
+    Args:
+        specs: Plain JSON values.
+        place: What they are called.
+    """
+    return list(misfits(specs, StoredSpecs, place))

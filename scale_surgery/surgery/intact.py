@@ -1,0 +1,188 @@
+"""What files alone can show of an expanded checkpoint: whether it holds what was written, all of it and nothing else.
+
+`verify` says what it found. What writes a folder out of this one refuses a damaged one: a copy would carry the damage
+on, with a record that says otherwise.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from scale_surgery.checkpoint.folder import Checkpoint, read_config, read_tensor
+from scale_surgery.checkpoint.hashes import hash_file
+from scale_surgery.checkpoint.reading import parse_json
+from scale_surgery.errors import CheckpointError, shorten
+from scale_surgery.planning.tensors import TensorPlan
+from scale_surgery.progress import Progress, Track, no_progress
+from scale_surgery.running.tokenizer import TOKENIZER_CONFIG_FILE
+from scale_surgery.surgery.config import config_problems
+from scale_surgery.surgery.joining import joined_tensors
+from scale_surgery.surgery.parts import hash_parts
+from scale_surgery.surgery.record import Manifest, check_numbering
+from scale_surgery.surgery.renumbered import hash_stored
+
+
+@dataclass(frozen=True)
+class Damage:
+    """What is not as it was written, by kind; an empty tuple means that the check passed.
+
+    Attributes:
+        base: Base tensors and files that are not what they were.
+        structure: Expansion tensors that are missing, unexpected, of a wrong shape, or where no W12 may be.
+        missing: Those of `structure` without which the model does not load.
+        config: Keys of config.json and of the tokenizer's that are not what the expansion wrote.
+        code: Code files that are missing, unknown, or not what the expansion wrote.
+        hashes: sha256 of each base tensor that is there.
+    """
+
+    base: tuple[str, ...]
+    structure: tuple[str, ...]
+    missing: tuple[str, ...]
+    config: tuple[str, ...]
+    code: tuple[str, ...]
+    hashes: Mapping[str, str]
+
+
+def find_damage(checkpoint: Checkpoint, manifest: Manifest, advance: Progress = no_progress) -> Damage:
+    """Check an expanded checkpoint against its surgery.json.
+
+    Args:
+        checkpoint: The expanded checkpoint.
+        manifest: Its surgery.json.
+        advance: Called with the bytes done.
+
+    Returns:
+        Every problem, each naming its tensor or file.
+    """
+    planned = {tensor.name: tensor for tensor in manifest.plan.tensors}
+    hashes = hash_parts(checkpoint, manifest, manifest.base_tensors, advance)
+    missing = _damaged(checkpoint, manifest, planned)
+    return Damage(
+        base=(*_tensor_problems(manifest, hashes), *_file_problems(checkpoint, manifest, advance)),
+        structure=(*missing, *_unexpected_tensors(checkpoint, manifest, planned)),
+        missing=tuple(missing),
+        config=(*config_problems(manifest, checkpoint.config), *_tokenizer_problems(checkpoint, manifest)),
+        code=tuple(_code_problems(checkpoint, manifest, manifest.plan.code_files)),
+        hashes=hashes,
+    )
+
+
+def base_bytes_to_check(manifest: Manifest) -> int:
+    """Bytes of base files that lie in the folder as files, for a progress bar."""
+    return sum(file.bytes for file in manifest.base_files.values() if file.stored_as is not None)
+
+
+def refuse_damaged(
+    checkpoint: Checkpoint, manifest: Manifest, track: Track, also: Iterable[str] = (), *, is_trusted: bool = False
+) -> None:
+    """Refuse an expanded checkpoint that is not what was written; trained expansion tensors are.
+
+    Every byte of the base is read.
+
+    Args:
+        checkpoint: The expanded checkpoint.
+        manifest: Its surgery.json.
+        track: Makes progress bars.
+        also: What else speaks against it; the same lines count once.
+        is_trusted: Whether its own code and config are let run, whoever wrote them.
+
+    Raises:
+        CheckpointError: If it is not; every problem is named.
+    """
+    check_numbering(checkpoint, manifest)
+    tensor_bytes = sum(info.bytes for info in checkpoint.tensors.values())
+    with track("base hashes", tensor_bytes + base_bytes_to_check(manifest)) as advance:
+        found = find_damage(checkpoint, manifest, advance)
+    # another release may have written other code files
+    own = () if is_trusted else (*found.config, *_code_problems(checkpoint, manifest, manifest.code))
+    if problems := list(dict.fromkeys([*found.base, *found.structure, *own, *also])):
+        advice = (
+            f"{checkpoint.path}: is not what was written, so nothing is made of it. Restore what is named, or expand "
+            f"the base again; scale-surgery verify {checkpoint.path} shows all."
+        )
+        raise CheckpointError.from_problems([*shorten(problems), advice])
+
+
+def _tensor_problems(manifest: Manifest, hashes: Mapping[str, str]) -> list[str]:
+    problems = []
+    for name, digest in manifest.base_tensors.items():
+        if name not in hashes:
+            problems.append(f"{name}: base tensor is missing.")
+        elif hashes[name] != digest:
+            problems.append(f"{name}: sha256 {hashes[name][:16]}..., expected {digest[:16]}... from surgery.json.")
+    return problems
+
+
+def _file_problems(checkpoint: Checkpoint, manifest: Manifest, advance: Progress) -> list[str]:
+    problems = []
+    # the bytes of a fused model's shards are known by the tensors that they were
+    joined = manifest.joined_shards
+    for name, file in manifest.base_files.items():
+        if file.stored_as in joined:
+            continue
+        if file.stored_as is None:
+            if hashlib.sha256(manifest.replaced[name].encode("utf-8")).hexdigest() != file.sha256:
+                problems.append(f"surgery.json: its text of the base's {name} is not what it was.")
+        elif not (checkpoint.path / file.stored_as).is_file():
+            problems.append(f"{file.stored_as}: file is missing, it holds the base's {name}.")
+        elif hash_stored(checkpoint.path, manifest, [file.stored_as], advance)[file.stored_as] != file.sha256:
+            problems.append(f"{file.stored_as}: bytes differ from the base's {name}.")
+    stored = {file.stored_as for file in manifest.base_files.values()}
+    if manifest.fused is not None:
+        return problems
+    shards = {checkpoint.tensors[name].file for name in manifest.base_tensors if name in checkpoint.tensors}
+    problems += [f"{shard}: holds base tensors and is not among the base's files." for shard in sorted(shards - stored)]
+    return problems
+
+
+def _damaged(checkpoint: Checkpoint, manifest: Manifest, planned: Mapping[str, TensorPlan]) -> list[str]:
+    """Expansion tensors, and joined ones that they lie in, that are missing or of a wrong shape."""
+    problems = []
+    joined = list(joined_tensors(manifest)) if manifest.fused is not None else []
+    inside = {name for item in joined for name in item.pieces.values()}
+    shapes = {name: tensor.shape for name, tensor in planned.items() if name not in inside}
+    for name, shape in [*shapes.items(), *((item.name, item.shape) for item in joined)]:
+        info = checkpoint.tensors.get(name)
+        if info is None:
+            problems.append(f"{name}: expansion tensor is missing.")
+        elif info.shape != shape:
+            problems.append(f"{name}: shape {info.shape}, expected {shape} from the plan.")
+    return problems
+
+
+def _unexpected_tensors(checkpoint: Checkpoint, manifest: Manifest, planned: Mapping[str, TensorPlan]) -> list[str]:
+    known = {*planned, *manifest.base_tensors}
+    return [_unexpected(checkpoint, name) for name in checkpoint.tensors if name not in known]
+
+
+def _tokenizer_problems(checkpoint: Checkpoint, manifest: Manifest) -> list[str]:
+    """What the tokenizer's config names beside the class that the expansion wrote; it can name code to run."""
+    stored = manifest.base_files.get(TOKENIZER_CONFIG_FILE)
+    file = checkpoint.path / TOKENIZER_CONFIG_FILE
+    if not file.is_file() or (stored is not None and stored.stored_as is not None):
+        return []  # compared as a file
+    wants = parse_json(manifest.replaced.get(TOKENIZER_CONFIG_FILE, "{}"))
+    has = read_config(file)
+    differing = sorted(key for key in {*has, *wants} - {"tokenizer_class"} if has.get(key) != wants.get(key))
+    return [f"{TOKENIZER_CONFIG_FILE}: {key} is not what the base's says." for key in differing]
+
+
+def _unexpected(checkpoint: Checkpoint, name: str) -> str:
+    if not name.endswith(".w12"):
+        return f"{name}: no such tensor in the plan or in the base model."
+    count = int(read_tensor(checkpoint, name).count_nonzero())
+    return f"{name}: this layer's W12 is frozen at zero and must not exist, found one with {count} non-zero entries."
+
+
+def _code_problems(checkpoint: Checkpoint, manifest: Manifest, names: Iterable[str]) -> list[str]:
+    problems = []
+    for file in names:
+        if not (checkpoint.path / file).is_file():
+            problems.append(f"{file}: code file is missing.")
+        elif hash_file(checkpoint.path / file) != manifest.code.get(file):
+            problems.append(f"{file}: is not the code that the expansion wrote. Read it before you trust it.")
+    known = {*names, *(file.stored_as for file in manifest.base_files.values())}
+    unknown = [file for file in checkpoint.side_files if file.endswith(".py") and file not in known]
+    return problems + [f"{file}: unknown code file. Read it before you trust it." for file in unknown]
