@@ -9,12 +9,12 @@ Nothing is written: the page is `report_page`'s.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from scale_surgery.checkpoint.folder import LOG_FILE, TRAINING_FOLDER, Checkpoint, open_checkpoint
+from scale_surgery.checkpoint.reading import parse_json
 from scale_surgery.checkpoint.sources import listed
 from scale_surgery.errors import CheckpointError, PlanError, name_some
 from scale_surgery.evidence.report_blocks import Comparison
@@ -109,7 +109,7 @@ def _read_log(path: Path) -> Iterator[Mapping[str, Any]]:
     lines = file.read_text(encoding="utf-8", errors="replace").splitlines() if file.is_file() else []
     for line in lines:
         try:
-            entry = json.loads(line)
+            entry = parse_json(line)
         except ValueError:
             continue
         if isinstance(entry, dict):

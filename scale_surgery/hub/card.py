@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from scale_surgery.checkpoint.folder import MANIFEST_FILE
+from scale_surgery.checkpoint.reading import read_bytes
 from scale_surgery.errors import CheckpointError, HubError
 from scale_surgery.hub.card_sections import CardFacts, body
 from scale_surgery.hub.client import Remote, read_text
@@ -241,6 +242,6 @@ def _refuse_licence(wished: WishedCard, card: object) -> None:
 
 def _read_given(file: Path) -> str:
     try:
-        return file.read_bytes().decode("utf-8")
+        return read_bytes(file).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise HubError(f"{file}: cannot be read as a model card ({error}). Give a text file in UTF-8.") from error

@@ -31,6 +31,7 @@ from scale_surgery.checkpoint.folder import (
     stays_behind,
 )
 from scale_surgery.checkpoint.hashes import hash_file
+from scale_surgery.checkpoint.reading import parse_json
 from scale_surgery.errors import CheckpointError
 from scale_surgery.surgery.licence import LICENCE_KEYS
 from scale_surgery.surgery.record import STOCK_RECORD_FILE as MERGE_FILE
@@ -188,7 +189,7 @@ def names_code(path: Path, name: str) -> bool:
 def is_same_base(record: Mapping[str, Any], there: str) -> bool:
     """Whether the record of a repository, surgery.json or merge.json, names the base tensors that another one names."""
     try:
-        other = json.loads(there)
+        other = parse_json(there)
         tables = [[_tensors(found), _weights(found)] for found in (record, other)]
     except (ValueError, TypeError, AttributeError, KeyError):
         return False

@@ -8,6 +8,7 @@ FOLDER       a dataset saved by the library `datasets`, with the same fields as 
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from scale_surgery.checkpoint.reading import open_regular
 from scale_surgery.errors import DataError, shorten
 
 HALF_A_CHARACTER = re.compile("[\ud800-\udfff]")
@@ -56,8 +58,8 @@ def read_documents(paths: Sequence[Path]) -> Iterator[Document]:
 
 
 def _read_text(path: Path) -> str:
-    with _readable(path):
-        return path.read_text(encoding="utf-8-sig")  # a byte order mark is no text
+    with _readable(path), open_regular(path) as stream:
+        return stream.read().decode("utf-8-sig")  # a byte order mark is no text
 
 
 @contextmanager
@@ -71,21 +73,26 @@ def _readable(path: Path) -> Iterator[None]:
 
 
 def _read_lines(path: Path) -> Iterator[Any]:
-    with _readable(path), path.open(encoding="utf-8-sig", newline="\n") as stream:
+    with _readable(path), io.TextIOWrapper(open_regular(path), encoding="utf-8-sig", newline="\n") as stream:
         # texts in JSON may hold other line ends, which end no line here
         for line in stream:
             try:
-                yield json.loads(line.removesuffix("\n")) if line.strip() else {"text": ""}
-            except UnicodeDecodeError:
-                raise
+                yield _parse(line.removesuffix("\n")) if line.strip() else {"text": ""}
             except ValueError as error:
                 yield error
+
+
+def _parse(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("nested without end") from error
 
 
 def _read_array(path: Path) -> list[Any] | None:
     """The objects of a file that is one JSON array, or None where it is none."""
     try:
-        found = json.loads(_read_text(path))
+        found = _parse(_read_text(path))
     except ValueError:
         return None
     return found if isinstance(found, list) else None
@@ -100,7 +107,7 @@ def _read_dataset(path: Path) -> Iterable[Any]:
         ) from error
     try:
         found = datasets.load_from_disk(path)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # of datasets, and of pyarrow below it
         raise DataError(f"{path}: is no saved dataset ({error}). Give a folder that save_to_disk wrote.") from error
     if isinstance(found, datasets.DatasetDict):
         raise DataError(

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from scale_surgery.checkpoint.reading import read_bytes
 from scale_surgery.errors import CheckpointError
 from scale_surgery.running.context import context_of
 from scale_surgery.running.loading import load_config
@@ -88,7 +89,7 @@ def read_prompts(file: Path | None) -> tuple[str, ...]:
     if file is None:
         return PROMPTS
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        lines = read_bytes(file).decode("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{file}: cannot be read as text ({error}).") from error
     prompts = tuple(line for line in lines if line.strip())
