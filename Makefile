@@ -6,7 +6,8 @@ COMPAT := .venv-compat
 # also read by pip for what builds the package
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 
-.PHONY: help install demo lint types test test-fast test-slow torture fuzz test-compat test-recipes docs demo-model clean
+.PHONY: help install demo lint types test test-fast test-slow torture fuzz test-gpu bench-gpu test-compat test-recipes \
+	docs demo-model clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -55,6 +56,19 @@ torture: install  ## kills and errors at random file calls of commands that writ
 
 fuzz: install  ## the mutation campaign on models, records and options: make fuzz COUNT=10000 SEED=1 JOBS=2
 	$(BIN)/python -m tests.fuzz --count $(COUNT) --seed $(SEED) --jobs $(JOBS)
+
+# where the system's own Python has torch with CUDA, nothing is installed: make test-gpu GPU_PYTHON=python3
+GPU_PYTHON ?= $(BIN)/python
+GPU_NEEDS := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),install)
+GPU_TESTS ?= tests/gpu
+# nobody knows what the libraries of a GPU warn of, so warnings are shown and fail nothing
+test-gpu: $(GPU_NEEDS)  ## promises, training, routing and commands on a GPU; with SCALE_SURGERY_TEST_DEVICE=cpu the same on the CPU
+	$(GPU_PYTHON) -m pytest -m gpu -W default -rs $(GPU_TESTS)
+
+BENCH ?= bench-gpu
+BENCH_OPTIONS ?=
+bench-gpu: $(GPU_NEEDS)  ## the benchmarks of training, inference and routing on a GPU, into the folder BENCH
+	$(GPU_PYTHON) -m benchmarks.on_gpu $(BENCH) $(BENCH_OPTIONS)
 
 test-compat: install  ## load exported checkpoints under transformers 4.57, in an environment of its own
 	$(PYTHON) -m venv $(COMPAT)

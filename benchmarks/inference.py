@@ -13,6 +13,7 @@ ms            median over the rounds
     cpu       the same in processor seconds of this process, which others on the machine disturb less; not for a GPU
     fastest   its fastest call divided by the fastest of its dense model
 counted       multiplications with additions of one token, as the shapes of the weights have them, attention apart
+peak, MiB     on a GPU: most memory above all loaded models during a call
 operators     that torch runs for one token without a cache, views included: what a call costs however small it is
 
 1x128 is a forward of one sequence of 128 tokens without a cache; gen is `generate` from a prompt of 128, 32 new tokens.
@@ -21,7 +22,6 @@ Long calls take part in fewer rounds.
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -32,15 +32,16 @@ from typing import Any
 
 import click
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.inference_models import SHAPES, Variant, count_multiply_adds, load, make_models
+from benchmarks.device import Place, as_mebibytes, place_options, publish, timed, warm_up
+from benchmarks.inference_models import Variant, count_multiply_adds, load, make_models
+from benchmarks.make_checkpoint import SHAPES
 from benchmarks.routing_cost import take_turns
 from benchmarks.routing_memory import empty_table
 from benchmarks.routing_models import random_tokens
-from benchmarks.training_cost import CLOCKS, timed, times_as_long
+from benchmarks.training_cost import CLOCKS, times_as_long
 
 # how many times as long as its dense model each form should take at most
 TARGETS = {"fused": 1.05, "blocks": 1.25}
@@ -49,14 +50,11 @@ MEASURES = {"seconds": "/ dense", "processor_seconds": "/ dense, cpu", "fastest"
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(Place):
     """What is measured, and on what."""
 
     shape: str
     rounds: int
-    device: str
-    dtype: str
-    threads: int
     is_quick: bool = False
 
 
@@ -91,6 +89,7 @@ class Cost:
     variant: str
     seconds: list[float]
     processor_seconds: list[float]
+    peak_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -102,6 +101,7 @@ class Ratio:
     form: str
     milliseconds: float
     by_dense: dict[str, float]
+    peak_bytes: int | None = None
 
     def is_missed(self, clock: str) -> bool:
         """Whether it takes longer than the target allows, within the rounds."""
@@ -153,8 +153,6 @@ def make_call(model: Any, case: Case) -> Callable[[], None]:
             model.generate(tokens, attention_mask=torch.ones_like(tokens), pad_token_id=0, **greedy)
         else:
             model(tokens, use_cache=False)
-        if tokens.is_cuda:
-            torch.cuda.synchronize()
 
     return call
 
@@ -174,14 +172,16 @@ def measure_size(name: str, model: Any) -> Size:
     return Size(name, config.hidden_size, config.intermediate_size, parameters, count_multiply_adds(model), operators)
 
 
-def measure_case(models: Mapping[str, Any], case: Case, rounds: int) -> list[Cost]:
-    """Let all models take turns in one case."""
+def measure_case(models: Mapping[str, Any], case: Case, settings: Settings) -> list[Cost]:
+    """Let all models take turns in one case; on a GPU a few calls of each are not counted."""
     calls = {name: make_call(model, case) for name, model in models.items()}
+    peaks = {name: warm_up(call, settings) for name, call in calls.items()}
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in models}
-    for turn in range(ceil(rounds / case.every)):
+    for turn in range(ceil(settings.rounds / case.every)):
         for name in take_turns(list(models), turn):
-            taken[name].append(timed(calls[name]))
-    return [Cost(case.name, name, *map(list, zip(*times, strict=True))) for name, times in taken.items()]
+            taken[name].append(timed(calls[name], settings))
+    clocks = {name: map(list, zip(*times, strict=True)) for name, times in taken.items()}
+    return [Cost(case.name, name, *clocks[name], peaks[name]) for name in models]
 
 
 def compare(variants: Sequence[Variant], costs: Sequence[Cost]) -> list[Ratio]:
@@ -193,19 +193,20 @@ def compare(variants: Sequence[Variant], costs: Sequence[Cost]) -> list[Ratio]:
 
 def compare_one(variant: Variant, cost: Cost, dense: Cost) -> Ratio:
     """Compare the calls of one model in one case, round by round."""
-    return Ratio(cost.case, variant.name, variant.form, 1000 * median(cost.seconds), times_as_long(cost, dense))
+    compared = times_as_long(cost, dense)
+    return Ratio(cost.case, variant.name, variant.form, 1000 * median(cost.seconds), compared, cost.peak_bytes)
 
 
 def measure_layers(settings: Settings, layers: str) -> Measured:
     """Measure expansions of these layers, on models that are removed afterwards."""
     with tempfile.TemporaryDirectory() as name:
-        variants = make_models(Path(name), SHAPES[settings.shape], getattr(torch, settings.dtype), layers)
+        variants = make_models(Path(name), SHAPES[settings.shape], settings, layers)
         models = {variant.name: load(Path(name), variant, settings.device) for variant in variants}
     # long enough that what each shape needs for the first time is there
     for model in models.values():
         make_call(model, cases(settings)[-1])()
     sizes = [measure_size(name, model) for name, model in models.items()]
-    costs = [cost for case in cases(settings) for cost in measure_case(models, case, settings.rounds)]
+    costs = [cost for case in cases(settings) for cost in measure_case(models, case, settings)]
     return Measured(layers, variants, sizes, costs)
 
 
@@ -250,15 +251,24 @@ def render_verdict(measured: Measured, form: str, clock: str) -> str:
     return "\n".join(lines)
 
 
-def show(measured: Measured, console: Console) -> None:
-    """Print all tables, and which targets are reached."""
-    console.print(render_sizes(measured))
-    console.print(render_ratios(measured, "ms", lambda ratio: f"{ratio.milliseconds:,.1f}"))
+def clocks_of(settings: Settings) -> tuple[str, ...]:
+    """The clocks that say something: while a GPU works, the processor waits."""
+    return CLOCKS[:1] if settings.is_cuda else CLOCKS
+
+
+def lay_out(settings: Settings, measured: Measured) -> Iterator[Table | str]:
+    """All tables, and which targets are reached."""
+    yield render_sizes(measured)
+    yield render_ratios(measured, "ms", lambda ratio: f"{ratio.milliseconds:,.1f}")
+    clocks = clocks_of(settings)
     for measure, title in MEASURES.items():
-        console.print(render_ratios(measured, title, lambda ratio, name=measure: f"{ratio.by_dense[name]:.3f}"))
+        if measure in (*clocks, "fastest"):
+            yield render_ratios(measured, title, lambda ratio, name=measure: f"{ratio.by_dense[name]:.3f}")
+    if settings.is_cuda:
+        yield render_ratios(measured, "peak, MiB", lambda ratio: as_mebibytes(ratio.peak_bytes))
     for form in TARGETS:
-        for clock in CLOCKS:
-            console.print(render_verdict(measured, form, clock))
+        for clock in clocks:
+            yield render_verdict(measured, form, clock)
 
 
 def as_report(settings: Settings, found: Sequence[Measured]) -> dict[str, Any]:
@@ -275,21 +285,14 @@ def as_report(settings: Settings, found: Sequence[Measured]) -> dict[str, Any]:
 @click.command()
 @click.option("--shape", type=click.Choice(list(SHAPES)), default="h1024", show_default=True)
 @click.option("--rounds", default=16, show_default=True, help="Calls of each model that are counted; fewer long ones.")
-@click.option("--device", default="cpu", show_default=True, help="cpu or cuda.")
-@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True)
-@click.option("--threads", type=int, default=torch.get_num_threads, show_default="as torch takes", help="Of torch.")
-@click.option("--quick", "is_quick", is_flag=True, help="A trial in seconds: tiny models, short texts, one round.")
-@click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), help="Write the numbers as JSON.")
-def main(output: Path | None, **options: Any) -> None:
+@place_options
+def main(output: Path | None, markdown: Path | None, **options: Any) -> None:
     """Measure what a forward and cached generation cost."""
     quick = {"shape": "tiny", "rounds": 1} if options["is_quick"] else {}
     settings = Settings(**options | quick)
-    found = []
-    for measured in measure(settings):
-        show(measured, Console(width=80))
-        found.append(measured)
-    if output is not None:
-        output.write_text(json.dumps(as_report(settings, found), indent=2) + "\n", encoding="utf-8")
+    found = list(measure(settings))
+    parts = [part for measured in found for part in lay_out(settings, measured)]
+    publish(parts, as_report(settings, found), output, markdown)
 
 
 if __name__ == "__main__":

@@ -19,15 +19,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
-from benchmarks import training_cost
+from benchmarks.device import Place, settle
 from benchmarks.make_checkpoint import SPREAD, Shape, make_checkpoint, tensor_shapes
-from scale_surgery import Request, expand, register
+from scale_surgery import Request, RunOptions, expand, register
 from scale_surgery.surgery.merge import merge
 
-# two thirds of the width and half of the layers of Llama 3.2 1B
-SHAPES = training_cost.SHAPES | {
-    "h1024": Shape(hidden=1024, inner=2816, layers=8, heads=16, key_value_heads=8, vocabulary=32000)
-}
 REQUESTS = {
     "preserve": Request("all", init_w21="random", init_w22="random", init_embedding="zero"),
     "adapt": Request(
@@ -88,25 +84,26 @@ def shake(folder: Path) -> None:
         save_file(tensors, file, metadata={"format": "pt"})
 
 
-def make_models(folder: Path, shape: Shape, dtype: torch.dtype, layers: str) -> list[Variant]:
+def make_models(folder: Path, shape: Shape, place: Place, layers: str) -> list[Variant]:
     """Write the base, expansions of these layers, their fused forms and dense models into a folder.
 
     Args:
         folder: Where to.
         shape: Of the base.
-        dtype: Of all models.
+        place: The dtype of all models, and what makes their numbers.
         layers: Layers to expand, as `Request` has them.
 
     Returns:
         The models, in the order in which tables show them.
     """
-    make_checkpoint(folder / "base", shape, dtype=dtype)
+    how = {"dtype": getattr(torch, place.dtype), "device": place.device}
+    make_checkpoint(folder / "base", shape, **how)
     found = [Variant("base", "base", "dense (adapt)")]
     for name, request in REQUESTS.items():
         made = expand(folder / "base", replace(request, layers=layers), folder / name, base_weights="link")
         shake(made.path)
-        merged = merge(made.path, folder / f"{name} fused", "fused")
-        make_checkpoint(folder / f"dense ({name})", dense_shape(shape, merged.parameters_before), dtype=dtype)
+        merged = merge(made.path, folder / f"{name} fused", "fused", run=RunOptions(device=place.device))
+        make_checkpoint(folder / f"dense ({name})", dense_shape(shape, merged.parameters_before), **how)
         found += [Variant(name, "blocks", f"dense ({name})"), Variant(f"{name} fused", "fused", "dense (adapt)")]
     return found + [Variant(f"dense ({name})", "dense", f"dense ({name})") for name in REQUESTS]
 
@@ -116,7 +113,7 @@ def load(folder: Path, variant: Variant, device: str) -> Any:
     register()
     logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(folder / variant.name).eval().to(device)
-    training_cost.settle(model)
+    settle(model)
     return model
 
 

@@ -14,15 +14,15 @@ formula     what the design says of the latter: 1 + (L - L_fp) / L, the layers t
 / formula   x unrouted divided by the formula; the target is at most TARGET
 counted     multiplications of all matrix products and of attention, divided by those without the router: the formula
             leaves out that each path has its own logits, and that the preserve path has no up stream
+peak, MiB   on a GPU: most memory above all loaded models during a call
 
-Memory: see `routing_memory`.
+More of memory: see `routing_memory`.
 """
 
 from __future__ import annotations
 
-import json
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from operator import truediv
 from pathlib import Path
@@ -31,10 +31,11 @@ from typing import Any
 
 import click
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks.device import as_mebibytes, place_options, publish, timed, warm_up
+from benchmarks.make_checkpoint import SHAPES
 from benchmarks.routing_memory import (
     MOST_EXTRA,
     Cache,
@@ -47,8 +48,8 @@ from benchmarks.routing_memory import (
     render_caches,
     render_peaks,
 )
-from benchmarks.routing_models import SHAPES, Settings, Variant, load, make_models, random_tokens
-from benchmarks.training_cost import timed, times_as_long
+from benchmarks.routing_models import Settings, Variant, load, make_models, random_tokens
+from benchmarks.training_cost import times_as_long
 
 TARGET = 1.1
 
@@ -73,6 +74,7 @@ class Cost:
     multiplications: int
     seconds: list[float]
     processor_seconds: list[float]
+    peak_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,7 @@ class Ratio:
     formula: float
     counted: float
     is_routed: bool
+    peak_bytes: int | None = None
 
     @property
     def by_formula(self) -> float:
@@ -106,7 +109,7 @@ def cases(settings: Settings) -> list[Case]:
     ]
 
 
-def make_call(model: Any, case: Case, settings: Settings) -> Callable[[], None]:
+def make_call(model: Any, case: Case) -> Callable[[], None]:
     """Make what asks a model for the tokens of a case."""
     tokens = random_tokens(model, case.batch, case.length)
     greedy = {"do_sample": False, "max_new_tokens": case.new_tokens, "min_new_tokens": case.new_tokens}
@@ -117,8 +120,6 @@ def make_call(model: Any, case: Case, settings: Settings) -> Callable[[], None]:
             model.generate(tokens, attention_mask=torch.ones_like(tokens), pad_token_id=0, **greedy)
         else:
             model(tokens, logits_to_keep=case.logits_to_keep, use_cache=bool(case.logits_to_keep))
-        if settings.is_cuda:
-            torch.cuda.synchronize()
 
     return call
 
@@ -157,15 +158,16 @@ def take_turns(names: Sequence[str], turn: int) -> list[str]:
 
 
 def measure_case(models: dict[str, Any], case: Case, settings: Settings) -> list[Cost]:
-    """Let all models take turns in one case; a first call of each is counted instead of timed."""
-    calls = {name: make_call(model, case, settings) for name, model in models.items()}
+    """Let all models take turns in one case; a first call of each is counted instead of timed, on a GPU a few more."""
+    calls = {name: make_call(model, case) for name, model in models.items()}
     counted = {name: count_multiplications(call) for name, call in calls.items()}
+    peaks = {name: warm_up(call, settings) for name, call in calls.items()}
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in models}
     for turn in range(settings.rounds):
         for name in take_turns(list(models), turn):
-            taken[name].append(timed(calls[name]))
+            taken[name].append(timed(calls[name], settings))
     clocks = {name: map(list, zip(*times, strict=True)) for name, times in taken.items()}
-    return [Cost(case.name, name, counted[name], *clocks[name]) for name in models]
+    return [Cost(case.name, name, counted[name], *clocks[name], peaks[name]) for name in models]
 
 
 def compare(variants: Sequence[Variant], costs: Sequence[Cost]) -> list[Ratio]:
@@ -190,6 +192,7 @@ def compare_one(variant: Variant, cost: Cost, unrouted: Cost, base: Cost) -> Rat
         formula=variant.formula,
         counted=cost.multiplications / unrouted.multiplications,
         is_routed=variant.router is not None,
+        peak_bytes=cost.peak_bytes,
     )
 
 
@@ -200,11 +203,15 @@ def missed(ratios: Sequence[Ratio]) -> list[Ratio]:
 
 def render(case: str, ratios: Sequence[Ratio]) -> Table:
     """Lay out one case as a table."""
-    table = empty_table(case, ("ms", "x base", "x unrouted", "formula", "/ formula", "counted"))
-    for ratio in (ratio for ratio in ratios if ratio.case == case):
+    shown = [ratio for ratio in ratios if ratio.case == case]
+    has_peaks = any(ratio.peak_bytes is not None for ratio in shown)
+    columns = ("ms", "x base", "x unrouted", "formula", "/ formula", "counted")
+    table = empty_table(case, (*columns, "peak, MiB") if has_peaks else columns)
+    for ratio in shown:
         measured = (f"{ratio.milliseconds:.1f}", f"{ratio.by_base:.2f}")
         compared = (ratio.by_unrouted["seconds"], ratio.formula, ratio.by_formula, ratio.counted)
-        table.add_row(ratio.variant, *measured, *(f"{value:.2f}" for value in compared if ratio.is_routed))
+        cells = (f"{value:.2f}" if ratio.is_routed else "" for value in compared)
+        table.add_row(ratio.variant, *measured, *cells, *([as_mebibytes(ratio.peak_bytes)] if has_peaks else []))
     return table
 
 
@@ -244,22 +251,22 @@ def measure(settings: Settings) -> Measured:
     shape = SHAPES[settings.shape]
     depths = sorted({0, shape.layers // 2, shape.layers - 1})
     with tempfile.TemporaryDirectory() as name:
-        variants = make_models(Path(name), shape, settings.dtype, depths)
+        variants = make_models(Path(name), shape, settings, depths)
         models = {variant.name: load(Path(name), variant, settings.device) for variant in variants}
         costs = [cost for case in cases(settings) for cost in measure_case(models, case, settings)]
         caches = [measure_cache(models[variant.name], variant) for variant in variants]
     return Measured(variants, costs, caches, thin, peaks)
 
 
-def show(settings: Settings, measured: Measured, console: Console) -> None:
-    """Print all tables, and which targets are reached."""
+def lay_out(settings: Settings, measured: Measured) -> Iterator[Table | str]:
+    """All tables, and which targets are reached."""
     for case in cases(settings):
-        console.print(render(case.name, measured.ratios))
-    console.print(render_verdict(measured.ratios))
-    console.print(render_caches(measured.variants, measured.caches))
-    console.print(render_peaks(measured.thin, measured.peaks))
+        yield render(case.name, measured.ratios)
+    yield render_verdict(measured.ratios)
+    yield render_caches(measured.variants, measured.caches)
+    yield render_peaks(measured.thin, measured.peaks)
     verdict = "reached" if measured.most_extra <= MOST_EXTRA else "NOT reached"
-    console.print(f"at most {MOST_EXTRA} extra logits tensors without gradients: {measured.most_extra:.2f}, {verdict}")
+    yield f"at most {MOST_EXTRA} extra logits tensors without gradients: {measured.most_extra:.2f}, {verdict}"
 
 
 def as_report(settings: Settings, measured: Measured) -> dict[str, Any]:
@@ -274,19 +281,13 @@ def as_report(settings: Settings, measured: Measured) -> dict[str, Any]:
 @click.option("--shape", type=click.Choice(list(SHAPES)), default="eighth", show_default=True)
 @click.option("--length", default=1024, show_default=True, help="Tokens of a long sequence.")
 @click.option("--rounds", default=5, show_default=True, help="Calls of each model in each case that are counted.")
-@click.option("--device", default="cpu", show_default=True, help="cpu or cuda.")
-@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True)
-@click.option("--threads", type=int, default=torch.get_num_threads, show_default="as torch takes", help="Of torch.")
-@click.option("--quick", "is_quick", is_flag=True, help="A trial in seconds: tiny models, short texts, one round.")
-@click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), help="Write the numbers as JSON.")
-def main(output: Path | None, **options: Any) -> None:
+@place_options
+def main(output: Path | None, markdown: Path | None, **options: Any) -> None:
     """Measure what routing costs, in seconds and memory."""
     quick = {"shape": "tiny", "length": 32, "rounds": 1} if options["is_quick"] else {}
     settings = Settings(**options | quick)
     measured = measure(settings)
-    show(settings, measured, Console(width=80))
-    if output is not None:
-        output.write_text(json.dumps(as_report(settings, measured), indent=2) + "\n", encoding="utf-8")
+    publish(lay_out(settings, measured), as_report(settings, measured), output, markdown)
 
 
 if __name__ == "__main__":

@@ -23,9 +23,9 @@ import torch
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from benchmarks.device import peak_of, settle
 from benchmarks.make_checkpoint import Shape
 from benchmarks.routing_models import Settings, Variant, load, make_models, random_tokens
-from benchmarks.training_cost import settle, watched
 
 PROMPT = 160
 THIN = Shape(hidden=64, inner=176, layers=2, heads=4, key_value_heads=2, vocabulary=128256)
@@ -97,11 +97,9 @@ def measure_peak(folder: Path, variant: Variant, mode: str, settings: Settings) 
     settle(model)
     tokens = random_tokens(model, 1, QUICK_TOKENS if settings.is_quick else THIN_TOKENS)
     call = make_call(model, mode, tokens)
-    before = torch.cuda.memory_allocated() if settings.is_cuda else 0
-    with watched() as answers:
+    with peak_of(settings) as peak:
         call()
-    most = torch.cuda.max_memory_allocated() - before if settings.is_cuda else max(answers) - answers[0]
-    return Peak(variant.name, mode, most / (tokens.numel() * model.config.vocab_size * model.dtype.itemsize))
+    return Peak(variant.name, mode, peak.bytes / (tokens.numel() * model.config.vocab_size * model.dtype.itemsize))
 
 
 def measure_peaks(settings: Settings) -> tuple[list[Variant], list[Peak]]:
@@ -112,7 +110,7 @@ def measure_peaks(settings: Settings) -> tuple[list[Variant], list[Peak]]:
         tempfile.TemporaryDirectory() as name,
         ProcessPoolExecutor(1, mp_context=context, max_tasks_per_child=1) as pool,
     ):
-        variants = make_models(Path(name), THIN, settings.dtype, [1])
+        variants = make_models(Path(name), THIN, settings, [1])
         asked = [(Path(name), variant, mode, settings) for variant in variants for mode in MODES]
         waiting = [pool.submit(measure_peak, *one) for one in asked]
         return variants, [future.result() for future in waiting]

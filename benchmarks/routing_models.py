@@ -11,15 +11,13 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
-from benchmarks import make_checkpoint, training_cost
+from benchmarks import make_checkpoint
+from benchmarks.device import Place
 from benchmarks.make_checkpoint import Shape
 from scale_surgery import Request, expand, register
 from scale_surgery.planning.routing_specs import Routing
 from scale_surgery.surgery.route import route_export
 
-# an eighth of the width of Llama 3.1 8B: the head has its share of the whole there, 7 %, and what is added is an eighth
-EIGHTH = Shape(hidden=512, inner=1792, layers=16, heads=8, key_value_heads=8, vocabulary=9216)
-SHAPES = training_cost.SHAPES | {"eighth": EIGHTH}
 ROUTINGS = {
     "posterior": Routing("posterior"),
     "cosine": Routing("cosine"),
@@ -30,21 +28,13 @@ SPREAD = make_checkpoint.SPREAD
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(Place):
     """What is measured, and on what."""
 
     shape: str
     length: int
     rounds: int
-    device: str
-    dtype: str
-    threads: int
     is_quick: bool = False
-
-    @property
-    def is_cuda(self) -> bool:
-        """Whether calls run on a GPU, where they must be waited for."""
-        return self.device.startswith("cuda")
 
 
 @dataclass(frozen=True)
@@ -69,9 +59,10 @@ def formula(layers: int, preserved: int) -> float:
     return 1 + (layers - preserved) / layers
 
 
-def make_models(folder: Path, shape: Shape, dtype: str, depths: Iterable[int]) -> list[Variant]:
+def make_models(folder: Path, shape: Shape, place: Place, depths: Iterable[int]) -> list[Variant]:
     """Write the base, its expansions and their routed forms into a folder; each L_fp of `depths`, and preserve."""
-    make_checkpoint.make_checkpoint(folder / "base", shape, dtype=getattr(torch, dtype))
+    dtype = getattr(torch, place.dtype)
+    make_checkpoint.make_checkpoint(folder / "base", shape, dtype=dtype, device=place.device)
     preserve = Request("all", init_w21="random")
     found = [Variant("base", "base")]
     for depth in depths:

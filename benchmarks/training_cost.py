@@ -21,17 +21,10 @@ peak       most memory above the loaded model while it takes STEPS_ALONE steps i
 
 from __future__ import annotations
 
-import ctypes
-import gc
-import itertools
-import json
 import tempfile
-import threading
-import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
 from operator import truediv
@@ -41,45 +34,34 @@ from typing import Any
 
 import click
 import torch
-from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 from benchmarks import make_checkpoint
-from benchmarks.make_checkpoint import Shape
-from benchmarks.pipeline import anonymous_bytes
-from scale_surgery import Request, expand, register
+from benchmarks.device import Place, peak_of, place_options, publish, settle, timed, warm_up
+from benchmarks.make_checkpoint import SHAPES
+from scale_surgery import Request, RunOptions, expand, register
 
-SHAPES = make_checkpoint.SHAPES | {
-    "d768": Shape(hidden=768, inner=2048, layers=12, heads=12, key_value_heads=12, vocabulary=32000)
-}
 VARIANTS = ("forward", "full", "LoRA", "adapt", "preserve")
 # how many times as long as a step of preserve a step of each should take
 TARGETS = {"full": 1.9, "LoRA": 1.5}
 CLOCKS = ("seconds", "processor_seconds")
 LEARNING_RATE = 1e-4
 STEPS_ALONE = 3
-POLL_SECONDS = 0.005
-OWN_STATUS = Path("/proc/self/status")
+# what a trial takes
+QUICK = {"shape": "tiny", "batch": 2, "length": 16, "rounds": 1}
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(Place):
     """What is measured, and on what."""
 
     shape: str
     batch: int
     length: int
     rounds: int
-    device: str
-    dtype: str
-    threads: int
-
-    @property
-    def is_cuda(self) -> bool:
-        """Whether steps run on a GPU, where they must be waited for and memory is asked of torch."""
-        return self.device.startswith("cuda")
+    is_quick: bool = False
 
 
 @dataclass(frozen=True)
@@ -96,12 +78,14 @@ class Cost:
 def make_models(folder: Path, settings: Settings) -> None:
     """Write the base and both expansions into a folder; new tensors are random, since values do not change time."""
     shape = SHAPES[settings.shape]
-    make_checkpoint.make_checkpoint(folder / "base", shape, dtype=getattr(torch, settings.dtype))
+    dtype = getattr(torch, settings.dtype)
+    make_checkpoint.make_checkpoint(folder / "base", shape, dtype=dtype, device=settings.device)
     upper_half = f"{shape.layers // 2}-{shape.layers - 1}"
     preserve = Request("all", init_w21="random")
-    expand(folder / "base", preserve, folder / "preserve")
+    run = RunOptions(device=settings.device)
+    expand(folder / "base", preserve, folder / "preserve", run=run)
     adapt = replace(preserve, variant="adapt", collaborative_layers=upper_half, collaborate="attn")
-    expand(folder / "base", adapt, folder / "adapt")
+    expand(folder / "base", adapt, folder / "adapt", run=run)
 
 
 def count_trained(model: Any) -> int:
@@ -154,62 +138,26 @@ def make_step(model: Any, variant: str, settings: Settings) -> Callable[[], None
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-        if settings.is_cuda:
-            torch.cuda.synchronize()
 
     return step
-
-
-def timed(step: Callable[[], None]) -> tuple[float, float]:
-    """Seconds and processor seconds of one step."""
-    start, processor_start = time.perf_counter(), time.process_time()
-    step()
-    return time.perf_counter() - start, time.process_time() - processor_start
 
 
 def measure_time(folder: Path, settings: Settings) -> dict[str, tuple[int, list[tuple[float, float]]]]:
     """Let all variants take turns: for each, the parameters that train, and both times of each round.
 
-    The first step of each, which makes the optimizer's state, is not counted.
+    The first step of each, which makes the optimizer's state, is not counted; on a GPU a few more.
     """
     models = {variant: load(folder, variant, settings.device) for variant in VARIANTS}
     steps = {variant: make_step(model, variant, settings) for variant, model in models.items()}
+    for step in steps.values():
+        warm_up(step, settings)
     taken: dict[str, list[tuple[float, float]]] = {variant: [] for variant in VARIANTS}
     for turn in range(settings.rounds + 1):
         # each begins a round in its turn, so that a ratio compares steps before and after one another alike
         for variant in (VARIANTS * 2)[turn % len(VARIANTS) :][: len(VARIANTS)]:
-            taken[variant].append(timed(steps[variant]))
+            taken[variant].append(timed(steps[variant], settings))
     trained = {variant: 0 if variant == "forward" else count_trained(model) for variant, model in models.items()}
     return {variant: (trained[variant], taken[variant][1:]) for variant in VARIANTS}
-
-
-@contextmanager
-def watched() -> Iterator[list[int]]:
-    """Ask for this process' anonymous memory again and again; the answers are in the list that is given."""
-    answers = [anonymous_bytes(OWN_STATUS) or 0]
-    is_over = threading.Event()
-
-    def watch() -> None:
-        while not is_over.wait(POLL_SECONDS):
-            answers.append(anonymous_bytes(OWN_STATUS) or 0)
-
-    thread = threading.Thread(target=watch, daemon=True)
-    thread.start()
-    try:
-        yield answers
-    finally:
-        is_over.set()
-        thread.join()
-
-
-def settle(model: Any) -> None:
-    """Copy the weights out of their files' pages, and hand back what loading had left: the peak counts from here."""
-    for tensor in itertools.chain(model.parameters(), model.buffers()):
-        tensor.data = tensor.data.clone()
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    if torch.cuda.is_initialized():
-        torch.cuda.reset_peak_memory_stats()
 
 
 def measure_peak(folder: Path, variant: str, settings: Settings) -> int:
@@ -218,11 +166,10 @@ def measure_peak(folder: Path, variant: str, settings: Settings) -> int:
     model = load(folder, variant, settings.device)
     settle(model)
     step = make_step(model, variant, settings)
-    before = torch.cuda.memory_allocated() if settings.is_cuda else 0
-    with watched() as answers:
+    with peak_of(settings) as peak:
         for _ in range(STEPS_ALONE):
             step()
-    return torch.cuda.max_memory_allocated() - before if settings.is_cuda else max(answers) - answers[0]
+    return peak.bytes
 
 
 def measure_peaks(folder: Path, settings: Settings) -> dict[str, int]:
@@ -273,7 +220,7 @@ def render(costs: Sequence[Cost], found: Mapping[str, Mapping[str, float]]) -> T
     """Lay the costs out as a table."""
     table = Table("variant", "trains", "seconds", "cpu seconds", "x preserve", "x by cpu", "fastest", "peak")
     for cost in costs:
-        seconds = (f"{median(cost.seconds):.3f}", f"{median(cost.processor_seconds):.3f}")
+        seconds = (f"{median(cost.seconds):.4f}", f"{median(cost.processor_seconds):.4f}")
         times = (f"{value:.2f}" for value in found[cost.variant].values())
         peak = f"{cost.peak_bytes / 2**30:.2f} GiB"
         table.add_row(cost.variant, f"{cost.trained_parameters:,}", *seconds, *times, peak)
@@ -285,22 +232,15 @@ def render(costs: Sequence[Cost], found: Mapping[str, Mapping[str, float]]) -> T
 @click.option("--batch", default=4, show_default=True, help="Sequences of a step.")
 @click.option("--length", default=256, show_default=True, help="Tokens of a sequence.")
 @click.option("--rounds", default=10, show_default=True, help="Steps of each variant that are counted.")
-@click.option("--device", default="cpu", show_default=True, help="cpu or cuda.")
-@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True)
-@click.option("--threads", type=int, default=torch.get_num_threads, show_default="as torch takes", help="Of torch.")
-@click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), help="Write the numbers as JSON.")
-def main(output: Path | None, **options: Any) -> None:
+@place_options
+def main(output: Path | None, markdown: Path | None, **options: Any) -> None:
     """Measure what a training step costs, in seconds and memory."""
-    settings = Settings(**options)
+    settings = Settings(**options | (QUICK if options["is_quick"] else {}))
     costs = measure(settings)
     found, reached = ratios(costs), verdicts(costs)
-    console = Console(width=120)
-    console.print(render(costs, found))
-    for target, is_reached in reached.items():
-        console.print(f"{target}: {'reached' if is_reached else 'NOT reached'}")
-    if output is not None:
-        report = {"settings": asdict(settings), "ratios": found, "targets": reached, "costs": [vars(c) for c in costs]}
-        output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    report = {"settings": asdict(settings), "ratios": found, "targets": reached, "costs": [vars(c) for c in costs]}
+    lines = (f"{target}: {'reached' if is_reached else 'NOT reached'}" for target, is_reached in reached.items())
+    publish([render(costs, found), *lines], report, output, markdown, width=120)
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ class Trio:
         """The routed model alone, trained; its threshold sends tokens to both sides."""
         model = train(load(self.path, **options))
         if isinstance(model.router, CosineRouter):
-            threshold = between(model.score_tokens(random_ids(4, 40, seed=2)).cosine)
+            threshold = between(model.score_tokens(random_ids(4, 40, seed=2).to(model.device)).cosine)
             model.router = CosineRouter(threshold, model.router.strict)
         return model
 
@@ -76,7 +76,7 @@ def train(model: Any, seed: int = 1) -> Any:
     with torch.no_grad():
         for _, parameter in sorted(model.named_parameters()):
             if parameter.requires_grad:
-                parameter.add_((torch.randn(parameter.shape, generator=generator) * 0.1).to(parameter.dtype))
+                parameter.add_((torch.randn(parameter.shape, generator=generator) * 0.1).to(parameter))
     return model
 
 
@@ -93,11 +93,13 @@ def random_ids(*shape: int, seed: int = 3) -> torch.Tensor:
     return torch.randint(3, 97, shape, generator=torch.Generator().manual_seed(seed))
 
 
-def prompts(shapes: tuple[tuple[int, int], ...] = ((1, 1), (1, 33), (3, 13), (2, 7))) -> Iterator[dict[str, Any]]:
+def prompts(
+    shapes: tuple[tuple[int, int], ...] = ((1, 1), (1, 33), (3, 13), (2, 7)), device: torch.device | str = "cpu"
+) -> Iterator[dict[str, Any]]:
     """Random prompts of several shapes, the last two padded on the left."""
-    yield from ({"input_ids": random_ids(*shape)} for shape in shapes)
-    yield padded(random_ids(3, 13), (5, 2, 0))
-    yield padded(random_ids(2, 7), (0, 3))
+    yield from ({"input_ids": random_ids(*shape).to(device)} for shape in shapes)
+    yield padded(random_ids(3, 13).to(device), (5, 2, 0))
+    yield padded(random_ids(2, 7).to(device), (0, 3))
 
 
 @pytest.fixture(scope="session")

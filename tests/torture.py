@@ -233,9 +233,9 @@ def torture(made: Torture, count: int, seed: int, verbs: Sequence[str]) -> tuple
         disturbance = made.draw(name, chance)
         outcome, found = made.disturb(name, disturbance)
         counts[name, disturbance.kind, outcome] += 1
-        problems += [f"{trial}: {name}, {disturbance}: {problem}" for problem in found]
-        for problem in problems[len(problems) - len(found) :]:
-            print(problem, file=sys.stderr, flush=True)
+        problems += (said := [f"{trial}: {name}, {disturbance}: {problem}" for problem in found])
+        if said or trial % 100 == 99:
+            print(*said, f"{trial + 1} of {count}", sep="\n", file=sys.stderr, flush=True)
     return counts, problems
 
 

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 BaseWeights = Literal["auto", "copy", "link"]
+ENDING = b".tmp"
+# of a file in a folder
+MAX_NAME_BYTES = 255
 FICLONE = 0x40049409  # Linux ioctl: share the blocks of another file until one of the two is written
 
 
@@ -42,8 +45,12 @@ def finished_file(file: Path) -> Iterator[Path]:
         CheckpointError: If somebody else has put a link, or anything but a file, where the sibling is to be.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.parent / f"{file.name}.tmp"
-    _make_new(temporary)
+    if (problem := blocked(file)) is not None:
+        raise CheckpointError(problem)
+    temporary = _temporary(file)
+    temporary.unlink(missing_ok=True)
+    # whoever writes it by its name then finds this file, and follows no link
+    os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
     try:
         yield temporary
     except BaseException:
@@ -56,14 +63,19 @@ def finished_file(file: Path) -> Iterator[Path]:
     temporary.rename(file)
 
 
-def _make_new(file: Path) -> None:
-    """Make an empty file where none is, or a piece from an interrupted run; whoever writes it follows no link."""
-    if file.is_symlink() or (file.exists() and not file.is_file()):
-        raise CheckpointError(
-            f"{file}: was not made by this program, expected a free name to write to for a moment. Take it away."
+def blocked(file: Path) -> str | None:
+    """Say why a file cannot be written: something lies where it is to be made that no interrupted run left."""
+    temporary = _temporary(file)
+    if temporary.is_symlink() or (temporary.exists() and not temporary.is_file()):
+        return (
+            f"{temporary}: was not made by this program, expected a free name to write to for a moment. Take it away."
         )
-    file.unlink(missing_ok=True)
-    os.close(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666))
+    return None
+
+
+def _temporary(file: Path) -> Path:
+    # a name may be so long that no ending fits behind it
+    return file.parent / os.fsdecode(os.fsencode(file.name)[: MAX_NAME_BYTES - len(ENDING)] + ENDING)
 
 
 def _umask() -> int:

@@ -46,14 +46,22 @@ def open_regular(file: Path) -> BinaryIO:
         OSError: If it cannot be opened, or is something else.
     """
     try:
-        # without waiting: a pipe would wait for a writer
+        _refuse_other(file.stat())
+        # without waiting: what became a pipe since would wait for a writer
         handle = os.open(file, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     except ValueError as error:
         raise OSError(f"{str(file)!a} is no name of a file") from error
-    if (kind := other_kind(os.fstat(handle).st_mode)) is not None:
+    try:
+        _refuse_other(os.fstat(handle))
+    except OSError:
         os.close(handle)
-        raise OSError(f"it is {kind}, expected a regular file")
+        raise
     return os.fdopen(handle, "rb")
+
+
+def _refuse_other(found: os.stat_result) -> None:
+    if (kind := other_kind(found.st_mode)) is not None:
+        raise OSError(f"it is {kind}, expected a regular file")
 
 
 def read_bytes(file: Path, most: int = MAX_TEXT_BYTES) -> bytes:

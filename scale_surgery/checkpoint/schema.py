@@ -54,6 +54,13 @@ def misfits(value: Any, hint: Any, place: str = "") -> Iterator[str]:
             yield from misfits(own, inner[1], _inside(place, name))
 
 
+def known_misfits(value: Any, owner: type, place: str = "") -> Iterator[str]:
+    """As `misfits` for a dataclass, of its own keys alone; the file may hold others."""
+    known = {field.name for field in dataclasses.fields(owner)}
+    kept = {name: own for name, own in value.items() if name in known} if isinstance(value, dict) else value
+    return misfits(kept, owner, place)
+
+
 def in_one_line(problems: list[str]) -> str:
     """Problems of one file as a sentence, those beyond a dozen counted."""
     return "; ".join(shorten(problems, ending=""))

@@ -17,7 +17,7 @@ from scale_surgery.cli.options import (
     run_options,
     take,
 )
-from scale_surgery.cli.plan import make_request, request_options
+from scale_surgery.cli.plan import LEFT_OUT, make_request, request_options
 
 if TYPE_CHECKING:
     from scale_surgery.show.console import Output
@@ -88,5 +88,5 @@ def expand_command(
         track=out.track,
     )
     if done.left_out:
-        out.warn(f"other weight formats and links out of the folder are not taken along: {', '.join(done.left_out)}")
+        out.warn(LEFT_OUT.format(", ".join(done.left_out)))
     out.show(done, render_expansion(done))

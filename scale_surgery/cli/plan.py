@@ -24,6 +24,9 @@ request_options = options_from(
 )
 
 
+LEFT_OUT = "other weight formats and links out of the folder are not taken along: {}"
+
+
 def make_request(options: dict[str, Any]) -> Request | None:
     """A request from command line options; None where no layers were given."""
     said = given(options)
@@ -51,8 +54,9 @@ def plan_command(
     \b
     Example: scale-surgery plan MODEL --layers 20-31 --variant adapt -o plan.json
     """
+    from scale_surgery.checkpoint.sources import open_model
     from scale_surgery.checkpoint.staging import check_output_files
-    from scale_surgery.planning.plan import plan
+    from scale_surgery.planning.plan import make_plan
     from scale_surgery.planning.saved import save_plan
     from scale_surgery.show.tables_plan import render_plan
 
@@ -60,9 +64,12 @@ def plan_command(
     if request is None:
         raise click.UsageError("--layers is missing, for example --layers last:4.")
     check_output_files([output], [model])
-    made = plan(model, request, revision=revision)
+    source, checkpoint = open_model(model, revision)
+    made = make_plan(checkpoint, request, name=source.name, revision=source.revision)
     if output is not None:
         save_plan(made, output)
+    if checkpoint.left_out:
+        out.warn(LEFT_OUT.format(", ".join(checkpoint.left_out)))
     out.show(made, render_plan(made, details=details))
     if output is not None:
         out.say(f"\nwritten to {output}; execute it with scale-surgery expand {model} --plan {output}")

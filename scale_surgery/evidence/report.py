@@ -9,12 +9,13 @@ Nothing is written: the page is `report_page`'s.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from scale_surgery.checkpoint.folder import LOG_FILE, TRAINING_FOLDER, Checkpoint, open_checkpoint
-from scale_surgery.checkpoint.reading import parse_json
+from scale_surgery.checkpoint.reading import parse_json, read_bytes
 from scale_surgery.checkpoint.sources import listed
 from scale_surgery.errors import CheckpointError, PlanError, name_some
 from scale_surgery.evidence.report_blocks import Comparison
@@ -106,7 +107,7 @@ def _check_tensors(checkpoint: Checkpoint, manifest: Manifest) -> None:
 def _read_log(path: Path) -> Iterator[Mapping[str, Any]]:
     """What the last training run logged; a line of a log cut short, or with texts for numbers, is left out."""
     file = path / TRAINING_FOLDER / LOG_FILE
-    lines = file.read_text(encoding="utf-8", errors="replace").splitlines() if file.is_file() else []
+    lines = read_bytes(file, most=sys.maxsize).decode("utf-8", errors="replace").splitlines() if file.is_file() else []
     for line in lines:
         try:
             entry = parse_json(line)

@@ -31,11 +31,14 @@ from scale_surgery.checkpoint.folder import (
     stays_behind,
 )
 from scale_surgery.checkpoint.hashes import hash_file
-from scale_surgery.checkpoint.reading import parse_json
+from scale_surgery.checkpoint.reading import parse_json, read_bytes
+from scale_surgery.checkpoint.schema import in_one_line, known_misfits, misfits
 from scale_surgery.errors import CheckpointError
+from scale_surgery.surgery.extract_folder import ExtractRecord
 from scale_surgery.surgery.licence import LICENCE_KEYS
 from scale_surgery.surgery.record import STOCK_RECORD_FILE as MERGE_FILE
 from scale_surgery.surgery.record import Manifest, read_manifest, refuse_linked
+from scale_surgery.surgery.record_schema import StockRecord
 
 MARK = re.compile(r"\n<!-- written by scale-surgery push, sha256 ([0-9a-f]{64}) -->\n$")
 
@@ -132,6 +135,7 @@ def read_contents(path: Path) -> Contents:
     if manifest is not None:
         refuse_linked(path, manifest)
     record = read_json(path / (MERGE_FILE if form == "stock" else MANIFEST_FILE))
+    _check_record(path, form, record)
     known = {*(checkpoint.shards if checkpoint else ()), *_recorded(path, form, record)}
     foreign = checkpoint.left_out if checkpoint else ()
     stays = {name for name in names if stays_behind(path, name)} - known
@@ -144,9 +148,26 @@ def read_contents(path: Path) -> Contents:
     return Contents(path, form, files, left_out, manifest, record, base_card, CARD_FILE if is_own else None)
 
 
+def _check_record(path: Path, form: Form, record: Mapping[str, Any]) -> None:
+    """Check the kinds of values that a push relies on; surgery.json was checked when it was read."""
+    file = {"extract": EXTRACT_FILE, "stock": MERGE_FILE, "expanded": MANIFEST_FILE}[form]
+    problems: list[str] = []
+    if form == "stock":
+        problems += known_misfits(record, StockRecord)
+    elif form == "extract":
+        problems += misfits(read_json(path / EXTRACT_FILE), ExtractRecord)
+    if problems:
+        raise CheckpointError(
+            f"{path / file}: is incomplete ({in_one_line(problems)}). Restore it from where you got it."
+        )
+
+
 def read_card(file: Path) -> str:
     """The text of a model card, as it is."""
-    return file.read_bytes().decode("utf-8", errors="replace")
+    try:
+        return read_bytes(file).decode("utf-8", errors="replace")
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read ({error}). Check the file.") from error
 
 
 def assemble(contents: Contents, folder: Path, *, with_own_card: bool) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from scale_surgery.checkpoint.folder import CONFIG_FILE, MANIFEST_FILE, Checkpoint
 from scale_surgery.checkpoint.numbering import AFTER, CONFIG_KEY, numbering_of
-from scale_surgery.checkpoint.schema import in_one_line, misfits
+from scale_surgery.checkpoint.schema import in_one_line, known_misfits
 from scale_surgery.checkpoint.sources import open_model
 from scale_surgery.errors import CheckpointError
 from scale_surgery.planning.base import check_layers
@@ -190,13 +190,13 @@ def _read_summary(checkpoint: Checkpoint, specs: Mapping[str, Any]) -> Expansion
 
 def _read_record(checkpoint: Checkpoint) -> _Record:
     """What surgery.json says of the base and of the last verification; empty where there is none."""
-    content = {name: own for name, own in (checkpoint.manifest or {}).items() if name in _Record.__dataclass_fields__}
-    if problems := list(misfits(content, _Record)):
+    content = checkpoint.manifest or {}
+    if problems := list(known_misfits(content, _Record)):
         raise CheckpointError(
             f"{checkpoint.path / MANIFEST_FILE}: is incomplete ({in_one_line(problems)}). Restore it from where you "
             "got it."
         )
-    return _Record(**content)
+    return _Record(content.get("base_name"), content.get("base_revision"), content.get("verification"))
 
 
 def _count_blocks(checkpoint: Checkpoint) -> dict[str, int]:

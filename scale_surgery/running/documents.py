@@ -8,19 +8,18 @@ FOLDER       a dataset saved by the library `datasets`, with the same fields as 
 
 from __future__ import annotations
 
-import io
 import json
-import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
-from scale_surgery.checkpoint.reading import open_regular
+from scale_surgery.checkpoint.reading import HALF_A_CHARACTER, open_regular, read_bytes
 from scale_surgery.errors import DataError, shorten
 
-HALF_A_CHARACTER = re.compile("[\ud800-\udfff]")
 QUESTION = ("question", "answer")
 FIELDS = (("text",), QUESTION, ("prompt", "completion"))
 EXPECTED = 'expected {"text"}, {"question", "answer"} or {"prompt", "completion"}, each a text'
@@ -58,8 +57,9 @@ def read_documents(paths: Sequence[Path]) -> Iterator[Document]:
 
 
 def _read_text(path: Path) -> str:
-    with _readable(path), open_regular(path) as stream:
-        return stream.read().decode("utf-8-sig")  # a byte order mark is no text
+    with _readable(path):
+        text = read_bytes(path, most=sys.maxsize).decode("utf-8-sig")  # a byte order mark is no text
+        return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 @contextmanager
@@ -73,27 +73,22 @@ def _readable(path: Path) -> Iterator[None]:
 
 
 def _read_lines(path: Path) -> Iterator[Any]:
-    with _readable(path), io.TextIOWrapper(open_regular(path), encoding="utf-8-sig", newline="\n") as stream:
+    with _readable(path), TextIOWrapper(open_regular(path), encoding="utf-8-sig", newline="\n") as stream:
         # texts in JSON may hold other line ends, which end no line here
         for line in stream:
             try:
-                yield _parse(line.removesuffix("\n")) if line.strip() else {"text": ""}
-            except ValueError as error:
-                yield error
-
-
-def _parse(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except RecursionError as error:
-        raise ValueError("nested without end") from error
+                yield json.loads(line.removesuffix("\n")) if line.strip() else {"text": ""}
+            except UnicodeDecodeError:
+                raise
+            except (ValueError, RecursionError) as error:
+                yield ValueError(str(error))
 
 
 def _read_array(path: Path) -> list[Any] | None:
     """The objects of a file that is one JSON array, or None where it is none."""
     try:
-        found = _parse(_read_text(path))
-    except ValueError:
+        found = json.loads(_read_text(path))
+    except (ValueError, RecursionError):
         return None
     return found if isinstance(found, list) else None
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from scale_surgery.errors import CheckpointError
 from scale_surgery.progress import Track, no_track
+from scale_surgery.running.loading import RUNNING, translated
 from scale_surgery.running.options import Probes, RunOptions
 
 if TYPE_CHECKING:
@@ -162,7 +163,7 @@ def _run(model: Any, batch: Batch, new_tokens: int, device: str) -> tuple[Tensor
     import torch
 
     inputs = {"input_ids": batch.ids.to(device), "attention_mask": batch.mask.to(device)}
-    with torch.no_grad():
+    with torch.no_grad(), translated(*RUNNING):
         logits = model(**inputs, use_cache=False).logits
         if not new_tokens:
             return logits.cpu(), None

@@ -158,27 +158,28 @@ def train_in_float32(model: Any) -> None:
 
 
 def _compute_in(layer: Any, dtypes: dict[str, Any]) -> None:
-    """Let a layer compute with its parameters cast to these dtypes."""
+    """Let a layer compute with its parameters cast to these dtypes.
+
+    By a class of its own: a forward that checkpointing computes again has to cast again.
+    """
     from torch import nn
     from torch.func import functional_call
 
-    forward = layer.forward
+    stock: Any = type(layer)
 
     class Casting(nn.Module):
         """Stands around a layer, and is no part of the model."""
 
-        def __init__(self) -> None:
+        def __init__(self, layer: Any) -> None:
             super().__init__()
             self.layer = layer
 
         def forward(self, *args: Any, **options: Any) -> Any:
-            return forward(*args, **options)
+            return stock.forward(self.layer, *args, **options)
 
-    around = Casting()
+    @functools.wraps(stock.forward)
+    def cast_forward(self: Any, *args: Any, **options: Any) -> Any:
+        cast = {f"layer.{name}": parameter.to(dtypes[name]) for name, parameter in self.named_parameters()}
+        return functional_call(Casting(self), cast, args, options)
 
-    @functools.wraps(forward)
-    def cast_forward(*args: Any, **options: Any) -> Any:
-        cast = {f"layer.{name}": parameter.to(dtypes[name]) for name, parameter in layer.named_parameters()}
-        return functional_call(around, cast, args, options)
-
-    layer.forward = cast_forward
+    layer.__class__ = type(stock.__name__, (stock,), {"forward": cast_forward})

@@ -14,10 +14,42 @@ from pathlib import Path
 from typing import Any
 
 from scale_surgery import modeling
-from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
+from scale_surgery.checkpoint.folder import CONFIG_FILE, Checkpoint, open_checkpoint
 from scale_surgery.checkpoint.numbering import CONFIG_KEY, numbering_of
 from scale_surgery.errors import CheckpointError, SurgeryError, shorten
 from scale_surgery.running.options import RunOptions
+
+LOADING_ADVICE = "Check --device, and whether transformers alone loads it."
+# what `translated` is given where a loaded model computes or generates
+RUNNING = (
+    "config.json, generation_config.json",
+    "the model does not run with them",
+    "Check --device, and whether transformers alone runs it.",
+)
+
+
+@contextmanager
+def translated(name: str, found: str, advice: str) -> Iterator[None]:
+    """Make one kind of error of what transformers, tokenizers, torch and code of the model's own raise.
+
+    They raise whatever they like for a file that is not right: validation errors of a class of their own, bare
+    `Exception`s, too deep a recursion.
+
+    Args:
+        name: What is read.
+        found: What it does not do.
+        advice: What to do.
+
+    Raises:
+        CheckpointError: In place of any other error.
+    """
+    try:
+        yield
+    except SurgeryError:
+        raise
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise CheckpointError(f"{name}: {found} ({reason}). {advice}") from error
 
 
 def load_config(path: Path, name: str, run: RunOptions = RunOptions()) -> Any:
@@ -34,38 +66,21 @@ def load_config(path: Path, name: str, run: RunOptions = RunOptions()) -> Any:
     Raises:
         CheckpointError: If transformers does not read it.
     """
+    modeling.register()
+    return load_base_config(path, name, run)
+
+
+def load_base_config(path: Path, name: str, run: RunOptions = RunOptions()) -> Any:
+    """As `load_config`, of a model that is not expanded: no model class is imported."""
     from transformers import AutoConfig
 
-    modeling.register()
-    try:
+    advice = (
+        "Expected a causal language model that this release of transformers knows; --trust-remote-code lets it run its "
+        "own code."
+    )
+    with translated(name, f"transformers does not read its {CONFIG_FILE}", advice):
         config: Any = AutoConfig.from_pretrained(path, trust_remote_code=run.trust_remote_code)
-    except Exception as error:  # of transformers, and of the validators and parsers that it stands on
-        raise CheckpointError(
-            f"{name}: transformers does not read its config ({error}). Expected a causal language model that this "
-            "release of transformers knows; --trust-remote-code lets it run its own code."
-        ) from error
-    return config.get_text_config()
-
-
-@contextmanager
-def errors_of_loading(name: str | Path) -> Iterator[None]:
-    """Turn whatever transformers, torch and what they stand on raise for a model that is not right into our error.
-
-    Args:
-        name: What the model is called.
-
-    Raises:
-        CheckpointError: If something is raised.
-    """
-    try:
-        yield
-    except SurgeryError:
-        raise
-    except Exception as error:
-        raise CheckpointError(
-            f"{name}: cannot be loaded ({type(error).__name__}: {error}). Check --device, and whether transformers "
-            "alone loads it."
-        ) from error
+        return config.get_text_config()
 
 
 @contextmanager
@@ -73,16 +88,16 @@ def loaded(
     path: Path,
     run: RunOptions = RunOptions(),
     *,
-    name: str | None = None,
     renamed: Mapping[str, str] | None = None,
+    name: str | None = None,
 ) -> Iterator[tuple[Any, list[str]]]:
     """Load a model as a user would, and give it with what went wrong on load; free it afterwards.
 
     Args:
         path: Model folder.
         run: How it runs: device, dtype, trust_remote_code, memory_bytes.
-        name: What it is called. Default: its path.
         renamed: Patterns of names in the files, and the names in the model; see `strip.link_base`.
+        name: What it is called; by default as its folder.
 
     Yields:
         The model in evaluation mode, and the names of tensors that were missing, unexpected or mismatched.
@@ -92,8 +107,6 @@ def loaded(
     """
     checkpoint = open_checkpoint(path)
     size = sum(info.bytes for info in checkpoint.tensors.values())
-    with errors_of_loading(name or path):
-        auto_class = model_class(checkpoint, run)
     with tempfile.TemporaryDirectory() as offload_folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         options: dict[str, Any] = {"device_map": {"": run.device}} if run.device != "cpu" else {}
@@ -102,9 +115,10 @@ def loaded(
         options |= {"dtype": run.dtype or "auto", "trust_remote_code": run.trust_remote_code}
         options |= {"key_mapping": dict(renamed)} if renamed else {}
         with quiet_transformers():
-            with errors_of_loading(name or path):
+            with translated(name or path.name, "cannot be loaded", LOADING_ADVICE):
+                auto_class = model_class(checkpoint, run)
                 model, info = auto_class.from_pretrained(path, output_loading_info=True, **options)
-            model.eval()
+                model.eval()
             yield model, _load_problems(info)
             del model
         gc.collect()
@@ -169,7 +183,7 @@ def loaded_whole(
     # streamed weights would be read again for every batch
     whole = replace(run, memory_bytes=sys.maxsize)
     with ExitStack() as stack:
-        model, problems = stack.enter_context(loaded(path, whole, name=name, renamed=renamed))
+        model, problems = stack.enter_context(loaded(path, whole, renamed=renamed, name=name))
         if problems:
             advice = f"{name}: its tensors do not fit its class, so another model would be measured."
             raise CheckpointError.from_problems([*shorten(problems), advice])

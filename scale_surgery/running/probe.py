@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from scale_surgery.running.drift import LogitDrift, compare_logits, cosines, largest_difference
 from scale_surgery.running.freeze import base_states
+from scale_surgery.running.loading import RUNNING, translated
 from scale_surgery.running.prompts import Batch, EncodedPrompts
 
 
@@ -95,14 +96,18 @@ def run_model(
 
     Returns:
         The results on the CPU.
+
+    Raises:
+        CheckpointError: If it does not run.
     """
     inputs = {"input_ids": batch.ids.to(device), "attention_mask": batch.mask.to(device)}
-    output = model(**inputs, output_hidden_states=True, use_cache=False)
     cached = uncached = None
-    if new_tokens:
-        options = {"max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 0}
-        cached = model.generate(**inputs, **options, use_cache=True).cpu()
-        uncached = model.generate(**inputs, **options, use_cache=False).cpu()
+    with translated(*RUNNING):
+        output = model(**inputs, output_hidden_states=True, use_cache=False)
+        if new_tokens:
+            options = {"max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 0}
+            cached = model.generate(**inputs, **options, use_cache=True).cpu()
+            uncached = model.generate(**inputs, **options, use_cache=False).cpu()
     return ProbeRun(
         logits=output.logits.cpu(),
         base_logits=_base_logits(model, inputs, output.hidden_states[-1], width).cpu(),

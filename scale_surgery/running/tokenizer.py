@@ -12,7 +12,7 @@ from typing import Any
 
 from scale_surgery import modeling
 from scale_surgery.checkpoint.files import write_json
-from scale_surgery.checkpoint.folder import read_json
+from scale_surgery.checkpoint.folder import read_config
 from scale_surgery.errors import DataError
 from scale_surgery.running.loading import quiet_transformers
 from scale_surgery.running.options import RunOptions
@@ -39,7 +39,7 @@ def load_tokenizer(path: Path, run: RunOptions = RunOptions()) -> Any | None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return AutoTokenizer.from_pretrained(path, trust_remote_code=run.trust_remote_code)
-    except Exception:  # of transformers, and of the validators and parsers that it stands on
+    except Exception:  # of tokenizers too, which raise it bare
         return None
 
 
@@ -84,6 +84,6 @@ def pin_tokenizer_class(base: Path, expanded: Path, run: RunOptions = RunOptions
         return None
     name = type(wanted).__name__
     file = expanded / TOKENIZER_CONFIG_FILE
-    config = read_json(file) if file.exists() else {}
+    config = read_config(file) if file.exists() else {}
     write_json(file, config | {"tokenizer_class": PORTABLE_NAMES.get(name, name)})
     return name

@@ -22,6 +22,7 @@ from scale_surgery.checkpoint.folder import (
     MANIFEST_FILE,
     Checkpoint,
     open_checkpoint,
+    read_text,
 )
 from scale_surgery.checkpoint.hashes import hash_tensors
 from scale_surgery.checkpoint.numbering import Numbering
@@ -31,6 +32,7 @@ from scale_surgery.errors import CheckpointError
 from scale_surgery.planning.plan import Plan, check_fits, make_plan
 from scale_surgery.planning.request import Request
 from scale_surgery.progress import Progress, Track, no_track
+from scale_surgery.running.loading import load_base_config
 from scale_surgery.running.options import RunOptions
 from scale_surgery.surgery import record as manifests
 from scale_surgery.surgery.config import expanded_config, planned_index, stored_shard
@@ -100,6 +102,7 @@ def expand(
     target = Path(output) if output is not None else default_output(source, made.method.name)
     check_target(target, [source.path], overwrite=overwrite)
     _check_clashes(checkpoint, made)
+    load_base_config(source.path, source.name, run)  # what transformers refuses is known before anything is written
     check_space(target, _needed_bytes(checkpoint, made, base_weights))
     state = {
         "plan": made.to_json(),
@@ -222,7 +225,7 @@ def _write_index_and_manifest(plan: Plan, checkpoint: Checkpoint, partial: Path,
 
 def _make_manifest(plan: Plan, checkpoint: Checkpoint, expanded: Checkpoint, track: Track) -> Manifest:
     replaced = {
-        file: (checkpoint.path / file).read_bytes().decode("utf-8")
+        file: read_text(checkpoint, file)
         for file in checkpoint.side_files
         if file in (CONFIG_FILE, INDEX_FILE) or not _is_same_file(checkpoint.path / file, expanded.path / file)
     }

@@ -21,6 +21,7 @@ from scale_surgery.checkpoint.sources import find_source
 from scale_surgery.errors import CheckpointError, PlanError
 from scale_surgery.planning.methods import refuse
 from scale_surgery.progress import Track, no_track
+from scale_surgery.running.loading import translated
 from scale_surgery.surgery.config import written_config
 from scale_surgery.surgery.extract_folder import Extract, check_own_files, open_extract
 from scale_surgery.surgery.same_base import check_fit, check_sizes, find_differing, hash_base, refuse_differing
@@ -89,7 +90,8 @@ def _load_base(
     if check:
         differing = find_differing(extract, given, hash_base(given, track))
         refuse_differing(extract, str(base), differing, len(given.tensors), LOAD_IT)
-    return AutoModelForCausalLM.from_pretrained(source.path, **options)
+    with translated(str(base), "cannot be loaded", "Check the options, and whether transformers alone loads it."):
+        return AutoModelForCausalLM.from_pretrained(source.path, **options)
 
 
 def _find_class(extract: Extract, model: Any) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import json
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +12,7 @@ from scale_surgery.checkpoint.files import write_json, write_text
 from scale_surgery.checkpoint.folder import INDEX_FILE, MANIFEST_FILE, Checkpoint, read_json, read_tensor
 from scale_surgery.checkpoint.hashes import hash_tensors
 from scale_surgery.checkpoint.headers import TensorInfo
+from scale_surgery.checkpoint.reading import parse_json
 from scale_surgery.checkpoint.shards import entries_of, tensor_bytes, write_pieces
 from scale_surgery.errors import CheckpointError
 from scale_surgery.progress import Progress, no_progress
@@ -54,7 +54,7 @@ def described_parts(checkpoint: Checkpoint, manifest: Manifest) -> Mapping[str, 
     """
     if manifest.fused is None:
         return checkpoint.tensors
-    headers = {shard: json.loads(record["header"]) for shard, record in manifest.joined_shards.items()}
+    headers = {shard: parse_json(record["header"]) for shard, record in manifest.joined_shards.items()}
     return {
         name: TensorInfo(name, shard, entry["dtype"], tuple(entry["shape"]), begin, end - begin)
         for shard, header in headers.items()

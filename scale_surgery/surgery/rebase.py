@@ -17,6 +17,7 @@ from typing import Any
 from scale_surgery.checkpoint.files import BaseWeights, as_json, take_over, write_json
 from scale_surgery.checkpoint.folder import CONFIG_FILE, INDEX_FILE, MANIFEST_FILE, Checkpoint
 from scale_surgery.checkpoint.hashes import hash_file
+from scale_surgery.checkpoint.reading import read_bytes
 from scale_surgery.checkpoint.sources import Source
 from scale_surgery.errors import CheckpointError
 from scale_surgery.planning.base import fingerprint
@@ -182,8 +183,8 @@ def _manifest(extract: Extract, base: ComparedBase, folder: Path, places: Mappin
 
 def _text(file: Path) -> str:
     try:
-        return file.read_bytes().decode("utf-8")
-    except UnicodeDecodeError as error:
+        return read_bytes(file).decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(
             f"{file.name}: the expansion has another file of this name, and the base's is no text that surgery.json "
             "could keep. Take it out of the base."

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 from scale_surgery.checkpoint.reading import parse_json
-from scale_surgery.checkpoint.schema import misfits
+from scale_surgery.checkpoint.schema import known_misfits
 from scale_surgery.fields import Range
+from scale_surgery.planning.request import Request
 from scale_surgery.planning.routing_specs import Routing
 
 Size = Annotated[int, Range(least=0)]
@@ -95,6 +95,28 @@ class HeaderEntry:
     data_offsets: tuple[Size, Size]
 
 
+@dataclass(frozen=True)
+class StockFile:
+    """A file in merge.json; a base file that was moved has another name."""
+
+    sha256: str
+    bytes: Size
+    stored_as: str = ""
+
+
+@dataclass(frozen=True)
+class StockRecord:
+    """What a push relies on in merge.json of a stock export."""
+
+    base_name: str
+    base_files: Mapping[str, StockFile]
+    request: Request
+    files: Mapping[str, StockFile] | None = None
+    base_revision: str | None = None
+    training: tuple[Mapping[str, Any], ...] = ()
+    drift: Mapping[str, Any] | None = None
+
+
 PARTS = {
     "routing": Routed,
     "fused": Fused,
@@ -107,11 +129,11 @@ def part_problems(content: Mapping[str, Any]) -> Iterator[str]:
     """Find what in the parts of a parsed surgery.json is of another kind; what is no object is not looked into."""
     for name, kind in PARTS.items():
         if isinstance(content.get(name), dict):
-            yield from _known_misfits(content[name], kind, name)
+            yield from known_misfits(content[name], kind, name)
     for number, run in enumerate(content.get("training", ())):
-        yield from _known_misfits(run, Run, f"training[{number}]")
+        yield from known_misfits(run, Run, f"training[{number}]")
     if isinstance(fused := content.get("fused"), dict) and isinstance(fused.get("drift"), dict):
-        yield from _known_misfits(fused["drift"], MeasuredDrift, "fused.drift")
+        yield from known_misfits(fused["drift"], MeasuredDrift, "fused.drift")
 
 
 def header_problems(headers: Mapping[str, str], place: str) -> Iterator[str]:
@@ -131,11 +153,4 @@ def header_problems(headers: Mapping[str, str], place: str) -> Iterator[str]:
             yield f"{place}.{shard} is no header of a shard"
             continue
         for name, own in header.items():
-            yield from () if name == "__metadata__" else _known_misfits(own, HeaderEntry, f"{place}.{shard}: {name}")
-
-
-def _known_misfits(own: Any, kind: type, place: str) -> Iterator[str]:
-    """As `misfits`, of the keys that are relied on; releases add others."""
-    known = {field.name for field in dataclasses.fields(kind)}
-    kept = {name: value for name, value in own.items() if name in known} if isinstance(own, dict) else own
-    return misfits(kept, kind, place)
+            yield from () if name == "__metadata__" else known_misfits(own, HeaderEntry, f"{place}.{shard}: {name}")

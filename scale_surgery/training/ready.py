@@ -26,12 +26,11 @@ def load_to_train(checkpoint: Checkpoint, settings: TrainingSettings, run: RunOp
         The model.
 
     Raises:
-        CheckpointError: If it cannot be loaded.
         TrainingError: If nothing of it would train, or nothing would be learned.
     """
-    from scale_surgery.running.loading import errors_of_loading, model_class, quiet_transformers
+    from scale_surgery.running.loading import LOADING_ADVICE, model_class, quiet_transformers, translated
 
-    with quiet_transformers(), errors_of_loading(checkpoint.path):
+    with quiet_transformers(), translated(checkpoint.path.name, "cannot be loaded", LOADING_ADVICE):
         model = model_class(checkpoint, run).from_pretrained(checkpoint.path)
     freeze_base(model)
     train_in_float32(model)

@@ -39,6 +39,7 @@ from scale_surgery.surgery.record import read_manifest
 SETTINGS_FILE = "settings.json"
 CURVES_FILE = "curves.png"
 EXPANSION_FILE = "expansion.safetensors"
+CHECKPOINT = re.compile(r"checkpoint-\d+")
 # written last into a checkpoint: without it the checkpoint is not whole
 COMPLETE_FILE = "complete.json"
 SECONDS_BETWEEN_DRAWINGS = 60
@@ -128,7 +129,7 @@ class TrainingRun:
     def whole_checkpoints(self) -> list[Path]:
         """Checkpoints that were written to their end, the latest last."""
         found = [path.parent for path in self.folder.glob(f"checkpoint-*/{COMPLETE_FILE}")]
-        return sorted(found, key=self.step_of)
+        return sorted((path for path in found if CHECKPOINT.fullmatch(path.name)), key=self.step_of)
 
     @staticmethod
     def step_of(checkpoint: Path) -> int:

@@ -36,6 +36,7 @@ from scale_surgery.surgery.record import (
 )
 from scale_surgery.training.arguments import LONGEST_WAIT, is_cpu, make_arguments, number_of_steps
 from scale_surgery.training.ready import check_reach, load_to_train
+from scale_surgery.training.resume_state import check_state
 from scale_surgery.training.run_folder import (
     CURVES_FILE,
     TrainingRun,
@@ -296,6 +297,8 @@ def _make_trainer(
 def _run(trainer: ExpansionTrainer, training: TrainingRun, *, resume: bool) -> None:
     """Train to the end, and measure there."""
     latest = training.whole_checkpoints()[-1:] if resume else []
+    for checkpoint in latest:
+        check_state(checkpoint)
     if latest and training.step_of(latest[0]) >= trainer.args.max_steps:
         trainer.restore(latest[0])  # it was stopped after its last step
     else:

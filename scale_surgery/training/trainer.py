@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from scale_surgery.progress import Progress
 from scale_surgery.running.freeze import expansion_disabled, expansion_parts
 from scale_surgery.running.loss import Measurement, measure
 from scale_surgery.running.texts import IGNORED, Sequences
+from scale_surgery.training.resume_state import STATE_FILE, reading_state
 from scale_surgery.training.run_folder import EXPANSION_FILE, TrainingRun
 
 OPTIMIZER_NAME, SCHEDULER_NAME = "optimizer.pt", "scheduler.pt"
@@ -81,12 +82,14 @@ class ExpansionTrainer(Trainer):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Load the expansion tensors of a checkpoint; the base is loaded already."""
         model = self.accelerator.unwrap_model(model or self.model, keep_torch_compile=False)
-        load_whole(model, load_file(Path(resume_from_checkpoint) / EXPANSION_FILE))
+        with reading_state(Path(resume_from_checkpoint)):
+            load_whole(model, load_file(Path(resume_from_checkpoint) / EXPANSION_FILE))
 
     def restore(self, checkpoint: Path) -> None:
         """Take up the weights and the log of a checkpoint, to train no further."""
         self._load_from_checkpoint(str(checkpoint))
-        self.state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
+        with reading_state(checkpoint):
+            self.state = TrainerState.load_from_json(str(checkpoint / STATE_FILE))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """As the Trainer, but for FSDP, with which it would write the whole model, base and all."""
@@ -101,6 +104,15 @@ class ExpansionTrainer(Trainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """The reverse; tensors and plain values only are read, no code."""
+        with reading_state(Path(checkpoint)) if checkpoint is not None else nullcontext():
+            self._load_states(checkpoint)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """As the Trainer, which reads tensors and plain values only."""
+        with reading_state(Path(checkpoint)) if checkpoint is not None else nullcontext():
+            super()._load_rng_state(checkpoint)
+
+    def _load_states(self, checkpoint: str | None) -> None:
         if not self.is_fsdp_enabled or checkpoint is None:
             super()._load_optimizer_and_scheduler(checkpoint)
             return

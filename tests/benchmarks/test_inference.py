@@ -13,13 +13,15 @@ import torch
 from click.testing import CliRunner
 
 from benchmarks import inference, inference_models, training_cost
-from benchmarks.inference import Case, Cost, Measured
-from benchmarks.inference_models import SHAPES, Variant
-from benchmarks.make_checkpoint import Shape, tensor_shapes
+from benchmarks.device import Place
+from benchmarks.inference import Case, Cost, Measured, Settings
+from benchmarks.inference_models import Variant
+from benchmarks.make_checkpoint import SHAPES, Shape, tensor_shapes
 from benchmarks.routing_cost import count_multiplications
 from benchmarks.routing_models import random_tokens
 
 TINY, LARGE = SHAPES["tiny"], SHAPES["h1024"]
+PLACE = Place("cpu", "float32", 1)
 FUSED, BLOCKS = Variant("adapt fused", "fused", "dense"), Variant("adapt", "blocks", "dense")
 DENSE = Variant("dense", "dense", "dense")
 
@@ -31,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def variants(folder: Path) -> list[Variant]:
-    return inference_models.make_models(folder, TINY, torch.float32, "last:2")
+    return inference_models.make_models(folder, TINY, PLACE, "last:2")
 
 
 @pytest.fixture(scope="module")
@@ -50,8 +52,8 @@ def test_all_is_measured_and_written(
     asked = []
 
     # models take seconds to write: those of the other tests serve here too
-    def link_models(target: Path, shape: Shape, dtype: torch.dtype, layers: str) -> list[Variant]:
-        asked.append((shape, dtype, layers))
+    def link_models(target: Path, shape: Shape, place: Place, layers: str) -> list[Variant]:
+        asked.append((shape, place.dtype, layers))
         for model in folder.iterdir():
             (target / model.name).symlink_to(model)
         return variants
@@ -60,7 +62,7 @@ def test_all_is_measured_and_written(
     output = tmp_path / "numbers.json"
     run = CliRunner().invoke(inference.main, ["--quick", "--threads", "1", "-o", str(output)], catch_exceptions=False)
     assert run.exit_code == 0, run.output
-    assert asked == [(TINY, torch.float32, "all"), (TINY, torch.float32, "last:2")]
+    assert asked == [(TINY, "float32", "all"), (TINY, "float32", "last:2")]
     assert "…" not in run.output and max(map(len, run.output.splitlines())) <= 80
     report = json.loads(output.read_text())
     assert [found["layers"] for found in report["expansions"]] == ["all", "last:2"]
@@ -107,7 +109,9 @@ def test_blocks_can_miss_their_target() -> None:
 
 def test_long_calls_are_timed_less_often(models: dict[str, Any]) -> None:
     few = {"dense (adapt)": models["dense (adapt)"]}
-    assert [len(inference.measure_case(few, Case("1x1", 1, 1, every=n), 5)[0].seconds) for n in (1, 2, 16)] == [5, 3, 1]
+    settings = Settings("cpu", "float32", 1, "tiny", rounds=5)
+    found = [inference.measure_case(few, Case("1x1", 1, 1, every=every), settings)[0] for every in (1, 2, 16)]
+    assert [len(cost.seconds) for cost in found] == [5, 3, 1]
 
 
 def test_a_dense_model_is_as_large_as_the_expansion_it_stands_for() -> None:

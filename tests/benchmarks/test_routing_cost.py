@@ -12,9 +12,10 @@ import torch
 from click.testing import CliRunner
 
 from benchmarks import routing_cost, routing_memory, routing_models
+from benchmarks.make_checkpoint import SHAPES
 from benchmarks.routing_cost import Case, Cost, Measured
 from benchmarks.routing_memory import Peak
-from benchmarks.routing_models import SHAPES, Settings, Variant
+from benchmarks.routing_models import Settings, Variant
 
 TINY = Settings(shape="tiny", length=16, rounds=2, device="cpu", dtype="float32", threads=1)
 FORWARD = Case("forward", 2, 8)
@@ -29,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def variants(folder: Path) -> dict[str, Variant]:
-    return {variant.name: variant for variant in routing_models.make_models(folder, SHAPES["tiny"], "float32", [0, 2])}
+    return {variant.name: variant for variant in routing_models.make_models(folder, SHAPES["tiny"], TINY, [0, 2])}
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +105,7 @@ def test_multiplications_of_a_model_are_all_counted(models: dict[str, Any]) -> N
     shape = SHAPES["tiny"]
     weights = sum(p.numel() for name, p in models["base"].named_parameters() if p.dim() == 2 and "embed" not in name)
     tokens, attention = 2 * 8, 2 * shape.layers * 2 * shape.hidden * 8 * 8
-    call = routing_cost.make_call(models["base"], FORWARD, TINY)
+    call = routing_cost.make_call(models["base"], FORWARD)
     assert routing_cost.count_multiplications(call) == tokens * weights + attention
 
 
@@ -115,7 +116,7 @@ def test_what_is_added_to_a_product_is_counted() -> None:
 
 def test_a_routed_model_multiplies_as_much_as_the_formula_says(models: dict[str, Any]) -> None:
     counted = {
-        name: routing_cost.count_multiplications(routing_cost.make_call(models[name], FORWARD, TINY))
+        name: routing_cost.count_multiplications(routing_cost.make_call(models[name], FORWARD))
         for name in ("L_fp 0", "L_fp 0 cosine", "L_fp 0 strict", "L_fp 2", "L_fp 2 cosine")
     }
     # all but what the up stream adds to the logits
@@ -129,7 +130,7 @@ def test_generation_makes_as_many_tokens_as_it_says(models: dict[str, Any], monk
     model, found = models["L_fp 2 posterior"], []
     generate = model.generate
     monkeypatch.setattr(model, "generate", lambda *args, **kwargs: found.append(generate(*args, **kwargs)))
-    routing_cost.make_call(model, Case("generation", 1, 8, new_tokens=5), TINY)()
+    routing_cost.make_call(model, Case("generation", 1, 8, new_tokens=5))()
     assert found[0].shape == (1, 13)
 
 
@@ -173,5 +174,5 @@ def test_peaks_count_logits(thin: Path, name: str, mode: str, least: float, most
 @pytest.fixture(scope="module")
 def thin(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("thin")
-    routing_models.make_models(folder, replace(routing_memory.THIN, vocabulary=32768), "float32", [1])
+    routing_models.make_models(folder, replace(routing_memory.THIN, vocabulary=32768), TINY, [1])
     return folder

@@ -10,7 +10,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from benchmarks import training_cost
+from benchmarks import device, training_cost
 from benchmarks.training_cost import Cost, Settings
 
 TINY = Settings(shape="tiny", batch=2, length=16, rounds=2, device="cpu", dtype="float32", threads=1)
@@ -36,8 +36,11 @@ def test_all_variants_are_measured_in_turns_and_alone(tmp_path: Path, monkeypatc
     monkeypatch.setattr(training_cost, "measure_peaks", lambda *_: dict.fromkeys(training_cost.VARIANTS, 1))
     output = tmp_path / "numbers.json"
     options = ["--shape", "tiny", "--batch", "2", "--length", "16", "--rounds", "2", "--threads", "1"]
-    run = CliRunner().invoke(training_cost.main, [*options, "-o", str(output)], catch_exceptions=False)
+    files = ["-o", str(output), "--markdown", str(tmp_path / "tables.md")]
+    run = CliRunner().invoke(training_cost.main, [*options, *files], catch_exceptions=False)
     assert run.exit_code == 0, run.output
+    lines = (tmp_path / "tables.md").read_text().splitlines()
+    assert [line.split(" | ")[0] for line in lines[2:7]] == [f"| {variant}" for variant in training_cost.VARIANTS]
     report = json.loads(output.read_text())
     assert [found["variant"] for found in report["costs"]] == list(report["ratios"]) == list(training_cost.VARIANTS)
     for found in report["costs"]:
@@ -56,7 +59,7 @@ def test_peaks_see_optimizer_states_and_not_the_model(models: Path) -> None:
 
 def test_watching_sees_memory_that_was_given_back() -> None:
     size = 60_000_000
-    with training_cost.watched() as answers:
+    with device.watched() as answers:
         held = torch.ones(size // 4)
         time.sleep(0.2)
         del held

@@ -12,7 +12,7 @@ import pytest
 from scale_surgery.checkpoint.beside import locked
 from scale_surgery.checkpoint.files import write_text
 from scale_surgery.checkpoint.folder import open_checkpoint
-from scale_surgery.checkpoint.staging import staged
+from scale_surgery.checkpoint.staging import check_output_files, staged
 from scale_surgery.errors import CheckpointError
 from scale_surgery.evidence.verify import verify
 from scale_surgery.planning.request import Request
@@ -159,6 +159,8 @@ def test_a_link_in_place_of_a_temporary_file_is_not_written_through(tmp_path, se
     (tmp_path / "page.html.tmp").symlink_to(secret)
     with pytest.raises(CheckpointError, match=rf"^{tmp_path}/page\.html\.tmp: was not made by this program"):
         write_text(tmp_path / "page.html", "x")
+    with pytest.raises(CheckpointError, match="expected a free name to write to for a moment"):
+        check_output_files([tmp_path / "page.html"], [])
     assert secret.read_text() == "key"
     assert (tmp_path / "page.html.tmp").is_symlink() and not (tmp_path / "page.html").exists()
     (tmp_path / "page.html.tmp").unlink()

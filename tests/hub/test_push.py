@@ -243,12 +243,22 @@ def test_hidden_files_links_to_elsewhere_and_states_of_trainers_stay_behind(
         (own / name).parent.mkdir(parents=True, exist_ok=True)
         (own / name).write_bytes(b"x")
     (own / "link.txt").symlink_to(tmp_path / "secret")
+    (own / "folder").symlink_to(tmp_path)
     (own / "inside.txt").symlink_to("notes.txt")
     done = send(hub, own)
-    assert set(done.left_out) == {*left, "link.txt"}
+    assert set(done.left_out) == {*left, "link.txt", "folder"}
     assert {".gitattributes", "notes.txt", "inside.txt"} <= set(hub.files(REPO))
     assert not {*left, "link.txt"} & set(hub.files(REPO))
-    assert set(extract(own, tmp_path / "extract").left_out) == {*left, "link.txt"}
+    assert set(extract(own, tmp_path / "extract").left_out) == {*left, "link.txt", "folder"}
+
+
+def test_a_base_file_that_became_a_link_to_elsewhere_is_not_sent(hub: Hub, own: Path, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("key")
+    (own / "generation_config.json").unlink()
+    (own / "generation_config.json").symlink_to(tmp_path / "secret")
+    for check in (True, False):
+        with pytest.raises(CheckpointError, match=r"^generation_config\.json: is a symbolic link that leads out of"):
+            send(hub, own, check=check)
 
 
 def test_a_snapshot_of_the_hubs_cache_is_made_of_links(hub: Hub, expanded: Path, tmp_path: Path) -> None:

@@ -28,10 +28,10 @@ each_dtype = pytest.mark.parametrize("dtype", DTYPES)
 each_layout = pytest.mark.parametrize("tied", (False, True), ids=("untied_single_file", "tied_sharded"))
 
 
-def prompts() -> list[dict[str, torch.Tensor]]:
+def prompts(device: torch.device | str = "cpu") -> list[dict[str, torch.Tensor]]:
     """Random prompts of several shapes; the last two are padded on the left."""
     torch.manual_seed(1)
-    plain = [{"input_ids": torch.randint(3, 97, shape)} for shape in SHAPES]
+    plain = [{"input_ids": torch.randint(3, 97, shape).to(device)} for shape in SHAPES]
     return [*plain, pad(plain[0]["input_ids"], (5, 2, 0)), pad(plain[2]["input_ids"], (0, 3))]
 
 
@@ -47,7 +47,7 @@ def unequal(base: Any, expanded: Any, **options: Any) -> list[tuple[int, ...]]:
     """Shapes of the prompts on which the logits differ in any bit."""
     return [
         tuple(prompt["input_ids"].shape)
-        for prompt in prompts()
+        for prompt in prompts(base.device)
         if not torch.equal(base(**prompt, **options).logits, expanded(**prompt, **options).logits)
     ]
 
@@ -59,7 +59,7 @@ def train(model: Any, steps: int = 3) -> set[str]:
     optimiser = torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.1)
     generator = torch.Generator().manual_seed(5)
     for _ in range(steps):
-        ids = torch.randint(3, 97, (2, 12), generator=generator)
+        ids = torch.randint(3, 97, (2, 12), generator=generator).to(model.device)
         model(input_ids=ids, labels=ids).loss.backward()
         reached |= {name for name, p in model.named_parameters() if p.grad is not None and p.grad.any()}
         optimiser.step()

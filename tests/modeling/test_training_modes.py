@@ -45,12 +45,13 @@ each_variant = pytest.mark.parametrize("request_name", ("preserve", "adapt"))
 each_checkpointing = pytest.mark.parametrize("options", CHECKPOINTING, ids=("default", "hooks", "reentrant"))
 
 
-def batch() -> dict[str, Tensor]:
+def batch(device: torch.device | str = "cpu") -> dict[str, Tensor]:
     """Four rows, of which the second is padded on the right, so that the halves count different numbers of tokens."""
     ids = torch.randint(3, 97, (4, 9), generator=torch.Generator().manual_seed(3))
     mask = torch.ones_like(ids)
     mask[1, 5:] = 0
-    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+    inputs = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+    return {name: tensor.to(device) for name, tensor in inputs.items()}
 
 
 @pytest.fixture(scope="module")
@@ -114,8 +115,8 @@ def compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def autocast() -> torch.autocast:
-    return torch.autocast("cpu", torch.bfloat16)
+def autocast(device: str = "cpu") -> torch.autocast:
+    return torch.autocast(device, torch.bfloat16)
 
 
 def enable_checkpointing(model: Any, options: dict[str, Any] | None) -> None:
@@ -127,16 +128,17 @@ def enable_checkpointing(model: Any, options: dict[str, Any] | None) -> None:
 def gradients(model: Any, run: Callable[..., Any] | None = None, context: Any = None) -> Gradients:
     """Gradients of one step on the batch."""
     with context or nullcontext():
-        loss = model(**batch()).loss if run is None else run(**batch()).loss
+        loss = (run or model)(**batch(model.device)).loss
     loss.backward()
     return collected(model)
 
 
 def accumulated(model: Any, context: Callable[[], Any] = nullcontext) -> Gradients:
     """Gradients of the same step taken in two halves, each divided by the number of tokens of both."""
-    tokens = (batch()["labels"][:, 1:] != -100).sum()
+    inputs = batch(model.device)
+    tokens = (inputs["labels"][:, 1:] != -100).sum()
     for rows in (slice(0, 2), slice(2, 4)):
-        half = {name: tensor[rows] for name, tensor in batch().items()}
+        half = {name: tensor[rows] for name, tensor in inputs.items()}
         with context():
             loss = model(**half, num_items_in_batch=tokens).loss
         loss.backward()
@@ -144,7 +146,7 @@ def accumulated(model: Any, context: Callable[[], Any] = nullcontext) -> Gradien
 
 
 def collected(model: Any) -> Gradients:
-    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return {name: parameter.grad.cpu() for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
 def errors(found: Gradients, wanted: Gradients) -> dict[str, float]:

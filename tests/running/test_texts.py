@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -150,22 +149,6 @@ def test_a_file_that_is_no_text(tmp_path: Path) -> None:
         "start byte). Give UTF-8 text, JSONL or a saved dataset."
     )
     assert refusal(tmp_path / "none.txt").startswith(f"{tmp_path}/none.txt: cannot be read as text ([Errno 2]")
-
-
-@pytest.mark.parametrize("name", ["text.txt", "lines.jsonl", "array.json"])
-def test_what_is_no_regular_file_is_not_waited_for(tmp_path: Path, name: str) -> None:
-    """A pipe has no writer yet, and /dev/zero has no end."""
-    os.mkfifo(tmp_path / name)
-    assert "cannot be read as text (it is a pipe, expected a regular file)" in refusal(tmp_path / name)
-    (tmp_path / name).unlink()
-    (tmp_path / name).symlink_to("/dev/zero")
-    assert "cannot be read as text (it is a device, expected a regular file)" in refusal(tmp_path / name)
-
-
-@pytest.mark.parametrize("name", ["lines.jsonl", "array.json"])
-def test_a_line_that_is_nested_without_end(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).write_text("[" * 100_000 + "]" * 100_000, encoding="utf-8")
-    assert refusal(tmp_path / name) == f"{tmp_path / name}, line 1: is not JSON (nested without end)."
 
 
 def test_a_folder_that_is_no_saved_dataset(tmp_path: Path) -> None:

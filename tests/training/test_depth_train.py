@@ -198,10 +198,13 @@ def test_groups_that_train(place: Path, deepened: Path, tmp_path: Path) -> None:
         train(deepened, [place / "texts.jsonl"], tmp_path / "none", settings)
 
 
-def test_gradient_checkpointing_gives_the_same_gradients(deep_of: Deep) -> None:
+@pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
+def test_gradient_checkpointing_gives_the_same_gradients(deep_of: Deep, dtype: str) -> None:
+    """A copy of a bfloat16 layer trains in float32 and computes in bfloat16, on the way back too."""
     found = []
     for is_on in (False, True):
-        model = freeze_base(deep_of("qwen3").load()).train()
+        model = freeze_base(deep_of("qwen3", dtype).load()).train()
+        train_in_float32(model)
         if is_on:
             # transformers 5 renamed it on the way
             old = model.gradient_checkpointing_enable

@@ -506,6 +506,8 @@ def test_trained_tensors_find_their_names_on_disk(pair_of: Any, tmp_path: Path, 
         parameter.data += torch.randn_like(parameter) * parameter.requires_grad
     tensors = {name: p.data.clone() for name, p in model.named_parameters() if p.requires_grad}
     save_file(tensors, tmp_path / "trained.safetensors")
+    # what a kill leaves in the middle of a shard
+    (tmp_path / "out" / "expansion-step-3-00001-of-00001.safetensors.tmp").write_bytes(b"half")
     publish_tensors(tmp_path / "out", tmp_path / "trained.safetensors", "expansion-step-7-", model.renamed_modules)
     ids = torch.arange(3, 12)[None]
     with torch.no_grad():

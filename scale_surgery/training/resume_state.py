@@ -1,0 +1,54 @@
+"""The files that a resumed run reads beside its tensors: the trainer's state, and pickles, read without their code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from scale_surgery.checkpoint.folder import list_files, read_json
+from scale_surgery.checkpoint.schema import in_one_line, known_misfits
+from scale_surgery.errors import TrainingError
+from scale_surgery.fields import Count
+
+STATE_FILE = "trainer_state.json"
+
+
+@dataclass(frozen=True)
+class TrainerFile:
+    """What is relied on in a trainer's state."""
+
+    global_step: Count
+    log_history: tuple[Mapping[str, Any], ...]
+
+
+@contextmanager
+def reading_state(checkpoint: Path) -> Iterator[None]:
+    """Say of a checkpoint whose files are not what a run wrote that it cannot be resumed.
+
+    Raises:
+        TrainingError: In place of any error; torch reads tensors and plain values alone, and refuses other pickles.
+    """
+    try:
+        yield
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise TrainingError(
+            f"{checkpoint}: cannot be resumed from, its files are not those that a run wrote ({reason}). Restore them, "
+            "or begin anew with --overwrite."
+        ) from error
+
+
+def check_state(checkpoint: Path) -> None:
+    """Check the trainer's state of a checkpoint before it is read.
+
+    Raises:
+        TrainingError: If it is damaged.
+    """
+    with reading_state(checkpoint):
+        list_files(checkpoint)  # a pipe would be waited for
+        found = read_json(checkpoint / STATE_FILE)
+        if problems := list(known_misfits(found, TrainerFile, STATE_FILE)):
+            raise ValueError(in_one_line(problems))

@@ -1,0 +1,124 @@
+"""All benchmarks of a GPU in one go: on the CPU, with tiny models; what is common to them: options, peaks, tables."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from rich.table import Table
+
+from benchmarks import device, inference, make_checkpoint, on_gpu, routing_cost, training_cost
+from benchmarks.device import Place, as_markdown, peak_of, timed, warm_up
+from benchmarks.on_gpu import BENCHMARKS, Benchmark
+
+MAINS = {"training": training_cost.main, "inference": inference.main, "routing": routing_cost.main}
+CPU = Place("cpu", "float32", 1)
+
+
+def run(folder: Path, *options: str) -> Result:
+    given = [str(folder), "--device", "cpu", "--dtype", "float32", "--quick", *options]
+    return CliRunner().invoke(on_gpu.main, given)
+
+
+@pytest.mark.slow  # a process of its own, and five more for the peaks
+def test_one_benchmark_writes_numbers_and_tables(tmp_path: Path) -> None:
+    assert run(tmp_path / "out", "--only", "training").exit_code == 0
+    assert {file.name for file in (tmp_path / "out").iterdir()} == {"machine.json", "training.json", "training.md"}
+    report = json.loads((tmp_path / "out" / "training.json").read_text())
+    assert report["settings"]["shape"] == "tiny" and report["settings"]["device"] == "cpu"
+    lines = (tmp_path / "out" / "training.md").read_text().splitlines()
+    assert lines[0].startswith("| variant | trains | seconds |")
+    assert [line.split(" | ")[0] for line in lines[2:7]] == [f"| {variant}" for variant in training_cost.VARIANTS]
+    assert json.loads((tmp_path / "out" / "machine.json").read_text())["torch"] == torch.__version__
+
+
+def test_one_that_fails_or_does_not_end_keeps_none_from_running(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[str] = []
+
+    def start(words: list[str], **options: Any) -> Any:
+        ran.append(words[2])
+        if words[2] == "slow":
+            raise subprocess.TimeoutExpired(words, options["timeout"])
+        return subprocess.CompletedProcess(words, 1 if words[2] == "bad" else 0)
+
+    monkeypatch.setattr(on_gpu.subprocess, "run", start)
+    monkeypatch.setattr(on_gpu, "BENCHMARKS", {name: Benchmark(name, (), 1) for name in ("bad", "slow", "good")})
+    found = run(tmp_path)
+    assert found.exit_code == 1 and ran == ["bad", "slow", "good"]
+    assert "bad: failed, exit code 1" in found.output and "slow: ended after 600 seconds" in found.output
+    monkeypatch.setattr(on_gpu, "BENCHMARKS", {"good": Benchmark("good", (), 1)})
+    assert run(tmp_path).exit_code == 0, "the control"
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_every_benchmark_takes_what_it_is_given(name: str) -> None:
+    """All shapes are known to all of them, from one list."""
+    words = on_gpu.command(name, Path("out"), ["--device", "cuda", "--dtype", "bfloat16", "--shape", "1b"])
+    assert words[:2] == [sys.executable, "-m"]
+    with MAINS[name].make_context(name, words[3:]) as context:
+        assert context.params["shape"] == "1b" and context.params["device"] == "cuda"
+    (shapes,) = [parameter.type.choices for parameter in MAINS[name].params if parameter.name == "shape"]
+    assert list(shapes) == list(make_checkpoint.SHAPES)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
+    found = CliRunner().invoke(on_gpu.main, [str(tmp_path / "out")])
+    assert found.exit_code == 1 and "torch sees no CUDA device" in found.output
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_gpu_is_waited_for_before_and_after(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: done.append("wait"))
+    timed(lambda: done.append("call"), Place("cuda", "bfloat16", 1))
+    assert done == ["wait", "call", "wait"]
+    done.clear()
+    timed(lambda: done.append("call"), CPU)
+    assert done == ["call"], "the control"
+
+
+def test_peaks_on_a_gpu_are_what_torch_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+    held, calls = {"now": 100, "most": 100}, []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: held.update(most=held["now"]))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: held["now"])
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: held["most"])
+
+    def call() -> None:
+        calls.append(1)
+        held["most"] = max(held["most"], held["now"] + 50 // len(calls))
+
+    assert warm_up(call, Place("cuda", "bfloat16", 1)) == 50 // device.WARM_UP, "of the last call"
+    assert len(calls) == device.WARM_UP
+    assert warm_up(call, CPU) is None and len(calls) == device.WARM_UP, "the control"
+
+
+def test_peaks_on_the_cpu_are_anonymous_memory() -> None:
+    with peak_of(CPU) as peak:
+        held = torch.ones(15_000_000)
+        for _ in range(200):
+            held.add_(1)
+    assert 60_000_000 < peak.bytes < 120_000_000
+
+
+def test_tables_become_markdown() -> None:
+    table = Table("model", "ms", title="a case")
+    table.add_row("base", "1.0")
+    assert as_markdown(table) == "**a case**\n\n| model | ms |\n| --- | --: |\n| base | 1.0 |"
+    assert as_markdown("all: 1 of 2\n  NOT reached: one") == "* all: 1 of 2\n* NOT reached: one"
+
+
+def test_a_checkpoint_made_on_another_device_has_the_same_shapes(tmp_path: Path) -> None:
+    made = make_checkpoint.make_checkpoint(tmp_path / "one", make_checkpoint.SHAPES["tiny"], device="cpu")
+    assert made == make_checkpoint.make_checkpoint(tmp_path / "other", make_checkpoint.SHAPES["tiny"])
+    file = "model-00001-of-00001.safetensors"
+    assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "other" / file).read_bytes()

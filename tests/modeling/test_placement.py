@@ -1,0 +1,75 @@
+"""No operation of a model sees tensors of two devices: seen without a GPU, on the device that has shapes and no values.
+
+There an operation that is given a tensor of the CPU too fails, as it does on a GPU. What asks for a value is answered
+with one; values decide nothing here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from scale_surgery.planning.request import Request
+from scale_surgery.surgery.expand import expand
+from tests import routed
+from tests.conftest import REQUESTS, Pair, load
+from tests.routed import Trio
+from tests.tiny import FAMILIES
+
+trio_of = routed.trio_of
+VALUES = {"item": 1, "__bool__": True, "__int__": 1}
+
+
+@pytest.fixture(autouse=True)
+def values_are_made_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer(name: str, value: Any) -> None:
+        real = getattr(torch.Tensor, name)
+        monkeypatch.setattr(torch.Tensor, name, lambda self: value if self.is_meta else real(self))
+
+    for name, value in VALUES.items():
+        answer(name, value)
+    # torch knows of no such thing for that device
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda *_: False)
+
+
+def run_everywhere(model: Any) -> None:
+    """A training step; a prompt into a cache, and a token after it; a batch with padding; both paths of a router."""
+    model = model.to("meta")
+    ids = torch.ones((2, 9), dtype=torch.long, device="meta")
+    model(ids, labels=ids, use_cache=False).loss.backward()
+    with torch.no_grad():
+        cache = model(ids, attention_mask=torch.ones_like(ids)).past_key_values
+        model(ids[:, :1], past_key_values=cache)
+        if getattr(model, "is_routing_enabled", False):
+            model.score_tokens(ids)
+            model.path_logits(ids)
+
+
+@pytest.mark.parametrize("request_name", REQUESTS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_expanded(pair_of: Callable[..., Pair], family: str, request_name: str) -> None:
+    run_everywhere(pair_of(family, request_name).load())
+
+
+@pytest.mark.parametrize("routing", ("posterior", "cosine", "strict"))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_routed(trio_of: Callable[..., Trio], family: str, routing: str) -> None:
+    run_everywhere(load(trio_of(family, "adapt", routing).path))
+
+
+@pytest.mark.parametrize("variant", ("grow-freeze", "grow-train"))
+@pytest.mark.parametrize("family", ("llama", "gpt2", "phi3"))
+def test_grown(base_of: Callable[..., Any], tmp_path: Any, family: str, variant: str) -> None:
+    request = Request("0,2", method="grow", variant=variant)
+    run_everywhere(load(expand(base_of(family), request, tmp_path / "grown").path))
+
+
+def test_a_tensor_left_on_the_cpu_is_noticed(pair_of: Callable[..., Pair]) -> None:
+    model = pair_of("llama").load()
+    head, lost = model.get_output_embeddings(), torch.zeros(97)
+    head.register_forward_hook(lambda module, args, logits: logits + lost)
+    with pytest.raises(RuntimeError, match="is not on the expected device"):
+        run_everywhere(model)

@@ -1,0 +1,164 @@
+"""A folder that `verify` refuses is refused by all that make something of it; one that was trained is not damaged."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from scale_surgery import (
+    CheckpointError,
+    Request,
+    Routing,
+    TrainingSettings,
+    expand,
+    extract,
+    merge,
+    route_export,
+    train,
+    unroute,
+    verify,
+)
+from scale_surgery.checkpoint.folder import INDEX_FILE, open_checkpoint, read_json
+from tests.conftest import shake
+
+BASE_SHARD = "model-00001-of-00001.safetensors"
+EXPANSION_SHARD = "expansion-00001-of-00001.safetensors"
+
+
+@pytest.fixture
+def expanded(base_of: Callable[..., Path], tmp_path: Path) -> Path:
+    base = Path(shutil.copytree(base_of("llama"), tmp_path / "base"))
+    (base / "tokenizer.json").write_text("{}")
+    return shake(expand(base, Request("1-2", variant="adapt"), tmp_path / "expanded").path)
+
+
+def flip(folder: Path, name: str) -> None:
+    """Change the last byte of a file."""
+    content = bytearray((folder / name).read_bytes())
+    content[-1] ^= 1
+    (folder / name).write_bytes(content)
+
+
+def edit(folder: Path, name: str, **values: object) -> None:
+    content = read_json(folder / name)
+    (folder / name).write_text(json.dumps(content | values))
+
+
+def rename_tensor(folder: Path) -> None:
+    """An expansion tensor that no plan knows, in place of one that it does."""
+    tensors = load_file(folder / EXPANSION_SHARD)
+    old = sorted(tensors)[0]
+    tensors["model.layers.0.other"] = tensors.pop(old)
+    save_file(tensors, folder / EXPANSION_SHARD, metadata={"format": "pt"})
+    weight_map = read_json(folder / INDEX_FILE)["weight_map"]
+    weight_map["model.layers.0.other"] = weight_map.pop(old)
+    edit(folder, INDEX_FILE, weight_map=weight_map)
+
+
+def forge_hash(folder: Path) -> None:
+    """A record that names another hash of a base tensor."""
+    tensors = read_json(folder / "surgery.json")["base_tensors"]
+    edit(folder, "surgery.json", base_tensors=tensors | {"model.norm.weight": "0" * 64})
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a base tensor": (lambda folder: flip(folder, BASE_SHARD), f"{BASE_SHARD}: bytes differ from the base's"),
+    "a base file": (lambda folder: flip(folder, "tokenizer.json"), "tokenizer.json: bytes differ from the base's"),
+    "a base file that is gone": (
+        lambda folder: (folder / "tokenizer.json").unlink(),
+        "tokenizer.json: file is missing, it holds the base's",
+    ),
+    "the config": (
+        lambda folder: edit(folder, "config.json", rms_norm_eps=0.5),
+        "config.json: rms_norm_eps is not what the expansion wrote.",
+    ),
+    "the code": (
+        lambda folder: flip(folder, "expanded_model.py"),
+        "expanded_model.py: is not the code that the expansion wrote.",
+    ),
+    "code that is gone": (
+        lambda folder: (folder / "expanded_model.py").unlink(),
+        "expanded_model.py: ",
+    ),
+    "other code": (
+        lambda folder: (folder / "other.py").write_text("print()"),
+        "other.py: unknown code file. Read it before you trust it.",
+    ),
+    "a tensor of the expansion": (rename_tensor, "expansion tensor is missing."),
+    "the record": (forge_hash, "model.norm.weight: sha256 "),
+}
+WRITERS: dict[str, Callable[[Path, Path], object]] = {
+    "route-export": lambda path, out: route_export(path, out, Routing()),
+    "extract": lambda path, out: extract(path, out),
+    "merge": lambda path, out: merge(path, out),
+    "train": lambda path, out: train(path, [Path(__file__)], out, TrainingSettings(steps=1)),
+}
+
+
+def refused(call: Callable[[Path, Path], object], path: Path) -> str:
+    out = path.with_name("out")
+    with pytest.raises(CheckpointError) as raised:
+        call(path, out)
+    assert not out.exists() and not out.with_name("out.partial").exists()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_what_verify_refuses_nobody_takes_on(expanded: Path, damage: str) -> None:
+    change, reason = DAMAGE[damage]
+    change(expanded)
+    assert not verify(expanded, probes=None, record=False).passed
+    for name, call in WRITERS.items():
+        # a tensor that is not there is named by whoever reads it first
+        expected = "is missing" if (name, damage) == ("merge", "a tensor of the expansion") else reason
+        assert expected in refused(call, expanded), name
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_what_verify_refuses_of_a_routed_model_is_not_unrouted(expanded: Path, tmp_path: Path, damage: str) -> None:
+    routed = route_export(expanded, tmp_path / "routed", base_weights="copy").path
+    change, reason = DAMAGE[damage]
+    change(routed)
+    assert not verify(routed, probes=None, record=False).passed
+    assert reason in refused(lambda path, out: unroute(path, out), routed)
+
+
+FUSED_DAMAGE = {name: DAMAGE[name] for name in DAMAGE if name not in ("a base tensor", "a tensor of the expansion")}
+
+
+@pytest.mark.parametrize("damage", FUSED_DAMAGE)
+def test_what_verify_refuses_of_a_fused_model_is_not_taken_apart(expanded: Path, tmp_path: Path, damage: str) -> None:
+    fused = merge(expanded, tmp_path / "fused").path
+    change, reason = DAMAGE[damage]
+    change(fused)
+    assert not verify(fused, probes=None, record=False).passed
+    assert reason in refused(lambda path, out: merge(path, out, "blocks"), fused)
+
+
+def test_all_damage_is_named_at_once(expanded: Path) -> None:
+    for name in ("a base tensor", "a base file", "the config", "other code"):
+        DAMAGE[name][0](expanded)
+    lines = refused(WRITERS["route-export"], expanded)
+    assert all(DAMAGE[name][1] in lines for name in ("a base tensor", "a base file", "the config", "other code"))
+    assert lines.splitlines()[-1] == (
+        f"{expanded}: is not what was written, so nothing is made of it. Restore what is named, or expand the base "
+        f"again; scale-surgery verify {expanded} shows all."
+    )
+
+
+@pytest.mark.parametrize("writer", ("route-export", "extract", "merge"))
+def test_what_was_trained_is_not_damaged(expanded: Path, writer: str) -> None:
+    """The tensors of `expanded` are other than those that the expansion wrote."""
+    (expanded / "NOTES.md").write_text("files of one's own are no damage")
+    manifest = read_json(expanded / "surgery.json")
+    assert verify(expanded, probes=None, record=False).trained_tensors == len(manifest["expansion_tensors"])
+    out = expanded.with_name("out")
+    WRITERS[writer](expanded, out)
+    assert (out / "NOTES.md").is_file()
+    if writer != "extract":
+        assert open_checkpoint(out).tensors
