@@ -482,9 +482,7 @@ def test_a_config_that_transformers_refuses(place: Path, tmp_path: Path) -> None
     config = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps(config | {"hidden_act": True}))
     message = refusal(base, [place / "old.txt"], error=CheckpointError)
-    assert message.startswith(
-        "base: transformers does not read its config.json (StrictDataclassFieldValidationError: Validation error for field 'hidden_act'"
-    )
+    assert message.startswith("base: transformers does not read its config.json (StrictDataclassFieldValidationError: ")
     with pytest.raises(CheckpointError, match=r"cannot be loaded .StrictDataclassField"), loaded(base):
         pass
     (base / "config.json").write_text(json.dumps(config))
