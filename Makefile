@@ -6,8 +6,8 @@ COMPAT := .venv-compat
 # also read by pip for what builds the package
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 
-.PHONY: help install demo lint types test test-fast test-slow torture test-gpu bench-gpu test-compat test-recipes docs \
-	demo-model clean
+.PHONY: help install demo lint types test test-fast test-slow torture fuzz test-gpu bench-gpu test-compat test-recipes \
+	docs demo-model clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -49,9 +49,13 @@ test-slow: install  ## the tests that take minutes: torch.compile on more famili
 
 COUNT ?= 100
 SEED ?= 0
+JOBS ?= 1
 
 torture: install  ## kills and errors at random file calls of commands that write: make torture COUNT=1000 SEED=1
 	$(BIN)/python -m tests.torture --count $(COUNT) --seed $(SEED)
+
+fuzz: install  ## the mutation campaign on models, records and options: make fuzz COUNT=10000 SEED=1 JOBS=2
+	$(BIN)/python -m tests.fuzz --count $(COUNT) --seed $(SEED) --jobs $(JOBS)
 
 # where the system's own Python has torch with CUDA, nothing is installed: make test-gpu GPU_PYTHON=python3
 GPU_PYTHON ?= $(BIN)/python

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
-KIND_NAMES: dict[type, str] = {str: "text", int: "a whole number", float: "a number"}
+KIND_NAMES: dict[type, str] = {bool: "True or False", str: "text", int: "a whole number", float: "a number"}
 ENTRY = re.compile(r"^(\w+): (.+?)(?=^\w+: |\Z)", re.MULTILINE | re.DOTALL)
 
 
@@ -97,13 +97,20 @@ class Field:
         return tuple(self.list_choices())
 
     def expects(self, value: object, *, with_range: bool = True) -> str | None:
-        """Say what a text or a number should have been; None where it is fine, and for values of other types."""
-        if self.kind not in KIND_NAMES or (value is None and self.is_optional):
+        """Say what a value should have been; None where it is fine, and for fields of other types."""
+        if value is None and self.is_optional:
+            return None
+        if self.kind is tuple:
+            # which texts they may be is said where they are used
+            are_texts = isinstance(value, tuple | list) and all(isinstance(own, str) for own in value)
+            return None if are_texts else f"some of: {', '.join(self.choices)}"
+        if self.kind not in KIND_NAMES:
             return None
         if self.choices:
             return None if value in self.choices else f"one of: {', '.join(self.choices)}"
         kinds = (int, float) if self.kind is float else self.kind
-        if isinstance(value, bool) or not isinstance(value, kinds):
+        # True is a whole number to Python
+        if not isinstance(value, kinds) or (isinstance(value, bool) and self.kind is not bool):
             return KIND_NAMES[self.kind]
         is_allowed = not with_range or self.range is None or value in self.range  # type: ignore[operator]
         return None if is_allowed else str(self.range)

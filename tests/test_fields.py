@@ -80,6 +80,9 @@ def test_all_is_read_from_the_dataclass():
         ({"salt": 1}, "--salt is 1, expected a share, more than 0 and less than 1."),
         ({"salt": math.nan}, "--salt is nan, expected a share, more than 0 and less than 1."),
         ({"salt": "much"}, "--salt is 'much', expected a number."),
+        ({"seeds": None}, "--seeds is None, expected some of: poppy, sesame."),
+        ({"seeds": (1,)}, "--seeds is (1,), expected some of: poppy, sesame."),
+        ({"sliced": 1}, "--sliced is 1, expected True or False."),
         ({"colour": "green"}, "--color is 'green', expected one of: red, blue."),
     ],
 )

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 BaseWeights = Literal["auto", "copy", "link"]
+ENDING = b".tmp"
+# of a file in a folder
+MAX_NAME_BYTES = 255
 FICLONE = 0x40049409  # Linux ioctl: share the blocks of another file until one of the two is written
 
 
@@ -71,7 +74,8 @@ def blocked(file: Path) -> str | None:
 
 
 def _temporary(file: Path) -> Path:
-    return file.parent / f"{file.name}.tmp"
+    # a name may be so long that no ending fits behind it
+    return file.parent / os.fsdecode(os.fsencode(file.name)[: MAX_NAME_BYTES - len(ENDING)] + ENDING)
 
 
 def _umask() -> int:

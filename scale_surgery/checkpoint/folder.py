@@ -14,6 +14,7 @@ from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
+from scale_surgery.checkpoint.files import MAX_NAME_BYTES
 from scale_surgery.checkpoint.headers import TensorInfo, read_header
 from scale_surgery.checkpoint.links import IGNORED_FOLDERS, leads_out, links_that_are_no_files
 from scale_surgery.checkpoint.numbering import CONFIG_KEY, Numbering, numbering_of
@@ -43,8 +44,6 @@ EXTRACT_FILE = "extract.json"
 # what a model is made of, wherever it lies: large shards are often kept on another disk
 FOLLOWED = (CONFIG_FILE, INDEX_FILE, MANIFEST_FILE)
 CHUNK_BYTES = 1 << 22
-# of a file in a folder
-MAX_NAME_BYTES = 255
 
 # the same weights in a format that this program does not read; transformers prefers safetensors to them
 OTHER_WEIGHT_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx")

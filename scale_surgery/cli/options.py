@@ -162,10 +162,14 @@ def parse_size(text: str) -> int:
     units = {"GIB": 1024**3, "MIB": 1024**2, "KIB": 1024, "GB": 10**9, "MB": 10**6, "KB": 10**3, "B": 1}
     upper = text.strip().upper()
     unit = next((unit for unit in units if upper.endswith(unit)), "")
+    wrong = click.UsageError(f"--memory {text} is not a size, expected for example 4GiB or 500MB.")
     try:
-        return int(float(upper.removesuffix(unit)) * units.get(unit, 1))
+        size = int(float(upper.removesuffix(unit)) * units.get(unit, 1))
     except (ValueError, OverflowError) as error:
-        raise click.UsageError(f"--memory {text} is not a size, expected for example 4GiB or 500MB.") from error
+        raise wrong from error
+    if size < 0:
+        raise wrong
+    return size
 
 
 def take(kind: Callable[..., Made], options: dict[str, Any]) -> Made:

@@ -104,7 +104,7 @@ def _read_dataset(path: Path) -> Iterable[Any]:
         ) from error
     try:
         found = datasets.load_from_disk(path)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # of datasets, and of pyarrow below it
         raise DataError(f"{path}: is no saved dataset ({error}). Give a folder that save_to_disk wrote.") from error
     if isinstance(found, datasets.DatasetDict):
         raise DataError(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scale_surgery.checkpoint.files import BaseWeights, take_over
-from scale_surgery.checkpoint.folder import EXTRACT_FILE, open_checkpoint, refuse_extract
+from scale_surgery.checkpoint.folder import EXTRACT_FILE, Checkpoint, open_checkpoint, refuse_extract
 from scale_surgery.checkpoint.hashes import hash_files
 from scale_surgery.checkpoint.staging import check_space, check_target, staged
 from scale_surgery.errors import CheckpointError
@@ -70,23 +70,23 @@ def strip(
         "strip": {name: file.sha256 for name, file in manifest.base_files.items()},
         "base_weights": base_weights,
     }
+    joined = open_checkpoint(path) if manifest.joined_shards else None
     with staged(target, state, overwrite=overwrite) as partial:
         with track("files", total) as advance:
-            restore(path, partial, manifest, _placing(path, manifest, base_weights, advance))
+            restore(path, partial, manifest, _placing(path, manifest, joined, base_weights, advance))
         files = _check_files(partial, manifest, track, total)
     return Stripped(target, manifest.base_name, files, manifest.left_out)
 
 
 def _placing(
-    path: Path, manifest: Manifest, base_weights: BaseWeights, advance: Progress
+    path: Path, manifest: Manifest, joined: Checkpoint | None, base_weights: BaseWeights, advance: Progress
 ) -> Callable[[Path, Path], None]:
     """How a stored file gets into the new folder: as a file, or its shard is written again as it was."""
-    checkpoint = open_checkpoint(path) if manifest.joined_shards else None
 
     def place(source: Path, file: Path) -> None:
         shard = source.relative_to(path).as_posix()
-        if checkpoint is not None and shard in manifest.joined_shards:
-            rebuild_shard(checkpoint, manifest, shard, file, advance)
+        if joined is not None and shard in manifest.joined_shards:
+            rebuild_shard(joined, manifest, shard, file, advance)
         elif shard in manifest.renumbered:
             write_base_shard(path, manifest, shard, file, advance)
         else:

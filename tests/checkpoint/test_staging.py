@@ -60,6 +60,13 @@ def test_a_file_that_fails_keeps_the_old_one(tmp_path):
     assert file.read_text() == "new"
 
 
+def test_the_longest_name_leaves_room_for_no_ending(tmp_path):
+    for name in ("x" * 255, "\u00fc" * 127):
+        write_text(tmp_path / name, "a")
+        assert (tmp_path / name).read_text() == "a"
+    assert len(list(tmp_path.iterdir())) == 2
+
+
 def test_tensors_are_readable_by_others(tmp_path):
     """safetensors itself writes files that only their owner can read."""
     old = os.umask(0o022)

@@ -144,6 +144,7 @@ def test_a_known_error_is_one_line_on_stderr_and_exit_code_1(base: Path, tmp_pat
         (["plan", "BASE", "--seed", "1"], "--seed needs --layers."),
         (["verify", "BASE", "--promise", "preserved"], "--promise preserved is not one of recoverable"),
         (["verify", "BASE", "--memory", "four"], "--memory four is not a size, expected for example 4GiB or 500MB."),
+        (["verify", "BASE", "--memory", "-4GiB"], "--memory -4GiB is not a size, expected for example 4GiB or 500MB."),
         (["strip", "BASE"], "Missing option '-o'"),
     ],
 )

@@ -31,6 +31,7 @@ from scale_surgery.cli.program import main
 from scale_surgery.evidence.evaluate import Score
 from scale_surgery.running import loss as measure
 from scale_surgery.running.documents import Document
+from scale_surgery.running.loading import loaded
 from scale_surgery.running.loss import Measurement
 from scale_surgery.running.texts import IGNORED, PROMPT, Sequences, stride, tokenize
 from tests.conftest import load
@@ -486,6 +487,20 @@ def test_a_device_that_is_not_there(place: Path) -> None:
     message = refusal(place / "base", [place / "old.txt"], run=RunOptions(device="cuda:7"), error=CheckpointError)
     assert message.startswith("base: cannot be loaded (")
     assert message.endswith("Check --device, and whether transformers alone loads it.")
+
+
+def test_a_config_that_transformers_refuses(place: Path, tmp_path: Path) -> None:
+    """It has errors of its own for that, and tokenizers raises a plain Exception."""
+    base = Path(shutil.copytree(place / "base", tmp_path / "base"))
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | {"hidden_act": True}))
+    message = refusal(base, [place / "old.txt"], error=CheckpointError)
+    assert message.startswith("base: transformers does not read its config.json (StrictDataclassFieldValidationError: ")
+    with pytest.raises(CheckpointError, match=r"cannot be loaded .StrictDataclassField"), loaded(base):
+        pass
+    (base / "config.json").write_text(json.dumps(config))
+    (base / "tokenizer.json").write_text('{"model": 1}')
+    assert refusal(base, [place / "old.txt"], error=DataError).startswith("base: has no tokenizer that loads")
 
 
 def test_a_base_that_cannot_be_given_back(place: Path, tmp_path: Path) -> None:

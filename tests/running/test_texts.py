@@ -151,6 +151,12 @@ def test_a_file_that_is_no_text(tmp_path: Path) -> None:
     assert refusal(tmp_path / "none.txt").startswith(f"{tmp_path}/none.txt: there is no such file. Give")
 
 
+def test_a_folder_that_is_no_saved_dataset(tmp_path: Path) -> None:
+    (tmp_path / "state.json").write_text("[]", encoding="utf-8")
+    (tmp_path / "dataset_info.json").write_text("[]", encoding="utf-8")
+    assert refusal(tmp_path).startswith(f"{tmp_path}: is no saved dataset (")
+
+
 def test_a_saved_dataset(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     rows = {"question": ["Where?", "When?"], "answer": ["Oslo", "1970"]}

@@ -161,6 +161,14 @@ def test_nothing_trains_and_nothing_can_be_switched_off(fused: Path) -> None:
     assert found is not None and found.is_fused and "w12" not in found.parameters_by_block
 
 
+def test_a_fused_model_that_cannot_be_opened_is_not_begun_to_be_stripped(fused: Path, tmp_path: Path) -> None:
+    damaged = Path(shutil.copytree(fused, tmp_path / "fused"))
+    (damaged / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match="not readable as JSON"):
+        strip(damaged, tmp_path / "base")
+    assert [path.name for path in tmp_path.iterdir()] == ["fused"]
+
+
 def test_a_fused_model_is_saved_and_loaded_by_transformers(fused: Path, tmp_path: Path) -> None:
     model, ids = load(fused), torch.arange(3, 20)[None]
     model.save_pretrained(tmp_path / "saved")

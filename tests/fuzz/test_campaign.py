@@ -1,0 +1,28 @@
+"""The bounded part of the mutation campaign; `make fuzz` runs as many cases as are asked for, with any seed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.fuzz.campaign import findings
+from tests.fuzz.case import run_case
+from tests.fuzz.seeds import make_seeds
+
+SEED, CASES = 1, 300
+
+
+@pytest.fixture(scope="module")
+def seeds(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("seeds")
+    make_seeds(folder)
+    return folder
+
+
+# what a mutated config makes transformers warn of is none of our business here
+@pytest.mark.filterwarnings("ignore")
+def test_nothing_is_found(seeds: Path) -> None:
+    outcomes = [run_case(seeds, SEED, number) for number in range(CASES)]
+    assert not [own for own in outcomes if own.outcome == "finding"], findings(outcomes, SEED)
+    assert {own.outcome for own in outcomes} == {"refused", "accepted"}
