@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING
 
 from scale_surgery.biographies import SHIPPED_MODEL, SHIPPED_PEOPLE, Person, biography, people, questions
 from scale_surgery.checkpoint.files import write_text
-from scale_surgery.checkpoint.folder import list_files, open_checkpoint
+from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.checkpoint.hashes import hash_tensors
+from scale_surgery.checkpoint.listing import list_files
 from scale_surgery.errors import CheckpointError
 from scale_surgery.evidence.evaluate import Evaluation, evaluate
 from scale_surgery.evidence.verify import verify

@@ -7,46 +7,32 @@ place without having read a weight. All problems that headers and index can show
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from scale_surgery.checkpoint.files import MAX_NAME_BYTES
 from scale_surgery.checkpoint.headers import TensorInfo, read_header
-from scale_surgery.checkpoint.links import IGNORED_FOLDERS, leads_out, links_that_are_no_files
-from scale_surgery.checkpoint.numbering import CONFIG_KEY, Numbering, numbering_of
-from scale_surgery.checkpoint.reading import (
-    HALF_A_CHARACTER,
-    open_regular,
-    other_kind,
-    parse_json,
-    places_of_nan,
-    read_bytes,
+from scale_surgery.checkpoint.listing import is_left_link, links_that_are_no_files, list_files, refuse_extract
+from scale_surgery.checkpoint.names import (
+    CONFIG_FILE,
+    INDEX_FILE,
+    MANIFEST_FILE,
+    OTHER_WEIGHT_SUFFIXES,
+    SINGLE_FILE,
+    is_inside,
 )
+from scale_surgery.checkpoint.numbering import CONFIG_KEY, Numbering, numbering_of
+from scale_surgery.checkpoint.reading import open_regular, parse_json, places_of_nan, read_bytes
 from scale_surgery.checkpoint.stamps import Stamps, take_stamps
 from scale_surgery.errors import CheckpointError, name_some, shorten
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-TRAINING_FOLDER = "training"
-LOG_FILE = "log.jsonl"
-
-
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
-CONFIG_FILE = "config.json"
-MANIFEST_FILE = "surgery.json"
-EXTRACT_FILE = "extract.json"
-# what a model is made of, wherever it lies: large shards are often kept on another disk
-FOLLOWED = (CONFIG_FILE, INDEX_FILE, MANIFEST_FILE)
 CHUNK_BYTES = 1 << 22
 
-# the same weights in a format that this program does not read; transformers prefers safetensors to them
-OTHER_WEIGHT_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx")
 # how configs call their number of layers
 LAYER_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
@@ -196,64 +182,6 @@ def name_tensors(tensors: Mapping[str, TensorInfo], numbering: Numbering | None)
     return {named[stored]: replace(info, name=named[stored], stored_as=stored) for stored, info in tensors.items()}
 
 
-def check_folder(path: Path) -> None:
-    """Check that a model folder is there.
-
-    Raises:
-        CheckpointError: If it is missing or is no folder.
-    """
-    if not path.exists():
-        raise CheckpointError(
-            f"{path}: not found. Give a model folder. What lies on the Hub is fetched first: hf download org/name "
-            "--local-dir FOLDER."
-        )
-    if not path.is_dir():
-        raise CheckpointError(f"{path}: is a file, expected a model folder.")
-
-
-def list_files(path: Path) -> list[str]:
-    """List the files of a folder, relative, sorted, without version control and download bookkeeping.
-
-    Raises:
-        CheckpointError: If the folder is missing, is not a folder or holds no file; or if it holds what is no file or
-            has a name that cannot be recorded, each named. Nothing is left behind: whoever opens the folder after us,
-            transformers too, would wait for a pipe.
-    """
-    check_folder(path)
-    found = (file.relative_to(path) for file in sorted(path.rglob("*")) if file.exists() and not file.is_dir())
-    kept = [file.as_posix() for file in found if not set(file.parts).intersection(IGNORED_FOLDERS)]
-    if problems := [problem for name in kept if (problem := _unfit(path, name))]:
-        raise CheckpointError.from_problems(shorten(problems))
-    if not kept:
-        raise CheckpointError(f"{path}: the folder is empty, expected config.json and safetensors weights.")
-    return kept
-
-
-def _unfit(path: Path, name: str) -> str | None:
-    """Why an entry of a folder is no file of a model, or None."""
-    if not is_unicode(name):
-        return f"{path}: the name {os.fsencode(name)!r} is no UTF-8, expected Unicode text. Rename the file."
-    kind = other_kind((path / name).stat().st_mode)
-    return kind and f"{path / name}: is {kind}, expected a regular file. Take it out of the folder."
-
-
-def refuse_extract(path: str | Path, files: Iterable[str]) -> None:
-    """Refuse an extract where a whole model is needed.
-
-    Args:
-        path: What the user named.
-        files: Names of its files.
-
-    Raises:
-        CheckpointError: If it is one.
-    """
-    if EXTRACT_FILE in files:
-        raise CheckpointError(
-            f"{path}: is an extract, an expansion without its base, expected a whole model. Put it on its base first: "
-            f"scale-surgery apply {path} --base MODEL -o EXPANDED."
-        )
-
-
 def _find_shards(path: Path, files: list[str]) -> tuple[list[str], dict[str, str] | None]:
     # transformers takes model.safetensors before the index when both are there, and so do we
     if SINGLE_FILE in files:
@@ -276,37 +204,6 @@ def _no_weights(path: Path, files: list[str]) -> str:
             "AutoModelForCausalLM.from_pretrained(OLD).save_pretrained(NEW)."
         )
     return f"{path}: no weights, expected {SINGLE_FILE} or {INDEX_FILE}."
-
-
-def is_inside(name: object) -> bool:
-    """Whether a name that somebody else wrote stays inside the folder it is joined to."""
-    if not isinstance(name, str) or not is_unicode(name) or set("\\\0") & set(name) or not PurePosixPath(name).parts:
-        return False
-    path = PurePosixPath(name)
-    # ./x and x//y are other names of a file that may be checked under its own
-    is_plain = path.as_posix() == name and all(len(part.encode()) <= MAX_NAME_BYTES for part in path.parts)
-    return is_plain and not path.is_absolute() and ".." not in path.parts
-
-
-def is_left_link(path: Path, name: str) -> bool:
-    """Whether a file of a folder is a link to something outside that is no part of a model: it is never taken along."""
-    return name not in FOLLOWED and not name.endswith(".safetensors") and leads_out(path, name)
-
-
-def is_unicode(name: str) -> bool:
-    """Whether a name can be written as UTF-8; Python's form of a file name that is none holds half characters."""
-    return HALF_A_CHARACTER.search(name) is None
-
-
-def stays_behind(path: Path, name: str) -> bool:
-    """Whether a file of a folder is no part of a model that is passed on, unless a record names it.
-
-    Hidden files hold keys and settings, and trainers keep states and logs with names of machines in them.
-    """
-    parts = PurePosixPath(name).parts
-    is_hidden = any(part.startswith(".") for part in parts) and name != ".gitattributes"
-    is_state = any(re.fullmatch(r"checkpoint-\d+|runs", part) for part in parts[:-1]) or ".tfevents." in name
-    return is_hidden or is_state or is_left_link(path, name)
 
 
 def _refuse_escapes(weight_map: Mapping[str, str]) -> None:

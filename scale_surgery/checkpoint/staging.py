@@ -16,7 +16,7 @@ from typing import Any
 
 from scale_surgery.checkpoint.beside import link_problems, locked, names_beside, refuse_links, replace_folder, settle
 from scale_surgery.checkpoint.files import blocked, sync, write_text
-from scale_surgery.checkpoint.folder import CONFIG_FILE
+from scale_surgery.checkpoint.names import CONFIG_FILE
 from scale_surgery.checkpoint.stamps import Stamps, check_unchanged
 from scale_surgery.errors import CheckpointError
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from scale_surgery.checkpoint.files import plain_json
-from scale_surgery.checkpoint.folder import MANIFEST_FILE
+from scale_surgery.checkpoint.names import MANIFEST_FILE
 from scale_surgery.checkpoint.sources import listed
 from scale_surgery.errors import DataError
 from scale_surgery.evidence.subjects import Subject, choose_lengths, open_subjects, read_texts

@@ -8,9 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from scale_surgery import modeling
-from scale_surgery.checkpoint.folder import CONFIG_FILE, Checkpoint
+from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.hashes import hash_file, hash_tensors
 from scale_surgery.checkpoint.headers import TensorInfo
+from scale_surgery.checkpoint.names import CONFIG_FILE
 from scale_surgery.checkpoint.reading import parse_json
 from scale_surgery.planning.plan import Plan
 from scale_surgery.planning.tensors import TensorPlan

@@ -14,7 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from scale_surgery.checkpoint.folder import LOG_FILE, TRAINING_FOLDER, Checkpoint, open_checkpoint
+from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
+from scale_surgery.checkpoint.names import LOG_FILE, TRAINING_FOLDER
 from scale_surgery.checkpoint.reading import parse_json, read_bytes
 from scale_surgery.checkpoint.sources import listed
 from scale_surgery.errors import CheckpointError, PlanError, name_some

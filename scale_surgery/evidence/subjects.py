@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from scale_surgery.checkpoint.folder import MANIFEST_FILE, open_checkpoint
+from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.checkpoint.hashes import hash_file
+from scale_surgery.checkpoint.names import MANIFEST_FILE
 from scale_surgery.checkpoint.sources import find_source
 from scale_surgery.errors import CheckpointError, DataError
 from scale_surgery.running.context import choose_length, context_of

@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from scale_surgery.checkpoint.files import plain_json, write_json
-from scale_surgery.checkpoint.folder import MANIFEST_FILE, Checkpoint, open_checkpoint
+from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
+from scale_surgery.checkpoint.names import MANIFEST_FILE
 from scale_surgery.checkpoint.sources import find_source
 from scale_surgery.errors import PlanError
 from scale_surgery.evidence.integrity import Integrity, bytes_to_check, check_files

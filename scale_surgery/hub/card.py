@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from scale_surgery.checkpoint.folder import MANIFEST_FILE
+from scale_surgery.checkpoint.names import MANIFEST_FILE
 from scale_surgery.checkpoint.reading import read_bytes
 from scale_surgery.errors import CheckpointError, HubError
 from scale_surgery.hub.card_sections import CardFacts, body

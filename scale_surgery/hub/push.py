@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from scale_surgery.checkpoint.folder import CONFIG_FILE, MANIFEST_FILE
+from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE
 from scale_surgery.errors import CheckpointError, HubError, name_some
 from scale_surgery.hub.card import CardOrigin, ChosenCard, WishedCard, choose_card, metadata_problem
 from scale_surgery.hub.check import check_contents

@@ -20,17 +20,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from scale_surgery.checkpoint.files import as_json, write_json
-from scale_surgery.checkpoint.folder import (
-    EXTRACT_FILE,
-    MANIFEST_FILE,
-    OTHER_WEIGHT_SUFFIXES,
-    is_left_link,
-    list_files,
-    open_checkpoint,
-    read_json,
-    stays_behind,
-)
+from scale_surgery.checkpoint.folder import open_checkpoint, read_json
 from scale_surgery.checkpoint.hashes import hash_file
+from scale_surgery.checkpoint.listing import is_left_link, list_files, stays_behind
+from scale_surgery.checkpoint.names import EXTRACT_FILE, MANIFEST_FILE, OTHER_WEIGHT_SUFFIXES
 from scale_surgery.checkpoint.reading import parse_json, read_bytes
 from scale_surgery.checkpoint.schema import in_one_line, known_misfits, misfits
 from scale_surgery.errors import CheckpointError

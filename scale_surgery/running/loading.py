@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from scale_surgery import modeling
-from scale_surgery.checkpoint.folder import CONFIG_FILE, Checkpoint, open_checkpoint
+from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
+from scale_surgery.checkpoint.names import CONFIG_FILE
 from scale_surgery.checkpoint.numbering import CONFIG_KEY, numbering_of
 from scale_surgery.errors import CheckpointError, SurgeryError, shorten
 from scale_surgery.running.options import RunOptions

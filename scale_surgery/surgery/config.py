@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from scale_surgery import modeling
-from scale_surgery.checkpoint.folder import CONFIG_FILE, SINGLE_FILE, Checkpoint
+from scale_surgery.checkpoint.folder import Checkpoint
+from scale_surgery.checkpoint.names import CONFIG_FILE, SINGLE_FILE
 from scale_surgery.checkpoint.numbering import numbering_of, stored_name
 from scale_surgery.checkpoint.reading import parse_json
 from scale_surgery.planning.depth import deepened_config

@@ -16,15 +16,9 @@ from pathlib import Path
 
 from scale_surgery import modeling
 from scale_surgery.checkpoint.files import BaseWeights, take_over, write_json, write_tensors, write_text
-from scale_surgery.checkpoint.folder import (
-    CONFIG_FILE,
-    INDEX_FILE,
-    MANIFEST_FILE,
-    Checkpoint,
-    open_checkpoint,
-    read_text,
-)
+from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint, read_text
 from scale_surgery.checkpoint.hashes import hash_all, hash_tensors
+from scale_surgery.checkpoint.names import CONFIG_FILE, INDEX_FILE, MANIFEST_FILE
 from scale_surgery.checkpoint.numbering import Numbering
 from scale_surgery.checkpoint.sources import Source, find_source
 from scale_surgery.checkpoint.staging import check_space, check_target, staged

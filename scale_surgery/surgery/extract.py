@@ -13,8 +13,10 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from scale_surgery.checkpoint.files import BaseWeights, take_over, write_json
-from scale_surgery.checkpoint.folder import EXTRACT_FILE, MANIFEST_FILE, Checkpoint, open_checkpoint, stays_behind
+from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
 from scale_surgery.checkpoint.hashes import hash_files
+from scale_surgery.checkpoint.listing import stays_behind
+from scale_surgery.checkpoint.names import EXTRACT_FILE, MANIFEST_FILE
 from scale_surgery.checkpoint.reading import read_bytes
 from scale_surgery.checkpoint.staging import check_space, check_target, staged
 from scale_surgery.errors import CheckpointError

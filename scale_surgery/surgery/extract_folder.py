@@ -14,19 +14,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from scale_surgery.checkpoint.folder import (
+from scale_surgery.checkpoint.folder import name_tensors, read_config, read_json
+from scale_surgery.checkpoint.hashes import hash_files
+from scale_surgery.checkpoint.headers import TensorInfo, read_header
+from scale_surgery.checkpoint.names import (
     CONFIG_FILE,
     EXTRACT_FILE,
     INDEX_FILE,
     MANIFEST_FILE,
     OTHER_WEIGHT_SUFFIXES,
     is_inside,
-    name_tensors,
-    read_config,
-    read_json,
 )
-from scale_surgery.checkpoint.hashes import hash_files
-from scale_surgery.checkpoint.headers import TensorInfo, read_header
 from scale_surgery.checkpoint.reading import parse_json
 from scale_surgery.checkpoint.schema import build, in_one_line, misfits
 from scale_surgery.checkpoint.sources import Source, find_source

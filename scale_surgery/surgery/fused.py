@@ -15,15 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from scale_surgery import modeling
 from scale_surgery.checkpoint.files import as_json, write_text
-from scale_surgery.checkpoint.folder import (
-    CONFIG_FILE,
-    INDEX_FILE,
-    MANIFEST_FILE,
-    Checkpoint,
-    read_tensor,
-    read_text,
-)
+from scale_surgery.checkpoint.folder import Checkpoint, read_tensor, read_text
 from scale_surgery.checkpoint.hashes import hash_file, hash_files
+from scale_surgery.checkpoint.names import CONFIG_FILE, INDEX_FILE, MANIFEST_FILE
 from scale_surgery.checkpoint.shards import (
     Entry,
     computed,

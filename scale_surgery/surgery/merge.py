@@ -17,16 +17,11 @@ from typing import Any, Literal
 
 from scale_surgery import modeling
 from scale_surgery.checkpoint.files import take_over, write_json
-from scale_surgery.checkpoint.folder import (
-    INDEX_FILE,
-    MANIFEST_FILE,
-    TRAINING_FOLDER,
-    Checkpoint,
-    list_files,
-    open_checkpoint,
-)
+from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
 from scale_surgery.checkpoint.hashes import hash_files
 from scale_surgery.checkpoint.headers import DTYPE_BYTES
+from scale_surgery.checkpoint.listing import list_files
+from scale_surgery.checkpoint.names import INDEX_FILE, MANIFEST_FILE, TRAINING_FOLDER
 from scale_surgery.checkpoint.staging import check_space, check_target, staged
 from scale_surgery.errors import CheckpointError
 from scale_surgery.planning.methods import refuse

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scale_surgery.checkpoint.files import take_over, write_json
-from scale_surgery.checkpoint.folder import CONFIG_FILE, INDEX_FILE, Checkpoint, read_tensor
+from scale_surgery.checkpoint.folder import Checkpoint, read_tensor
+from scale_surgery.checkpoint.names import CONFIG_FILE, INDEX_FILE
 from scale_surgery.checkpoint.shards import Entry, computed, stored, write_shard
 from scale_surgery.errors import PlanError
 from scale_surgery.planning.families import Family, Sizes

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from scale_surgery.checkpoint.files import write_json, write_text
-from scale_surgery.checkpoint.folder import INDEX_FILE, MANIFEST_FILE, Checkpoint, read_json, read_tensor
+from scale_surgery.checkpoint.folder import Checkpoint, read_json, read_tensor
 from scale_surgery.checkpoint.hashes import hash_tensors
 from scale_surgery.checkpoint.headers import TensorInfo
+from scale_surgery.checkpoint.names import INDEX_FILE, MANIFEST_FILE
 from scale_surgery.checkpoint.reading import parse_json
 from scale_surgery.checkpoint.shards import entries_of, tensor_bytes, write_pieces
 from scale_surgery.errors import CheckpointError

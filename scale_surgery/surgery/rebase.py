@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from scale_surgery.checkpoint.files import BaseWeights, as_json, take_over, write_json
-from scale_surgery.checkpoint.folder import CONFIG_FILE, INDEX_FILE, MANIFEST_FILE, Checkpoint
+from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.hashes import hash_file
+from scale_surgery.checkpoint.names import CONFIG_FILE, INDEX_FILE, MANIFEST_FILE
 from scale_surgery.checkpoint.reading import read_bytes
 from scale_surgery.checkpoint.sources import Source
 from scale_surgery.errors import CheckpointError

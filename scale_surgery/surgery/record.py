@@ -13,15 +13,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from scale_surgery.checkpoint.folder import (
-    CONFIG_FILE,
-    MANIFEST_FILE,
-    Checkpoint,
-    check_folder,
-    is_inside,
-    is_left_link,
-    read_json,
-)
+from scale_surgery.checkpoint.folder import Checkpoint, read_json
+from scale_surgery.checkpoint.listing import check_folder, is_left_link
+from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE, is_inside
 from scale_surgery.checkpoint.numbering import CONFIG_KEY, Numbering, numbering_of
 from scale_surgery.checkpoint.reading import parse_json
 from scale_surgery.checkpoint.schema import build, in_one_line, misfits

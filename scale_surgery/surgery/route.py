@@ -16,7 +16,8 @@ from typing import Any
 
 from scale_surgery import modeling
 from scale_surgery.checkpoint.files import BaseWeights, as_json, take_over, write_json, write_text
-from scale_surgery.checkpoint.folder import CONFIG_FILE, MANIFEST_FILE, Checkpoint, open_checkpoint, read_text
+from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint, read_text
+from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE
 from scale_surgery.checkpoint.staging import check_space, check_target, staged
 from scale_surgery.errors import CheckpointError, PlanError
 from scale_surgery.fields import problems_of

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scale_surgery.checkpoint.files import BaseWeights, take_over
-from scale_surgery.checkpoint.folder import EXTRACT_FILE, Checkpoint, open_checkpoint, refuse_extract
+from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
 from scale_surgery.checkpoint.hashes import hash_files
+from scale_surgery.checkpoint.listing import refuse_extract
+from scale_surgery.checkpoint.names import EXTRACT_FILE
 from scale_surgery.checkpoint.staging import check_space, check_target, staged
 from scale_surgery.errors import CheckpointError
 from scale_surgery.progress import Progress, Track, no_track

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scale_surgery.checkpoint.folder import list_files, read_json
+from scale_surgery.checkpoint.folder import read_json
+from scale_surgery.checkpoint.listing import list_files
 from scale_surgery.checkpoint.schema import in_one_line, known_misfits
 from scale_surgery.errors import TrainingError
 from scale_surgery.fields import Count

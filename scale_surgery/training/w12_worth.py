@@ -24,7 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from scale_surgery.checkpoint.files import write_json
-from scale_surgery.checkpoint.folder import CONFIG_FILE, INDEX_FILE, Checkpoint
+from scale_surgery.checkpoint.folder import Checkpoint
+from scale_surgery.checkpoint.names import CONFIG_FILE, INDEX_FILE
 from scale_surgery.planning.plan import Plan
 from scale_surgery.progress import Progress, Track
 from scale_surgery.running.loading import loaded_whole

@@ -10,16 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from scale_surgery.checkpoint.folder import (
-    INDEX_FILE,
-    is_inside,
-    list_files,
-    open_checkpoint,
-    read_chunks,
-    read_json,
-    read_tensor,
-)
+from scale_surgery.checkpoint.folder import open_checkpoint, read_chunks, read_json, read_tensor
 from scale_surgery.checkpoint.headers import read_header
+from scale_surgery.checkpoint.listing import list_files
+from scale_surgery.checkpoint.names import INDEX_FILE, is_inside
 from scale_surgery.errors import CheckpointError
 
 

@@ -36,8 +36,9 @@ from scale_surgery import (
     train,
     verify,
 )
-from scale_surgery.checkpoint.folder import list_files, open_checkpoint, read_json
+from scale_surgery.checkpoint.folder import open_checkpoint, read_json
 from scale_surgery.checkpoint.headers import read_header
+from scale_surgery.checkpoint.listing import list_files
 from scale_surgery.checkpoint.reading import MAX_DEPTH, MAX_TEXT_BYTES, parse_json, read_bytes
 from scale_surgery.errors import CheckpointError, DataError
 from scale_surgery.running.documents import read_documents

@@ -18,8 +18,8 @@ from safetensors import safe_open
 
 from scale_surgery import DataError, Request, Routing, SurgeryError, TrainingSettings, load_plan, plan
 from scale_surgery.checkpoint.files import plain_json
-from scale_surgery.checkpoint.folder import is_inside
 from scale_surgery.checkpoint.headers import read_header
+from scale_surgery.checkpoint.names import is_inside
 from scale_surgery.checkpoint.numbering import Numbering
 from scale_surgery.checkpoint.shards import computed, write_shard
 from scale_surgery.cli.options import parse_size

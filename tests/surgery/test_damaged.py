@@ -23,7 +23,8 @@ from scale_surgery import (
     unroute,
     verify,
 )
-from scale_surgery.checkpoint.folder import INDEX_FILE, open_checkpoint, read_json
+from scale_surgery.checkpoint.folder import open_checkpoint, read_json
+from scale_surgery.checkpoint.names import INDEX_FILE
 from tests.conftest import shake
 
 BASE_SHARD = "model-00001-of-00001.safetensors"

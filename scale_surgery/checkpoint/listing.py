@@ -1,0 +1,108 @@
+"""The files of a folder that somebody else made: which there are, and which of them belong to a model.
+
+Symbolic links may lead to anything that the reader's owner can read, and what is no regular file can be anything.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path, PurePosixPath
+
+from scale_surgery.checkpoint.names import CONFIG_FILE, EXTRACT_FILE, INDEX_FILE, MANIFEST_FILE, is_unicode
+from scale_surgery.checkpoint.reading import other_kind
+from scale_surgery.errors import CheckpointError, shorten
+
+# what a model is made of, wherever it lies: large shards are often kept on another disk
+FOLLOWED = (CONFIG_FILE, INDEX_FILE, MANIFEST_FILE)
+# version control and download bookkeeping, no part of a checkpoint
+IGNORED_FOLDERS = (".git", ".cache", "__pycache__")
+
+
+def check_folder(path: Path) -> None:
+    """Check that a model folder is there.
+
+    Raises:
+        CheckpointError: If it is missing or is no folder.
+    """
+    if not path.exists():
+        raise CheckpointError(
+            f"{path}: not found. Give a model folder. What lies on the Hub is fetched first: hf download org/name "
+            "--local-dir FOLDER."
+        )
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: is a file, expected a model folder.")
+
+
+def list_files(path: Path) -> list[str]:
+    """List the files of a folder, relative, sorted, without version control and download bookkeeping.
+
+    Raises:
+        CheckpointError: If the folder is missing, is not a folder or holds no file; or if it holds what is no file or
+            has a name that cannot be recorded, each named. Nothing is left behind: whoever opens the folder after us,
+            transformers too, would wait for a pipe.
+    """
+    check_folder(path)
+    found = (file.relative_to(path) for file in sorted(path.rglob("*")) if file.exists() and not file.is_dir())
+    kept = [file.as_posix() for file in found if not set(file.parts).intersection(IGNORED_FOLDERS)]
+    if problems := [problem for name in kept if (problem := _unfit(path, name))]:
+        raise CheckpointError.from_problems(shorten(problems))
+    if not kept:
+        raise CheckpointError(f"{path}: the folder is empty, expected config.json and safetensors weights.")
+    return kept
+
+
+def _unfit(path: Path, name: str) -> str | None:
+    """Why an entry of a folder is no file of a model, or None."""
+    if not is_unicode(name):
+        return f"{path}: the name {os.fsencode(name)!r} is no UTF-8, expected Unicode text. Rename the file."
+    kind = other_kind((path / name).stat().st_mode)
+    return kind and f"{path / name}: is {kind}, expected a regular file. Take it out of the folder."
+
+
+def refuse_extract(path: str | Path, files: Iterable[str]) -> None:
+    """Refuse an extract where a whole model is needed.
+
+    Args:
+        path: What the user named.
+        files: Names of its files.
+
+    Raises:
+        CheckpointError: If it is one.
+    """
+    if EXTRACT_FILE in files:
+        raise CheckpointError(
+            f"{path}: is an extract, an expansion without its base, expected a whole model. Put it on its base first: "
+            f"scale-surgery apply {path} --base MODEL -o EXPANDED."
+        )
+
+
+def leads_out(path: Path, name: str) -> bool:
+    """Whether a file of a folder lies outside of it; the Hub's cache alone is made of links, into its own blobs."""
+    root, target = path.resolve(), (path / name).resolve()
+    places = [root, *([root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [])]
+    return not any(target.is_relative_to(place) for place in places)
+
+
+def links_that_are_no_files(path: Path) -> tuple[str, ...]:
+    """Links to folders, which nobody walks into, and links to nothing, by name."""
+    links = (link for link in sorted(path.rglob("*")) if link.is_symlink() and not link.is_file())
+    names = (link.relative_to(path) for link in links)
+    return tuple(name.as_posix() for name in names if not set(name.parts).intersection(IGNORED_FOLDERS))
+
+
+def is_left_link(path: Path, name: str) -> bool:
+    """Whether a file of a folder is a link to something outside that is no part of a model: it is never taken along."""
+    return name not in FOLLOWED and not name.endswith(".safetensors") and leads_out(path, name)
+
+
+def stays_behind(path: Path, name: str) -> bool:
+    """Whether a file of a folder is no part of a model that is passed on, unless a record names it.
+
+    Hidden files hold keys and settings, and trainers keep states and logs with names of machines in them.
+    """
+    parts = PurePosixPath(name).parts
+    is_hidden = any(part.startswith(".") for part in parts) and name != ".gitattributes"
+    is_state = any(re.fullmatch(r"checkpoint-\d+|runs", part) for part in parts[:-1]) or ".tfevents." in name
+    return is_hidden or is_state or is_left_link(path, name)

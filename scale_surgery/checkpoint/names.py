@@ -1,0 +1,33 @@
+"""Names of files: those that a checkpoint's files have, and whether a name that somebody else wrote is one."""
+
+from __future__ import annotations
+
+from pathlib import PurePosixPath
+
+from scale_surgery.checkpoint.files import MAX_NAME_BYTES
+from scale_surgery.checkpoint.reading import HALF_A_CHARACTER
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+CONFIG_FILE = "config.json"
+MANIFEST_FILE = "surgery.json"
+EXTRACT_FILE = "extract.json"
+TRAINING_FOLDER = "training"
+LOG_FILE = "log.jsonl"
+# the same weights in a format that this program does not read; transformers prefers safetensors to them
+OTHER_WEIGHT_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx")
+
+
+def is_inside(name: object) -> bool:
+    """Whether a name that somebody else wrote stays inside the folder it is joined to."""
+    if not isinstance(name, str) or not is_unicode(name) or set("\\\0") & set(name) or not PurePosixPath(name).parts:
+        return False
+    path = PurePosixPath(name)
+    # ./x and x//y are other names of a file that may be checked under its own
+    is_plain = path.as_posix() == name and all(len(part.encode()) <= MAX_NAME_BYTES for part in path.parts)
+    return is_plain and not path.is_absolute() and ".." not in path.parts
+
+
+def is_unicode(name: str) -> bool:
+    """Whether a name can be written as UTF-8; Python's form of a file name that is none holds half characters."""
+    return HALF_A_CHARACTER.search(name) is None
