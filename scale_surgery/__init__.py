@@ -49,8 +49,9 @@ from scale_surgery.surgery.strip import Stripped, strip
 from scale_surgery.training.pilot_settings import PilotSettings
 from scale_surgery.training.rank_layers import rank_layers
 from scale_surgery.training.ranking import Ranking, RankingRequest
+from scale_surgery.training.result import Training
 from scale_surgery.training.settings import EvalData, TrainingSettings, TrainingStart
-from scale_surgery.training.train import Training, train
+from scale_surgery.training.train import train
 
 __version__ = _version("scale-surgery")
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from scale_surgery.surgery.route import Routed
     from scale_surgery.surgery.strip import Stripped
     from scale_surgery.training.outlook import Outlook
-    from scale_surgery.training.train import Training
+    from scale_surgery.training.result import Training
 
 
 def format_bytes(count: float) -> str:

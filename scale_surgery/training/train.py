@@ -11,7 +11,7 @@ import hashlib
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 from scale_surgery.checkpoint.beside import locked
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
 from scale_surgery.checkpoint.hashes import hash_tensors
-from scale_surgery.checkpoint.names import LOG_FILE
 from scale_surgery.checkpoint.staging import check_space, check_target
 from scale_surgery.errors import CheckpointError, TrainingError
 from scale_surgery.evidence.integrity import Integrity, bytes_to_check, check_files
@@ -39,20 +38,16 @@ from scale_surgery.training.allocator import keep_freed_memory
 from scale_surgery.training.arguments import LONGEST_WAIT, check_device, is_cpu, make_arguments
 from scale_surgery.training.outlook import (
     SAMPLE,
-    LossChange,
     Outlook,
-    compare_losses,
-    disappointments,
     look_ahead,
     sample_of,
 )
 from scale_surgery.training.ready import check_reach, load_to_train
+from scale_surgery.training.result import Training, describe
 from scale_surgery.training.resume_state import check_state
 from scale_surgery.training.run_folder import (
-    CURVES_FILE,
     TrainingRun,
     check_resumable,
-    last_measured,
     refuse_unfinished,
 )
 from scale_surgery.training.settings import EvalData, TrainingSettings, TrainingStart, check_settings
@@ -60,39 +55,6 @@ from scale_surgery.training.settings import EvalData, TrainingSettings, Training
 if TYPE_CHECKING:
     from scale_surgery.running.texts import Sequences
     from scale_surgery.training.trainer import ExpansionTrainer
-
-
-@dataclass(frozen=True)
-class Training:
-    """What `train` did.
-
-    Attributes:
-        path: The trained checkpoint.
-        steps: Optimizer steps in all.
-        seconds: Time since this call began training.
-        trained_parameters: Number of parameters that trained.
-        loss: Last loss of the log, nats per token.
-        change: The loss before and after, on the same tokens.
-        outlook: What the run was to do.
-        warnings: Why it taught little.
-        measured: Last measurement on old and new text; empty where nothing was measured.
-        log: Log of the run, JSON lines.
-        curves: Curves of the run, PNG.
-        left_out: Files of the expanded folder that were not taken along: weights in other formats, links that lead out.
-    """
-
-    path: Path
-    steps: int
-    seconds: float
-    trained_parameters: int
-    loss: float | None
-    change: LossChange | None
-    outlook: Outlook
-    warnings: tuple[str, ...]
-    measured: Mapping[str, float]
-    log: Path
-    curves: Path
-    left_out: tuple[str, ...] = ()
 
 
 def default_output(expanded: Path) -> Path:
@@ -195,7 +157,7 @@ def train(
         if processes.is_main_process:
             training.finish(trainer.state.log_history)
         processes.wait_for_everyone()
-    return _result(trainer, training, outlook, time.monotonic() - started)
+    return describe(trainer, training, outlook, time.monotonic() - started)
 
 
 def _check_files(checkpoint: Checkpoint, manifest: Manifest, processes: Any, run: RunOptions, track: Track) -> None:
@@ -350,23 +312,3 @@ def _where(trainer: ExpansionTrainer, training: TrainingRun) -> str:
     kept = training.whole_checkpoints()[-1:]
     state = f"it holds step {training.step_of(kept[0])}" if kept else "no checkpoint was reached, it holds step 0"
     return f"after step {trainer.state.global_step}; {state}"
-
-
-def _result(trainer: ExpansionTrainer, training: TrainingRun, outlook: Outlook, seconds: float) -> Training:
-    log = trainer.state.log_history
-    change = compare_losses(log, trainer.sides)
-    losses = [entry["loss"] for entry in log if "loss" in entry]
-    return Training(
-        path=training.target,
-        steps=trainer.state.global_step,
-        seconds=seconds,
-        trained_parameters=training.record["trained_parameters"],
-        loss=losses[-1] if losses else None,
-        change=change,
-        outlook=outlook,
-        warnings=(*outlook.warnings, *disappointments(change)),
-        measured=last_measured(log),
-        log=training.folder / LOG_FILE,
-        curves=training.folder / CURVES_FILE,
-        left_out=training.checkpoint.left_out,
-    )
