@@ -124,6 +124,11 @@ def settle(model: Any) -> None:
     ctypes.CDLL(None).malloc_trim(0)
 
 
+def as_milliseconds(value: float) -> str:
+    """A time as tables show it; a GPU takes few milliseconds."""
+    return f"{value:,.1f}" if value >= 100 else f"{value:.2f}"
+
+
 def as_mebibytes(size: int | None) -> str:
     """A peak as tables show it."""
     return "" if size is None else f"{size / 2**20:,.0f}"

@@ -35,7 +35,7 @@ import torch
 from rich.table import Table
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.device import Place, as_mebibytes, place_options, publish, timed, warm_up
+from benchmarks.device import Place, as_mebibytes, as_milliseconds, place_options, publish, timed, warm_up
 from benchmarks.inference_models import Variant, count_multiply_adds, load, make_models
 from benchmarks.make_checkpoint import SHAPES
 from benchmarks.routing_cost import take_turns
@@ -259,7 +259,7 @@ def clocks_of(settings: Settings) -> tuple[str, ...]:
 def lay_out(settings: Settings, measured: Measured) -> Iterator[Table | str]:
     """All tables, and which targets are reached."""
     yield render_sizes(measured)
-    yield render_ratios(measured, "ms", lambda ratio: f"{ratio.milliseconds:,.1f}")
+    yield render_ratios(measured, "ms", lambda ratio: as_milliseconds(ratio.milliseconds))
     clocks = clocks_of(settings)
     for measure, title in MEASURES.items():
         if measure in (*clocks, "fastest"):

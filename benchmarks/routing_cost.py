@@ -34,7 +34,7 @@ import torch
 from rich.table import Table
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.device import as_mebibytes, place_options, publish, timed, warm_up
+from benchmarks.device import as_mebibytes, as_milliseconds, place_options, publish, timed, warm_up
 from benchmarks.make_checkpoint import SHAPES
 from benchmarks.routing_memory import (
     MOST_EXTRA,
@@ -208,7 +208,7 @@ def render(case: str, ratios: Sequence[Ratio]) -> Table:
     columns = ("ms", "x base", "x unrouted", "formula", "/ formula", "counted")
     table = empty_table(case, (*columns, "peak, MiB") if has_peaks else columns)
     for ratio in shown:
-        measured = (f"{ratio.milliseconds:.1f}", f"{ratio.by_base:.2f}")
+        measured = (as_milliseconds(ratio.milliseconds), f"{ratio.by_base:.2f}")
         compared = (ratio.by_unrouted["seconds"], ratio.formula, ratio.by_formula, ratio.counted)
         cells = (f"{value:.2f}" if ratio.is_routed else "" for value in compared)
         table.add_row(ratio.variant, *measured, *cells, *([as_mebibytes(ratio.peak_bytes)] if has_peaks else []))

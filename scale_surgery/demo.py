@@ -264,12 +264,13 @@ def _ask(asked: tuple[Person, ...]) -> list[dict[str, str]]:
 
 def _fine_tune(base: Path, data: Path, output: Path, settings: TrainingSettings, out: Output) -> None:
     """Train every parameter of the base on the same sequences, for comparison."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer
+    from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, Trainer
 
     from scale_surgery.running.documents import read_documents
     from scale_surgery.running.loading import quiet_transformers
     from scale_surgery.running.texts import collate, pack, tokenize
     from scale_surgery.training.arguments import make_arguments
+    from scale_surgery.training.trainer import Advance
 
     with quiet_transformers():
         model, tokenizer = AutoModelForCausalLM.from_pretrained(base), AutoTokenizer.from_pretrained(base)
@@ -278,7 +279,12 @@ def _fine_tune(base: Path, data: Path, output: Path, settings: TrainingSettings,
             settings, output, settings.steps or STEPS, RunOptions(), bf16=False, is_measured=False
         )
         arguments.save_strategy = "no"
-        Trainer(model=model, args=arguments, train_dataset=sequences, data_collator=collate).train()
+        trainer = Trainer(model=model, args=arguments, train_dataset=sequences, data_collator=collate)
+        # it prints what it logs as Python writes it
+        trainer.remove_callback(PrinterCallback)
+        with out.track("fine-tuning", arguments.max_steps) as advance:
+            trainer.add_callback(Advance(advance))
+            trainer.train()
         model.save_pretrained(output)
         tokenizer.save_pretrained(output)
 

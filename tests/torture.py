@@ -9,6 +9,7 @@ same command then succeeds, with the bytes of a run that nobody disturbed; and n
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import json
 import random
@@ -228,14 +229,15 @@ def torture(made: Torture, count: int, seed: int, verbs: Sequence[str]) -> tuple
     chance = random.Random(seed)
     counts: Counter[tuple[str, str, str]] = Counter()
     problems = []
-    for trial in range(count):
-        name = chance.choices(verbs, [VERBS[verb].weight for verb in verbs])[0]
-        disturbance = made.draw(name, chance)
-        outcome, found = made.disturb(name, disturbance)
-        counts[name, disturbance.kind, outcome] += 1
-        problems += (said := [f"{trial}: {name}, {disturbance}: {problem}" for problem in found])
-        if said or trial % 100 == 99:
-            print(*said, f"{trial + 1} of {count}", sep="\n", file=sys.stderr, flush=True)
+    with contextlib.suppress(KeyboardInterrupt):  # what was done until then is told
+        for trial in range(count):
+            name = chance.choices(verbs, [VERBS[verb].weight for verb in verbs])[0]
+            disturbance = made.draw(name, chance)
+            outcome, found = made.disturb(name, disturbance)
+            counts[name, disturbance.kind, outcome] += 1
+            problems += (said := [f"{trial}: {name}, {disturbance}: {problem}" for problem in found])
+            if said or trial % 100 == 99:
+                print(*said, f"{trial + 1} of {count}", sep="\n", file=sys.stderr, flush=True)
     return counts, problems
 
 
@@ -245,6 +247,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--verbs", nargs="*", default=list(VERBS))
     asked = parser.parse_args()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
     with tempfile.TemporaryDirectory() as place:
         counts, problems = torture(Torture(Path(place)), asked.count, asked.seed, asked.verbs)
     for (name, kind, outcome), number in sorted(counts.items()):

@@ -79,7 +79,8 @@ def locked(folder: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            lock.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # an empty file that stays hinders nobody
+                lock.unlink(missing_ok=True)
     finally:
         os.close(handle)
 

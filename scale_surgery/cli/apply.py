@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from scale_surgery.cli.options import FOLDER, TOKENIZER_CODE, output_options, overwrite_options, run_options, take
+from scale_surgery.cli.options import TOKENIZER_CODE, output_options, overwrite_options, run_options, take
+from scale_surgery.cli.outputs import OUTPUT_FOLDER
 
 if TYPE_CHECKING:
     from scale_surgery.show.console import Output
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     "--revision", help="Branch, tag or commit of the base's Hub repository. Default: the commit that EXTRACT names."
 )
 @click.option("--extract-revision", help="Branch, tag or commit of EXTRACT's Hub repository. Default: its main branch.")
-@click.option("-o", "--output", type=FOLDER, required=True, help="Folder to write.")
+@click.option("-o", "--output", type=OUTPUT_FOLDER, required=True, help="Folder to write.")
 @click.option(
     "--force",
     is_flag=True,

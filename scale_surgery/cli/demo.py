@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from scale_surgery.cli.options import FOLDER, output_options
+from scale_surgery.cli.options import output_options
+from scale_surgery.cli.outputs import OUTPUT_FOLDER
 
 if TYPE_CHECKING:
     from scale_surgery.show.console import Output
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 @click.command(name="demo")
 @click.option(
-    "-o", "--output", type=FOLDER, default=Path("demo"), show_default=True, help="Folder for all that it makes."
+    "-o", "--output", type=OUTPUT_FOLDER, default=Path("demo"), show_default=True, help="Folder for all that it makes."
 )
 @output_options
 def demo_command(output: Path, out: Output) -> None:

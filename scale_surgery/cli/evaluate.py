@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from scale_surgery.cli.options import FILE, TEXTS, output_options, reading_options, take
+from scale_surgery.cli.options import TEXTS, output_options, reading_options, take
+from scale_surgery.cli.outputs import PICTURES, as_result, files_option, pictures, write_files
 
 if TYPE_CHECKING:
     from scale_surgery.show.console import Output
@@ -18,8 +19,11 @@ if TYPE_CHECKING:
 @click.option("--old", multiple=True, type=TEXTS, help="Text with what the base knows; can be repeated.")
 @click.option("--new", multiple=True, type=TEXTS, help="Text with what was to be learned; can be repeated.")
 @reading_options("MODELS")
-@click.option(
-    "--plot", type=FILE, help="Draw the loss on old text against that on new text, one point for each model. PNG."
+@files_option(
+    ".json",
+    *PICTURES,
+    also="--plot",
+    help="Write the numbers as .json, or draw old loss against new loss, a point for each model, as .png or .svg.",
 )
 @click.option("--revision", help="Branch, tag or commit of Hub repositories.")
 @output_options
@@ -27,7 +31,7 @@ def evaluate_command(
     models: tuple[str, ...],
     old: tuple[Path, ...],
     new: tuple[Path, ...],
-    plot: Path | None,
+    outputs: tuple[Path, ...],
     out: Output,
     **options: Any,
 ) -> None:
@@ -47,11 +51,10 @@ def evaluate_command(
 
     if not (old or new):
         raise click.UsageError("--old and --new are missing, give one of them or both.")
-    if plot is not None and not (old and new):
-        raise click.UsageError("--plot needs --old and --new: the plane has an axis for each.")
-    check_output_files([plot], [*models, *old, *new])
+    if not (old and new) and any(file.suffix.lower() in PICTURES for file in outputs):
+        raise click.UsageError("A picture needs --old and --new: the plane has an axis for each.")
+    check_output_files(outputs, [*models, *old, *new])
     result = evaluate(models, old, new, run=take(RunOptions, options), track=out.track, **options)
     out.show(result, render_evaluation(result))
-    if plot is not None:
-        plot_plane(result, plot)
-        out.say(f"\ndrawn to {plot}")
+    drawn = pictures(lambda file: plot_plane(result, file))
+    write_files(outputs, {".json": as_result(result), **drawn}, out)

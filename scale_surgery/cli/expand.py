@@ -9,7 +9,6 @@ import click
 
 from scale_surgery.cli.options import (
     FILE,
-    FOLDER,
     TOKENIZER_CODE,
     model_options,
     output_options,
@@ -17,6 +16,7 @@ from scale_surgery.cli.options import (
     run_options,
     take,
 )
+from scale_surgery.cli.outputs import OUTPUT_FOLDER
 from scale_surgery.cli.plan import LEFT_OUT, make_request, request_options
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 @click.command(name="expand")
 @model_options
 @request_options
-@click.option("-o", "--output", type=FOLDER, help="Folder to write. Default: ./<name>-scale.")
+@click.option("-o", "--output", type=OUTPUT_FOLDER, help="Folder to write. Default: ./<name>-scale.")
 @click.option(
     "--plan",
     "plan_file",
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 @run_options(
     "device",
     code=TOKENIZER_CODE,
-    helps={"device": "Where singular value decompositions are computed: cpu, cuda, ..."},
+    helps={"device": "Where decompositions are computed: cpu, cuda, ...; auto takes a GPU if there is one."},
 )
 @output_options
 def expand_command(
@@ -58,12 +58,13 @@ def expand_command(
     \b
     Example: scale-surgery expand MODEL --layers 20-31
     """
+    from scale_surgery.checkpoint.staging import check_target
     from scale_surgery.planning.plan import plan
     from scale_surgery.planning.saved import load_plan
     from scale_surgery.running.options import RunOptions
     from scale_surgery.show.tables import render_expansion
     from scale_surgery.show.tables_plan import render_plan
-    from scale_surgery.surgery.expand import expand
+    from scale_surgery.surgery.expand import default_output, expand
 
     run = take(RunOptions, {name: options.pop(name) for name in ("device", "trust_remote_code")})
     how = {name: options.pop(name) for name in ("base_weights", "overwrite")}
@@ -77,11 +78,14 @@ def expand_command(
     if dry_run:
         out.show(made, render_plan(made))
         return
+    # nobody reads a plan first, to learn then that it cannot be written
+    target = default_output(made) if output is None else output
+    check_target(target, [Path(model)] if Path(model).is_dir() else [], overwrite=how["overwrite"])
     out.say(render_plan(made))
     done = expand(
         model,
         made,
-        output,
+        target,
         revision=revision,
         **how,
         run=run,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import click
 
 from scale_surgery.cli.options import FOLDER, output_options, overwrite_option, running_options, take
+from scale_surgery.cli.outputs import OUTPUT_FOLDER
 from scale_surgery.surgery.merge import MergedForm
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 @click.command(name="merge")
 @click.argument("expanded", type=FOLDER)
-@click.option("-o", "--output", type=FOLDER, required=True, help="Folder to write.")
+@click.option("-o", "--output", type=OUTPUT_FOLDER, required=True, help="Folder to write.")
 @click.option(
     "--to",
     type=click.Choice(get_args(MergedForm)),

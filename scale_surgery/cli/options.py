@@ -16,7 +16,7 @@ import click
 from scale_surgery.checkpoint.files import BaseWeights
 from scale_surgery.errors import SurgeryError
 from scale_surgery.fields import Field, fields_of
-from scale_surgery.running.options import Probes, RunOptions
+from scale_surgery.running.options import WINDOWS, Probes, RunOptions
 
 if TYPE_CHECKING:
     from scale_surgery.show.console import Output
@@ -261,6 +261,8 @@ def reading_options(models: str) -> Callable[[Command], Command]:
     ]
 
     def add(command: Command) -> Command:
-        return add_options(run_options("batch_size", "dtype", "device", code=code_of(models))(command), windows)
+        usual = RunOptions(batch_size=WINDOWS)
+        running = run_options("batch_size", "dtype", "device", usual=usual, code=code_of(models))
+        return add_options(running(command), windows)
 
     return add

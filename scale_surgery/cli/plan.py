@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from scale_surgery.cli.options import FILE, given, model_options, named, options_from, output_options
+from scale_surgery.cli.options import given, model_options, named, options_from, output_options
+from scale_surgery.cli.outputs import files_option, write_files
 from scale_surgery.planning.request import Request
 
 if TYPE_CHECKING:
@@ -40,11 +41,11 @@ def make_request(options: dict[str, Any]) -> Request | None:
 @click.command(name="plan")
 @model_options
 @request_options
-@click.option("-o", "--output", type=FILE, help="Write the plan to this JSON file, for expand --plan.")
+@files_option(".json", help="Write the plan to this .json file, for expand --plan.")
 @click.option("--details", is_flag=True, help="List every new tensor.")
 @output_options
 def plan_command(
-    model: str, revision: str | None, output: Path | None, details: bool, out: Output, **options: Any
+    model: str, revision: str | None, outputs: tuple[Path, ...], details: bool, out: Output, **options: Any
 ) -> None:
     """Show what expand would do to MODEL: every new tensor, and what it costs. No weights are read or downloaded.
 
@@ -63,13 +64,12 @@ def plan_command(
     request = make_request(options)
     if request is None:
         raise click.UsageError("--layers is missing, for example --layers last:4.")
-    check_output_files([output], [model])
+    check_output_files(outputs, [model])
     source, checkpoint = open_model(model, revision)
     made = make_plan(checkpoint, request, name=source.name, revision=source.revision)
-    if output is not None:
-        save_plan(made, output)
     if checkpoint.left_out:
         out.warn(LEFT_OUT.format(", ".join(checkpoint.left_out)))
     out.show(made, render_plan(made, details=details))
-    if output is not None:
-        out.say(f"\nwritten to {output}; execute it with scale-surgery expand {model} --plan {output}")
+    write_files(outputs, {".json": lambda file: save_plan(made, file)}, out)
+    for file in outputs[:1]:
+        out.say(f"execute it with  scale-surgery expand {model} --plan {file}", as_it_is=True)

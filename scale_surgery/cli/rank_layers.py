@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from scale_surgery.cli.options import (
-    FILE,
     TEXTS,
     TOKENIZER_CODE,
     given,
@@ -17,6 +16,7 @@ from scale_surgery.cli.options import (
     run_options,
     take,
 )
+from scale_surgery.cli.outputs import PICTURES, as_result, files_option, pictures, write_files
 from scale_surgery.fields import fields_of
 from scale_surgery.planning.methods import DEFAULT_METHOD, METHODS
 from scale_surgery.planning.request import Request
@@ -61,23 +61,21 @@ EXPANSION_HELPS = {
 )
 @options_from(Request, *EXPANSION, helps=EXPANSION_HELPS)
 @options_from(PilotSettings, *fields_of(PilotSettings))
-@click.option("-o", "--output", type=FILE, help="Write the ranking to this JSON file.")
-@click.option("--plot", type=FILE, help="Draw the scores of layers and matrices. PNG.")
+@files_option(
+    ".json", *PICTURES, also="--plot", help="Write the ranking as .json, or draw the scores of layers as .png or .svg."
+)
 @click.option("--details", is_flag=True, help="Show the scores of each matrix too.")
 @click.option("--revision", help="Branch, tag or commit of a Hub repository.")
 @run_options(
     "device",
-    usual=RunOptions(device="auto"),
     code=TOKENIZER_CODE,
-    helps={"device": "Where to run: auto, cpu, cuda, ..."},
 )
 @output_options
 def rank_layers_command(
     model: str,
     data: tuple[Path, ...],
     old: tuple[Path, ...],
-    output: Path | None,
-    plot: Path | None,
+    outputs: tuple[Path, ...],
     details: bool,
     out: Output,
     **options: Any,
@@ -95,14 +93,13 @@ def rank_layers_command(
     Example: scale-surgery rank-layers MODEL --data domain.jsonl --budget 20%
     W12 too: scale-surgery rank-layers MODEL --data domain.jsonl --old general.txt
     """
-    from scale_surgery.checkpoint.files import write_json
     from scale_surgery.checkpoint.staging import check_output_files
     from scale_surgery.show.figure_rank_layers import plot_ranking
     from scale_surgery.show.tables_rank_layers import render_ranking
     from scale_surgery.training.rank_layers import rank_layers
     from scale_surgery.training.ranking import RankingRequest
 
-    check_output_files([output, plot], [model, *data, *old])
+    check_output_files(outputs, [model, *data, *old])
     pilot = take(PilotSettings, options)
     wanted = given({name: options.pop(name) for name in EXPANSION})
     if old and "collaborative_layers" in METHODS[wanted.get("method", DEFAULT_METHOD)].options:
@@ -114,9 +111,5 @@ def rank_layers_command(
     for warning in result.warnings:
         out.warn(warning)
     out.show(result, render_ranking(result, details=details))
-    if output is not None:
-        write_json(output, result.to_json())
-        out.say(f"\nwritten to {output}")
-    if plot is not None:
-        plot_ranking(result, plot)
-        out.say(f"\ndrawn to {plot}")
+    drawn = pictures(lambda file: plot_ranking(result, file))
+    write_files(outputs, {".json": as_result(result), **drawn}, out)

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from scale_surgery.cli.options import FILE, FOLDER, TEXTS, code_of, output_options, run_options, take
-from scale_surgery.running.options import RunOptions
+from scale_surgery.cli.options import FOLDER, TEXTS, code_of, output_options, run_options, take
+from scale_surgery.cli.outputs import as_result, files_option, write_files
+from scale_surgery.running.options import REPORT_WINDOWS, RunOptions
 
 if TYPE_CHECKING:
     from scale_surgery.show.console import Output
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 @click.option(
     "--files-only", is_flag=True, help="Read tensors only and run no model: nothing is said about hidden states."
 )
-@click.option("-o", "--output", type=FILE, help="Write an HTML page with plots and every number.")
+@files_option(".html", ".json", help="Write a page with plots and every number as .html, or the numbers as .json.")
 @click.option("--details", is_flag=True, help="List every tensor.")
 @click.option(
     "--sequence-length",
@@ -36,16 +37,15 @@ if TYPE_CHECKING:
 @run_options(
     "batch_size",
     "device",
-    usual=RunOptions(batch_size=1),
+    usual=RunOptions(batch_size=REPORT_WINDOWS),
     code=code_of("EXPANDED"),
     helps={
         "batch_size": "Windows in one forward pass. Hidden states of all layers are kept in memory for them.",
-        "device": "Where to compute: cpu, cuda, ...",
     },
 )
 @output_options
 def report_command(
-    expanded: Path, texts: tuple[Path, ...], output: Path | None, details: bool, out: Output, **options: Any
+    expanded: Path, texts: tuple[Path, ...], outputs: tuple[Path, ...], details: bool, out: Output, **options: Any
 ) -> None:
     """Show what training changed in EXPANDED: norms and effective ranks of its new tensors, and drift of hidden states.
 
@@ -61,9 +61,7 @@ def report_command(
     from scale_surgery.show.page_report import write_page
     from scale_surgery.show.tables_report import render_report
 
-    check_output_files([output], [expanded, *texts])
+    check_output_files(outputs, [expanded, *texts])
     found = report(expanded, texts, run=take(RunOptions, options), track=out.track, **options)
     out.show(found, render_report(found, details=details))
-    if output is not None:
-        write_page(found, output)
-        out.say(f"\nwritten to {output}")
+    write_files(outputs, {".html": lambda file: write_page(found, file), ".json": as_result(found)}, out)

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from scale_surgery.cli.options import FILE, FOLDER, TEXTS, output_options, reading_options, take
+from scale_surgery.cli.options import FOLDER, TEXTS, output_options, reading_options, take
+from scale_surgery.cli.outputs import PICTURES, OutputFile
 
 if TYPE_CHECKING:
     from scale_surgery.show.console import Output
@@ -27,7 +28,11 @@ if TYPE_CHECKING:
     help="How much higher than the base's the loss on old text may be, in nats per token.",
 )
 @click.option("--write", is_flag=True, help="Store the best setting in ROUTED.")
-@click.option("--plot", type=FILE, help="Draw forgetting against learning, one point for each setting. PNG.")
+@click.option(
+    *("-o", "--output", "--plot", "plot"),
+    type=OutputFile(*PICTURES),
+    help="Draw forgetting against learning, a point for each setting, as .png or .svg.",
+)
 @click.option("--details", is_flag=True, help="List every setting, not only the best ones.")
 @reading_options("ROUTED")
 @output_options

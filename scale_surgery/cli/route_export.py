@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from scale_surgery.cli.options import FOLDER, given, named, options_from, output_options, overwrite_options
+from scale_surgery.cli.outputs import OUTPUT_FOLDER
 from scale_surgery.fields import fields_of
 from scale_surgery.planning.routing_specs import Routing
 
@@ -27,7 +28,7 @@ def make_routing(router: Any, options: dict[str, Any]) -> Routing | None:
 
 @click.command(name="route-export")
 @click.argument("expanded", type=FOLDER)
-@click.option("-o", "--output", type=FOLDER, required=True, help="Folder to write.")
+@click.option("-o", "--output", type=OUTPUT_FOLDER, required=True, help="Folder to write.")
 @click.option(
     "--router",
     type=click.Choice([*fields_of(Routing)["router"].choices, "none"]),

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from scale_surgery.cli.options import FILE, TEXTS, output_options, reading_options, take
+from scale_surgery.cli.options import TEXTS, output_options, reading_options, take
+from scale_surgery.cli.outputs import as_result, files_option, write_files
 
 if TYPE_CHECKING:
     from scale_surgery.show.console import Output
@@ -16,13 +17,18 @@ if TYPE_CHECKING:
 @click.command(name="route-report")
 @click.argument("model")
 @click.option("--text", "texts", multiple=True, required=True, type=TEXTS, help="Text to look at; can be repeated.")
-@click.option("-o", "--output", type=FILE, help="Write an HTML page: tokens in colour, the numbers of each on hover.")
-@click.option("--jsonl", type=FILE, help="Write one line of JSON for each token to this file.")
+@files_option(
+    ".html",
+    ".jsonl",
+    ".json",
+    also="--jsonl",
+    help="Write a page with tokens in colour as .html, a line of JSON for each token as .jsonl, or all as .json.",
+)
 @reading_options("MODEL")
 @click.option("--revision", help="Branch, tag or commit of a Hub repository.")
 @output_options
 def route_report_command(
-    model: str, texts: tuple[Path, ...], output: Path | None, jsonl: Path | None, out: Output, **options: Any
+    model: str, texts: tuple[Path, ...], outputs: tuple[Path, ...], out: Output, **options: Any
 ) -> None:
     """Show which path of the routed MODEL each token of a text came from, and how well each path predicted it.
 
@@ -38,11 +44,8 @@ def route_report_command(
     from scale_surgery.show.page_routing import write_page
     from scale_surgery.show.tables_route_report import render_route_report
 
-    written = [(file, write) for file, write in ((output, write_page), (jsonl, write_jsonl)) if file is not None]
-    check_output_files([output, jsonl], texts)
+    check_output_files(outputs, texts)
     report = route_report(model, texts, run=take(RunOptions, options), track=out.track, **options)
     out.show(report, render_route_report(report))
-    for file, write in written:
-        write(report, file)
-    if written:
-        out.say(f"\nwritten to {' and '.join(str(file) for file, _ in written)}")
+    pages = {".html": lambda file: write_page(report, file), ".jsonl": lambda file: write_jsonl(report, file)}
+    write_files(outputs, {**pages, ".json": as_result(report)}, out)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from scale_surgery.cli.options import FOLDER, output_options, overwrite_options
+from scale_surgery.cli.outputs import OUTPUT_FOLDER
 
 if TYPE_CHECKING:
     from scale_surgery.show.console import Output
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 @click.command(name="strip")
 @click.argument("expanded", type=FOLDER)
-@click.option("-o", "--output", type=FOLDER, required=True, help="Folder to write.")
+@click.option("-o", "--output", type=OUTPUT_FOLDER, required=True, help="Folder to write.")
 @overwrite_options
 @output_options
 def strip_command(expanded: Path, output: Path, base_weights: Any, overwrite: bool, out: Output) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from scale_surgery.cli.options import (
     run_options,
     take,
 )
+from scale_surgery.cli.outputs import OUTPUT_FOLDER
 from scale_surgery.fields import fields_of
 from scale_surgery.training.settings import EvalData, TrainingSettings, TrainingStart
 
@@ -44,7 +46,7 @@ def read_sides(given: tuple[str, ...]) -> dict[str, list[Path]]:
     type=click.Path(path_type=Path),
     help="Text to learn; can be repeated.",
 )
-@click.option("-o", "--output", type=FOLDER, help="Folder to write. Default: ./<name>-trained.")
+@click.option("-o", "--output", type=OUTPUT_FOLDER, help="Folder to write. Default: ./<name>-trained.")
 @click.option(
     "--eval-data",
     multiple=True,
@@ -53,14 +55,7 @@ def read_sides(given: tuple[str, ...]) -> dict[str, list[Path]]:
 @options_from(TrainingSettings, *fields_of(TrainingSettings), declared={"packing": "--packing/--padding"})
 @click.option("--resume", is_flag=True, help="Continue an interrupted run in the output folder.")
 @overwrite_options
-@click.option(
-    "--device",
-    type=click.Choice(["auto", "cpu"]),
-    default="auto",
-    show_default=True,
-    help="auto: a GPU if there is one, else the CPU. cpu: the CPU.",
-)
-@run_options(code=code_of("EXPANDED"))
+@run_options("device", code=code_of("EXPANDED"))
 @output_options
 def train_command(
     expanded: Path,
@@ -80,7 +75,7 @@ def train_command(
     On several GPUs: accelerate launch -m scale_surgery train EXPANDED --data FILE
     """
     from scale_surgery.running.options import RunOptions
-    from scale_surgery.show.tables import render_training
+    from scale_surgery.show.tables import render_outlook, render_training
     from scale_surgery.training.train import train
 
     # a scheduler that ends a job is answered like somebody at the keyboard
@@ -92,7 +87,7 @@ def train_command(
         output,
         settings,
         eval_data=EvalData(**read_sides(eval_data)),
-        start=take(TrainingStart, options),
+        start=replace(take(TrainingStart, options), announce=lambda outlook: out.say(render_outlook(outlook))),
         run=take(RunOptions, options),
         track=out.track,
     )

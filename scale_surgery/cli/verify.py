@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from scale_surgery.cli.options import FILE, FOLDER, output_options, running_options, take
+from scale_surgery.cli.options import FOLDER, output_options, running_options, take
+from scale_surgery.cli.outputs import as_result, files_option, write_files
 
 if TYPE_CHECKING:
     from scale_surgery.show.console import Output
@@ -32,10 +33,15 @@ if TYPE_CHECKING:
     help="Check files only and run no model: promises about outputs are not checked.",
 )
 @running_options
-@click.option("--report", type=FILE, help="Write the result to this JSON file, as a certificate.")
+@files_option(".json", also="--report", help="Write the result to this .json file, as a certificate.")
 @output_options
 def verify_command(
-    expanded: Path, report: Path | None, required: tuple[str, ...], files_only: bool, out: Output, **options: Any
+    expanded: Path,
+    outputs: tuple[Path, ...],
+    required: tuple[str, ...],
+    files_only: bool,
+    out: Output,
+    **options: Any,
 ) -> None:
     """Check which promises EXPANDED keeps, and show the numbers; exit code 1 if one is broken.
 
@@ -49,9 +55,8 @@ def verify_command(
                           -ln(prior) nats a text
 
     \b
-    Example: scale-surgery verify EXPANDED --base MODEL --report certificate.json
+    Example: scale-surgery verify EXPANDED --base MODEL -o certificate.json
     """
-    from scale_surgery.checkpoint.files import write_json
     from scale_surgery.checkpoint.staging import check_output_files
     from scale_surgery.evidence.promises import PROMISES
     from scale_surgery.evidence.verify import verify
@@ -61,13 +66,12 @@ def verify_command(
     unknown = [name for name in required if name not in PROMISES]
     if unknown:
         raise click.UsageError(f"--promise {unknown[0]} is not one of {', '.join(PROMISES)}.")
-    check_output_files([report], [expanded, *filter(None, [options["base"]])])
+    check_output_files(outputs, [expanded, *filter(None, [options["base"]])])
     probes, run = take(Probes, options), take(RunOptions, options)
     prompted = None if files_only else probes
     result = verify(expanded, probes=prompted, required=required, run=run, track=out.track, **options)
     if not result.recorded:
         out.warn(f"{expanded} is read-only: the result is not recorded in its surgery.json")
-    if report is not None:
-        write_json(report, result.to_json())
     out.show(result, render_verification(result))
+    write_files(outputs, {".json": as_result(result)}, out)
     sys.exit(0 if result.passed else 1)

@@ -210,7 +210,7 @@ class Meter:
 
     def _measure(self, model: Any, score: Score, advance: Progress) -> Row:
         report = partial(advance, note=score.name)
-        found = {side: measure(model, text, self.run.batch_size, report) for side, text in self.texts.items()}
+        found = {side: measure(model, text, self.run.windows(), report) for side, text in self.texts.items()}
         return Row(replace(score, old=found.get("old"), new=found.get("new")), self.fingerprints)
 
 

@@ -186,4 +186,4 @@ def _holds(problems: list[str], numbers: Numbers | None) -> bool | None:
 
 def _equality(is_equal: bool, drift: float, numbers: Numbers) -> str:
     found = "bit-equal" if is_equal else f"differ by {drift:.3g}"
-    return f"{found} on {numbers.tokens} tokens ({numbers.dtype}, {numbers.attention})"
+    return f"{found} on {numbers.tokens} tokens ({numbers.dtype}, {numbers.attention}, {numbers.device})"

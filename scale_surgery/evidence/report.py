@@ -32,7 +32,7 @@ def report(
     *,
     files_only: bool = False,
     sequence_length: int | None = None,
-    run: RunOptions = RunOptions(batch_size=1),
+    run: RunOptions = RunOptions(),
     track: Track = no_track,
 ) -> Report:
     """Show what training did to an expanded checkpoint.
@@ -66,7 +66,7 @@ def report(
     refuse_fused(path, manifest)
     _check_tensors(checkpoint, manifest)
     plan = manifest.plan
-    comparison = Comparison(checkpoint, manifest, plan, run.device)
+    comparison = Comparison(checkpoint, manifest, plan, run.placed().device)
     with track("blocks", sum(tensor.bytes for tensor in plan.tensors)) as advance:
         tensors = tuple(comparison.changes(advance))
     streams = None

@@ -19,7 +19,7 @@ from scale_surgery.progress import Progress, Track
 from scale_surgery.running.drift import cosines, largest_difference
 from scale_surgery.running.freeze import base_states, expansion_disabled
 from scale_surgery.running.loading import loaded_whole
-from scale_surgery.running.options import Probes, RunOptions
+from scale_surgery.running.options import REPORT_WINDOWS, Probes, RunOptions
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -86,8 +86,9 @@ def _text_batches(path: Path, texts: Sequence[str | Path], length: int | None, r
     length, _ = choose_lengths([subject], length, None)
     windows = read_texts(subject, {"probe": documents}, length, length)["probe"]
     batches = []
-    for start in range(0, len(windows), run.batch_size):
-        rows = collate([windows[row] for row in range(start, min(start + run.batch_size, len(windows)))])
+    together = run.windows(REPORT_WINDOWS)
+    for start in range(0, len(windows), together):
+        rows = collate([windows[row] for row in range(start, min(start + together, len(windows)))])
         batches.append(Batch(rows["input_ids"], rows["attention_mask"]))
     return batches
 

@@ -185,7 +185,7 @@ def _run_probes(
     from scale_surgery.running.prompts import encode_prompts, token_problems
     from scale_surgery.running.tokenizer import load_tokenizer
 
-    run = replace(run, dtype=None)  # promises are about weights as they are stored
+    run = replace(run.placed(), dtype=None)  # promises are about weights as they are stored
     width = manifest.plan.sizes.hidden
     with tempfile.TemporaryDirectory() as folder, track("probe prompts", 2) as advance:
         renamed = link_base(checkpoint.path, Path(folder), manifest) if given is None else {}

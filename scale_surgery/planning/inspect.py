@@ -11,7 +11,7 @@ from scale_surgery.checkpoint.folder import CONFIG_FILE, MANIFEST_FILE, Checkpoi
 from scale_surgery.checkpoint.numbering import AFTER, CONFIG_KEY, numbering_of
 from scale_surgery.checkpoint.schema import in_one_line, known_misfits
 from scale_surgery.checkpoint.sources import open_model
-from scale_surgery.errors import CheckpointError
+from scale_surgery.errors import CheckpointError, PlanError
 from scale_surgery.planning.base import check_layers
 from scale_surgery.planning.families import Family, Sizes, get_family, read_sizes
 from scale_surgery.planning.methods import method_of_variant
@@ -155,9 +155,9 @@ def _summarise(checkpoint: Checkpoint) -> ExpansionSummary:
     specs = checkpoint.config["scale_surgery"]
     try:
         if problems := spec_problems(specs, CONFIG_KEY):
-            raise ValueError(in_one_line(problems))
+            raise PlanError(in_one_line(problems))
         return _read_summary(checkpoint, specs)
-    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, StopIteration) as error:
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, StopIteration, PlanError) as error:
         raise CheckpointError(
             f"{checkpoint.path / CONFIG_FILE}: scale_surgery is incomplete ({error}). Restore it from where you got it."
         ) from error

@@ -17,6 +17,10 @@ from scale_surgery.planning.request import Request
 from scale_surgery.planning.spec_schema import spec_problems
 from scale_surgery.planning.tensors import TensorPlan
 
+# the same model may lie elsewhere and be called otherwise; costs are estimates
+UNDECISIVE = {"costs", "base_name"}
+OF_THE_BASE = {"base_fingerprint", "base_revision", "family", "sizes"}
+
 
 def save_plan(plan: Plan, file: Path) -> None:
     """Write a plan as JSON."""
@@ -113,9 +117,19 @@ def _saved_request(file: Path) -> Request:
 
 def _check_same(plan: Plan, file: Path) -> None:
     saved, made = read_json(file), plan.to_json()
-    differing = sorted(key for key in made if key != "costs" and saved.get(key) != made[key])
+    differing = {key for key in made if key not in UNDECISIVE and saved.get(key) != made[key]}
+    if differing & OF_THE_BASE:
+        raise PlanError(
+            f"{file}: was made for another base model, {_named(saved)}, found {_named(made)}. Give the model that it "
+            "was made for, or make it again with plan -o."
+        )
     if differing:
         raise PlanError(
-            f"{file}: this plan was made for another base model or by another release; it differs in "
-            f"{', '.join(differing)}. Make it again with plan -o."
+            f"{file}: another release of this program made it, and this one would plan other tensors for the same "
+            "request. Make it again with plan -o."
         )
+
+
+def _named(plain: Mapping[str, Any]) -> str:
+    revision = plain.get("base_revision")
+    return f"{plain.get('base_name')} at {revision}" if revision else str(plain.get("base_name"))

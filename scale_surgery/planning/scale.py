@@ -107,12 +107,15 @@ class Scale(Method):
         """Collaboration, widths and initialisation."""
         request, collaborative = plan.request, plan.collaboration
         groups = f" ({' and '.join(collaborative.groups)})" if collaborative.groups else ""
-        return [
+        rows = [
             ("collaborative", format_layers(collaborative.layers) + groups),
             ("added widths", plan.widths.description),
             ("share of base", _shares(plan)),
             ("initialisation", f"W21 {request.init_w21}, W22 {request.init_w22}, {request.svd} SVD"),
         ]
+        count = sum(tensor.elements for tensor in idle_tensors(plan))
+        idle = f"{count:,} of the new parameters: in layer {plan.layers[0]} they read an up stream that is zero"
+        return [*rows, ("never learn", idle)] if count else rows
 
     def description(self, request: Request, *, is_stock: bool, has_up_stream: bool) -> str:
         """The block matrix in words."""
@@ -136,6 +139,21 @@ class Scale(Method):
     def beginning(self, request: Request) -> str:
         """How each block began."""
         return f"W12 zero, W21 {request.init_w21}, W22 {request.init_w22}, seed {request.seed}"
+
+
+def idle_tensors(plan: Plan) -> tuple[TensorPlan, ...]:
+    """New tensors that get no gradient, whatever trains: what they read is zero in every step.
+
+    Where the embedding is not widened, the up stream that enters the lowest expanded layer is zero. W12 and W22 of q, k
+    and v read it there, and so does the norm before them. Of families whose norms have biases nothing is said.
+    """
+    family, first = plan.architecture, plan.layers[0]
+    if first == 0 or not plan.widths.up_width or family.norm_style == "layer":
+        return ()
+    readers = [linear.name for linear in family.linears if linear.roles[0] in ("q", "k", "v")]
+    blocks = {f".{first}.{name}.{block}" for name in readers for block in ("w12", "w22")}
+    blocks |= {f".{first}.{name}.up_weight" for name in family.pre_norms[:1]}
+    return tuple(tensor for tensor in plan.tensors if tensor.name.endswith(tuple(blocks)))
 
 
 def _resolve_widths(sizes: Sizes, request: Request) -> Widths:
@@ -207,7 +225,7 @@ def _resolve_collaboration(
     if layers and outside:
         problems.append(
             f"--collaborative-layers {request.collaborative_layers}: {', '.join(map(str, outside))} not among the "
-            f"expanded layers. Choose among --layers {request.layers}."
+            f"expanded layers, which are {format_layers(layers)}. Choose among those, or add to --layers."
         )
     problems += _sealed_problems(layers, chosen, groups, widths)
     return Collaboration(chosen, groups), problems
@@ -251,7 +269,10 @@ def _sealed_problems(
         return []
     problems = []
     if set(layers) - set(chosen):
-        problems.append("--up-width is 0: every expanded layer must be in --collaborative-layers.")
+        problems.append(
+            f"--up-width is 0: --collaborative-layers names {format_layers(chosen)}, expected every expanded layer, "
+            f"{format_layers(layers)}. Leave the option out."
+        )
     missing = [group for group in _needed_groups(widths) if group not in groups]
     if missing:
         problems.append(

@@ -139,7 +139,7 @@ def stock_problems(family: Family, sizes: Sizes, widths: Widths, config: Mapping
         yield (
             f"--to stock: the residual stream is {widths.up_width} features wider than the base's {sizes.hidden}, "
             "expected an up width of 0: a stock class has one stream, whose norms, embedding and head know no second "
-            "one. Merge --to fused, or expand with --up-width 0."
+            "one. Merge --to fused, or expand with --variant adapt --up-width 0."
         )
     reason = _heads_problem(family, config)
     if widths.up_kv_heads and reason:

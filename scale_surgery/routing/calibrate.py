@@ -38,7 +38,7 @@ class CalibrationSettings:
     Attributes:
         most_forgetting: Nats per token of old text that may be lost against the base.
         write: Whether the best setting is written into the model.
-        plot: PNG to be, forgetting against learning; replaced where it exists.
+        plot: PNG or SVG to be, forgetting against learning; replaced where it exists.
     """
 
     most_forgetting: float = 0.02
@@ -251,7 +251,7 @@ def _write(result: Calibration) -> None:
     """Write the setting and the plot, both or none."""
     from scale_surgery.show.figure_calibration import plot_calibration
 
-    drawn = None if result.plot is None else result.plot.with_name(f".{result.plot.name}.drawn")
+    drawn = None if result.plot is None else result.plot.with_name(f".drawn-{result.plot.name}")
     try:
         if drawn is not None:
             plot_calibration(result, drawn)

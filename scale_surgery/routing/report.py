@@ -92,7 +92,7 @@ def route_report(
     readings = _read(subject, documents, length, step)
     total = sum(len(reading.windows.ids) for reading in readings)
     with track("route-report", total) as advance, loaded_whole(subject.path, subject.name, run) as network:
-        scores = [_score(network, reading.windows, run.batch_size, advance) for reading in readings]
+        scores = [_score(network, reading.windows, run.windows(), advance) for reading in readings]
     files = [_join(*pair, subject.tokenizer, routing) for pair in zip(readings, scores, strict=True)]
     base = f"{subject.name}, expansion disabled" if subject.manifest is None else subject.manifest.base_name
     return RouteReport(subject.name, base, routing, length, step, run.dtype, tuple(files))

@@ -114,7 +114,7 @@ def sweep_model(
 
     tokens = sum(len(text.ids) for text in texts.values())
     with loaded_whole(subject.path, subject.name, run) as model, track("read", tokens) as advance:
-        old, new = (read_paths(model, texts[side], run.batch_size, advance) for side in ("old", "new"))
+        old, new = (read_paths(model, texts[side], run.windows(), advance) for side in ("old", "new"))
         router = model.router
     settings = settings_of(present, old, new)
     with track("settings", len(settings)) as advance:

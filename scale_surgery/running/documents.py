@@ -66,6 +66,8 @@ def _read_text(path: Path) -> str:
 def _readable(path: Path) -> Iterator[None]:
     try:
         yield
+    except FileNotFoundError as error:
+        raise DataError(f"{path}: there is no such file. Give UTF-8 text, JSONL or a saved dataset.") from error
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(
             f"{path}: cannot be read as text ({error}). Give UTF-8 text, JSONL or a saved dataset."

@@ -31,6 +31,7 @@ class LogitDrift:
     Attributes:
         prompts: Number of prompts, in one left-padded batch.
         tokens: Tokens in them.
+        device: Where both models ran; on another the last bits may be others.
         dtype: Dtype of the logits.
         is_bit_equal: Whether they are equal, bit for bit.
         drift: Largest absolute difference.
@@ -41,6 +42,7 @@ class LogitDrift:
 
     prompts: int
     tokens: int
+    device: str
     dtype: str
     is_bit_equal: bool
     drift: float
@@ -72,13 +74,14 @@ class Drift(LogitDrift):
         return self.share <= self.tolerance
 
 
-def compare_logits(before: Tensor, after: Tensor, batch: Batch) -> LogitDrift:
+def compare_logits(before: Tensor, after: Tensor, batch: Batch, device: str) -> LogitDrift:
     """Compare the logits of two models on the same batch; padding does not count.
 
     Args:
         before: Logits of one model, (prompts, tokens, vocabulary).
         after: Logits of the other.
         batch: What both have read.
+        device: Where both ran.
 
     Returns:
         How far they are from each other.
@@ -91,6 +94,7 @@ def compare_logits(before: Tensor, after: Tensor, batch: Batch) -> LogitDrift:
     return LogitDrift(
         prompts=int(batch.ids.shape[0]),
         tokens=int(real.sum()),
+        device=device,
         dtype=str(before.dtype).removeprefix("torch."),
         # equal as numbers, so -0.0 equals 0.0 (adding a zero product may turn one into the other); NaN equals nothing
         is_bit_equal=torch.equal(before[real], after[real]),
@@ -139,7 +143,7 @@ def measure_drift(
     from scale_surgery.running.loading import loaded
     from scale_surgery.running.prompts import encode_prompts
 
-    run = replace(run, dtype=None)  # what is compared is what is stored
+    run = replace(run.placed(), dtype=None)  # what is compared is what is stored
     batch = encode_prompts(before, probes, run).batch
     runs = []
     with track("probe prompts", 2) as advance:
@@ -150,7 +154,7 @@ def measure_drift(
                 runs.append(_run(model, batch, probes.new_tokens, run.device))
             advance(1)
     (logits, new), (other_logits, other_new) = runs
-    found = compare_logits(logits, other_logits, batch)
+    found = compare_logits(logits, other_logits, batch, run.device)
     return Drift(
         **vars(found),
         tolerance=TOLERANCES[found.dtype],

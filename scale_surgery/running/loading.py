@@ -105,7 +105,7 @@ def loaded(
     Raises:
         CheckpointError: If it cannot be loaded.
     """
-    checkpoint = open_checkpoint(path)
+    checkpoint, run = open_checkpoint(path), run.placed()
     size = sum(info.bytes for info in checkpoint.tensors.values())
     with tempfile.TemporaryDirectory() as offload_folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")

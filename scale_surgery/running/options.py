@@ -2,32 +2,48 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
 from scale_surgery.fields import Count, Range
 
 Dtype = Literal["float32", "float16", "bfloat16"]
+# windows in one forward pass, where an operation has no reason for another number
+WINDOWS = 8
+# report holds the hidden states of all layers for them
+REPORT_WINDOWS = 1
 
 
 @dataclass(frozen=True)
 class RunOptions:
     """How models run. No function reads all of it; each says which fields it reads.
 
+    A default means the operation's own choice, so that who sets one field leaves the others to the operation.
+
     Attributes:
-        device: Where models run: cpu, cuda, ...
+        device: Where models run: cpu, cuda, ...; auto takes a GPU if there is one.
         dtype: Cast the weights to this dtype. Default: as they are stored.
         trust_remote_code: Run the code in a model's folder, and a tokenizer's own, instead of this program's.
         memory_bytes: On the CPU, weights above this are streamed from their files.
-        batch_size: Windows in one forward pass.
+        batch_size: Windows in one forward pass. Default: what suits the operation.
     """
 
-    device: str = "cpu"
+    device: str = "auto"
     dtype: Dtype | None = None
     trust_remote_code: bool = False
     memory_bytes: int = 4 * 1024**3
-    batch_size: Count = 8
+    batch_size: Count | None = None
+
+    def windows(self, usual: int = WINDOWS) -> int:
+        """Windows in one forward pass of an operation whose own number is `usual`."""
+        return usual if self.batch_size is None else self.batch_size
+
+    def placed(self) -> RunOptions:
+        """The same, with the device that "auto" stands for on this machine, for inference and for decompositions."""
+        from scale_surgery.running.device import choose_device
+
+        return replace(self, device=choose_device(self.device))
 
 
 @dataclass(frozen=True)

@@ -77,6 +77,7 @@ class ProbeRun:
     cached: Tensor | None
     uncached: Tensor | None
     attention: str
+    device: str
     load_problems: tuple[str, ...]
 
 
@@ -116,6 +117,7 @@ def run_model(
         cached=cached,
         uncached=uncached,
         attention=str(model.config._attn_implementation),
+        device=device,
         load_problems=tuple(problems),
     )
 
@@ -157,7 +159,7 @@ def compare(
     """
     batch = encoded.batch
     real = batch.mask.bool()
-    found = compare_logits(base.logits, expanded.logits, batch)
+    found = compare_logits(base.logits, expanded.logits, batch, base.device)
     known = set(base.load_problems)
     largest = found.largest_logit * torch.finfo(base.logits.dtype).eps
     return Numbers(

@@ -10,7 +10,7 @@ import hashlib
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice, pairwise
+from itertools import accumulate, islice, pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,6 +49,14 @@ class Sequences:
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         start, end = self.starts[index], self.starts[index + 1]
         return {"input_ids": self.ids[start:end].long(), "labels": self.labels[start:end].long()}
+
+    def some(self, most: int) -> Sequences:
+        """At most so many of them, evenly spread."""
+        if len(self) <= most:
+            return self
+        rows = [self[place * len(self) // most] for place in range(most)]
+        ids, labels = (torch.cat([row[name] for row in rows]).int() for name in ("input_ids", "labels"))
+        return Sequences(ids, labels, (0, *accumulate(len(row["input_ids"]) for row in rows)))
 
     @property
     def scored(self) -> int:

@@ -43,7 +43,7 @@ def plot_calibration(result: Calibration, file: Path) -> None:
 
     Args:
         result: What was measured.
-        file: PNG to be; replaced where it exists.
+        file: PNG or SVG to be, as its suffix says; replaced where it exists.
     """
     save_figure(calibration_figure(result), file)
 

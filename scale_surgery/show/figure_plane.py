@@ -68,7 +68,7 @@ def plot_plane(evaluation: Evaluation, file: Path) -> None:
 
     Args:
         evaluation: What was measured, on old and on new text.
-        file: PNG to be; replaced where it exists.
+        file: PNG or SVG to be, as its suffix says; replaced where it exists.
     """
     save_figure(plane_figure(evaluation), file)
 

@@ -24,7 +24,7 @@ def plot_ranking(result: Ranking, file: Path) -> None:
 
     Args:
         result: The ranking.
-        file: PNG to be; replaced where it exists.
+        file: PNG or SVG to be, as its suffix says; replaced where it exists.
     """
     save_figure(ranking_figure(result), file)
 

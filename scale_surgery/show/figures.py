@@ -79,15 +79,20 @@ def plot_training(records: Sequence[Mapping[str, Any]], file: Path) -> None:
 
     Args:
         records: What was logged, each with "step" and some of the keys of PANELS, in the order of steps.
-        file: PNG to be; replaced where it exists.
+        file: PNG or SVG to be, as its suffix says; replaced where it exists.
     """
     save_figure(training_figure(records), file)
 
 
 def save_figure(figure: Figure, file: Path) -> None:
-    """Write a figure as PNG, whole or not at all; equal figures give equal bytes."""
-    with finished_file(file) as temporary:
-        figure.savefig(temporary, format="png", dpi=DOTS_PER_INCH, facecolor="white", metadata={"Software": None})
+    """Write a figure as its suffix says, SVG or else PNG, whole or not at all; equal figures give equal bytes."""
+    from matplotlib import rc_context
+
+    form = "svg" if file.suffix.lower() == ".svg" else "png"
+    # what would differ from one time to the next: the time itself, and names of parts
+    unsaid: dict[str, Any] = {"svg": {"Date": None}, "png": {"Software": None}}[form]
+    with finished_file(file) as temporary, rc_context({"svg.hashsalt": "scale-surgery"}):
+        figure.savefig(temporary, format=form, dpi=DOTS_PER_INCH, facecolor="white", metadata=unsaid)
 
 
 def training_figure(records: Sequence[Mapping[str, Any]]) -> Figure:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from scale_surgery.running.probe import Layer
     from scale_surgery.surgery.expand import Expansion
     from scale_surgery.surgery.strip import Stripped
+    from scale_surgery.training.outlook import Outlook
     from scale_surgery.training.train import Training
 
 
@@ -145,7 +146,7 @@ def render_verification(result: Verification) -> RenderableType:
         table.add_row(promise.name, _verdict(promise, promise.name in result.required), promise.evidence)
     parts: list[RenderableType] = [table, Text(), _render_numbers(result)]
     parts += [Text(f"problem: {problem}", style="red") for problem in _problems(result)]
-    parts += [Text(f"warning: {warning}", style="yellow") for warning in result.warnings]
+    parts += _warnings(result.warnings)
     word = Text("verified", style="bold green") if result.passed else Text("NOT verified", style="bold red")
     state = "untrained" if result.state == "initial" else f"trained ({result.trained_tensors} tensors changed)"
     kind = result.variant if result.routing is None else f"{result.variant}, routed ({result.routing.description})"
@@ -167,7 +168,7 @@ def _problems(result: Verification) -> list[str]:
     for promise in result.promises:
         if promise.name in result.required and not promise.holds:
             found += promise.problems
-    return shorten(list(dict.fromkeys(found)), ending="; --report FILE writes all")
+    return shorten(list(dict.fromkeys(found)), ending="; -o FILE.json writes all")
 
 
 def _render_numbers(result: Verification) -> RenderableType:
@@ -178,8 +179,9 @@ def _render_numbers(result: Verification) -> RenderableType:
     worst = max(numbers.layers, key=lambda layer: math.inf if math.isnan(layer.drift) else layer.drift)
     lowest = min((layer.cosine for layer in numbers.layers), key=lambda cosine: -2 if math.isnan(cosine) else cosine)
     kind = "tokens" if numbers.is_text else "random ids (no tokenizer)"
+    how = f"{numbers.dtype}, {numbers.attention}, {numbers.device}"
     rows = [
-        ("probes", f"{numbers.prompts} prompts, {numbers.tokens} {kind}, {numbers.dtype}, {numbers.attention}"),
+        ("probes", f"{numbers.prompts} prompts, {numbers.tokens} {kind}, {how}"),
         ("logits", "bit-equal" if numbers.is_bit_equal else f"drift {numbers.drift:.3g}"),
         ("KL divergence", f"{numbers.kl_divergence:.3g} nats per token"),
         ("top-1 agreement", f"{numbers.top1_agreement:.1%}"),
@@ -233,7 +235,7 @@ def render_training(done: Training) -> RenderableType:
         ("written", str(done.path)),
         ("steps", f"{done.steps:,} in {format_seconds(done.seconds)}"),
         ("trained", f"{done.trained_parameters:,} parameters, none of the base"),
-        ("loss", "none logged" if done.loss is None else f"{done.loss:.4f} nats per token, last of the log"),
+        *_loss_rows(done),
     ]
     measured = done.measured
     for side, change in (("old", "forgetting"), ("new", "learning")):
@@ -242,8 +244,39 @@ def render_training(done: Training) -> RenderableType:
             loss = f"{measured[f'{side}_nats_per_token']:.4f} nats per token{accuracy}"
             rows.append((f"{side} text", f"{loss}; {change} {measured[change]:+.4f}"))
     rows += [("not taken along", ", ".join(done.left_out))] if done.left_out else []
-    rows += [("curves", str(done.curves)), ("next", f"scale-surgery verify {done.path}")]
-    return facts("trained", rows)
+    rows.append(("curves", str(done.curves)))
+    following = [("next", f"scale-surgery verify {done.path}")]
+    return Group(facts("trained", rows), *_warnings(done.warnings), facts("", following))
+
+
+def render_outlook(outlook: Outlook) -> RenderableType:
+    """What a training run will do, before its first step."""
+    rows = [
+        ("texts", f"{_sequences(outlook.sequences)}, {outlook.tokens:,} tokens to learn, {_times(outlook.passes)}"),
+        ("steps", f"{outlook.steps:,}, the learning rate rises in {outlook.warmup_steps:,} of them"),
+    ]
+    return Group(facts("to train", rows), *_warnings(outlook.warnings), Text())
+
+
+def _sequences(count: int) -> str:
+    return f"{count:,} sequence{'' if count == 1 else 's'}"
+
+
+def _times(passes: float) -> str:
+    return "read once" if passes == 1 else f"read {passes:.3g} times"
+
+
+def _warnings(warnings: tuple[str, ...]) -> list[Text]:
+    return [Text(f"warning: {warning}", style="yellow") for warning in warnings]
+
+
+def _loss_rows(done: Training) -> list[tuple[str, str]]:
+    change = done.change
+    if change is None:
+        return []
+    which = "the new text" if change.text == "new" else f"{_sequences(change.sequences)} to learn"
+    before = "unknown" if change.before is None else f"{change.before:.4f}"
+    return [("loss", f"{before} before, {change.after:.4f} after (nats per token, {which})")]
 
 
 def render_evaluation(result: Evaluation) -> RenderableType:

@@ -45,7 +45,7 @@ def _drift_rows(drift: Drift) -> list[tuple[str, str]]:
     same = drift.generation_agreement
     greedy = "nothing was generated" if same is None else f"greedy continuation {same:.1%}"
     return [
-        ("drift", f"{found} ({drift.dtype}, {drift.tokens} tokens)"),
+        ("drift", f"{found} ({drift.dtype}, {drift.device}, {drift.tokens} tokens)"),
         ("of the largest", f"{drift.share:.2g}, at most {drift.tolerance:g} passes for rounding"),
         ("same next token", f"{drift.top1_agreement:.1%}; {greedy}"),
         ("KL divergence", f"{drift.kl_divergence:.2g} nats per token"),

@@ -103,7 +103,7 @@ def _file(file: FileRoute) -> Iterator[RenderableType]:
             yield Tokens(document.place_in(file.file), document.tokens[:left])
         left -= len(document.tokens)
     if left < 0:
-        yield Text(f"... {-left:,} more tokens; -o FILE.html and --jsonl FILE show all", style="dim")
+        yield Text(f"... {-left:,} more tokens; -o FILE.html or FILE.jsonl shows all", style="dim")
 
 
 def _totals(report: RouteReport) -> RenderableType:

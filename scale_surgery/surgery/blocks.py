@@ -10,6 +10,7 @@ W^T W and W W^T, never a full SVD. Everything is computed in float32 or better a
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Iterator
 from typing import Literal
@@ -20,7 +21,10 @@ from torch import Tensor
 from scale_surgery.errors import CheckpointError
 
 SvdMethod = Literal["exact", "fast"]
-CHUNK_ELEMENTS = 1 << 23
+# small enough that the allocator gives the same memory again, and no page is cleared twice
+CHUNK_ELEMENTS = 1 << 22
+# columns of a Gram matrix that are computed together; what lies below their diagonal is copied
+GRAM_COLUMNS = 256
 # extra directions and passes of the randomized range finder (Halko, Martinsson and Tropp 2011)
 OVERSAMPLING = 32
 POWER_PASSES = 2
@@ -42,8 +46,9 @@ def check_finite(weight: Tensor, name: str) -> None:
     Raises:
         CheckpointError: If it holds NaN or infinity.
     """
-    bad = sum(int((~torch.isfinite(chunk)).sum()) for chunk in _chunks(weight, 0))
-    if bad:
+    # one of the two is not finite if any value is not
+    if not torch.stack(torch.aminmax(weight)).isfinite().all():
+        bad = sum(int((~torch.isfinite(chunk)).sum()) for chunk in _chunks(weight, 0))
         raise CheckpointError(
             f"{name}: holds {bad} NaN or infinite values of {weight.numel()}, expected finite numbers to decompose. "
             "Check the checkpoint, leave out its layer, or choose --init-w21 random."
@@ -59,8 +64,26 @@ def _work_dtype(method: SvdMethod) -> torch.dtype:
     return torch.float64 if method == "exact" else torch.float32
 
 
+@contextlib.contextmanager
+def _bfloat16_products(dtype: torch.dtype) -> Iterator[None]:
+    """Let the processor multiply in bfloat16 and add in float32, which is exact for what is stored in bfloat16.
+
+    Only processors that have such an instruction do so (AVX512-BF16, AMX), and PyTorch from 2.9 on.
+    """
+    products = getattr(torch.backends.mkldnn, "matmul", None)
+    if dtype != torch.bfloat16 or products is None:
+        yield
+        return
+    before = products.fp32_precision
+    products.fp32_precision = "bf16"
+    try:
+        yield
+    finally:
+        products.fp32_precision = before
+
+
 def gram(weight: Tensor, method: SvdMethod) -> Tensor:
-    """The smaller of W^T W and W W^T, added up chunk by chunk along the longer axis.
+    """The smaller of W^T W and W W^T, added up chunk by chunk along the longer axis, one triangle of it.
 
     Args:
         weight: Base weight, shape (d_out, d_in).
@@ -72,14 +95,21 @@ def gram(weight: Tensor, method: SvdMethod) -> Tensor:
     axis = 0 if weight.shape[0] >= weight.shape[1] else 1
     n = min(weight.shape)
     total = torch.zeros(n, n, dtype=_work_dtype(method), device=weight.device)
-    for chunk in _chunks(weight, axis):
-        part = chunk.to(total.dtype)
-        total += part.T @ part if axis == 0 else part @ part.T
+    bands = [slice(start, start + GRAM_COLUMNS) for start in range(0, n, GRAM_COLUMNS)]
+    with _bfloat16_products(weight.dtype):
+        for chunk in _chunks(weight, axis):
+            part = chunk.to(total.dtype) if axis == 0 else chunk.to(total.dtype).T
+            for band in bands:
+                total[band, band.start :].addmm_(part[:, band].T, part[:, band.start :])
+    for band in bands:
+        total[band.stop :, band] = total[band, band.stop :].T
     return total
 
 
-def leading_eigenvectors(matrix: Tensor, count: int, method: SvdMethod, generator: torch.Generator) -> Tensor:
-    """Leading eigenvectors of a symmetric positive semi-definite matrix.
+def leading_eigenpairs(
+    matrix: Tensor, count: int, method: SvdMethod, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """Leading eigenvalues and eigenvectors of a symmetric positive semi-definite matrix.
 
     "exact" is a full eigendecomposition. "fast" is a randomized range finder with power passes; it gives way
     to the eigendecomposition where it would look for more than half of the directions.
@@ -91,20 +121,29 @@ def leading_eigenvectors(matrix: Tensor, count: int, method: SvdMethod, generato
         generator: Source of the random start of "fast".
 
     Returns:
-        Orthonormal columns, shape (n, count), by descending eigenvalue.
+        The eigenvalues in descending order, shape (count,), and orthonormal columns, shape (n, count).
     """
     n = matrix.shape[0]
     width = min(n, count + OVERSAMPLING)
     if method == "exact" or 2 * width > n:
-        vectors: Tensor = torch.linalg.eigh(matrix).eigenvectors
-        return vectors[:, -count:].flip(1)
+        values, vectors = torch.linalg.eigh(matrix)
+        return values[-count:].flip(0), vectors[:, -count:].flip(1)
     start = torch.randn(n, width, generator=generator, dtype=torch.float32).to(matrix)
     basis = torch.linalg.qr(matrix @ start).Q
     for _ in range(POWER_PASSES):
         basis = torch.linalg.qr(matrix @ basis).Q
-    small: Tensor = torch.linalg.eigh(basis.T @ matrix @ basis).eigenvectors
-    leading: Tensor = basis @ small[:, -count:].flip(1)
-    return leading
+    values, small = torch.linalg.eigh(basis.T @ matrix @ basis)
+    return values[-count:].flip(0), basis @ small[:, -count:].flip(1)
+
+
+def _singular_values(weight: Tensor, values: Tensor, vectors: Tensor) -> Tensor:
+    """Roots of eigenvalues of W^T W; of those that are lost in the rounding of the squares, the norm of W v."""
+    found = values.clamp_min(0).sqrt()
+    lost = values < torch.finfo(values.dtype).eps ** 0.5 * values[0]
+    if lost.any():
+        images = [chunk.to(vectors.dtype) @ vectors[:, lost] for chunk in _chunks(weight, 0)]
+        found[lost] = torch.cat(images).norm(dim=0)
+    return found
 
 
 def mean_row_norm(weight: Tensor) -> float:
@@ -127,10 +166,9 @@ def principal_rows(weight: Tensor, count: int, method: SvdMethod, generator: tor
     Returns:
         Shape (r, d_in), by descending singular value; the norm of row i is singular value i.
     """
-    vectors = leading_eigenvectors(gram(weight, method), count, method, generator)
+    values, vectors = leading_eigenpairs(gram(weight, method), count, method, generator)
     if weight.shape[0] >= weight.shape[1]:
-        images = torch.cat([chunk.to(vectors.dtype) @ vectors for chunk in _chunks(weight, 0)])
-        rows = images.norm(dim=0)[:, None] * vectors.T
+        rows = _singular_values(weight, values, vectors)[:, None] * vectors.T
     else:
         rows = torch.cat([vectors.T @ chunk.to(vectors.dtype) for chunk in _chunks(weight, 1)], dim=1)
     return _fix_signs(rows)
@@ -223,9 +261,8 @@ def svd_embedding(weight: Tensor, up: int, method: SvdMethod, generator: torch.G
     """
     axis = 0 if weight.shape[0] >= weight.shape[1] else 1
     if axis == 0:
-        directions = _fix_signs(
-            leading_eigenvectors(gram(weight, method), min(up, weight.shape[1]), method, generator).T
-        )
+        _, vectors = leading_eigenpairs(gram(weight, method), min(up, weight.shape[1]), method, generator)
+        directions = _fix_signs(vectors.T)
     else:
         rows = principal_rows(weight, min(up, weight.shape[0]), method, generator)
         directions = rows / rows.norm(dim=1, keepdim=True).clamp_min(1e-30)

@@ -24,7 +24,7 @@ from scale_surgery.checkpoint.folder import (
     open_checkpoint,
     read_text,
 )
-from scale_surgery.checkpoint.hashes import hash_tensors
+from scale_surgery.checkpoint.hashes import hash_all, hash_tensors
 from scale_surgery.checkpoint.numbering import Numbering
 from scale_surgery.checkpoint.sources import Source, find_source
 from scale_surgery.checkpoint.staging import check_space, check_target, staged
@@ -59,9 +59,9 @@ class Expansion:
     pinned_tokenizer: str | None
 
 
-def default_output(source: Source, method: str) -> Path:
+def default_output(plan: Plan) -> Path:
     """Where an expanded model goes when nothing is said: `<name>-<method>` in the current folder."""
-    return Path(f"{source.name.rsplit('/', 1)[-1]}-{method}")
+    return Path(f"{plan.base_name.rsplit('/', 1)[-1]}-{plan.method.name}")
 
 
 def expand(
@@ -98,8 +98,8 @@ def expand(
     # a branch of the Hub may have moved since the plan was made: its commit is what was planned
     source = find_source(model, (planned.base_revision if planned else None) or revision)
     checkpoint = open_checkpoint(source.path)
-    made = _plan_for(source, checkpoint, plan_or_request)
-    target = Path(output) if output is not None else default_output(source, made.method.name)
+    made, run = _plan_for(source, checkpoint, plan_or_request), run.placed()
+    target = Path(output) if output is not None else default_output(made)
     check_target(target, [source.path], overwrite=overwrite)
     _check_clashes(checkpoint, made)
     load_base_config(source.path, source.name, run)  # what transformers refuses is known before anything is written
@@ -107,14 +107,20 @@ def expand(
     state = {
         "plan": made.to_json(),
         "base_weights": base_weights,
-        "tool": manifests.tool_versions(),
+        # tensors of two devices are not mixed
+        "tool": _tool(run),
     }
     with staged(target, state, checkpoint.stamps, overwrite=overwrite) as partial:
         write_expansion(made, checkpoint, partial, run.device, track)
         written = _take_over_base(made, checkpoint, partial, base_weights, track)
         pinned = _write_code_and_config(made, checkpoint, partial, run)
-        _write_index_and_manifest(made, checkpoint, partial, track)
+        _write_index_and_manifest(made, checkpoint, partial, _tool(run), track)
     return Expansion(target, made, written, checkpoint.left_out, pinned)
+
+
+def _tool(run: RunOptions) -> dict[str, str]:
+    """What makes the new tensors: the same on the same device gives the same bytes."""
+    return manifests.tool_versions() | {"device": run.device}
 
 
 def _plan_for(source: Source, checkpoint: Checkpoint, plan_or_request: Plan | Request) -> Plan:
@@ -217,13 +223,17 @@ def _write_code_and_config(plan: Plan, checkpoint: Checkpoint, partial: Path, ru
     return pin_tokenizer_class(checkpoint.path, partial, run)
 
 
-def _write_index_and_manifest(plan: Plan, checkpoint: Checkpoint, partial: Path, track: Track) -> None:
+def _write_index_and_manifest(
+    plan: Plan, checkpoint: Checkpoint, partial: Path, tool: Mapping[str, str], track: Track
+) -> None:
     write_json(partial / INDEX_FILE, planned_index(plan, checkpoint))
     expanded = open_checkpoint(partial)
-    write_json(partial / MANIFEST_FILE, asdict(_make_manifest(plan, checkpoint, expanded, track)))
+    write_json(partial / MANIFEST_FILE, asdict(_make_manifest(plan, checkpoint, expanded, tool, track)))
 
 
-def _make_manifest(plan: Plan, checkpoint: Checkpoint, expanded: Checkpoint, track: Track) -> Manifest:
+def _make_manifest(
+    plan: Plan, checkpoint: Checkpoint, expanded: Checkpoint, tool: Mapping[str, str], track: Track
+) -> Manifest:
     replaced = {
         file: read_text(checkpoint, file)
         for file in checkpoint.side_files
@@ -241,7 +251,7 @@ def _make_manifest(plan: Plan, checkpoint: Checkpoint, expanded: Checkpoint, tra
         expansion_tensors=hash_tensors(expanded, [tensor.name for tensor in plan.tensors]),
         code={file: modeling.code_hash(file) for file in plan.code_files},
         plan=plan,
-        tool=manifests.tool_versions(),
+        tool=tool,
         renumbered={stored_shard(shard): header for shard, header in renumbered.items()},
     )
     return _with_base_hashes(manifest, checkpoint, expanded, track)
@@ -252,13 +262,18 @@ def _with_base_hashes(manifest: Manifest, checkpoint: Checkpoint, expanded: Chec
     places = {file: stored_shard(file) for file in (*checkpoint.shards, *checkpoint.side_files)}
     taken = {file: stored for file, stored in places.items() if file not in manifest.replaced}
     sizes = {file: checkpoint.stamps[checkpoint.path / file].bytes for file in places}
-    with track("base hashes", sum(sizes.values()) + sum(info.bytes for info in checkpoint.tensors.values())) as advance:
-        stored = hash_stored(expanded.path, manifest, list(taken.values()), advance)
-        tensors = hash_tensors(expanded, list(checkpoint.tensors), advance)
+    # the file of a renumbered shard is hashed with the base's header, and its tensors by themselves
+    moved = [stored for stored in taken.values() if stored in manifest.renumbered]
+    beside = [name for name in checkpoint.tensors if expanded.tensors[name].file in moved]
+    total = sum(sizes[file] for file in taken) + sum(expanded.tensors[name].bytes for name in beside)
+    with track("base hashes", total) as advance:
+        stored, tensors = hash_all(expanded, [place for place in taken.values() if place not in moved], advance)
+        stored |= hash_stored(expanded.path, manifest, moved, advance)
+        tensors |= hash_tensors(expanded, beside, advance)
     hashes = {file: stored[place] for file, place in taken.items()}
     hashes |= {file: sha256(text.encode("utf-8")).hexdigest() for file, text in manifest.replaced.items()}
     files = {file: BaseFile(hashes[file], sizes[file], taken.get(file)) for file in places}
-    return replace(manifest, base_files=files, base_tensors=tensors)
+    return replace(manifest, base_files=files, base_tensors={name: tensors[name] for name in checkpoint.tensors})
 
 
 def _is_same_file(one: Path, other: Path) -> bool:

@@ -31,7 +31,7 @@ from scale_surgery.checkpoint.reading import parse_json
 from scale_surgery.checkpoint.schema import build, in_one_line, misfits
 from scale_surgery.checkpoint.sources import Source, find_source
 from scale_surgery.checkpoint.stamps import Stamps, take_stamps
-from scale_surgery.errors import CheckpointError
+from scale_surgery.errors import CheckpointError, PlanError
 from scale_surgery.fields import Range
 from scale_surgery.progress import Track, no_track
 from scale_surgery.surgery.config import config_problems
@@ -141,7 +141,7 @@ def open_extract(extract: str | Path, revision: str | None = None) -> Extract:
         found = _read(source, content, manifest, stamps)
         config = read_config(path / CONFIG_FILE)
         problems = [*content_problems(path, manifest, config, found.files, found.tensors), *_list_problems(found)]
-    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, PlanError) as error:
         raise CheckpointError(f"{file}: is incomplete ({error}). Restore it from where you got it.") from error
     if problems:
         raise CheckpointError.from_problems(problems)
@@ -155,7 +155,7 @@ def _check_values(content: Mapping[str, Any]) -> None:
     for name, form in forms.items() if isinstance(forms, dict) and not problems else ():
         problems += misfits(dict(zip(("dtype", "shape"), form, strict=False)), TensorForm, f"base_tensors.{name}")
     if problems:
-        raise ValueError(in_one_line(problems))
+        raise PlanError(in_one_line(problems))
 
 
 def _read(source: Source, content: Mapping[str, Any], manifest: Manifest, stamps: Stamps) -> Extract:

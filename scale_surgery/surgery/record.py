@@ -103,6 +103,11 @@ def read_manifest(path: Path) -> Manifest:
             f"{path}: is a plain checkpoint that scale-surgery merge --to stock made, it has no blocks. Give the "
             "expanded model that it was made from."
         )
+    if path.is_dir() and not file.is_file() and _is_base(path):
+        raise CheckpointError(
+            f"{path}: is a base model, expected one made by scale-surgery expand. Expand it first: scale-surgery "
+            f"expand {path} --layers last:4 -o EXPANDED."
+        )
     if path.is_dir() and not file.is_file():
         raise CheckpointError(
             f"{path}: has no {MANIFEST_FILE}, expected a model made by scale-surgery expand. A trainer does not save "
@@ -124,6 +129,12 @@ def read_manifest(path: Path) -> Manifest:
     except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, PlanError) as error:
         raise CheckpointError(f"{file}: is incomplete ({error}). Restore it from where you got it.") from error
     return manifest
+
+
+def _is_base(path: Path) -> bool:
+    """Whether a folder without a record never had one: a trainer that drops it keeps what config.json says."""
+    config = path / CONFIG_FILE
+    return config.is_file() and CONFIG_KEY not in read_json(config)
 
 
 def _check_values(content: Mapping[str, Any]) -> None:

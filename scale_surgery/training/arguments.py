@@ -8,6 +8,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from scale_surgery.errors import TrainingError
+from scale_surgery.running.device import choose_device
 from scale_surgery.running.options import RunOptions
 from scale_surgery.training.settings import TrainingSettings
 
@@ -31,6 +33,11 @@ def number_of_steps(settings: TrainingSettings, sequences: int, processes: int) 
     return settings.steps or math.ceil(settings.epochs * math.ceil(batches / settings.gradient_accumulation))
 
 
+def warmup_steps(settings: TrainingSettings, steps: int) -> int:
+    """Optimizer steps in which the learning rate rises."""
+    return math.ceil(settings.warmup * steps)
+
+
 def make_arguments(
     settings: TrainingSettings, folder: Path, steps: int, run: RunOptions, *, bf16: bool, is_measured: bool
 ) -> TrainingArguments:
@@ -40,7 +47,7 @@ def make_arguments(
         settings: What the user set.
         folder: Where it puts checkpoints.
         steps: Optimizer steps.
-        run: Where it trains: device, "auto" or "cpu".
+        run: Where it trains: device; see `check_device`.
         bf16: Whether to compute in bfloat16.
         is_measured: Whether there is text to measure on during the run.
 
@@ -61,7 +68,7 @@ def make_arguments(
         gradient_accumulation_steps=settings.gradient_accumulation,
         learning_rate=settings.learning_rate,
         lr_scheduler_type="constant_with_warmup" if settings.schedule == "constant" else settings.schedule,
-        warmup_steps=math.ceil(settings.warmup * steps),
+        warmup_steps=warmup_steps(settings, steps),
         weight_decay=settings.weight_decay,
         max_grad_norm=settings.max_gradient_norm,
         seed=settings.seed,
@@ -86,6 +93,19 @@ def make_arguments(
 
 def is_cpu(run: RunOptions) -> bool:
     """Whether training runs on the CPU, asked for or because there is nothing else."""
-    import torch
+    return choose_device(run.device, only_trains=True) == "cpu"
 
-    return run.device == "cpu" or not torch.accelerator.is_available()
+
+def check_device(run: RunOptions) -> None:
+    """Check that training can run where it is asked to: accelerate takes the CPU, or the accelerator that there is.
+
+    Raises:
+        TrainingError: If not.
+    """
+    there = choose_device("auto", only_trains=True)
+    if choose_device(run.device, only_trains=True) not in ("cpu", there):
+        found = "no accelerator" if there == "cpu" else f"an accelerator called {there}"
+        raise TrainingError(
+            f"--device is {run.device}, found {found} on this machine; expected auto, cpu or that. Of several GPUs the "
+            "variable CUDA_VISIBLE_DEVICES chooses, and accelerate launch takes more than one."
+        )

@@ -24,6 +24,7 @@ from scale_surgery.planning.request import Request, complete
 from scale_surgery.planning.selection import format_layers
 from scale_surgery.progress import Track, no_track
 from scale_surgery.running.context import choose_length, context_of
+from scale_surgery.running.device import choose_device
 from scale_surgery.running.options import RunOptions
 from scale_surgery.running.tokenizer import need_tokenizer
 from scale_surgery.training.budget import Price, check_budget, choose_layers, price_of, read_budget
@@ -77,7 +78,7 @@ def rank_layers(
     wanted: RankingRequest = RankingRequest(),
     *,
     old: str | Path | Sequence[str | Path] = (),
-    run: RunOptions = RunOptions(device="auto"),
+    run: RunOptions = RunOptions(),
     revision: str | None = None,
     track: Track = no_track,
 ) -> Ranking:
@@ -95,8 +96,7 @@ def rank_layers(
         pilot: How the pilot trains.
         wanted: For which expansion layers are proposed, and by which score.
         old: Files that tell what the base knows; with them a preserved depth is proposed.
-        run: How the pilot runs: device ("auto", the default here, takes an accelerator where there is one); and
-            trust_remote_code, for the tokenizer alone.
+        run: How the pilot runs: device; and trust_remote_code, for the tokenizer alone.
         revision: Branch, tag or commit of a Hub repository.
         track: Makes progress bars.
 
@@ -113,7 +113,7 @@ def rank_layers(
     texts = {"new": list(map(Path, listed(data))), "old": list(map(Path, listed(old)))}
     request = complete(wanted.expansion or Request("all", variant="adapt" if texts["old"] else None))
     job = _prepare(model, texts, pilot or PilotSettings(), request, wanted, run, revision)
-    place = _find_device(run.device)
+    place = _find_device(run)
     collaboration = _estimate(job, place, track) if texts["old"] else []
     pilot_run = _run_pilot(job, place, track)
     layers = tuple(_score_layer(layer, pilot_run.updates[layer]) for layer in job.plan.layers)
@@ -238,16 +238,10 @@ def _check_amount(tokens: Mapping[str, int], settings: PilotSettings, length: in
         raise DataError.from_problems(problems)
 
 
-def _find_device(name: str) -> torch.device:
+def _find_device(run: RunOptions) -> torch.device:
     import torch
 
-    if name != "auto":
-        try:
-            return torch.device(name)
-        except RuntimeError as error:
-            raise PlanError(f"--device is {name!r}, expected auto, cpu, cuda or another that torch knows.") from error
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return found or torch.device("cpu")
+    return torch.device(choose_device(run.device, only_trains=True))
 
 
 def _estimate(job: Job, device: torch.device, track: Track) -> list[LayerWorth]:

@@ -51,4 +51,4 @@ def check_state(checkpoint: Path) -> None:
         list_files(checkpoint)  # a pipe would be waited for
         found = read_json(checkpoint / STATE_FILE)
         if problems := list(known_misfits(found, TrainerFile, STATE_FILE)):
-            raise ValueError(in_one_line(problems))
+            raise TrainingError(in_one_line(problems))

@@ -16,7 +16,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -42,7 +41,6 @@ EXPANSION_FILE = "expansion.safetensors"
 CHECKPOINT = re.compile(r"checkpoint-\d+")
 # written last into a checkpoint: without it the checkpoint is not whole
 COMPLETE_FILE = "complete.json"
-SECONDS_BETWEEN_DRAWINGS = 60
 MEASURED = {"old_nats_per_token", "new_nats_per_token"}
 Log = Sequence[Mapping[str, Any]]
 
@@ -164,7 +162,6 @@ class TrainingRun:
         write_json(saved / COMPLETE_FILE, {"step": self.step_of(saved)})
         publish_tensors(self.target, saved / EXPANSION_FILE, f"expansion-step-{self.step_of(saved)}-", self.renamed)
         self.write(log)
-        self.draw(log, seconds=SECONDS_BETWEEN_DRAWINGS)
         for other in self.folder.glob("checkpoint-*"):
             if other.name != saved.name:
                 shutil.rmtree(other)
@@ -178,13 +175,11 @@ class TrainingRun:
         changed = replace(manifest, training=(*earlier, entry), verification=None)
         write_json(self.target / MANIFEST_FILE, asdict(changed))
 
-    def draw(self, log: Log, *, seconds: float = 0) -> None:
-        """Draw the curves, unless they were drawn in the last `seconds`."""
+    def draw(self, log: Log) -> None:
+        """Draw the curves, once: a figure takes as long as many steps of a small model."""
         from scale_surgery.show.figures import plot_training
 
-        file = self.folder / CURVES_FILE
-        if not file.exists() or time.time() - file.stat().st_mtime >= seconds:
-            plot_training([dict(entry) for entry in log], file)
+        plot_training([dict(entry) for entry in log], self.folder / CURVES_FILE)
 
     def write_log(self, log: Log) -> None:
         """Write the log as JSON lines."""

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
 from scale_surgery.checkpoint.files import BaseWeights
 from scale_surgery.errors import TrainingError
 from scale_surgery.fields import Count, Range, Seed, SequenceLength, problems_of
+
+if TYPE_CHECKING:
+    from scale_surgery.training.outlook import Outlook
 
 TensorGroup = Literal["w12", "w21", "w22", "w11", "biases", "norms", "embedding", "head", "attn", "ffn"]
 GROUPS: tuple[TensorGroup, ...] = get_args(TensorGroup)
@@ -90,11 +93,13 @@ class TrainingStart:
         resume: Continue an interrupted run in the output folder from its last whole checkpoint.
         base_weights: Of a new run, how base shards are taken over: "auto", "copy" or "link".
         overwrite: Whether a new run may replace an existing output folder.
+        announce: Called with what the run will do, before its first step.
     """
 
     resume: bool = False
     base_weights: BaseWeights = "auto"
     overwrite: bool = False
+    announce: Callable[[Outlook], None] = lambda outlook: None
 
 
 def check_settings(settings: TrainingSettings) -> None:

@@ -34,7 +34,17 @@ from scale_surgery.surgery.record import (
     refuse_linked,
     tool_versions,
 )
-from scale_surgery.training.arguments import LONGEST_WAIT, is_cpu, make_arguments, number_of_steps
+from scale_surgery.training.allocator import keep_freed_memory
+from scale_surgery.training.arguments import LONGEST_WAIT, check_device, is_cpu, make_arguments
+from scale_surgery.training.outlook import (
+    SAMPLE,
+    LossChange,
+    Outlook,
+    compare_losses,
+    disappointments,
+    look_ahead,
+    sample_of,
+)
 from scale_surgery.training.ready import check_reach, load_to_train
 from scale_surgery.training.resume_state import check_state
 from scale_surgery.training.run_folder import (
@@ -61,6 +71,9 @@ class Training:
         seconds: Time since this call began training.
         trained_parameters: Number of parameters that trained.
         loss: Last loss of the log, nats per token.
+        change: The loss before and after, on the same tokens.
+        outlook: What the run was to do.
+        warnings: Why it taught little.
         measured: Last measurement on old and new text; empty where nothing was measured.
         log: Log of the run, JSON lines.
         curves: Curves of the run, PNG.
@@ -72,6 +85,9 @@ class Training:
     seconds: float
     trained_parameters: int
     loss: float | None
+    change: LossChange | None
+    outlook: Outlook
+    warnings: tuple[str, ...]
     measured: Mapping[str, float]
     log: Path
     curves: Path
@@ -91,7 +107,7 @@ def train(
     *,
     eval_data: EvalData = EvalData(),
     start: TrainingStart = TrainingStart(),
-    run: RunOptions = RunOptions(device="auto"),
+    run: RunOptions = RunOptions(),
     track: Track = no_track,
 ) -> Training:
     """Train the new blocks of an expanded checkpoint on texts, with the Trainer of transformers.
@@ -105,8 +121,7 @@ def train(
         settings: How to train.
         eval_data: Files on which forgetting and learning are measured during the run.
         start: Whether to begin anew, how base shards are then taken over, or to continue an interrupted run.
-        run: How the model runs: device ("cpu"; or "auto", the default here, for an accelerator where there is one)
-            and trust_remote_code.
+        run: How the model runs: device, "cpu" or what there is; and trust_remote_code.
         track: Makes progress bars.
 
     Returns:
@@ -125,6 +140,7 @@ def train(
     path, settings = Path(expanded), settings or TrainingSettings()
     target = Path(output) if output is not None else default_output(path)
     check_settings(settings)
+    check_device(run)
     checkpoint, manifest = open_checkpoint(path), read_manifest(path)
     refuse_fused(path, manifest)
     refuse_linked(path, manifest)
@@ -147,10 +163,13 @@ def train(
     processes = PartialState(cpu=is_cpu(run), timeout=LONGEST_WAIT)
     if processes.distributed_type == DistributedType.DEEPSPEED:
         raise TrainingError("DeepSpeed is not supported: it would write parts of tensors. Launch with FSDP2 or DDP.")
+    if is_cpu(run):
+        keep_freed_memory()
     with locked(target) if processes.is_main_process else nullcontext():
         _check_files(checkpoint, manifest, processes, run, track)
         files = {"learn": data, "old": eval_data.old, "new": eval_data.new}
         texts = _read_texts(checkpoint, files, settings, run)
+        outlook = look_ahead(settings, texts["learn"], processes.num_processes)
         decisive = _decisive(settings, checkpoint, manifest, texts, processes.num_processes)
         if start.resume:
             check_resumable(target, decisive)
@@ -166,15 +185,16 @@ def train(
         if not start.resume and processes.is_main_process:
             training.begin(start.base_weights, overwrite=start.overwrite)
         processes.wait_for_everyone()
+        start.announce(outlook)
         started = time.monotonic()
-        trainer = _make_trainer(model, training, texts, settings, run, is_half=checkpoint.dtype == "BF16")
+        trainer = _make_trainer(model, training, texts, outlook, settings, run, is_half=checkpoint.dtype == "BF16")
         with quiet_transformers(), track("training", trainer.args.max_steps) as advance:
             trainer.add_callback(RunReport(advance, training))
             _run(trainer, training, resume=start.resume)
         if processes.is_main_process:
             training.finish(trainer.state.log_history)
         processes.wait_for_everyone()
-    return _result(trainer, training, time.monotonic() - started)
+    return _result(trainer, training, outlook, time.monotonic() - started)
 
 
 def _check_files(checkpoint: Checkpoint, manifest: Manifest, processes: Any, run: RunOptions, track: Track) -> None:
@@ -271,22 +291,24 @@ def _make_trainer(
     model: Any,
     training: TrainingRun,
     texts: Mapping[str, Sequences],
+    outlook: Outlook,
     settings: TrainingSettings,
     run: RunOptions,
     *,
     is_half: bool,
 ) -> ExpansionTrainer:
-    from accelerate import PartialState
-
     from scale_surgery.running.texts import collate
     from scale_surgery.training.trainer import ExpansionTrainer
 
     sides = {side: sequences for side, sequences in texts.items() if side != "learn"}
-    steps = number_of_steps(settings, len(texts["learn"]), PartialState().num_processes)
     bf16 = is_half if settings.bf16 is None else settings.bf16
+    args = make_arguments(settings, training.folder, outlook.steps, run, bf16=bf16, is_measured=bool(sides))
+    args.eval_on_start = True
+    if "new" not in sides:
+        sides[SAMPLE] = sample_of(texts["learn"], outlook, settings.batch_size)
     return ExpansionTrainer(
         model=model,
-        args=make_arguments(settings, training.folder, steps, run, bf16=bf16, is_measured=bool(sides)),
+        args=args,
         train_dataset=texts["learn"],
         data_collator=collate,
         sides=sides,
@@ -303,7 +325,7 @@ def _run(trainer: ExpansionTrainer, training: TrainingRun, *, resume: bool) -> N
         trainer.restore(latest[0])  # it was stopped after its last step
     else:
         _step(trainer, training, latest)
-    if trainer.sides and trainer.measured_at != trainer.state.global_step:
+    if trainer.measured_at != trainer.state.global_step:
         trainer.evaluate()
 
 
@@ -329,8 +351,9 @@ def _where(trainer: ExpansionTrainer, training: TrainingRun) -> str:
     return f"after step {trainer.state.global_step}; {state}"
 
 
-def _result(trainer: ExpansionTrainer, training: TrainingRun, seconds: float) -> Training:
+def _result(trainer: ExpansionTrainer, training: TrainingRun, outlook: Outlook, seconds: float) -> Training:
     log = trainer.state.log_history
+    change = compare_losses(log, trainer.sides)
     losses = [entry["loss"] for entry in log if "loss" in entry]
     return Training(
         path=training.target,
@@ -338,6 +361,9 @@ def _result(trainer: ExpansionTrainer, training: TrainingRun, seconds: float) ->
         seconds=seconds,
         trained_parameters=training.record["trained_parameters"],
         loss=losses[-1] if losses else None,
+        change=change,
+        outlook=outlook,
+        warnings=(*outlook.warnings, *disappointments(change)),
         measured=last_measured(log),
         log=training.folder / LOG_FILE,
         curves=training.folder / CURVES_FILE,

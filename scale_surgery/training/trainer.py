@@ -19,11 +19,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from scale_surgery.checkpoint.files import write_tensors
-from scale_surgery.errors import TrainingError
+from scale_surgery.errors import TrainingError, name_some
 from scale_surgery.progress import Progress
 from scale_surgery.running.freeze import expansion_disabled, expansion_parts
 from scale_surgery.running.loss import Measurement, measure
 from scale_surgery.running.texts import IGNORED, Sequences
+from scale_surgery.training.outlook import SAMPLE
 from scale_surgery.training.resume_state import STATE_FILE, reading_state
 from scale_surgery.training.run_folder import EXPANSION_FILE, TrainingRun
 
@@ -43,7 +44,7 @@ class ExpansionTrainer(Trainer):
     """A Trainer whose checkpoints hold expansion tensors and optimizer state, and no base tensor.
 
     Args:
-        sides: Sequences to measure on during the run, by "old" and "new".
+        sides: Sequences to measure on, by "old" and "new" during the run, and by SAMPLE before and after it.
         eval_batch: Sequences in one forward pass of a measurement.
         options: As for Trainer.
     """
@@ -83,7 +84,13 @@ class ExpansionTrainer(Trainer):
         """Load the expansion tensors of a checkpoint; the base is loaded already."""
         model = self.accelerator.unwrap_model(model or self.model, keep_torch_compile=False)
         with reading_state(Path(resume_from_checkpoint)):
-            load_whole(model, load_file(Path(resume_from_checkpoint) / EXPANSION_FILE))
+            tensors = load_file(Path(resume_from_checkpoint) / EXPANSION_FILE)
+            names = {part.name.replace(WRAPPED, "") for part in expansion_parts(model)}
+            if names ^ tensors.keys():
+                raise ValueError(
+                    f"{EXPANSION_FILE} and the model differ in {name_some(sorted(names ^ tensors.keys()))}"
+                )
+            load_whole(model, tensors)
 
     def restore(self, checkpoint: Path) -> None:
         """Take up the weights and the log of a checkpoint, to train no further."""
@@ -127,10 +134,12 @@ class ExpansionTrainer(Trainer):
 
     def evaluate(self, *args: Any, metric_key_prefix: str = "eval", **options: Any) -> dict[str, float]:
         """Measure loss and accuracy on old and new text, and what was forgotten and learned against the base."""
-        if not self.base_nats:
+        if not self.base_nats and self.sides.keys() != {SAMPLE}:
             with expansion_disabled(self.accelerator.unwrap_model(self.model)):
-                self.base_nats = {side: self.measure_side(side).nats_per_token for side in self.sides}
-        found = {side: self.measure_side(side) for side in self.sides}
+                self.base_nats = {side: self.measure_side(side).nats_per_token for side in self.sides if side != SAMPLE}
+        is_end = self.state.global_step in (0, self.args.max_steps)
+        # the sample tells of the whole run: it is measured before and after
+        found = {side: self.measure_side(side) for side in self.sides if side != SAMPLE or is_end}
         metrics = {f"{side}_nats_per_token": measured.nats_per_token for side, measured in found.items()}
         metrics |= {
             f"{side}_accuracy": measured.accuracy for side, measured in found.items() if measured.accuracy is not None
@@ -145,7 +154,7 @@ class ExpansionTrainer(Trainer):
         return {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
 
     def measure_side(self, side: str) -> Measurement:
-        """Measure on the old or on the new text, each process on its share; a model with a router routes."""
+        """Measure on one of the texts, each process on its share; a model with a router routes."""
         share = share_of(self.sides[side], self.accelerator.process_index, self.accelerator.num_processes)
         with routing_enabled(self.accelerator.unwrap_model(self.model, keep_torch_compile=False)):
             found = measure(self.model, share, self.eval_batch)
@@ -212,6 +221,21 @@ def share_of(sequences: Sequences, rank: int, processes: int) -> Sequences:
     lengths = torch.tensor([0, *(len(part["input_ids"]) for part in parts)])
     ids = torch.cat([part["input_ids"] for part in parts])
     return Sequences(ids.int(), torch.cat(labels).int(), tuple(lengths.cumsum(0).tolist()))
+
+
+class Advance(TrainerCallback):
+    """Tells of each step.
+
+    Args:
+        advance: Called after each step.
+    """
+
+    def __init__(self, advance: Progress) -> None:
+        self.advance = advance
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, *_: TrainerControl, **__: Any) -> None:
+        """Advance the bar."""
+        self.advance(1)
 
 
 class RunReport(TrainerCallback):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -239,3 +240,23 @@ def test_a_folder_that_merely_has_such_a_name_stays(tmp_path, secret, record):
     assert left == [".made.replaced-link", ".made.replaced-theirs", "made", "outside", "precious"]
     assert (precious / "file").is_file() and secret.is_file()
     assert (tmp_path / ".made.replaced-theirs" / "file").is_file()
+
+
+@pytest.mark.parametrize("left", ("lock", "state"))
+def test_what_cannot_be_cleaned_up_is_no_failure(tmp_path, monkeypatch, left):
+    """The folder is whole and has its name: nobody is told that it was not written, and the next run cleans up."""
+    unlink, stays = Path.unlink, {"lock": ".made.partial.lock", "state": ".made.partial.json"}[left]
+
+    def refuse(file: Path, **options: bool) -> None:
+        if file.name == stays:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(file))
+        unlink(file, **options)
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    with staged(tmp_path / "made", {}, overwrite=False) as partial:
+        (partial / "config.json").write_text("{}")
+    assert (tmp_path / "made" / "config.json").is_file() and (tmp_path / stays).is_file()
+    monkeypatch.undo()
+    with staged(tmp_path / "made", {}, overwrite=True):
+        pass
+    assert [file.name for file in tmp_path.iterdir()] == ["made"]

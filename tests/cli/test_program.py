@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -213,3 +214,37 @@ def test_what_is_not_taken_along_is_named(
     assert "links out of the folder are not taken along: notes.txt" in " ".join(said.split())
     (llama_base / "notes.txt").unlink()
     assert "taken along" not in run(command, llama_base, "--layers", "1", "-o", tmp_path / "again").stderr
+
+
+@pytest.mark.parametrize(
+    "command",
+    (
+        ("verify",),
+        ("strip", "-o", "{out}"),
+        ("train", "--data", "text", "-o", "{out}"),
+        ("report",),
+        ("merge", "-o", "{out}"),
+        ("extract", "-o", "{out}"),
+        ("route-export", "-o", "{out}"),
+    ),
+)
+def test_a_base_model_is_told_to_be_expanded_first(base: Path, tmp_path: Path, command: tuple[str, ...]) -> None:
+    name, *options = (word.format(out=tmp_path / "out") for word in command)
+    shown = run(name, base, *options, code=1).stderr
+    assert f"{base}: is a base model, expected one made by scale-surgery expand." in shown
+    assert f"Expand it first: scale-surgery expand {base} --layers last:4 -o EXPANDED." in shown
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_model_without_its_record_is_no_base(expanded: Path, tmp_path: Path) -> None:
+    shutil.copytree(expanded, tmp_path / "saved")
+    (tmp_path / "saved" / "surgery.json").unlink()
+    assert "has no surgery.json, expected a model made by" in run("verify", tmp_path / "saved", code=1).stderr
+
+
+def test_expand_refuses_before_it_shows_a_plan(base: Path, expanded: Path, tmp_path: Path) -> None:
+    for output in (expanded, base):
+        refused = run("expand", base, "--layers", "last:1", "-o", output, code=1)
+        assert refused.stdout == ""
+    assert "exists already" in run("expand", base, "--layers", "last:1", "-o", expanded, code=1).stderr
+    assert "plan" in run("expand", base, "--layers", "last:1", "-o", expanded, "--dry-run").stdout

@@ -545,7 +545,7 @@ def test_command_notes(place: Path, tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["BASE"], "--old and --new are missing, give one of them or both."),
-        (["BASE", "--old", "old.txt", "--plot", "p.png"], "--plot needs --old and --new"),
+        (["BASE", "--old", "old.txt", "--plot", "p.png"], "A picture needs --old and --new"),
         (["--old", "old.txt"], "Missing argument 'MODELS...'"),
         (["BASE", "--old", "old.txt", "--step", "0"], "0 is not in the range x>=1"),
     ],

@@ -7,7 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from scale_surgery import Request, expand
 from scale_surgery.modeling.expanded_modules import ExpandedModule
+from scale_surgery.planning.families import FAMILIES as FAMILY_FACTS
+from scale_surgery.planning.scale import idle_tensors
+from tests.conftest import load
 from tests.tiny import FAMILIES
 
 
@@ -74,3 +78,24 @@ def test_the_base_part_of_a_preservation_layer_needs_no_gradient(pair_of: Any) -
     assert isinstance(module, ExpandedModule)
     ((base, up),) = module.split(torch.randn(1, 2, 60, requires_grad=True))
     assert not base.requires_grad and up.requires_grad
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("layers", ["1-2", "0-1"])
+def test_what_never_learns_is_what_the_plan_says(base_of: Any, tmp_path: Any, family: str, layers: str) -> None:
+    request = Request(layers, variant="adapt", collaborate="both")
+    expansion = expand(base_of(family, "float32", True), request, tmp_path / "wide")
+    model = load(expansion.path)
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    before = {name: parameter.detach().clone() for name, parameter in trained.items()}
+    optimizer = torch.optim.AdamW(trained.values(), lr=1e-2, weight_decay=0.0)
+    for _ in range(5):
+        for name, gradient in gradients(model)[0].items():
+            trained[name].grad = gradient
+        optimizer.step()
+    same = {name for name, parameter in trained.items() if torch.equal(parameter, before[name])}
+    idle = {tensor.name for tensor in idle_tensors(expansion.plan)}
+    if FAMILY_FACTS[family].norm_style == "layer":
+        assert idle == set(), "nothing is said of norms with biases"
+    else:
+        assert idle == same and bool(idle) == (layers == "1-2")

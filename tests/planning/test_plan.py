@@ -143,11 +143,17 @@ def test_without_up_stream_w12_stands_where_something_was_added(base_of):
         ),
         (
             Request("0-1", variant="adapt", collaborative_layers="1-2"),
-            ["--collaborative-layers 1-2: 2 not among the expanded layers. Choose among --layers 0-1."],
+            [
+                "--collaborative-layers 1-2: 2 not among the expanded layers, which are 0-1. Choose among those, or "
+                "add to --layers."
+            ],
         ),
         (
             Request("0-1", variant="adapt", up_width=0, collaborative_layers="1"),
-            ["--up-width is 0: every expanded layer must be in --collaborative-layers."],
+            [
+                "--up-width is 0: --collaborative-layers names 1, expected every expanded layer, 0-1. Leave the "
+                "option out."
+            ],
         ),
         (
             Request("0-1", variant="adapt", up_width=0, collaborate="attn"),
@@ -309,11 +315,23 @@ def test_a_saved_plan_gives_its_request_back(base_of, tmp_path):
     content = json.loads(file.read_text())
     assert read_plan(content) == made
     file.write_text(json.dumps(content | {"layers": [0]}))
-    with pytest.raises(PlanError, match=r"made for another base model or by another release; it differs in layers\."):
+    with pytest.raises(PlanError, match=r"another release of this program made it, and this one would plan other tens"):
         load_plan(base_of("llama"), file)
     save_plan(made, file)
-    with pytest.raises(PlanError, match="it differs in base_fingerprint, base_name, tensors"):
+    wanted = "was made for another base model, llama_float32_untied, found llama_bfloat16_untied. Give the model that"
+    with pytest.raises(PlanError, match=wanted):
         load_plan(base_of("llama", "bfloat16"), file)
+
+
+def test_a_saved_plan_is_for_the_model_wherever_it_lies(base_of, tmp_path):
+    file, elsewhere = tmp_path / "plan.json", tmp_path / "elsewhere"
+    save_plan(plan(base_of("llama"), Request("0")), file)
+    shutil.copytree(base_of("llama"), elsewhere)
+    assert load_plan(elsewhere, file) == plan(elsewhere, Request("0")), "the plan names the model that is read"
+    config = json.loads((elsewhere / "config.json").read_text())
+    (elsewhere / "config.json").write_text(json.dumps(config | {"rope_theta": 20000.0}))
+    with pytest.raises(PlanError, match="was made for another base model, llama_float32_untied, found elsewhere"):
+        load_plan(elsewhere, file)
 
 
 # the last: rank-layers -o writes a request too

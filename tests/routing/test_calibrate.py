@@ -408,9 +408,9 @@ def test_nothing_is_written_where_something_fails(place: Path, tmp_path: Path, f
 def test_a_plot_that_fails_changes_no_model(place: Path, tmp_path: Path) -> None:
     model = Path(shutil.copytree(place / "posterior", tmp_path / "model"))
     before = digests(model)
-    (tmp_path / ".sweep.png.drawn.tmp").mkdir()
+    (tmp_path / ".drawn-sweep.png.tmp").mkdir()
     message = refusal(model, old(place), new(place), CalibrationSettings(1.0, write=True, plot=tmp_path / "sweep.png"))
-    assert message.startswith(f"{tmp_path}/.sweep.png.drawn.tmp: cannot be written (")
+    assert message.startswith(f"{tmp_path}/.drawn-sweep.png.tmp: cannot be written (")
     assert digests(model) == before and not (tmp_path / "sweep.png").exists()
 
 

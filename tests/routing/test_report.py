@@ -546,7 +546,7 @@ def test_terminal_shows_so_many_tokens_and_counts_the_rest() -> None:
     report = handmade(token(0, "a"), *(token(place, "b", 0.5) for place in range(1, MOST_SHOWN + 25)))
     text = shown(render_route_report(report))
     assert text.count("b") == MOST_SHOWN - 1 + len("b")  # and one in "base"
-    assert "... 25 more tokens; -o FILE.html and --jsonl FILE show all" in text
+    assert "... 25 more tokens; -o FILE.html or FILE.jsonl shows all" in text
 
 
 # refusals

@@ -148,7 +148,7 @@ def test_a_file_that_is_no_text(tmp_path: Path) -> None:
         f"{tmp_path}/latin.txt: cannot be read as text ('utf-8' codec can't decode byte 0xfc in position 1: invalid "
         "start byte). Give UTF-8 text, JSONL or a saved dataset."
     )
-    assert refusal(tmp_path / "none.txt").startswith(f"{tmp_path}/none.txt: cannot be read as text ([Errno 2]")
+    assert refusal(tmp_path / "none.txt").startswith(f"{tmp_path}/none.txt: there is no such file. Give")
 
 
 def test_a_folder_that_is_no_saved_dataset(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from scale_surgery.checkpoint.folder import open_checkpoint, read_tensor
+from scale_surgery.demo import SHIPPED_MODEL
 from scale_surgery.errors import CheckpointError
 from scale_surgery.planning.families import FAMILIES
 from scale_surgery.planning.plan import plan
@@ -105,13 +106,19 @@ def test_a_zero_matrix_gives_finite_blocks():
         assert block.isfinite().all()
 
 
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("shape", ((600, 400), (400, 600)), ids=("tall", "wide"))
 @each_method
-def test_equal_inputs_give_equal_bits(method):
-    weight = matrix(200, 120)
-    first, second = (svd_w21(weight.clone(), 8, method, seeded_generator(3, "a")) for _ in range(2))
-    assert torch.equal(first, second)
-    flipped = svd_w21(-weight, 8, method, seeded_generator(3, "a"))
+def test_equal_inputs_give_equal_bits(method, shape, dtype):
+    weight = matrix(*shape, decay=0.95).to(dtype)
+    for r in (8, 200):
+        first, second = (svd_w21(weight.clone(), r, method, seeded_generator(3, "a")) for _ in range(2))
+        assert torch.equal(first, second)
+    first, flipped = (svd_w21(sign * weight, 8, method, seeded_generator(3, "a")) for sign in (1, -1))
     torch.testing.assert_close(flipped, first, rtol=0, atol=1e-5)
+    # negative control: the seed is what makes the bits of "fast", not the matrix alone
+    other = svd_w21(weight, 8, method, seeded_generator(4, "a"))
+    assert torch.equal(first, other) == (method == "exact")
 
 
 def test_generators_differ_by_name_and_seed_and_by_nothing_else():
@@ -157,6 +164,112 @@ def test_a_transposed_view_is_decomposed_as_the_matrix_it_shows():
     view = weight.T.contiguous().T
     assert not view.is_contiguous()
     torch.testing.assert_close(svd_w21(view, 6, "exact", generator()), svd_w21(weight, 6, "exact", generator()))
+
+
+def former_energy(weight: Tensor, r: int) -> float:
+    """What "fast" found before its Gram matrix was computed by halves: the whole matrix, float32, the same passes."""
+    weight = weight.float() if weight.shape[0] >= weight.shape[1] else weight.T.float()
+    whole, width = weight.T @ weight, r + blocks.OVERSAMPLING
+    if 2 * width > len(whole):
+        return energy(weight, torch.linalg.eigh(whole).eigenvectors[:, -r:])
+    basis = torch.linalg.qr(whole @ torch.randn(len(whole), width, generator=generator())).Q
+    for _ in range(blocks.POWER_PASSES):
+        basis = torch.linalg.qr(whole @ basis).Q
+    small = torch.linalg.eigh(basis.T @ whole @ basis).eigenvectors
+    return energy(weight, basis @ small[:, -r:])
+
+
+def energy(weight: Tensor, directions: Tensor) -> float:
+    """Squared norm of W on the space that columns span, in float64."""
+    basis = torch.linalg.qr(directions.double()).Q
+    return float((weight.double() @ basis).square().sum())
+
+
+def found_energy(weight: Tensor, r: int, method: str) -> float:
+    """The same of the directions that "fast" or "exact" finds, on the shorter side of W."""
+    _, vectors = blocks.leading_eigenpairs(blocks.gram(weight, method), r, method, generator())
+    return energy(weight if weight.shape[0] >= weight.shape[1] else weight.T, vectors)
+
+
+SPECTRA = {
+    "random": lambda: torch.randn(900, 600, generator=torch.Generator().manual_seed(0)),
+    "slow": lambda: matrix(900, 600, decay=0.999),
+    "fast": lambda: matrix(900, 600, decay=0.97),
+    "wide": lambda: matrix(600, 900, decay=0.995),
+    "square": lambda: matrix(600, 600, decay=0.995),
+    "gate_proj": lambda: shipped("mlp.gate_proj"),
+    "q_proj": lambda: shipped("self_attn.q_proj"),
+    "down_proj": lambda: shipped("mlp.down_proj"),
+}
+
+
+def shipped(name: str) -> Tensor:
+    return read_tensor(open_checkpoint(SHIPPED_MODEL), f"model.layers.2.{name}.weight")
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
+@pytest.mark.parametrize("share", (2, 8), ids=("half", "eighth"))
+@pytest.mark.parametrize("kind", SPECTRA)
+def test_fast_finds_no_less_than_it_did(kind, share, dtype):
+    weight = SPECTRA[kind]().to(dtype)
+    r = min(weight.shape) // share
+    best = found_energy(weight, r, "exact")
+    found, former = found_energy(weight, r, "fast"), former_energy(weight, r)
+    assert found >= former * (1 - 1e-6)
+    assert found <= best * (1 + 1e-6)
+    if share == 2:
+        assert found >= best * (1 - 1e-6), "where half of the directions are wanted, the exact ones are found"
+    # negative control: directions by chance hold less
+    chance = torch.randn(min(weight.shape), r, generator=generator())
+    assert energy(weight if weight.shape[0] >= weight.shape[1] else weight.T, chance) < former * (1 - 1e-3)
+
+
+@pytest.mark.parametrize("shape", (*SHAPES, (700, 530), (530, 700)))
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32))
+@each_method
+def test_the_gram_matrix_is_that_of_the_dense_product(monkeypatch, shape, dtype, method):
+    weight = matrix(*shape, decay=0.999).to(dtype)
+    long = weight if shape[0] >= shape[1] else weight.T
+    wanted = long.double().T @ long.double()
+    monkeypatch.setattr(blocks, "CHUNK_ELEMENTS", 100_000)
+    for columns in (7, blocks.GRAM_COLUMNS):
+        monkeypatch.setattr(blocks, "GRAM_COLUMNS", columns)
+        found = blocks.gram(weight, method)
+        error = (found - wanted).abs().max() / wanted.abs().max()
+        assert error < (1e-6 if method == "fast" else 1e-14)
+        assert torch.equal(found.triu(columns), found.tril(-columns).T), "what is below is a copy of what is above"
+    # negative control: what bfloat16 rounds, the weights of other dtypes and all sums, is far off
+    rounded = long.bfloat16().T @ long.bfloat16()
+    assert (rounded - wanted).abs().max() / wanted.abs().max() > 1e-4
+
+
+def test_the_precision_of_products_is_as_before():
+    products = getattr(torch.backends.mkldnn, "matmul", None)
+    if products is None:
+        pytest.skip("this PyTorch has one precision")
+    before = products.fp32_precision
+    blocks.gram(matrix(48, 20).bfloat16(), "fast")
+    assert products.fp32_precision == before
+    with pytest.raises(ZeroDivisionError), blocks._bfloat16_products(torch.bfloat16):
+        assert products.fp32_precision == "bf16"
+        raise ZeroDivisionError
+    assert products.fp32_precision == before
+    for other in (torch.float16, torch.float32, torch.float64):
+        with blocks._bfloat16_products(other):
+            assert products.fp32_precision == before
+
+
+@pytest.mark.parametrize("decay", (0.99, 0.7))
+@each_method
+def test_the_norm_of_a_row_is_that_of_its_image(decay, method):
+    weight, r = matrix(90, 60, decay=decay), 40
+    rows = blocks.principal_rows(weight, r, method, generator()).double()
+    norms = rows.norm(dim=1)
+    images = (weight.double() @ (rows / norms[:, None]).T).norm(dim=0)
+    torch.testing.assert_close(norms, images, rtol=5e-4, atol=0)
+    # negative control: of small singular values, the squares are lost in the rounding of the largest
+    roots = torch.linalg.eigvalsh(blocks.gram(weight, "fast")).flip(0)[:r].clamp_min(0).sqrt().double()
+    assert torch.allclose(roots, images, rtol=5e-4, atol=0) == (decay == 0.99)
 
 
 def test_w22_is_the_diagonal_of_singular_values():

@@ -24,6 +24,7 @@ from scale_surgery.planning.families import FAMILIES
 from scale_surgery.planning.plan import plan
 from scale_surgery.planning.request import Request
 from scale_surgery.planning.saved import load_plan, save_plan
+from scale_surgery.running.options import RunOptions
 from scale_surgery.surgery.expand import expand
 from scale_surgery.surgery.record import read_manifest
 from scale_surgery.surgery.strip import strip
@@ -119,7 +120,8 @@ def test_the_manifest_records_what_was_done(pair_of):
     assert manifest.plan == pair.expansion.plan
     assert manifest.base_name == pair.base_path.name
     assert manifest.base_revision is None
-    assert set(manifest.tool) == {"scale-surgery", "torch", "transformers", "safetensors", "python"}
+    assert set(manifest.tool) == {"scale-surgery", "torch", "transformers", "safetensors", "python", "device"}
+    assert manifest.tool["device"] == RunOptions().placed().device
     assert set(manifest.replaced) == {"config.json", "model.safetensors.index.json"}
 
 
@@ -274,7 +276,7 @@ def test_a_plan_of_another_base_is_not_executed(base_of, llama_base, tmp_path):
     save_plan(plan(base_of("llama", "bfloat16"), REQUEST), tmp_path / "plan.json")
     with pytest.raises(PlanError) as found:
         load_plan(llama_base, tmp_path / "plan.json")
-    wanted = "this plan was made for another base model or by another release; it differs in base_fingerprint"
+    wanted = "was made for another base model, llama_bfloat16_untied, found"
     assert wanted in str(found.value)
     message = refusal(llama_base, plan(base_of("llama", "bfloat16"), REQUEST), tmp_path / "out", error=PlanError)
     assert message == (

@@ -281,7 +281,7 @@ def refusal(call: Callable[[], Any], error: type[Exception] = CheckpointError) -
 
 def test_bad_input_is_refused(expanded: Path, fused: Path, base_of: Callable[..., Path], tmp_path: Path) -> None:
     base, out = base_of("qwen3", "float32", True), tmp_path / "out"
-    assert refusal(lambda: merge(base, out)).startswith(f"{base}: has no surgery.json, expected a model made by")
+    assert refusal(lambda: merge(base, out)).startswith(f"{base}: is a base model, expected one made by")
     assert refusal(lambda: merge(expanded, out, "blocks")) == (
         f"{expanded}: has its blocks, expected a model made by scale-surgery merge --to fused."
     )

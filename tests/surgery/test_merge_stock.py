@@ -312,7 +312,7 @@ def test_a_widened_residual_stream_is_refused(pair_of):
     assert problems_of(pair_of("llama").path) == [
         "--to stock: the residual stream is 20 features wider than the base's 40, expected an up width of 0: a stock "
         "class has one stream, whose norms, embedding and head know no second one. Merge --to fused, or expand with "
-        "--up-width 0."
+        "--variant adapt --up-width 0."
     ]
 
 
@@ -359,7 +359,7 @@ def test_a_model_that_was_not_expanded_is_refused(base_of, tmp_path):
     path = base_of("llama")
     result = CliRunner().invoke(main, ["merge", str(path), "--to", "stock", "-o", str(tmp_path / "stock")])
     assert result.exit_code == 1
-    assert "has no surgery.json, expected a model made by scale-surgery expand." in result.stderr
+    assert "is a base model, expected one made by scale-surgery expand." in result.stderr
     assert not (tmp_path / "stock").exists()
 
 

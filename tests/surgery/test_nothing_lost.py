@@ -181,15 +181,15 @@ def test_bytes_behind_the_last_tensor_are_damage(own: Any) -> None:
     [
         ["plan", "{model}", "--layers", "1", "-o", "{file}"],
         ["verify", "{expanded}", "--base", "{model}", "--report", "{file}"],
-        ["evaluate", "{model}", "--old", "{text}", "--new", "{text}", "--plot", "{file}"],
+        ["evaluate", "{model}", "--old", "{text}", "--new", "{text}", "-o", "{file}"],
         ["rank-layers", "{model}", "--data", "{text}", "-o", "{file}"],
         ["rank-layers", "{model}", "--data", "{text}", "--plot", "{file}"],
         ["report", "{expanded}", "--text", "{text}", "-o", "{file}"],
     ],
 )
 def test_a_file_to_be_written_is_no_input(arguments: list[str], own: Any, base: Path, tmp_path: Path) -> None:
-    model, text = own("model"), tmp_path / "text.txt"
-    text.write_text("A text.")
+    model, text = own("model"), tmp_path / "text.json"
+    text.write_text('{"text": "A text."}')
     expanded = expand(base, REQUEST, tmp_path / "expanded").path
     places = {"model": model, "expanded": expanded, "text": text}
     folder = model if "{model}" in arguments else expanded

@@ -434,7 +434,7 @@ def test_bad_data_stops_before_anything_is_written(place: Path, tmp_path: Path) 
     text = refusal(wide, [wrong], out, SETTINGS, error=DataError)
     assert len(text.splitlines()) == 2 and "line 1: has the fields content" in text
     assert "line 2" in text
-    assert "cannot be read" in refusal(wide, [tmp_path / "none.txt"], out, SETTINGS, error=DataError)
+    assert "there is no such file" in refusal(wide, [tmp_path / "none.txt"], out, SETTINGS, error=DataError)
     long = TrainingSettings(steps=1, packing=False, sequence_length=16)
     text = refusal(wide, [place / "texts.jsonl"], out, long, error=DataError)
     assert "texts.jsonl, line 1:" in text and "expected at most 16" in text and "--packing" in text
@@ -471,7 +471,9 @@ def test_a_base_or_a_stripped_model_is_refused(place: Path, tmp_path: Path) -> N
     strip(place / "preserve", tmp_path / "base")
     for path in (SHIPPED_MODEL, tmp_path / "base"):
         text = refusal(path, [place / "texts.jsonl"], tmp_path / "out", SETTINGS, error=CheckpointError)
-        assert "has no surgery.json, expected a model made by scale-surgery expand" in text
+        assert (
+            "is a base model, expected one made by scale-surgery expand. Expand it first: scale-surgery expand" in text
+        )
 
 
 def test_a_base_that_changed_under_the_link_is_refused(place: Path, tmp_path: Path) -> None:

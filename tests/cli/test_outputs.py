@@ -1,0 +1,115 @@
+"""-o means the same in every command: a folder, or a file whose suffix says what it is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+from scale_surgery import Request, expand
+from scale_surgery.biographies import SHIPPED_MODEL
+from scale_surgery.cli.outputs import OutputFile, OutputFolder
+from scale_surgery.cli.program import main
+from tests.conftest import digests
+
+WRITING = {
+    name: next(option for option in command.params if "--output" in option.opts)
+    for name, command in main.commands.items()
+    if any("--output" in option.opts for option in command.params)
+}
+FOLDERS = sorted(name for name, option in WRITING.items() if isinstance(option.type, OutputFolder))
+FILES = sorted(name for name, option in WRITING.items() if isinstance(option.type, OutputFile))
+
+
+def run(*arguments: object, code: int = 0) -> Result:
+    result = CliRunner().invoke(main, [str(argument) for argument in arguments])
+    assert result.exit_code == code, result.output
+    return result
+
+
+def needed(name: str) -> list[str]:
+    """Arguments and options without which a command is not understood; nothing of that name exists."""
+    parameters = [parameter for parameter in main.commands[name].params if parameter.required]
+    options = [(parameter.opts[-1], "nothing") for parameter in parameters if isinstance(parameter, click.Option)]
+    arguments = ["nothing" for parameter in parameters if isinstance(parameter, click.Argument)]
+    return arguments + [word for option in options for word in option if option[0] != "--output"]
+
+
+def test_every_command_that_writes_has_one_of_two_kinds_of_output():
+    assert sorted(WRITING) == sorted(FOLDERS + FILES)
+    assert sorted(main.commands.keys() - WRITING.keys()) == ["inspect", "push"], "they write no file"
+    assert all("-o" in option.opts for option in WRITING.values())
+    for name, command in main.commands.items():
+        for option in command.params:
+            says = (getattr(option, "help", None) or "").split(" ")[0]
+            if says in ("Draw", "Write") and not getattr(option, "is_flag", False):
+                assert option is WRITING[name] or (says == "Write" and name in FOLDERS), f"{name} {option.name}"
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("file", ("result.pdf", "result", "result.JSON.txt"))
+def test_another_suffix_is_refused_with_those_that_are_right(name, file, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for option in WRITING[name].opts:
+        shown = " ".join(run(name, *needed(name), option, file, code=2).stderr.split())
+        right = " or ".join(WRITING[name].type.suffixes)
+        assert f"{file}: its suffix has to say what is written, expected {right}." in shown
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+@pytest.mark.parametrize("file", ("made.json", "model.safetensors", "report.HTML"))
+def test_a_folder_does_not_have_the_name_of_a_file(name, file, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shown = " ".join(run(name, *needed(name), "-o", file, code=2).stderr.split())
+    assert f"{file} is the name of a file, expected that of a folder." in shown
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("outputs")
+    expand(SHIPPED_MODEL, Request("last:1", variant="adapt"), folder / "wide-1.5")
+    (folder / "text.txt").write_text("Ada was born in Rome.", encoding="utf-8")
+    return folder
+
+
+COMMANDS = (
+    ("plan {model} --layers last:1", (".json",)),
+    ("verify {wide} --files-only", (".json",)),
+    ("report {wide} --files-only", (".html", ".json")),
+    ("evaluate {model} --old {text} --new {text}", (".json", ".png", ".svg")),
+    ("rank-layers {model} --data {text} --steps 1 --budget 90% --sequence-length 4", (".json", ".png", ".svg")),
+)
+BEGINNINGS = {".json": b"{\n", ".html": b"<!doctype html>", ".png": b"\x89PNG", ".svg": b"<?xml"}
+
+
+@pytest.mark.parametrize(("command", "suffixes"), COMMANDS, ids=lambda value: value[:10])
+def test_the_suffix_says_what_is_written(command, suffixes, place, tmp_path):
+    places = {"model": SHIPPED_MODEL, "wide": place / "wide-1.5", "text": place / "text.txt"}
+    arguments = command.format(**places).split()
+    assert set(suffixes) == set(WRITING[arguments[0]].type.suffixes)
+    files = [tmp_path / f"result{suffix}" for suffix in suffixes]
+    # the same in capitals, and again over what is there
+    for _ in range(2):
+        run(*arguments, *(word for file in files for word in ("-o", file)))
+    for file in files:
+        assert file.read_bytes()[:15].lower().startswith(BEGINNINGS[file.suffix].lower()), file
+    assert {file.name for file in tmp_path.iterdir()} == {file.name for file in files}
+
+
+def test_the_file_holds_what_json_prints(place, tmp_path):
+    wide = place / "wide-1.5"
+    printed = json.loads(run("report", wide, "--files-only", "--json", "-o", tmp_path / "report.json").stdout)
+    assert json.loads((tmp_path / "report.json").read_text()) == printed
+
+
+def test_equal_pictures_have_equal_bytes(place, tmp_path):
+    texts = ("--old", place / "text.txt", "--new", place / "text.txt")
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        run("evaluate", SHIPPED_MODEL, *texts, "-o", tmp_path / name / "plane.svg", "-o", tmp_path / name / "plane.png")
+    assert digests(tmp_path / "one") == digests(tmp_path / "two")

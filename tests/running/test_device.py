@@ -1,0 +1,98 @@
+"""Where models run when nobody says so, and that who sets one field of RunOptions leaves the others alone."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import click
+import pytest
+import torch
+
+import scale_surgery
+from scale_surgery import PlanError, Request, RunOptions, TrainingError, expand, report, train, verify
+from scale_surgery.biographies import SHIPPED_MODEL
+from scale_surgery.cli.program import main
+from scale_surgery.progress import Progress
+from scale_surgery.running.device import choose_device
+
+
+def with_accelerator(monkeypatch: pytest.MonkeyPatch, kind: str | None) -> None:
+    """Let torch say that this machine has an accelerator, or none."""
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: kind is not None)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: kind and torch.device(kind))
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected", "in_training"), ((None, "cpu", "cpu"), ("cuda", "cuda", "cuda"), ("mps", "cpu", "mps"))
+)
+def test_auto_takes_what_can_do_the_work(monkeypatch, kind, expected, in_training):
+    with_accelerator(monkeypatch, kind)
+    assert choose_device("auto") == RunOptions(trust_remote_code=True).placed().device == expected
+    assert choose_device("auto", only_trains=True) == in_training
+    assert choose_device("cpu") == choose_device("cpu", only_trains=True) == "cpu"
+
+
+def test_a_device_that_torch_does_not_know():
+    with pytest.raises(PlanError, match=r"^--device is 'abacus', expected auto, cpu, cuda or another that torch knows"):
+        choose_device("abacus")
+
+
+def test_the_default_of_every_function_is_the_default_of_the_options():
+    functions = [getattr(scale_surgery, name) for name in scale_surgery.__all__]
+    defaults = {
+        function.__name__: inspect.signature(function).parameters["run"].default
+        for function in functions
+        if inspect.isfunction(function) and "run" in inspect.signature(function).parameters
+    }
+    assert {"expand", "verify", "train", "evaluate", "report", "merge"} <= set(defaults)
+    # a caller's own RunOptions replaces the default wholly: what differs from the bare one would be lost
+    assert set(defaults.values()) == {RunOptions()}
+
+
+def test_the_default_of_every_command_is_auto():
+    devices = {
+        name: option.default
+        for name, command in main.commands.items()
+        for option in command.params
+        if isinstance(option, click.Option) and option.name == "device"
+    }
+    assert len(devices) >= 9
+    assert set(devices.values()) == {"auto"}
+
+
+@pytest.fixture(scope="module")
+def expanded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("device")
+    return expand(SHIPPED_MODEL, Request("last:1"), folder / "expanded").path
+
+
+@pytest.mark.parametrize(("run", "passes"), ((RunOptions(trust_remote_code=True), 3), (RunOptions(batch_size=2), 2)))
+def test_other_fields_leave_the_batch_to_the_operation(expanded, tmp_path, run, passes):
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text('{"text": "Ada was born in Rome."}\n' * 3, encoding="utf-8")
+    seen: list[int] = []
+
+    @contextmanager
+    def track(label: str, total: int) -> Iterator[Progress]:
+        yield lambda advance, note="": seen.append(advance) if label == "base stream" else None
+
+    report(expanded, [texts], run=run, track=track)
+    assert len(seen) == passes, "hidden states of one window are held at a time, unless more are asked for"
+
+
+def test_a_check_says_where_it_ran(expanded):
+    result = verify(expanded, record=False)
+    assert result.numbers is not None
+    assert result.to_json()["numbers"]["device"] == RunOptions().placed().device
+
+
+def test_training_runs_on_what_there_is(expanded, tmp_path, monkeypatch):
+    with_accelerator(monkeypatch, None)
+    with pytest.raises(TrainingError, match=r"^--device is cuda, found no accelerator on this machine; expected auto"):
+        train(expanded, [tmp_path / "text"], tmp_path / "made", run=RunOptions(device="cuda"))
+    with_accelerator(monkeypatch, "cuda")
+    with pytest.raises(TrainingError, match=r"^--device is cuda:1, found an accelerator called cuda on this machine"):
+        train(expanded, [tmp_path / "text"], tmp_path / "made", run=RunOptions(device="cuda:1"))

@@ -1,0 +1,132 @@
+"""A resumed run reads tensors and plain values: a foreign pickle runs no code, and what is damaged is named."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from scale_surgery import Request, TrainingError, TrainingSettings, TrainingStart, expand, train
+from scale_surgery.biographies import SHIPPED_MODEL
+
+SETTINGS = TrainingSettings(steps=3, save_every=1, batch_size=1, sequence_length=8, log_every=1)
+
+
+class Foreign:
+    """What a foreign pickle does when it is read as it is: it makes a folder."""
+
+    def __init__(self, place: str) -> None:
+        self.place = place
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.place,)
+
+
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that somebody stopped after its second step."""
+    place = tmp_path_factory.mktemp("interrupted")
+    (place / "text.txt").write_text("Mara Lind was born in Oslo. " * 20)
+    expand(SHIPPED_MODEL, Request("last:1"), place / "expanded")
+
+    @contextmanager
+    def stopping(label: str, total: int) -> Any:
+        done = 0
+
+        def advance(amount: int, note: str = "") -> None:
+            nonlocal done
+            done += amount
+            if label == "training" and done >= 2:
+                raise KeyboardInterrupt
+
+        yield advance
+
+    with pytest.raises(TrainingError, match="interrupted"):
+        train(place / "expanded", [place / "text.txt"], place / "out", SETTINGS, track=stopping)
+    return place
+
+
+@pytest.fixture
+def run(interrupted: Path, tmp_path: Path) -> Path:
+    """A copy of it, to be damaged by a test."""
+    return Path(shutil.copytree(interrupted, tmp_path / "run"))
+
+
+def resume(run: Path) -> None:
+    train(run / "expanded", [run / "text.txt"], run / "out", SETTINGS, start=TrainingStart(resume=True))
+
+
+def state_of(run: Path) -> Path:
+    (found,) = (run / "out" / "training").glob("checkpoint-*")
+    return found
+
+
+def edit_state(folder: Path, **values: object) -> None:
+    file = folder / "trainer_state.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+def save_one_tensor(folder: Path) -> None:
+    """All tensors but one."""
+    tensors = load_file(folder / "expansion.safetensors")
+    save_file(dict(list(tensors.items())[:-1]), folder / "expansion.safetensors")
+
+
+def make_pipe(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
+
+
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "no pickle": lambda folder: (folder / "optimizer.pt").write_bytes(b"x"),
+    "other values": lambda folder: torch.save({"a": 1}, folder / "optimizer.pt"),
+    "a schedule": lambda folder: torch.save([1], folder / "scheduler.pt"),
+    "random state": lambda folder: torch.save({}, folder / "rng_state.pth"),
+    "a pipe": lambda folder: make_pipe(folder / "optimizer.pt"),
+    "no tensors": lambda folder: (folder / "expansion.safetensors").write_bytes(b"x"),
+    "a tensor that is gone": save_one_tensor,
+    "no JSON": lambda folder: (folder / "trainer_state.json").write_text("{"),
+    "a step": lambda folder: edit_state(folder, global_step="x"),
+    "a log": lambda folder: edit_state(folder, log_history=[3]),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_what_no_run_wrote_is_named(run: Path, damage: str) -> None:
+    folder = state_of(run)
+    DAMAGE[damage](folder)
+    with pytest.raises(TrainingError) as raised:
+        resume(run)
+    assert str(raised.value).startswith(f"{folder}: cannot be resumed from, its files are not those that a run wrote (")
+    assert str(raised.value).endswith("Restore them, or begin anew with --overwrite.")
+
+
+@pytest.mark.parametrize("name", ("optimizer.pt", "scheduler.pt", "rng_state.pth"))
+def test_a_foreign_pickle_runs_no_code(run: Path, tmp_path: Path, name: str) -> None:
+    made = tmp_path / "made by the pickle"
+    content = pickle.dumps(Foreign(str(made)))
+    pickle.loads(content)  # the control: it would
+    made.rmdir()
+    (state_of(run) / name).write_bytes(content)
+    with pytest.raises(TrainingError, match="cannot be resumed from"):
+        resume(run)
+    torch.save(Foreign(str(made)), state_of(run) / name)
+    with pytest.raises(TrainingError, match="cannot be resumed from"):
+        resume(run)
+    assert not made.exists()
+
+
+def test_a_folder_of_another_name_is_no_checkpoint(run: Path) -> None:
+    other = run / "out" / "training" / "checkpoint-best"
+    other.mkdir()
+    (other / "complete.json").write_text("{}")
+    resume(run)
