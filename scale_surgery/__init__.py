@@ -33,7 +33,8 @@ from scale_surgery.planning.plan import Plan, plan
 from scale_surgery.planning.request import Request
 from scale_surgery.planning.routing_specs import Routing
 from scale_surgery.planning.saved import load_plan
-from scale_surgery.routing.calibrate import Calibration, CalibrationSettings, route_calibrate
+from scale_surgery.routing.calibrate import Calibration, route_calibrate
+from scale_surgery.routing.choice import CalibrationSettings
 from scale_surgery.routing.records import RouteReport
 from scale_surgery.routing.report import route_report
 from scale_surgery.running.freeze import expansion_disabled, freeze_base

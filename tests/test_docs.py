@@ -111,8 +111,11 @@ def without_chance(text: str) -> list[str]:
     """Words of a page, without what differs from day to day and from machine to machine: dates, drift of training."""
     text = re.sub(r"(?m)^(wide-trained|routed|routed, routing disabled) +[\d.].*$", r"\1 NUMBERS", text)
     text = re.sub(r"(?m)^(mixed\.jsonl) +22 +[\d.].*$", r"\1 NUMBERS", text)
-    text = re.sub(r"(?m)^( +\d+ +\d+) +[\d.]+% .*?(chosen.*?|over budget)?( +[\d.e-]+)*$", r"\1 NUMBERS \2", text)
-    text = re.sub(r"(?m)^(took +\d+ steps|loss .* in the first steps), .*$", r"\1 NUMBER", text)
+    text = re.sub(r"(?m)^( +\d+ +\d+) +[\d.]+% .*?(chosen.*?|tie|over budget)?$", r"\1 NUMBERS \2", text)
+    text = re.sub(r"(?m)^( +\d)( +[\d.e-]+){3}$", r"\1 NUMBERS", text)
+    text = re.sub(
+        r"(?m)^(took +[\w ]*\d+ steps|ahead .* times; about|loss .* in the first steps),? .*$", r"\1 NUMBER", text
+    )
     # a report: blocks, layers, what was measured
     text = re.sub(r"(?m)^((?:w\d\d|up_weight) +\w+) +[\d.].*$", r"\1 NUMBERS", text)
     text = re.sub(r"(?m)^(\d+) .*[\d.]+%? .* bit-equal$", r"\1 NUMBERS bit-equal", text)

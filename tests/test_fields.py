@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import click
 import pytest
 
-from scale_surgery import PilotSettings, Push, Request, Routing, TrainingSettings
+from scale_surgery import CalibrationSettings, PilotSettings, Push, Request, Routing, TrainingSettings
 from scale_surgery.cli.program import main
 from scale_surgery.fields import Range, fields_of, problems_of
 from scale_surgery.planning.methods import METHODS
@@ -24,6 +24,7 @@ TAKEN = {
     "train": (TrainingSettings, set()),
     "rank-layers": (PilotSettings, set()),
     "route-export": (Routing, set()),
+    "route-calibrate": (CalibrationSettings, set()),
     "push": (Push, {"check"}),
 }
 
@@ -123,7 +124,7 @@ def test_a_command_takes_every_field_as_the_dataclass_has_it(command: str):
         assert each.range is None or each.range.bounds in option.help
 
 
-@pytest.mark.parametrize("owner", [Request, TrainingSettings, PilotSettings, Routing, Push])
+@pytest.mark.parametrize("owner", [Request, TrainingSettings, PilotSettings, Routing, CalibrationSettings, Push])
 def test_every_field_is_described(owner: type):
     assert [name for name, each in fields_of(owner).items() if not each.help.endswith(".")] == []
 

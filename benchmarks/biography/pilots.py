@@ -1,7 +1,7 @@
 """What rank_layers proposes for the shipped model and the new people of compare.py, kept as records.
 
-The pilot reads what the runs train on, questions and biographies in styles that training draws, and runs with the
-defaults of `scale-surgery rank-layers`. Old text, from which L_fp is estimated, is the same about known people.
+The pilot reads what the runs train on, questions and biographies in styles that training draws: one, with as many
+steps as the runs, of 8 sequences each. Old text, from which L_fp is estimated, is the same about known people.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ def propose(seed: int, settings: Settings) -> Proposal:
     with tempfile.TemporaryDirectory() as folder:
         new = write_texts(Path(folder) / "new.jsonl", people(settings.new_people, start=SHIPPED_PEOPLE), seed)
         old = write_texts(Path(folder) / "old.jsonl", people(settings.old_texts), seed)
-        ranking = ask(new, old, PilotSettings(steps=settings.steps, seed=seed), "both")
+        ranking = ask(new, old, PilotSettings(pilots=1, steps=settings.steps, batch_size=8, seed=seed), "both")
         # the estimate needs no pilot, and only the first ranking is kept
-        attention = ask(new, old, PilotSettings(steps=1, seed=seed), "attn")
+        attention = ask(new, old, PilotSettings(pilots=1, steps=1, batch_size=8, seed=seed), "attn")
     estimates = {"attn": attention.depth, "both": ranking.depth}
     return Proposal(
         seed,

@@ -76,7 +76,7 @@ def _option(field: Field, declared: Mapping[str, str], helps: Mapping[str, str])
 def _help(field: Field, line: str) -> str:
     """A line of help with choices, default and range, as click shows those of its own."""
     is_said = field.kind is bool or field.default in (None, MISSING)
-    default = "all" if field.kind is tuple else f"{field.default:g}" if field.kind is float else field.default
+    default = "all" if field.kind is tuple else f"{field.default:g}" if type(field.default) is float else field.default
     choices = f"some of {', '.join(field.choices)}" if field.kind is tuple else ""
     parts = [choices, "" if is_said else f"default: {default}", "" if field.range is None else field.range.bounds]
     extra = "; ".join(filter(None, parts))

@@ -57,7 +57,7 @@ EXPANSION_HELPS = {
     type=click.Choice(SCORES),
     default="relative-norm",
     show_default=True,
-    help="Order layers by the relative norm of their change, or by its effective rank.",
+    help="Order layers by the relative norm of their change, or by its directions (effective rank).",
 )
 @options_from(Request, *EXPANSION, helps=EXPANSION_HELPS)
 @options_from(PilotSettings, *fields_of(PilotSettings))
@@ -82,9 +82,10 @@ def rank_layers_command(
 ) -> None:
     """Rank the layers of MODEL, a base model, by what a short training run changes in them.
 
-    A copy of MODEL is fine-tuned on --data for a few steps and thrown away; MODEL is only read. Layers are ranked by
-    how much their weights changed: by the relative norm of the change and by its effective rank. The best layers that
-    fit the budget are proposed for --layers of expand.
+    Copies of MODEL are fine-tuned on --data for a few steps (pilots) and thrown away; MODEL is only read. Layers are
+    ordered by how much their weights changed: by the relative norm of the change, or by its directions, the effective
+    rank of it. The best layers that fit the budget are proposed for --layers of expand. A score that another pilot, or
+    half of the steps, would turn round is a tie, and of tied layers the last ones are proposed.
 
     With --old, layers for --collaborative-layers are proposed too: those in which W12, which writes into the base's
     hidden state, helps more than it disturbs old text. The layers below them are the preserved depth, L_fp.
@@ -95,8 +96,8 @@ def rank_layers_command(
     """
     from scale_surgery.checkpoint.staging import check_output_files
     from scale_surgery.show.figure_rank_layers import plot_ranking
-    from scale_surgery.show.tables_rank_layers import render_ranking
-    from scale_surgery.training.rank_layers import rank_layers
+    from scale_surgery.show.tables_rank_layers import render_budget, render_ranking
+    from scale_surgery.training.rank_layers import prepare_ranking, run_ranking
     from scale_surgery.training.ranking import RankingRequest
 
     check_output_files(outputs, [model, *data, *old])
@@ -107,7 +108,8 @@ def rank_layers_command(
     expansion = Request(**{"layers": "all"} | wanted)
     request = RankingRequest(expansion, options.pop("budget"), options.pop("score"))
     run = take(RunOptions, options)
-    result = rank_layers(model, data, pilot, request, old=old, run=run, track=out.track, **options)
+    job = prepare_ranking(model, data, pilot, request, old=old, run=run, **options)
+    result = run_ranking(job, out.track, tell=lambda budget: out.say(render_budget(budget)))
     for warning in result.warnings:
         out.warn(warning)
     out.show(result, render_ranking(result, details=details))

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from scale_surgery.cli.options import FOLDER, TEXTS, output_options, reading_options, take
+from scale_surgery.cli.options import FOLDER, TEXTS, options_from, output_options, reading_options, take
 from scale_surgery.cli.outputs import PICTURES, OutputFile
+from scale_surgery.fields import fields_of
+from scale_surgery.routing.choice import CalibrationSettings
 
 if TYPE_CHECKING:
     from scale_surgery.show.console import Output
@@ -20,14 +22,7 @@ if TYPE_CHECKING:
 @click.option(
     "--new", multiple=True, required=True, type=TEXTS, help="Text with what was to be learned; can be repeated."
 )
-@click.option(
-    "--most-forgetting",
-    type=click.FloatRange(min=0),
-    default=0.02,
-    show_default=True,
-    help="How much higher than the base's the loss on old text may be, in nats per token.",
-)
-@click.option("--write", is_flag=True, help="Store the best setting in ROUTED.")
+@options_from(CalibrationSettings, *(name for name in fields_of(CalibrationSettings) if name != "plot"))
 @click.option(
     *("-o", "--output", "--plot", "plot"),
     type=OutputFile(*PICTURES),
@@ -45,13 +40,15 @@ def route_calibrate_command(
     text minus the base's; learning is the base's loss on new text minus the model's. Both are in nats per token.
 
     The best setting is the one that learns most among those that forget at most --most-forgetting. Where none forgets
-    so little, it is the one that forgets least. Among equals the current setting wins, then the default. Measure the
-    result on other text than you calibrate on.
+    so little, it is the one that forgets least. Settings with which any text, or the first 8 tokens of old texts, may
+    lose more than now are left out unless they are asked for (--bound, --bound-per-token, --most-short-forgetting),
+    and a change has to be worth it (--least-gain). Among equals the current setting wins, then the default. Measure
+    the result on other text than you calibrate on.
 
     \b
     Example: scale-surgery route-calibrate ROUTED --old a.txt --new b.txt --write
     """
-    from scale_surgery.routing.calibrate import CalibrationSettings, route_calibrate
+    from scale_surgery.routing.calibrate import route_calibrate
     from scale_surgery.running.options import RunOptions
     from scale_surgery.show.tables_calibrate import render_calibration
 

@@ -5,6 +5,7 @@ What comes out is the content of `scale_surgery.routing` in config.json, which t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal
@@ -37,6 +38,16 @@ class Routing:
     def is_strict(self) -> bool:
         """Whether the preserve path is the base model alone, without an up stream of its own."""
         return self.strict or self.router == "posterior"
+
+    @property
+    def bound(self) -> float | None:
+        """Nats that a text may lose against the base whatever it says, -ln(prior); None where nothing bounds them."""
+        return -math.log(self.prior) if self.router == "posterior" else None
+
+    @property
+    def bound_per_token(self) -> float | None:
+        """Nats that each further token adds to the bound, -ln(1 - switch rate); None where there is none."""
+        return abs(math.log1p(-self.switch_rate)) if self.router == "posterior" else None
 
     @property
     def description(self) -> str:

@@ -5,9 +5,11 @@ old and new text --one pass--> path_scores --every setting--> routing_sweep --th
 
 from __future__ import annotations
 
+import math
 import os
+import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +18,12 @@ from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.checkpoint.sources import listed
 from scale_surgery.checkpoint.staging import output_file_problems
 from scale_surgery.errors import CheckpointError, DataError, PlanError
-from scale_surgery.evidence.subjects import choose_lengths, open_subjects, read_texts
+from scale_surgery.evidence.subjects import Subject, choose_lengths, open_subjects, read_texts
 from scale_surgery.planning.routing_specs import Routing, read_routing
 from scale_surgery.progress import Track, no_track
-from scale_surgery.routing.sweep import Outcome, sweep_model
+from scale_surgery.routing.choice import CalibrationSettings, Choice, Limits, ask_for, choose, read_limits
+from scale_surgery.routing.outcome import Outcome
+from scale_surgery.routing.sweep import Texts, sweep_model
 from scale_surgery.running.options import Dtype, RunOptions
 from scale_surgery.surgery.record import read_manifest
 from scale_surgery.surgery.route import set_routing
@@ -32,21 +36,6 @@ SIDES = {"old": "forgetting", "new": "learning"}
 
 
 @dataclass(frozen=True)
-class CalibrationSettings:
-    """Which setting of a router is the best, and what becomes of it.
-
-    Attributes:
-        most_forgetting: Nats per token of old text that may be lost against the base.
-        write: Whether the best setting is written into the model.
-        plot: PNG or SVG to be, forgetting against learning; replaced where it exists.
-    """
-
-    most_forgetting: float = 0.02
-    write: bool = False
-    plot: str | Path | None = None
-
-
-@dataclass(frozen=True)
 class Calibration:
     """The result of `route_calibrate`.
 
@@ -56,10 +45,13 @@ class Calibration:
         base: What its base model scores.
         adapt: What its adapt path alone scores.
         present: What it scores as it was found.
-        proposed: What it scores with the best setting: the one that learns most among those that forget at most
-            `most_forgetting`; where there is none, the one that forgets least.
-        is_within: Whether that forgets no more.
-        outcomes: Every setting in the order of its numbers, the present and the proposed one among them.
+        proposed: What it scores with the setting that is to be: see `route_calibrate`.
+        best: The same with the best of the settings that are allowed; the present one may stay all the same.
+        loosest: The same with the best of all settings, whatever texts and short prompts may lose.
+        limits: What the best setting may lose, and what it must gain.
+        needed_gain: Nats per token that the best must learn more than the present one, to replace it.
+        is_within: Whether the proposed setting forgets at most `most_forgetting`.
+        outcomes: Every setting in the order of its numbers, those named above among them.
         most_forgetting: Nats per token of old text that may be lost against the base.
         old: Files of old text.
         new: Files of new text.
@@ -76,6 +68,10 @@ class Calibration:
     adapt: Outcome
     present: Outcome
     proposed: Outcome
+    best: Outcome
+    loosest: Outcome
+    limits: Limits
+    needed_gain: float
     is_within: bool
     outcomes: tuple[Outcome, ...]
     most_forgetting: float
@@ -87,11 +83,19 @@ class Calibration:
     plot: Path | None
     written: bool
 
+    @property
+    def ask(self) -> str | None:
+        """The options that allow the loosest setting; None where no setting that learns more is left out."""
+        if self.limits.allows(self.loosest) or self.loosest.learning <= self.best.learning:
+            return None
+        return ask_for(self.loosest, self.limits, self.needed_gain)
+
     def to_json(self) -> dict[str, Any]:
         """The result as plain JSON values."""
         content = {field.name: getattr(self, field.name) for field in fields(self)}
         outcomes = {"outcomes": [outcome.to_json() for outcome in self.outcomes]}
-        single = {name: content[name].to_json() for name in ("base", "adapt", "present", "proposed")}
+        single = {name: found.to_json() for name, found in content.items() if isinstance(found, Outcome)}
+        content |= {"limits": asdict(self.limits), "ask": self.ask}
         # JSON has no infinity: it becomes a text
         plain: dict[str, Any] = plain_json(content | single | outcomes)
         return plain
@@ -111,8 +115,9 @@ def route_calibrate(
     """Sweep the threshold of a cosine router, or prior and switch rate of a posterior router, and propose the best.
 
     The best setting is the one that learns most among those that forget at most `most_forgetting`; where there is
-    none, the one that forgets least. Of equal ones the present wins, then the default. Nothing is written unless all
-    went well.
+    none, the one that forgets least. Settings are left out with which any text, or a short prompt, may lose more than
+    now, unless that is asked for, and the present one is only changed for a gain that matters: see
+    `CalibrationSettings`. Of equal ones the present wins, then the default. Nothing is written unless all went well.
 
     Args:
         routed: Folder of a routed checkpoint.
@@ -128,31 +133,26 @@ def route_calibrate(
         Forgetting, learning and routed shares of every setting, and the best one.
 
     Raises:
-        PlanError: If `most_forgetting` is negative or no number, or a setting is to be written and none forgets so
-            little.
+        PlanError: If a number is out of range, no setting keeps what is asked for, or a setting is to be written and
+            none forgets so little.
         DataError: If there is no old or no new text, a file cannot be read or holds nothing to score, the lengths do
             not fit, or the model has no tokenizer that loads.
         CheckpointError: If this is no routed model, it cannot be loaded, a loss is not finite, or the plot or the
             model cannot be written.
     """
-    most_forgetting = settings.most_forgetting
-    if not most_forgetting >= 0:
-        raise PlanError(f"--most-forgetting is {most_forgetting}, expected nats per token, at least 0.")
     folder, drawn = Path(routed), None if settings.plot is None else Path(settings.plot)
     files = {"old": list(map(Path, listed(old))), "new": list(map(Path, listed(new)))}
     present = _open_routing(folder)
+    limits = read_limits(settings, present)
     _check_outputs(folder, drawn, [*files["old"], *files["new"]], write=settings.write)
     documents = _read(files)
     (subject,) = open_subjects([folder], run)
     length, step = choose_lengths([subject], sequence_length, step)
-    found = sweep_model(subject, read_texts(subject, documents, length, step), present, run, track)
-    best = propose(found.outcomes, most_forgetting)
-    if settings.write and best.forgetting > most_forgetting and best.routing is not None:
-        raise PlanError(
-            f"{folder}: no setting forgets at most {most_forgetting:g} nats per token, so none is set; the least is "
-            f"{best.forgetting:.4f}, with {best.routing.description}. Raise --most-forgetting, or leave --write out to "
-            "see every setting."
-        )
+    found = sweep_model(subject, _read_windows(subject, documents, length, step), present, run, track)
+    choice = choose(found.outcomes, limits, found.adapt)
+    best = choice.proposed
+    if settings.write and best.forgetting > limits.forgetting:
+        raise PlanError(_say_too_much(folder, choice, limits))
     result = Calibration(
         path=folder,
         name=subject.name,
@@ -160,9 +160,13 @@ def route_calibrate(
         adapt=found.adapt,
         present=found.outcomes[0],
         proposed=best,
-        is_within=best.forgetting <= most_forgetting,
+        best=choice.best,
+        loosest=choice.loosest,
+        limits=limits,
+        needed_gain=choice.needed,
+        is_within=best.forgetting <= limits.forgetting,
         outcomes=tuple(sorted(found.outcomes, key=_numbers)),
-        most_forgetting=most_forgetting,
+        most_forgetting=limits.forgetting,
         old=tuple(map(str, files["old"])),
         new=tuple(map(str, files["new"])),
         sequence_length=length,
@@ -175,20 +179,15 @@ def route_calibrate(
     return result
 
 
-def propose(outcomes: Sequence[Outcome], most_forgetting: float) -> Outcome:
-    """Choose the best setting: see `route_calibrate`.
-
-    Args:
-        outcomes: What settings score, the preferred of equal ones first.
-        most_forgetting: Nats per token that may be lost against the base.
-
-    Returns:
-        One of them.
-    """
-    within = [outcome for outcome in outcomes if outcome.forgetting <= most_forgetting]
-    if within:
-        return max(within, key=lambda outcome: (outcome.learning, -outcome.forgetting))
-    return min(outcomes, key=lambda outcome: (outcome.forgetting, -outcome.learning))
+def _say_too_much(folder: Path, choice: Choice, limits: Limits) -> str:
+    least, looser = choice.proposed, choice.loosest
+    options = "Raise --most-forgetting, or leave --write out to see every setting."
+    if looser.forgetting <= limits.forgetting:
+        options = f"One that may lose more on a text does: {ask_for(looser, limits, -math.inf)}. Or r{options[1:]}"
+    return (
+        f"{folder}: no setting forgets at most {limits.forgetting:g} nats per token, so none is set; the least is "
+        f"{least.forgetting:.4f}, with {least.numbers}. {options}"
+    )
 
 
 def _open_routing(folder: Path) -> Routing:
@@ -238,6 +237,17 @@ def _read(files: Mapping[str, Sequence[Path]]) -> dict[str, list[Document]]:
     if empty:
         raise DataError.from_problems(empty)
     return documents
+
+
+def _read_windows(subject: Subject, documents: Mapping[str, Sequence[Document]], length: int, step: int) -> Texts:
+    """Windows of both sides, and the beginnings of old texts."""
+    from scale_surgery.routing.short_prompts import beginnings
+    from scale_surgery.running.texts import stride
+
+    # no document is as long as this, so each is one sequence
+    whole = read_texts(subject, documents, sys.maxsize, 1)
+    old, new = (stride(whole[side], length, step) for side in SIDES)
+    return Texts(old, new, beginnings(whole["old"]))
 
 
 def _numbers(outcome: Outcome) -> tuple[float, ...]:

@@ -1,12 +1,12 @@
 """What both paths of a routed model say of a text, noted in one pass; from it follows what any router would score.
 
 text   --forward pass-->     log-probability of each token on every side, and cosine   `read_paths`
-these  --no forward pass-->  loss, accuracy and routed share, whatever the router's numbers   `measure_router`
+these  --no forward pass-->  loss, accuracy and routed share, whatever the router's numbers   `measure`
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -135,7 +135,7 @@ def winning_weights(preserve: Tensor, adapt: Tensor, targets: Tensor) -> tuple[T
 def read_paths(
     model: Any, sequences: Sequences, batch_size: int, advance: Progress = no_progress
 ) -> tuple[PathBatch, ...]:
-    """Read token sequences once, the longest first, in the batches of `measure`.
+    """Read token sequences once, the longest first, in the batches of `loss.measure`.
 
     Args:
         model: A routed model in evaluation mode, on any device; its router is given back.
@@ -173,42 +173,78 @@ def _read_batch(model: Any, router: Any, rows: Sequence[Mapping[str, Tensor]]) -
     return observer.batch
 
 
-def measure_router(batches: Sequence[PathBatch], router: Any) -> tuple[Measurement, float]:
-    """What a router makes of texts that were read.
+@dataclass(frozen=True)
+class Reading:
+    """What texts score with one setting.
+
+    Attributes:
+        total: The sums.
+        routed: Sum of the weights of the adapt path over the scored tokens.
+        nats: Sum of -log p of each window (windows,), float64.
+        scored: Scored tokens of each window (windows,).
+    """
+
+    total: Measurement
+    routed: float
+    nats: Tensor
+    scored: Tensor
+
+    @property
+    def nats_per_token(self) -> float:
+        """Mean of -log p over the scored tokens."""
+        return self.total.nats_per_token
+
+    @property
+    def share(self) -> float:
+        """Mean weight of the adapt path over the scored tokens."""
+        return self.routed / self.total.scored
+
+
+# how a batch is routed: its scores with what comes out and the weight of the adapt path
+Weigh = Callable[[PathBatch], TokenScores]
+
+
+def base_alone(batch: PathBatch) -> TokenScores:
+    """Route everything to the base model."""
+    return batch.scores
+
+
+def adapt_alone(batch: PathBatch) -> TokenScores:
+    """Route everything to the adapt path."""
+    return batch.scores._replace(routed=batch.scores.adapt, weight=torch.ones_like(batch.scores.adapt))
+
+
+def routed_by(router: Any) -> Weigh:
+    """Route as a model's router does, with any numbers."""
+    return lambda batch: router.weigh(batch.scores, batch.tokens)
+
+
+def measure(batches: Sequence[PathBatch], weigh: Weigh) -> Reading:
+    """What texts that were read score.
 
     Args:
         batches: What both paths say.
-        router: The model's router, with any numbers.
+        weigh: How they are routed.
 
     Returns:
-        The sums, and the mean weight of the adapt path over the scored tokens.
+        The sums, and those of each window.
     """
-    total, weight = Measurement(0.0, 0, 0, 0), 0.0
-    for batch in batches:
-        scores = router.weigh(batch.scores, batch.tokens)
-        total += _measure(batch, scores.routed, batch.answers.answered(scores.weight))
-        weight += float(scores.weight[batch.is_scored].double().sum())
-    return total, weight / total.scored
-
-
-def measure_base(batches: Sequence[PathBatch]) -> Measurement:
-    """What the base model makes of texts that were read."""
-    found = (_measure(batch, batch.scores.base, batch.answers.is_known) for batch in batches)
-    return sum(found, Measurement(0.0, 0, 0, 0))
-
-
-def measure_adapt(batches: Sequence[PathBatch]) -> Measurement:
-    """What the adapt path alone makes of texts that were read."""
-    found = (
-        _measure(batch, batch.scores.adapt, batch.answers.answered(torch.ones_like(batch.scores.adapt)))
-        for batch in batches
+    found = [_measure(batch, weigh(batch), is_base=weigh is base_alone) for batch in batches]
+    return Reading(
+        total=sum((one.total for one in found), Measurement(0.0, 0, 0, 0)),
+        routed=sum(one.routed for one in found),
+        nats=torch.cat([one.nats for one in found]),
+        scored=torch.cat([one.scored for one in found]),
     )
-    return sum(found, Measurement(0.0, 0, 0, 0))
 
 
-def _measure(batch: PathBatch, scores: Tensor, answered: Tensor) -> Measurement:
-    own = scores[batch.is_scored].double()
-    return Measurement(-float(own.sum()), len(own), len(answered), int(answered.sum()))
+def _measure(batch: PathBatch, scores: TokenScores, *, is_base: bool) -> Reading:
+    # what a cosine router gives out on the preserve side is not the base model alone
+    answered = batch.answers.is_known if is_base else batch.answers.answered(scores.weight)
+    nats = -scores.routed.double().where(batch.is_scored, 0.0).sum(1)
+    scored = batch.is_scored.sum(1)
+    total = Measurement(float(nats.sum()), int(scored.sum()), len(answered), int(answered.sum()))
+    return Reading(total, float(scores.weight[batch.is_scored].double().sum()), nats, scored)
 
 
 def scored_cosines(batches: Sequence[PathBatch]) -> Tensor:

@@ -7,8 +7,8 @@ posterior   priors times switch rates
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +16,14 @@ from scale_surgery.errors import CheckpointError
 from scale_surgery.evidence.subjects import Subject
 from scale_surgery.planning.routing_specs import Routing, router_settings
 from scale_surgery.progress import Progress, Track, no_progress
+from scale_surgery.routing.noise import estimate
+from scale_surgery.routing.outcome import Outcome
 from scale_surgery.running.loading import loaded_whole
-from scale_surgery.running.loss import Measurement
 from scale_surgery.running.options import RunOptions
 
 if TYPE_CHECKING:
-    from scale_surgery.routing.path_scores import PathBatch
+    from scale_surgery.routing.path_scores import PathBatch, Reading, Weigh
+    from scale_surgery.routing.short_prompts import Beginnings
     from scale_surgery.running.texts import Sequences
 
 # of settings that score the same the first wins, so defaults and round numbers stand first
@@ -30,47 +32,6 @@ SWITCH_RATES = (0.01, 0.0, 0.001, 0.1, 0.003, 0.03, 0.0001)
 THRESHOLDS = (0.5, 0.0, -1.0, 1.0, 0.25, 0.75, 0.9, 0.95, 0.98, 0.99, 0.995, 0.999)
 # logits of two paths are similar almost everywhere, so most cosines lie near 1, where round numbers are far apart
 SHARES = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a model scores with one setting of its router.
-
-    Attributes:
-        routing: The setting; None for the base model and for the adapt path alone.
-        old: What it scores on old text.
-        new: The same on new text.
-        forgetting: Its nats per token on old text minus those of the base.
-        learning: The base's nats per token on new text minus its own.
-        kept: Learning as a share of what the adapt path alone learns; None where that learns nothing.
-        routed_old: Routed share of old text: the mean weight of the adapt path over the scored tokens.
-        routed_new: The same of new text.
-    """
-
-    routing: Routing | None
-    old: Measurement
-    new: Measurement
-    forgetting: float
-    learning: float
-    kept: float | None
-    routed_old: float
-    routed_new: float
-
-    @property
-    def numbers(self) -> str:
-        """The numbers of the setting, in words; empty where there is none."""
-        if self.routing is None:
-            return ""
-        if self.routing.router == "cosine":
-            return f"threshold {self.routing.threshold:.10g}"
-        return f"prior {self.routing.prior:g}, switch rate {self.routing.switch_rate:g}"
-
-    def to_json(self) -> dict[str, Any]:
-        """The outcome as plain JSON values, with what follows from the sums."""
-        content = asdict(self) | {"routing": None if self.routing is None else router_settings(self.routing)}
-        for side, found in (("old", self.old), ("new", self.new)):
-            content[side] |= {"nats_per_token": found.nats_per_token, "accuracy": found.accuracy}
-        return content
 
 
 @dataclass(frozen=True)
@@ -88,18 +49,21 @@ class Sweep:
     outcomes: tuple[Outcome, ...]
 
 
-def sweep_model(
-    subject: Subject,
-    texts: Mapping[str, Sequences],
-    present: Routing,
-    run: RunOptions,
-    track: Track,
-) -> Sweep:
+@dataclass(frozen=True)
+class Texts:
+    """What a model reads: windows of old and of new text, and the beginnings of old texts."""
+
+    old: Sequences
+    new: Sequences
+    short: Sequences
+
+
+def sweep_model(subject: Subject, texts: Texts, present: Routing, run: RunOptions, track: Track) -> Sweep:
     """Let a model read old and new text, and measure every setting that is worth trying.
 
     Args:
         subject: The model.
-        texts: Windows by side, "old" and "new".
+        texts: What it reads.
         present: How it routes now.
         run: How it runs: device, dtype, trust_remote_code, batch_size.
         track: Makes progress bars.
@@ -112,13 +76,14 @@ def sweep_model(
     """
     from scale_surgery.routing.path_scores import read_paths
 
-    tokens = sum(len(text.ids) for text in texts.values())
-    with loaded_whole(subject.path, subject.name, run) as model, track("read", tokens) as advance:
-        old, new = (read_paths(model, texts[side], run.windows(), advance) for side in ("old", "new"))
+    sides = (texts.old, texts.new, texts.short)
+    total = sum(len(side.ids) for side in sides)
+    with loaded_whole(subject.path, subject.name, run) as model, track("read", total) as advance:
+        read = PathTexts(*(read_paths(model, side, run.windows(), advance) for side in sides))
         router = model.router
-    settings = settings_of(present, old, new)
+    settings = settings_of(present, read.old, read.new)
     with track("settings", len(settings)) as advance:
-        found = sweep(router, old, new, settings, advance)
+        found = sweep(router, read, settings, advance)
     _check_finite(subject, found)
     return found
 
@@ -135,64 +100,79 @@ def _check_finite(subject: Subject, found: Sweep) -> None:
                 )
 
 
-def sweep(
-    router: Any,
-    old: Sequence[PathBatch],
-    new: Sequence[PathBatch],
-    settings: Sequence[Routing],
-    advance: Progress = no_progress,
-) -> Sweep:
+def sweep(router: Any, texts: PathTexts, settings: Sequence[Routing], advance: Progress = no_progress) -> Sweep:
     """Measure settings on texts that were read.
 
     Args:
         router: The model's router.
-        old: What both paths say of old text.
-        new: The same of new text.
-        settings: What to try.
+        texts: What both paths say of texts.
+        settings: What to try, the present setting first.
         advance: Called after each setting.
 
     Returns:
         What the base model, the adapt path alone and each setting score.
     """
-    from scale_surgery.routing.path_scores import measure_adapt, measure_base, measure_router
+    from scale_surgery.routing.path_scores import adapt_alone, base_alone, routed_by
 
-    base, adapt = ([measure(side) for side in (old, new)] for measure in (measure_base, measure_adapt))
-    reference = Reference(base[0], base[1], base[1].nats_per_token - adapt[1].nats_per_token)
+    base, adapt = texts.measure(base_alone), texts.measure(adapt_alone)
+    reference = Reference(base, adapt, present=texts.measure(routed_by(with_numbers(router, settings[0]))))
     outcomes = []
     for routing in settings:
-        own = with_numbers(router, routing)
-        (on_old, routed_old), (on_new, routed_new) = (measure_router(side, own) for side in (old, new))
-        outcomes.append(reference.outcome(routing, on_old, on_new, routed_old, routed_new))
+        own = texts.measure(routed_by(with_numbers(router, routing)))
+        outcomes.append(reference.outcome(routing, own))
         advance(1)
-    return Sweep(
-        base=reference.outcome(None, base[0], base[1], 0.0, 0.0),
-        adapt=reference.outcome(None, adapt[0], adapt[1], 1.0, 1.0),
-        outcomes=tuple(outcomes),
-    )
+    return Sweep(reference.outcome(None, base), reference.outcome(None, adapt), tuple(outcomes))
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What texts score with one setting: old and new text, and the beginnings of old texts."""
+
+    old: Reading
+    new: Reading
+    short: Beginnings
+
+
+@dataclass(frozen=True)
+class PathTexts:
+    """What both paths say of old and of new text, and of the beginnings of old texts."""
+
+    old: Sequence[PathBatch]
+    new: Sequence[PathBatch]
+    short: Sequence[PathBatch]
+
+    def measure(self, weigh: Weigh) -> Measured:
+        """Score them as they are routed."""
+        from scale_surgery.routing.path_scores import measure
+        from scale_surgery.routing.short_prompts import read_beginnings
+
+        return Measured(measure(self.old, weigh), measure(self.new, weigh), read_beginnings(self.short, weigh))
 
 
 @dataclass(frozen=True)
 class Reference:
-    """What outcomes are compared with: the base on old and on new text, and what the adapt path alone learns."""
+    """What outcomes are compared with: the base, what the adapt path alone learns, and the present setting."""
 
-    old: Measurement
-    new: Measurement
-    learning: float
+    base: Measured
+    adapt: Measured
+    present: Measured
 
-    def outcome(
-        self, routing: Routing | None, old: Measurement, new: Measurement, routed_old: float, routed_new: float
-    ) -> Outcome:
+    def outcome(self, routing: Routing | None, own: Measured) -> Outcome:
         """Compare."""
-        learning = self.new.nats_per_token - new.nats_per_token
+        from scale_surgery.routing.short_prompts import summarise
+
+        learning, most = (self.base.new.nats_per_token - one.new.nats_per_token for one in (own, self.adapt))
         return Outcome(
             routing=routing,
-            old=old,
-            new=new,
-            forgetting=old.nats_per_token - self.old.nats_per_token,
+            old=own.old.total,
+            new=own.new.total,
+            forgetting=own.old.nats_per_token - self.base.old.nats_per_token,
             learning=learning,
-            kept=learning / self.learning if self.learning > 0 else None,
-            routed_old=routed_old,
-            routed_new=routed_new,
+            kept=learning / most if most > 0 else None,
+            routed_old=own.old.share,
+            routed_new=own.new.share,
+            gain=estimate(self.present.new.nats - own.new.nats, own.new.scored),
+            short=summarise(own.short, self.present.short),
         )
 
 

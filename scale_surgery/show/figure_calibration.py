@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from scale_surgery.routing.calibrate import Calibration
-    from scale_surgery.routing.sweep import Outcome
+    from scale_surgery.routing.outcome import Outcome
 
 PANEL_WIDTH, HEIGHT = 5.2, 5.0
 INK = "#222222"

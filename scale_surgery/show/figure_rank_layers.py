@@ -43,7 +43,7 @@ def ranking_figure(result: Ranking) -> Figure:
     changes = {layer.layer: layer.relative_norm for layer in result.layers}
     _draw_layers(panels[0], changes, chosen["relative-norm"])
     panels[0].set_ylabel("|W' - W| / |W|")
-    _draw_matrices(panels[1], result, lambda matrix: matrix.effective_rank / matrix.rank)
+    _draw_matrices(panels[1], result, lambda matrix: matrix.effective_rank / matrix.singular_values)
     ranks = {layer.layer: layer.effective_rank / _most(layer) for layer in result.layers}
     _draw_layers(panels[1], ranks, chosen["effective-rank"])
     panels[1].set_ylabel("effective rank,\nshare of the most")
@@ -61,7 +61,7 @@ def ranking_figure(result: Ranking) -> Figure:
 
 
 def _most(layer: LayerScore) -> int:
-    return sum(matrix.rank for matrix in layer.matrices.values())
+    return sum(matrix.singular_values for matrix in layer.matrices.values())
 
 
 def _draw_layers(axes: Axes, values: Mapping[int, float], chosen: set[int]) -> None:

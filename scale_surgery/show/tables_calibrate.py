@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ from scale_surgery.show.tables import facts, plain_table
 
 if TYPE_CHECKING:
     from scale_surgery.routing.calibrate import Calibration
-    from scale_surgery.routing.sweep import Outcome
+    from scale_surgery.routing.outcome import Outcome
     from scale_surgery.running.loss import Measurement
 
 # a setting is shown where it differs from the one above by this share of the range, in forgetting or in learning
@@ -22,13 +23,15 @@ DIFFERENT = 0.1
 
 
 def render_calibration(result: Calibration, *, details: bool = False) -> RenderableType:
-    """What a sweep found: base, adapt path, present and best setting, and the settings to choose from."""
+    """What a sweep found: base, adapt path, present and best setting, those to choose from, and short prompts."""
     shown = list(result.outcomes) if details else choose_shown(result)
     some = f"{len(shown)} of {len(result.outcomes)} settings"
     return Group(
         _render_heading(result),
         _render_outcomes(result, shown),
         Text(some if details else f"{some}, those worth a choice; --details lists all", style="dim"),
+        Text(),
+        _render_short(result),
         Text(),
         _render_choice(result),
     )
@@ -41,9 +44,11 @@ def choose_shown(result: Calibration) -> list[Outcome]:
         result: The calibration.
 
     Returns:
-        The others in the order of their forgetting; the present, the proposed and the default setting always.
+        The others in the order of their forgetting; the present, the best, the loosest and the default setting
+            always.
     """
-    always = [outcome for outcome in result.outcomes if outcome in (result.present, result.proposed)]
+    named = (result.present, result.proposed, result.best, result.loosest)
+    always = [outcome for outcome in result.outcomes if outcome in named]
     always += [outcome for outcome in result.outcomes if _is_default(outcome)]
     best = list(_unbeaten(result.outcomes))
     reach = [DIFFERENT * (max(values) - min(values)) for values in zip(*map(_place, best), strict=True)]
@@ -132,6 +137,26 @@ def _share(value: float | None) -> str:
     return "-" if value is None else f"{value:.{1 if abs(value) < 10 else 0}%}"
 
 
+def _render_short(result: Calibration) -> RenderableType:
+    """Weight of the adapt path and what is lost after each number of tokens, with each setting that has a name."""
+    shown = {"present": result.present, "best": result.proposed, "loosest": result.loosest}
+    if result.ask is None:
+        del shown["loosest"]
+    if result.proposed == result.present:
+        del shown["best"]
+    table = plain_table()
+    table.add_column("tokens\nread", justify="right")
+    for name in shown:
+        table.add_column(f"{name}\nadapted", justify="right", no_wrap=True)
+        table.add_column("\nforgets", justify="right", no_wrap=True)
+    for row in zip(*(outcome.short.lengths for outcome in shown.values()), strict=True):
+        cells = [cell for length in row for cell in (_share(length.weight), _nats(length.forgetting))]
+        table.add_row(str(row[0].tokens), *cells)
+    table.add_row("all", *(cell for one in shown.values() for cell in ("", _nats(one.short.forgetting))))
+    title = Text("short prompts: the first tokens of old texts, and what is lost on the next one", style="bold")
+    return Group(title, table)
+
+
 def _render_choice(result: Calibration) -> RenderableType:
     best, present = result.proposed, result.present
     kept = "" if best.kept is None else f", {_share(best.kept)} of what the adapt path learns"
@@ -140,9 +165,77 @@ def _render_choice(result: Calibration) -> RenderableType:
         ("best", f"{best.numbers}: forgets {_nats(best.forgetting)}, learns {_nats(best.learning)}{kept}"),
     ]
     rows += [] if result.is_within else [("but", "no setting forgets so little: it is the one that forgets least")]
+    rows += [*_gain_rows(result), *_bound_rows(result)]
+    rows.append(("short", f"lost on the first tokens of old texts: {_change(_nats, result, _short)} per token"))
+    rows += _loosest_rows(result)
     if result.written:
         rows += [("written", f"it was {present.numbers}"), ("next", f"scale-surgery verify {result.path}")]
     else:
-        rows.append(("next", "nothing: the model routes so already" if best == present else "--write sets it"))
+        stays = "the model routes so already" if result.best == present else "the present setting stays"
+        rows.append(("next", f"nothing: {stays}" if best == present else "--write sets it"))
     rows += [] if result.plot is None else [("drawn", str(result.plot))]
     return facts("", rows)
+
+
+def _gain_rows(result: Calibration) -> Iterator[tuple[str, str]]:
+    """What the best of the allowed settings gains, where it is not the present one."""
+    best = result.best
+    if best == result.present:
+        return
+    found = f"{_nats(best.gain.value)} nats per token, {_error(best.gain.error)}"
+    if best == result.proposed:
+        yield "gain", found
+        return
+    why = f"a change is made for more than {result.needed_gain:.4f}"
+    yield "gain", f"too small for a change: {best.numbers} gains {found}; {why}"
+
+
+def _error(error: float) -> str:
+    return (
+        f"standard error {error:.4f} over texts" if math.isfinite(error) else "and one text tells no noise: give more"
+    )
+
+
+def _bound_rows(result: Calibration) -> Iterator[tuple[str, str]]:
+    """What any text may lose, before and after."""
+    if result.present.bound is None:
+        return
+    whole, each = (_change(_bound, result, number) for number in (_of_text, _of_token))
+    yield "bound", f"a text may lose {whole}; each further token adds {each}"
+
+
+def _loosest_rows(result: Calibration) -> Iterator[tuple[str, str]]:
+    """What was left out, what it would have given, and how to ask for it."""
+    if result.ask is None:
+        return
+    looser, own = result.loosest, result.proposed
+    more = looser.learning - own.learning
+    share = f" ({_share(more / own.learning)})" if own.learning > 0 else ""
+    bound = "" if looser.bound is None else f"a text may lose {_bound(looser.bound)} nats, and "
+    yield (
+        "looser",
+        f"{looser.numbers} would learn {_nats(more)} more{share}, but {bound}short prompts lose "
+        f"{_nats(looser.short.forgetting)} per token. Ask for it: {result.ask}",
+    )
+
+
+def _short(outcome: Outcome) -> float:
+    return outcome.short.forgetting
+
+
+def _of_text(outcome: Outcome) -> float:
+    return outcome.bound or 0.0
+
+
+def _of_token(outcome: Outcome) -> float:
+    return outcome.bound_per_token or 0.0
+
+
+def _change(show: Callable[[float], str], result: Calibration, number: Callable[[Outcome], float]) -> str:
+    """A number before and after."""
+    before, after = (f"{show(number(one))} nats" for one in (result.present, result.proposed))
+    return before if before == after else f"{before} before, {after} after"
+
+
+def _bound(nats: float) -> str:
+    return f"{nats:.3g}"

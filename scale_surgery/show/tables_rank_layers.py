@@ -15,17 +15,21 @@ from scale_surgery.planning.request import Request, complete
 from scale_surgery.show.tables import facts, format_bytes, format_seconds, plain_table
 
 if TYPE_CHECKING:
+    from scale_surgery.training.pilot_settings import PilotBudget
     from scale_surgery.training.ranking import LayerScore, Proposal, Ranking, ScoreName, W12Estimate
 
 TRAINED = {"mlp": "the MLP matrices", "full": "every parameter"}
 # what `expand` has to be told again, beside layers and method, where it is not what the method does anyway
 REPEATED = ("variant", "copies", "collaborate", "ratio")
-SCORE_NAMES: dict[ScoreName, str] = {"relative-norm": "change", "effective-rank": "rank"}
+# "rank" would be the order of the layers too
+SCORE_NAMES: dict[ScoreName, str] = {"relative-norm": "change", "effective-rank": "directions"}
 
 
 def render_ranking(result: Ranking, *, details: bool = False) -> RenderableType:
     """The pilot, its layers from the best to the last, and what is proposed."""
     parts: list[RenderableType] = [_render_pilot(result), Text(), _render_layers(result), Text()]
+    if result.depth is not None:
+        parts += [_render_w12(result.depth), Text()]
     if details:
         parts += [_render_matrices(result, "relative-norm"), Text(), _render_matrices(result, "effective-rank"), Text()]
     return Group(*parts, facts("proposal", list(_proposal_rows(result))))
@@ -34,13 +38,26 @@ def render_ranking(result: Ranking, *, details: bool = False) -> RenderableType:
 def _render_pilot(result: Ranking) -> RenderableType:
     pilot = result.pilot
     memory = "" if pilot.peak_memory_bytes is None else f"; peak memory {format_bytes(pilot.peak_memory_bytes)}"
+    budget = pilot.budget
     rows = [
         ("trained", f"{TRAINED[pilot.settings.trains]}, {pilot.trained_parameters:,} of {result.parameters:,}"),
         ("text", f"{pilot.tokens:,} tokens, {_passes(pilot.passes)}"),
         ("loss", f"{pilot.first_loss:.3f} nats per token in the first steps, {pilot.last_loss:.3f} in the last"),
-        ("took", f"{pilot.settings.steps} steps, {format_seconds(pilot.seconds)}{memory}"),
+        ("took", f"{_count(budget.pilots, budget.steps)}, {format_seconds(pilot.seconds)}{memory}"),
     ]
     return facts(f"{result.name}: pilot", rows)
+
+
+def render_budget(budget: PilotBudget) -> RenderableType:
+    """What pilots will read, and how long that takes: said before the first step."""
+    read = f"{budget.tokens:,} tokens, {_passes(budget.passes)}"
+    time = "" if budget.seconds is None else f"; about {format_seconds(budget.seconds)}"
+    cut = " (fewer, for --minutes)" if budget.is_cut else ""
+    return facts("", [("ahead", f"{_count(budget.pilots, budget.steps)}{cut}, {read}{time}")])
+
+
+def _count(pilots: int, steps: int) -> str:
+    return f"{steps} steps" if pilots == 1 else f"{pilots} pilots of {steps} steps"
 
 
 def _passes(passes: float) -> str:
@@ -50,30 +67,44 @@ def _passes(passes: float) -> str:
 def _render_layers(result: Ranking) -> Table:
     most = max(_most(layer) for layer in result.layers)
     table = plain_table("layers")
-    for name in ("place", "layer", "change", f"rank\nof {most}", "place\nby " + _other(result)):
+    names = ["place", "layer", "change", "\N{PLUS-MINUS SIGN}", f"directions\nof {most}", "\N{PLUS-MINUS SIGN}"]
+    for name in (*names, "place by\n" + _other(result)):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
-    found = {} if result.depth is None else {one.layer: one for one in result.depth.layers}
-    for name in ("gradient\nof W12", "drift of\na step", "worth\nof W12") if found else ():
-        table.add_column(name, justify="right", no_wrap=True)
     layers = {layer.layer: layer for layer in result.layers}
     other = result.order(result.proposals[1].score)
     for place, number in enumerate(result.order(result.score), start=1):
         is_chosen = number in result.proposals[0].layers
-        scores = [_change(layers[number].relative_norm), f"{layers[number].effective_rank:.1f}"]
-        row = [str(place), str(number), *scores, str(other.index(number) + 1), _mark(result, number)]
-        if number in found:
-            one = found[number]
-            row += [f"{one.gradient_energy**0.5:.3g}", f"{one.drift:.2g}", f"{one.worth:.3g}"]
+        row = [str(place), str(number), *_scores(layers[number]), str(other.index(number) + 1), _mark(result, number)]
         table.add_row(*row, style="bold" if is_chosen else None)
     return table
 
 
+def _render_w12(depth: W12Estimate) -> Table:
+    """What W12 of each layer promises on new text, and what a step of it costs on old text."""
+    table = plain_table("W12")
+    for name in ("layer", "gradient", "KL of a step", "worth"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for one in depth.layers:
+        numbers = (f"{one.gradient_energy**0.5:.3g}", f"{one.divergence:.2g}", f"{one.worth:.3g}")
+        table.add_row(str(one.layer), *numbers, style="bold" if one.layer in depth.proposed else None)
+    return table
+
+
+def _scores(layer: LayerScore) -> list[str]:
+    change, directions = layer.noise("relative-norm"), layer.noise("effective-rank")
+    return [_change(layer.relative_norm), _change(change), f"{layer.effective_rank:.1f}", f"{directions:.1f}"]
+
+
 def _mark(result: Ranking, layer: int) -> str:
-    chosen, order = result.proposals[0].layers, result.order(result.score)
+    proposal, order = result.proposals[0], result.order(result.score)
+    chosen = proposal.layers
+    is_tie = ", tie" if layer in proposal.tied else ""
     if layer not in chosen:
-        return "over budget" if any(other in chosen for other in order[order.index(layer) :]) else ""
-    return "chosen, W12" if result.depth is not None and layer in result.depth.proposed else "chosen"
+        is_passed_over = any(other in chosen for other in order[order.index(layer) :])
+        return "tie" if is_tie else "over budget" if is_passed_over else ""
+    is_w12 = ", W12" if result.depth is not None and layer in result.depth.proposed else ""
+    return f"chosen{is_w12}{is_tie}"
 
 
 def _other(result: Ranking) -> str:
@@ -81,7 +112,7 @@ def _other(result: Ranking) -> str:
 
 
 def _most(layer: LayerScore) -> int:
-    return sum(matrix.rank for matrix in layer.matrices.values())
+    return sum(matrix.singular_values for matrix in layer.matrices.values())
 
 
 def _change(value: float) -> str:
@@ -89,12 +120,15 @@ def _change(value: float) -> str:
 
 
 def _render_matrices(result: Ranking, score: ScoreName) -> Table:
-    title = {"relative-norm": "change of each matrix", "effective-rank": "effective rank of the change of each matrix"}
+    title = {
+        "relative-norm": "change of each matrix",
+        "effective-rank": "directions of the change of each matrix",
+    }
     table = plain_table(title[score])
     table.add_column("layer", justify="right")
     for role, matrix in result.layers[0].matrices.items():
         table.add_column(
-            role if score == "relative-norm" else f"{role}\nof {matrix.rank}", justify="right", no_wrap=True
+            role if score == "relative-norm" else f"{role}\nof {matrix.singular_values}", justify="right", no_wrap=True
         )
     for layer in result.layers:
         cells = [
@@ -109,10 +143,10 @@ def _proposal_rows(result: Ranking) -> Iterator[tuple[str, str]]:
     first, second = result.proposals
     yield "budget", f"{result.budget:,} parameters, {result.budget / result.parameters:.1%} of {result.parameters:,}"
     yield f"by {SCORE_NAMES[first.score]}", _describe(first, result)
-    yield (
-        f"by {SCORE_NAMES[second.score]}",
-        "the same layers" if second.layers == first.layers else _describe(second, result),
-    )
+    if first.tied:
+        yield "", result.tie
+    same = second.layers == first.layers
+    yield f"by {SCORE_NAMES[second.score]}", "the same layers" if same else _describe(second, result)
     if result.depth is not None:
         yield "W12", f"--collaborative-layers {result.depth.argument}  ({_depth(result.depth, first)})"
     elif "collaborative_layers" in METHODS[result.request.method].options:

@@ -1,4 +1,4 @@
-"""A parameter budget, and the best layers that it pays for; costs are those of the plan of an expansion."""
+"""A parameter budget, the best layers that it pays for, and ties; costs are those of the plan of an expansion."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.errors import PlanError
 from scale_surgery.planning.plan import make_plan
 from scale_surgery.planning.request import Request
+from scale_surgery.training.ranking import LayerScore, ScoreName
 
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9}
 BUDGET_FORMS = "30%, or 200M (also k and B)"
@@ -90,3 +91,29 @@ def choose_layers(budget: int, ranked: Sequence[int], price: Price) -> tuple[int
         if price(sorted([*chosen, layer])) <= budget:
             chosen.append(layer)
     return tuple(sorted(chosen))
+
+
+def find_ties(layers: Sequence[LayerScore], chosen: Sequence[int], score: ScoreName) -> tuple[int, ...]:
+    """Layers among which a score does not decide whether they are chosen.
+
+    Args:
+        layers: The layers.
+        chosen: Numbers of those that were chosen.
+        score: By which score.
+
+    Returns:
+        Chosen layers and others of which neither stands above the other, ascending; empty where the choice stands out.
+    """
+    tied = set()
+    for one in (layer for layer in layers if layer.layer in chosen):
+        for other in (layer for layer in layers if layer.layer not in chosen):
+            if not one.stands_above(other, score) and not other.stands_above(one, score):
+                tied |= {one.layer, other.layer}
+    return tuple(sorted(tied))
+
+
+def last_of_ties(order: Sequence[int], chosen: Sequence[int], tied: Sequence[int]) -> tuple[int, ...]:
+    """The order in which the last of tied layers are taken first, after those that are chosen in any case."""
+    sure = [layer for layer in order if layer in chosen and layer not in tied]
+    rest = [layer for layer in order if layer not in sure and layer not in tied]
+    return (*sure, *sorted(tied, reverse=True), *rest)

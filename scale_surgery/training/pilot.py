@@ -13,19 +13,19 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from scale_surgery.checkpoint.folder import Checkpoint, read_tensor
+from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.errors import TrainingError
-from scale_surgery.planning.families import Family, Linear, Role, get_family, read_sizes
-from scale_surgery.planning.specs import Widths, find_prefix, stream_widths
-from scale_surgery.progress import Progress, Track
+from scale_surgery.planning.families import Role, get_family
+from scale_surgery.progress import Track
 from scale_surgery.running.texts import Sequences, collate
-from scale_surgery.surgery.initialise import split_roles
-from scale_surgery.training.update_scores import Update, measure_update
+from scale_surgery.training.pilot_changes import Matrix, find_matrices, measure_updates, relative_changes
+from scale_surgery.training.update_scores import Update
 
 if TYPE_CHECKING:
     from scale_surgery.training.pilot_settings import PilotSettings
@@ -47,6 +47,7 @@ class PilotRun:
         peak_memory_bytes: Most memory in use until its end: of the device, or of this process on the CPU; None where
             the system does not say.
         updates: Change of each matrix, by layer and role.
+        halfway: Relative norm of the change of each layer after half of the steps.
     """
 
     first_loss: float
@@ -55,20 +56,17 @@ class PilotRun:
     trained_parameters: int
     peak_memory_bytes: int | None
     updates: dict[int, dict[Role, Update]]
-
-
-@dataclass(frozen=True)
-class Matrix:
-    """A linear that trained: its layer, its facts, its module, and the name of its weight on disk."""
-
-    layer: int
-    linear: Linear
-    module: nn.Module
-    stored_name: str
+    halfway: dict[int, float]
 
 
 def run_pilot(
-    model: Any, checkpoint: Checkpoint, text: Sequences, settings: PilotSettings, device: torch.device, track: Track
+    model: Any,
+    checkpoint: Checkpoint,
+    text: Sequences,
+    settings: PilotSettings,
+    steps: int,
+    device: torch.device,
+    track: Track,
 ) -> PilotRun:
     """Train a base model for a few steps, and measure how its matrices changed; the model is spent afterwards.
 
@@ -77,6 +75,7 @@ def run_pilot(
         checkpoint: The files that it was loaded from.
         text: Sequences to learn.
         settings: How to train.
+        steps: Optimizer steps.
         device: Where to train.
         track: Makes progress bars.
 
@@ -94,8 +93,14 @@ def run_pilot(
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     started = time.monotonic()
-    with track("pilot", settings.steps) as advance:
-        losses = train_pilot(model.to(device), parameters, text, settings, precision, advance)
+    halfway: dict[int, float] = {}
+    with track("pilot", steps) as advance:
+        losses = []
+        for loss in train_pilot(model.to(device), parameters, text, settings, steps, precision):
+            losses.append(loss)
+            advance(1, f"loss {loss:.3f}")
+            if len(losses) == (steps + 1) // 2:
+                halfway = relative_changes(matrices, checkpoint)
     seconds, peak = time.monotonic() - started, peak_memory(device)
     with track("scores", len(matrices)) as advance:
         updates = measure_updates(matrices, family, checkpoint, advance)
@@ -107,21 +112,8 @@ def run_pilot(
         trained_parameters=sum(parameter.numel() for parameter in parameters),
         peak_memory_bytes=peak,
         updates=updates,
+        halfway=halfway,
     )
-
-
-def find_matrices(model: Any, family: Family, checkpoint: Checkpoint, groups: tuple[str, ...]) -> list[Matrix]:
-    """The linears of all layers that belong to the given groups, "attn" or "ffn"."""
-    prefix = find_prefix(family, checkpoint.tensors)
-    layers = getattr(model, family.base_model).get_submodule(family.layers)
-    return [
-        Matrix(
-            number, linear, layer.get_submodule(linear.name), f"{prefix}{family.layers}.{number}.{linear.name}.weight"
-        )
-        for number, layer in enumerate(layers)
-        for linear in family.linears
-        if linear.group in groups
-    ]
 
 
 def choose_trained(model: Any, matrices: list[Matrix], *, is_full: bool) -> list[nn.Parameter]:
@@ -150,26 +142,25 @@ def train_pilot(
     parameters: list[nn.Parameter],
     text: Sequences,
     settings: PilotSettings,
+    steps: int,
     precision: AbstractContextManager[Any],
-    advance: Progress,
-) -> list[float]:
-    """Train in place.
+) -> Iterator[float]:
+    """Train in place, a step each time that the next loss is asked for.
 
     Args:
         model: The model, on its device.
         parameters: What trains, float32.
         text: Sequences to learn.
         settings: How to train.
+        steps: Optimizer steps.
         precision: In which precision a forward pass computes.
-        advance: Called after each step, with the loss.
 
-    Returns:
+    Yields:
         The loss of each step, nats per token.
 
     Raises:
         TrainingError: If a loss is not a number.
     """
-    losses = []
     model.train()
     model.config.use_cache = False
     if settings.gradient_checkpointing:
@@ -178,19 +169,38 @@ def train_pilot(
         enable({"use_reentrant": False})
     device = next(model.parameters()).device
     with _seeded(settings.seed), _stepping(parameters) as set_rate:
-        for step, batch in zip(range(1, settings.steps + 1), batches(text, settings), strict=False):
-            set_rate(settings.learning_rate * share_of_rate(step, settings.steps))
+        for step, batch in zip(range(1, steps + 1), batches(text, settings), strict=False):
+            set_rate(settings.learning_rate * share_of_rate(step, steps))
             with precision:
                 loss = model(**{name: tensor.to(device) for name, tensor in batch.items()}).loss
             loss.backward()
-            losses.append(float(loss.detach()))
-            if not math.isfinite(losses[-1]):
+            found = float(loss.detach())
+            if not math.isfinite(found):
                 raise TrainingError(
-                    f"The loss is {losses[-1]} at step {step} of the pilot, with a learning rate of "
+                    f"The loss is {found} at step {step} of the pilot, with a learning rate of "
                     f"{settings.learning_rate:g}. Lower --learning-rate."
                 )
-            advance(1, f"loss {losses[-1]:.3f}")
-    return losses
+            yield found
+
+
+def time_step(model: Any, text: Sequences, settings: PilotSettings, device: torch.device) -> float:
+    """Estimate the seconds of a step: three times a forward pass, of which the backward pass is two.
+
+    Args:
+        model: The base model as it is stored.
+        text: Sequences to learn.
+        settings: How to train.
+        device: Where to train.
+    """
+    precision, seconds = choose_precision(model, settings, device), math.inf
+    model.to(device).eval()
+    # the first pass does what is done once
+    for batch in islice(batches(text, settings), 2):
+        started = time.monotonic()
+        with torch.no_grad(), precision:
+            float(model(**{name: tensor.to(device) for name, tensor in batch.items()}, use_cache=False).loss)
+        seconds = min(seconds, time.monotonic() - started)
+    return 3 * seconds
 
 
 @contextmanager
@@ -251,45 +261,3 @@ def peak_memory(device: torch.device) -> int | None:
         return None
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else 1024 * peak
-
-
-@torch.no_grad()
-def measure_updates(
-    matrices: list[Matrix], family: Family, checkpoint: Checkpoint, advance: Progress
-) -> dict[int, dict[Role, Update]]:
-    """Compare each matrix with its values on disk, role by role where a projection is fused.
-
-    Args:
-        matrices: What trained.
-        family: Facts of the architecture.
-        checkpoint: The files with the values at the start.
-        advance: Called after each matrix.
-
-    Returns:
-        The changes, by layer and role.
-
-    Raises:
-        TrainingError: If a matrix holds numbers that are not finite.
-    """
-    sizes = read_sizes(family, checkpoint.config)
-    streams = stream_widths(sizes, Widths(0, 0, 0))
-    updates: dict[int, dict[Role, Update]] = {}
-    for matrix in matrices:
-        after: Any = matrix.module.weight
-        if not after.isfinite().all():
-            raise TrainingError(
-                f"{matrix.stored_name}: holds numbers that are not finite after the pilot. Lower --learning-rate."
-            )
-        if after.device.type != "cuda":
-            after = after.cpu()  # float64 is not there on every device
-        before = read_tensor(checkpoint, matrix.stored_name).to(after.device)
-        widths = [streams[stream][0] for stream in matrix.linear.writes()]
-        pairs = (
-            split_roles(weight.T if family.transposed else weight, matrix.linear, widths, sizes.head_size)
-            for weight in (before, after)
-        )
-        own = updates.setdefault(matrix.layer, {})
-        for role, old, new in zip(matrix.linear.roles, *pairs, strict=True):
-            own[role] = measure_update(old, new)
-        advance(1)
-    return updates

@@ -8,32 +8,36 @@ away.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
 from scale_surgery.checkpoint.sources import Source, find_source, listed
-from scale_surgery.errors import CheckpointError, DataError, PlanError
+from scale_surgery.errors import CheckpointError, PlanError
 from scale_surgery.fields import problems_of
-from scale_surgery.planning.families import get_family, read_sizes
 from scale_surgery.planning.plan import Plan, make_plan
 from scale_surgery.planning.request import Request, complete
 from scale_surgery.planning.selection import format_layers
 from scale_surgery.progress import Track, no_track
-from scale_surgery.running.context import choose_length, context_of
 from scale_surgery.running.device import choose_device
 from scale_surgery.running.options import RunOptions
-from scale_surgery.running.tokenizer import need_tokenizer
-from scale_surgery.training.budget import Price, check_budget, choose_layers, price_of, read_budget
-from scale_surgery.training.pilot_settings import PilotSettings
+from scale_surgery.training.budget import (
+    Price,
+    check_budget,
+    choose_layers,
+    find_ties,
+    last_of_ties,
+    price_of,
+    read_budget,
+)
+from scale_surgery.training.pilot_settings import PilotBudget, PilotSettings, budget_pilots
+from scale_surgery.training.pilot_texts import read_texts
 from scale_surgery.training.ranking import (
     SCORES,
     LayerScore,
     LayerWorth,
-    MatrixScore,
     Pilot,
     Proposal,
     Ranking,
@@ -47,28 +51,25 @@ from scale_surgery.training.ranking import (
 if TYPE_CHECKING:
     import torch
 
-    from scale_surgery.planning.families import Role
     from scale_surgery.running.texts import Sequences
     from scale_surgery.training.pilot import PilotRun
-    from scale_surgery.training.update_scores import Update
-
-# a text that is read more often than this is learned by heart, whatever it is
-MOST_PASSES = 50
-# a drift that is measured on fewer says more about them than about what the base knows
-LEAST_OLD_TOKENS = 256
 
 
 @dataclass(frozen=True)
 class Job:
     """A ranking that was checked and can begin: the model, its plan, what is asked for, and texts as tokens."""
 
+    model: str
+    revision: str | None
     source: Source
     checkpoint: Checkpoint
     plan: Plan
     settings: PilotSettings
     budget: int
     price: Price
+    score: ScoreName
     texts: Mapping[str, Sequences]
+    device: str
 
 
 def rank_layers(
@@ -110,41 +111,24 @@ def rank_layers(
         DataError: If texts cannot be read, or are too short for the pilot, or the model has no tokenizer.
         TrainingError: If the loss is not a number.
     """
-    texts = {"new": list(map(Path, listed(data))), "old": list(map(Path, listed(old)))}
-    request = complete(wanted.expansion or Request("all", variant="adapt" if texts["old"] else None))
-    job = _prepare(model, texts, pilot or PilotSettings(), request, wanted, run, revision)
-    place = _find_device(run)
-    collaboration = _estimate(job, place, track) if texts["old"] else []
-    pilot_run = _run_pilot(job, place, track)
-    layers = tuple(_score_layer(layer, pilot_run.updates[layer]) for layer in job.plan.layers)
-    proposals = tuple(_propose(job, layers, name) for name in sorted(SCORES, key=lambda name: name != wanted.score))
-    return Ranking(
-        name=job.source.name,
-        model=str(model),
-        revision=revision,
-        family=job.plan.family,
-        pilot=_describe(job, pilot_run),
-        layers=layers,
-        score=wanted.score,
-        request=request,
-        budget=job.budget,
-        parameters=job.plan.costs.parameters_before,
-        proposals=proposals,
-        depth=_describe_depth(job, collaboration, proposals[0]) if collaboration else None,
-    )
+    return run_ranking(prepare_ranking(model, data, pilot, wanted, old=old, run=run, revision=revision), track)
 
 
-def _prepare(
+def prepare_ranking(
     model: str | Path,
-    files: Mapping[str, Sequence[Path]],
-    settings: PilotSettings,
-    request: Request,
-    wanted: RankingRequest,
-    run: RunOptions,
-    revision: str | None,
+    data: str | Path | Sequence[str | Path],
+    pilot: PilotSettings | None = None,
+    wanted: RankingRequest = RankingRequest(),
+    *,
+    old: str | Path | Sequence[str | Path] = (),
+    run: RunOptions = RunOptions(),
+    revision: str | None = None,
 ) -> Job:
-    """Check everything that is asked for, and read the texts."""
-    _check_request(settings, request, wanted.score, has_old=bool(files["old"]))
+    """Check everything that `rank_layers` is asked for and read the texts; its arguments, results and errors."""
+    files = {"new": list(map(Path, listed(data))), "old": list(map(Path, listed(old)))}
+    request = complete(wanted.expansion or Request("all", variant="adapt" if files["old"] else None))
+    pilot = pilot or PilotSettings()
+    _check_request(pilot, request, wanted.score, has_old=bool(files["old"]))
     source = find_source(model, revision)
     checkpoint = open_checkpoint(source.path)
     _refuse_expanded(checkpoint, source.name)
@@ -152,8 +136,41 @@ def _prepare(
     allowed = read_budget(wanted.budget, plan.costs.parameters_before)
     price = price_of(checkpoint, request, source.name)
     check_budget(allowed, plan.layers, price, wanted.budget)
-    texts = _read_texts(source, checkpoint, files, settings, run)
-    return Job(source, checkpoint, plan, settings, allowed, price, texts)
+    texts = read_texts(source, checkpoint, files, pilot, run)
+    return Job(str(model), revision, source, checkpoint, plan, pilot, allowed, price, wanted.score, texts, run.device)
+
+
+def run_ranking(
+    job: Job, track: Track = no_track, tell: Callable[[PilotBudget], None] = lambda budget: None
+) -> Ranking:
+    """Do what `prepare_ranking` checked; see `rank_layers`.
+
+    Args:
+        job: What to do.
+        track: Makes progress bars.
+        tell: Called before the first step with how much pilots will read, and how long that will take.
+    """
+    from scale_surgery.training.layer_scores import score_layers
+
+    place = _find_device(job.device)
+    collaboration = _estimate(job, place, track) if "old" in job.texts else []
+    budget, runs = _run_pilots(job, place, track, tell)
+    layers = score_layers(runs, job.plan.layers)
+    proposals = tuple(_propose(job, layers, name) for name in sorted(SCORES, key=lambda name: name != job.score))
+    return Ranking(
+        name=job.source.name,
+        model=job.model,
+        revision=job.revision,
+        family=job.plan.family,
+        pilot=_describe(job, budget, runs),
+        layers=layers,
+        score=job.score,
+        request=job.plan.request,
+        budget=job.budget,
+        parameters=job.plan.costs.parameters_before,
+        proposals=proposals,
+        depth=_describe_depth(job, collaboration, proposals[0]) if collaboration else None,
+    )
 
 
 def _check_request(settings: PilotSettings, request: Request, score: str, *, has_old: bool) -> None:
@@ -181,67 +198,10 @@ def _refuse_expanded(checkpoint: Checkpoint, name: str) -> None:
         )
 
 
-def _read_texts(
-    source: Source,
-    checkpoint: Checkpoint,
-    files: Mapping[str, Sequence[Path]],
-    settings: PilotSettings,
-    run: RunOptions,
-) -> dict[str, Sequences]:
-    """Token sequences of the new text, and of the old where there is any; all of one length but the last."""
-    from scale_surgery.running.documents import read_documents
-    from scale_surgery.running.texts import pack, tokenize, without_unscored
-
-    length = choose_length(settings.sequence_length, {source.name: context_of(checkpoint.config)})
-    tokenizer = need_tokenizer(source.path, source.name, run)
-    texts = {
-        side: without_unscored(pack(tokenize(read_documents(given), tokenizer), length))
-        for side, given in files.items()
-        if given
-    }
-    if "new" not in texts:
-        raise DataError("There is no text for the pilot. Give files with --data.")
-    _check_ids(
-        texts, source.name, read_sizes(get_family(checkpoint.config["model_type"]), checkpoint.config).vocabulary
-    )
-    _check_amount({side: len(text.ids) for side, text in texts.items()}, settings, length)
-    return texts
-
-
-def _check_ids(texts: Mapping[str, Sequences], name: str, vocabulary: int) -> None:
-    highest = max(int(text.ids.max()) for text in texts.values())
-    if highest >= vocabulary:
-        raise DataError(
-            f"{name}: its tokenizer gives the id {highest}, expected ids below {vocabulary}, the size of its "
-            "embedding. Use the tokenizer that the model was trained with."
-        )
-
-
-def _check_amount(tokens: Mapping[str, int], settings: PilotSettings, length: int) -> None:
-    needed = math.ceil(settings.steps * settings.batch_size * length / MOST_PASSES)
-    fitting = tokens["new"] * MOST_PASSES // (settings.batch_size * length)
-    problems = []
-    if tokens["new"] < needed:
-        problems.append(
-            f"--data: {tokens['new']:,} tokens found, at least {needed:,} needed: the pilot takes "
-            f"{settings.steps} steps of {settings.batch_size} x {length} tokens, and what is read more than "
-            f"{MOST_PASSES} times is learned by heart. Give more text, or lower --steps"
-            + (f" (to {fitting})" if fitting else "")
-            + ", --batch-size or --sequence-length."
-        )
-    if tokens.get("old", LEAST_OLD_TOKENS) < LEAST_OLD_TOKENS:
-        problems.append(
-            f"--old: {tokens['old']:,} tokens found, at least {LEAST_OLD_TOKENS:,} needed: the drift of a step is "
-            "measured on them. Give more text, or leave --old out."
-        )
-    if problems:
-        raise DataError.from_problems(problems)
-
-
-def _find_device(run: RunOptions) -> torch.device:
+def _find_device(name: str) -> torch.device:
     import torch
 
-    return torch.device(choose_device(run.device, only_trains=True))
+    return torch.device(choose_device(name, only_trains=True))
 
 
 def _estimate(job: Job, device: torch.device, track: Track) -> list[LayerWorth]:
@@ -253,45 +213,49 @@ def _estimate(job: Job, device: torch.device, track: Track) -> list[LayerWorth]:
     return estimate_worth(job.checkpoint, plan, job.texts["new"], job.texts["old"], device, track)
 
 
-def _run_pilot(job: Job, device: torch.device, track: Track) -> PilotRun:
+def _run_pilots(
+    job: Job, device: torch.device, track: Track, tell: Callable[[PilotBudget], None]
+) -> tuple[PilotBudget, list[PilotRun]]:
+    """Run one pilot after the other, each on a model as it is stored and on its own share of the text."""
     from scale_surgery.running.loading import loaded_whole
-    from scale_surgery.training.pilot import run_pilot
+    from scale_surgery.running.texts import take_rows
+    from scale_surgery.training.pilot import run_pilot, time_step
 
-    with loaded_whole(job.source.path, job.source.name, RunOptions(device=str(device))) as model:
-        return run_pilot(model, job.checkpoint, job.texts["new"], job.settings, device, track)
-
-
-def _score_layer(layer: int, updates: Mapping[Role, Update]) -> LayerScore:
-    from scale_surgery.training.update_scores import effective_rank, relative_norm
-
-    together = list(updates.values())
-    return LayerScore(
-        layer=layer,
-        relative_norm=relative_norm(together),
-        effective_rank=effective_rank(together),
-        matrices={
-            role: MatrixScore(relative_norm([update]), effective_rank([update]), len(update.values))
-            for role, update in updates.items()
-        },
-    )
+    text, settings = job.texts["new"], job.settings
+    runs: list[PilotRun] = []
+    budget = budget_pilots(settings, len(text), text.longest)
+    for number in range(budget.pilots):
+        with loaded_whole(job.source.path, job.source.name, RunOptions(device=str(device))) as model:
+            if not runs:
+                budget = budget.within(settings.minutes, time_step(model, text, settings, device))
+                tell(budget)
+            own = replace(settings, seed=(settings.seed + number) % 2**32)
+            share = take_rows(text, range(number, len(text), budget.pilots))
+            runs.append(run_pilot(model, job.checkpoint, share, own, budget.steps, device, track))
+    return budget, runs
 
 
 def _propose(job: Job, layers: Sequence[LayerScore], score: ScoreName) -> Proposal:
-    chosen = choose_layers(job.budget, order_layers(layers, score), job.price)
-    return Proposal(score, chosen, format_layers(chosen), job.price(chosen))
+    order = order_layers(layers, score)
+    chosen = choose_layers(job.budget, order, job.price)
+    tied = find_ties(layers, chosen, score)
+    if tied:
+        chosen = choose_layers(job.budget, last_of_ties(order, chosen, tied), job.price)
+    return Proposal(score, chosen, format_layers(chosen), job.price(chosen), tied)
 
 
-def _describe(job: Job, run: PilotRun) -> Pilot:
-    text, settings = job.texts["new"], job.settings
+def _describe(job: Job, budget: PilotBudget, runs: Sequence[PilotRun]) -> Pilot:
+    peaks = [run.peak_memory_bytes for run in runs if run.peak_memory_bytes is not None]
     return Pilot(
-        settings=settings,
-        tokens=len(text.ids),
-        passes=settings.steps * settings.batch_size / len(text),
-        first_loss=run.first_loss,
-        last_loss=run.last_loss,
-        seconds=run.seconds,
-        trained_parameters=run.trained_parameters,
-        peak_memory_bytes=run.peak_memory_bytes,
+        settings=job.settings,
+        budget=budget,
+        tokens=len(job.texts["new"].ids),
+        passes=budget.passes,
+        first_loss=sum(run.first_loss for run in runs) / len(runs),
+        last_loss=sum(run.last_loss for run in runs) / len(runs),
+        seconds=sum(run.seconds for run in runs),
+        trained_parameters=runs[0].trained_parameters,
+        peak_memory_bytes=max(peaks, default=None),
     )
 
 

@@ -8,13 +8,14 @@ from typing import Any, Literal, get_args
 
 from scale_surgery.checkpoint.files import plain_json
 from scale_surgery.planning.request import Request
-from scale_surgery.training.pilot_settings import PilotSettings
+from scale_surgery.planning.selection import format_layers
+from scale_surgery.training.pilot_settings import PilotBudget, PilotSettings
 
 ScoreName = Literal["relative-norm", "effective-rank"]
 SCORES: tuple[ScoreName, ...] = get_args(ScoreName)
 # share of what all chosen layers are worth that the collaborative ones must hold
 WORTH_SHARE = 0.8
-# scores that differ by less may change places with the seed
+# scores that differ by less are a tie: another number of steps turns them round
 CLOSE = 0.1
 
 
@@ -25,33 +26,47 @@ class MatrixScore:
     Attributes:
         relative_norm: Frobenius norm of the change over that of the matrix.
         effective_rank: Effective rank of the change.
-        rank: Number of its singular values, the most that the effective rank can be.
+        singular_values: How many it has, the most that the effective rank can be.
     """
 
     relative_norm: float
     effective_rank: float
-    rank: int
+    singular_values: int
 
 
 @dataclass(frozen=True)
 class LayerScore:
-    """How a pilot changed one layer: its matrices as the blocks on the diagonal of one matrix.
+    """How pilots changed one layer: its matrices as the blocks on the diagonal of one matrix; means over the pilots.
 
     Attributes:
         layer: Number of the layer.
         relative_norm: Frobenius norm of all changes over that of all matrices.
         effective_rank: Effective rank of all changes.
         matrices: Scores of each matrix by role: "gate", "up_proj", "down", "q", ...
+        shares: By score, the score over the mean of all layers in each measurement: at the end of each pilot, and for
+            the relative norm after half of its steps too.
     """
 
     layer: int
     relative_norm: float
     effective_rank: float
     matrices: Mapping[str, MatrixScore]
+    shares: Mapping[ScoreName, tuple[float, ...]]
 
     def score(self, name: ScoreName) -> float:
         """One of the two scores."""
         return self.relative_norm if name == "relative-norm" else self.effective_rank
+
+    def noise(self, name: ScoreName) -> float:
+        """Half of the range of a score over all measurements, in its unit."""
+        shares = self.shares[name]
+        mean = sum(shares) / len(shares)
+        return self.score(name) * (max(shares) - min(shares)) / (2 * mean) if mean else 0.0
+
+    def stands_above(self, other: LayerScore, name: ScoreName) -> bool:
+        """Whether it scores higher than another layer in every measurement, and by more than CLOSE."""
+        pairs = zip(self.shares[name], other.shares[name], strict=True)
+        return all(own > theirs for own, theirs in pairs) and self.score(name) > (1 + CLOSE) * other.score(name)
 
 
 @dataclass(frozen=True)
@@ -72,21 +87,23 @@ class RankingRequest:
 
 @dataclass(frozen=True)
 class Pilot:
-    """What the pilot run was.
+    """What the pilots were.
 
     Attributes:
-        settings: How it trained.
+        settings: How they trained.
+        budget: How many there were, with how many steps, and what was estimated.
         tokens: Tokens of the data.
         passes: How often each token was read.
-        first_loss: Loss of its first steps, nats per token.
-        last_loss: Loss of its last steps.
+        first_loss: Loss of their first steps, nats per token.
+        last_loss: Loss of their last steps.
         seconds: Time of the training.
         trained_parameters: Number of parameters that trained.
-        peak_memory_bytes: Most memory in use until its end: of the device, or of the whole process on the CPU; None
+        peak_memory_bytes: Most memory in use until their end: of the device, or of the whole process on the CPU; None
             where the system does not say.
     """
 
     settings: PilotSettings
+    budget: PilotBudget
     tokens: int
     passes: float
     first_loss: float
@@ -105,12 +122,14 @@ class Proposal:
         layers: The layers, ascending.
         argument: The same as --layers takes them.
         parameters_added: What an expansion of them adds.
+        tied: Layers among which the score does not decide, ascending: some are proposed, others are as good.
     """
 
     score: ScoreName
     layers: tuple[int, ...]
     argument: str
     parameters_added: int
+    tied: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -120,13 +139,14 @@ class LayerWorth:
     Attributes:
         layer: Number of the layer.
         gradient_energy: Square of the norm of the gradient of the loss on new text by W12, at W12 = 0.
-        drift: KL(base || stepped) on old text, nats per token, after a step that promises `promised` nats on new text.
-        worth: promised^2 / (2 drift), in nats; see `preserved_depth`.
+        divergence: KL(base || stepped) on old text, nats per token, after a step that promises `promised` nats on new
+            text.
+        worth: promised^2 / (2 divergence), in nats; see `preserved_depth`.
     """
 
     layer: int
     gradient_energy: float
-    drift: float
+    divergence: float
     worth: float
 
 
@@ -157,8 +177,8 @@ class W12Estimate:
 def propose_collaboration(worth: Mapping[int, float], layers: Sequence[int]) -> tuple[int, ...]:
     """Choose the highest of some layers that hold most of what all of them are worth.
 
-    Under a drift that is quadratic, and adds up over layers, the most that a step of drift e can learn, to first order,
-    is sqrt(2 e sum_l worth_l), so that with 80% of the worth 89% of it is left.
+    Under a divergence that is quadratic, and adds up over layers, the most that a step of divergence e can learn, to
+    first order, is sqrt(2 e sum_l worth_l), so that with 80% of the worth 89% of it is left.
 
     Args:
         worth: What W12 of each layer is worth, in nats.
@@ -213,19 +233,30 @@ class Ranking:
     def warnings(self) -> tuple[str, ...]:
         """What speaks against the order."""
         first, last = self.pilot.first_loss, self.pilot.last_loss
-        scores = [layer.score(self.score) for layer in self.layers]
         found = []
         if not last < first:
             found.append(
                 f"the pilot learned nothing: its loss was {first:.3f} in the first steps and {last:.3f} in the last, "
                 "so the order says little. Lower --learning-rate, or raise --steps."
             )
-        if len(scores) > 1 and (spread := 1 - min(scores) / max(scores) if max(scores) else 0.0) < CLOSE:
+        if self.pilot.budget.is_cut:
             found.append(
-                f"the layers' scores lie within {spread:.1%} of each other: look whether another --seed or "
-                "--learning-rate keeps their order."
+                f"--minutes {self.pilot.settings.minutes:g} left {self.pilot.budget.steps} steps to each pilot: the "
+                "order may say little. Raise it, or lower --sequence-length."
             )
+        if self.tie:
+            found.append(f"{self.tie}. More --tokens, or a higher --learning-rate, may tell them apart.")
         return tuple(found)
+
+    @property
+    def tie(self) -> str:
+        """Which layers are as good as some of those that are proposed, in words; empty where the choice stands out."""
+        proposal = self.proposals[0]
+        if not proposal.tied:
+            return ""
+        count = sum(layer in proposal.layers for layer in proposal.tied)
+        some = f"any {count} of the layers {format_layers(proposal.tied)}"
+        return f"tie: {some} {'is' if count == 1 else 'are'} as good; the usual choice is the last layers"
 
     def order(self, score: ScoreName) -> tuple[int, ...]:
         """Layers by a score, the best first; of equal ones the higher layer."""
@@ -233,10 +264,13 @@ class Ranking:
 
     def to_json(self) -> dict[str, Any]:
         """The result as plain JSON values."""
-        content = asdict(self) | {"order": {name: self.order(name) for name in SCORES}, "warnings": self.warnings}
+        content = asdict(self) | {"order": {name: self.order(name) for name in SCORES}}
+        content |= {"tie": self.tie, "warnings": self.warnings}
         if self.depth is not None:
             content["depth"]["preserved_depth"] = self.depth.preserved_depth
         # JSON has neither NaN nor infinity: they become texts
+        for layer, own in zip(self.layers, content["layers"], strict=True):
+            own["noise"] = {name: layer.noise(name) for name in SCORES}
         plain: dict[str, Any] = plain_json(content)
         return plain
 

@@ -1,15 +1,15 @@
-"""Where W12 is worth it: what a step of one layer's W12 promises on new text, against the drift it causes on old text.
+"""Where W12 is worth it: what a step of one layer's W12 promises on new text, against what it costs on old text.
 
 The model is expanded in all its layers with W12 = 0. One pass over new text gives the gradient g_l of the loss by the
 W12 of layer l. The step s_l = -delta g_l / |g_l|^2 then promises delta nats per token on new text, the same for every
 layer, to first order; what it costs is measured, one forward pass for each layer:
 
-    drift_l = KL(base || W12_l = s_l)    on old text, nats per token
-    worth_l = delta^2 / (2 drift_l)
+    divergence_l = KL(base || W12_l = s_l)    on old text, nats per token
+    worth_l = delta^2 / (2 divergence_l)
 
-Near W12 = 0 the drift is quadratic in the step, so worth_l does not depend on delta, nor on the scale of W12. If drifts
-of layers add up, the most that any step of drift e can promise is sqrt(2 e sum_l worth_l). The estimate is ours; the
-papers leave the place of collaborative layers open.
+Near W12 = 0 the divergence is quadratic in the step, so worth_l does not depend on delta, nor on the scale of W12. If
+divergences of layers add up, the most that any step of divergence e can promise is sqrt(2 e sum_l worth_l). The
+estimate is ours; the papers leave the place of collaborative layers open.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from scale_surgery.surgery.expand import write_expansion
 from scale_surgery.surgery.initialise import TORCH_DTYPES
 from scale_surgery.training.ranking import LayerWorth
 
-# what each step promises on new text, nats per token: small enough for the drift to be quadratic, large enough to be
-# seen through rounding
+# what each step promises on new text, nats per token: small enough for the divergence to be quadratic, large enough to
+# be seen through rounding
 PROMISED = 0.02
 # text that is read, spread over all that is given
 NEW_TOKENS, OLD_TOKENS = 32_768, 8_192
-# a drift below this is rounding of probabilities in float32
-LEAST_DRIFT = 1e-9
+# a divergence below this is rounding of probabilities in float32
+LEAST_DIVERGENCE = 1e-9
 
 ModelInputs = dict[str, Tensor]
 
@@ -61,20 +61,22 @@ def estimate_worth(
         track: Makes progress bars.
 
     Returns:
-        Gradient energy, drift and worth of each layer, ascending.
+        Gradient energy, divergence and worth of each layer, ascending.
     """
     with expanded_for_a_while(checkpoint, plan, device, track) as model:
         found = find_w12(model, plan)
         learn, keep = spread_batches(new, NEW_TOKENS, model), spread_batches(old, OLD_TOKENS, model)
         with track("W12", len(learn) + len(keep) * (1 + len(found))) as advance:
             energy = measure_energy(model, found, learn, advance)
-            drift = measure_step_drift(model, found, energy, keep, advance)
-    return [LayerWorth(layer, energy[layer], drift[layer], worth(energy[layer], drift[layer])) for layer in found]
+            divergence = measure_divergence(model, found, energy, keep, advance)
+    return [
+        LayerWorth(layer, energy[layer], divergence[layer], worth(energy[layer], divergence[layer])) for layer in found
+    ]
 
 
-def worth(energy: float, drift: float) -> float:
-    """What W12 of a layer is worth, in nats: promised^2 / (2 drift), and 0 where there is no gradient."""
-    return PROMISED**2 / (2 * max(drift, LEAST_DRIFT)) if energy else 0.0
+def worth(energy: float, divergence: float) -> float:
+    """What W12 of a layer is worth, in nats: promised^2 / (2 divergence), and 0 where there is no gradient."""
+    return PROMISED**2 / (2 * max(divergence, LEAST_DIVERGENCE)) if energy else 0.0
 
 
 @contextmanager
@@ -145,7 +147,7 @@ def measure_energy(
 
 
 @torch.no_grad()
-def measure_step_drift(
+def measure_divergence(
     model: Any,
     found: Mapping[int, Sequence[nn.Parameter]],
     energy: Mapping[int, float],
@@ -162,7 +164,7 @@ def measure_step_drift(
         advance: Called after each forward pass.
 
     Returns:
-        The drift by layer; infinity where the stepped model gives no numbers, 0 where there is no gradient.
+        The divergence by layer; infinity where the stepped model gives no numbers, 0 where there is no gradient.
     """
     sums, tokens = dict.fromkeys(found, 0.0), 0
     for batch in batches:

@@ -39,9 +39,13 @@ from scale_surgery.cli.program import main
 from scale_surgery.evidence.evaluate import Score
 from scale_surgery.modeling.expanded_routing import CosineRouter
 from scale_surgery.planning.routing_specs import read_routing
-from scale_surgery.routing.calibrate import Calibration, propose, route_calibrate
-from scale_surgery.routing.path_scores import read_paths, scored_cosines, winning_weights
-from scale_surgery.routing.sweep import Outcome, Reference, round_threshold, settings_of
+from scale_surgery.routing.calibrate import Calibration, route_calibrate
+from scale_surgery.routing.choice import Limits, choose, propose
+from scale_surgery.routing.noise import Estimate, estimate
+from scale_surgery.routing.outcome import Outcome, ShortPrompt, ShortPrompts
+from scale_surgery.routing.path_scores import Reading, read_paths, scored_cosines, winning_weights
+from scale_surgery.routing.short_prompts import Beginnings, beginnings
+from scale_surgery.routing.sweep import Measured, Reference, round_threshold, settings_of
 from scale_surgery.running.documents import read_documents
 from scale_surgery.running.loss import Measurement
 from scale_surgery.running.texts import collate, pad, stride, tokenize
@@ -88,6 +92,27 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("cosine", "strict"):
         set_routing(place / name, replace(ROUTINGS[name], threshold=threshold_between(place / name, old(place))))
     return place
+
+
+def free(router: str, **changes: Any) -> CalibrationSettings:
+    """Settings that allow every setting, for any gain."""
+    bounds = {"bound": 9.0, "bound_per_token": 1.0} if router == "posterior" else {}
+    return CalibrationSettings(
+        **{"most_forgetting": 1.0, "most_short_forgetting": 9.0, "least_gain": 0.0, **bounds, **changes}
+    )
+
+
+FREE = [
+    word
+    for name, value in (
+        ("most-forgetting", 1),
+        ("most-short-forgetting", 9),
+        ("least-gain", 0),
+        ("bound", 9),
+        ("bound-per-token", 1),
+    )
+    for word in (f"--{name}", value)
+]
 
 
 def old(place: Path) -> list[Path]:
@@ -245,11 +270,20 @@ def test_the_ends_of_a_cosine_sweep_are_one_side_alone(calibration_of: Callable[
 
 
 def test_what_is_kept_is_a_share_of_what_the_adapt_path_learns() -> None:
-    old_base, new_base, old_own, new_own = (Measurement(nats, 100, 0, 0) for nats in (100.0, 300.0, 110.0, 150.0))
-    own = Reference(old_base, new_base, learning=2.0).outcome(Routing(), old_own, new_own, 0.1, 0.9)
-    assert (own.forgetting, own.learning, own.kept) == (pytest.approx(0.1), 1.5, 0.75)
-    for learning in (0.0, -0.5):
-        assert Reference(old_base, new_base, learning).outcome(Routing(), old_own, new_own, 0.1, 0.9).kept is None
+    base, present, own = measured(100, 300), measured(100, 200), measured(110, 150)
+    found = Reference(base, measured(500, 100), present).outcome(Routing(), own)
+    assert (found.forgetting, found.learning, found.kept) == (pytest.approx(0.1), 1.5, 0.75)
+    assert found.gain.value == pytest.approx(0.5)
+    for nats in (300, 350):
+        assert Reference(base, measured(500, nats), present).outcome(Routing(), own).kept is None
+
+
+def measured(old: float, new: float) -> Measured:
+    """Readings of 100 tokens in two windows, and a short prompt."""
+    windows, scored = torch.tensor([0.25, 0.75], dtype=torch.float64), torch.tensor([25, 75])
+    sides = (Reading(Measurement(nats, 100, 0, 0), 10.0, nats * windows, scored) for nats in (old, new))
+    one = torch.ones(1, 8, dtype=torch.float64)
+    return Measured(*sides, Beginnings(one > 0, 0 * one, one))
 
 
 def test_texts_are_read_once(place: Path) -> None:
@@ -263,8 +297,10 @@ def test_texts_are_read_once(place: Path) -> None:
 
     result = route_calibrate(place / "posterior", old(place), new(place), track=track)
     sequences = [tokenize(read_documents(files), letters()) for files in (old(place), new(place))]
-    tokens = sum(len(stride(some, 64, 32).ids) for some in sequences)
-    assert tokens > sum(len(some.ids) for some in sequences), "windows overlap"
+    windows = sum(len(stride(some, 64, 32).ids) for some in sequences)
+    assert windows > sum(len(some.ids) for some in sequences), "windows overlap"
+    # the first tokens of old texts are read as prompts once more
+    tokens = windows + len(beginnings(sequences[0]).ids)
     assert seen == [("read", tokens), ("settings", len(result.outcomes))]
     assert done == dict(seen)
 
@@ -341,8 +377,14 @@ def outcome(threshold: float, forgetting: float, learning: float, **changes: Any
     """What a setting scores, 100 tokens a side and a base with 1 and 3 nats per token."""
     old_side, new_side = Measurement(100 + 100 * forgetting, 100, 0, 0), Measurement(300 - 100 * learning, 100, 0, 0)
     routing = Routing("cosine", threshold=threshold)
-    made = Outcome(routing, old_side, new_side, forgetting, learning, learning / 2, threshold, threshold)
+    gain, short = Estimate(learning, 0.001), short_prompts(threshold)
+    made = Outcome(routing, old_side, new_side, forgetting, learning, learning / 2, threshold, threshold, gain, short)
     return replace(made, **changes)
+
+
+def short_prompts(forgetting: float, change: float = 0.0) -> ShortPrompts:
+    """What short prompts lose, the same after each number of tokens."""
+    return ShortPrompts((ShortPrompt(1, 9, 0.5, forgetting),), forgetting, Estimate(change, 0.001))
 
 
 def test_the_best_learns_most_among_those_that_forget_little() -> None:
@@ -365,6 +407,179 @@ def test_of_equal_settings_the_first_wins() -> None:
     assert propose([*equal, less], 0.02) is less
 
 
+# what a change must not cost, and what it must gain
+
+LEARNS = {"most_forgetting": 0.5}
+
+
+@pytest.fixture(scope="module")
+def told(place: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
+    """A routed model as it is made, texts that its base wrote, and texts that its adapt path wrote."""
+    folder = tmp_path_factory.mktemp("told")
+    model = Path(shutil.copytree(place / "posterior", folder / "model"))
+    set_routing(model, Routing())
+    for side in (0, 1):
+        lines(folder / f"{side}.jsonl", *({"text": text} for text in written_by(model, side, 40)))
+    return model, folder / "0.jsonl", folder / "1.jsonl"
+
+
+@torch.no_grad()
+def written_by(folder: Path, side: int, count: int) -> list[str]:
+    """Texts of letters that one path of a model writes, drawn from what it finds likely."""
+    model, generator = load(folder), torch.Generator().manual_seed(side)
+    ids = letters()(["a"] * count, return_tensors="pt", return_token_type_ids=False)["input_ids"]
+    for _ in range(12):
+        likely = (2 * model.path_logits(ids)[side][:, -1, 4:]).softmax(-1)
+        ids = torch.cat((ids, 4 + torch.multinomial(likely, 1, generator=generator)), 1)
+    return ["".join(ALPHABET[letter - 4] for letter in row if letter >= 4).strip() for row in ids.tolist()]
+
+
+def test_the_bound_is_not_loosened_unless_it_is_asked_for(told: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    model = Path(shutil.copytree(told[0], tmp_path / "model"))
+    before = digests(model)
+    kept = route_calibrate(model, *told[1:], CalibrationSettings(write=True, **LEARNS))
+    assert kept.loosest.bound > kept.present.bound == pytest.approx(math.log(2)), "the rule of old loosened it"
+    assert kept.loosest.learning > kept.proposed.learning
+    assert kept.proposed.bound <= kept.present.bound and kept.proposed.bound_per_token <= kept.present.bound_per_token
+    shown = " ".join(" ".join(shown_of(kept)).split())
+    assert f"{kept.loosest.numbers} would learn" in shown and f"Ask for it: {kept.ask}" in shown
+    # the negative control: what is asked for is done
+    (model / "config.json").write_bytes((told[0] / "config.json").read_bytes())
+    (model / "surgery.json").write_bytes((told[0] / "surgery.json").read_bytes())
+    assert digests(model) == before
+    words = iter(str(kept.ask).split())
+    asked = {name[2:].replace("-", "_"): float(value) for name, value in zip(words, words, strict=True)}
+    assert "bound" in asked
+    done = route_calibrate(model, *told[1:], CalibrationSettings(write=True, **LEARNS, **asked))
+    assert done.written and done.proposed.routing == kept.loosest.routing and done.ask is None
+    assert "a text may lose 0.693 nats before, 4.61 nats after" in " ".join(" ".join(shown_of(done)).split())
+
+
+def test_bounds_and_short_prompts_stand_in_the_json_and_the_options_are_the_command_s(
+    told: tuple[Path, Path, Path],
+) -> None:
+    model, known, learned = told
+    words = (model, "--old", known, "--new", learned, "--most-forgetting", 0.5, "--json")
+    kept = json.loads(run(*words).stdout)
+    assert kept["present"]["bound"] == kept["limits"]["bound"] == pytest.approx(math.log(2))
+    assert kept["present"]["bound_per_token"] == pytest.approx(-math.log(0.99))
+    assert kept["loosest"]["bound"] == pytest.approx(-math.log(0.01)) and kept["adapt"]["bound"] is None
+    assert [length["tokens"] for length in kept["proposed"]["short"]["lengths"]] == list(range(1, 9))
+    assert kept["proposed"]["gain"].keys() == {"value", "error"}
+    asked = json.loads(run(*words, *kept["ask"].split()).stdout)
+    assert asked["proposed"]["routing"] == kept["loosest"]["routing"] != kept["proposed"]["routing"]
+    assert asked["ask"] is None
+
+
+def test_the_rule_of_old_would_have_written_it(told: tuple[Path, Path, Path]) -> None:
+    """What `--write` did: the short prompts that were the base's are the adapt path's afterwards."""
+    found = route_calibrate(*told, CalibrationSettings(**LEARNS))
+    assert propose([found.present, *found.outcomes], 0.5) == found.loosest
+    assert found.loosest.short.lengths[0].weight > 0.98 > 0.5 == found.proposed.short.lengths[0].weight
+    assert found.loosest.short.change.value > 5 * found.loosest.short.change.error > 0
+
+
+@pytest.mark.parametrize("router", ["posterior", "cosine", "strict"])
+@torch.no_grad()
+def test_short_prompts_are_what_the_model_says_of_them(
+    place: Path, calibration_of: Callable[[str], Calibration], router: str
+) -> None:
+    model, tokenizer = load(place / router), letters()
+    documents = tokenize(read_documents(old(place)), tokenizer)
+    found = calibration_of(router).present.short
+    for length in found.lengths:
+        rows = [documents[row]["input_ids"][None] for row in range(len(documents))]
+        rows = [row for row in rows if row.shape[1] > length.tokens]
+        lost = []
+        for row in rows:
+            read, following = row[:, : length.tokens], row[0, length.tokens]
+            base, routed = model.path_logits(read)[0], model(read).logits
+            lost.append(float((base.log_softmax(-1) - routed.log_softmax(-1))[0, -1, following]))
+        assert len(rows) == length.texts
+        assert length.forgetting == pytest.approx(sum(lost) / len(lost), abs=1e-5)
+    assert [length.tokens for length in found.lengths] == list(range(1, 9))
+    assert any(abs(length.forgetting) > 1e-3 for length in found.lengths)
+    base, adapt = calibration_of(router).base.short, calibration_of(router).adapt.short
+    assert base.forgetting == 0 and {length.weight for length in base.lengths} == {0}
+    assert {length.weight for length in adapt.lengths} == {1} and adapt.forgetting != 0
+
+
+def test_the_noise_is_that_of_other_samples_of_texts() -> None:
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(5, 50, (400,), generator=generator)
+    nats = tokens * (0.3 + torch.randn(400, generator=generator, dtype=torch.float64))
+    found = estimate(nats, tokens)
+    drawn = [torch.randint(400, (400,), generator=generator) for _ in range(2000)]
+    again = torch.stack([nats[rows].sum() / tokens[rows].sum() for rows in drawn])
+    assert found.value == pytest.approx(float(nats.sum() / tokens.sum()))
+    assert found.error == pytest.approx(float(again.std()), rel=0.1)
+    assert estimate(nats[:1], tokens[:1]).error == math.inf
+    none = torch.zeros(1, dtype=torch.int64)
+    assert estimate(torch.cat((nats, none)), torch.cat((tokens, none))) == found, "a window that is not scored"
+
+
+ADAPT = {"routing": None}
+
+
+@pytest.mark.parametrize(
+    ("gain", "error", "least_gain", "is_taken"),
+    [
+        (0.05, 0.001, 0.01, True),
+        (0.019, 0.001, 0.01, False),  # less than 1 % of the 2 nats that can be learned
+        (0.019, 0.001, 0.005, True),
+        (0.05, 0.03, 0.01, False),  # less than twice its error
+        (0.05, math.inf, 0.01, False),  # one text
+        (0.001, math.inf, 0.0, True),  # any gain
+        (0.0, 0.0, 0.0, False),
+    ],
+)
+def test_a_change_needs_a_gain_that_matters(gain: float, error: float, least_gain: float, is_taken: bool) -> None:
+    present = outcome(0.5, 0.01, 1.0, gain=Estimate(0.0, 0.0), short=short_prompts(0.1))
+    better = outcome(0.4, 0.01, 1.0 + gain, gain=Estimate(gain, error), short=short_prompts(0.1))
+    found = choose([present, better], Limits(0.02, None, None, None, least_gain), outcome(1, 1, 2.0, **ADAPT))
+    assert (found.proposed is better) == is_taken and found.best in (present, better)
+    # what forgets too much is changed whatever it gains
+    spoiled = replace(present, forgetting=0.03)
+    found = choose([spoiled, better], Limits(0.02, None, None, None, least_gain), outcome(1, 1, 2.0, **ADAPT))
+    assert found.proposed is better
+
+
+def test_short_prompts_lose_no_more_than_now_unless_it_is_asked_for() -> None:
+    present = outcome(0.5, 0.01, 1.0, gain=Estimate(0.0, 0.0), short=short_prompts(0.1))
+    worse = outcome(0.4, 0.01, 1.5, gain=Estimate(0.5, 0.001), short=short_prompts(0.2, change=0.1))
+    noisy = outcome(0.3, 0.01, 1.4, gain=Estimate(0.4, 0.001), short=short_prompts(0.1015, change=0.0015))
+    adapt = outcome(1, 1, 2.0, **ADAPT)
+    for short, expected in ((None, noisy), (0.2, worse), (0.19, noisy), (0.1, present), (math.inf, worse)):
+        assert choose([present, worse, noisy], Limits(0.02, None, None, short, 0.01), adapt).proposed is expected
+    alone = replace(noisy, short=replace(noisy.short, change=Estimate(0.0015, math.inf)))
+    assert choose([present, alone], Limits(0.02, None, None, None, 0.01), adapt).proposed is present
+    with pytest.raises(PlanError) as refused:
+        choose([present, worse, noisy], Limits(0.02, None, None, 0.05, 0.01), adapt)
+    assert str(refused.value) == (
+        "--most-short-forgetting 0.05: no setting loses so little on the first tokens of old texts; the least is 0.1 "
+        "nats per token, with threshold 0.5. Raise it."
+    )
+
+
+def test_a_tighter_bound_can_be_asked_for(told: tuple[Path, Path, Path]) -> None:
+    found = route_calibrate(*told, CalibrationSettings(bound=0.1, bound_per_token=0.0))
+    assert found.proposed.bound < 0.1 < found.present.bound and found.proposed.bound_per_token == 0
+    message = refusal(*told, CalibrationSettings(bound=0.001), error=PlanError)
+    assert message == (
+        "--bound 0.001: no setting bounds a text so tightly; the lowest is 0.01005 nats, with prior 0.99, switch rate "
+        "0.01. Raise it."
+    )
+
+
+@pytest.mark.usefixtures("unloaded")
+def test_a_cosine_router_has_no_bound(place: Path) -> None:
+    settings = CalibrationSettings(bound=1.0, bound_per_token=0.1)
+    assert refusal(place / "cosine", old(place), new(place), settings, error=PlanError) == (
+        "--bound 1 and --bound-per-token 0.1: the cosine router bounds nothing, expected a posterior router. Leave "
+        "that out; --most-short-forgetting limits what short prompts may lose."
+    )
+
+
 # writing
 
 
@@ -373,7 +588,7 @@ def test_write_sets_the_best_and_nothing_else(place: Path, tmp_path: Path, route
     model = Path(shutil.copytree(place / router, tmp_path / "model"))
     before = digests(model)
     options: dict[str, Any] = {"sequence_length": 20, "step": 7, "run": RunOptions(batch_size=16)}
-    settings = CalibrationSettings(most_forgetting=1.0)
+    settings = free(router)
     seen = route_calibrate(model, old(place), new(place), settings, **options)
     assert not seen.written and digests(model) == before
     assert seen.proposed.routing != seen.present.routing and seen.is_within
@@ -386,7 +601,8 @@ def test_write_sets_the_best_and_nothing_else(place: Path, tmp_path: Path, route
     # what is right already is not written again, so that a verification stays
     again = route_calibrate(model, old(place), new(place), replace(settings, write=True), **options)
     assert not again.written and digests(model) == after
-    assert again.present == again.proposed == done.proposed
+    assert again.present == again.proposed and again.present.routing == done.proposed.routing
+    assert again.present.learning == done.proposed.learning
 
 
 @pytest.mark.parametrize("file", ["config.json", "surgery.json"])
@@ -397,11 +613,11 @@ def test_nothing_is_written_where_something_fails(place: Path, tmp_path: Path, f
     before = digests(model)
     plot = tmp_path / "plots" / "sweep.png"
     texts = (model, old(place), new(place))
-    message = refusal(*texts, CalibrationSettings(1.0, write=True, plot=plot))
+    message = refusal(*texts, free("posterior", write=True, plot=plot))
     assert message == f"{model}: cannot be written (Is a directory). Check the folder."
     assert digests(model) == before and not list(plot.parent.iterdir())
     (model / f"{file}.tmp").rmdir()
-    done = route_calibrate(*texts, CalibrationSettings(1.0, write=True, plot=plot))
+    done = route_calibrate(*texts, free("posterior", write=True, plot=plot))
     assert done.written and [file.name for file in plot.parent.iterdir()] == ["sweep.png"]
 
 
@@ -409,7 +625,7 @@ def test_a_plot_that_fails_changes_no_model(place: Path, tmp_path: Path) -> None
     model = Path(shutil.copytree(place / "posterior", tmp_path / "model"))
     before = digests(model)
     (tmp_path / ".drawn-sweep.png.tmp").mkdir()
-    message = refusal(model, old(place), new(place), CalibrationSettings(1.0, write=True, plot=tmp_path / "sweep.png"))
+    message = refusal(model, old(place), new(place), free("posterior", write=True, plot=tmp_path / "sweep.png"))
     assert message.startswith(f"{tmp_path}/.drawn-sweep.png.tmp: cannot be written (")
     assert digests(model) == before and not (tmp_path / "sweep.png").exists()
 
@@ -532,7 +748,7 @@ def test_a_loss_that_is_no_number_is_refused(place: Path, tmp_path: Path) -> Non
     save_file(tensors | {name: torch.full_like(tensors[name], math.nan)}, shard, metadata={"format": "pt"})
     before = digests(model)
     plot = tmp_path / "sweep.png"
-    assert refusal(model, old(place), new(place), CalibrationSettings(1.0, write=True, plot=plot)) == (
+    assert refusal(model, old(place), new(place), free("cosine", write=True, plot=plot)) == (
         "broken: the loss of the adapt path on old text is nan, expected a finite number. Its weights are damaged, or "
         "--dtype is too narrow for them: see scale-surgery verify."
     )
@@ -584,7 +800,9 @@ def calibration(*outcomes: Outcome, **changes: Any) -> Calibration:
     adapt = outcome(1.0, 0.5, 2.0, routing=None)
     ordered = tuple(sorted(outcomes, key=lambda one: one.routing.threshold if one.routing else 0))
     texts = (("old.txt",), ("new.txt",), 64, 32, None, None, False)
-    made = Calibration(Path("routed"), "routed", base, adapt, outcomes[0], outcomes[-1], True, ordered, 0.02, *texts)
+    best, limits = outcomes[-1], Limits(0.02, None, None, None, 0.01)
+    chosen = (outcomes[0], best, best, best, limits, 0.01, True)
+    made = Calibration(Path("routed"), "routed", base, adapt, *chosen, ordered, 0.02, *texts)
     return replace(made, **changes)
 
 
@@ -600,9 +818,9 @@ def test_settings_that_are_beaten_or_hardly_differ_are_left_out() -> None:
 def test_what_the_table_says_of_the_best() -> None:
     present, best = outcome(0.5, 0.1, 1.5), outcome(0.25, 0.0123, 1.2345)
     text = "\n".join(shown_of(calibration(present, best)))
-    assert "best  threshold 0.25: forgets +0.0123, learns +1.2345, 61.7% of what the adapt" in text
-    assert "rule  learns most among those that forget at most 0.02 nats per token" in text
-    assert "next  --write sets it" in text and "but " not in text
+    assert "best   threshold 0.25: forgets +0.0123, learns +1.2345, 61.7% of what the adapt" in text
+    assert "rule   learns most among those that forget at most 0.02 nats per token" in text
+    assert "next   --write sets it" in text and "but " not in text
     written = "\n".join(shown_of(calibration(present, best, written=True, plot=Path("sweep.png"))))
     assert "it was threshold 0.5" in written and "scale-surgery verify routed" in written and "sweep.png" in written
     least = "\n".join(shown_of(calibration(present, best, is_within=False)))
@@ -737,7 +955,7 @@ def test_command(place: Path, tmp_path: Path, calibration_of: Callable[[str], Ca
 def test_command_writes_and_draws(place: Path, tmp_path: Path) -> None:
     model = Path(shutil.copytree(place / "posterior", tmp_path / "model"))
     plot = tmp_path / "sweep.png"
-    options = ("--most-forgetting", "1", "--plot", plot, "--write")
+    options = (*FREE, "--plot", plot, "--write")
     content = json.loads(run(model, *sides(place), *options, "--json").stdout)
     assert content["written"] and content["plot"] == str(plot) and plot.read_bytes().startswith(b"\x89PNG")
     config = json.loads((model / "config.json").read_text())
@@ -750,7 +968,7 @@ def test_command_writes_and_draws(place: Path, tmp_path: Path) -> None:
     [
         (["--new", "new.txt"], "Missing option '--old'"),
         (["--old", "old.txt"], "Missing option '--new'"),
-        (["--old", "o", "--new", "n", "--most-forgetting", "-1"], "-1.0 is not in the range x>=0"),
+        (["--old", "o", "--new", "n", "--most-forgetting", "many"], "'many' is not a valid float"),
     ],
 )
 def test_wrong_usage_exits_with_2(place: Path, arguments: list[str], message: str) -> None:

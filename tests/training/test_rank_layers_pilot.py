@@ -13,15 +13,10 @@ from scale_surgery.errors import TrainingError
 from scale_surgery.planning.families import FAMILIES
 from scale_surgery.progress import no_progress, no_track
 from scale_surgery.running.texts import Sequences
-from scale_surgery.training.pilot import (
-    batches,
-    choose_precision,
-    find_matrices,
-    measure_updates,
-    run_pilot,
-    share_of_rate,
-)
+from scale_surgery.training.pilot import batches, choose_precision, run_pilot, share_of_rate, time_step
+from scale_surgery.training.pilot_changes import find_matrices, measure_updates, relative_changes
 from scale_surgery.training.pilot_settings import PilotSettings
+from scale_surgery.training.update_scores import relative_norm
 from tests.conftest import load
 
 CPU = torch.device("cpu")
@@ -36,7 +31,7 @@ def text(rows: int = 6, length: int = 12, vocabulary: int = 97) -> Sequences:
 
 def run(path, settings=SETTINGS, model=None):
     model = model or load(path, dtype="auto")
-    return model, run_pilot(model, open_checkpoint(path), text(), settings, CPU, no_track)
+    return model, run_pilot(model, open_checkpoint(path), text(), settings, settings.steps, CPU, no_track)
 
 
 def changed(path, model) -> set[str]:
@@ -135,6 +130,30 @@ def test_float32_can_be_asked_for(base_of):
     model = load(base_of("llama", "bfloat16"), dtype="auto")
     choose_precision(model, PilotSettings(bf16=False), CPU)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "phi3"])
+def test_the_relative_change_until_now_is_that_of_the_updates(base_of, family):
+    path = base_of(family)
+    model, pilot = run(path)
+    checkpoint = open_checkpoint(path)
+    now = relative_changes(find_matrices(model, FAMILIES[family], checkpoint, ("ffn",)), checkpoint)
+    for layer, updates in pilot.updates.items():
+        assert now[layer] == pytest.approx(relative_norm(list(updates.values())), rel=1e-5)
+        assert 0 < pilot.halfway[layer] < now[layer]
+
+
+def test_timing_a_step_leaves_the_model_and_the_random_numbers_as_they_were(llama):
+    model = load(llama.base_path)
+    torch.manual_seed(5)
+    assert time_step(model, text(), SETTINGS, CPU) > 0
+    drawn = torch.rand(3)
+    torch.manual_seed(5)
+    assert torch.equal(torch.rand(3), drawn)
+    reference, _ = run(llama.base_path)
+    own, _ = run(llama.base_path, model=model)
+    for one, other in zip(own.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(one, other)
 
 
 def test_random_numbers_of_the_caller_stay_his(llama):

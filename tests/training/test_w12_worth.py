@@ -1,4 +1,4 @@
-"""Where W12 is worth it: gradients, promises and drifts, each against a measurement of its own."""
+"""Where W12 is worth it: gradients, promises and divergences, each against a measurement of its own."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from scale_surgery.training.w12_worth import (
     estimate_worth,
     expanded_for_a_while,
     find_w12,
+    measure_divergence,
     measure_energy,
-    measure_step_drift,
     spread_batches,
     stepped,
     worth,
@@ -52,13 +52,13 @@ def test_every_family_is_estimated_and_left_as_it_was(base_of, family):
     assert [one.layer for one in found] == [0, 1, 2]
     for one in found:
         assert one.gradient_energy > 0
-        assert one.drift > 0
-        assert one.worth == worth(one.gradient_energy, one.drift)
+        assert one.divergence > 0
+        assert one.worth == worth(one.gradient_energy, one.divergence)
     assert digests(path) == before
 
 
 def test_half_precision_is_estimated_as_float32(base_of, tmp_path):
-    """The drift of a small step is far below the rounding of bfloat16, in which the base is stored."""
+    """The divergence of a small step is far below the rounding of bfloat16, in which the base is stored."""
     path = base_of("qwen3", "bfloat16")
     whole = tmp_path / "float32"
     load(path, dtype=torch.float32).save_pretrained(whole)
@@ -66,7 +66,7 @@ def test_half_precision_is_estimated_as_float32(base_of, tmp_path):
         estimate_worth(open_checkpoint(one), plan_of(path), text(), text(), CPU, no_track) for one in (path, whole)
     )
     for one, other in zip(half, single, strict=True):
-        assert one.drift == pytest.approx(other.drift, rel=0.05)
+        assert one.divergence == pytest.approx(other.divergence, rel=0.05)
         assert one.worth == pytest.approx(other.worth, rel=0.05)
 
 
@@ -104,17 +104,17 @@ def test_a_step_keeps_its_promise_to_first_order(opened, monkeypatch):
     assert measure(model, text(), 8).nats_per_token == before, "a step is taken back"
 
 
-def test_drift_is_the_divergence_from_the_base_on_old_text(llama, opened):
+def test_divergence_is_measured_from_the_base_on_old_text(llama, opened):
     model, found, energy = opened
     ids = text(rows=2)
-    drift = measure_step_drift(model, found, energy, spread_batches(ids, 1000, model), no_progress)
+    divergence = measure_divergence(model, found, energy, spread_batches(ids, 1000, model), no_progress)
     rows = torch.stack([ids[row]["input_ids"] for row in range(2)])
     base = llama.base(input_ids=rows).logits[:, :-1].double().log_softmax(-1)
     for layer, blocks in found.items():
         with torch.no_grad(), stepped(blocks, PROMISED / energy[layer]):
             other = model(input_ids=rows).logits[:, :-1].double().log_softmax(-1)
         expected = (base.exp() * (base - other)).sum(-1).mean()
-        assert drift[layer] == pytest.approx(float(expected), rel=1e-3)
+        assert divergence[layer] == pytest.approx(float(expected), rel=1e-3)
 
 
 def test_worth_does_not_depend_on_what_is_promised(llama, monkeypatch):
@@ -123,10 +123,10 @@ def test_worth_does_not_depend_on_what_is_promised(llama, monkeypatch):
         found = estimate_worth(
             open_checkpoint(llama.base_path), plan_of(llama.base_path), text(), text(), CPU, no_track
         )
-        return [one.drift for one in found], [one.worth for one in found]
+        return [one.divergence for one in found], [one.worth for one in found]
 
     small, large = worths(0.005), worths(0.01)
-    assert large[0] == pytest.approx([4 * drift for drift in small[0]], rel=0.1), "drift is quadratic"
+    assert large[0] == pytest.approx([4 * divergence for divergence in small[0]], rel=0.1), "divergence is quadratic"
     assert large[1] == pytest.approx(small[1], rel=0.1)
 
 
@@ -141,7 +141,7 @@ def test_a_layer_that_reads_nothing_is_worth_nothing(llama, tmp_path):
                 part.bias.zero_()
     model.save_pretrained(tmp_path)
     found = estimate_worth(open_checkpoint(tmp_path), plan_of(tmp_path), text(), text(), CPU, no_track)
-    assert (found[1].gradient_energy, found[1].drift, found[1].worth) == (0.0, 0.0, 0.0)
+    assert (found[1].gradient_energy, found[1].divergence, found[1].worth) == (0.0, 0.0, 0.0)
     assert all(one.worth > 0 for one in (found[0], found[2]))
 
 

@@ -1,0 +1,209 @@
+"""Which setting of a router is the best: learning, within limits on what may be lost, for a gain that matters.
+
+every setting --bound, short prompts--> allowed --forgetting--> learns most --gain--> proposed, or the present one
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from scale_surgery.errors import PlanError
+from scale_surgery.fields import Range, problems_of
+from scale_surgery.planning.routing_specs import Routing
+from scale_surgery.routing.outcome import Outcome
+
+# logarithms of the same number may differ by this
+ROUNDING = 1e-9
+Nats = Annotated[float, Range(least=0, noun="nats per token")]
+
+
+@dataclass(frozen=True)
+class CalibrationSettings:
+    """Which setting of a router is the best, and what becomes of it.
+
+    Attributes:
+        most_forgetting: Nats per token of old text that may be lost against the base.
+        bound: Nats that any text may lose against the base, -ln(prior) of a posterior router. Default: as many as with
+            the present setting.
+        bound_per_token: Nats that each further token of a text may add to the bound, -ln(1 - switch rate). Default: as
+            many as with the present setting.
+        most_short_forgetting: Nats per token of the first 8 tokens of old texts that may be lost against the base.
+            Default: as many as with the present setting, beyond twice the standard error over texts; with a looser
+            bound, what it allows.
+        least_gain: The present setting is only changed for one that learns more, by this share of what can be learned
+            and by twice the standard error over texts. 0 takes any gain.
+        write: Store the best setting in the model.
+        plot: Draw forgetting against learning, one point for each setting, as PNG; an existing file is
+            replaced. Default: none.
+    """
+
+    most_forgetting: Nats = 0.02
+    bound: Annotated[float, Range(above=0, noun="nats")] | None = None
+    bound_per_token: Nats | None = None
+    most_short_forgetting: Nats | None = None
+    least_gain: Annotated[float, Range(least=0, below=1, noun="a share")] = 0.01
+    write: bool = False
+    plot: Path | None = None
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the best setting may lose, in nats, and what it must gain.
+
+    Attributes:
+        forgetting: Most per token of old text.
+        bound: Most that any text may lose; None where the router bounds nothing.
+        bound_per_token: Most that each further token may add.
+        short: Most per token of short prompts; None for what is lost now, beyond noise.
+        gain: Share of what can be learned that a change must gain; 0 for any gain.
+    """
+
+    forgetting: float
+    bound: float | None
+    bound_per_token: float | None
+    short: float | None
+    gain: float
+
+    def keeps_bound(self, outcome: Outcome) -> bool:
+        """Whether a text may lose no more with a setting than is allowed."""
+        pairs = ((outcome.bound, self.bound), (outcome.bound_per_token, self.bound_per_token))
+        return all(own is None or most is None or own <= most + ROUNDING for own, most in pairs)
+
+    def keeps_short(self, outcome: Outcome) -> bool:
+        """Whether short prompts lose no more with a setting than is allowed."""
+        if self.short is not None:
+            return outcome.short.forgetting <= self.short
+        change = outcome.short.change
+        # one text alone tells no noise
+        return change.value <= (change.noise if math.isfinite(change.noise) else 0.0)
+
+    def allows(self, outcome: Outcome) -> bool:
+        """Whether a setting keeps both."""
+        return self.keeps_bound(outcome) and self.keeps_short(outcome)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was chosen.
+
+    Attributes:
+        proposed: The setting to be: the best, or the present one where that gains too little.
+        best: Of the settings that are allowed, the one that learns most among those that forget little enough; where
+            there is none, the one that forgets least.
+        loosest: The same of all settings, whatever texts and short prompts may lose.
+        needed: Nats per token that the best must learn more than the present setting, to replace it.
+    """
+
+    proposed: Outcome
+    best: Outcome
+    loosest: Outcome
+    needed: float
+
+
+def read_limits(settings: CalibrationSettings, present: Routing) -> Limits:
+    """What a user asks for, and for the rest what the present setting keeps.
+
+    Args:
+        settings: What was asked for.
+        present: How the model routes.
+
+    Raises:
+        PlanError: If a number is out of range, or a bound is asked of a router that has none.
+    """
+    problems = problems_of(settings)
+    asked = {"--bound": settings.bound, "--bound-per-token": settings.bound_per_token}
+    given = {name: value for name, value in asked.items() if value is not None}
+    if given and present.bound is None:
+        named = " and ".join(f"{name} {value:g}" for name, value in given.items())
+        problems.append(
+            f"{named}: the {present.router} router bounds nothing, expected a posterior router. Leave that out; "
+            "--most-short-forgetting limits what short prompts may lose."
+        )
+    if problems:
+        raise PlanError.from_problems(problems)
+    pairs = ((settings.bound, present.bound), (settings.bound_per_token, present.bound_per_token))
+    bound, per_token = (own if own is not None else now for own, now in pairs)
+    is_looser = any(own is not None and now is not None and own > now + ROUNDING for own, now in pairs)
+    short = math.inf if is_looser and settings.most_short_forgetting is None else settings.most_short_forgetting
+    return Limits(settings.most_forgetting, bound, per_token, short, settings.least_gain)
+
+
+def choose(outcomes: Sequence[Outcome], limits: Limits, adapt: Outcome) -> Choice:
+    """Choose the best setting, and whether it is worth a change.
+
+    Args:
+        outcomes: What settings score, the present one first, then the preferred of equal ones.
+        limits: What may be lost, and what must be gained.
+        adapt: What the adapt path alone scores.
+
+    Raises:
+        PlanError: If no setting keeps what was asked for.
+    """
+    present, allowed = outcomes[0], [outcome for outcome in outcomes if limits.allows(outcome)]
+    if not allowed:
+        raise PlanError.from_problems(list(_say_lowest(outcomes, limits)))
+    best, loosest = (propose(some, limits.forgetting) for some in (allowed, outcomes))
+    reachable = max(0.0, adapt.learning, *(outcome.learning for outcome in outcomes))
+    needed = max(best.gain.noise, limits.gain * reachable) if limits.gain else 0.0
+    stays = limits.allows(present) and present.forgetting <= limits.forgetting and not best.gain.value > needed
+    return Choice(present if stays else best, best, loosest, needed)
+
+
+def propose(outcomes: Sequence[Outcome], most_forgetting: float) -> Outcome:
+    """The one that learns most among those that forget little enough, or else the one that forgets least.
+
+    Args:
+        outcomes: What settings score, the preferred of equal ones first.
+        most_forgetting: Nats per token that may be lost against the base.
+
+    Returns:
+        One of them.
+    """
+    within = [outcome for outcome in outcomes if outcome.forgetting <= most_forgetting]
+    if within:
+        return max(within, key=lambda outcome: (outcome.learning, -outcome.forgetting))
+    return min(outcomes, key=lambda outcome: (outcome.forgetting, -outcome.learning))
+
+
+def _say_lowest(outcomes: Sequence[Outcome], limits: Limits) -> Iterator[str]:
+    """What settings could keep, where none keeps what was asked for."""
+    within = [outcome for outcome in outcomes if limits.keeps_bound(outcome)]
+    if within:
+        lowest = min(within, key=lambda outcome: outcome.short.forgetting)
+        yield (
+            f"--most-short-forgetting {limits.short:g}: no setting loses so little on the first tokens of old texts; "
+            f"the least is {lowest.short.forgetting:.4g} nats per token, with {lowest.numbers}. Raise it."
+        )
+    else:
+        lowest = min(outcomes, key=lambda outcome: outcome.bound or 0.0)
+        yield (
+            f"--bound {limits.bound:g}: no setting bounds a text so tightly; the lowest is "
+            f"{lowest.bound:.4g} nats, with {lowest.numbers}. Raise it."
+        )
+
+
+def ask_for(outcome: Outcome, limits: Limits, needed: float) -> str:
+    """The options with which a setting that is not allowed would be chosen."""
+    words = [
+        _option("bound", outcome.bound, limits.bound),
+        _option("bound-per-token", outcome.bound_per_token, limits.bound_per_token),
+    ]
+    if limits.keeps_bound(outcome) and not limits.keeps_short(outcome):
+        words.append(f"--most-short-forgetting {_round_up(outcome.short.forgetting):g}")
+    words.append("--least-gain 0" if outcome.gain.value <= needed else "")
+    return " ".join(filter(None, words))
+
+
+def _option(name: str, own: Any, most: Any) -> str:
+    return "" if own is None or own <= most + ROUNDING else f"--{name} {_round_up(own):g}"
+
+
+def _round_up(number: float) -> float:
+    """Three figures after what is lost to the next: a limit that is written so still holds for the number."""
+    digits = 2 - math.floor(math.log10(number)) if number > 0 else 0
+    scale: float = 10.0**digits
+    return math.ceil(number * scale) / scale

@@ -1,0 +1,51 @@
+"""What differs from text to text: a mean per token, and how far another sample of texts would move it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# standard errors within which a difference may be chance
+ERRORS = 2.0
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over texts.
+
+    Attributes:
+        value: The mean, nats per token.
+        error: Its standard error over texts; infinity where there is one text alone, which tells nothing of others.
+    """
+
+    value: float
+    error: float
+
+    @property
+    def noise(self) -> float:
+        """What may be chance, nats per token."""
+        return ERRORS * self.error
+
+
+def estimate(nats: Tensor, tokens: Tensor) -> Estimate:
+    """Mean per token over texts, and its standard error as that of a ratio of two sums.
+
+        m = sum_i d_i / sum_i n_i,    error = sqrt(N / (N - 1) sum_i (d_i - m n_i)^2) / sum_i n_i
+
+    Two settings read the same texts, so the error of their difference is that of a paired comparison.
+
+    Args:
+        nats: Sum over the tokens of each text, d_i (texts,), float64.
+        tokens: How many they are, n_i (texts,); a text without any does not count.
+
+    Returns:
+        The mean and its error.
+    """
+    total, texts = float(tokens.sum()), int((tokens > 0).sum())
+    value = float(nats.sum()) / total
+    rest = float((nats - value * tokens).square().sum())
+    return Estimate(value, math.sqrt(rest * texts / (texts - 1)) / total if texts > 1 else math.inf)

@@ -1,0 +1,98 @@
+"""What a model scores with one setting of its router, beside what its base scores."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from scale_surgery.planning.routing_specs import Routing, router_settings
+from scale_surgery.routing.noise import Estimate
+from scale_surgery.running.loss import Measurement
+
+
+@dataclass(frozen=True)
+class ShortPrompt:
+    """What old texts look like to a model that has read so few tokens of them.
+
+    Attributes:
+        tokens: Tokens that were read, a start token among them.
+        texts: Old texts that are longer.
+        weight: Mean weight of the adapt path in what is said next.
+        forgetting: How much higher than the base's the loss on the next token is, nats.
+    """
+
+    tokens: int
+    texts: int
+    weight: float
+    forgetting: float
+
+
+@dataclass(frozen=True)
+class ShortPrompts:
+    """What becomes of short prompts: the beginnings of old texts.
+
+    Attributes:
+        lengths: By the number of tokens that were read, ascending.
+        forgetting: Mean of what is lost against the base over all of them, nats per token.
+        change: The same against the present setting.
+    """
+
+    lengths: tuple[ShortPrompt, ...]
+    forgetting: float
+    change: Estimate
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a model scores with one setting of its router.
+
+    Attributes:
+        routing: The setting; None for the base model and for the adapt path alone.
+        old: What it scores on old text.
+        new: The same on new text.
+        forgetting: Its nats per token on old text minus those of the base.
+        learning: The base's nats per token on new text minus its own.
+        kept: Learning as a share of what the adapt path alone learns; None where that learns nothing.
+        routed_old: Routed share of old text: the mean weight of the adapt path over the scored tokens.
+        routed_new: The same of new text.
+        gain: Learning minus that of the present setting, and the error of it over windows of text.
+        short: What becomes of short prompts.
+    """
+
+    routing: Routing | None
+    old: Measurement
+    new: Measurement
+    forgetting: float
+    learning: float
+    kept: float | None
+    routed_old: float
+    routed_new: float
+    gain: Estimate
+    short: ShortPrompts
+
+    @property
+    def numbers(self) -> str:
+        """The numbers of the setting, in words; empty where there is none."""
+        if self.routing is None:
+            return ""
+        if self.routing.router == "cosine":
+            return f"threshold {self.routing.threshold:.10g}"
+        return f"prior {self.routing.prior:g}, switch rate {self.routing.switch_rate:g}"
+
+    @property
+    def bound(self) -> float | None:
+        """Nats that a text may lose against the base, whatever it says; see `Routing`."""
+        return None if self.routing is None else self.routing.bound
+
+    @property
+    def bound_per_token(self) -> float | None:
+        """Nats that each further token adds to the bound; see `Routing`."""
+        return None if self.routing is None else self.routing.bound_per_token
+
+    def to_json(self) -> dict[str, Any]:
+        """The outcome as plain JSON values, with what follows from the sums."""
+        content = asdict(self) | {"bound": self.bound, "bound_per_token": self.bound_per_token}
+        content["routing"] = None if self.routing is None else router_settings(self.routing)
+        for side, found in (("old", self.old), ("new", self.new)):
+            content[side] |= {"nats_per_token": found.nats_per_token, "accuracy": found.accuracy}
+        return content

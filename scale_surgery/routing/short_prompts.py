@@ -1,0 +1,91 @@
+"""The beginnings of texts: what a model says next after one token, two, and so on, before a router knows the text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from scale_surgery.routing.noise import estimate
+from scale_surgery.routing.outcome import ShortPrompt, ShortPrompts
+from scale_surgery.routing.path_scores import PathBatch, Weigh
+from scale_surgery.running.texts import Sequences
+
+# tokens of the longest short prompt
+LONGEST = 8
+
+
+@dataclass(frozen=True)
+class Beginnings:
+    """What becomes of each short prompt with one setting; all (texts, LONGEST), zero where a text is shorter.
+
+    Attributes:
+        is_read: Where there is a next token.
+        lost: How much higher than the base's the loss on it is, nats, float64.
+        weight: Weight of the adapt path there, float64.
+    """
+
+    is_read: Tensor
+    lost: Tensor
+    weight: Tensor
+
+
+def beginnings(texts: Sequences) -> Sequences:
+    """The first tokens of each text, with one more that the longest short prompt predicts; prompts are scored too.
+
+    Args:
+        texts: A sequence a document.
+
+    Returns:
+        As many sequences.
+    """
+    ids = [texts.ids[start : min(start + LONGEST + 1, end)] for start, end in pairwise(texts.starts)]
+    starts = torch.tensor([0, *map(len, ids)]).cumsum(0).tolist()
+    joined = torch.cat(ids)
+    return Sequences(joined, joined, tuple(starts))
+
+
+def read_beginnings(batches: Sequence[PathBatch], weigh: Weigh) -> Beginnings:
+    """Route short prompts.
+
+    Args:
+        batches: What both paths say of the beginnings of texts.
+        weigh: How they are routed.
+
+    Returns:
+        Loss and weight of the adapt path, prompt by prompt.
+    """
+    parts = []
+    for batch in batches:
+        scores, is_read = weigh(batch), batch.is_scored
+        found = torch.stack((is_read, scores.base - scores.routed, scores.weight)).double().where(is_read, 0.0)
+        parts.append(torch.nn.functional.pad(found, (0, LONGEST - is_read.shape[1])))
+    is_read, lost, weight = torch.cat(parts, 1)
+    return Beginnings(is_read > 0, lost, weight)
+
+
+def summarise(own: Beginnings, present: Beginnings) -> ShortPrompts:
+    """Compare short prompts with what becomes of them now.
+
+    The next token is one of an old text, which the base knows: the mean of what is lost on it estimates
+    KL(base || routed).
+
+    Args:
+        own: What becomes of them with a setting.
+        present: The same with the present one.
+
+    Returns:
+        Means by length and over all, and the loss against that of the present setting.
+    """
+    texts = own.is_read.sum(0).tolist()
+    sums = zip(texts, own.weight.sum(0).tolist(), own.lost.sum(0).tolist(), strict=True)
+    lengths = tuple(
+        ShortPrompt(tokens, count, weight / count, lost / count)
+        for tokens, (count, weight, lost) in enumerate(sums, start=1)
+        if count
+    )
+    change = estimate((own.lost - present.lost).sum(1), own.is_read.sum(1))
+    return ShortPrompts(lengths, float(own.lost.sum()) / sum(texts), change)
