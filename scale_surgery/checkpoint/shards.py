@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from scale_surgery.checkpoint.files import finished_file
 from scale_surgery.checkpoint.folder import Checkpoint, read_chunks
-from scale_surgery.checkpoint.headers import DTYPE_BYTES
+from scale_surgery.checkpoint.headers import DTYPE_BYTES, MAX_HEADER_BYTES
 from scale_surgery.errors import CheckpointError
 from scale_surgery.progress import Progress, no_progress
 
@@ -106,10 +106,10 @@ def write_pieces(file: Path, header: bytes, ordered: Iterable[Entry], advance: P
 
 
 def header_bytes(file: Path) -> bytes:
-    """Header of a safetensors file as it lies there, with its length before it."""
+    """Header of a safetensors file as it lies there, with its length before it; of another file some bytes."""
     with file.open("rb") as stream:
         length = stream.read(8)
-        return length + stream.read(int.from_bytes(length, "little"))
+        return length + stream.read(min(int.from_bytes(length, "little"), MAX_HEADER_BYTES))
 
 
 def entries_of(header: bytes, read: Mapping[str, Callable[[], Iterable[bytes]]]) -> Iterator[Entry]:

@@ -109,7 +109,7 @@ def _mutate(dice: random.Random, operation: Operation, call: Call, did: list[str
         file = _choose(dice, left)
         try:
             said = MUTATORS[mutator](dice, file, call.place.parent / "outside" / "canary")
-        except (ValueError, OSError, LookupError, TypeError, AttributeError, RecursionError):
+        except (ValueError, OSError, LookupError, TypeError, AttributeError, RecursionError, OverflowError):
             break  # the first mutation left nothing that a second one can read
         did.append(f"{subject.name}/{file.name}: {said}")
     return mutator

@@ -60,7 +60,7 @@ def _fifo(dice: random.Random, file: Path, outside: Path) -> None:
 
 
 def _sparse(dice: random.Random, file: Path, outside: Path) -> None:
-    os.truncate(file, 1 << 28)
+    os.truncate(file, 1 << 24)
 
 
 def _hostile_name(dice: random.Random, file: Path, outside: Path) -> None:
