@@ -261,7 +261,9 @@ def render_training(done: Training) -> RenderableType:
     rows += [("not taken along", ", ".join(done.left_out))] if done.left_out else []
     rows.append(("curves", str(done.curves)))
     following = [(NEXT, command("verify", done.path))]
-    return Group(facts("trained", rows), *_warnings(done.warnings), facts("", following))
+    # what was said before the first step is not said again
+    news = tuple(warning for warning in done.warnings if warning not in done.outlook.warnings)
+    return Group(facts("trained", rows), *_warnings(news), facts("", following))
 
 
 def render_outlook(outlook: Outlook) -> RenderableType:
