@@ -112,13 +112,14 @@ class Torture:
         done = _run(self.place, VERBS[name].words, record=record)
         assert done.returncode == 0, (name, done.stderr)
         sizes = {"bytes": max(file.stat().st_size for file in self.place.rglob("out/**/*") if file.is_file())}
-        return json.loads(record.read_text()) | sizes, _content(self.place / "out" / "made")
+        return json.loads(record.read_text()) | sizes, _content(self.made)
 
     def _clear(self, verb: Verb) -> None:
+        self.made = _target(self.place, verb.words)
         shutil.rmtree(self.place / "out", ignore_errors=True)
         (self.place / "out").mkdir()
         if verb.old is not None:
-            shutil.copytree(self.place / "in" / verb.old, self.place / "out" / "made")
+            shutil.copytree(self.place / "in" / verb.old, self.made)
 
     def draw(self, name: str, chance: random.Random) -> Disturbance:
         """A disturbance that falls into the command, or hardly after its end."""
@@ -135,7 +136,7 @@ class Torture:
         """
         verb, (_, whole) = VERBS[name], self.whole(name)
         self._clear(verb)
-        old = None if verb.old is None else _content(self.place / "out" / "made")
+        old = None if verb.old is None else _content(self.made)
         done = _run(self.place, verb.words, disturbance)
         problems = [*self._after(verb, done.stderr, old, whole)]
         again = _run(self.place, self._again(verb, old, whole))
@@ -147,7 +148,7 @@ class Torture:
 
     def _again(self, verb: Verb, old: dict[str, str] | None, whole: dict[str, str]) -> Sequence[str]:
         """The same command once more; a run that was begun goes on, and what is whole already is replaced."""
-        settings = self.place / "out" / "made" / "training" / "settings.json"
+        settings = self.made / "training" / "settings.json"
         if settings.is_file() and not json.loads(settings.read_text()).get("finished"):
             return [*verb.words, "--resume"]
         is_whole = self._state(old, whole) == "new" or settings.is_file()
@@ -155,10 +156,9 @@ class Torture:
         return [*verb.words, "--overwrite"] if is_whole and not may_replace else verb.words
 
     def _state(self, old: dict[str, str] | None, whole: dict[str, str]) -> str:
-        target = self.place / "out" / "made"
-        if not target.exists():
+        if not self.made.exists():
             return "absent"
-        found = _content(target)
+        found = _content(self.made)
         return "new" if found == whole else "old" if found == old else "neither"
 
     def _after(self, verb: Verb, said: str, old: dict[str, str] | None, whole: dict[str, str]) -> Iterator[str]:
@@ -174,7 +174,7 @@ class Torture:
         if state == "absent" and old is not None and not any(map(old.__eq__, self._beside())):
             yield "the old output is lost"
         if verb.is_in_place:
-            found = _content(self.place / "out" / "made")
+            found = _content(self.made)
             yield from (
                 f"{name}: is neither as before nor as after"
                 for name in whole
@@ -187,11 +187,11 @@ class Torture:
     def _at_the_end(self, whole: dict[str, str]) -> Iterator[str]:
         if digests(self.place / "in") != self.inputs:
             yield "an input was changed by the second run"
-        found = _content(self.place / "out" / "made")
+        found = _content(self.made)
         if found != whole:
             names = sorted(name for name in {*found, *whole} if found.get(name) != whole.get(name))
             yield f"other bytes than those of an undisturbed run: {names}"
-        left = sorted(file.name for file in (self.place / "out").iterdir() if file.name != "made")
+        left = sorted(file.name for file in (self.place / "out").iterdir() if file.name != self.made.name)
         if left:
             yield f"left beside the output: {left}"
 
@@ -202,9 +202,13 @@ def _do(place: Path, words: Sequence[str]) -> None:
 
 
 def _run(place: Path, words: Sequence[str], disturbance: Disturbance = UNDISTURBED, record: Path | None = None):
-    places = {"IN/": f"{place}/in/", "OUT": f"{place}/out/made"}
-    typed = [word.replace("IN/", places["IN/"]) if word != "OUT" else places["OUT"] for word in words]
+    typed = [word.replace("IN/", f"{place}/in/") if word != "OUT" else str(_target(place, words)) for word in words]
     return run_apart(run_disturbed, typed, str(place), disturbance, str(record or place / "record.json"))
+
+
+def _target(place: Path, words: Sequence[str]) -> Path:
+    """What a command makes: a folder, or a plan."""
+    return place / "out" / ("made.json" if words[0] == "plan" else "made")
 
 
 def _content(target: Path) -> dict[str, str]:
