@@ -208,7 +208,8 @@ def given_options(limits: Limits, present: Outcome) -> tuple[str, ...]:
         "--most-short-forgetting": (limits.short, None),
         "--least-gain": (limits.gain, usual.least_gain),
     }
-    given = [(name, own) for name, (own, default) in pairs.items() if own is not None and own != default]
+    # a looser bound lifts the limit of short prompts, which cannot be typed
+    given = [(name, own) for name, (own, default) in pairs.items() if own not in (None, default, math.inf)]
     return tuple(word for name, own in given for word in (name, str(own)))
 
 

@@ -40,7 +40,7 @@ from scale_surgery.evidence.evaluate import Score
 from scale_surgery.modeling.expanded_routing import CosineRouter
 from scale_surgery.planning.routing_specs import read_routing
 from scale_surgery.routing.calibrate import Calibration, route_calibrate
-from scale_surgery.routing.choice import Limits, choose, propose
+from scale_surgery.routing.choice import Limits, choose, given_options, propose, read_limits
 from scale_surgery.routing.noise import Estimate, estimate
 from scale_surgery.routing.outcome import Outcome, ShortPrompt, ShortPrompts
 from scale_surgery.routing.path_scores import Reading, read_paths, scored_cosines, winning_weights
@@ -805,6 +805,20 @@ def calibration(*outcomes: Outcome, **changes: Any) -> Calibration:
     chosen = (outcomes[0], best, best, best, limits, 0.01, True)
     made = Calibration(Path("routed"), "routed", base, adapt, *chosen, ordered, 0.02, *texts)
     return replace(made, **changes)
+
+
+def test_the_options_that_set_the_same_limits_once_more() -> None:
+    present = replace(outcome(0.5, 0.1, 1.5), routing=Routing("posterior", prior=0.5, switch_rate=0.01))
+    assert present.routing is not None
+    for settings, options in (
+        (CalibrationSettings(), ()),
+        (CalibrationSettings(bound=4.61, least_gain=0.0), ("--bound", "4.61", "--least-gain", "0.0")),
+        (
+            CalibrationSettings(0.5, most_short_forgetting=0.25),
+            ("--most-forgetting", "0.5", "--most-short-forgetting", "0.25"),
+        ),
+    ):
+        assert given_options(read_limits(settings, present.routing), present) == options
 
 
 def test_settings_that_are_beaten_or_hardly_differ_are_left_out() -> None:
