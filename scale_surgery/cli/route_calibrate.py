@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 @click.option(
     *("-o", "--output", "--plot", "plot"),
     type=OutputFile(*PICTURES),
-    help="Draw forgetting against learning, a point for each setting, as .png or .svg.",
+    help="Draw forgetting against learning, a point for each setting, as .png or .svg. Default: none.",
 )
 @click.option("--details", is_flag=True, help="List every setting, not only the best ones.")
 @reading_options("ROUTED")

@@ -26,7 +26,7 @@ from scale_surgery.checkpoint.files import plain_json, write_json
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
 from scale_surgery.checkpoint.names import MANIFEST_FILE
 from scale_surgery.checkpoint.sources import find_source
-from scale_surgery.errors import PlanError
+from scale_surgery.errors import CheckpointError, PlanError
 from scale_surgery.evidence.integrity import Integrity, bytes_to_check, check_files
 from scale_surgery.evidence.promises import PROMISES, Promise, judge
 from scale_surgery.planning.routing_specs import Routing
@@ -161,8 +161,9 @@ def _why_not(integrity: Integrity, is_comparable: bool, run: RunOptions) -> str 
 def _record(path: Path, manifest: Manifest, result: Verification) -> bool:
     try:
         write_json(path / MANIFEST_FILE, asdict(replace(manifest, verification=result.to_json())))
-    except OSError:
-        return False  # a read-only model can be verified too
+    except (OSError, CheckpointError):
+        # a model that is read-only, or has something in the way of the new surgery.json, can be verified too
+        return False
     return True
 
 

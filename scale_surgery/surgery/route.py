@@ -178,10 +178,12 @@ def set_routing(routed: str | Path, routing: Routing) -> None:
     try:
         write_json(checkpoint.path / CONFIG_FILE, config)
         write_json(checkpoint.path / MANIFEST_FILE, asdict(changed))
-    except OSError as error:
+    except (OSError, CheckpointError) as error:
         # the two say the same, or nothing has changed
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, CheckpointError):
             write_text(checkpoint.path / CONFIG_FILE, before)
+        if isinstance(error, CheckpointError):
+            raise
         raise CheckpointError(f"{routed}: cannot be written ({error.strerror or error}). Check the folder.") from error
 
 

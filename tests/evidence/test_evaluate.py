@@ -419,7 +419,7 @@ def test_texts_that_are_refused(place: Path, tmp_path: Path) -> None:
         f"The new text is empty: {tmp_path}/empty.txt. Give at least one document."
     )
     assert refusal(wide, [*old, tmp_path / "bad.jsonl"]).startswith(f"{tmp_path}/bad.jsonl, line 1: has the fields")
-    assert refusal(wide, [tmp_path / "none.txt"]).startswith(f"{tmp_path}/none.txt: cannot be read as text")
+    assert refusal(wide, [tmp_path / "none.txt"]).startswith(f"{tmp_path}/none.txt: there is no such file. Give")
 
 
 @pytest.mark.usefixtures("unloaded")
@@ -427,7 +427,7 @@ def test_lengths_that_are_refused(place: Path) -> None:
     models, old = [place / "wide", place / "base"], [place / "old.txt"]
     assert refusal(models, old, sequence_length=65).splitlines() == [
         "--sequence-length is 65, expected at most 64, the context of base.",
-        "--sequence-length is 65, expected at most 64, the context of base.",
+        "--sequence-length is 65, expected at most 64, the context of wide.",
     ]
     assert refusal(models, old, sequence_length=1) == (
         "--sequence-length is 1, expected at least 2: the first token is not predicted."
@@ -454,7 +454,9 @@ def test_models_that_are_refused(place: Path, tmp_path: Path) -> None:
     unknown = Path(shutil.copytree(place / "base", tmp_path / "unknown"))
     config = json.loads((unknown / "config.json").read_text())
     (unknown / "config.json").write_text(json.dumps(config | {"model_type": "nobody"}))
-    assert refusal(unknown, old, error=CheckpointError).startswith("unknown: transformers does not read its config (")
+    message = refusal(unknown, old, error=CheckpointError)
+    assert message.startswith("unknown: transformers does not read its config.json (")
+    assert "nobody" in message and message.endswith("--trust-remote-code lets it run its own code.")
 
 
 @pytest.mark.usefixtures("unloaded")
@@ -531,7 +533,8 @@ def test_command_shows_a_table_for_each_side(place: Path, tmp_path: Path, result
     assert f"{wide.old.nats_per_token:.4f}" in old and f"{wide.forgetting:+.4f}" in old
     assert f"{wide.new.perplexity:.4g}" in new and f"{wide.learning:+.4f}" in new
     assert [line.split()[-1] for line in old.splitlines() if line.startswith("wide, exp")] == ["0"]
-    assert max(len(line) for line in shown.splitlines() if not line.startswith(("next ", "drawn "))) <= 80
+    assert max(len(line) for line in shown.splitlines() if not line.startswith(("next ", "written to "))) <= 80
+    assert f"written to {tmp_path}/plane.png" in shown.splitlines()
     assert (tmp_path / "plane.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import scale_surgery
 from scale_surgery import CheckpointError, PlanError, Probes, Request, RunOptions, Verification, expand, verify
 from scale_surgery.checkpoint.folder import open_checkpoint
+from scale_surgery.cli.program import main
 from tests.tiny import save_tiny
 
 W21 = "model.layers.1.self_attn.q_proj.w21"
@@ -267,6 +269,10 @@ def test_a_folder_that_cannot_be_written_is_verified_and_not_recorded(copy) -> N
     result = verify(path, probes=None)
     assert result.passed and not result.recorded
     assert (path / "surgery.json").read_bytes() == before
+    # warnings are for a terminal
+    done = CliRunner(env={"FORCE_COLOR": "1"}).invoke(main, ["verify", str(path), "--files-only"])
+    said = " ".join(done.output.split())
+    assert done.exit_code == 0 and f"{path} cannot be written: the result is not recorded" in said
 
 
 def test_files_only_runs_no_model(made: Path) -> None:

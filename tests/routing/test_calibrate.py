@@ -608,13 +608,16 @@ def test_write_sets_the_best_and_nothing_else(place: Path, tmp_path: Path, route
 @pytest.mark.parametrize("file", ["config.json", "surgery.json"])
 def test_nothing_is_written_where_something_fails(place: Path, tmp_path: Path, file: str) -> None:
     model = Path(shutil.copytree(place / "posterior", tmp_path / "model"))
-    # nobody, not even root, can replace a folder with a file
+    # nobody, not even root, can put a file where a folder is
     (model / f"{file}.tmp").mkdir()
     before = digests(model)
     plot = tmp_path / "plots" / "sweep.png"
     texts = (model, old(place), new(place))
     message = refusal(*texts, free("posterior", write=True, plot=plot))
-    assert message == f"{model}: cannot be written (Is a directory). Check the folder."
+    assert message == (
+        f"{model}/{file}.tmp: was not made by this program, expected a free name to write to for a moment. Take it "
+        "away."
+    )
     assert digests(model) == before and not list(plot.parent.iterdir())
     (model / f"{file}.tmp").rmdir()
     done = route_calibrate(*texts, free("posterior", write=True, plot=plot))
@@ -626,7 +629,7 @@ def test_a_plot_that_fails_changes_no_model(place: Path, tmp_path: Path) -> None
     before = digests(model)
     (tmp_path / ".drawn-sweep.png.tmp").mkdir()
     message = refusal(model, old(place), new(place), free("posterior", write=True, plot=tmp_path / "sweep.png"))
-    assert message.startswith(f"{tmp_path}/.drawn-sweep.png.tmp: cannot be written (")
+    assert message.startswith(f"{tmp_path}/.drawn-sweep.png.tmp: was not made by this program")
     assert digests(model) == before and not (tmp_path / "sweep.png").exists()
 
 
@@ -684,7 +687,7 @@ def test_texts_that_are_refused(place: Path, tmp_path: Path) -> None:
         f"The new text is empty: {tmp_path}/empty.txt. Give at least one document.",
     ]
     message = refusal(model, old(place), tmp_path / "none.txt", error=DataError)
-    assert message.startswith(f"{tmp_path}/none.txt: cannot be read as text")
+    assert message.startswith(f"{tmp_path}/none.txt: there is no such file. Give")
     assert refusal(model, old(place), new(place), sequence_length=65, error=DataError) == (
         "--sequence-length is 65, expected at most 64, the context of posterior."
     )

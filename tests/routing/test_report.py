@@ -578,8 +578,7 @@ def test_texts_that_are_not_there_are_all_named(place: Path, tmp_path: Path) -> 
         place / "posterior", [none, tmp_path / "empty.txt", place / "story.txt", tmp_path / "wrong.jsonl"]
     )
     assert message.splitlines() == [
-        f"{none}: cannot be read as text ([Errno 2] No such file or directory: '{none}'). Give UTF-8 text, JSONL or a "
-        "saved dataset.",
+        f"{none}: there is no such file. Give UTF-8 text, JSONL or a saved dataset.",
         f"{tmp_path / 'empty.txt'}: is empty, expected at least one document with some text.",
         f'{tmp_path / "wrong.jsonl"}, line 1: has the fields texts; expected {{"text"}}, {{"question", "answer"}} or '
         '{"prompt", "completion"}, each a text.',

@@ -43,7 +43,7 @@ COMMANDS = (
     f"verify {ROUTED}",
     f"evaluate {ROUTED} {TEXTS}",
     f"route-calibrate {ROUTED} {TEXTS}",
-    f"route-calibrate {ROUTED} {TEXTS} --most-forgetting 9 --write",
+    f"route-calibrate {ROUTED} {TEXTS} --most-forgetting 9 --bound 9 --write",
     f"inspect {ROUTED}",
     f"route-report {ROUTED} --text asked.jsonl",
     f"merge {TUNED} -o fused-{TUNED}",

@@ -409,7 +409,7 @@ def test_command_writes_table_page_and_json(place: Path, tmp_path: Path) -> None
 
 def test_command_refuses_in_one_line(place: Path, tmp_path: Path) -> None:
     done = call(place / "base")
-    assert done.exit_code == 1 and "expected a model made by scale-surgery expand" in done.stderr
+    assert done.exit_code == 1 and "is a base model, expected one made by scale-surgery expand" in done.stderr
     assert "Traceback" not in done.stderr
     done = call(place / "adapt", "-o", place / "adapt" / "report.html")
     assert done.exit_code == 1 and "would be written into" in done.stderr

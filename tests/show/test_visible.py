@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import unicodedata
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,12 +18,14 @@ from matplotlib.figure import Figure
 
 from scale_surgery.cli.program import main
 from scale_surgery.errors import CheckpointError
+from scale_surgery.evidence.report import report
 from scale_surgery.planning.request import Request
 from scale_surgery.show import pages
 from scale_surgery.show.console import Output
 from scale_surgery.show.figures import save_figure
 from scale_surgery.show.inline_svg import inline_svg
 from scale_surgery.show.layout import Facts, NamedRows, PlainTable
+from scale_surgery.show.page_report import write_page
 from scale_surgery.show.visible import visible_line, visible_text
 from scale_surgery.surgery.expand import expand
 
@@ -52,7 +56,7 @@ def spoiled(base_of, tmp_path_factory) -> Path:
     path = expand(base, Request("1", variant="adapt"), place / FOLDER).path
     file = path / "surgery.json"
     content = json.loads(file.read_text())
-    # half of a character cannot be written back into a file, which verify does
+    # a record with half of a character is refused
     own = HOSTILE.replace("\ud800", "")
     content |= {"base_name": own, "base_revision": own, "left_out": [f"{own}.bin"]}
     file.write_text(json.dumps(content))
@@ -165,21 +169,36 @@ def test_progress_shows_notes(monkeypatch, capfd):
     assert "␛[2J" in shown and hidden(shown) == []
 
 
-def test_half_a_character_is_shown(halved):
-    for verb in (["inspect"], ["report", "--files-only"]):
-        assert "⟨U+D800⟩" in call(*verb, halved)
+def test_a_record_with_half_a_character_is_refused_in_one_line(halved):
+    for verb in (["inspect"], ["verify", "--files-only"], ["report", "--files-only"]):
+        shown = call(*verb, halved, code=1)
+        assert "it holds half a character, '\\ud800', expected Unicode text" in shown
+        assert hidden(shown) == [] and len(shown.splitlines()) == 1
 
 
-def test_pages_show_it(halved, tmp_path):
+def test_half_a_character_of_a_folder_is_shown(spoiled, tmp_path):
+    # Python takes a byte that is no UTF-8 for half a character
+    latin = Path(shutil.copytree(spoiled, tmp_path / os.fsdecode(b"latin-\xed")))
+    shown = call("inspect", latin)
+    assert "⟨U+DCED⟩" in shown and hidden(shown) == []
+
+
+def test_pages_show_it(spoiled, tmp_path):
     page = tmp_path / "report.html"
-    call("report", halved, "--files-only", "-o", page)
+    call("report", spoiled, "--files-only", "-o", page)
     text = page.read_text(encoding="utf-8")
     assert hidden(text) == [] and "⟨U+202E⟩" in text and "[bold]" in text
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pages, "_shown", lambda value: value)
-        with pytest.raises((UnicodeEncodeError, AssertionError)):
-            call("report", halved, "--files-only", "-o", page)
-            assert hidden(page.read_text(encoding="utf-8")) == []
+        call("report", spoiled, "--files-only", "-o", page)
+        assert {"\x1b", "\u202e"} <= set(hidden(page.read_text(encoding="utf-8")))
+
+
+def test_pages_show_half_a_character(spoiled, tmp_path):
+    found = replace(report(spoiled, files_only=True), base_name=HOSTILE)
+    write_page(found, tmp_path / "report.html")
+    text = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert hidden(text) == [] and "⟨U+D800⟩" in text
 
 
 @pytest.mark.filterwarnings("ignore:Glyph")
