@@ -37,7 +37,7 @@ class CalibrationSettings:
         least_gain: The present setting is only changed for one that learns more, by this share of what can be learned
             and by twice the standard error over texts. 0 takes any gain.
         write: Store the best setting in the model.
-        plot: Draw forgetting against learning, one point for each setting, as PNG; an existing file is
+        plot: Draw forgetting against learning, one point for each setting, as PNG or SVG; an existing file is
             replaced. Default: none.
     """
 
