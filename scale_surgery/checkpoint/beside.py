@@ -93,7 +93,8 @@ def replace_folder(target: Path, new: Path) -> None:
         new: The folder that gets its name.
     """
     old = target.with_name(f".{target.name}.replaced-{secrets.token_hex(4)}")
-    write_json(_record(target), {"folder": old.name, "inode": target.stat().st_ino})
+    inodes = {"inode": target.stat().st_ino, "new": new.stat().st_ino}
+    write_json(_record(target), {"folder": old.name, **inodes})
     target.rename(old)
     try:
         new.rename(target)
@@ -111,11 +112,12 @@ def settle(target: Path, *, overwrite: bool) -> None:
         overwrite: Whether it may be replaced once more.
 
     Raises:
-        CheckpointError: If it came back, and may not be replaced.
+        CheckpointError: If it came back, and may not be replaced; or if another folder took its place than the new one.
     """
     refuse_links(_record(target))
     old = _put_aside(target)
     if old is not None and target.exists():
+        _check_new(target, old)
         _remove(target, old)
         return
     if old is not None:
@@ -125,6 +127,15 @@ def settle(target: Path, *, overwrite: bool) -> None:
         raise CheckpointError(
             f"{target}: exists already: a run with --overwrite was interrupted while it was replaced, and it is back "
             "in its place. Choose another output folder, or give --overwrite."
+        )
+
+
+def _check_new(target: Path, old: Path) -> None:
+    """Check that what stands in the place of the old folder is the one that was to replace it."""
+    if target.stat().st_ino != read_json(_record(target)).get("new"):
+        raise CheckpointError(
+            f"{target}: is not what an interrupted run with --overwrite was to put there; what it put aside is {old}. "
+            "Move one of the two away, or choose another output folder."
         )
 
 

@@ -151,7 +151,9 @@ def boundless(config: Mapping[str, Any], tensors: int) -> list[str]:
     A layer has at least one tensor. Whatever counts to the number of layers, here or in transformers, would not end
     otherwise.
     """
-    parts = {"": config} | {f"{key}.": part for key, part in config.items() if isinstance(part, dict)}
+    # the part for images may be left of a model whose images are gone
+    text = config.get("text_config")
+    parts = {"": config} | ({"text_config.": text} if isinstance(text, dict) else {})
     return [
         f"{CONFIG_FILE}: {path}{key} is {part[key]}, found {tensors} tensors in all. Is {CONFIG_FILE} from this "
         "checkpoint?"

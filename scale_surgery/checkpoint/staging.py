@@ -205,7 +205,7 @@ def _prepare(target: Path, state: Mapping[str, Any], stamps: Stamps) -> None:
         shutil.rmtree(partial)
     write_text(state_file, wanted)
     partial.mkdir(exist_ok=True)
-    for unfinished in partial.rglob("*.tmp"):
+    for unfinished in [file for file in partial.rglob("*.tmp") if not file.is_dir()]:
         unfinished.unlink()
 
 

@@ -16,6 +16,7 @@ import click
 from scale_surgery.checkpoint.files import BaseWeights
 from scale_surgery.errors import SurgeryError
 from scale_surgery.fields import Field, fields_of
+from scale_surgery.running.device import MORE_MEMORY, is_out_of_memory
 from scale_surgery.running.options import WINDOWS, Probes, RunOptions
 
 if TYPE_CHECKING:
@@ -130,7 +131,8 @@ def output_options(command: Command) -> Command:
             stop(out, f"interrupted. An unfinished folder keeps the ending .partial. {continues}", debug=debug)
         except Exception as error:
             # other programs' errors: a device that is not there, memory that ran out, a file that cannot be written
-            stop(out, f"{type(error).__name__}: {error}. --debug shows where.", debug=debug)
+            advice = MORE_MEMORY if is_out_of_memory(error) else "--debug shows where."
+            stop(out, f"{type(error).__name__}: {error}. {advice}", debug=debug)
 
     return run
 

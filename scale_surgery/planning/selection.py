@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 
 from scale_surgery.errors import PlanError
 
@@ -33,7 +34,7 @@ def select_layers(text: str, num_layers: int, option: str = "--layers") -> tuple
             chosen += _select_part(part.strip(), num_layers)
         except ValueError as error:
             problems.append(f"{option} {text}: {error}")
-    repeated = sorted({layer for layer in chosen if chosen.count(layer) > 1})
+    repeated = sorted(layer for layer, count in Counter(chosen).items() if count > 1)
     if repeated:
         problems.append(f"{option} {text}: names layer {_listed(repeated)} twice. Name each layer once.")
     if not chosen and not problems:

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+from typing import Any
+
 from scale_surgery.errors import PlanError
 
 # every operation is there: float64 for exact comparisons, eigenvalues, all attention kernels
 COMPLETE_KINDS = ("cuda",)
+# on the CPU a model larger than the given memory is read from its files as it runs
+MORE_MEMORY = "Memory ran out: give --device cpu, or a smaller --batch-size or --memory, where a command has them."
+    "Memory ran out: give --device cpu, a smaller --batch-size, or a smaller --memory, where a command has them."
+)
 
 
 def choose_device(name: str, *, only_trains: bool = False) -> str:
@@ -31,3 +38,10 @@ def choose_device(name: str, *, only_trains: bool = False) -> str:
         return str(torch.device(name))
     except RuntimeError as error:
         raise PlanError(f"--device is {name!r}, expected auto, cpu, cuda or another that torch knows.") from error
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory ran out, of the machine or of a device."""
+    # who has not imported torch has not had its errors either
+    torch: Any = sys.modules.get("torch")
+    return isinstance(error, MemoryError) or (torch is not None and isinstance(error, torch.OutOfMemoryError))

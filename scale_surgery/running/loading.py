@@ -18,6 +18,7 @@ from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
 from scale_surgery.checkpoint.names import CONFIG_FILE
 from scale_surgery.checkpoint.numbering import CONFIG_KEY, numbering_of
 from scale_surgery.errors import CheckpointError, SurgeryError, shorten
+from scale_surgery.running.device import MORE_MEMORY, is_out_of_memory
 from scale_surgery.running.options import RunOptions
 
 LOADING_ADVICE = "Check --device, and whether transformers alone loads it."
@@ -50,7 +51,9 @@ def translated(name: str, found: str, advice: str) -> Iterator[None]:
         raise
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise CheckpointError(f"{name}: {found} ({reason}). {advice}") from error
+        raise CheckpointError(
+            f"{name}: {found} ({reason}). {MORE_MEMORY if is_out_of_memory(error) else advice}"
+        ) from error
 
 
 def load_config(path: Path, name: str, run: RunOptions = RunOptions()) -> Any:

@@ -64,7 +64,7 @@ class Certificate:
     """`verification`: what `inspect` and a model card say of it."""
 
     passed: bool
-    date: str = ""
+    date: str
     promises: tuple[Mapping[str, Any], ...] = ()
 
 

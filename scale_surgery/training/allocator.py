@@ -14,6 +14,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import sys
+from pathlib import Path
 
 # from malloc.h
 M_TRIM_THRESHOLD = -1
@@ -24,6 +26,8 @@ SHARE = 64
 LARGEST = 2**30
 # releases of glibc before 2.35 take no more
 LARGEST_BEFORE = 2**25
+# of control groups of version 2 and 1, as a container sees its own
+CONTAINER_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 # who sets one of these has chosen already
 CHOSEN_BY_USER = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "GLIBC_TUNABLES")
 
@@ -45,7 +49,17 @@ def keep_freed_memory() -> bool:
 def largest_kept() -> int:
     """Bytes of the largest block that is kept when it is freed."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min(memory // SHARE, LARGEST)
+    return min(memory // SHARE, container_memory() // SHARE, LARGEST)
+
+
+def container_memory() -> int:
+    """Bytes that the container of this process may use, by its control groups; no limit is a very large number."""
+    for file in CONTAINER_LIMITS:
+        try:
+            return int(Path(file).read_text(encoding="ascii"))
+        except (OSError, ValueError):  # not there, or "max"
+            continue
+    return sys.maxsize
 
 
 def is_glibc() -> bool:

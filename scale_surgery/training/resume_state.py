@@ -13,6 +13,7 @@ from scale_surgery.checkpoint.listing import list_files
 from scale_surgery.checkpoint.schema import in_one_line, known_misfits
 from scale_surgery.errors import TrainingError
 from scale_surgery.fields import Count
+from scale_surgery.running.device import is_out_of_memory
 
 STATE_FILE = "trainer_state.json"
 
@@ -30,11 +31,16 @@ def reading_state(checkpoint: Path) -> Iterator[None]:
     """Say of a checkpoint whose files are not what a run wrote that it cannot be resumed.
 
     Raises:
-        TrainingError: In place of any error; torch reads tensors and plain values alone, and refuses other pickles.
+        TrainingError: In place of any error that may come of the files; torch reads tensors and plain values alone, and
+            refuses other pickles.
     """
+    from torch.distributed import DistError
+
     try:
         yield
     except Exception as error:
+        if is_out_of_memory(error) or isinstance(error, DistError):
+            raise  # the files may be as good as ever
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise TrainingError(
             f"{checkpoint}: cannot be resumed from, its files are not those that a run wrote ({reason}). Restore them, "

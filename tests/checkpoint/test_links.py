@@ -180,12 +180,13 @@ def test_an_output_that_is_a_link_is_replaced_and_not_written_through(tmp_path, 
 
 
 def put_aside(tmp_path: Path) -> Path:
-    target, old = tmp_path / "made", tmp_path / ".made.replaced-00000000"
-    target.mkdir()
+    """The folder that was to be replaced is aside; the new one lies beside it as `new`."""
+    target, old, new = tmp_path / "made", tmp_path / ".made.replaced-00000000", tmp_path / "new"
+    for folder in (target, new):
+        folder.mkdir()
     (target / "config.json").write_text("{}")
-    (tmp_path / ".made.replaced.json").write_text(
-        json.dumps({"folder": old.name, "inode": target.stat().st_ino}), encoding="utf-8"
-    )
+    inodes = {"inode": target.stat().st_ino, "new": new.stat().st_ino}
+    (tmp_path / ".made.replaced.json").write_text(json.dumps({"folder": old.name, **inodes}), encoding="utf-8")
     target.rename(old)
     return target
 
@@ -193,8 +194,7 @@ def put_aside(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("is_new_there", (False, True))
 def test_a_run_after_an_interrupted_overwrite_leaves_nothing_of_it(tmp_path, is_new_there):
     target = put_aside(tmp_path)
-    if is_new_there:
-        target.mkdir()
+    (tmp_path / "new").rename(target) if is_new_there else (tmp_path / "new").rmdir()
     with staged(target, {}, overwrite=True) as partial:
         (partial / "new").write_text("x")
         assert (target / "config.json").is_file() != is_new_there, "the old one is back until the new one is whole"
@@ -202,8 +202,24 @@ def test_a_run_after_an_interrupted_overwrite_leaves_nothing_of_it(tmp_path, is_
     assert [file.name for file in target.iterdir()] == ["new"]
 
 
+def test_what_was_put_aside_stays_where_something_else_took_its_place(tmp_path):
+    """After a kill between the two renames somebody put another folder there: nothing of ours replaced the old one."""
+    target = put_aside(tmp_path)
+    target.mkdir()
+    (target / "mine").write_text("x")
+    with (
+        pytest.raises(
+            CheckpointError, match=r"made: is not what an interrupted run with --overwrite was to put there; "
+        ),
+        staged(target, {}, overwrite=True),
+    ):
+        pass
+    assert (tmp_path / ".made.replaced-00000000" / "config.json").is_file() and (target / "mine").is_file()
+
+
 def test_what_was_put_aside_comes_back_and_is_not_replaced_unasked(tmp_path):
     target = put_aside(tmp_path)
+    (tmp_path / "new").rmdir()
     with (
         pytest.raises(CheckpointError, match=r"made: exists already: a run with --overwrite was interrupted while it"),
         staged(target, {}, overwrite=False),

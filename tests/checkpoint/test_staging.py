@@ -42,6 +42,15 @@ def test_another_state_starts_clean_and_the_same_goes_on(tmp_path):
     assert interrupted({"a": 2}) == []
 
 
+def test_a_folder_that_is_called_like_an_unfinished_file_goes_on(tmp_path):
+    with pytest.raises(ZeroDivisionError), staged(tmp_path / "made", {}, overwrite=False) as partial:
+        (partial / "weights.tmp").mkdir()
+        (partial / "weights.tmp" / "half.tmp").write_text("x")
+        raise ZeroDivisionError
+    with staged(tmp_path / "made", {}, overwrite=False) as partial:
+        assert list((partial / "weights.tmp").iterdir()) == []
+
+
 def test_texts_keep_their_line_ends_and_json_its_letters(tmp_path):
     write_text(tmp_path / "a", "one\r\ntwo\n\x00é")
     assert (tmp_path / "a").read_bytes() == "one\r\ntwo\n\x00é".encode()

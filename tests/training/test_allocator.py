@@ -127,3 +127,13 @@ def test_the_benchmark_compares_pairs(tmp_path: Path) -> None:
     ((plain, kept),) = report["pairs"]
     assert (plain["is_kept"], kept["is_kept"]) == (False, True)
     assert report["ratios"] == [plain["processor_seconds"] / kept["processor_seconds"]]
+
+
+def test_a_container_has_the_memory_that_it_is_given(tmp_path, monkeypatch):
+    """On a host of 256 GiB, blocks that are kept would fill a container of 8."""
+    limit = tmp_path / "memory.max"
+    monkeypatch.setattr(allocator, "CONTAINER_LIMITS", (str(tmp_path / "none"), str(limit)))
+    limit.write_text("max\n")
+    whole = allocator.largest_kept()
+    limit.write_text(f"{2**26 * allocator.SHARE}\n")
+    assert allocator.largest_kept() == 2**26 < whole

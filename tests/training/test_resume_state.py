@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from scale_surgery import Request, TrainingError, TrainingSettings, TrainingStart, expand, train
 from scale_surgery.biographies import SHIPPED_MODEL
+from scale_surgery.training.resume_state import reading_state
 
 SETTINGS = TrainingSettings(steps=3, save_every=1, batch_size=1, sequence_length=8, log_every=1)
 
@@ -130,3 +131,14 @@ def test_a_folder_of_another_name_is_no_checkpoint(run: Path) -> None:
     other.mkdir()
     (other / "complete.json").write_text("{}")
     resume(run)
+
+
+@pytest.mark.parametrize(
+    "error", (torch.OutOfMemoryError("full"), MemoryError("full"), torch.distributed.DistError("lost"))
+)
+def test_what_says_nothing_of_the_files_is_no_damage(run: Path, error: Exception) -> None:
+    """Who is told to begin anew with --overwrite would remove a good run."""
+    with pytest.raises(type(error), match=r"full|lost"), reading_state(run):
+        raise error
+    with pytest.raises(TrainingError, match="cannot be resumed from"), reading_state(run):
+        raise RuntimeError("a tensor that no run wrote")
