@@ -11,8 +11,6 @@ from scale_surgery.errors import PlanError
 COMPLETE_KINDS = ("cuda",)
 # on the CPU a model larger than the given memory is read from its files as it runs
 MORE_MEMORY = "Memory ran out: give --device cpu, or a smaller --batch-size or --memory, where a command has them."
-    "Memory ran out: give --device cpu, a smaller --batch-size, or a smaller --memory, where a command has them."
-)
 
 
 def choose_device(name: str, *, only_trains: bool = False) -> str:
