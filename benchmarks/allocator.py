@@ -29,13 +29,12 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import make_checkpoint
-from benchmarks.make_checkpoint import Shape
-from benchmarks.training_cost import SHAPES, Settings, load, make_step, timed
+from benchmarks.device import timed
+from benchmarks.make_checkpoint import SHAPES
+from benchmarks.training_cost import Settings, load, make_step
 from scale_surgery import Request, expand
 from scale_surgery.training.allocator import keep_freed_memory
 
-# few parameters, and logits of a usual vocabulary: what a first try on a laptop is like
-SHAPES["d96"] = Shape(hidden=96, inner=256, layers=4, heads=6, key_value_heads=6, vocabulary=32000)
 WARM_UP = 2
 
 
@@ -58,7 +57,7 @@ def train_steps(folder: Path, settings: Settings, *, is_kept: bool) -> Steps:
     for _ in range(WARM_UP):
         step()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    taken = [timed(step)[1] for _ in range(settings.rounds)]
+    taken = [timed(step, settings)[1] for _ in range(settings.rounds)]
     used = resource.getrusage(resource.RUSAGE_SELF)
     return Steps(is_kept, median(taken), (used.ru_minflt - before) / settings.rounds, used.ru_maxrss * 1024)
 

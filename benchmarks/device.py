@@ -95,6 +95,8 @@ def peak_of(place: Place) -> Iterator[Peak]:
     """Take the most memory that a `with` block needs above what is there before it."""
     found = Peak()
     if not place.is_cuda:
+        # pages that are free and not handed back would be used, and not be seen
+        hand_back()
         with watched() as answers:
             yield found
         found.bytes = max(answers) - answers[0]
@@ -120,6 +122,11 @@ def settle(model: Any) -> None:
     """Copy the weights out of their files' pages, and hand back what loading had left: a peak counts from here."""
     for tensor in itertools.chain(model.parameters(), model.buffers()):
         tensor.data = tensor.data.clone()
+    hand_back()
+
+
+def hand_back() -> None:
+    """Give what is free back to the system, also where malloc was told to keep it."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
 

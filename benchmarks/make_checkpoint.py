@@ -39,6 +39,8 @@ class Shape:
 
 SHAPES = {
     "tiny": Shape(hidden=64, inner=176, layers=4, heads=4, key_value_heads=2, vocabulary=256),
+    # few parameters, and logits of a usual vocabulary: what a first try on a laptop is like
+    "d96": Shape(hidden=96, inner=256, layers=4, heads=6, key_value_heads=6, vocabulary=32000),
     # an eighth of the width of Llama 3.1 8B: the head has its share of the whole there, 7 %, and an eighth is added
     "eighth": Shape(hidden=512, inner=1792, layers=16, heads=8, key_value_heads=8, vocabulary=9216),
     "d768": Shape(hidden=768, inner=2048, layers=12, heads=12, key_value_heads=12, vocabulary=32000),

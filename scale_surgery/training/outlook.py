@@ -22,7 +22,8 @@ ENOUGH_TOKENS = 1000
 LEAST_FALL = 0.01
 # name of the sample of the texts to learn, beside "old" and "new"
 SAMPLE = "text"
-# of what a run reads, the share that is measured before and after it, and the most sequences of it
+# before and after a run one in ten of the sequences that it reads is measured: at least as many as one step reads, and
+# so many at most
 SAMPLED_SHARE = 10
 MOST_SAMPLED = 64
 
@@ -105,16 +106,18 @@ def _few_tokens(tokens: int) -> Iterator[str]:
         )
 
 
-def sample_of(learned: Sequences, outlook: Outlook, batch_size: int) -> Sequences:
+def sample_of(learned: Sequences, outlook: Outlook) -> Sequences:
     """Choose what is measured before and after a run where there is no new text: few, evenly spread, the same always.
+
+    The same too however many processes share a step.
 
     Args:
         learned: What is learned.
         outlook: What the run will do with it.
-        batch_size: Sequences of a forward pass.
     """
-    share = int(outlook.passes * len(learned)) // SAMPLED_SHARE
-    return learned.some(min(max(share, batch_size), MOST_SAMPLED))
+    read = round(outlook.passes * len(learned))
+    share = max(read // SAMPLED_SHARE, math.ceil(read / outlook.steps), 1)
+    return learned.some(min(share, MOST_SAMPLED))
 
 
 def compare_losses(log: Sequence[Mapping[str, Any]], sides: Mapping[str, Sequences]) -> LossChange | None:

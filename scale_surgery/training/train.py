@@ -268,7 +268,7 @@ def _make_trainer(
     args = make_arguments(settings, training.folder, outlook.steps, run, bf16=bf16, is_measured=bool(sides))
     args.eval_on_start = True
     if "new" not in sides:
-        sides[SAMPLE] = sample_of(texts["learn"], outlook, settings.batch_size)
+        sides[SAMPLE] = sample_of(texts["learn"], outlook)
     return ExpansionTrainer(
         model=model,
         args=args,

@@ -202,18 +202,18 @@ def test_help_fits_a_narrow_terminal(name: str) -> None:
     assert not [line for line in lines if len(line) > 80]
 
 
-@pytest.mark.parametrize("command", ("plan", "expand"))
+@pytest.mark.parametrize(("command", "suffix"), (("plan", ".json"), ("expand", "")))
 def test_what_is_not_taken_along_is_named(
-    llama_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+    llama_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, suffix: str
 ) -> None:
     """In a terminal; for a script it stands in the result."""
     monkeypatch.setenv("FORCE_COLOR", "1")
     (tmp_path / "secret").write_text("key")
     (llama_base / "notes.txt").symlink_to(tmp_path / "secret")
-    said = run(command, llama_base, "--layers", "1", "-o", tmp_path / "out").stderr
+    said = run(command, llama_base, "--layers", "1", "-o", tmp_path / f"out{suffix}").stderr
     assert "links out of the folder are not taken along: notes.txt" in " ".join(said.split())
     (llama_base / "notes.txt").unlink()
-    assert "taken along" not in run(command, llama_base, "--layers", "1", "-o", tmp_path / "again").stderr
+    assert "taken along" not in run(command, llama_base, "--layers", "1", "-o", tmp_path / f"again{suffix}").stderr
 
 
 @pytest.mark.parametrize(

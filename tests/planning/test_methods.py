@@ -75,7 +75,7 @@ def test_its_promise_can_be_broken(toy, base_of, tmp_path):
     found = verify(done.path, required=("output_at_init",))
     assert not found.passed
     (promise,) = [promise for promise in found.promises if promise.name == "output_at_init"]
-    assert "W12 and head up part are not zero" in promise.evidence
+    assert "tensors of W12 and the head's up part left zero" in promise.evidence
 
 
 def test_the_command_line_knows_it(toy, base_of, tmp_path):

@@ -15,7 +15,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from scale_surgery import EvalData
+from scale_surgery import EvalData, RunOptions
 from scale_surgery.errors import CheckpointError, PlanError, TrainingError
 from scale_surgery.evidence.verify import Verification, verify
 from scale_surgery.modeling.expanded_modules import GrownLinear
@@ -291,8 +291,11 @@ def test_wrong_share_is_noticed_by_the_merge(grown_of: Callable[..., Path], tmp_
     record = json.loads((grown / "surgery.json").read_text())
     record["plan"]["specs"]["expanded"]["mlp.down_proj"]["share"] = 0.4
     (grown / "surgery.json").write_text(json.dumps(record))
-    with pytest.raises(CheckpointError, match="its logits drift by"):
+    with pytest.raises(CheckpointError, match=r"config\.json: scale_surgery is not what the expansion wrote"):
         merge(grown, tmp_path / "stock", "stock")
+    # trusted, the model counts as its config says, and the merge as its record says
+    with pytest.raises(CheckpointError, match="its logits drift by"):
+        merge(grown, tmp_path / "stock", "stock", run=RunOptions(trust_remote_code=True))
     assert not (tmp_path / "stock").exists()
 
 

@@ -120,7 +120,7 @@ def test_trained_tensors_do_not_pass_for_untrained_ones(adapt: Path) -> None:
     (promise,) = [promise for promise in found.promises if promise.name == "output_at_init"]
     assert not found.passed
     assert promise.holds is False
-    assert "of W12 and head up part are not zero" in promise.evidence
+    assert "15 tensors of W12 and the head's up part left zero" in promise.evidence
 
 
 def test_a_w12_that_no_plan_knows_is_looked_at(base_of, tmp_path) -> None:

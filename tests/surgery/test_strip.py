@@ -132,7 +132,7 @@ def test_a_manifest_of_another_format_or_incomplete_is_refused(pair_of, tmp_path
         strip(expanded, tmp_path / "stripped")
     del manifest["base_files"]
     (expanded / "surgery.json").write_text(json.dumps(manifest))
-    with pytest.raises(CheckpointError, match=r"surgery\.json: is incomplete \('base_files'\)"):
+    with pytest.raises(CheckpointError, match=r"surgery\.json: is incomplete \(base_files is missing\)\. Restore it"):
         strip(expanded, tmp_path / "stripped")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,8 +23,8 @@ from scale_surgery.running.documents import read_documents
 from scale_surgery.running.loss import measure
 from scale_surgery.running.texts import Sequences, pack, tokenize
 from scale_surgery.running.tokenizer import need_tokenizer
-from scale_surgery.training.outlook import LossChange, Outlook, disappointments, look_ahead
-from tests.conftest import load
+from scale_surgery.training.outlook import MOST_SAMPLED, LossChange, Outlook, disappointments, look_ahead, sample_of
+from tests.conftest import digests, load
 
 CPU = RunOptions(device="cpu")
 SETTINGS = TrainingSettings(steps=4, sequence_length=64, batch_size=4, save_every=2, learning_rate=3e-3, log_every=1)
@@ -118,6 +119,57 @@ def test_new_text_is_what_is_compared_where_there_is_some(place: Path, tmp_path:
     entries = [json.loads(line) for line in done.log.read_text().splitlines()]
     found = [entry["new_nats_per_token"] for entry in entries if "new_nats_per_token" in entry]
     assert done.change == LossChange("new", 1, found[0], found[-1]) and len(found) == 5
+
+
+def sampled(count: int, processes: int = 1, **settings: Any) -> int:
+    """How many of so many sequences are measured."""
+    learned, chosen = sequences(count, 8), TrainingSettings(**settings)
+    return len(sample_of(learned, look_ahead(chosen, learned, processes)))
+
+
+@pytest.mark.parametrize("length", ({"steps": 4}, {"epochs": 1.0}, {"epochs": 0.25}))
+def test_the_sample_is_the_same_however_a_step_is_shared(length: dict[str, Any]) -> None:
+    alone = sampled(32, batch_size=4, **length)
+    assert alone == 4, "no fewer than one step reads"
+    assert sampled(32, processes=2, batch_size=2, **length) == alone
+    assert sampled(32, batch_size=1, gradient_accumulation=4, **length) == alone
+    assert sampled(32, processes=2, batch_size=4, **length) == 8, "the control: a larger step"
+
+
+def test_the_sample_has_its_bounds() -> None:
+    assert sampled(200, batch_size=2, steps=50) == 10, "a tenth of what is read"
+    assert sampled(3, batch_size=8, epochs=0.1) == 1 and sampled(3, batch_size=8, steps=50) == 3
+    assert sampled(5000, batch_size=8) == MOST_SAMPLED
+
+
+def test_a_measurement_changes_nothing_of_what_is_learned(place: Path, tmp_path: Path) -> None:
+    """Neither numbers nor chance: with dropout, each step draws its own."""
+    base = Path(shutil.copytree(SHIPPED_MODEL, tmp_path / "base"))
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.2}))
+    expand(base, Request("2-3", variant="adapt", collaborate="both"), tmp_path / "drops")
+    often = EvalData(old=[place / "word.txt"], new=[place / "texts.jsonl"])
+    runs = {
+        "ends": train(tmp_path / "drops", [place / "texts.jsonl"], tmp_path / "ends", SETTINGS, run=CPU),
+        "often": train(
+            tmp_path / "drops", [place / "texts.jsonl"], tmp_path / "often", replace(SETTINGS, eval_every=1),
+            eval_data=often, run=CPU,
+        ),
+        "plain": train(place / "wide", [place / "texts.jsonl"], tmp_path / "plain", SETTINGS, run=CPU),
+    }  # fmt: skip
+    (ends, measured), (often_losses, often_measured), (plain, _) = (losses_of(done.log) for done in runs.values())
+    assert (measured, often_measured) == (2, 5)
+    assert ends == often_losses and ends != plain, "and the control: dropout is on"
+    one, other = (digests(tmp_path / name) for name in ("ends", "often"))
+    shards = [name for name in one if name.startswith("expansion-")]
+    assert shards and [one[name] for name in shards] == [other[name] for name in shards]
+
+
+def losses_of(log: Path) -> tuple[list[float], int]:
+    """The loss of each step, and how often something was measured."""
+    entries = [json.loads(line) for line in log.read_text().splitlines()]
+    measured = [entry for entry in entries if any(key.endswith("_nats_per_token") for key in entry)]
+    return [entry["loss"] for entry in entries if "loss" in entry], len(measured)
 
 
 @contextmanager
