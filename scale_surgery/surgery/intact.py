@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from scale_surgery.checkpoint.folder import Checkpoint, read_config, read_tensor
 from scale_surgery.checkpoint.hashes import hash_file
-from scale_surgery.checkpoint.reading import parse_json
+from scale_surgery.checkpoint.reading import differing_keys, parse_json
 from scale_surgery.errors import CheckpointError, shorten
 from scale_surgery.planning.tensors import TensorPlan
 from scale_surgery.progress import Progress, Track, no_progress
@@ -43,6 +43,11 @@ class Damage:
     config: tuple[str, ...]
     code: tuple[str, ...]
     hashes: Mapping[str, str]
+
+    @property
+    def problems(self) -> list[str]:
+        """All of it, whoever wrote the code files; what is missing is in the structure."""
+        return [*self.base, *self.structure, *self.config, *self.code]
 
 
 def find_damage(checkpoint: Checkpoint, manifest: Manifest, advance: Progress = no_progress) -> Damage:
@@ -165,7 +170,7 @@ def _tokenizer_problems(checkpoint: Checkpoint, manifest: Manifest) -> list[str]
         return []  # compared as a file
     wants = parse_json(manifest.replaced.get(TOKENIZER_CONFIG_FILE, "{}"))
     has = read_config(file)
-    differing = sorted(key for key in {*has, *wants} - {"tokenizer_class"} if has.get(key) != wants.get(key))
+    differing = [key for key in differing_keys(has, wants) if key != "tokenizer_class"]
     return [f"{TOKENIZER_CONFIG_FILE}: {key} is not what the base's says." for key in differing]
 
 

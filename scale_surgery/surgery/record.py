@@ -166,7 +166,7 @@ def refuse_linked(path: Path, manifest: Manifest) -> None:
     Raises:
         CheckpointError: If it is one; every link is named.
     """
-    stored = (entry.stored_as for entry in manifest.base_files.values())
+    stored = dict.fromkeys([*(entry.stored_as for entry in manifest.base_files.values()), *manifest.code])
     problems = [
         f"{name}: is a symbolic link that leads out of {path}, expected the file that {MANIFEST_FILE} names. Put the "
         "file itself in its place."
@@ -201,7 +201,12 @@ def check_numbering(checkpoint: Checkpoint, manifest: Manifest) -> None:
     Raises:
         CheckpointError: If not.
     """
-    found, wanted = numbering_of(checkpoint.config.get(CONFIG_KEY)), manifest.plan.numbering
+    if CONFIG_KEY not in checkpoint.config:
+        raise CheckpointError(
+            f"{checkpoint.path / CONFIG_FILE}: has no {CONFIG_KEY}, expected what {MANIFEST_FILE} says of its layers. "
+            "Restore config.json from where you got it."
+        )
+    found, wanted = numbering_of(checkpoint.config[CONFIG_KEY]), manifest.plan.numbering
     if found != wanted:
         raise CheckpointError(
             f"{checkpoint.path / CONFIG_FILE}: {CONFIG_KEY} names {_copied(found)} as duplicated, expected "

@@ -129,6 +129,39 @@ def test_what_verify_refuses_of_a_routed_model_is_not_unrouted(expanded: Path, t
     assert reason in refused(lambda path, out: unroute(path, out), routed)
 
 
+def link_code(folder: Path) -> None:
+    """A code file that lies elsewhere, with the bytes that it had."""
+    code = folder / "expanded_model.py"
+    outside = folder.with_name("outside.py")
+    shutil.move(code, outside)
+    code.symlink_to(outside)
+
+
+def test_code_that_is_a_link_is_not_left_out_of_what_is_made(expanded: Path, tmp_path: Path) -> None:
+    """A link that leads out is never taken along, so the new folder would lack the file."""
+    fused = merge(expanded, tmp_path / "fused").path
+    writers = dict(WRITERS, blocks=lambda path, out: merge(path, out, "blocks"))
+    for name, call in writers.items():
+        copy = Path(shutil.copytree(fused if name == "blocks" else expanded, tmp_path / name / "model"))
+        link_code(copy)
+        assert "expanded_model.py: is a symbolic link that leads out of" in refused(call, copy), name
+
+
+@pytest.mark.parametrize("spoiled", [7, None, []])
+def test_specs_that_are_no_object_are_refused_when_they_are_read(expanded: Path, spoiled: object) -> None:
+    edit(expanded, "config.json", scale_surgery=spoiled)
+    for name, call in WRITERS.items():
+        assert f"config.json: scale_surgery is {spoiled!r}, expected an object." in refused(call, expanded), name
+
+
+def test_specs_that_are_not_there_are_missed(expanded: Path) -> None:
+    config = read_json(expanded / "config.json")
+    del config["scale_surgery"]
+    (expanded / "config.json").write_text(json.dumps(config))
+    for name, call in WRITERS.items():
+        assert "config.json: has no scale_surgery, expected what surgery.json says" in refused(call, expanded), name
+
+
 FUSED_DAMAGE = {name: DAMAGE[name] for name in DAMAGE if name not in ("a base tensor", "a tensor of the expansion")}
 
 
