@@ -164,7 +164,7 @@ def test_the_state_file_is_not_left_in_the_target(tmp_path):
 
 
 def test_a_refusal_leaves_nothing(tmp_path):
-    """What was refused has to change before a next run; what checks every file by a hash may keep those that are whole."""
+    """What was refused has to change before a next run; what checks every file by a hash may keep it."""
     for keeps in (False, True):
         with (
             pytest.raises(CheckpointError, match="no"),

@@ -25,6 +25,8 @@ from scale_surgery import (
 )
 from scale_surgery.checkpoint.folder import open_checkpoint, read_json
 from scale_surgery.checkpoint.names import INDEX_FILE
+from scale_surgery.surgery.intact import find_damage
+from scale_surgery.surgery.record import read_manifest
 from tests.conftest import shake
 
 BASE_SHARD = "model-00001-of-00001.safetensors"
@@ -172,6 +174,18 @@ def test_what_verify_refuses_of_a_fused_model_is_not_taken_apart(expanded: Path,
     change(fused)
     assert not verify(fused, probes=None, record=False).passed
     assert reason in refused(lambda path, out: merge(path, out, "blocks"), fused)
+
+
+def test_every_byte_of_the_base_is_read_once(expanded: Path) -> None:
+    """A changed byte of a shard is named twice, as its tensor's and as its file's, and the shard is read once."""
+    flip(expanded, BASE_SHARD)
+    seen: list[int] = []
+    manifest = read_manifest(expanded)
+    found = find_damage(open_checkpoint(expanded), manifest, lambda done, note="": seen.append(done))
+    assert len(found.base) == 2 and found.base[1] == f"{BASE_SHARD}: bytes differ from the base's model.safetensors."
+    assert list(found.hashes) == list(manifest.base_tensors)
+    files = [file for file in manifest.base_files.values() if file.stored_as is not None]
+    assert sum(seen) == sum((expanded / str(file.stored_as)).stat().st_size for file in files)
 
 
 def test_all_damage_is_named_at_once(expanded: Path) -> None:

@@ -475,8 +475,8 @@ def test_texts_that_make_no_whole_model_are_not_written(fused: Path, tmp_path: P
     content = json.loads((broken / "surgery.json").read_text())
     file, change_text, reason = BLOCKS_SPOILED[name]
     texts = content["fused"]["texts"]
-    assert texts[file] != (changed := change_text(texts[file]))
-    texts[file] = changed
+    before, texts[file] = texts[file], change_text(texts[file])
+    assert texts[file] != before
     (broken / "surgery.json").write_text(json.dumps(content))
     text = refusal(lambda: merge(broken, tmp_path / "blocks", "blocks"))
     assert reason in text and text.splitlines()[-1] == (
