@@ -196,21 +196,21 @@ def _check_plan(file: Path, plan: Plan, base_tensors: Mapping[str, str], base_co
 
 
 def check_numbering(checkpoint: Checkpoint, manifest: Manifest) -> None:
-    """Check that config.json and surgery.json name the same duplicated layers, by which tensors have their names.
+    """Check that config.json names layers, and the same duplicated ones as surgery.json, by which tensors have names.
 
     Raises:
         CheckpointError: If not.
     """
-    if CONFIG_KEY not in checkpoint.config:
-        raise CheckpointError(
-            f"{checkpoint.path / CONFIG_FILE}: has no {CONFIG_KEY}, expected what {MANIFEST_FILE} says of its layers. "
-            "Restore config.json from where you got it."
-        )
-    found, wanted = numbering_of(checkpoint.config[CONFIG_KEY]), manifest.plan.numbering
+    found, wanted = numbering_of(checkpoint.config.get(CONFIG_KEY)), manifest.plan.numbering
     if found != wanted:
         raise CheckpointError(
             f"{checkpoint.path / CONFIG_FILE}: {CONFIG_KEY} names {_copied(found)} as duplicated, expected "
             f"{_copied(wanted)} from {MANIFEST_FILE}. Restore config.json from where you got it."
+        )
+    if CONFIG_KEY not in checkpoint.config:
+        raise CheckpointError(
+            f"{checkpoint.path / CONFIG_FILE}: has no {CONFIG_KEY}, expected what {MANIFEST_FILE} says of its layers. "
+            "Restore config.json from where you got it."
         )
 
 
