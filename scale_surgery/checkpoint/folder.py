@@ -126,6 +126,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     stamps = take_stamps(path / file for file in files)
     refuse_extract(path, files)
     config = read_config(path / CONFIG_FILE)
+    _refuse_other_specs(path, config)
     shards, declared = _find_shards(path, files)
     tensors, problems = _read_shards(path, shards)
     problems += _index_problems(declared, tensors) if declared is not None and not problems else []
@@ -143,6 +144,14 @@ def open_checkpoint(path: Path) -> Checkpoint:
     named = name_tensors(tensors, numbering_of(config.get(CONFIG_KEY)))
     read = {path / file: stamps[path / file] for file in files if file in {*shards, *side_files, MANIFEST_FILE}}
     return Checkpoint(path, config, named, tuple(shards), side_files, left_out, read)
+
+
+def _refuse_other_specs(path: Path, config: Mapping[str, Any]) -> None:
+    if not isinstance(found := config.get(CONFIG_KEY, {}), dict):
+        raise CheckpointError(
+            f"{path / CONFIG_FILE}: {CONFIG_KEY} is {found!r}, expected an object. Restore config.json from where you "
+            "got it."
+        )
 
 
 def boundless(config: Mapping[str, Any], tensors: int) -> list[str]:

@@ -10,6 +10,7 @@ import json
 import os
 import re
 import stat
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -127,3 +128,22 @@ def places_of_nan(content: Any, place: str = "") -> list[str]:
     else:
         return [place] if isinstance(content, float) and content != content else []
     return [found for key, value in named for found in places_of_nan(value, key)]
+
+
+def differing_keys(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """Keys that only one of two JSON objects has, or that have other values, sorted.
+
+    JSON has one kind of number: 1 and 1.0 are the same, also to who writes a config again. To Python false is 0; what
+    reads a config may ask which of the two it is.
+    """
+    return sorted(
+        key for key in {*one, *other} if key not in one or key not in other or not _is_same(one[key], other[key])
+    )
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, dict) and isinstance(other, dict):
+        return not differing_keys(one, other)
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_is_same, one, other))
+    return isinstance(one, bool) is isinstance(other, bool) and bool(one == other)

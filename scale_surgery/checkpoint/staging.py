@@ -18,7 +18,7 @@ from scale_surgery.checkpoint.beside import link_problems, locked, names_beside,
 from scale_surgery.checkpoint.files import blocked, sync, write_text
 from scale_surgery.checkpoint.names import CONFIG_FILE
 from scale_surgery.checkpoint.stamps import Stamps, check_unchanged
-from scale_surgery.errors import CheckpointError
+from scale_surgery.errors import CheckpointError, SurgeryError
 
 
 def check_target(target: Path, sources: list[Path], *, overwrite: bool) -> None:
@@ -137,11 +137,19 @@ def check_space(target: Path, needed_bytes: int) -> None:
 
 
 @contextlib.contextmanager
-def staged(target: Path, state: Mapping[str, Any], read: Stamps | None = None, *, overwrite: bool) -> Iterator[Path]:
+def staged(
+    target: Path,
+    state: Mapping[str, Any],
+    read: Stamps | None = None,
+    *,
+    overwrite: bool,
+    keeps_refused: bool = False,
+) -> Iterator[Path]:
     """Give a folder to write into; when the block ends well it becomes `target`, otherwise `target` is untouched.
 
     The folder is `<target>.partial`. After an interruption it stays, and a next run with the same `state` and the same
-    files to read finds the files that were finished; otherwise it starts clean.
+    files to read finds the files that were finished; otherwise it starts clean. After a refusal nothing stays: what was
+    refused has to change, and the folder was made of it.
 
     Args:
         target: The folder to be.
@@ -149,6 +157,7 @@ def staged(target: Path, state: Mapping[str, Any], read: Stamps | None = None, *
         read: The files that it is made of, as they were before they were read; if one has changed by the end, nothing
             is written.
         overwrite: Whether an existing target is replaced.
+        keeps_refused: Whether the folder stays after a refusal too, for what checks each file by a hash of its own.
 
     Yields:
         The folder to write into.
@@ -162,7 +171,7 @@ def staged(target: Path, state: Mapping[str, Any], read: Stamps | None = None, *
         with locked(partial):
             settle(target, overwrite=overwrite)
             _prepare(target, state, stamps)
-            with _unchanged(stamps, partial):
+            with _cleared(target, keeps_refused=keeps_refused), _unchanged(stamps):
                 yield partial
                 sync_folder(partial)
             _rename(partial, target, overwrite=overwrite)
@@ -178,22 +187,30 @@ def staged(target: Path, state: Mapping[str, Any], read: Stamps | None = None, *
 
 
 @contextlib.contextmanager
-def _unchanged(stamps: Stamps, partial: Path) -> Iterator[None]:
+def _cleared(target: Path, *, keeps_refused: bool) -> Iterator[None]:
+    """After a refusal, take away what was written of the target."""
+    try:
+        yield
+    except SurgeryError:
+        if not keeps_refused:
+            shutil.rmtree(_partial(target), ignore_errors=True)
+            with contextlib.suppress(OSError):
+                _state_file(target).unlink()
+        raise
+
+
+@contextlib.contextmanager
+def _unchanged(stamps: Stamps) -> Iterator[None]:
     """Compare files that are read with their stamps at the end; also after an error, which may come of the change."""
     try:
         yield
     except Exception as error:
-        _check_read(stamps, partial, error)
+        try:
+            check_unchanged(stamps)
+        except CheckpointError as changed:
+            raise changed from error
         raise
-    _check_read(stamps, partial)
-
-
-def _check_read(stamps: Stamps, partial: Path, cause: Exception | None = None) -> None:
-    try:
-        check_unchanged(stamps)
-    except CheckpointError as changed:
-        shutil.rmtree(partial, ignore_errors=True)  # made of what is there no more
-        raise changed from cause
+    check_unchanged(stamps)
 
 
 def _prepare(target: Path, state: Mapping[str, Any], stamps: Stamps) -> None:

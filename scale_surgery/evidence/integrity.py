@@ -12,7 +12,7 @@ from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.hashes import hash_file, hash_tensors
 from scale_surgery.checkpoint.headers import TensorInfo
 from scale_surgery.checkpoint.names import CONFIG_FILE
-from scale_surgery.checkpoint.reading import parse_json
+from scale_surgery.checkpoint.reading import differing_keys, parse_json
 from scale_surgery.planning.plan import Plan
 from scale_surgery.planning.tensors import TensorPlan
 from scale_surgery.progress import Progress, no_progress
@@ -135,7 +135,7 @@ def _config_differences(manifest: Manifest, base: Checkpoint | None) -> list[str
     if base is None:
         return []
     recorded = parse_json(manifest.replaced[CONFIG_FILE])
-    keys = sorted(key for key in {*recorded, *base.config} if recorded.get(key) != base.config.get(key))
+    keys = differing_keys(recorded, base.config)
     return [f"config.json: {key} differs from that of the base model {base.path}." for key in keys]
 
 

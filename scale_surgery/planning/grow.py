@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from scale_surgery.planning.request import Request
 
 DEFAULT_COPIES = 2
-COPIES = Range(least=2)
+# beyond any model that there is
+COPIES = Range(least=2, most=1000)
 # halving rounds nothing in them, as long as no number is as small as the smallest that they can hold
 HALVING_DTYPES = ("F32", "BF16")
 # copies that count a half each
@@ -56,7 +57,7 @@ class Grow(Method):
         """At least two copies."""
         if request.copies is None or request.copies in COPIES:
             return []
-        return [f"--copies is {request.copies}, expected 2 or more: the original is one of them, and 1 adds nothing."]
+        return [f"--copies is {request.copies}, expected {COPIES}: the original is one of them, and 1 adds nothing."]
 
     def complete(self, request: Request) -> Request:
         """Two copies where nothing is said."""

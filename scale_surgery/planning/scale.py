@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from scale_surgery.planning.plan import Plan
     from scale_surgery.planning.request import Request
 RATIO = Range(above=0, most=4)
-WIDTH = Range(least=0)
+# beyond any model that there is; its costs are still numbers
+WIDTH = Range(least=0, most=10**7)
 # a share that differs from the ratio by more than this part of it is explained
 SHARE_TOLERANCE = 0.2
 
@@ -199,7 +200,7 @@ def _width_problems(sizes: Sizes, request: Request, widths: Widths) -> list[str]
         problems.append(f"--ratio is {request.ratio}, expected {RATIO} (0.125 is the default).")
     for option, value in asdict(widths).items():
         if value not in WIDTH:
-            problems.append(f"--{option.replace('_', '-')} is {value}, expected 0 or more.")
+            problems.append(f"--{option.replace('_', '-')} is {value}, expected {WIDTH}.")
     if widths.up_width > 0 and widths.up_width % sizes.head_size:
         problems.append(
             f"--up-width is {widths.up_width}, expected a multiple of the head size {sizes.head_size}, "

@@ -9,7 +9,7 @@ from scale_surgery import modeling
 from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.names import CONFIG_FILE, SINGLE_FILE
 from scale_surgery.checkpoint.numbering import numbering_of, stored_name
-from scale_surgery.checkpoint.reading import parse_json
+from scale_surgery.checkpoint.reading import differing_keys, parse_json
 from scale_surgery.planning.depth import deepened_config
 from scale_surgery.planning.families import Family
 from scale_surgery.planning.plan import Plan
@@ -97,8 +97,7 @@ def written_config(manifest: Manifest, base: Mapping[str, Any], dtype: str) -> d
 def config_problems(manifest: Manifest, config: Mapping[str, Any]) -> list[str]:
     """Keys of config.json that are not what was written, a line each."""
     written = written_config(manifest, parse_json(manifest.replaced[CONFIG_FILE]), config.get("torch_dtype", ""))
-    differing = sorted(key for key in {*written, *config} if written.get(key) != config.get(key))
-    return [f"{CONFIG_FILE}: {key} is not what the expansion wrote." for key in differing]
+    return [f"{CONFIG_FILE}: {key} is not what the expansion wrote." for key in differing_keys(written, config)]
 
 
 def routed_config(config: Mapping[str, Any], manifest: Manifest) -> dict[str, Any]:

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from scale_surgery.checkpoint.folder import Checkpoint, read_config, read_tensor
-from scale_surgery.checkpoint.hashes import hash_file
-from scale_surgery.checkpoint.reading import parse_json
+from scale_surgery.checkpoint.hashes import hash_all, hash_file
+from scale_surgery.checkpoint.reading import differing_keys, parse_json
 from scale_surgery.errors import CheckpointError, shorten
 from scale_surgery.planning.tensors import TensorPlan
 from scale_surgery.progress import Progress, Track, no_progress
@@ -44,6 +44,11 @@ class Damage:
     code: tuple[str, ...]
     hashes: Mapping[str, str]
 
+    @property
+    def problems(self) -> list[str]:
+        """All of it, whoever wrote the code files; what is missing is in the structure."""
+        return [*self.base, *self.structure, *self.config, *self.code]
+
 
 def find_damage(checkpoint: Checkpoint, manifest: Manifest, advance: Progress = no_progress) -> Damage:
     """Check an expanded checkpoint against its surgery.json.
@@ -57,10 +62,10 @@ def find_damage(checkpoint: Checkpoint, manifest: Manifest, advance: Progress = 
         Every problem, each naming its tensor or file.
     """
     planned = {tensor.name: tensor for tensor in manifest.plan.tensors}
-    hashes = hash_parts(checkpoint, manifest, manifest.base_tensors, advance)
+    files, hashes = _hash_base(checkpoint, manifest, advance)
     missing = _damaged(checkpoint, manifest, planned)
     return Damage(
-        base=(*_tensor_problems(manifest, hashes), *_file_problems(checkpoint, manifest, advance)),
+        base=(*_tensor_problems(manifest, hashes), *_file_problems(checkpoint, manifest, files)),
         structure=(*missing, *_unexpected_tensors(checkpoint, manifest, planned)),
         missing=tuple(missing),
         config=(*config_problems(manifest, checkpoint.config), *_tokenizer_problems(checkpoint, manifest)),
@@ -70,8 +75,9 @@ def find_damage(checkpoint: Checkpoint, manifest: Manifest, advance: Progress = 
 
 
 def base_bytes_to_check(manifest: Manifest) -> int:
-    """Bytes of base files that lie in the folder as files, for a progress bar."""
-    return sum(file.bytes for file in manifest.base_files.values() if file.stored_as is not None)
+    """Bytes of base files that are read and are no tensors, or are those of tensors once more; for a progress bar."""
+    files = {file.stored_as: file.bytes for file in manifest.base_files.values() if file.stored_as is not None}
+    return sum(size for name, size in files.items() if name in manifest.renumbered or not name.endswith(".safetensors"))
 
 
 def refuse_damaged(
@@ -105,6 +111,20 @@ def refuse_damaged(
         raise CheckpointError.from_problems([*shorten(problems), advice])
 
 
+def _hash_base(checkpoint: Checkpoint, manifest: Manifest, advance: Progress) -> tuple[dict[str, str], dict[str, str]]:
+    """sha256 of the base's files, by the names that they are stored under, and of its tensors; of those that are there.
+
+    A shard that lies here as it was is read once for both.
+    """
+    names = dict.fromkeys(file.stored_as for file in manifest.base_files.values() if file.stored_as is not None)
+    there = [name for name in names if name not in manifest.joined_shards and (checkpoint.path / name).is_file()]
+    as_it_was = [name for name in there if name not in manifest.renumbered]
+    files, found = hash_all(checkpoint, as_it_was, advance)
+    files |= hash_stored(checkpoint.path, manifest, [name for name in there if name not in files], advance)
+    found |= hash_parts(checkpoint, manifest, [name for name in manifest.base_tensors if name not in found], advance)
+    return files, {name: found[name] for name in manifest.base_tensors if name in found}
+
+
 def _tensor_problems(manifest: Manifest, hashes: Mapping[str, str]) -> list[str]:
     problems = []
     for name, digest in manifest.base_tensors.items():
@@ -115,7 +135,7 @@ def _tensor_problems(manifest: Manifest, hashes: Mapping[str, str]) -> list[str]
     return problems
 
 
-def _file_problems(checkpoint: Checkpoint, manifest: Manifest, advance: Progress) -> list[str]:
+def _file_problems(checkpoint: Checkpoint, manifest: Manifest, hashes: Mapping[str, str]) -> list[str]:
     problems = []
     # the bytes of a fused model's shards are known by the tensors that they were
     joined = manifest.joined_shards
@@ -125,9 +145,9 @@ def _file_problems(checkpoint: Checkpoint, manifest: Manifest, advance: Progress
         if file.stored_as is None:
             if hashlib.sha256(manifest.replaced[name].encode("utf-8")).hexdigest() != file.sha256:
                 problems.append(f"surgery.json: its text of the base's {name} is not what it was.")
-        elif not (checkpoint.path / file.stored_as).is_file():
+        elif file.stored_as not in hashes:
             problems.append(f"{file.stored_as}: file is missing, it holds the base's {name}.")
-        elif hash_stored(checkpoint.path, manifest, [file.stored_as], advance)[file.stored_as] != file.sha256:
+        elif hashes[file.stored_as] != file.sha256:
             problems.append(f"{file.stored_as}: bytes differ from the base's {name}.")
     stored = {file.stored_as for file in manifest.base_files.values()}
     if manifest.fused is not None:
@@ -165,7 +185,7 @@ def _tokenizer_problems(checkpoint: Checkpoint, manifest: Manifest) -> list[str]
         return []  # compared as a file
     wants = parse_json(manifest.replaced.get(TOKENIZER_CONFIG_FILE, "{}"))
     has = read_config(file)
-    differing = sorted(key for key in {*has, *wants} - {"tokenizer_class"} if has.get(key) != wants.get(key))
+    differing = [key for key in differing_keys(has, wants) if key != "tokenizer_class"]
     return [f"{TOKENIZER_CONFIG_FILE}: {key} is not what the base's says." for key in differing]
 
 

@@ -9,8 +9,7 @@ A merged model's logits are compared with those of the model it was made from be
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -23,13 +22,13 @@ from scale_surgery.checkpoint.headers import DTYPE_BYTES
 from scale_surgery.checkpoint.listing import list_files
 from scale_surgery.checkpoint.names import INDEX_FILE, MANIFEST_FILE, TRAINING_FOLDER
 from scale_surgery.checkpoint.staging import check_space, check_target, staged
-from scale_surgery.errors import CheckpointError
+from scale_surgery.errors import CheckpointError, shorten
 from scale_surgery.planning.methods import refuse
 from scale_surgery.progress import Track, no_track
 from scale_surgery.running.drift import Drift, measure_drift
 from scale_surgery.running.options import Probes, RunOptions
 from scale_surgery.surgery.fused import check_fusible, fused_shards, write_blocks, write_fused
-from scale_surgery.surgery.intact import refuse_damaged
+from scale_surgery.surgery.intact import find_damage, refuse_damaged
 from scale_surgery.surgery.joining import damaged_pieces
 from scale_surgery.surgery.merge_stock import check_stock, stock_cost, write_stock
 from scale_surgery.surgery.record import STOCK_RECORD_FILE, Manifest, read_manifest, refuse_linked, tool_versions
@@ -105,7 +104,9 @@ def merge(
     drift = None
     with staged(target, _state(manifest, to), checkpoint.stamps, overwrite=overwrite) as partial:
         remembered = _write(checkpoint, manifest, partial, to, track)
-        if to != "blocks":
+        if to == "blocks":
+            _check_blocks(source, partial, track)
+        else:
             drift = measure_drift(source, partial, probes, run=run, track=track)
             _check_drift(partial, target, drift)
             if to == "fused":
@@ -167,13 +168,29 @@ def _left_out(checkpoint: Checkpoint) -> tuple[str, ...]:
 def _check_drift(partial: Path, target: Path, drift: Drift) -> None:
     if drift.holds:
         return
-    shutil.rmtree(partial)  # a second run begins anew
     raise CheckpointError(
         f"{target}: not written, its logits drift by {drift.drift:.3g} of {drift.largest_logit:.3g} "
         f"({drift.share:.2g}), expected at most {drift.tolerance:g} of the largest logit, which is what rounding in "
         f"{drift.dtype} does. Check the disk of {partial.parent}, and the model with "
         "scale-surgery verify."
     )
+
+
+def _check_blocks(source: Path, partial: Path, track: Track) -> None:
+    """Check what was made of texts that surgery.json kept, and that nobody has compared with anything so far."""
+    problems: Sequence[str]
+    try:
+        checkpoint, manifest = open_checkpoint(partial), read_manifest(partial)
+        with track("base hashes", sum(info.bytes for info in checkpoint.tensors.values())) as advance:
+            problems = find_damage(checkpoint, manifest, advance).problems
+    except CheckpointError as error:
+        problems = error.lines
+    if problems:
+        advice = (
+            f"{source}: not taken apart, the texts that its {MANIFEST_FILE} keeps of the blocks make a model that is "
+            f"not what was written. Restore {MANIFEST_FILE} from where you got it, or merge the expanded model again."
+        )
+        raise CheckpointError.from_problems([*shorten(problems), advice])
 
 
 def _fused_record(manifest: Manifest, remembered: Mapping[str, Any], drift: Drift) -> dict[str, Any]:

@@ -166,7 +166,7 @@ def refuse_linked(path: Path, manifest: Manifest) -> None:
     Raises:
         CheckpointError: If it is one; every link is named.
     """
-    stored = (entry.stored_as for entry in manifest.base_files.values())
+    stored = dict.fromkeys([*(entry.stored_as for entry in manifest.base_files.values()), *manifest.code])
     problems = [
         f"{name}: is a symbolic link that leads out of {path}, expected the file that {MANIFEST_FILE} names. Put the "
         "file itself in its place."
@@ -196,7 +196,7 @@ def _check_plan(file: Path, plan: Plan, base_tensors: Mapping[str, str], base_co
 
 
 def check_numbering(checkpoint: Checkpoint, manifest: Manifest) -> None:
-    """Check that config.json and surgery.json name the same duplicated layers, by which tensors have their names.
+    """Check that config.json names layers, and the same duplicated ones as surgery.json, by which tensors have names.
 
     Raises:
         CheckpointError: If not.
@@ -206,6 +206,11 @@ def check_numbering(checkpoint: Checkpoint, manifest: Manifest) -> None:
         raise CheckpointError(
             f"{checkpoint.path / CONFIG_FILE}: {CONFIG_KEY} names {_copied(found)} as duplicated, expected "
             f"{_copied(wanted)} from {MANIFEST_FILE}. Restore config.json from where you got it."
+        )
+    if CONFIG_KEY not in checkpoint.config:
+        raise CheckpointError(
+            f"{checkpoint.path / CONFIG_FILE}: has no {CONFIG_KEY}, expected what {MANIFEST_FILE} says of its layers. "
+            "Restore config.json from where you got it."
         )
 
 

@@ -26,7 +26,14 @@ from scale_surgery.planning.routing_specs import Routing, router_settings
 from scale_surgery.progress import Track, no_track
 from scale_surgery.surgery.config import routed_config
 from scale_surgery.surgery.intact import refuse_damaged
-from scale_surgery.surgery.record import Manifest, read_manifest, refuse_fused, refuse_linked, routing_of
+from scale_surgery.surgery.record import (
+    Manifest,
+    check_numbering,
+    read_manifest,
+    refuse_fused,
+    refuse_linked,
+    routing_of,
+)
 
 
 @dataclass(frozen=True)
@@ -99,6 +106,7 @@ def route_export(
     checkpoint, manifest = open_checkpoint(Path(expanded)), read_manifest(Path(expanded))
     refuse_fused(checkpoint.path, manifest)
     refuse(manifest.plan.method, "route", expanded)
+    check_numbering(checkpoint, manifest)
     if manifest.routing is not None:
         raise CheckpointError(
             f"{expanded}: is a routed model already. Its numbers are changed by route-calibrate --write, or by "
@@ -171,9 +179,8 @@ def set_routing(routed: str | Path, routing: Routing) -> None:
     record = {**(manifest.routing or {}), "settings": asdict(routing)}
     # the last verification stays; it names the numbers that it is about
     changed = replace(manifest, routing=record)
-    own = checkpoint.config["scale_surgery"]
-    numbers = own["routing"] | router_settings(routing)
-    config = {**checkpoint.config, "scale_surgery": {**own, "routing": numbers}}
+    check_numbering(checkpoint, manifest)
+    config = _with_numbers(checkpoint, routing)
     before = read_text(checkpoint, CONFIG_FILE)
     try:
         write_json(checkpoint.path / CONFIG_FILE, config)
@@ -185,6 +192,17 @@ def set_routing(routed: str | Path, routing: Routing) -> None:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"{routed}: cannot be written ({error.strerror or error}). Check the folder.") from error
+
+
+def _with_numbers(checkpoint: Checkpoint, routing: Routing) -> dict[str, Any]:
+    """config.json of a routed model with other numbers of the same router."""
+    own = checkpoint.config["scale_surgery"]
+    if not isinstance(known := own.get("routing"), dict):
+        raise CheckpointError(
+            f"{checkpoint.path / CONFIG_FILE}: scale_surgery.routing is {known!r}, expected how the model routes. "
+            "Restore config.json from where you got it."
+        )
+    return {**checkpoint.config, "scale_surgery": {**own, "routing": known | router_settings(routing)}}
 
 
 @dataclass(frozen=True)

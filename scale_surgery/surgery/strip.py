@@ -73,7 +73,7 @@ def strip(
         "base_weights": base_weights,
     }
     joined = open_checkpoint(path) if manifest.joined_shards else None
-    with staged(target, state, overwrite=overwrite) as partial:
+    with staged(target, state, overwrite=overwrite, keeps_refused=True) as partial:
         with track("files", total) as advance:
             restore(path, partial, manifest, _placing(path, manifest, joined, base_weights, advance))
         files = _check_files(partial, manifest, track, total)

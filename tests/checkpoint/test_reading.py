@@ -39,7 +39,7 @@ from scale_surgery import (
 from scale_surgery.checkpoint.folder import open_checkpoint, read_json
 from scale_surgery.checkpoint.headers import read_header
 from scale_surgery.checkpoint.listing import list_files
-from scale_surgery.checkpoint.reading import MAX_DEPTH, MAX_TEXT_BYTES, parse_json, read_bytes
+from scale_surgery.checkpoint.reading import MAX_DEPTH, MAX_TEXT_BYTES, differing_keys, parse_json, read_bytes
 from scale_surgery.errors import CheckpointError, DataError
 from scale_surgery.running.documents import read_documents
 from scale_surgery.running.prompts import read_prompts
@@ -420,3 +420,28 @@ def test_a_damaged_tokenizer_is_none(llama_base: Path, tmp_path: Path) -> None:
     text.write_text("Mara Lind")
     with pytest.raises(DataError, match="has no tokenizer that loads"):
         evaluate([llama_base], [text], [])
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "is_same"),
+    [
+        (False, 0, False),
+        (False, 0.0, False),
+        (1, True, False),
+        (1, 1.0, True),
+        ([{"a": 0}], [{"a": False}], False),
+        ([{"a": 1}], [{"a": 1.0}], True),
+        ([1], [1, 1], False),
+        ({"a": 1}, {"a": 1, "b": None}, False),
+        ("1", 1, False),
+        (None, None, True),
+    ],
+)
+def test_values_are_compared_as_json_has_them(one, other, is_same):
+    """false is no number, though Python says so; how a number is written does not matter."""
+    for first, second in ((one, other), (other, one)):
+        assert differing_keys({"key": first, "same": [1]}, {"key": second, "same": [1]}) == ["key"] * (not is_same)
+
+
+def test_null_is_not_the_same_as_nothing():
+    assert differing_keys({"a": None}, {}) == differing_keys({}, {"a": None}) == ["a"]

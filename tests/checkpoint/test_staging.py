@@ -170,3 +170,15 @@ def test_the_state_file_is_not_left_in_the_target(tmp_path):
         assert json.loads((tmp_path / ".out.partial.json").read_text()) == {"a": 1}
         assert not list(partial.iterdir()), "no name in it is reserved"
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_refusal_leaves_nothing(tmp_path):
+    """What was refused has to change before a next run; what checks every file by a hash may keep it."""
+    for keeps in (False, True):
+        with (
+            pytest.raises(CheckpointError, match="no"),
+            staged(tmp_path / "out", {}, overwrite=False, keeps_refused=keeps) as partial,
+        ):
+            (partial / "file").write_text("x")
+            raise CheckpointError("no")
+        assert partial.exists() is (tmp_path / ".out.partial.json").exists() is keeps

@@ -225,6 +225,18 @@ def test_code_and_config_that_the_expansion_did_not_write_are_named(copy) -> Non
     }
 
 
+def test_a_number_in_place_of_false_is_named_and_another_way_to_write_a_number_is_not(copy) -> None:
+    path = copy("preserve")
+    config = json.loads((path / "config.json").read_text())
+    assert config["tie_word_embeddings"] in (True, False) and config["attention_dropout"] == 0.0
+    (path / "config.json").write_text(json.dumps(config | {"attention_dropout": 0}))
+    assert verify(path, probes=None, record=False).passed
+    (path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": int(config["tie_word_embeddings"])}))
+    result = verify(path, probes=None, record=False)
+    assert not result.passed
+    assert "config.json: tie_word_embeddings is not what the expansion wrote." in str(result.to_json())
+
+
 def test_a_manifest_whose_text_of_the_base_was_changed_is_no_base(copy) -> None:
     path = copy("preserve")
     manifest = json.loads((path / "surgery.json").read_text())

@@ -13,7 +13,10 @@ from click.testing import CliRunner
 
 import scale_surgery as s
 from scale_surgery.cli.program import main
+from scale_surgery.hub.card import make_card
+from scale_surgery.hub.repository import read_contents
 from scale_surgery.running.documents import read_documents
+from tests.fuzz.hub import hub_for_one
 from tests.fuzz.requests import draw_request, draw_routing
 from tests.fuzz.seeds import BASES, EXPANDED, WHOLE
 
@@ -116,6 +119,27 @@ def _load_expansion(call: Call) -> None:
     s.load_expansion(call.beside("base"), call.model)
 
 
+def _push(call: Call) -> bool:
+    """Push to a Hub of its own; what a card says is looked at like what is printed."""
+    with hub_for_one() as address:
+        done = s.push(call.model, "me/wide", token="hf_writer", endpoint=address)
+    call.out.with_name("printed").write_text(done.card or "", encoding="utf-8", errors="surrogatepass")
+    return True
+
+
+def _card(call: Call) -> None:
+    card = make_card(read_contents(call.model), "me/wide", None, None, None)
+    call.out.with_name("printed").write_text(card.text, encoding="utf-8", errors="surrogatepass")
+
+
+def _route_report(call: Call) -> None:
+    s.route_report(call.model, call.beside("plain.txt"), run=s.RunOptions(device="cpu"))
+
+
+def _route_calibrate(call: Call) -> None:
+    s.route_calibrate(call.model, call.beside("texts.jsonl"), call.beside("plain.txt"), run=s.RunOptions(device="cpu"))
+
+
 MERGED = partial(s.merge, probes=NO_TOKENS)
 OPERATIONS = (
     Operation("inspect", lambda c: s.inspect(c.model), (*BASES, *EXPANDED, "stock"), writes=False),
@@ -150,6 +174,8 @@ OPERATIONS = (
     Operation("merge to blocks", lambda c: s.merge(c.model, c.out, "blocks"), ("fused",)),
     Operation("report", lambda c: s.report(c.model, files_only=True), EXPANDED, weight=5, writes=False),
     Operation("read texts", lambda c: list(read_documents([c.model])), TEXT_FILES, writes=False),
+    Operation("push", _push, (*EXPANDED, "stock", "extract"), weight=4, writes=False),
+    Operation("make a card", _card, (*EXPANDED, "stock", "extract"), writes=False),
     # what runs a model
     Operation(
         "verify", lambda c: s.verify(c.model, probes=NO_TOKENS, record=False).passed, WHOLE, weight=1, writes=False
@@ -164,6 +190,8 @@ OPERATIONS = (
         weight=1,
         writes=False,
     ),
+    Operation("route_report", _route_report, ("routed",), ("plain.txt",), weight=1, writes=False),
+    Operation("route_calibrate", _route_calibrate, ("routed",), ("texts.jsonl", "plain.txt"), weight=1, writes=False),
     Operation("load_expansion", _load_expansion, ("extract",), ("base",), weight=1, writes=False),
     Operation("train", _train, ("expanded",), ("plain.txt",), weight=1),
     Operation(

@@ -72,7 +72,13 @@ def _is_same(one: Path, other: Path) -> bool:
 
 
 def _says(file: Path) -> str:
-    return json.dumps(json.loads(file.read_bytes().decode()), sort_keys=True)
+    """What a document says, in one form: JSON has one kind of number, so that 1.0 is 1; true is none."""
+    return json.dumps(json.loads(file.read_bytes().decode(), parse_float=_number), sort_keys=True)
+
+
+def _number(digits: str) -> float:
+    found = float(digits)
+    return int(found) if found.is_integer() else found
 
 
 def is_verified(model: Path) -> bool:

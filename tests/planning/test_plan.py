@@ -114,10 +114,15 @@ def test_without_up_stream_w12_stands_where_something_was_added(base_of):
         (
             Request("0", up_width=-10, up_kv_heads=-1, up_inner_width=-8),
             [
-                "--up-width is -10, expected 0 or more.",
-                "--up-kv-heads is -1, expected 0 or more.",
-                "--up-inner-width is -8, expected 0 or more.",
+                "--up-width is -10, expected from 0 to 10000000.",
+                "--up-kv-heads is -1, expected from 0 to 10000000.",
+                "--up-inner-width is -8, expected from 0 to 10000000.",
             ],
+        ),
+        (
+            # no float holds what this would cost
+            Request("0", variant="adapt", up_width=0, up_inner_width=10**400),
+            [f"--up-inner-width is {10**400}, expected from 0 to 10000000."],
         ),
         (
             Request("0", ratio=0.0),

@@ -25,6 +25,8 @@ from scale_surgery import (
 )
 from scale_surgery.checkpoint.folder import open_checkpoint, read_json
 from scale_surgery.checkpoint.names import INDEX_FILE
+from scale_surgery.surgery.intact import find_damage
+from scale_surgery.surgery.record import read_manifest
 from tests.conftest import shake
 
 BASE_SHARD = "model-00001-of-00001.safetensors"
@@ -129,6 +131,39 @@ def test_what_verify_refuses_of_a_routed_model_is_not_unrouted(expanded: Path, t
     assert reason in refused(lambda path, out: unroute(path, out), routed)
 
 
+def link_code(folder: Path) -> None:
+    """A code file that lies elsewhere, with the bytes that it had."""
+    code = folder / "expanded_model.py"
+    outside = folder.with_name("outside.py")
+    shutil.move(code, outside)
+    code.symlink_to(outside)
+
+
+def test_code_that_is_a_link_is_not_left_out_of_what_is_made(expanded: Path, tmp_path: Path) -> None:
+    """A link that leads out is never taken along, so the new folder would lack the file."""
+    fused = merge(expanded, tmp_path / "fused").path
+    writers = dict(WRITERS, blocks=lambda path, out: merge(path, out, "blocks"))
+    for name, call in writers.items():
+        copy = Path(shutil.copytree(fused if name == "blocks" else expanded, tmp_path / name / "model"))
+        link_code(copy)
+        assert "expanded_model.py: is a symbolic link that leads out of" in refused(call, copy), name
+
+
+@pytest.mark.parametrize("spoiled", [7, None, []])
+def test_specs_that_are_no_object_are_refused_when_they_are_read(expanded: Path, spoiled: object) -> None:
+    edit(expanded, "config.json", scale_surgery=spoiled)
+    for name, call in WRITERS.items():
+        assert f"config.json: scale_surgery is {spoiled!r}, expected an object." in refused(call, expanded), name
+
+
+def test_specs_that_are_not_there_are_missed(expanded: Path) -> None:
+    config = read_json(expanded / "config.json")
+    del config["scale_surgery"]
+    (expanded / "config.json").write_text(json.dumps(config))
+    for name, call in WRITERS.items():
+        assert "config.json: has no scale_surgery, expected what surgery.json says" in refused(call, expanded), name
+
+
 FUSED_DAMAGE = {name: DAMAGE[name] for name in DAMAGE if name not in ("a base tensor", "a tensor of the expansion")}
 
 
@@ -139,6 +174,18 @@ def test_what_verify_refuses_of_a_fused_model_is_not_taken_apart(expanded: Path,
     change(fused)
     assert not verify(fused, probes=None, record=False).passed
     assert reason in refused(lambda path, out: merge(path, out, "blocks"), fused)
+
+
+def test_every_byte_of_the_base_is_read_once(expanded: Path) -> None:
+    """A changed byte of a shard is named twice, as its tensor's and as its file's, and the shard is read once."""
+    flip(expanded, BASE_SHARD)
+    seen: list[int] = []
+    manifest = read_manifest(expanded)
+    found = find_damage(open_checkpoint(expanded), manifest, lambda done, note="": seen.append(done))
+    assert len(found.base) == 2 and found.base[1] == f"{BASE_SHARD}: bytes differ from the base's model.safetensors."
+    assert list(found.hashes) == list(manifest.base_tensors)
+    files = [file for file in manifest.base_files.values() if file.stored_as is not None]
+    assert sum(seen) == sum((expanded / str(file.stored_as)).stat().st_size for file in files)
 
 
 def test_all_damage_is_named_at_once(expanded: Path) -> None:

@@ -232,8 +232,8 @@ def test_training_into_the_trap_is_refused(stories: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("copies", "reason"),
     [
-        (0, "expected at least 2"),
-        (1, "expected at least 2"),
+        (0, "expected from 2 to 1000"),
+        (1, "expected from 2 to 1000"),
         (3, "which does not fit its widths"),
         ("x", "expected a whole number"),
     ],
@@ -335,14 +335,18 @@ def test_a_preserve_path_that_counts_half_is_noticed(
     [
         (
             Request("0", method="grow", copies=1),
-            ["--copies is 1, expected 2 or more: the original is one of them, and 1 adds nothing."],
+            ["--copies is 1, expected from 2 to 1000: the original is one of them, and 1 adds nothing."],
+        ),
+        (
+            Request("0", method="grow", copies=10**400),
+            [f"--copies is {10**400}, expected from 2 to 1000: the original is one of them, and 1 adds nothing."],
         ),
         (
             Request("0", method="grow", copies=0, variant="adapt", up_width=8),
             [
                 "--variant is adapt, expected grow-freeze or grow-train for --method grow.",
                 "--up-width 8 belongs to --method scale, it has no meaning for grow. Leave it out.",
-                "--copies is 0, expected 2 or more: the original is one of them, and 1 adds nothing.",
+                "--copies is 0, expected from 2 to 1000: the original is one of them, and 1 adds nothing.",
             ],
         ),
         (

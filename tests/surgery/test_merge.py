@@ -214,6 +214,8 @@ def test_a_changed_block_is_named(fused: Path, tmp_path: Path) -> None:
     assert verify(broken, record=False).passed
     with pytest.raises(CheckpointError, match=r"expansion-00001-of-00001.safetensors: sha256"):
         merge(broken, tmp_path / "blocks", "blocks")
+    # another run would be of another file, so no part of this one is kept
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["broken"]
 
 
 def test_a_merge_whose_logits_drift_is_not_written(expanded: Path, tmp_path: Path) -> None:
@@ -449,6 +451,39 @@ def test_a_header_that_does_not_fit_is_refused(fused: Path, tmp_path: Path) -> N
     assert f"surgery.json: its header of {shard} does not fit the tensors" in refusal(
         lambda: merge(broken, tmp_path / "blocks", "blocks")
     )
+
+
+BLOCKS_SPOILED: dict[str, tuple[str, Callable[[str], str], str]] = {
+    "surgery.json": ("surgery.json", lambda text: text.replace('"base_files"', '"base_filez"'), "is incomplete ("),
+    "index": (
+        "model.safetensors.index.json",
+        lambda text: text.replace("mlp.down_proj.w12", "mlp.down_proj.w13"),
+        "mlp.down_proj.w13",
+    ),
+    "config": (
+        "config.json",
+        lambda text: text.replace('"rms_norm_eps": ', '"rms_norm_eps": 1'),
+        "rms_norm_eps is not",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS_SPOILED)
+def test_texts_that_make_no_whole_model_are_not_written(fused: Path, tmp_path: Path, name: str) -> None:
+    """Texts that surgery.json keeps of the blocks are compared with nothing until they are written."""
+    broken = Path(shutil.copytree(fused, tmp_path / "broken"))
+    content = json.loads((broken / "surgery.json").read_text())
+    file, change_text, reason = BLOCKS_SPOILED[name]
+    texts = content["fused"]["texts"]
+    before, texts[file] = texts[file], change_text(texts[file])
+    assert texts[file] != before
+    (broken / "surgery.json").write_text(json.dumps(content))
+    text = refusal(lambda: merge(broken, tmp_path / "blocks", "blocks"))
+    assert reason in text and text.splitlines()[-1] == (
+        f"{broken}: not taken apart, the texts that its surgery.json keeps of the blocks make a model that is not what "
+        "was written. Restore surgery.json from where you got it, or merge the expanded model again."
+    )
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["broken"]
 
 
 def test_the_command_prints_the_drift(expanded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
