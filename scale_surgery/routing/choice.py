@@ -80,8 +80,8 @@ class Limits:
         if self.short is not None:
             return outcome.short.forgetting <= self.short
         change = outcome.short.change
-        # few texts must not pass because they show little: what is lost at the worst has to be negligible. One text alone
-        # does not tell its worst, so it may lose nothing
+        # few texts must not pass because they show little: what is lost at the worst has to be negligible. One text
+        # alone does not tell its worst, so it may lose nothing
         return change.value + change.noise <= NEGLIGIBLE if math.isfinite(change.noise) else change.value <= 0.0
 
     def allows(self, outcome: Outcome) -> bool:
@@ -194,8 +194,8 @@ def _say_lowest_bound(outcomes: Sequence[Outcome], limits: Limits) -> Iterator[s
     by_text = min(outcomes, key=lambda outcome: outcome.bound or 0.0)
     by_token = min(outcomes, key=lambda outcome: outcome.bound_per_token or 0.0)
     unmet = [
-        f"{name} {asked:g}: no setting bounds {what} so tightly; the lowest is {least:.4g} nats, with {lowest.numbers}. "
-        "Raise it."
+        f"{name} {asked:g}: no setting bounds {what} so tightly; the lowest is {least:.4g} nats, with "
+        f"{lowest.numbers}. Raise it."
         for name, what, asked, least, lowest in (
             ("--bound", "a text", limits.bound, by_text.bound, by_text),
             ("--bound-per-token", "a further token", limits.bound_per_token, by_token.bound_per_token, by_token),

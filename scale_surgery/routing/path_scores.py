@@ -211,8 +211,8 @@ class Reading:
             numbers: Of which text each window is, from 0.
         """
         texts = torch.tensor(numbers)
-        whole = (part.new_zeros(max(numbers) + 1).index_add(0, texts, part) for part in (self.nats, self.scored))
-        return replace(self, **dict(zip(("nats", "scored"), whole, strict=True)))
+        nats, scored = (part.new_zeros(max(numbers) + 1).index_add(0, texts, part) for part in (self.nats, self.scored))
+        return replace(self, nats=nats, scored=scored)
 
 
 # how a batch is routed: its scores with what comes out and the weight of the adapt path

@@ -88,7 +88,8 @@ def sweep_model(subject: Subject, texts: Texts, present: Routing, run: RunOption
     sides = (texts.old, texts.new, texts.short)
     total = sum(len(side.ids) for side in sides)
     with loaded_whole(subject.path, subject.name, run) as model, track("read", total) as advance:
-        read = PathTexts(*(read_paths(model, side, run.windows(), advance) for side in sides), numbers)
+        old, new, short = (read_paths(model, side, run.windows(), advance) for side in sides)
+        read = PathTexts(old, new, short, numbers)
         router = model.router
     settings = settings_of(present, read.old, read.new)
     with track("settings", len(settings)) as advance:

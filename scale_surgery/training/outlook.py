@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from scale_surgery.running.texts import Sequences
 
 # AdamW moves a number by about the learning rate a step. Under the default schedule fifty steps can move it by half of
-# 50 x 0.001, which is as large as weights usually are (initializer_range 0.02), and the new blocks begin at zero. A lower
-# rate needs more steps; a higher one needs no fewer, for the first steps go the same way whatever the text
+# 50 x 0.001, which is as large as weights usually are (initializer_range 0.02), and the new blocks begin at zero. A
+# lower rate needs more steps; a higher one needs no fewer, for the first steps are as large whatever the text
 ENOUGH_STEPS = 50
 ENOUGH_TRAVEL = ENOUGH_STEPS * TrainingSettings.learning_rate
 USUAL_WEIGHT = 0.02
@@ -117,8 +117,8 @@ def _short_steps(rate: float, steps: int) -> Iterator[str]:
 
 def _round_up(number: float) -> float:
     """Two figures, no less than a number above zero."""
-    digits = 1 - math.floor(math.log10(number))
-    return round(math.ceil(number * 10**digits * (1 - ROUNDING)) / 10**digits, digits)
+    scale: float = 10.0 ** (1 - math.floor(math.log10(number)))
+    return math.ceil(number * scale * (1 - ROUNDING)) / scale
 
 
 def _few_tokens(tokens: int) -> Iterator[str]:
