@@ -598,8 +598,8 @@ def test_the_bound_that_was_asked_for_is_named() -> None:
     lowest = "the lowest is 0.01005 nats, with prior 0.5, switch rate 0.01. Raise it."
     per_token = f"--bound-per-token 0.001: no setting bounds a further token so tightly; {lowest}"
     per_text = (
-        "--bound 0.01: no setting bounds a text so tightly; the lowest is 0.1054 nats, with prior 0.9, switch rate 0.1. "
-        "Raise it."
+        "--bound 0.01: no setting bounds a text so tightly; the lowest is 0.1054 nats, with prior 0.9, switch rate "
+        "0.1. Raise it."
     )
     for bound, each, expected in (
         (1.0, 0.001, per_token),

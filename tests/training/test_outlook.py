@@ -62,8 +62,8 @@ def test_a_run_that_can_teach_is_not_warned_of() -> None:
         ({"steps": 49}, "49 optimizer steps can teach little, at least 50 are usual. Give --steps 50."),
         (
             {"steps": 60, "learning_rate": 1e-5},
-            "60 steps at a learning rate of 1e-05 move a weight by about 0.0003, and weights are usually about 0.02, so "
-            "they can teach little. Give --learning-rate 0.00084, or --steps 5000.",
+            "60 steps at a learning rate of 1e-05 move a weight by about 0.0003, and weights are usually about 0.02, "
+            "so they can teach little. Give --learning-rate 0.00084, or --steps 5000.",
         ),
         ({"count": 1000, "learning_rate": 1e-4}, "Give --learning-rate 0.0004, or --steps 500."),
         ({"steps": 5, "learning_rate": 1e-4}, "50 steps at a learning rate of 0.0001 move"),
