@@ -255,12 +255,12 @@ def _read(files: Mapping[str, Sequence[Path]]) -> dict[str, list[Document]]:
 def _read_windows(subject: Subject, documents: Mapping[str, Sequence[Document]], length: int, step: int) -> Texts:
     """Windows of both sides, and the beginnings of old texts."""
     from scale_surgery.routing.short_prompts import beginnings
-    from scale_surgery.running.texts import stride
+    from scale_surgery.running.texts import number_windows, stride
 
     # no document is as long as this, so each is one sequence
     whole = read_texts(subject, documents, sys.maxsize, 1)
     old, new = (stride(whole[side], length, step) for side in SIDES)
-    return Texts(old, new, beginnings(whole["old"]))
+    return Texts(old, new, beginnings(whole["old"]), tuple(number_windows(whole["new"], length, step)))
 
 
 def _numbers(outcome: Outcome) -> tuple[float, ...]:

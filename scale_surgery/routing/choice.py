@@ -16,6 +16,8 @@ from scale_surgery.fields import Range, problems_of
 from scale_surgery.planning.routing_specs import Routing
 from scale_surgery.routing.outcome import Outcome
 
+# nats per token of old text that are not worth keeping: what may be forgotten, and what is no loss of short prompts
+NEGLIGIBLE = 0.02
 # logarithms of the same number may differ by this
 ROUNDING = 1e-9
 Nats = Annotated[float, Range(least=0, noun="nats per token")]
@@ -32,8 +34,8 @@ class CalibrationSettings:
         bound_per_token: Nats that each further token of a text may add to the bound, -ln(1 - switch rate). Default: as
             many as with the present setting.
         most_short_forgetting: Nats per token of the first 8 tokens of old texts that may be lost against the base.
-            Default: as many as with the present setting, beyond twice the standard error over texts; with a looser
-            bound, what it allows.
+            Default: at most 0.02 more than with the present setting, with twice the standard error over texts added;
+            with a looser bound, what it allows.
         least_gain: The present setting is only changed for one that learns more, by this share of what can be learned
             and by twice the standard error over texts. 0 takes any gain.
         write: Store the best setting in the model.
@@ -41,7 +43,7 @@ class CalibrationSettings:
             replaced. Default: none.
     """
 
-    most_forgetting: Nats = 0.02
+    most_forgetting: Nats = NEGLIGIBLE
     bound: Annotated[float, Range(above=0, noun="nats")] | None = None
     bound_per_token: Nats | None = None
     most_short_forgetting: Nats | None = None
@@ -58,7 +60,7 @@ class Limits:
         forgetting: Most per token of old text.
         bound: Most that any text may lose; None where the router bounds nothing.
         bound_per_token: Most that each further token may add.
-        short: Most per token of short prompts; None for what is lost now, beyond noise.
+        short: Most per token of short prompts; None for what is lost now, and no more than is negligible.
         gain: Share of what can be learned that a change must gain; 0 for any gain.
     """
 
@@ -78,8 +80,9 @@ class Limits:
         if self.short is not None:
             return outcome.short.forgetting <= self.short
         change = outcome.short.change
-        # one text alone tells no noise
-        return change.value <= (change.noise if math.isfinite(change.noise) else 0.0)
+        # few texts must not pass because they show little: what is lost at the worst has to be negligible. One text
+        # alone does not tell its worst, so it may lose nothing
+        return change.value + change.noise <= NEGLIGIBLE if math.isfinite(change.noise) else change.value <= 0.0
 
     def allows(self, outcome: Outcome) -> bool:
         """Whether a setting keeps both."""
@@ -174,16 +177,34 @@ def _say_lowest(outcomes: Sequence[Outcome], limits: Limits) -> Iterator[str]:
     within = [outcome for outcome in outcomes if limits.keeps_bound(outcome)]
     if within:
         lowest = min(within, key=lambda outcome: outcome.short.forgetting)
+        least = f"the least is {lowest.short.forgetting:.4g} nats per token, with {lowest.numbers}."
         yield (
             f"--most-short-forgetting {limits.short:g}: no setting loses so little on the first tokens of old texts; "
-            f"the least is {lowest.short.forgetting:.4g} nats per token, with {lowest.numbers}. Raise it."
+            f"{least} Raise it."
+            if limits.short is not None
+            else "No setting that keeps the bounds surely loses no more than now on the first tokens of old texts; "
+            f"{least} Give more old texts, or --most-short-forgetting {_round_up(lowest.short.forgetting):g}."
         )
     else:
-        lowest = min(outcomes, key=lambda outcome: outcome.bound or 0.0)
-        yield (
-            f"--bound {limits.bound:g}: no setting bounds a text so tightly; the lowest is "
-            f"{lowest.bound:.4g} nats, with {lowest.numbers}. Raise it."
+        yield from _say_lowest_bound(outcomes, limits)
+
+
+def _say_lowest_bound(outcomes: Sequence[Outcome], limits: Limits) -> Iterator[str]:
+    """What bounds there are, where none is as low as was asked for, or no setting has both."""
+    by_text = min(outcomes, key=lambda outcome: outcome.bound or 0.0)
+    by_token = min(outcomes, key=lambda outcome: outcome.bound_per_token or 0.0)
+    unmet = [
+        f"{name} {asked:g}: no setting bounds {what} so tightly; the lowest is {least:.4g} nats, with "
+        f"{lowest.numbers}. Raise it."
+        for name, what, asked, least, lowest in (
+            ("--bound", "a text", limits.bound, by_text.bound, by_text),
+            ("--bound-per-token", "a further token", limits.bound_per_token, by_token.bound_per_token, by_token),
         )
+        if asked is not None and least is not None and least > asked + ROUNDING
+    ]
+    yield from unmet or [
+        f"--bound {limits.bound:g} and --bound-per-token {limits.bound_per_token:g}: no setting keeps both. Raise one."
+    ]
 
 
 def ask_for(outcome: Outcome, limits: Limits, needed: float) -> str:

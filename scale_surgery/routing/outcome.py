@@ -55,7 +55,7 @@ class Outcome:
         kept: Learning as a share of what the adapt path alone learns; None where that learns nothing.
         routed_old: Routed share of old text: the mean weight of the adapt path over the scored tokens.
         routed_new: The same of new text.
-        gain: Learning minus that of the present setting, and the error of it over windows of text.
+        gain: Learning minus that of the present setting, and the error of it over texts.
         short: What becomes of short prompts.
     """
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -146,7 +146,7 @@ def read_paths(
     Returns:
         What both paths say.
     """
-    order = sorted(range(len(sequences)), key=lambda row: sequences.starts[row] - sequences.starts[row + 1])
+    order = reading_order(sequences)
     batches = []
     with torch.no_grad(), _observed(model) as router:
         for start in range(0, len(order), batch_size):
@@ -154,6 +154,11 @@ def read_paths(
             batches.append(_read_batch(model, router, rows))
             advance(sum(len(row["input_ids"]) for row in rows))
     return tuple(batches)
+
+
+def reading_order(sequences: Sequences) -> list[int]:
+    """Rows in the order in which `read_paths` reads them."""
+    return sorted(range(len(sequences)), key=lambda row: sequences.starts[row] - sequences.starts[row + 1])
 
 
 @contextmanager
@@ -180,8 +185,8 @@ class Reading:
     Attributes:
         total: The sums.
         routed: Sum of the weights of the adapt path over the scored tokens.
-        nats: Sum of -log p of each window (windows,), float64.
-        scored: Scored tokens of each window (windows,).
+        nats: Sum of -log p of each window, or of each text (windows,), float64.
+        scored: Scored tokens of each (windows,).
     """
 
     total: Measurement
@@ -198,6 +203,16 @@ class Reading:
     def share(self) -> float:
         """Mean weight of the adapt path over the scored tokens."""
         return self.routed / self.total.scored
+
+    def by_text(self, numbers: Sequence[int]) -> Reading:
+        """The same with the windows of a text as one: what follows in a text is no new sample.
+
+        Args:
+            numbers: Of which text each window is, from 0.
+        """
+        texts = torch.tensor(numbers)
+        nats, scored = (part.new_zeros(max(numbers) + 1).index_add(0, texts, part) for part in (self.nats, self.scored))
+        return replace(self, nats=nats, scored=scored)
 
 
 # how a batch is routed: its scores with what comes out and the weight of the adapt path

@@ -51,11 +51,19 @@ class Sweep:
 
 @dataclass(frozen=True)
 class Texts:
-    """What a model reads: windows of old and of new text, and the beginnings of old texts."""
+    """What a model reads.
+
+    Attributes:
+        old: Windows of old texts.
+        new: Windows of new texts.
+        short: The beginnings of old texts.
+        numbers: Of which new text each of its windows is, from 0.
+    """
 
     old: Sequences
     new: Sequences
     short: Sequences
+    numbers: tuple[int, ...]
 
 
 def sweep_model(subject: Subject, texts: Texts, present: Routing, run: RunOptions, track: Track) -> Sweep:
@@ -74,12 +82,14 @@ def sweep_model(subject: Subject, texts: Texts, present: Routing, run: RunOption
     Raises:
         CheckpointError: If it cannot be loaded, or a loss is not finite.
     """
-    from scale_surgery.routing.path_scores import read_paths
+    from scale_surgery.routing.path_scores import read_paths, reading_order
 
+    numbers = tuple(texts.numbers[row] for row in reading_order(texts.new))
     sides = (texts.old, texts.new, texts.short)
     total = sum(len(side.ids) for side in sides)
     with loaded_whole(subject.path, subject.name, run) as model, track("read", total) as advance:
-        read = PathTexts(*(read_paths(model, side, run.windows(), advance) for side in sides))
+        old, new, short = (read_paths(model, side, run.windows(), advance) for side in sides)
+        read = PathTexts(old, new, short, numbers)
         router = model.router
     settings = settings_of(present, read.old, read.new)
     with track("settings", len(settings)) as advance:
@@ -135,18 +145,27 @@ class Measured:
 
 @dataclass(frozen=True)
 class PathTexts:
-    """What both paths say of old and of new text, and of the beginnings of old texts."""
+    """What both paths say of old and of new text, and of the beginnings of old texts.
+
+    Attributes:
+        old: Windows of old texts.
+        new: Windows of new texts.
+        short: The beginnings of old texts.
+        numbers: Of which new text each window is, from 0, in the order in which they were read.
+    """
 
     old: Sequence[PathBatch]
     new: Sequence[PathBatch]
     short: Sequence[PathBatch]
+    numbers: tuple[int, ...]
 
     def measure(self, weigh: Weigh) -> Measured:
         """Score them as they are routed."""
         from scale_surgery.routing.path_scores import measure
         from scale_surgery.routing.short_prompts import read_beginnings
 
-        return Measured(measure(self.old, weigh), measure(self.new, weigh), read_beginnings(self.short, weigh))
+        new = measure(self.new, weigh).by_text(self.numbers)
+        return Measured(measure(self.old, weigh), new, read_beginnings(self.short, weigh))
 
 
 @dataclass(frozen=True)

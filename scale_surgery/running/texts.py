@@ -212,7 +212,7 @@ def stride(sequences: Sequences, length: int, step: int) -> Sequences:
     """
     ids, labels, starts = [], [], [0]
     for start, end in pairwise(sequences.starts):
-        for left in range(start, max(start + 1, end - length + step), step):
+        for left in _places(start, end, length, step):
             window = slice(left, min(left + length, end))
             ids.append(sequences.ids[window])
             labels.append(sequences.labels[window].clone())
@@ -221,6 +221,23 @@ def stride(sequences: Sequences, length: int, step: int) -> Sequences:
                 again[again >= 0] = IGNORED  # scored in the window before; the end of a prompt stays known
             starts.append(starts[-1] + len(ids[-1]))
     return Sequences(torch.cat(ids), torch.cat(labels), tuple(starts))
+
+
+def _places(start: int, end: int, length: int, step: int) -> range:
+    """Where the windows of a sequence begin."""
+    return range(start, max(start + 1, end - length + step), step)
+
+
+def number_windows(sequences: Sequences, length: int, step: int) -> list[int]:
+    """Of which sequence each window of `stride` is, from 0.
+
+    Args:
+        sequences: What to cut.
+        length: Tokens of a window.
+        step: Tokens from one window to the next.
+    """
+    places = (_places(start, end, length, step) for start, end in pairwise(sequences.starts))
+    return [number for number, lefts in enumerate(places) for _ in lefts]
 
 
 def collate(rows: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from scale_surgery.training.ranking import LayerScore, MatrixScore, ScoreName
-from scale_surgery.training.update_scores import effective_rank, relative_norm
+from scale_surgery.training.update_scores import effective_rank, equal_steps, relative_norm
 
 if TYPE_CHECKING:
     from scale_surgery.training.pilot import PilotRun
@@ -35,6 +35,7 @@ def score_layers(runs: Sequence[PilotRun], layers: Sequence[int]) -> tuple[Layer
             layer=layer,
             relative_norm=mean([found[layer] for found in norms]),
             effective_rank=mean([found[layer] for found in ranks]),
+            equal_steps=equal_steps(list(runs[0].updates[layer].values())),
             matrices=_score_matrices(runs, layer),
             shares={name: tuple(_share(found, layer, layers) for found in some) for name, some in measured.items()},
         )

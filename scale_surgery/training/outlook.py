@@ -14,8 +14,13 @@ if TYPE_CHECKING:
     from scale_surgery.running.texts import Sequences
 
 # AdamW moves a number by about the learning rate a step. Under the default schedule fifty steps can move it by half of
-# 50 x 0.001, which is as large as weights usually are (initializer_range 0.02), and the new blocks begin at zero
+# 50 x 0.001, which is as large as weights usually are (initializer_range 0.02), and the new blocks begin at zero. A
+# lower rate needs more steps; a higher one needs no fewer, for the first steps are as large whatever the text
 ENOUGH_STEPS = 50
+ENOUGH_TRAVEL = ENOUGH_STEPS * TrainingSettings.learning_rate
+USUAL_WEIGHT = 0.02
+# products of decimal numbers differ by this
+ROUNDING = 1e-9
 # fewer are learned by heart, not from
 ENOUGH_TOKENS = 1000
 # the same tokens are measured before and after, so what differs is no chance; less than this share is not worth a run
@@ -76,7 +81,11 @@ def look_ahead(settings: TrainingSettings, learned: Sequences, processes: int) -
     """
     steps = number_of_steps(settings, len(learned), processes)
     together = settings.batch_size * settings.gradient_accumulation * processes
-    warnings = (*_few_steps(settings, steps, len(learned)), *_few_tokens(learned.scored))
+    warnings = (
+        *_few_steps(settings, steps, len(learned)),
+        *_short_steps(settings.learning_rate, max(steps, ENOUGH_STEPS)),
+        *_few_tokens(learned.scored),
+    )
     passes = steps * together / len(learned) if settings.steps else settings.epochs
     return Outlook(steps, warmup_steps(settings, steps), len(learned), learned.scored, passes, warnings)
 
@@ -96,6 +105,21 @@ def _few_steps(settings: TrainingSettings, steps: int, sequences: int) -> Iterat
     rising = warmup_steps(settings, steps)
     if rising * 2 > steps > 1:
         yield f"the learning rate still rises in {rising} of {steps} steps. Give a smaller --warmup."
+
+
+def _short_steps(rate: float, steps: int) -> Iterator[str]:
+    if (found := steps * rate) < ENOUGH_TRAVEL * (1 - ROUNDING):
+        yield (
+            f"{steps} steps at a learning rate of {rate:g} move a weight by about {found / 2:.2g}, and weights are "
+            f"usually about {USUAL_WEIGHT:g}, so they can teach little. Give --learning-rate "
+            f"{_round_up(ENOUGH_TRAVEL / steps):g}, or --steps {math.ceil(ENOUGH_TRAVEL / rate * (1 - ROUNDING))}."
+        )
+
+
+def _round_up(number: float) -> float:
+    """Two figures, no less than a number above zero."""
+    scale: float = 10.0 ** (1 - math.floor(math.log10(number)))
+    return math.ceil(number * scale * (1 - ROUNDING)) / scale
 
 
 def _few_tokens(tokens: int) -> Iterator[str]:

@@ -22,6 +22,7 @@ class PilotSettings:
         minutes: Minutes that all pilots together may train. The time is estimated before the first step; what takes
             longer gets fewer steps.
         pilots: Short runs, each on its own share of the text; where they disagree about two layers, these are a tie.
+            All start at the same weights, so they agree about what any text would do.
         steps: Optimizer steps of each pilot, in place of what --tokens pays for. Default: as many as these are.
         batch_size: Sequences in one optimizer step.
         sequence_length: Tokens in a sequence. Default: the model's context length, at most 1024.
@@ -33,7 +34,8 @@ class PilotSettings:
     """
 
     trains: Literal["mlp", "full"] = field(default="mlp", metadata={"option": "train"})
-    tokens: Count = 131_072
+    # fifty steps of the other defaults at 1024 tokens; see ENOUGH_STEPS
+    tokens: Count = 204_800
     minutes: Annotated[float, Range(above=0)] = 10.0
     pilots: Count = 2
     steps: Count | None = None

@@ -23,6 +23,7 @@ from scale_surgery.planning.selection import format_layers
 from scale_surgery.progress import Track, no_track
 from scale_surgery.running.device import choose_device
 from scale_surgery.running.options import RunOptions
+from scale_surgery.training.any_text import is_of_any_text
 from scale_surgery.training.budget import (
     Price,
     check_budget,
@@ -238,10 +239,12 @@ def _run_pilots(
 def _propose(job: Job, layers: Sequence[LayerScore], score: ScoreName) -> Proposal:
     order = order_layers(layers, score)
     chosen = choose_layers(job.budget, order, job.price)
-    tied = find_ties(layers, chosen, score)
+    of_any_text = score == "relative-norm" and is_of_any_text(layers)
+    left = set(order) - set(chosen)
+    tied = tuple(sorted(order)) if of_any_text and left else find_ties(layers, chosen, score)
     if tied:
         chosen = choose_layers(job.budget, last_of_ties(order, chosen, tied), job.price)
-    return Proposal(score, chosen, format_layers(chosen), job.price(chosen), tied)
+    return Proposal(score, chosen, format_layers(chosen), job.price(chosen), tied, of_any_text)
 
 
 def _describe(job: Job, budget: PilotBudget, runs: Sequence[PilotRun]) -> Pilot:

@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 from scale_surgery.checkpoint.files import plain_json
 from scale_surgery.planning.request import Request
 from scale_surgery.planning.selection import format_layers
+from scale_surgery.training.outlook import ENOUGH_STEPS
 from scale_surgery.training.pilot_settings import PilotBudget, PilotSettings
 
 ScoreName = Literal["relative-norm", "effective-rank"]
@@ -42,6 +43,7 @@ class LayerScore:
         layer: Number of the layer.
         relative_norm: Frobenius norm of all changes over that of all matrices.
         effective_rank: Effective rank of all changes.
+        equal_steps: What the relative norm would be if every weight had moved by one: with any text, up to a factor.
         matrices: Scores of each matrix by role: "gate", "up_proj", "down", "q", ...
         shares: By score, the score over the mean of all layers in each measurement: at the end of each pilot, and for
             the relative norm after half of its steps too.
@@ -50,6 +52,7 @@ class LayerScore:
     layer: int
     relative_norm: float
     effective_rank: float
+    equal_steps: float
     matrices: Mapping[str, MatrixScore]
     shares: Mapping[ScoreName, tuple[float, ...]]
 
@@ -123,6 +126,7 @@ class Proposal:
         argument: The same as --layers takes them.
         parameters_added: What an expansion of them adds.
         tied: Layers among which the score does not decide, ascending: some are proposed, others are as good.
+        is_of_any_text: Whether the order is that of equal steps, which any text gives; then all layers are tied.
     """
 
     score: ScoreName
@@ -130,6 +134,7 @@ class Proposal:
     argument: str
     parameters_added: int
     tied: tuple[int, ...]
+    is_of_any_text: bool
 
 
 @dataclass(frozen=True)
@@ -244,6 +249,13 @@ class Ranking:
                 f"--minutes {self.pilot.settings.minutes:g} left {self.pilot.budget.steps} steps to each pilot: the "
                 "order may say little. Raise it, or lower --sequence-length."
             )
+        steps = self.pilot.budget.steps
+        if steps < ENOUGH_STEPS and not self.pilot.budget.is_cut:
+            found.append(
+                f"{steps} steps a pilot tell little of the text, at least {ENOUGH_STEPS} are usual: the first ones "
+                "move every weight alike, whatever is learned. Give more text, more --tokens, or "
+                f"--steps {ENOUGH_STEPS}."
+            )
         if self.tie:
             found.append(f"{self.tie}. More --tokens, or a higher --learning-rate, may tell them apart.")
         return tuple(found)
@@ -252,6 +264,11 @@ class Ranking:
     def tie(self) -> str:
         """Which layers are as good as some of those that are proposed, in words; empty where the choice stands out."""
         proposal = self.proposals[0]
+        if proposal.is_of_any_text:
+            return (
+                "tie: the order is that of 1/|W|, which any text gives, and says nothing of this text; the usual "
+                "choice is the last layers"
+            )
         if not proposal.tied:
             return ""
         count = sum(layer in proposal.layers for layer in proposal.tied)

@@ -25,10 +25,12 @@ class Update:
 
     Attributes:
         norm: Frobenius norm of the matrix before.
+        size: How many numbers it has.
         values: Singular values of the difference, float64, on the CPU, (min(rows, columns),).
     """
 
     norm: float
+    size: int
     values: Tensor
 
 
@@ -40,9 +42,9 @@ def measure_update(before: Tensor, after: Tensor) -> Update:
         after: The matrix as it is, float32 or better, same shape and device.
 
     Returns:
-        Its norm, and the singular values of the difference.
+        Its norm and size, and the singular values of the difference.
     """
-    return Update(spectra.norm_of(before), spectra.singular_values(after - before.to(after.dtype)))
+    return Update(spectra.norm_of(before), before.numel(), spectra.singular_values(after - before.to(after.dtype)))
 
 
 def relative_norm(updates: Sequence[Update]) -> float:
@@ -61,6 +63,21 @@ def relative_norm(updates: Sequence[Update]) -> float:
     if whole == 0:
         return math.inf if changed else 0.0
     return changed / whole
+
+
+def equal_steps(updates: Sequence[Update]) -> float:
+    """What `relative_norm` would be if every number had moved by one, whatever was learned.
+
+        sqrt(sum_m n_m) / sqrt(sum_m |W_m|^2),   n_m the size of a matrix
+
+    Args:
+        updates: Changes of one matrix or of several.
+
+    Returns:
+        The score; infinity where all matrices are zeros.
+    """
+    whole = math.sqrt(sum(update.norm**2 for update in updates))
+    return math.sqrt(sum(update.size for update in updates)) / whole if whole else math.inf
 
 
 def effective_rank(updates: Sequence[Update]) -> float:

@@ -547,10 +547,16 @@ def test_a_change_needs_a_gain_that_matters(gain: float, error: float, least_gai
 def test_short_prompts_lose_no_more_than_now_unless_it_is_asked_for() -> None:
     present = outcome(0.5, 0.01, 1.0, gain=Estimate(0.0, 0.0), short=short_prompts(0.1))
     worse = outcome(0.4, 0.01, 1.5, gain=Estimate(0.5, 0.001), short=short_prompts(0.2, change=0.1))
-    noisy = outcome(0.3, 0.01, 1.4, gain=Estimate(0.4, 0.001), short=short_prompts(0.1015, change=0.0015))
+    noisy = outcome(0.3, 0.01, 1.4, gain=Estimate(0.4, 0.001), short=short_prompts(0.115, change=0.015))
     adapt = outcome(1, 1, 2.0, **ADAPT)
     for short, expected in ((None, noisy), (0.2, worse), (0.19, noisy), (0.1, present), (math.inf, worse)):
         assert choose([present, worse, noisy], Limits(0.02, None, None, short, 0.01), adapt).proposed is expected
+    with pytest.raises(PlanError) as refused:
+        choose([worse, worse], Limits(0.02, None, None, None, 0.01), adapt)
+    assert str(refused.value) == (
+        "No setting that keeps the bounds surely loses no more than now on the first tokens of old texts; the least is "
+        "0.2 nats per token, with threshold 0.4. Give more old texts, or --most-short-forgetting 0.2."
+    )
     alone = replace(noisy, short=replace(noisy.short, change=Estimate(0.0015, math.inf)))
     assert choose([present, alone], Limits(0.02, None, None, None, 0.01), adapt).proposed is present
     with pytest.raises(PlanError) as refused:
@@ -559,6 +565,74 @@ def test_short_prompts_lose_no_more_than_now_unless_it_is_asked_for() -> None:
         "--most-short-forgetting 0.05: no setting loses so little on the first tokens of old texts; the least is 0.1 "
         "nats per token, with threshold 0.5. Raise it."
     )
+
+
+@pytest.mark.parametrize(
+    ("lost", "is_kept"),
+    [
+        ([1.0, 3.0], False),  # 2.0 with a noise of 2.0 is not significant, and no small loss either
+        ([0.0, 2.0], False),
+        ([-1.0, 0.5], False),  # less on average, and nobody knows
+        ([0.004, 0.006], True),
+        ([0.004, 0.04], False),
+        ([-0.3, -0.2], True),
+        ([2.0], False),  # one text
+        ([0.004], False),
+        ([0.0], True),
+    ],
+)
+def test_what_few_texts_do_not_show_is_not_taken_for_no_loss(lost: list[float], is_kept: bool) -> None:
+    tokens = torch.full((len(lost),), 8)
+    change = estimate(8 * torch.tensor(lost, dtype=torch.float64), tokens)
+    short = ShortPrompts((), change.value, change)
+    assert Limits(0.02, None, None, None, 0.01).keeps_short(outcome(0.5, 0.0, 1.0, short=short)) == is_kept
+
+
+def bounded(prior: float, rate: float) -> Outcome:
+    return replace(outcome(0.5, 0.0, 1.0), routing=Routing("posterior", prior=prior, switch_rate=rate))
+
+
+def test_the_bound_that_was_asked_for_is_named() -> None:
+    """Where no setting keeps the bounds."""
+    some = [bounded(0.5, 0.01), bounded(0.9, 0.1)]
+    lowest = "the lowest is 0.01005 nats, with prior 0.5, switch rate 0.01. Raise it."
+    per_token = f"--bound-per-token 0.001: no setting bounds a further token so tightly; {lowest}"
+    per_text = (
+        "--bound 0.01: no setting bounds a text so tightly; the lowest is 0.1054 nats, with prior 0.9, switch rate "
+        "0.1. Raise it."
+    )
+    for bound, each, expected in (
+        (1.0, 0.001, per_token),
+        (0.01, 0.2, per_text),
+        (0.01, 0.001, f"{per_text}\n{per_token}"),
+        (0.2, 0.05, "--bound 0.2 and --bound-per-token 0.05: no setting keeps both. Raise one."),
+    ):
+        with pytest.raises(PlanError) as refused:
+            choose(some, Limits(0.02, bound, each, None, 0.01), outcome(1, 1, 2.0, routing=None))
+        assert str(refused.value) == expected
+
+
+def test_windows_of_one_text_are_one_text(place: Path, tmp_path: Path) -> None:
+    """What follows in a text is no new sample of texts: two texts of many windows tell as much noise as two texts."""
+    (tmp_path / "one.txt").write_text(STORY)
+    (tmp_path / "two.txt").write_text(STORY[:30:-1])
+    files = [tmp_path / "one.txt", tmp_path / "two.txt"]
+    windows: dict[str, Any] = {"sequence_length": 20, "step": 7}
+    one = route_calibrate(place / "posterior", old(place), files[0], **windows)
+    assert {found.gain.error for found in one.outcomes} == {math.inf}
+    assert one.proposed == one.present or one.present.forgetting > 0.02
+    both, parts = (
+        [route_calibrate(place / "posterior", old(place), file, **windows) for file in some]
+        for some in ([files], files)
+    )
+    for row, found in enumerate(both[0].outcomes):
+        # texts are of other lengths, so their last windows are read apart from the others
+        scored = torch.tensor([part.present.new.scored for part in parts])
+        nats = [part.present.new.nats - part.outcomes[row].new.nats for part in parts]
+        expected = estimate(torch.tensor(nats, dtype=torch.float64), scored)
+        assert found.gain.value == pytest.approx(expected.value, abs=1e-5)
+        assert found.gain.error == pytest.approx(expected.error, abs=1e-5)
+    assert max(found.gain.error for found in both[0].outcomes) > 1e-3
 
 
 def test_a_tighter_bound_can_be_asked_for(told: tuple[Path, Path, Path]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
 from dataclasses import replace
 from functools import cache
@@ -21,7 +22,9 @@ from scale_surgery.planning.selection import select_layers
 from scale_surgery.show.figure_rank_layers import ranking_figure
 from scale_surgery.show.tables_rank_layers import next_command
 from scale_surgery.surgery.expand import expand
+from scale_surgery.training.any_text import is_of_any_text
 from scale_surgery.training.budget import find_ties, last_of_ties
+from scale_surgery.training.outlook import ENOUGH_STEPS
 from scale_surgery.training.pilot import run_pilot
 from scale_surgery.training.pilot_settings import PilotBudget, budget_pilots
 from scale_surgery.training.rank_layers import prepare_ranking, run_ranking
@@ -322,15 +325,22 @@ def test_the_command_proposes_a_command_that_runs(base, texts, ranked, tmp_path,
 
 
 def test_a_pilot_that_learned_nothing_is_warned_of(ranked):
-    apart = replace(ranked, proposals=tuple(replace(proposal, tied=()) for proposal in ranked.proposals))
+    proposals = tuple(replace(proposal, tied=(), is_of_any_text=False) for proposal in ranked.proposals)
+    enough = replace(ranked.pilot, budget=replace(ranked.pilot.budget, steps=50))
+    apart = replace(ranked, proposals=proposals, pilot=enough)
     assert apart.warnings == () and apart.tie == ""
-    worse = replace(apart, pilot=replace(ranked.pilot, first_loss=1.0, last_loss=6.0))
+    worse = replace(apart, pilot=replace(enough, first_loss=1.0, last_loss=6.0))
     assert worse.warnings == (
         "the pilot learned nothing: its loss was 1.000 in the first steps and 6.000 in the last, so the order says "
         "little. Lower --learning-rate, or raise --steps.",
     )
     assert worse.to_json()["warnings"] == list(worse.warnings)
     cut = replace(apart, pilot=replace(ranked.pilot, budget=replace(ranked.pilot.budget, is_cut=True)))
+    few = replace(apart, pilot=replace(enough, budget=replace(enough.budget, steps=49)))
+    assert few.warnings == (
+        "49 steps a pilot tell little of the text, at least 50 are usual: the first ones move every weight alike, "
+        "whatever is learned. Give more text, more --tokens, or --steps 50.",
+    )
     assert cut.warnings == (
         "--minutes 10 left 3 steps to each pilot: the order may say little. Raise it, or lower --sequence-length.",
     )
@@ -339,7 +349,7 @@ def test_a_pilot_that_learned_nothing_is_warned_of(ranked):
 def scored(layer: int, *changes: float) -> LayerScore:
     """A layer whose changes were measured; the mean of all layers is 1."""
     score = sum(changes) / len(changes)
-    return LayerScore(layer, score, score, {}, dict.fromkeys(SCORES, changes))
+    return LayerScore(layer, score, score, 1.0, {}, dict.fromkeys(SCORES, changes))
 
 
 def test_a_choice_that_a_measurement_turns_round_is_a_tie():
@@ -363,10 +373,72 @@ def test_of_tied_layers_the_last_are_proposed_and_the_tie_is_said(base, texts):
     assert found.tie == (
         f"tie: any {len(proposal.layers)} of the layers 0-4 are as good; the usual choice is the last layers"
     )
-    assert found.warnings == (f"{found.tie}. More --tokens, or a higher --learning-rate, may tell them apart.",)
+    few, tie = found.warnings
+    assert few.startswith("3 steps a pilot tell little of the text")
+    assert tie == f"{found.tie}. More --tokens, or a higher --learning-rate, may tell them apart."
     content = found.to_json()
     assert content["tie"] == found.tie and content["proposals"][0]["tied"] == list(range(LAYERS))
     assert content["layers"][0]["noise"]["relative-norm"] == found.layers[0].noise("relative-norm") > 0
+
+
+@pytest.fixture(scope="module")
+def unlike(base, tmp_path_factory) -> Path:
+    """The same model with MLPs of other sizes."""
+    model, folder = load(base), tmp_path_factory.mktemp("unlike") / "norms"
+    with torch.no_grad():
+        for own, size in zip(model.model.layers, (1.0, 3.0, 1.5, 2.5, 2.0), strict=True):
+            for part in (own.mlp.gate_proj, own.mlp.up_proj, own.mlp.down_proj):
+                part.weight.mul_(size)
+    model.save_pretrained(folder)
+    return with_tokenizer(folder)
+
+
+def test_an_order_that_any_text_gives_says_nothing_of_this_one(unlike, texts, tmp_path):
+    (tmp_path / "noise.txt").write_text(" ".join(random.Random(3).choices(["zq", "xx", "a", "qqq"], k=400)))
+    for text in (texts[0], tmp_path / "noise.txt"):
+        found = rank_layers(unlike, text, PILOT, RankingRequest(budget="40%"))
+        proposal = found.proposals[0]
+        assert found.order("relative-norm") == (0, 2, 4, 3, 1), "that of 1/|W|"
+        assert find_ties(found.layers, (0, 2), "relative-norm") == (), "and pilots agree about it"
+        assert proposal.is_of_any_text and proposal.tied == tuple(range(LAYERS))
+        assert proposal.layers == tuple(range(LAYERS))[-len(proposal.layers) :]
+        assert found.tie == (
+            "tie: the order is that of 1/|W|, which any text gives, and says nothing of this text; the usual choice is "
+            "the last layers"
+        )
+        assert any(warning.startswith(found.tie) for warning in found.warnings)
+    content = found.to_json()
+    assert content["proposals"][0]["is_of_any_text"] and not content["proposals"][1]["is_of_any_text"]
+    output = " ".join(run(unlike, "--data", texts[0], "--budget", "40%", *SHORT).split())
+    assert output.split("proposal budget")[1].count(found.tie) == 1
+    whole = rank_layers(unlike, texts[0], PILOT, RankingRequest(budget="1000%"))
+    assert whole.proposals[0].tied == () and whole.tie == found.tie, "said where there is nothing to choose, too"
+
+
+def test_a_layer_that_learns_less_than_its_norm_says_is_told_of(unlike, texts, tmp_path):
+    """The negative control: norms differ as much, and a layer that reads little learns little."""
+    model = load(unlike)
+    with torch.no_grad():
+        model.model.layers[0].post_attention_layernorm.weight[4:] = 0.0
+    model.save_pretrained(tmp_path / "deaf")
+    found = rank_layers(with_tokenizer(tmp_path / "deaf"), texts[0], PILOT, RankingRequest(budget="40%"))
+    proposal = found.proposals[0]
+    assert found.layers[0].equal_steps == max(layer.equal_steps for layer in found.layers)
+    assert not proposal.is_of_any_text and "any text" not in found.tie
+
+
+def test_ranks_alone_or_sizes_alone_do_not_make_an_order_that_of_any_text():
+    def layers(*pairs: tuple[float, float]) -> list[LayerScore]:
+        return [LayerScore(number, one * own, 1.0, one, {}, {}) for number, (one, own) in enumerate(pairs)]
+
+    norms = [1.0 + number / 12 for number in range(24)]
+    assert is_of_any_text(layers(*((norm, 1.0) for norm in norms)))
+    assert is_of_any_text(layers(*((norm, 1.03 - 0.06 * (row % 2)) for row, norm in enumerate(norms))))
+    # one layer of 24 moved three times as far, and its rank changes by eleven alone
+    assert not is_of_any_text(layers(*((norm, 3.0 if row == 12 else 1.0) for row, norm in enumerate(norms))))
+    # one norm is far from all others, among which the text decides
+    assert not is_of_any_text(layers((100.0, 1.0), (1.0, 1.3), (1.1, 1.1), (1.2, 0.9), (1.3, 0.8)))
+    assert not is_of_any_text(layers((2.0, 0.0), (1.0, 1.0))) and not is_of_any_text(layers((1.0, 1.0)))
 
 
 def test_a_layer_that_learns_alone_is_no_tie(base, texts, tmp_path):
@@ -380,7 +452,7 @@ def test_pilots_read_what_the_budget_says_and_no_more():
     small = budget_pilots(usual, sequences=40, length=512)
     assert (small.pilots, small.steps, small.passes) == (2, 40, 4.0) and small.tokens == 2 * 40 * 2 * 512
     large = budget_pilots(usual, sequences=100_000, length=1024)
-    assert large.tokens == usual.tokens and large.steps == 32 and large.passes < 0.01
+    assert large.tokens == usual.tokens and large.steps == 50 == ENOUGH_STEPS and large.passes < 0.01
     assert budget_pilots(replace(usual, tokens=8192), 40, 512).tokens == 8192
     asked = budget_pilots(replace(usual, steps=200, batch_size=8), 40, 512)
     assert (asked.steps, asked.passes) == (200, 80.0), "steps that are asked for are taken"

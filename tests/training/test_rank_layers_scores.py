@@ -114,7 +114,7 @@ def test_a_budget_that_fits_no_layer():
 
 
 def layer(number: int, norm: float, rank: float) -> LayerScore:
-    return LayerScore(number, norm, rank, {}, {})
+    return LayerScore(number, norm, rank, 1.0, {}, {})
 
 
 def test_order_and_ties():
