@@ -192,7 +192,8 @@ def _cleared(target: Path, *, keeps_refused: bool) -> Iterator[None]:
     try:
         yield
     except SurgeryError:
-        if not keeps_refused:
+        # with no file in it there is nothing to continue
+        if not keeps_refused or not any(path.is_file() for path in _partial(target).rglob("*")):
             shutil.rmtree(_partial(target), ignore_errors=True)
             with contextlib.suppress(OSError):
                 _state_file(target).unlink()

@@ -182,3 +182,13 @@ def test_a_refusal_leaves_nothing(tmp_path):
             (partial / "file").write_text("x")
             raise CheckpointError("no")
         assert partial.exists() is (tmp_path / ".out.partial.json").exists() is keeps
+
+
+def test_a_refusal_before_the_first_file_leaves_nothing(tmp_path):
+    with (
+        pytest.raises(CheckpointError, match="no"),
+        staged(tmp_path / "out", {}, overwrite=False, keeps_refused=True) as partial,
+    ):
+        (partial / "folder").mkdir()
+        raise CheckpointError("no")
+    assert not partial.exists() and not (tmp_path / ".out.partial.json").exists()
