@@ -223,8 +223,15 @@ def _prepare(target: Path, state: Mapping[str, Any], stamps: Stamps) -> None:
         shutil.rmtree(partial)
     write_text(state_file, wanted)
     partial.mkdir(exist_ok=True)
-    for unfinished in [file for file in partial.rglob("*.tmp") if not file.is_dir()]:
-        unfinished.unlink()
+    remove_unfinished(partial)
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove what a kill in the middle of a file left: ours, and what safetensors' writer calls .tmp and more."""
+    left = [*folder.rglob("*.tmp"), *folder.rglob(".tmp??????")]
+    for file in left:
+        if not file.is_dir():
+            file.unlink()
 
 
 def _as_state(stamps: Stamps) -> dict[str, Any]:

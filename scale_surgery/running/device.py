@@ -9,12 +9,14 @@ from scale_surgery.errors import PlanError
 
 # every operation is there: float64 for exact comparisons, eigenvalues, all attention kernels
 COMPLETE_KINDS = ("cuda",)
+# kinds of devices that a machine has or has not
+ACCELERATORS = ("cuda", "mps", "xpu", "npu", "hpu", "mtia")
 # on the CPU a model larger than the given memory is read from its files as it runs
 MORE_MEMORY = "Memory ran out: give --device cpu, or a smaller --batch-size or --memory, where a command has them."
 
 
 def choose_device(name: str, *, only_trains: bool = False) -> str:
-    """Name the device that an option stands for; it is not tried.
+    """Name the device that an option stands for.
 
     Args:
         name: What was asked for: "auto", or a device as torch writes it.
@@ -25,17 +27,21 @@ def choose_device(name: str, *, only_trains: bool = False) -> str:
         A device as torch writes it; for "auto" an accelerator if there is one, else "cpu".
 
     Raises:
-        PlanError: If torch knows no such device.
+        PlanError: If torch knows no such device, or this machine has none.
     """
     import torch
 
+    there = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if name == "auto":
-        found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        return found.type if found is not None and (only_trains or found.type in COMPLETE_KINDS) else "cpu"
+        return there.type if there is not None and (only_trains or there.type in COMPLETE_KINDS) else "cpu"
     try:
-        return str(torch.device(name))
+        device = torch.device(name)
     except RuntimeError as error:
         raise PlanError(f"--device is {name!r}, expected auto, cpu, cuda or another that torch knows.") from error
+    if device.type in ACCELERATORS and (there is None or there.type != device.type):
+        found = "no accelerator" if there is None else f"an accelerator called {there.type}"
+        raise PlanError(f"--device is {name}, found {found} on this machine; expected auto, cpu or that.")
+    return str(device)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

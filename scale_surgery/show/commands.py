@@ -65,7 +65,7 @@ def after_evaluation(result: Evaluation, model: str) -> str:
         texts = (word for file in (*result.old, *result.new) for word in ("--text", file))
         return command("route-report", model, *texts)
     if "expanded" not in kinds:
-        return command("plan", model, "--layers", "last:4")
+        return command("inspect", model)
     is_trained = any(score.forgetting or score.learning for score in result.scores if score.kind == "expanded")
     return command("report", model, "-o", "report.html") if is_trained else command("train", model, "--data", "FILE")
 

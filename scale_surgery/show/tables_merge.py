@@ -41,11 +41,7 @@ def render_merged(done: Merged) -> RenderableType:
 def _next(done: Merged) -> str:
     if done.form == "stock":
         return f"AutoModelForCausalLM.from_pretrained({json.dumps(str(done.path), ensure_ascii=False)})"
-    given: dict[str, tuple[object, ...]] = {
-        "fused": ("merge", done.path, "--to", "blocks", "-o", "BLOCKS"),
-        "blocks": ("verify", done.path),
-    }
-    return command(*given[done.form])
+    return command("verify", done.path)
 
 
 def _drift_rows(drift: Drift) -> list[tuple[str, str]]:

@@ -100,7 +100,7 @@ def read_manifest(path: Path) -> Manifest:
     if path.is_dir() and not file.is_file() and _is_base(path):
         raise CheckpointError(
             f"{path}: is a base model, expected one made by scale-surgery expand. Expand it first: scale-surgery "
-            f"expand {path} --layers last:4 -o EXPANDED."
+            f"expand {path} --layers LAYERS -o EXPANDED."
         )
     if path.is_dir() and not file.is_file():
         raise CheckpointError(

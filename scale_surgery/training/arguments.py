@@ -35,7 +35,8 @@ def number_of_steps(settings: TrainingSettings, sequences: int, processes: int) 
 
 def warmup_steps(settings: TrainingSettings, steps: int) -> int:
     """Optimizer steps in which the learning rate rises."""
-    return math.ceil(settings.warmup * steps)
+    # the first of them has a learning rate of 0, so one step alone would teach nothing
+    return min(math.ceil(settings.warmup * steps), steps - 1)
 
 
 def make_arguments(

@@ -24,7 +24,7 @@ from typing import Any
 from scale_surgery.checkpoint.files import BaseWeights, take_over, write_json, write_tensors, write_text
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint, read_json
 from scale_surgery.checkpoint.names import INDEX_FILE, LOG_FILE, MANIFEST_FILE, TRAINING_FOLDER
-from scale_surgery.checkpoint.staging import staged
+from scale_surgery.checkpoint.staging import remove_unfinished, staged
 from scale_surgery.errors import TrainingError
 from scale_surgery.surgery.record import read_manifest
 
@@ -224,7 +224,7 @@ def publish_tensors(target: Path, trained: Path, prefix: str, renamed: Mapping[s
             write_tensors(target / published, {name: file.get_tensor(names[name]).to(dtypes[name]) for name in own})
             index["weight_map"] |= dict.fromkeys(own, published)
     write_json(target / INDEX_FILE, index)
-    # also what a kill in the middle of a shard left
-    for written in (*target.glob("expansion-*.safetensors"), *target.glob("expansion-*.safetensors.tmp")):
+    for written in target.glob("expansion-*.safetensors"):
         if written.name not in index["weight_map"].values():
             written.unlink()
+    remove_unfinished(target)

@@ -51,6 +51,16 @@ def test_a_folder_that_is_called_like_an_unfinished_file_goes_on(tmp_path):
         assert list((partial / "weights.tmp").iterdir()) == []
 
 
+def test_what_a_killed_writer_of_tensors_left_is_removed(tmp_path):
+    """safetensors writes beside the file under a name of its own, and renames."""
+    with pytest.raises(ZeroDivisionError), staged(tmp_path / "made", {}, overwrite=False) as partial:
+        (partial / ".tmpvZVzs1").write_text("x")
+        (partial / ".template").write_text("theirs")
+        raise ZeroDivisionError
+    with staged(tmp_path / "made", {}, overwrite=False) as partial:
+        assert [file.name for file in partial.iterdir()] == [".template"]
+
+
 def test_texts_keep_their_line_ends_and_json_its_letters(tmp_path):
     write_text(tmp_path / "a", "one\r\ntwo\n\x00é")
     assert (tmp_path / "a").read_bytes() == "one\r\ntwo\n\x00é".encode()

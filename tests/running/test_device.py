@@ -12,7 +12,18 @@ import pytest
 import torch
 
 import scale_surgery
-from scale_surgery import PlanError, Request, RunOptions, TrainingError, expand, report, train, verify
+from scale_surgery import (
+    PlanError,
+    Request,
+    RunOptions,
+    TrainingError,
+    evaluate,
+    expand,
+    merge,
+    report,
+    train,
+    verify,
+)
 from scale_surgery.biographies import SHIPPED_MODEL
 from scale_surgery.cli.program import main
 from scale_surgery.progress import Progress
@@ -89,9 +100,27 @@ def test_a_check_says_where_it_ran(expanded):
     assert result.to_json()["numbers"]["device"] == RunOptions().placed().device
 
 
+def test_a_device_that_is_not_there_is_named_before_any_work(expanded, tmp_path, monkeypatch):
+    """Not by torch, of a folder with a name that nobody gave, after half of the work."""
+    with_accelerator(monkeypatch, None)
+    text, run = tmp_path / "text.txt", RunOptions(device="cuda")
+    text.write_text("Ada was born in Rome.")
+    asked = (
+        lambda: verify(expanded, run=run, record=False),
+        lambda: report(expanded, run=run),
+        lambda: evaluate(expanded, text, run=run),
+        lambda: merge(expanded, tmp_path / "merged", run=run),
+        lambda: expand(SHIPPED_MODEL, Request("0"), tmp_path / "made", run=run),
+    )
+    for ask in asked:
+        with pytest.raises(PlanError, match=r"^--device is cuda, found no accelerator on this machine; expected auto"):
+            ask()
+    assert [file.name for file in tmp_path.iterdir()] == ["text.txt"]
+
+
 def test_training_runs_on_what_there_is(expanded, tmp_path, monkeypatch):
     with_accelerator(monkeypatch, None)
-    with pytest.raises(TrainingError, match=r"^--device is cuda, found no accelerator on this machine; expected auto"):
+    with pytest.raises(PlanError, match=r"^--device is cuda, found no accelerator on this machine; expected auto"):
         train(expanded, [tmp_path / "text"], tmp_path / "made", run=RunOptions(device="cuda"))
     with_accelerator(monkeypatch, "cuda")
     with pytest.raises(TrainingError, match=r"^--device is cuda:1, found an accelerator called cuda on this machine"):

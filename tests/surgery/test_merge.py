@@ -495,6 +495,6 @@ def test_the_command_prints_the_drift(expanded: Path, tmp_path: Path, monkeypatc
     run = CliRunner().invoke(main, ["merge", str(expanded), "-o", "again"])
     *lines, last = run.output.splitlines()
     assert "passes for rounding" in run.output and max(map(len, lines)) <= 80
-    assert " ".join(last.split()) == "next scale-surgery merge again --to blocks -o BLOCKS"
+    assert " ".join(last.split()) == "next scale-surgery verify again"
     run = CliRunner().invoke(main, ["merge", str(expanded), "-o", str(tmp_path / "again"), "--to", "blocks"])
     assert run.exit_code == 1 and "has its blocks" in run.output

@@ -43,7 +43,9 @@ def expanded(sharded_base: Path, tmp_path: Path) -> Path:
         (sharded_base / name).parent.mkdir(parents=True, exist_ok=True)
         (sharded_base / name).write_bytes(content)
     folder = expand(sharded_base, REQUESTS["adapt"], tmp_path / "expanded").path
-    edit_manifest(folder, lambda own: own | {"verification": {"passed": True}, "training": [{"steps": 3}]})
+    edit_manifest(
+        folder, lambda own: own | {"verification": {"passed": True, "date": "2026-01-01"}, "training": [{"steps": 3}]}
+    )
     return folder
 
 

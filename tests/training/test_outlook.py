@@ -212,7 +212,7 @@ def test_a_resumed_run_knows_the_loss_before_and_draws_once(place: Path, tmp_pat
 
 def test_the_console_says_it_in_80_columns_and_ends_with_next(place: Path, tmp_path: Path) -> None:
     made = tmp_path / "made"
-    command = ["train", place / "wide", "--data", place / "word.txt", "-o", made]
+    command = ["train", place / "wide", "--data", place / "word.txt", "-o", made, "--learning-rate", "1e-9"]
     result = CliRunner(env={"COLUMNS": "80"}).invoke(main, list(map(str, command)))
     assert result.exit_code == 0, result.output
     text = " ".join(result.stdout.split())
@@ -228,6 +228,13 @@ def test_the_console_says_it_in_80_columns_and_ends_with_next(place: Path, tmp_p
         f"next scale-surgery verify {made}".replace(" ", "") in result.stdout.replace("\n", "").replace(" ", "")[-300:]
     )
     assert "{'" not in result.output, "dictionaries of the Trainer"
+
+
+def test_one_step_alone_learns(place: Path, tmp_path: Path) -> None:
+    """Where the learning rate rises, the first step has a rate of 0: one alone would change nothing."""
+    done = train(place / "wide", [place / "word.txt"], tmp_path / "made", TrainingSettings(), run=CPU)
+    assert (done.steps, done.outlook.warmup_steps) == (1, 0)
+    assert done.change is not None and done.change.before is not None and done.change.after < done.change.before
 
 
 def test_a_file_that_is_not_there(place: Path, tmp_path: Path) -> None:
