@@ -96,10 +96,11 @@ def _fingerprint(manifest: Manifest, hashes: Mapping[str, str]) -> str:
 
 def bytes_to_check(checkpoint: Checkpoint, manifest: Manifest, base: Checkpoint | None) -> int:
     """Bytes that `check_files` reads, for a progress bar."""
-    total = sum(info.bytes for info in checkpoint.tensors.values())
-    total += base_bytes_to_check(manifest)
+    plan, parts = manifest.plan, described_parts(checkpoint, manifest)
+    total = base_bytes_to_check(checkpoint, manifest)
+    total += sum(parts[tensor.name].bytes for tensor in plan.tensors if tensor.name in parts)
     # each copy is made again to be compared
-    total += sum(tensor.bytes for tensor in manifest.plan.method.guards(manifest.plan) if tensor.init == "copy")
+    total += sum(tensor.bytes for tensor in plan.method.guards(plan) if tensor.init == "copy")
     return total + (sum(info.bytes for info in base.tensors.values()) if base is not None else 0)
 
 

@@ -129,8 +129,10 @@ def write_blocks(checkpoint: Checkpoint, manifest: Manifest, folder: Path, track
     """
     assert manifest.fused is not None
     problems = []
-    # each byte is written, and read again to be hashed
-    with track("shards", 2 * sum(info.bytes for info in described_parts(checkpoint, manifest).values())) as advance:
+    # each byte is written, and read again to be hashed, with the header and its length before it
+    headers = sum(8 + len(record["header"].encode("utf-8")) for record in manifest.joined_shards.values())
+    total = headers + 2 * sum(info.bytes for info in described_parts(checkpoint, manifest).values())
+    with track("shards", total) as advance:
         for shard, record in manifest.joined_shards.items():
             rebuild_shard(checkpoint, manifest, shard, folder / shard, advance)
             if (found := hash_file(folder / shard, advance)) != record["sha256"]:

@@ -19,7 +19,7 @@ from scale_surgery.progress import Progress, Track, no_progress
 from scale_surgery.running.tokenizer import TOKENIZER_CONFIG_FILE
 from scale_surgery.surgery.config import config_problems
 from scale_surgery.surgery.joining import joined_tensors
-from scale_surgery.surgery.parts import hash_parts
+from scale_surgery.surgery.parts import described_parts, hash_parts
 from scale_surgery.surgery.record import Manifest, check_numbering
 from scale_surgery.surgery.renumbered import hash_stored
 
@@ -74,10 +74,14 @@ def find_damage(checkpoint: Checkpoint, manifest: Manifest, advance: Progress = 
     )
 
 
-def base_bytes_to_check(manifest: Manifest) -> int:
-    """Bytes of base files that are read and are no tensors, or are those of tensors once more; for a progress bar."""
-    files = {file.stored_as: file.bytes for file in manifest.base_files.values() if file.stored_as is not None}
-    return sum(size for name, size in files.items() if name in manifest.renumbered or not name.endswith(".safetensors"))
+def base_bytes_to_check(checkpoint: Checkpoint, manifest: Manifest) -> int:
+    """Bytes that `find_damage` reads of a whole model, for a progress bar; see `_hash_base`."""
+    stored = {file.stored_as: file.bytes for file in manifest.base_files.values() if file.stored_as is not None}
+    files = {name: size for name, size in stored.items() if name not in manifest.joined_shards}
+    parts = described_parts(checkpoint, manifest)
+    beside = [parts[name] for name in manifest.base_tensors if name in parts]
+    moved = [part for part in beside if part.file not in files or part.file in manifest.renumbered]
+    return sum(files.values()) + sum(part.bytes for part in moved)
 
 
 def refuse_damaged(
@@ -98,8 +102,7 @@ def refuse_damaged(
         CheckpointError: If it is not; every problem is named.
     """
     check_numbering(checkpoint, manifest)
-    tensor_bytes = sum(info.bytes for info in checkpoint.tensors.values())
-    with track("base hashes", tensor_bytes + base_bytes_to_check(manifest)) as advance:
+    with track("base hashes", base_bytes_to_check(checkpoint, manifest)) as advance:
         found = find_damage(checkpoint, manifest, advance)
     # another release may have written other code files
     own = () if is_trusted else (*found.config, *_code_problems(checkpoint, manifest, manifest.code))

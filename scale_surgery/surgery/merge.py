@@ -28,7 +28,7 @@ from scale_surgery.progress import Track, no_track
 from scale_surgery.running.drift import Drift, measure_drift
 from scale_surgery.running.options import Probes, RunOptions
 from scale_surgery.surgery.fused import check_fusible, fused_shards, write_blocks, write_fused
-from scale_surgery.surgery.intact import find_damage, refuse_damaged
+from scale_surgery.surgery.intact import base_bytes_to_check, find_damage, refuse_damaged
 from scale_surgery.surgery.joining import damaged_pieces
 from scale_surgery.surgery.merge_stock import check_stock, stock_cost, write_stock
 from scale_surgery.surgery.record import STOCK_RECORD_FILE, Manifest, read_manifest, refuse_linked, tool_versions
@@ -181,7 +181,7 @@ def _check_blocks(source: Path, partial: Path, track: Track) -> None:
     problems: Sequence[str]
     try:
         checkpoint, manifest = open_checkpoint(partial), read_manifest(partial)
-        with track("base hashes", sum(info.bytes for info in checkpoint.tensors.values())) as advance:
+        with track("base hashes", base_bytes_to_check(checkpoint, manifest)) as advance:
             problems = find_damage(checkpoint, manifest, advance).problems
     except CheckpointError as error:
         problems = error.lines

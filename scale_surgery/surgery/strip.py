@@ -74,7 +74,7 @@ def strip(
     }
     joined = open_checkpoint(path) if manifest.joined_shards else None
     with staged(target, state, overwrite=overwrite, keeps_refused=True) as partial:
-        with track("files", total) as advance:
+        with track("files", sum(file.bytes for file in manifest.base_files.values() if file.stored_as)) as advance:
             restore(path, partial, manifest, _placing(path, manifest, joined, base_weights, advance))
         files = _check_files(partial, manifest, track, total)
     return Stripped(target, manifest.base_name, files, manifest.left_out)
