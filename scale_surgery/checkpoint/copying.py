@@ -1,7 +1,7 @@
 """Copy a large file beside the page cache.
 
 A copy that goes through it makes a page for every 4 KiB, only to be written and dropped again: that takes several times
-as long as the copying, and pushes the base model out of memory, which is read again for its hashes.
+as long as the copying, and pushes the base model out of memory.
 """
 
 from __future__ import annotations

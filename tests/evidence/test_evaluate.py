@@ -20,6 +20,7 @@ from scale_surgery import (
     CheckpointError,
     DataError,
     Evaluation,
+    PlanError,
     Request,
     RunOptions,
     SurgeryError,
@@ -486,9 +487,8 @@ def test_a_model_whose_tensors_do_not_fit(place: Path, tmp_path: Path) -> None:
 
 
 def test_a_device_that_is_not_there(place: Path) -> None:
-    message = refusal(place / "base", [place / "old.txt"], run=RunOptions(device="cuda:7"), error=CheckpointError)
-    assert message.startswith("base: cannot be loaded (")
-    assert message.endswith("Check --device, and whether transformers alone loads it.")
+    message = refusal(place / "base", [place / "old.txt"], run=RunOptions(device="cuda:7"), error=PlanError)
+    assert message == "--device is cuda:7, found no accelerator on this machine; expected auto, cpu or that."
 
 
 def test_a_config_that_transformers_refuses(place: Path, tmp_path: Path) -> None:

@@ -145,6 +145,7 @@ def test_inspect_says_what_is_newer_than_the_verification(shown):
     assert re.search(r"last verified passed \S+; the router's numbers changed since next", routed)
 
 
+@pytest.mark.slow
 def test_the_demo_prints_commands_and_results_alone(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")

@@ -119,6 +119,7 @@ def test_large_blocks_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
     assert allocator.largest_kept() == 2**30
 
 
+@pytest.mark.slow
 def test_the_benchmark_compares_pairs(tmp_path: Path) -> None:
     options = ["--shape", "tiny", "--batch", "2", "--length", "16", "--rounds", "1", "--pairs", "1"]
     shown = CliRunner().invoke(benchmark.main, [*options, "-o", str(tmp_path / "n.json")], catch_exceptions=False)
