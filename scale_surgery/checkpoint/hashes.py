@@ -58,10 +58,12 @@ def hash_all(
     """
     files: dict[str, str] = {}
     tensors: dict[str, str] = {}
+    held: dict[str, list[TensorInfo]] = {name: [] for name in names}
+    for info in checkpoint.tensors.values():
+        held.get(info.file, []).append(info)
     with ThreadPoolExecutor(1) as beside:
-        for name in names:
-            held = [info for info in checkpoint.tensors.values() if info.file == name]
-            files[name], sums = _hash_with_tensors(checkpoint.path / name, held, beside, advance)
+        for name, own in held.items():
+            files[name], sums = _hash_with_tensors(checkpoint.path / name, own, beside, advance)
             tensors |= sums
     return files, tensors
 

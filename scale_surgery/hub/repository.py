@@ -25,9 +25,9 @@ from scale_surgery.checkpoint.hashes import hash_file
 from scale_surgery.checkpoint.listing import is_left_link, list_files, stays_behind
 from scale_surgery.checkpoint.names import EXTRACT_FILE, MANIFEST_FILE, OTHER_WEIGHT_SUFFIXES
 from scale_surgery.checkpoint.reading import parse_json, read_bytes
-from scale_surgery.checkpoint.schema import in_one_line, known_misfits, misfits
+from scale_surgery.checkpoint.schema import in_one_line, known_misfits
 from scale_surgery.errors import CheckpointError
-from scale_surgery.surgery.extract_folder import ExtractRecord
+from scale_surgery.surgery.extract_folder import record_problems
 from scale_surgery.surgery.licence import LICENCE_KEYS
 from scale_surgery.surgery.record import STOCK_RECORD_FILE as MERGE_FILE
 from scale_surgery.surgery.record import Manifest, read_manifest, refuse_linked
@@ -148,7 +148,7 @@ def _check_record(path: Path, form: Form, record: Mapping[str, Any]) -> None:
     if form == "stock":
         problems += known_misfits(record, StockRecord)
     elif form == "extract":
-        problems += misfits(read_json(path / EXTRACT_FILE), ExtractRecord)
+        problems += record_problems(read_json(path / EXTRACT_FILE))
     if problems:
         raise CheckpointError(
             f"{path / file}: is incomplete ({in_one_line(problems)}). Restore it from where you got it."

@@ -135,7 +135,8 @@ def open_extract(extract: str | Path, revision: str | None = None) -> Extract:
     manifest = read_manifest(path)
     refuse_fused(path, manifest)
     try:
-        _check_values(content)
+        if wrong := record_problems(content):
+            raise PlanError(in_one_line(wrong))
         found = _read(source, content, manifest, stamps)
         config = read_config(path / CONFIG_FILE)
         problems = [*content_problems(path, manifest, config, found.files, found.tensors), *_list_problems(found)]
@@ -146,14 +147,13 @@ def open_extract(extract: str | Path, revision: str | None = None) -> Extract:
     return found
 
 
-def _check_values(content: Mapping[str, Any]) -> None:
-    """Check the kinds of all values of a parsed extract.json."""
+def record_problems(content: Mapping[str, Any]) -> list[str]:
+    """Say which values of a parsed extract.json are of another kind than `extract` writes, a line each."""
     forms = content.get("base_tensors")
     problems = list(misfits(content, ExtractRecord))
     for name, form in forms.items() if isinstance(forms, dict) and not problems else ():
         problems += misfits(dict(zip(("dtype", "shape"), form, strict=False)), TensorForm, f"base_tensors.{name}")
-    if problems:
-        raise PlanError(in_one_line(problems))
+    return problems
 
 
 def _read(source: Source, content: Mapping[str, Any], manifest: Manifest, stamps: Stamps) -> Extract:

@@ -114,6 +114,15 @@ def test_taking_a_file_over(tmp_path, how, is_shared):
     assert not (tmp_path / "sub" / "config.json").samefile(tmp_path / "blob")
 
 
+@pytest.mark.parametrize("size", (0, 1, 4096, (1 << 20) + 4097))
+@pytest.mark.parametrize("how", ("auto", "copy", "link"))
+def test_what_is_taken_over_has_the_same_bytes(tmp_path, how, size):
+    content = os.urandom(size)
+    (tmp_path / "source.safetensors").write_bytes(content)
+    take_over(tmp_path / "source.safetensors", tmp_path / "sub" / "a.safetensors", how)
+    assert (tmp_path / "sub" / "a.safetensors").read_bytes() == content
+
+
 def test_a_file_of_another_size_is_taken_over_again(tmp_path):
     (tmp_path / "source").write_bytes(b"whole")
     (tmp_path / "file").write_bytes(b"ha")
