@@ -11,11 +11,11 @@ import errno
 import json
 import os
 import re
-import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from scale_surgery.checkpoint.copying import copy_file
 from scale_surgery.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ def take_over(source: Path, file: Path, how: BaseWeights) -> None:
         if how == "link" and file.suffix == ".safetensors":
             _link(real, temporary)
         elif how == "copy" or not _reflink(real, temporary):
-            shutil.copyfile(real, temporary)
+            copy_file(real, temporary)
 
 
 def _link(source: Path, file: Path) -> None:
