@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from scale_surgery.checkpoint.copying import copy_file
+from scale_surgery.checkpoint.copying import Passing, copy_file, unseen
 from scale_surgery.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
             raise OSError(number, os.strerror(number), str(file)) from error
 
 
-def take_over(source: Path, file: Path, how: BaseWeights) -> None:
+def take_over(source: Path, file: Path, how: BaseWeights, passing: Passing = unseen) -> bool:
     """Take a file over as a file.
 
     Args:
@@ -128,18 +128,25 @@ def take_over(source: Path, file: Path, how: BaseWeights) -> None:
         file: What it becomes; left alone if it is there already, from an interrupted run.
         how: "auto" shares blocks where the file system can (a reflink) and copies otherwise; "copy" copies;
             "link" makes a hard link of a shard, and copies small files, which programs edit in place.
+        passing: Called with each block of a file that is copied.
+
+    Returns:
+        Whether it was copied, block by block.
 
     Raises:
         CheckpointError: If a hard link is asked for across file systems.
     """
     real = source.resolve()
     if file.exists() and (file.stat().st_size == real.stat().st_size):
-        return
+        return False
     with finished_file(file) as temporary:
         if how == "link" and file.suffix == ".safetensors":
             _link(real, temporary)
-        elif how == "copy" or not _reflink(real, temporary):
-            copy_file(real, temporary)
+            return False
+        if how != "copy" and _reflink(real, temporary):
+            return False
+        copy_file(real, temporary, passing)
+        return True
 
 
 def _link(source: Path, file: Path) -> None:

@@ -9,7 +9,7 @@ everything else --as files-->      everything else
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from pathlib import Path
@@ -17,7 +17,8 @@ from pathlib import Path
 from scale_surgery import modeling
 from scale_surgery.checkpoint.files import BaseWeights, take_over, write_json, write_tensors, write_text
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint, read_text
-from scale_surgery.checkpoint.hashes import hash_all, hash_tensors
+from scale_surgery.checkpoint.hashes import FileHash, Sums, hash_all, hash_tensors, tensors_by_file
+from scale_surgery.checkpoint.headers import TensorInfo
 from scale_surgery.checkpoint.names import CONFIG_FILE, INDEX_FILE, MANIFEST_FILE
 from scale_surgery.checkpoint.numbering import Numbering
 from scale_surgery.checkpoint.sources import Source, find_source
@@ -106,9 +107,9 @@ def expand(
     }
     with staged(target, state, checkpoint.stamps, overwrite=overwrite) as partial:
         write_expansion(made, checkpoint, partial, run.device, track)
-        written = _take_over_base(made, checkpoint, partial, base_weights, track)
+        written, sums = _take_over_base(made, checkpoint, partial, base_weights, track)
         pinned = _write_code_and_config(made, checkpoint, partial, run)
-        _write_index_and_manifest(made, checkpoint, partial, _tool(run), track)
+        _write_index_and_manifest(made, checkpoint, partial, _tool(run), sums, track)
     return Expansion(target, made, written, checkpoint.left_out, pinned)
 
 
@@ -167,20 +168,28 @@ def write_expansion(plan: Plan, checkpoint: Checkpoint, partial: Path, device: s
                 advance(sum(tensor.elements for tensor in planned))
 
 
-def _take_over_base(plan: Plan, checkpoint: Checkpoint, partial: Path, how: BaseWeights, track: Track) -> int:
-    """Take base files over; gives the bytes of shards that were written."""
+def _take_over_base(
+    plan: Plan, checkpoint: Checkpoint, partial: Path, how: BaseWeights, track: Track
+) -> tuple[int, Sums]:
+    """Take base files over; gives the bytes of shards that were written, and the sums of those that were copied."""
+    sums = Sums()
     sizes = {shard: (checkpoint.path / shard).stat().st_size for shard in checkpoint.shards}
     with track("base shards", sum(sizes.values())) as advance:
-        renumbered = take_over_shards(checkpoint, partial, plan.numbering, how, advance)
+        renumbered = take_over_shards(checkpoint, partial, plan.numbering, how, advance, sums)
     for file in checkpoint.side_files:
         if file not in (CONFIG_FILE, INDEX_FILE):
             # small, and a program may edit them in place: always copies
             take_over(checkpoint.path / file, partial / file, "copy")
-    return sum(size for shard, size in sizes.items() if how != "link" or shard in renumbered)
+    return sum(size for shard, size in sizes.items() if how != "link" or shard in renumbered), sums
 
 
 def take_over_shards(
-    checkpoint: Checkpoint, folder: Path, numbering: Numbering | None, how: BaseWeights, advance: Progress
+    checkpoint: Checkpoint,
+    folder: Path,
+    numbering: Numbering | None,
+    how: BaseWeights,
+    advance: Progress,
+    sums: Sums | None = None,
 ) -> Mapping[str, str]:
     """Take the shards of a base over as files; those in which tensors get other names, with another header.
 
@@ -190,19 +199,27 @@ def take_over_shards(
         numbering: Where its layers stand among copies; None where no layer is duplicated.
         how: How files are taken over.
         advance: Called with the bytes done.
+        sums: Gets the sums of the shards that are copied, which are hashed as they are.
 
     Returns:
         The header that the base has of each shard in which tensors get other names.
     """
-    renumbered = renumbered_shards(checkpoint, numbering)
+    renumbered, held = renumbered_shards(checkpoint, numbering), tensors_by_file(checkpoint)
     for shard in checkpoint.shards:
         source, file = checkpoint.path / shard, folder / stored_shard(shard)
         if numbering is not None and shard in renumbered:
             write_renumbered(source, file, numbering, advance)
         else:
-            take_over(source, file, how)
+            _take_over_shard(source, file, how, held[shard], sums)
             advance(source.stat().st_size)
     return renumbered
+
+
+def _take_over_shard(source: Path, file: Path, how: BaseWeights, held: Sequence[TensorInfo], sums: Sums | None) -> None:
+    if sums is None:
+        take_over(source, file, how)
+    elif take_over(source, file, how, (found := FileHash(held)).update):
+        found.add_to(sums, file.name)
 
 
 def _write_code_and_config(plan: Plan, checkpoint: Checkpoint, partial: Path, run: RunOptions) -> str | None:
@@ -218,15 +235,15 @@ def _write_code_and_config(plan: Plan, checkpoint: Checkpoint, partial: Path, ru
 
 
 def _write_index_and_manifest(
-    plan: Plan, checkpoint: Checkpoint, partial: Path, tool: Mapping[str, str], track: Track
+    plan: Plan, checkpoint: Checkpoint, partial: Path, tool: Mapping[str, str], sums: Sums, track: Track
 ) -> None:
     write_json(partial / INDEX_FILE, planned_index(plan, checkpoint))
     expanded = open_checkpoint(partial)
-    write_json(partial / MANIFEST_FILE, asdict(_make_manifest(plan, checkpoint, expanded, tool, track)))
+    write_json(partial / MANIFEST_FILE, asdict(_make_manifest(plan, checkpoint, expanded, tool, sums, track)))
 
 
 def _make_manifest(
-    plan: Plan, checkpoint: Checkpoint, expanded: Checkpoint, tool: Mapping[str, str], track: Track
+    plan: Plan, checkpoint: Checkpoint, expanded: Checkpoint, tool: Mapping[str, str], sums: Sums, track: Track
 ) -> Manifest:
     replaced = {
         file: read_text(checkpoint, file)
@@ -248,22 +265,36 @@ def _make_manifest(
         tool=tool,
         renumbered={stored_shard(shard): header for shard, header in renumbered.items()},
     )
-    return _with_base_hashes(manifest, checkpoint, expanded, track)
+    return _with_base_hashes(manifest, checkpoint, expanded, sums, track)
 
 
-def _with_base_hashes(manifest: Manifest, checkpoint: Checkpoint, expanded: Checkpoint, track: Track) -> Manifest:
-    """Hash the base as it was written: what is recorded is what `strip` gives back, whatever becomes of the base."""
+def _with_base_hashes(
+    manifest: Manifest, checkpoint: Checkpoint, expanded: Checkpoint, copied: Sums, track: Track
+) -> Manifest:
+    """Hash the base as it was written: what is recorded is what `strip` gives back, whatever becomes of the base.
+
+    Args:
+        manifest: Without the hashes.
+        checkpoint: The base.
+        expanded: What was written.
+        copied: Sums of the shards that were hashed as they were copied; all else is read again.
+        track: Makes progress bars.
+
+    Returns:
+        The manifest with the hashes.
+    """
     places = {file: stored_shard(file) for file in (*checkpoint.shards, *checkpoint.side_files)}
     taken = {file: stored for file, stored in places.items() if file not in manifest.replaced}
     sizes = {file: checkpoint.stamps[checkpoint.path / file].bytes for file in places}
+    left = {file: place for file, place in taken.items() if place not in copied.files}
     # the file of a renumbered shard is hashed with the base's header, and its tensors by themselves
-    moved = [stored for stored in taken.values() if stored in manifest.renumbered]
+    moved = [place for place in left.values() if place in manifest.renumbered]
     beside = [name for name in checkpoint.tensors if expanded.tensors[name].file in moved]
-    total = sum(sizes[file] for file in taken) + sum(expanded.tensors[name].bytes for name in beside)
+    total = sum(sizes[file] for file in left) + sum(expanded.tensors[name].bytes for name in beside)
     with track("base hashes", total) as advance:
-        stored, tensors = hash_all(expanded, [place for place in taken.values() if place not in moved], advance)
-        stored |= hash_stored(expanded.path, manifest, moved, advance)
-        tensors |= hash_tensors(expanded, beside, advance)
+        read = hash_all(expanded, [place for place in left.values() if place not in moved], advance)
+        stored = copied.files | read.files | hash_stored(expanded.path, manifest, moved, advance)
+        tensors = copied.tensors | read.tensors | hash_tensors(expanded, beside, advance)
     hashes = {file: stored[place] for file, place in taken.items()}
     hashes |= {file: sha256(text.encode("utf-8")).hexdigest() for file, text in manifest.replaced.items()}
     files = {file: BaseFile(hashes[file], sizes[file], taken.get(file)) for file in places}

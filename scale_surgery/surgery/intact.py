@@ -122,7 +122,8 @@ def _hash_base(checkpoint: Checkpoint, manifest: Manifest, advance: Progress) ->
     names = dict.fromkeys(file.stored_as for file in manifest.base_files.values() if file.stored_as is not None)
     there = [name for name in names if name not in manifest.joined_shards and (checkpoint.path / name).is_file()]
     as_it_was = [name for name in there if name not in manifest.renumbered]
-    files, found = hash_all(checkpoint, as_it_was, advance)
+    sums = hash_all(checkpoint, as_it_was, advance)
+    files, found = sums.files, sums.tensors
     files |= hash_stored(checkpoint.path, manifest, [name for name in there if name not in files], advance)
     found |= hash_parts(checkpoint, manifest, [name for name in manifest.base_tensors if name not in found], advance)
     return files, {name: found[name] for name in manifest.base_tensors if name in found}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from scale_surgery.checkpoint.folder import open_checkpoint
-from scale_surgery.checkpoint.hashes import hash_all, hash_files, hash_tensors
+from scale_surgery.checkpoint.hashes import Sums, hash_all, hash_files, hash_tensors
 
 
 @pytest.mark.parametrize("chunk_bytes", (100, 1 << 22))
@@ -14,9 +14,9 @@ def test_one_pass_gives_the_sums_of_each(sharded_base, monkeypatch, chunk_bytes)
     checkpoint = open_checkpoint(sharded_base)
     assert len(checkpoint.shards) > 1
     names, seen = [*checkpoint.shards, *checkpoint.side_files], []
-    files, tensors = hash_all(checkpoint, names, seen.append)
-    assert files == hash_files(sharded_base, names)
-    assert tensors == hash_tensors(checkpoint, list(checkpoint.tensors))
+    found = hash_all(checkpoint, names, seen.append)
+    assert found.files == hash_files(sharded_base, names)
+    assert found.tensors == hash_tensors(checkpoint, list(checkpoint.tensors))
     assert sum(seen) == sum((sharded_base / name).stat().st_size for name in names), "each byte is read once"
 
 
@@ -29,10 +29,11 @@ def test_one_byte_changes_the_sums_of_its_file_and_its_tensor_alone(sharded_base
     content[info.offset] ^= 1
     file.write_bytes(content)
     after = hash_all(checkpoint, list(checkpoint.shards))
-    changed = [{name for name in one if one[name] != other[name]} for one, other in zip(before, after, strict=True)]
+    pairs = ((before.files, after.files), (before.tensors, after.tensors))
+    changed = [{name for name in one if one[name] != other[name]} for one, other in pairs]
     assert changed == [{info.file}, {info.name}]
 
 
 def test_a_file_without_tensors_is_hashed_whole(sharded_base):
     checkpoint = open_checkpoint(sharded_base)
-    assert hash_all(checkpoint, ["config.json"]) == (hash_files(sharded_base, ["config.json"]), {})
+    assert hash_all(checkpoint, ["config.json"]) == Sums(hash_files(sharded_base, ["config.json"]), {})
