@@ -1,0 +1,250 @@
+"""Facts about an architecture, as data: what its layers are made of, and how wide their parts are.
+
+    residual stream --norm--> block --(norm)--> + residual stream          a block is attention, an MLP, a mixture, ...
+
+Facts are derived from the model itself (`deriving`), and travel in the plan. Names are those of the stock transformers
+modules, inside their layer or inside the base model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+Role = Literal["q", "k", "v", "o", "gate", "up_proj", "down", "read", "write"]
+Group = Literal["attn", "ffn"]
+Stream = Literal["residual", "query", "key_value", "inner", "private"]
+# how a block is expanded, the strongest first
+Treatment = Literal["split", "edges", "block"]
+NormStyle = Literal["rms", "rms_plus_one", "layer", "layer_plus_one"]
+
+# code files that every expanded checkpoint carries
+CODE_FILES = (
+    "configuration_scale.py",
+    "modeling_scale.py",
+    "expanded_attention.py",
+    "expanded_causal_lm.py",
+    "expanded_fused.py",
+    "expanded_mixture.py",
+    "expanded_model.py",
+    "expanded_modules.py",
+    "expanded_routing.py",
+    "expanded_streams.py",
+)
+
+# role -> (what it reads, what it writes); a private stream lies inside a block that stays as it is
+STREAMS: Mapping[Role, tuple[Stream, Stream]] = {
+    "q": ("residual", "query"),
+    "k": ("residual", "key_value"),
+    "v": ("residual", "key_value"),
+    "o": ("query", "residual"),
+    "gate": ("residual", "inner"),
+    "up_proj": ("residual", "inner"),
+    "down": ("inner", "residual"),
+    "read": ("residual", "private"),
+    "write": ("private", "residual"),
+}
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A linear of a block that is expanded.
+
+    Attributes:
+        name: Module name inside the layer.
+        roles: What it computes; several roles are one fused projection.
+        inputs: Features that it reads.
+        outputs: Features that it writes, for each role.
+        fused_by: How fused roles share the rows: all of q, then all of k, ... (`section`), or q, k, v of
+            head 0, then of head 1, ... (`head`).
+    """
+
+    name: str
+    roles: tuple[Role, ...]
+    inputs: int
+    outputs: tuple[int, ...]
+    fused_by: Literal["section", "head"] = "section"
+
+    @property
+    def reads(self) -> Stream:
+        """The stream it reads."""
+        return STREAMS[self.roles[0]][0]
+
+    def writes(self) -> tuple[Stream, ...]:
+        """The streams it writes, one for each role."""
+        return tuple(STREAMS[role][1] for role in self.roles)
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A norm over all of a stream; `style` is the formula that gives what it gives."""
+
+    name: str
+    style: NormStyle = "rms"
+
+
+@dataclass(frozen=True)
+class InnerNorm:
+    """A norm on queries or keys: over the whole projection, or inside each head on axis `head_axis`.
+
+    Attributes:
+        name: Module name inside the layer.
+        stream: What it normalises.
+        head_axis: Axis of the heads, None for a norm over the whole projection.
+        style: Its formula.
+    """
+
+    name: str
+    stream: Literal["query", "key_value"]
+    head_axis: int | None = None
+    style: NormStyle = "rms"
+
+
+@dataclass(frozen=True)
+class Block:
+    """A part of a layer that reads the residual stream, and whose output is added to it.
+
+    Attributes:
+        name: Module name inside the layer; empty where its linears lie in the layer itself.
+        kind: Class of the stock module.
+        group: Whether it counts as attention or as feed-forward network.
+        treatment: "split": heads or inner features are widened; "edges": only the linears that read or write the
+            residual stream are expanded, what lies between them is stock; "block": all of it runs as it is on the base
+            stream, and a small dense MLP beside it.
+        reason: Why no stronger treatment is possible; empty for the strongest.
+        linears: The linears that are expanded; none for "block".
+        activations: Activation modules between them, of a split MLP.
+        inner_norms: Norms on queries or keys, of split attention.
+        query_heads: Of split attention, otherwise 0.
+        key_value_heads: Of split attention, otherwise 0.
+        head_size: Features of a head of split attention, otherwise 0.
+        inner: Features inside a split MLP, otherwise 0.
+        attributes: Attributes that split attention reads from itself, each to query_heads, key_value_heads or
+            query_features.
+        config: The same of what it reads from its config.
+        mute: Ends of names of tensors on disk, inside the layer: if they are zero, the block adds nothing.
+    """
+
+    name: str
+    kind: str
+    group: Group
+    treatment: Treatment
+    reason: str = ""
+    linears: tuple[Linear, ...] = ()
+    activations: tuple[str, ...] = ()
+    inner_norms: tuple[InnerNorm, ...] = ()
+    query_heads: int = 0
+    key_value_heads: int = 0
+    head_size: int = 0
+    inner: int = 0
+    attributes: Mapping[str, str] = field(default_factory=dict)
+    config: Mapping[str, str] = field(default_factory=dict)
+    mute: tuple[str, ...] = ()
+
+    @property
+    def queries_per_key_value(self) -> int:
+        """Query heads that share one key/value head."""
+        return self.query_heads // max(1, self.key_value_heads)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What one kind of layer is made of; a model may have several.
+
+    Attributes:
+        blocks: Its blocks, in the order in which they run.
+        pre_norms: Norms that read the residual stream.
+        post_norms: Norms whose output is added to the residual stream.
+    """
+
+    blocks: tuple[Block, ...]
+    pre_norms: tuple[Norm, ...] = ()
+    post_norms: tuple[Norm, ...] = ()
+
+    @property
+    def linears(self) -> Iterator[Linear]:
+        """The linears that are expanded, of all blocks."""
+        return (linear for block in self.blocks for linear in block.linears)
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """What is known about the architecture of one model.
+
+    Attributes:
+        model_type: `model_type` of the base model's config.json.
+        config_class: Its stock configuration class.
+        classes: Auto class to stock class, such as AutoModelForCausalLM to LlamaForCausalLM.
+        base_model: Module of the language model that holds embedding, layers and final norm; dotted where it lies
+            deeper.
+        layers: Module list of the layers, inside the base model.
+        embedding: Token embedding, inside the base model.
+        final_norm: Norm after the last layer, inside the base model.
+        head: Name of the head's module, as in the base's files.
+        kinds: The kinds of layers.
+        kind_of_layer: Of each layer, the number of its kind.
+        padded: Modules inside the base model that add to the embeddings, such as learned positions.
+        first_norms: Norms of the embeddings, inside the base model.
+        enters: Whether the up stream begins in the embedding, or as zeros before the first layer ("hook"), because
+            something else is scattered into the embeddings, or reads them.
+        transposed: Whether linears store (inputs, outputs), as transformers' Conv1D does.
+        softcap: Key of config.json that caps the logits after the head, and what counts where it holds none.
+        keys: Our names of sizes to their keys in config.json.
+        layer_types: Type of each layer where they differ and the config derives them; otherwise empty.
+    """
+
+    model_type: str
+    config_class: str
+    classes: Mapping[str, str]
+    base_model: str
+    layers: str
+    embedding: str
+    final_norm: Norm
+    head: str
+    kinds: tuple[Kind, ...]
+    kind_of_layer: tuple[int, ...]
+    padded: tuple[str, ...] = ()
+    first_norms: tuple[Norm, ...] = ()
+    enters: Literal["embedding", "hook"] = "embedding"
+    transposed: bool = False
+    softcap: tuple[str, float | None] | None = None
+    keys: Mapping[str, str] = field(default_factory=dict)
+    layer_types: tuple[str, ...] = ()
+
+    @property
+    def expanded_type(self) -> str:
+        """`model_type` of the expanded model."""
+        return f"scale_{self.model_type}"
+
+    def kind(self, layer: int) -> Kind:
+        """What a layer is made of."""
+        return self.kinds[self.kind_of_layer[layer]]
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all layers are of one kind, and every block is split."""
+        return len(self.kinds) == 1 and all(block.treatment == "split" for block in self.kinds[0].blocks)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of a base model, in features, heads, layers or tokens; 0 where it has no such thing.
+
+    Heads and inner features are those of the first block that has any.
+    """
+
+    hidden: int
+    layers: int
+    query_heads: int
+    key_value_heads: int
+    head_size: int
+    inner: int
+    vocabulary: int
+    epsilon: float
+    is_tied: bool
+
+    @property
+    def queries_per_key_value(self) -> int:
+        """Query heads that share one key/value head."""
+        return self.query_heads // max(1, self.key_value_heads)
