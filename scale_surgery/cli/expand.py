@@ -59,8 +59,7 @@ def expand_command(
     Example: scale-surgery expand MODEL --layers 20-31
     """
     from scale_surgery.checkpoint.staging import check_target
-    from scale_surgery.planning.plan import plan
-    from scale_surgery.planning.saved import load_plan
+    from scale_surgery.deriving.planned import load_plan, plan
     from scale_surgery.running.options import RunOptions
     from scale_surgery.show.commands import expand_command
     from scale_surgery.show.tables import render_expansion

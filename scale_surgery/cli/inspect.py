@@ -21,7 +21,7 @@ def inspect_command(model: str, revision: str | None, out: Output) -> None:
     \b
     Example: scale-surgery inspect meta-llama/Llama-3.2-1B
     """
-    from scale_surgery.planning.inspect import inspect
+    from scale_surgery.deriving.inspect import inspect
     from scale_surgery.show.tables import render_inspection
 
     found = inspect(model, revision=revision)

@@ -57,7 +57,7 @@ def plan_command(
     """
     from scale_surgery.checkpoint.sources import open_model
     from scale_surgery.checkpoint.staging import check_output_files
-    from scale_surgery.planning.plan import make_plan
+    from scale_surgery.deriving.planned import make_plan
     from scale_surgery.planning.saved import save_plan
     from scale_surgery.show.commands import expand_command
     from scale_surgery.show.tables_plan import render_plan

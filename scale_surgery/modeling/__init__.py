@@ -9,7 +9,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from scale_surgery.planning.families import FAMILIES, Family
+from scale_surgery.planning.architecture import Architecture
+from scale_surgery.planning.families import FAMILIES
 
 FOLDER = Path(__file__).parent
 # release -> exported code file -> sha256; python -m tests.test_trust writes the entry of this one
@@ -42,23 +43,28 @@ def released_hashes() -> dict[str, frozenset[str]]:
     return {file: frozenset(digests) for file, digests in found.items()}
 
 
-def model_classes(family: Family) -> tuple[Any, Any, Any]:
+def class_name(stock: str) -> str:
+    """Name of the expanded form of a stock class."""
+    return f"Scale{stock}"
+
+
+def model_classes(family: Architecture) -> tuple[Any, Any, Any]:
     """The configuration, model and language-model classes of a family, from this package."""
     configuration = import_module(f"scale_surgery.modeling.configuration_{family.expanded_type}")
     modeling = import_module(f"scale_surgery.modeling.modeling_{family.expanded_type}")
     return (
-        getattr(configuration, f"Scale{family.stem}Config"),
-        getattr(modeling, f"Scale{family.stem}Model"),
-        getattr(modeling, f"Scale{family.stem}ForCausalLM"),
+        getattr(configuration, class_name(family.config_class)),
+        getattr(modeling, class_name(family.classes["AutoModel"])),
+        getattr(modeling, class_name(family.classes["AutoModelForCausalLM"])),
     )
 
 
-def auto_map(family: Family) -> dict[str, str]:
+def auto_map(family: Architecture) -> dict[str, str]:
     """The `auto_map` of an expanded model's config.json: local files only."""
     return {
-        "AutoConfig": f"configuration_{family.expanded_type}.Scale{family.stem}Config",
-        "AutoModel": f"modeling_{family.expanded_type}.Scale{family.stem}Model",
-        "AutoModelForCausalLM": f"modeling_{family.expanded_type}.Scale{family.stem}ForCausalLM",
+        "AutoConfig": f"configuration_{family.expanded_type}.Scale{family.config_class}",
+        "AutoModel": f"modeling_{family.expanded_type}.Scale{family.classes['AutoModel']}",
+        "AutoModelForCausalLM": f"modeling_{family.expanded_type}.Scale{family.classes['AutoModelForCausalLM']}",
     }
 
 

@@ -17,10 +17,10 @@ from scale_surgery.show.commands import command
 from scale_surgery.show.layout import NEXT, Facts, NamedRows, PlainTable, heading, sentence
 
 if TYPE_CHECKING:
+    from scale_surgery.deriving.inspect import ExpansionSummary, Inspection
     from scale_surgery.evidence.evaluate import Evaluation
     from scale_surgery.evidence.promises import Promise
     from scale_surgery.evidence.verify import Verification
-    from scale_surgery.planning.inspect import ExpansionSummary, Inspection
     from scale_surgery.running.loss import Measurement
     from scale_surgery.running.probe import Layer
     from scale_surgery.surgery.expand import Expansion

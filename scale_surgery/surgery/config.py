@@ -10,8 +10,8 @@ from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.names import CONFIG_FILE, SINGLE_FILE
 from scale_surgery.checkpoint.numbering import numbering_of, stored_name
 from scale_surgery.checkpoint.reading import differing_keys, parse_json
+from scale_surgery.planning.architecture import Architecture
 from scale_surgery.planning.depth import deepened_config
-from scale_surgery.planning.families import Family
 from scale_surgery.planning.plan import Plan
 from scale_surgery.planning.routing_specs import build_routing
 from scale_surgery.surgery.joining import has_joined_head
@@ -25,7 +25,9 @@ def stored_shard(shard: str) -> str:
     return NUMBERED_SINGLE_FILE if shard == SINGLE_FILE else shard
 
 
-def expanded_config(config: Mapping[str, Any], specs: Mapping[str, Any], family: Family, dtype: str) -> dict[str, Any]:
+def expanded_config(
+    config: Mapping[str, Any], specs: Mapping[str, Any], architecture: Architecture, dtype: str
+) -> dict[str, Any]:
     """Edit a base model's config.json: own model type and classes, our plan, everything else as it was.
 
     A model with duplicated layers is a stock one of more layers: see `deepened_config`.
@@ -33,7 +35,7 @@ def expanded_config(config: Mapping[str, Any], specs: Mapping[str, Any], family:
     Args:
         config: Parsed config.json of the base.
         specs: Module specifications of the plan.
-        family: Facts of the architecture.
+        architecture: Facts of the architecture.
         dtype: Dtype of the base model, written where the config names none, since the first shard that a
             loader opens may now be one of ours.
 
@@ -41,17 +43,23 @@ def expanded_config(config: Mapping[str, Any], specs: Mapping[str, Any], family:
         The new config.
     """
     if numbering_of(specs) is not None:
-        edited = deepened_config(config, specs, family)
+        edited = deepened_config(config, specs, architecture)
     else:
         edited = dict(config) | {
-            "architectures": [f"Scale{family.stem}ForCausalLM"],
-            "model_type": family.expanded_type,
-            "auto_map": {**(config.get("auto_map") or {}), **modeling.auto_map(family)},
+            "architectures": [modeling.class_name(main_class(architecture))],
+            "model_type": architecture.expanded_type,
+            "auto_map": {**(config.get("auto_map") or {}), **modeling.auto_map(architecture)},
             "scale_surgery": dict(specs),
         }
     if not {"dtype", "torch_dtype"}.intersection(config):
         edited["torch_dtype"] = dtype
     return edited
+
+
+def main_class(architecture: Architecture) -> str:
+    """Stock class that a model of an architecture is saved as: with its images where it sees any."""
+    names = ("AutoModelForImageTextToText", "AutoModelForCausalLM")
+    return next(architecture.classes[name] for name in names if name in architecture.classes)
 
 
 def planned_index(plan: Plan, checkpoint: Checkpoint) -> dict[str, Any]:
@@ -110,16 +118,16 @@ def routed_config(config: Mapping[str, Any], manifest: Manifest) -> dict[str, An
     Returns:
         The new config.
     """
-    routing, family = routing_of(manifest), manifest.plan.architecture
+    routing, architecture = routing_of(manifest), manifest.plan.architecture
     assert routing is not None
     sizes, specs = manifest.plan.sizes, manifest.plan.specs
-    cap = softcap_of(family, config)
-    own = build_routing(family, sizes, specs, routing, cap)
+    cap = softcap_of(architecture, config)
+    own = build_routing(architecture, sizes, specs, routing, cap)
     # stock code would cap the mixture; the router caps what it mixes
-    uncapped = {} if cap is None or family.softcap is None else {family.softcap[0]: None}
+    uncapped = {} if cap is None or architecture.softcap is None else {architecture.softcap[0]: None}
     return {**config, **uncapped, "scale_surgery": {**config["scale_surgery"], "routing": own}}
 
 
-def softcap_of(family: Family, config: Mapping[str, Any]) -> float | None:
+def softcap_of(architecture: Architecture, config: Mapping[str, Any]) -> float | None:
     """What a base model caps its logits with, or None."""
-    return None if family.softcap is None else config.get(*family.softcap)
+    return None if architecture.softcap is None else config.get(*architecture.softcap)

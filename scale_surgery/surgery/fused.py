@@ -26,6 +26,7 @@ from scale_surgery.checkpoint.shards import (
     write_shard,
 )
 from scale_surgery.errors import CheckpointError, PlanError
+from scale_surgery.planning.architecture import CODE_FILES
 from scale_surgery.progress import Track
 from scale_surgery.surgery.config import fused_config
 from scale_surgery.surgery.joining import cast_problems, join, joined_tensors
@@ -63,7 +64,7 @@ def write_fused(checkpoint: Checkpoint, manifest: Manifest, folder: Path, track:
     Raises:
         CheckpointError: If a text cannot be read.
     """
-    code = {file: modeling.code_text(file) for file in manifest.plan.architecture.code_files}
+    code = {file: modeling.code_text(file) for file in CODE_FILES}
     before = {file: read_text(checkpoint, file) for file in (INDEX_FILE, CONFIG_FILE, *code, MANIFEST_FILE)}
     remembered = _shards_of(checkpoint, manifest, track)
     shards = fused_shards(checkpoint, manifest)

@@ -23,6 +23,7 @@ from scale_surgery.checkpoint.listing import list_files
 from scale_surgery.checkpoint.names import INDEX_FILE, MANIFEST_FILE, TRAINING_FOLDER
 from scale_surgery.checkpoint.staging import check_space, check_target, staged
 from scale_surgery.errors import CheckpointError, shorten
+from scale_surgery.planning.architecture import CODE_FILES
 from scale_surgery.planning.methods import refuse
 from scale_surgery.progress import Track, no_track
 from scale_surgery.running.drift import Drift, measure_drift
@@ -195,7 +196,7 @@ def _check_blocks(source: Path, partial: Path, track: Track) -> None:
 
 def _fused_record(manifest: Manifest, remembered: Mapping[str, Any], drift: Drift) -> dict[str, Any]:
     """surgery.json of a fused model."""
-    code = {file: modeling.code_hash(file) for file in manifest.plan.architecture.code_files}
+    code = {file: modeling.code_hash(file) for file in CODE_FILES}
     return asdict(replace(manifest, fused={**remembered, "drift": asdict(drift)}, code=code, verification=None))
 
 

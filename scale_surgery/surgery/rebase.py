@@ -197,8 +197,7 @@ def _routing(extract: Extract, base: ComparedBase, dtype: str) -> dict[str, Any]
     manifest = extract.manifest
     if manifest.routing is None or CONFIG_FILE not in base.other_files:
         return None if manifest.routing is None else dict(manifest.routing)
-    family = manifest.plan.architecture
-    text = as_json(expanded_config(base.checkpoint.config, manifest.plan.specs, family, dtype))
+    text = as_json(expanded_config(base.checkpoint.config, manifest.plan.specs, manifest.plan.architecture, dtype))
     before = manifest.routing["before"]
     changed = {"files": {**before["files"], CONFIG_FILE: text}, "verification": None}
     return {**manifest.routing, "before": {**before, **changed}}

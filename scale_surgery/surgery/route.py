@@ -21,6 +21,7 @@ from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE
 from scale_surgery.checkpoint.staging import check_space, check_target, staged
 from scale_surgery.errors import CheckpointError, PlanError
 from scale_surgery.fields import problems_of
+from scale_surgery.planning.architecture import CODE_FILES
 from scale_surgery.planning.methods import refuse
 from scale_surgery.planning.routing_specs import Routing, router_settings
 from scale_surgery.progress import Track, no_track
@@ -113,7 +114,7 @@ def route_export(
             "scale_surgery.set_routing in Python; for another router take this one away first: --router none."
         )
     _check_paths(manifest, routing)
-    code = {file: modeling.code_text(file) for file in manifest.plan.architecture.code_files}
+    code = {file: modeling.code_text(file) for file in CODE_FILES}
     record = {"settings": asdict(routing), "before": _before(checkpoint, manifest, code)}
     hashes = {file: modeling.code_hash(file) for file in code}
     changed = replace(manifest, routing=record, code=hashes, verification=None)

@@ -12,12 +12,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from scale_surgery.checkpoint.folder import open_checkpoint
+from scale_surgery.deriving.inspect import inspect
+from scale_surgery.deriving.planned import load_plan, make_plan, plan
 from scale_surgery.errors import CheckpointError, PlanError, UnsupportedFamilyError
 from scale_surgery.evidence.evaluate import evaluate
-from scale_surgery.planning.inspect import inspect
-from scale_surgery.planning.plan import Plan, make_plan, plan
+from scale_surgery.planning.plan import Plan
 from scale_surgery.planning.request import Request
-from scale_surgery.planning.saved import load_plan, read_plan, save_plan
+from scale_surgery.planning.saved import read_plan, save_plan
 from scale_surgery.planning.specs import Widths
 from scale_surgery.show.tables_plan import plan_rows
 from scale_surgery.surgery.record import read_manifest

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from scale_surgery.checkpoint.folder import open_checkpoint, read_tensor
 from scale_surgery.demo import SHIPPED_MODEL
+from scale_surgery.deriving.planned import plan
 from scale_surgery.errors import CheckpointError
 from scale_surgery.planning.families import FAMILIES
-from scale_surgery.planning.plan import plan
 from scale_surgery.planning.request import Request
 from scale_surgery.surgery import blocks
 from scale_surgery.surgery.blocks import check_finite, seeded_generator, svd_embedding, svd_w21, svd_w22

@@ -19,11 +19,11 @@ from transformers import AutoConfig
 from scale_surgery import modeling
 from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.checkpoint.hashes import hash_tensors
+from scale_surgery.deriving.planned import load_plan, plan
 from scale_surgery.errors import CheckpointError, PlanError
 from scale_surgery.planning.families import FAMILIES
-from scale_surgery.planning.plan import plan
 from scale_surgery.planning.request import Request
-from scale_surgery.planning.saved import load_plan, save_plan
+from scale_surgery.planning.saved import save_plan
 from scale_surgery.running.options import RunOptions
 from scale_surgery.surgery.expand import expand
 from scale_surgery.surgery.record import read_manifest

@@ -16,12 +16,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from scale_surgery import EvalData, RunOptions
+from scale_surgery.deriving.inspect import inspect
+from scale_surgery.deriving.planned import plan
 from scale_surgery.errors import CheckpointError, PlanError, TrainingError
 from scale_surgery.evidence.verify import Verification, verify
 from scale_surgery.modeling.expanded_modules import GrownLinear
 from scale_surgery.planning.families import FAMILIES as FACTS
-from scale_surgery.planning.inspect import inspect
-from scale_surgery.planning.plan import plan
 from scale_surgery.planning.request import Request
 from scale_surgery.planning.routing_specs import Routing
 from scale_surgery.surgery import blocks

@@ -20,9 +20,9 @@ from safetensors.torch import load_file, save_file
 from scale_surgery.biographies import SHIPPED_MODEL
 from scale_surgery.checkpoint.folder import open_checkpoint, read_tensor
 from scale_surgery.cli.program import main
+from scale_surgery.deriving.planned import plan
 from scale_surgery.errors import PlanError
 from scale_surgery.planning.families import FAMILIES, read_sizes
-from scale_surgery.planning.plan import plan
 from scale_surgery.planning.request import Request
 from scale_surgery.planning.specs import Widths, expected_shapes, find_prefix
 from scale_surgery.planning.stock import StockWidths, stock_problems, stock_sizes

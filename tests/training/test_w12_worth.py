@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from scale_surgery.checkpoint.folder import open_checkpoint
+from scale_surgery.deriving.planned import make_plan
 from scale_surgery.planning.families import FAMILIES
-from scale_surgery.planning.plan import make_plan
 from scale_surgery.planning.request import Request
 from scale_surgery.progress import no_progress, no_track
 from scale_surgery.running.loss import measure

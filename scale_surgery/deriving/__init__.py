@@ -1,0 +1,1 @@
+"""Facts about any decoder, derived from the model itself."""
