@@ -162,7 +162,8 @@ def _role_widths(plan: Plan, block: Block, linear: Linear) -> Iterator[list[int]
     yield [base for base, _ in outputs]
     yield [up for _, up in outputs]
     specs = (specs_of_layer(plan.specs, layer).get("expanded", {}) for layer in plan.layers)
-    sections = next((own[linear.name].get("out_features", []) for own in specs if linear.name in own), [])
+    named = (own[linear.name] for own in specs if linear.name in own)
+    sections = next(named, dict[str, list[list[int]]]()).get("out_features", [])
     if len(sections) == len(linear.roles):
         yield [up for _, up in sections]
 

@@ -142,7 +142,8 @@ def _missing_biases(base: Base) -> list[str]:
     architecture, tensors, problems = base.architecture, base.checkpoint.tensors, list[str]()
     for number, kind in enumerate(architecture.kinds):
         layers = [layer for layer in range(base.sizes.layers) if architecture.kind_of_layer[layer] == number]
-        modules = [part.name for part in (*kind.linears, *kind.pre_norms, *kind.post_norms)]
+        modules = [linear.name for linear in kind.linears]
+        modules += [norm.name for norm in (*kind.pre_norms, *kind.post_norms)]
         for module in modules:
             names = [f"{layer_path(architecture, base.prefix, layer)}{module}.bias" for layer in layers]
             missing = [name for name in names if name not in tensors]

@@ -160,7 +160,7 @@ def build_depth_specs(architecture: Architecture, layers: Sequence[int]) -> Spec
 def _groups(architecture: Architecture) -> dict[str, str]:
     blocks = [block for kind in architecture.kinds for block in kind.blocks]
     inside = {linear.name: block.group for block in blocks if not block.name for linear in block.linears}
-    return {block.name: block.group for block in blocks if block.name} | inside
+    return {**inside, **{block.name: block.group for block in blocks if block.name}}
 
 
 def mute_tensors(kind: Kind) -> tuple[str, ...]:

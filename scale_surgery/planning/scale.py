@@ -234,15 +234,13 @@ def _sealed_layers(base: Base, layers: tuple[int, ...], widths: Widths) -> list[
     if widths.up_width:
         return []
     architecture = base.architecture
-    closed = [layer for layer in layers if not _is_open(architecture.kind(layer), widths)]
-    return (
-        [
-            f"--up-width is 0: layers {format_layers(tuple(closed))} have neither attention that can be given new heads nor "
-            "an MLP that can be made wider, so there is nothing to add. Give an --up-width, or other --layers."
-        ]
-        if closed
-        else []
-    )
+    closed = tuple(layer for layer in layers if not _is_open(architecture.kind(layer), widths))
+    if not closed:
+        return []
+    return [
+        f"--up-width is 0: layers {format_layers(closed)} have neither attention that can be given new heads nor an "
+        "MLP that can be made wider, so there is nothing to add. Give an --up-width, or other --layers."
+    ]
 
 
 def _is_open(kind: Kind, widths: Widths) -> bool:

@@ -115,9 +115,9 @@ def find_prefix(architecture: Architecture, names: Collection[str]) -> str:
     embedding, first = f"{architecture.embedding}.weight", f"{architecture.layers}.0."
     for name in sorted(names, key=len):
         prefix = name.removesuffix(embedding)
-        if name.endswith(embedding) and (not prefix or prefix.endswith(".")):
-            if any(other.startswith(prefix + first) for other in names):
-                return prefix
+        is_whole = name.endswith(embedding) and (not prefix or prefix.endswith("."))
+        if is_whole and any(other.startswith(prefix + first) for other in names):
+            return prefix
     return f"{architecture.base_model}." if architecture.base_model else ""
 
 
@@ -386,6 +386,6 @@ def _block_tensors(spec: Spec, path: str, layer: int, names: Collection[str], *,
     }
     # it is made of no tensor; this one says in which layer it stands
     beside = min(name for name in names if name.startswith(f"{path}."))
-    for block, shape in shapes.items():
+    for block, shape in (shapes | {"up_weight": (up, inner)}).items():
         if 0 not in shape:
             yield NewTensor(f"{path}.{block}", shape, block, "block", layer, beside)

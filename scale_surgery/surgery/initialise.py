@@ -52,7 +52,7 @@ def _copy(plan: Plan, tensor: TensorPlan, checkpoint: Checkpoint, device: str) -
         generator = blocks.seeded_generator(plan.request.seed, tensor.name)
         return blocks.copied_w12(rows, new, generator, TORCH_DTYPES[tensor.dtype])
     _, linear = _linear_of(plan, tensor)
-    parts = torch.split(rows, linear.outputs)
+    parts = torch.split(rows, list(linear.outputs))
     return torch.cat([part for part in parts for _ in range(new)])
 
 

@@ -13,6 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from scale_surgery.checkpoint.files import plain_json
 from scale_surgery.checkpoint.folder import Checkpoint, read_json
 from scale_surgery.checkpoint.listing import check_folder, is_left_link
 from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE, is_inside
@@ -184,7 +185,7 @@ def _with_facts(content: dict[str, Any], path: Path) -> dict[str, Any]:
     plan, config = content.get("plan"), parse_json(content.get("replaced", {}).get(CONFIG_FILE, "null"))
     if not isinstance(plan, dict) or "architecture" in plan or not isinstance(config, dict):
         return content
-    facts = json.loads(json.dumps(asdict(derive_config(config, str(path)).architecture)))
+    facts = plain_json(asdict(derive_config(config, str(path)).architecture))
     return content | {"plan": plan | {"architecture": facts}}
 
 
