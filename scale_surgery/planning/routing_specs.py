@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal
 
-from scale_surgery.errors import PlanError
 from scale_surgery.fields import Range
 from scale_surgery.planning.architecture import Architecture, Block, Kind, Linear, Sizes
 from scale_surgery.planning.specs import Spec, Widths, attention_values
@@ -91,8 +90,6 @@ def build_routing(
     widths, keeps_up = Widths(**specs["widths"]), not routing.is_strict
     final = architecture.final_norm.name
     fork = min(specs["collaborative"]["layers"], default=None)
-    if fork is not None and (problems := path_problems(architecture, fork)):
-        raise PlanError.from_problems(problems)
     kinds = [
         {
             "modules": {name: _missing_modules(kind, sizes, own[name]) for name in ("expanded", "passing")},

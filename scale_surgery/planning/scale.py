@@ -231,7 +231,7 @@ def _width_problems(sizes: Sizes, request: Request, widths: Widths) -> list[str]
 
 def _sealed_layers(base: Base, layers: tuple[int, ...], widths: Widths) -> list[str]:
     """Without an up stream only heads and inner features can be added, and a layer may have neither."""
-    if widths.up_width:
+    if widths.up_width or not any(asdict(widths).values()):
         return []
     architecture = base.architecture
     closed = tuple(layer for layer in layers if not _is_open(architecture.kind(layer), widths))

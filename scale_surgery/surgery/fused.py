@@ -27,6 +27,7 @@ from scale_surgery.checkpoint.shards import (
 )
 from scale_surgery.errors import CheckpointError, PlanError
 from scale_surgery.planning.architecture import CODE_FILES
+from scale_surgery.planning.stock import fused_problems
 from scale_surgery.progress import Track
 from scale_surgery.surgery.config import fused_config
 from scale_surgery.surgery.joining import cast_problems, join, joined_tensors
@@ -43,7 +44,8 @@ def check_fusible(checkpoint: Checkpoint, manifest: Manifest) -> None:
     Raises:
         PlanError: If not; every tensor of another dtype than its base tensor is named. Or if its method refuses.
     """
-    problems = cast_problems(checkpoint, manifest)
+    problems = fused_problems(manifest.plan.architecture, manifest.plan.layers)
+    problems += cast_problems(checkpoint, manifest)
     problems += [reason for operation, reason in manifest.plan.method.refused.items() if operation == "fuse"]
     if problems:
         raise PlanError.from_problems(problems)

@@ -23,7 +23,7 @@ from scale_surgery.errors import CheckpointError, PlanError
 from scale_surgery.fields import problems_of
 from scale_surgery.planning.architecture import CODE_FILES
 from scale_surgery.planning.methods import refuse
-from scale_surgery.planning.routing_specs import Routing, router_settings
+from scale_surgery.planning.routing_specs import Routing, path_problems, router_settings
 from scale_surgery.progress import Track, no_track
 from scale_surgery.surgery.config import routed_config
 from scale_surgery.surgery.intact import refuse_damaged
@@ -63,6 +63,13 @@ class Routed:
     def cost(self) -> float:
         """Cost of the layers in a forward, as a multiple of the model without a router: 1 + (L - L_fp) / L."""
         return 1.0 if self.routing is None or self.fork is None else 1 + (self.layers - self.fork) / self.layers
+
+
+def _refuse_one_path(manifest: Manifest) -> None:
+    """Refuse a model through which two paths would have to pass, and cannot."""
+    fork = min(manifest.plan.collaboration.layers, default=None)
+    if fork is not None and (problems := path_problems(manifest.plan.architecture, fork)):
+        raise PlanError.from_problems(problems)
 
 
 def check_routing(routing: Routing) -> None:
@@ -107,6 +114,7 @@ def route_export(
     checkpoint, manifest = open_checkpoint(Path(expanded)), read_manifest(Path(expanded))
     refuse_fused(checkpoint.path, manifest)
     refuse(manifest.plan.method, "route", expanded)
+    _refuse_one_path(manifest)
     check_numbering(checkpoint, manifest)
     if manifest.routing is not None:
         raise CheckpointError(
