@@ -127,7 +127,7 @@ def _base_places(extract: Extract, base: ComparedBase) -> dict[str, str]:
 def _torch_dtype(checkpoint: Checkpoint) -> str:
     from scale_surgery.surgery.initialise import TORCH_DTYPES
 
-    return str(TORCH_DTYPES[checkpoint.dtype]).removeprefix("torch.")
+    return str(TORCH_DTYPES[checkpoint.running_dtype]).removeprefix("torch.")
 
 
 def _write_config(extract: Extract, base: ComparedBase, folder: Path, dtype: str, run: RunOptions) -> None:
