@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from typing import Any
 
 from scale_surgery import modeling
-from scale_surgery.checkpoint.folder import Checkpoint
+from scale_surgery.checkpoint.folder import Checkpoint, read_text
 from scale_surgery.checkpoint.names import CONFIG_FILE, SINGLE_FILE
 from scale_surgery.checkpoint.numbering import numbering_of, stored_name
 from scale_surgery.checkpoint.reading import differing_keys, parse_json
@@ -46,7 +47,7 @@ def expanded_config(
         edited = deepened_config(config, specs, architecture)
     else:
         edited = dict(config) | {
-            "architectures": [modeling.class_name(main_class(architecture))],
+            "architectures": modeling.architectures(architecture),
             "model_type": architecture.expanded_type,
             "auto_map": {**(config.get("auto_map") or {}), **modeling.auto_map(architecture)},
             "scale_surgery": dict(specs),
@@ -54,12 +55,6 @@ def expanded_config(
     if not {"dtype", "torch_dtype"}.intersection(config):
         edited["torch_dtype"] = dtype
     return edited
-
-
-def main_class(architecture: Architecture) -> str:
-    """Stock class that a model of an architecture is saved as: with its images where it sees any."""
-    names = ("AutoModelForImageTextToText", "AutoModelForCausalLM")
-    return next(architecture.classes[name] for name in names if name in architecture.classes)
 
 
 def planned_index(plan: Plan, checkpoint: Checkpoint) -> dict[str, Any]:
@@ -82,6 +77,45 @@ def make_index(places: Mapping[str, str], specs: Mapping[str, Any], total_bytes:
     return {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
 
 
+def blocks_config(manifest: Manifest, base: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """What config.json of an expanded model says on a base before it is routed or fused.
+
+    Args:
+        manifest: surgery.json.
+        base: Parsed config.json of the base.
+        dtype: Dtype of the base, for a config that names none.
+    """
+    architecture = manifest.plan.architecture
+    written = expanded_config(base, manifest.plan.specs, architecture, dtype)
+    if manifest.code_files == manifest.plan.code_files:
+        return written
+    names = modeling.first_names(architecture)
+    return {**written, **names, "auto_map": {**(base.get("auto_map") or {}), **names["auto_map"]}}
+
+
+def carried_code(checkpoint: Checkpoint, manifest: Manifest) -> dict[str, str]:
+    """Code of what is made of an expanded model: this release's, or all that release 0.1.0 wrote, which fits itself.
+
+    Args:
+        checkpoint: The expanded model.
+        manifest: Its surgery.json.
+
+    Returns:
+        Texts by the names of the files.
+
+    Raises:
+        CheckpointError: If one cannot be read.
+    """
+    if manifest.code_files == manifest.plan.code_files:
+        return {file: modeling.code_text(file) for file in manifest.code_files}
+    return {file: read_text(checkpoint, file) for file in manifest.code_files}
+
+
+def hash_texts(texts: Mapping[str, str]) -> dict[str, str]:
+    """sha256 of each text, by the same names."""
+    return {name: hashlib.sha256(text.encode("utf-8")).hexdigest() for name, text in texts.items()}
+
+
 def fused_config(config: Mapping[str, Any], manifest: Manifest) -> dict[str, Any]:
     """Edit an expanded model's config.json: its linears are joined, and its head where that can be."""
     fused = {"fused": True, "fused_head": has_joined_head(manifest)}
@@ -96,7 +130,7 @@ def written_config(manifest: Manifest, base: Mapping[str, Any], dtype: str) -> d
         base: Parsed config.json of the base.
         dtype: Dtype of the base, for a config that names none.
     """
-    written = expanded_config(base, manifest.plan.specs, manifest.plan.architecture, dtype)
+    written = blocks_config(manifest, base, dtype)
     if manifest.routing is not None:
         written = routed_config(written, manifest)
     return written if manifest.fused is None else fused_config(written, manifest)

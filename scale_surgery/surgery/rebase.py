@@ -25,7 +25,7 @@ from scale_surgery.planning.base import fingerprint
 from scale_surgery.progress import Track
 from scale_surgery.running.options import RunOptions
 from scale_surgery.running.tokenizer import TOKENIZER_CONFIG_FILE
-from scale_surgery.surgery.config import expanded_config, make_index, stored_shard, written_config
+from scale_surgery.surgery.config import blocks_config, make_index, stored_shard, written_config
 from scale_surgery.surgery.expand import take_over_shards
 from scale_surgery.surgery.extract_folder import Extract, name_in_extract
 from scale_surgery.surgery.record import BaseFile, Manifest, tool_versions
@@ -197,7 +197,7 @@ def _routing(extract: Extract, base: ComparedBase, dtype: str) -> dict[str, Any]
     manifest = extract.manifest
     if manifest.routing is None or CONFIG_FILE not in base.other_files:
         return None if manifest.routing is None else dict(manifest.routing)
-    text = as_json(expanded_config(base.checkpoint.config, manifest.plan.specs, manifest.plan.architecture, dtype))
+    text = as_json(blocks_config(manifest, base.checkpoint.config, dtype))
     before = manifest.routing["before"]
     changed = {"files": {**before["files"], CONFIG_FILE: text}, "verification": None}
     return {**manifest.routing, "before": {**before, **changed}}

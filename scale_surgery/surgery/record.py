@@ -22,6 +22,8 @@ from scale_surgery.checkpoint.reading import parse_json
 from scale_surgery.checkpoint.schema import build, in_one_line, misfits
 from scale_surgery.deriving.base import derive_config
 from scale_surgery.errors import CheckpointError, PlanError
+from scale_surgery.modeling import first_code_files
+from scale_surgery.planning.architecture import CODE_FILES
 from scale_surgery.planning.base import check_layers
 from scale_surgery.planning.plan import Plan
 from scale_surgery.planning.routing_specs import Routing
@@ -72,6 +74,12 @@ class Manifest:
     # of a model with duplicated layers: the base's header of each shard in which tensors got other names
     renumbered: Mapping[str, str] = field(default_factory=dict)
     format: int = MANIFEST_FORMAT
+
+    @property
+    def code_files(self) -> tuple[str, ...]:
+        """Names of the code files that it must have: this release's, or those of release 0.1.0 where that wrote it."""
+        own = first_code_files(self.plan.family)
+        return (*own, *CODE_FILES[len(own) :]) if set(own) <= set(self.code) else self.plan.code_files
 
     @property
     def joined_shards(self) -> Mapping[str, Mapping[str, str]]:

@@ -16,6 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from scale_surgery import modeling
 from scale_surgery.checkpoint.beside import locked
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
 from scale_surgery.checkpoint.hashes import hash_tensors
@@ -143,7 +144,7 @@ def train(
             checkpoint,
             decisive,
             _record(model, settings, decisive),
-            dict(getattr(model, "renamed_modules", {})),
+            modeling.renamed_modules(model),
         )
         if not start.resume and processes.is_main_process:
             training.begin(start.base_weights, overwrite=start.overwrite)
