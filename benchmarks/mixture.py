@@ -92,7 +92,7 @@ def write_shard(file: Path, shapes: Shapes) -> None:
 def make_mixture(folder: Path, layers: int) -> int:
     """Write the checkpoint; returns the bytes of its shards."""
     folder.mkdir()
-    parts: list[Shapes] = [{name: (VOCABULARY, HIDDEN) for name in ("model.embed_tokens.weight", "lm_head.weight")}]
+    parts: list[Shapes] = [dict.fromkeys(("model.embed_tokens.weight", "lm_head.weight"), (VOCABULARY, HIDDEN))]
     parts += [layer_shapes(layer) for layer in range(layers)]
     parts[0]["model.norm.weight"] = (HIDDEN,)
     places = {}

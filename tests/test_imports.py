@@ -14,8 +14,8 @@ from transformers.dynamic_module_utils import get_relative_imports
 
 from scale_surgery import modeling
 from scale_surgery.planning.architecture import CODE_FILES
-from scale_surgery.planning.families import FAMILIES
 from tests.conftest import REQUESTS
+from tests.families import FAMILIES
 
 LIGHT = [
     f"{room}.{file.stem}"

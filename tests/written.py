@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from scale_surgery.planning.architecture import Architecture, Block, InnerNorm, Kind, Linear, Norm, Sizes
-from scale_surgery.planning.families import Family, get_family, read_sizes
+from tests.families import Family, get_family, read_sizes
 
 OF_ATTENTION = ("q", "k", "v", "o")
 

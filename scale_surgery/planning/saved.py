@@ -64,7 +64,8 @@ def _plan_problems(plan: Plan) -> list[str]:
     """Values of a recorded plan that are of the wrong kind, or do not fit each other."""
     problems = [problem for tensor in plan.tensors for problem in _tensor_problems(plan, tensor)]
     if len(plan.architecture.kind_of_layer) != plan.sizes.layers or not plan.architecture.kinds:
-        return [*problems, f"plan.architecture.kind_of_layer names {len(plan.architecture.kind_of_layer)} layers"]
+        named = len(plan.architecture.kind_of_layer)
+        return [*problems, f"plan.architecture.kind_of_layer names {named} layers, expected {plan.sizes.layers}"]
     if not set(plan.architecture.kind_of_layer) <= set(range(len(plan.architecture.kinds))):
         return [*problems, "plan.architecture.kind_of_layer names kinds that there are none of"]
     if not set(plan.layers) <= set(range(plan.sizes.layers)):

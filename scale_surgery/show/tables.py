@@ -14,9 +14,9 @@ from scale_surgery.planning.architecture import Sizes
 from scale_surgery.planning.methods import METHODS
 from scale_surgery.planning.selection import format_layers
 from scale_surgery.planning.specs import Widths
+from scale_surgery.planning.treatments import treatment_rows
 from scale_surgery.show.commands import command
 from scale_surgery.show.layout import NEXT, Facts, NamedRows, PlainTable, heading, sentence
-from scale_surgery.show.treatments import treatment_rows
 
 if TYPE_CHECKING:
     from scale_surgery.deriving.inspect import ExpansionSummary, Inspection

@@ -10,9 +10,9 @@ from rich.text import Text
 from scale_surgery.planning.routing_specs import path_problems
 from scale_surgery.planning.selection import format_layers
 from scale_surgery.planning.stock import fused_problems
+from scale_surgery.planning.treatments import treatment_rows
 from scale_surgery.show.layout import NamedRows, heading
 from scale_surgery.show.tables import facts, format_bytes, format_seconds
-from scale_surgery.show.treatments import treatment_rows
 
 if TYPE_CHECKING:
     from scale_surgery.planning.plan import Plan

@@ -151,7 +151,9 @@ def train(
         processes.wait_for_everyone()
         start.announce(outlook)
         started = time.monotonic()
-        trainer = _make_trainer(model, training, texts, outlook, settings, run, is_half=checkpoint.running_dtype == "BF16")
+        trainer = _make_trainer(
+            model, training, texts, outlook, settings, run, is_half=checkpoint.running_dtype == "BF16"
+        )
         with quiet_transformers(), track("training", trainer.args.max_steps) as advance:
             trainer.add_callback(RunReport(advance, training))
             _run(trainer, training, resume=start.resume)

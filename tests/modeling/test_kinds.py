@@ -17,7 +17,6 @@ from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM
 
 from scale_surgery.modeling.expanded_modules import ExpandedModule, expand_module
-from scale_surgery.planning.families import FAMILIES, Sizes
 from scale_surgery.planning.routing_specs import Routing, build_routing
 from scale_surgery.planning.specs import Collaboration, Widths, build_specs
 from tests.by_hand import (
@@ -37,6 +36,7 @@ from tests.by_hand import (
     shaken,
     write_expanded,
 )
+from tests.families import FAMILIES, Sizes
 from tests.tiny import LLAMA_LIKE, TOKENS
 
 D, INNER, HEADS, KV_HEADS, SIZE = 40, 52, 4, 2, 10

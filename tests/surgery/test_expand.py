@@ -21,7 +21,6 @@ from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.checkpoint.hashes import hash_tensors
 from scale_surgery.deriving.planned import load_plan, plan
 from scale_surgery.errors import CheckpointError, PlanError
-from scale_surgery.planning.families import FAMILIES
 from scale_surgery.planning.request import Request
 from scale_surgery.planning.saved import save_plan
 from scale_surgery.running.options import RunOptions
@@ -29,6 +28,7 @@ from scale_surgery.surgery.expand import expand
 from scale_surgery.surgery.record import read_manifest
 from scale_surgery.surgery.strip import strip
 from tests.conftest import digests
+from tests.families import FAMILIES
 
 REQUEST = Request("0,2", variant="adapt", collaborate="both", init_w22="random")
 

@@ -162,14 +162,6 @@ class Family:
         return self.keys.get(size, CONFIG_KEYS[size])
 
     @property
-    def config_class(self) -> str:
-        return f"{self.stem}Config"
-
-    @property
-    def classes(self) -> dict[str, str]:
-        return {"AutoModel": f"{self.stem}Model", "AutoModelForCausalLM": f"{self.stem}ForCausalLM"}
-
-    @property
     def mute_gain(self) -> int:
         """What its norms store where they give zeros."""
         return -1 if self.norm_style == "rms_plus_one" else 0
