@@ -120,6 +120,14 @@ def _size(module: nn.Module) -> int:
     return sum(own.numel() for own in module.parameters())
 
 
+def read(config: Any, key: str) -> Any:
+    """A value of a config; None where it has none, or another one for each layer."""
+    try:
+        return getattr(config, key, None)
+    except AttributeError:
+        return None
+
+
 def text_config(model_or_config: Any) -> Any:
     """The config of the language model itself."""
     config = getattr(model_or_config, "config", model_or_config)
