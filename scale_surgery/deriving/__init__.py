@@ -1,1 +1,1 @@
-"""Facts about any decoder, derived from the model itself."""
+"""Facts about an architecture, derived from the model itself: two tiny twins of it are built, run and watched."""

@@ -1,19 +1,100 @@
-"""Interim."""
+"""Facts about a decoder from its config alone: the real model without memory, two tiny twins, and a second or two."""
 
+from __future__ import annotations
+
+import hashlib
+import time
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from transformers import PreTrainedConfig
+
+from scale_surgery.deriving.build import build, find_place, quiet, stock_classes, without_quantisation
+from scale_surgery.deriving.facts import derive_architecture, derive_sizes, watch_twin
+from scale_surgery.deriving.shrink import Real, least_depth, shrink
+from scale_surgery.errors import SurgeryError, UnsupportedFamilyError
 from scale_surgery.planning.architecture import Architecture, Sizes
+
+_known: dict[str, Derived] = {}
 
 
 @dataclass(frozen=True)
 class Derived:
+    """What was derived from a config.
+
+    Attributes:
+        architecture: Facts about the architecture.
+        sizes: Sizes of the model.
+        twins: Configs of the two twins.
+        seconds: How long it took.
+    """
+
     architecture: Architecture
     sizes: Sizes
+    twins: tuple[dict[str, Any], dict[str, Any]]
+    seconds: float
 
 
-def derive(config: Any) -> Derived:
-    from tests.written import written_architecture, written_sizes
+def derive(config: PreTrainedConfig) -> Derived:
+    """Derive facts and sizes from a config; asked twice for the same, it answers at once.
 
-    plain = config.to_dict()
-    return Derived(written_architecture(plain), written_sizes(plain))
+    Args:
+        config: Config of a causal language model, or of a vision-language model that holds one.
+
+    Returns:
+        What was derived.
+
+    Raises:
+        UnsupportedFamilyError: If the model does something that cannot be expanded; the message names it.
+    """
+    key = _fingerprint(config)
+    if key not in _known:
+        _known[key] = _derive(config)
+    return _known[key]
+
+
+def _fingerprint(config: PreTrainedConfig) -> str:
+    return hashlib.sha256(f"{type(config).__name__} {config.to_json_string(use_diff=False)}".encode()).hexdigest()
+
+
+def _derive(config: PreTrainedConfig) -> Derived:
+    start = time.perf_counter()
+    try:
+        with quiet():
+            real = read_real(config)
+            twins = shrink(real, 0), shrink(real, 1)
+            architecture = derive_architecture(real, *map(watch_twin, twins))
+            sizes = derive_sizes(real, architecture)
+    except SurgeryError:
+        raise
+    # a stock model that does what nobody foresaw is not supported, and its own error says best what that is
+    except Exception as error:
+        raise UnsupportedFamilyError(
+            f"config.json: model_type {config.model_type!r}: no facts could be derived, "
+            f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
+        ) from error
+    seconds = time.perf_counter() - start
+    return Derived(architecture, sizes, (twins[0].to_dict(), twins[1].to_dict()), seconds)
+
+
+def read_real(config: PreTrainedConfig) -> Real:
+    """Build the real model on the meta device, and find its layers.
+
+    Raises:
+        UnsupportedFamilyError: If transformers has no causal model for it, or it has no list of layers.
+    """
+    config = without_quantisation(config)
+    if not set(stock_classes(config)) - {"AutoModel"}:
+        raise UnsupportedFamilyError(
+            f"config.json: model_type is {config.model_type!r}, for which transformers has no causal language model."
+        )
+    with torch.device("meta"):
+        model = build(config)
+    place = find_place(model)
+    if place is None:
+        raise UnsupportedFamilyError(
+            f"{type(model).__name__}: no module holds the token embedding and a list of layers. "
+            "Supported are decoders of transformers that do."
+        )
+    return Real(config, model, place, least_depth(model, place))

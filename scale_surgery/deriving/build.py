@@ -1,0 +1,134 @@
+"""Stock models from a config alone: the real one without memory, and a tiny one with random weights."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.models.auto import modeling_auto
+from transformers.utils import logging
+
+SEED = 0
+# position ids, rope and masks are made for so many tokens; no size of a twin is one of these
+TOKENS = (2, 13)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the parts of a language model are.
+
+    Attributes:
+        base: Path of the innermost module that holds the embedding and the layers; empty for the model itself.
+        layers: Path of the list of layers, inside the base model.
+        count: Number of layers.
+    """
+
+    base: str
+    layers: str
+    count: int
+
+    @property
+    def path(self) -> str:
+        """Path of the list of layers, inside the whole model."""
+        return f"{self.base}.{self.layers}" if self.base else self.layers
+
+
+def without_quantisation(config: PreTrainedConfig) -> PreTrainedConfig:
+    """A copy of a config whose model stores plain numbers."""
+    config = copy.deepcopy(config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    return config
+
+
+def stock_classes(config: PreTrainedConfig) -> dict[str, type[PreTrainedModel]]:
+    """Find the stock classes that the auto classes choose for a config, the widest last."""
+    mappings = {"AutoModel": modeling_auto.MODEL_MAPPING, "AutoModelForCausalLM": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING}
+    if config.get_text_config(decoder=True) is not config:
+        mappings["AutoModelForImageTextToText"] = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    found = {name: mapping.get(type(config), None) for name, mapping in mappings.items()}
+    return {name: own[0] if isinstance(own, tuple) else own for name, own in found.items() if own is not None}
+
+
+def build(config: PreTrainedConfig) -> PreTrainedModel:
+    """Build the stock model with a head; on the meta device inside `torch.device("meta")`."""
+    *_, widest = stock_classes(config).values()
+    with quiet():
+        return widest._from_config(copy.deepcopy(config), dtype=torch.float32).eval()
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """No warnings of transformers about a model that nobody will use."""
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
+def build_twin(config: PreTrainedConfig) -> PreTrainedModel:
+    """Build a tiny model in which no parameter is a constant, so that nothing hides behind a zero or a one."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(SEED)
+        model = build(config)
+        with torch.no_grad():
+            for own in model.parameters():
+                own.add_(torch.randn_like(own) * (0.1 if own.dim() > 1 else 0.3))
+    return model
+
+
+def token_ids(config: PreTrainedConfig) -> torch.Tensor:
+    """Tokens to run a twin on, none of them special."""
+    vocabulary = config.get_text_config(decoder=True).vocab_size
+    generator = torch.Generator().manual_seed(SEED)
+    return torch.randint(vocabulary // 2, vocabulary, TOKENS, generator=generator)
+
+
+def find_place(model: PreTrainedModel) -> Place | None:
+    """Find the innermost module that holds the token embedding and a list of layers.
+
+    Args:
+        model: A stock model.
+
+    Returns:
+        The place, or None where there is no such module.
+    """
+    embedding, found = model.get_input_embeddings(), None
+    for path, module in model.named_modules():
+        inside = dict(module.named_modules())
+        lists = [(name, own) for name, own in inside.items() if _is_layer_list(own)]
+        if lists and any(own is embedding for own in inside.values()):
+            name, layers = min(lists, key=lambda pair: (pair[0].count("."), -_size(pair[1])))
+            found = Place(path, name, len(layers))
+    return found
+
+
+def _is_layer_list(module: nn.Module) -> bool:
+    """A list of modules that have children of their own, all with parameters."""
+    return isinstance(module, nn.ModuleList) and len(module) > 0 and all(any(own.children()) for own in module)
+
+
+def _size(module: nn.Module) -> int:
+    return sum(own.numel() for own in module.parameters())
+
+
+def read(config: Any, key: str) -> Any:
+    """A value of a config; None where it has none, or another one for each layer."""
+    try:
+        return getattr(config, key, None)
+    except AttributeError:
+        return None
+
+
+def text_config(model_or_config: Any) -> Any:
+    """The config of the language model itself."""
+    config = getattr(model_or_config, "config", model_or_config)
+    return config.get_text_config(decoder=True)

@@ -1,0 +1,208 @@
+"""From two twins to facts: what holds in both of them, with the numbers of the real model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from scale_surgery.deriving.build import Place, build_twin, find_place, read, stock_classes, text_config, token_ids
+from scale_surgery.deriving.layer import Layer, derive_layer
+from scale_surgery.deriving.mute import find_mutes
+from scale_surgery.deriving.norms import epsilon
+from scale_surgery.deriving.numbers import number_kind
+from scale_surgery.deriving.outside import Outside, derive_outside, find_softcap
+from scale_surgery.deriving.part import is_transposed
+from scale_surgery.deriving.shrink import Real, signatures
+from scale_surgery.deriving.watch import watch
+from scale_surgery.deriving.weaken import weaker_block
+from scale_surgery.errors import UnsupportedFamilyError
+from scale_surgery.planning.architecture import Architecture, Block, Kind, Sizes
+
+# our names of sizes to those that transformers' configs have in common
+COMMON_KEYS = {
+    "hidden": "hidden_size",
+    "layers": "num_hidden_layers",
+    "query_heads": "num_attention_heads",
+    "key_value_heads": "num_key_value_heads",
+    "head_size": "head_dim",
+    "inner": "intermediate_size",
+    "vocabulary": "vocab_size",
+}
+STRENGTH = ("split", "edges", "block")
+
+
+@dataclass(frozen=True)
+class Twin:
+    """A tiny model that was run once and watched.
+
+    Attributes:
+        model: The model.
+        place: Where its layers are.
+        layers: One layer of each kind, by its number.
+        outside: What it does around its layers.
+    """
+
+    model: PreTrainedModel
+    place: Place
+    layers: dict[int, Layer]
+    outside: Outside
+
+
+def watch_twin(config: PreTrainedConfig) -> Twin:
+    """Build a twin, run it, and derive what it is made of.
+
+    Raises:
+        UnsupportedFamilyError: If it does something that cannot be expanded.
+    """
+    model = build_twin(config)
+    place = find_place(model)
+    assert place is not None
+    trace, kinds = watch(model, token_ids(config), place.path), signatures(model, place)
+    layers = {
+        number: derive_layer(trace, path := f"{place.path}.{number}", model.get_submodule(path))
+        for number in sorted({kinds.index(own) for own in kinds})
+    }
+    return Twin(model, place, layers, derive_outside(trace, model, place))
+
+
+def derive_architecture(real: Real, first: Twin, second: Twin) -> Architecture:
+    """Put together what holds in both twins, with the numbers of the real model.
+
+    Args:
+        real: The real model.
+        first: One twin.
+        second: The other, all of whose sizes differ.
+
+    Returns:
+        The facts.
+
+    Raises:
+        UnsupportedFamilyError: If the twins are made in different ways.
+    """
+    config, outside = text_config(real.config), _agree_outside(first.outside, second.outside)
+    kinds, kind_of_layer = _real_kinds(real, _agreed_kinds(first, second))
+    classes = {name: own.__name__ for name, own in stock_classes(real.config).items()}
+    enters = "embedding" if outside.is_plain and "AutoModelForImageTextToText" not in classes else "hook"
+    return Architecture(
+        model_type=real.config.model_type,
+        config_class=type(real.config).__name__,
+        classes=classes,
+        base_model=real.place.base,
+        layers=real.place.layers,
+        embedding=outside.embedding,
+        final_norm=outside.final_norm,
+        head=outside.head,
+        kinds=kinds,
+        kind_of_layer=kind_of_layer,
+        padded=outside.padded if enters == "embedding" else (),
+        first_norms=outside.first_norms if enters == "embedding" else (),
+        enters=enters,  # type: ignore[arg-type]
+        transposed=any(is_transposed(own) for own in real.model.modules()),
+        softcap=find_softcap(first.model),
+        keys={name: key for name, common in COMMON_KEYS.items() if (key := _key(config, common)) is not None},
+        layer_types=_layer_types(config),
+    )
+
+
+def derive_sizes(real: Real, architecture: Architecture) -> Sizes:
+    """Read the sizes of the real model off its modules.
+
+    Args:
+        real: The real model.
+        architecture: Its facts.
+
+    Returns:
+        The sizes; heads and inner features are those of the first block that has any.
+    """
+    blocks = [block for number in architecture.kind_of_layer for block in architecture.kinds[number].blocks]
+    attention = next((own for own in blocks if own.query_heads), None)
+    head = real.model.get_output_embeddings()
+    base = real.model.get_submodule(architecture.base_model)
+    return Sizes(
+        hidden=head.weight.shape[1],
+        layers=real.place.count,
+        query_heads=attention.query_heads if attention else 0,
+        key_value_heads=attention.key_value_heads if attention else 0,
+        head_size=attention.head_size if attention else 0,
+        inner=next((own.inner for own in blocks if own.inner), 0),
+        vocabulary=real.model.get_input_embeddings().weight.shape[0],
+        epsilon=epsilon(base.get_submodule(architecture.final_norm.name)),
+        is_tied=bool(read(real.config, "tie_word_embeddings")),
+    )
+
+
+def _key(config: PreTrainedConfig, common: str) -> str | None:
+    key = config.attribute_map.get(common, common)
+    return key if key in config.to_dict() else None
+
+
+def _layer_types(config: PreTrainedConfig) -> tuple[str, ...]:
+    types = read(config, "layer_types") or ()
+    return tuple(types) if len(set(types)) > 1 else ()
+
+
+def _agree_outside(one: Outside, other: Outside) -> Outside:
+    if replace(one, is_plain=True, padded=(), first_norms=()) != replace(other, is_plain=True, padded=(), first_norms=()):
+        raise UnsupportedFamilyError(f"two twins of other sizes differ around their layers: {one}, {other}.")
+    return one if one == other else replace(one, is_plain=False)
+
+
+def _agreed_kinds(first: Twin, second: Twin) -> dict[int, Kind]:
+    """The kinds of the first twin, where the second gives the same but for the numbers."""
+    heads = read(text_config(second.model), "num_attention_heads") or 1
+    mutes = find_mutes(first.model, first.layers)
+    found = {}
+    for number, layer in first.layers.items():
+        module = second.model.get_submodule(f"{second.place.path}.{number}")
+        expected = number_kind(layer.kind, module, heads)
+        kind = agree(layer.kind, expected, second.layers[number].kind)
+        blocks = tuple(replace(block, mute=ends) for block, ends in zip(kind.blocks, mutes[number], strict=True))
+        found[number] = replace(kind, blocks=blocks)
+    return found
+
+
+def agree(kind: Kind, expected: Kind, found: Kind) -> Kind:
+    """Keep what holds in both twins; a block about which they disagree is treated in a weaker way.
+
+    Args:
+        kind: A kind of the first twin.
+        expected: The same with the numbers of the second.
+        found: What the second gives.
+
+    Returns:
+        The kind.
+
+    Raises:
+        UnsupportedFamilyError: If they have other blocks or norms.
+    """
+    names = [[block.name for block in own.blocks] for own in (expected, found)]
+    if names[0] != names[1] or replace(expected, blocks=()) != replace(found, blocks=()):
+        raise UnsupportedFamilyError(f"two twins of other sizes have different blocks or norms: {expected}, {found}.")
+    return replace(kind, blocks=tuple(map(_agree_block, kind.blocks, expected.blocks, found.blocks)))
+
+
+def _agree_block(block: Block, expected: Block, found: Block) -> Block:
+    if replace(expected, reason="") == replace(found, reason=""):
+        return block
+    if STRENGTH.index(found.treatment) > STRENGTH.index(block.treatment):
+        return found
+    if STRENGTH.index(found.treatment) < STRENGTH.index(block.treatment):
+        return block
+    weaker = weaker_block(replace(block, mute=("",)), "what is true of one twin is not true of one of other sizes")
+    if weaker is None:
+        raise UnsupportedFamilyError(f"{block.name} ({block.kind}): two twins of other sizes do different things.")
+    return replace(weaker, mute=())
+
+
+def _real_kinds(real: Real, kinds: dict[int, Kind]) -> tuple[tuple[Kind, ...], tuple[int, ...]]:
+    """The kinds of the real model's layers; those that are the same are one."""
+    found, numbers = list[Kind](), list[int]()
+    shapes, heads = signatures(real.model, real.place), read(text_config(real.config), "num_attention_heads") or 1
+    layers = real.model.get_submodule(real.place.path)
+    for own, layer in zip(shapes, layers.children(), strict=True):
+        kind = number_kind(kinds[shapes.index(own)], layer, heads)
+        if kind not in found:
+            found.append(kind)
+        numbers.append(found.index(kind))
+    return tuple(found), tuple(numbers)

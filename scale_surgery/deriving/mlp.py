@@ -1,0 +1,105 @@
+"""An MLP whose inner features can be widened: linears, an activation, and nothing that mixes features."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from scale_surgery.deriving.attention import Refused
+from scale_surgery.deriving.part import Change, Part, features
+from scale_surgery.deriving.watch import Call, depends
+from scale_surgery.planning.architecture import Block, Linear, Role
+
+
+def split_mlp(part: Part, block: Block) -> Block:
+    """Describe an MLP whose inner features can be widened.
+
+    Args:
+        part: The part of a layer.
+        block: What is known of it.
+
+    Returns:
+        The block with all facts of a split MLP.
+
+    Raises:
+        Refused: If its inner features cannot be widened.
+    """
+    writer = part.writer
+    assert writer is not None
+    inner = features(writer.module)[0]
+    if part.own_parameters:
+        raise Refused(f"it has parameters of its own: {', '.join(part.own_parameters)}")
+    if part.others:
+        raise Refused(f"there are other linears inside: {', '.join(own.name for own in part.others)}")
+    activation = _activation(part, inner)
+    linears = tuple(_reader(own, activation, inner) for own in part.readers)
+    _check_roles(linears)
+    _check_alike(part, linears)
+    down = Linear(writer.name, ("down",), inner, (part.hidden,))
+    return replace(
+        block, treatment="split", reason="", linears=(*linears, down), activations=(activation.name,), inner=inner
+    )
+
+
+def _activation(part: Part, inner: int) -> Call:
+    """The one module between the linears; it has no parameters but single numbers."""
+    found = part.leaves
+    for own in found:
+        assert own.before is not None
+        if own.before.shape[-1] != inner or any(p.numel() != 1 for p in own.module.parameters()):
+            raise Refused(f"{own.name} ({type(own.module).__name__}) lies between its linears")
+    if len(found) != 1:
+        raise Refused("its activation is a function and no module" if not found else "it has several activations")
+    return found[0]
+
+
+def _reader(reader: Call, activation: Call, inner: int) -> Linear:
+    assert reader.gave is not None and activation.gave is not None
+    inputs, width = features(reader.module)
+    mask = depends(activation.gave, reader.gave)[0]
+    if width == inner:
+        return Linear(reader.name, ("gate",) if mask is not None else ("up_proj",), inputs, (inner,))
+    if width != 2 * inner or mask is None:
+        raise Refused(f"{reader.name} gives {width} features, expected {inner} or twice as many")
+    halves = [bool(half.all()) for half in mask.split(inner)]
+    orders: dict[tuple[bool, ...], tuple[Role, ...]] = {
+        (True, False): ("gate", "up_proj"), (False, True): ("up_proj", "gate")
+    }
+    if tuple(halves) not in orders or int(mask.sum()) != inner:
+        raise Refused(f"{reader.name} mixes gate and up features")
+    return Linear(reader.name, orders[tuple(halves)], inputs, (inner, inner))
+
+
+def _check_roles(linears: tuple[Linear, ...]) -> None:
+    roles = sorted(role for own in linears for role in own.roles)
+    if roles not in (["gate"], ["gate", "up_proj"]):
+        raise Refused("its linears are no gate and up projection")
+
+
+def plain(block: Block) -> Block:
+    """Without a gate, the linear before the activation is an up projection."""
+    if any("up_proj" in own.roles for own in block.linears) or block.group == "attn":
+        return block
+    linears = tuple(replace(own, roles=("up_proj",)) if own.roles == ("gate",) else own for own in block.linears)
+    return replace(block, linears=linears)
+
+
+def _check_alike(part: Part, linears: tuple[Linear, ...]) -> None:
+    """Features in another order give the same in that order; otherwise something between mixes them."""
+    if part.call is None:
+        return
+    calls = {own.name: own.module for own in part.readers}
+    found = part.written({calls[own.name]: _rolled(own) for own in linears})
+    writer = part.writer
+    assert writer is not None and writer.before is not None and found is not None
+    if not torch.allclose(found, writer.before.roll(1, -1), atol=1e-5, rtol=1e-4):
+        raise Refused("its inner features are not alike: in another order they give something else")
+
+
+def _rolled(linear: Linear) -> Change:
+    def change(result: Tensor) -> Tensor:
+        return torch.cat([own.roll(1, -1) for own in result.split(linear.outputs, -1)], -1)
+
+    return change

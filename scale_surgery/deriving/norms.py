@@ -1,0 +1,61 @@
+"""Which formula a norm follows, by what it gives."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from scale_surgery.planning.architecture import NormStyle
+
+EPSILON_NAMES = ("variance_epsilon", "eps", "epsilon", "norm_eps")
+TOLERANCE = 1e-3
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Whether a module may be a norm: it has no parts, and at most a gain and a bias."""
+    own = dict(module.named_parameters())
+    return "norm" in type(module).__name__.lower() and not list(module.children()) and set(own) <= {"weight", "bias"}
+
+
+def epsilon(module: nn.Module) -> float:
+    """What a norm adds to the variance."""
+    found = (getattr(module, name, None) for name in EPSILON_NAMES)
+    return float(next((own for own in found if isinstance(own, float)), 1e-6))
+
+
+def norm_style(module: nn.Module, features: int) -> NormStyle | None:
+    """Find the formula that gives what a norm gives.
+
+    Args:
+        module: A norm.
+        features: So many features it reads.
+
+    Returns:
+        The formula, or None where it is another one.
+    """
+    x = torch.randn(3, features, generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        found = module(x)
+    if not isinstance(found, Tensor) or found.shape != x.shape:
+        return None
+    errors = {style: float((found - own).abs().max()) for style, own in _candidates(module, x).items()}
+    best = min(errors, key=lambda style: errors[style])
+    return best if errors[best] < TOLERANCE else None
+
+
+def _candidates(module: nn.Module, x: Tensor) -> dict[NormStyle, Tensor]:
+    gain, bias = (getattr(module, name, None) for name in ("weight", "bias"))
+    gain = torch.ones(x.shape[-1]) if gain is None else gain.detach()
+    bias = torch.zeros(x.shape[-1]) if bias is None else bias.detach()
+    if gain.shape != x.shape[-1:]:
+        return {"rms": torch.full_like(x, float("inf"))}
+    eps = epsilon(module)
+    rms = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+    centred = x - x.mean(-1, keepdim=True)
+    layer = centred * torch.rsqrt(centred.pow(2).mean(-1, keepdim=True) + eps)
+    return {
+        "rms": rms * gain + bias,
+        "rms_plus_one": rms * (1 + gain) + bias,
+        "layer": layer * gain + bias,
+        "layer_plus_one": layer * (1 + gain) + bias,
+    }

@@ -1,0 +1,172 @@
+"""What a twin does before its first layer and after its last: embedding, norms, head, and nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from scale_surgery.deriving.build import Place, read, text_config, token_ids
+from scale_surgery.deriving.norms import is_norm, norm_style
+from scale_surgery.deriving.part import is_linear
+from scale_surgery.deriving.watch import Call, Trace, is_combination, is_same
+from scale_surgery.errors import UnsupportedFamilyError
+from scale_surgery.planning.architecture import Norm
+
+# a cap that no logits of a twin keep to by chance
+SMALL_CAP = 1e-3
+
+
+@dataclass(frozen=True)
+class Outside:
+    """Facts about a model around its layers; names lie inside the base model, but the head's.
+
+    Attributes:
+        embedding: Token embedding.
+        padded: What is added to it.
+        first_norms: Norms of the embeddings.
+        is_plain: Whether nothing else happens before the first layer.
+        final_norm: Norm after the last layer.
+        head: The head.
+    """
+
+    embedding: str
+    padded: tuple[str, ...]
+    first_norms: tuple[Norm, ...]
+    is_plain: bool
+    final_norm: Norm
+    head: str
+
+
+def derive_outside(trace: Trace, model: PreTrainedModel, place: Place) -> Outside:
+    """Derive what happens around the layers of a twin.
+
+    Args:
+        trace: One forward of it.
+        model: The twin.
+        place: Where its layers are.
+
+    Returns:
+        The facts.
+
+    Raises:
+        UnsupportedFamilyError: If there is no norm after the last layer, or something between it and the head.
+    """
+    layers = [own for own in trace.calls if own.name.rpartition(".")[0] == place.path]
+    start = trace.calls.index(next(own for own in trace.calls if own.name.startswith(f"{place.path}.")))
+    before, after = trace.calls[:start], trace.calls[trace.calls.index(layers[-1]) + 1 :]
+    names = {module: name for name, module in model.named_modules()}
+    embedding = names[model.get_input_embeddings()]
+    padded, norms, is_plain = _begin(before, layers[0], embedding, place)
+    final = _final_norm(after, layers[-1], place)
+    head = _head(after, final, model, names)
+    style = norm_style(final.module, layers[-1].after.shape[-1])  # type: ignore[union-attr]
+    if style is None:
+        raise UnsupportedFamilyError(f"{final.name} ({type(final.module).__name__}): this norm follows no known formula.")
+    return Outside(
+        _inside(embedding, place), padded, norms, is_plain, Norm(_inside(final.name, place), style), head
+    )
+
+
+def _inside(name: str, place: Place) -> str:
+    return name.removeprefix(f"{place.base}.") if place.base else name
+
+
+def _begin(
+    calls: tuple[Call, ...], first: Call, embedding: str, place: Place
+) -> tuple[tuple[str, ...], tuple[Norm, ...], bool]:
+    """Follow the embeddings to the first layer; say whether nothing but additions and norms was on the way."""
+    assert first.before is not None
+    stream, padded, norms = list[Tensor](), list[str](), list[Norm]()
+    for call in calls:
+        value = _as(call.after, first.before)
+        if call.name == embedding and value is not None:
+            stream.append(value)
+        elif value is None or list(call.module.children()):
+            continue
+        elif is_norm(call.module) and _is_sum(call.before, stream):
+            norms.append(Norm(_inside(call.name, place), norm_style(call.module, value.shape[-1]) or "rms"))
+            stream = [value]
+        elif _adds_positions(call, first.before.shape[-1]):
+            padded.append(_inside(call.name, place))
+            stream.append(value)
+    is_plain = bool(stream) and _is_sum(first.before, stream)
+    return (tuple(padded), tuple(norms), True) if is_plain else ((), (), False)
+
+
+def _as(tensor: Tensor | None, like: Tensor) -> Tensor | None:
+    """A tensor repeated for each text of a batch; None where it has other features."""
+    if tensor is None or not tensor.is_floating_point() or tensor.shape[-1] != like.shape[-1]:
+        return None
+    if tensor.dim() == like.dim() - 1:
+        tensor = tensor.unsqueeze(0)
+    return tensor.expand_as(like) if tensor.shape[1:] == like.shape[1:] else None
+
+
+def _is_sum(target: Tensor | None, parts: list[Tensor]) -> bool:
+    if target is None or not parts or target.numel() != parts[0].numel():
+        return False
+    numbers = is_combination(target, parts)
+    return numbers is not None and all(abs(own) > SMALL_CAP for own in numbers)
+
+
+def _adds_positions(call: Call, hidden: int) -> bool:
+    """An embedding of something else than tokens does not read the stream."""
+    reads_stream = call.before is not None and call.before.is_floating_point() and call.before.shape[-1] == hidden
+    return "embed" in f"{type(call.module).__name__} {call.name}".lower() and not reads_stream
+
+
+def _final_norm(calls: tuple[Call, ...], last: Call, place: Place) -> Call:
+    found = [own for own in calls if is_norm(own.module) and is_same(own.before, last.after)]
+    if not found or not found[0].name.startswith(f"{place.base}." if place.base else ""):
+        others = ", ".join(own.name for own in calls if own.name)
+        raise UnsupportedFamilyError(
+            f"{last.name}: no norm reads what the last layer gives, found: {others or 'nothing'}. "
+            "Supported are models with a norm between the last layer and the head."
+        )
+    return found[0]
+
+
+def _head(calls: tuple[Call, ...], final: Call, model: PreTrainedModel, names: dict[nn.Module, str]) -> str:
+    module = model.get_output_embeddings()
+    call = next((own for own in calls if own.module is module), None)
+    if module is None or call is None or not is_linear(module):
+        raise UnsupportedFamilyError(
+            f"{type(model).__name__}: its head is {type(module).__name__}, expected one linear on what the final norm gives."
+        )
+    assert call.before is not None and final.after is not None
+    if call.before.numel() != final.after.numel() or is_combination(call.before, [final.after]) is None:
+        raise UnsupportedFamilyError(
+            f"{names[module]}: the head does not read what the norm {final.name} gives. "
+            "Supported are heads that read it as it is, or times a number."
+        )
+    return names[module]
+
+
+def find_softcap(model: PreTrainedModel) -> tuple[str, float | None] | None:
+    """Find the key of the config that caps the logits, by setting it to a small number.
+
+    Args:
+        model: A twin.
+
+    Returns:
+        The key, and what counts where config.json holds none; None where there is no such key.
+    """
+    config = text_config(model)
+    for key in [own for own in config.to_dict() if "softcap" in own and "attn" not in own]:
+        before = read(config, key)
+        setattr(config, key, SMALL_CAP)
+        with torch.no_grad():
+            logits = model(input_ids=token_ids(model.config), use_cache=False).logits
+        setattr(config, key, before)
+        if bool(logits.abs().max() <= SMALL_CAP * 1.001):
+            return key, _default(config, key)
+    return None
+
+
+def _default(config: Any, key: str) -> float | None:
+    value = read(type(config)(), key)
+    return None if value is None else float(value)

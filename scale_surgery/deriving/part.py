@@ -1,0 +1,161 @@
+"""A part of a layer while it is looked at: its calls, the linears that read the stream, the one that writes to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from scale_surgery.deriving.watch import Attention, Call, depends, is_combination, is_same
+
+Change = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a layer that reads the residual stream.
+
+    Attributes:
+        name: Name inside the layer; empty where its linears lie in the layer itself.
+        module: The module, or the layer.
+        call: Its call; None where it is the layer itself.
+        inside: Calls inside it, with names inside the layer.
+        entry: What it reads.
+        attentions: Calls of attention inside it.
+    """
+
+    name: str
+    module: nn.Module
+    call: Call | None
+    inside: tuple[Call, ...]
+    entry: Tensor
+    attentions: tuple[Attention, ...]
+
+    @property
+    def hidden(self) -> int:
+        """Features of the residual stream."""
+        return self.entry.shape[-1]
+
+    @property
+    def linears(self) -> list[Call]:
+        """Calls of linears."""
+        return [own for own in self.inside if is_linear(own.module)]
+
+    @property
+    def readers(self) -> list[Call]:
+        """Linears that read the residual stream."""
+        return [own for own in self.linears if features(own.module)[0] == self.hidden and is_same(own.before, self.entry)]
+
+    @property
+    def others(self) -> list[Call]:
+        """Linears that neither read nor write it."""
+        readers, writer = {own.name for own in self.readers}, self.writer
+        return [own for own in self.linears if own.name not in readers and own is not writer]
+
+    @property
+    def writer(self) -> Call | None:
+        """The linear that writes to the residual stream: the last one, if it gives as many features."""
+        readers = {own.name for own in self.readers}
+        rest = [own for own in self.linears if own.name not in readers]
+        return rest[-1] if rest and features(rest[-1].module)[1] == self.hidden else None
+
+    @property
+    def leaves(self) -> list[Call]:
+        """Calls of modules without parts that do something, and are no linears."""
+        return [own for own in self.inside if not list(own.module.children()) and not is_linear(own.module)
+                and not isinstance(own.module, (nn.Dropout, nn.Identity)) and own.before is not None
+                and own.before.is_floating_point() and not _gives_angles(own)]
+
+    @property
+    def own_parameters(self) -> list[str]:
+        """Parameters that are of no linear and no module that was called, with names inside the part."""
+        called = {id(own) for call in self.inside if not list(call.module.children())
+                  for own in call.module.parameters()}
+        return [name for name, own in self.module.named_parameters() if id(own) not in called] if self.name else []
+
+    def mixes_tokens(self) -> bool:
+        """Whether what it gives for the last token depends on what it read of the others."""
+        if self.call is None or self.call.read is None or self.call.gave is None or self.call.gave.dim() != 3:
+            return False
+        if self.call.gave.grad_fn is None or not self.call.read.requires_grad:
+            return False
+        (found,) = torch.autograd.grad(
+            self.call.gave[:, -1].sum(), self.call.read, retain_graph=True, allow_unused=True
+        )
+        return found is not None and found.dim() == 3 and bool(found[:, :-1].any())
+
+    def writer_is_output(self) -> bool:
+        """Whether all that it gives comes out of the writer, as it is or times a number."""
+        if self.call is None or self.writer is None:
+            return self.writer is not None
+        return _scales(self.call.after, self.writer.after)
+
+    def only_readers_read(self) -> bool:
+        """Whether nothing but the readers sees the stream: with their results held fast, another stream changes nothing."""
+        if self.call is None or self.writer is None:
+            return self.writer is not None
+        fixed = {own.module: _constant(own.after) for own in self.readers if own.after is not None}
+        other = self.entry + torch.randn(self.entry.shape, generator=torch.Generator().manual_seed(4))
+        return is_same(self.written(fixed, other), self.writer.before)
+
+    def written(self, changes: Mapping[nn.Module, Change], entry: Tensor | None = None) -> Tensor | None:
+        """What the writer reads when the results of other linears are changed."""
+        seen: list[Tensor] = []
+        assert self.call is not None and self.writer is not None
+        with ExitStack() as stack, torch.no_grad():
+            for module, change in changes.items():
+                stack.enter_context(_changed(module, change))
+            hook = self.writer.module.register_forward_pre_hook(lambda _, args: seen.append(args[0].detach().clone()))
+            stack.callback(hook.remove)
+            shape = self.entry.shape if self.call.read is None else self.call.read.shape
+            self.call.again((self.entry if entry is None else entry).reshape(shape))
+        return seen[0] if seen else None
+
+
+def _constant(value: Tensor) -> Change:
+    return lambda _: value
+
+
+def _scales(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None or one.numel() != other.numel():
+        return False
+    return is_combination(one, [other]) is not None
+
+
+def _gives_angles(call: Call) -> bool:
+    """A rotary embedding reads the stream for its device alone."""
+    return "rotary" in type(call.module).__name__.lower() or "rotary" in call.name
+
+
+@contextmanager
+def _changed(module: nn.Module, change: Change) -> Iterator[None]:
+    hook = module.register_forward_hook(lambda _module, _args, result: change(result))
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Whether a linear stores (inputs, outputs)."""
+    return type(module).__name__ == "Conv1D"
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module is a plain linear map, with or without a bias."""
+    return is_transposed(module) or (isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward)
+
+
+def features(module: nn.Module) -> tuple[int, int]:
+    """Features that a linear reads and gives."""
+    rows, columns = module.weight.shape
+    return (int(rows), int(columns)) if is_transposed(module) else (int(columns), int(rows))
+
+
+def layout(target: Tensor, reader: Call) -> Tensor | None:
+    """Mask of the features of a linear on which a tensor depends."""
+    assert reader.gave is not None
+    return depends(target, reader.gave)[0]

@@ -1,0 +1,209 @@
+"""One forward of a twin, watched: what every module read and gave, and what went into attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+# what an attention function may be given beside queries, keys and values, with an entry for each head
+EXTRAS = ("s_aux", "sinks", "position_bias", "alibi", "head_mask")
+# names under which stock modules hand on the residual stream
+STREAM_NAMES = ("hidden_states", "x", "inputs", "input", "hidden_state")
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a module.
+
+    Attributes:
+        name: Name of the module.
+        module: The module.
+        args: What it was called with.
+        kwargs: The same, by name.
+        read: First tensor that it was called with, still part of the graph.
+        gave: First tensor that it gave, the same.
+        before: A copy of the values that it read.
+        after: A copy of the values that it gave.
+    """
+
+    name: str
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    read: Tensor | None
+    gave: Tensor | None
+    before: Tensor | None
+    after: Tensor | None
+
+    def again(self, read: Tensor) -> Tensor | None:
+        """Call the module once more with another tensor in the place of the first."""
+        swap = lambda value: read if value is self.read else value  # noqa: E731
+        args, kwargs = tuple(map(swap, self.args)), {key: swap(value) for key, value in self.kwargs.items()}
+        return first_tensor(self.module(*args, **kwargs))
+
+
+@dataclass(frozen=True)
+class Attention:
+    """One call of an attention function: queries, keys and values as (batch, heads, tokens, features)."""
+
+    module: nn.Module
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    extras: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What happened in one forward, in the order in which calls ended."""
+
+    calls: tuple[Call, ...]
+    attentions: tuple[Attention, ...]
+    logits: Tensor
+
+    def inside(self, path: str) -> list[Call]:
+        """Calls of what lies inside a module, with names inside it."""
+        start = f"{path}."
+        return [replace(own, name=own.name.removeprefix(start)) for own in self.calls if own.name.startswith(start)]
+
+    def of(self, path: str) -> Call | None:
+        """First call of a module."""
+        return next((own for own in self.calls if own.name == path), None)
+
+
+def first_tensor(value: Any) -> Tensor | None:
+    """The tensor that a module gave, or the first of several."""
+    if isinstance(value, (tuple, list)):
+        return first_tensor(value[0]) if value else None
+    return value if isinstance(value, Tensor) else None
+
+
+def _read_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
+    named = [kwargs[name] for name in STREAM_NAMES if name in kwargs]
+    return next((own for own in (*args[:1], *named, *args, *kwargs.values()) if isinstance(own, Tensor)), None)
+
+
+def watch(model: PreTrainedModel, ids: Tensor, layers: str) -> Trace:
+    """Run a model once, and note what every module reads and gives.
+
+    Args:
+        model: A twin.
+        ids: Tokens.
+        layers: Path of its list of layers.
+
+    Returns:
+        The trace; its tensors are part of a graph, so that it can be asked what depends on what.
+    """
+    calls: list[Call] = []
+    names = _names(model)
+    with ExitStack() as stack:
+        current = stack.enter_context(_current_layer(model, layers))
+        for module, own in names.items():
+            hook = _noting(calls, own, current)
+            stack.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
+        attentions = stack.enter_context(attention_noted())
+        logits = model(input_ids=ids, use_cache=False).logits
+    return Trace(tuple(calls), tuple(attentions), logits.detach())
+
+
+def _names(model: nn.Module) -> dict[nn.Module, list[str]]:
+    """Names of each module; one that all layers share has many."""
+    names: dict[nn.Module, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        names.setdefault(module, []).append(name)
+    return names
+
+
+@contextmanager
+def _current_layer(model: nn.Module, layers: str) -> Iterator[list[str]]:
+    """The path of the layer that runs, as the last of a list."""
+    current = [""]
+    with ExitStack() as stack:
+        for name, layer in model.get_submodule(layers).named_children():
+            note = lambda *_, path=f"{layers}.{name}.": current.append(path)  # noqa: E731
+            stack.callback(layer.register_forward_pre_hook(note).remove)
+        yield current
+
+
+def _noting(calls: list[Call], names: list[str], current: list[str]) -> Any:
+    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        name = next((own for own in names if own.startswith(current[-1])), names[0])
+        read, gave = _read_tensor(args, kwargs), first_tensor(result)
+        calls.append(Call(name, module, args, kwargs, read, gave, _copy(read), _copy(gave)))
+
+    return note
+
+
+def _copy(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.detach().clone()
+
+
+@contextmanager
+def attention_noted() -> Iterator[list[Attention]]:
+    """Note what stock modules hand to attention by its interface, whichever function the model wants."""
+    noted: list[Attention] = []
+
+    def note(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **options: Any
+    ) -> Any:
+        extras = tuple(name for name in EXTRAS if options.get(name) is not None)
+        noted.append(Attention(module, query, key, value, extras))
+        # a cap on the scores is elementwise, and changes no fact
+        options.pop("softcap", None)
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+
+    for name in ("sdpa", "eager"):
+        ALL_ATTENTION_FUNCTIONS[name] = note
+    try:
+        yield noted
+    finally:
+        for name in ("sdpa", "eager"):
+            del ALL_ATTENTION_FUNCTIONS[name]
+
+
+def depends(target: Tensor, *sources: Tensor) -> list[Tensor | None]:
+    """Say on which features of each source a tensor depends.
+
+    Args:
+        target: A tensor of a graph.
+        *sources: Tensors of the same graph, features last.
+
+    Returns:
+        For each source a mask of its features; None where nothing depends on it.
+    """
+    weights = torch.randn(target.shape, generator=torch.Generator().manual_seed(1))
+    found = torch.autograd.grad((target * weights).sum(), sources, retain_graph=True, allow_unused=True)
+    masks = [None if own is None else own.flatten(0, -2).abs().amax(0) > 0 for own in found]
+    return [own if own is not None and bool(own.any()) else None for own in masks]
+
+
+def is_same(one: Tensor | None, other: Tensor | None) -> bool:
+    """Whether two tensors hold the same values, in whatever shape."""
+    if one is None or other is None or one.numel() != other.numel():
+        return False
+    return torch.equal(one.reshape(-1), other.reshape(-1))
+
+
+def is_combination(target: Tensor, parts: list[Tensor]) -> list[float] | None:
+    """Find the numbers a, b, ... with target = a first + b second + ...
+
+    Args:
+        target: A tensor.
+        parts: Tensors of as many values.
+
+    Returns:
+        The numbers, or None where there are none.
+    """
+    matrix = torch.stack([own.reshape(-1).double() for own in parts], 1)
+    wanted = target.reshape(-1, 1).double()
+    found = torch.linalg.lstsq(matrix, wanted).solution
+    error = (matrix @ found - wanted).abs().max()
+    return found.flatten().tolist() if bool(error <= 1e-4 * wanted.abs().max().clamp(min=1e-6)) else None

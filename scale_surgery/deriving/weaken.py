@@ -1,0 +1,76 @@
+"""Step down to a weaker treatment, where a stronger one was not proved or two twins disagree about it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from scale_surgery.planning.architecture import STREAMS, Architecture, Block, Kind, Linear
+
+NOT_PROVED = "the stronger treatment did not pass its proof on a twin"
+
+
+def weaker_block(block: Block, reason: str = NOT_PROVED) -> Block | None:
+    """The next weaker treatment of a block.
+
+    Args:
+        block: A block.
+        reason: Why it cannot be treated as it is.
+
+    Returns:
+        The block, treated another way; None where there is no other way.
+    """
+    if block.treatment == "split" and any(_can_be_by_head(own) for own in block.linears):
+        linears = tuple(replace(own, fused_by="head") if _can_be_by_head(own) else own for own in block.linears)
+        return replace(block, linears=linears)
+    if block.treatment == "split":
+        return _edges(block, reason)
+    if block.treatment == "edges" and block.name and block.mute:
+        return replace(block, treatment="block", reason=reason, linears=())
+    return None
+
+
+def _can_be_by_head(linear: Linear) -> bool:
+    return linear.fused_by == "section" and len(set(linear.roles)) > 1 and "q" in linear.roles
+
+
+def _edges(block: Block, reason: str) -> Block:
+    """Only what reads or writes the residual stream; nothing is said any more about what lies between."""
+    return Block(
+        block.name, block.kind, block.group, "edges", reason, tuple(map(_edge, block.linears)), mute=block.mute
+    )
+
+
+def _edge(linear: Linear) -> Linear:
+    is_reader = STREAMS[linear.roles[0]][0] == "residual"
+    return Linear(linear.name, ("read" if is_reader else "write",), linear.inputs, (sum(linear.outputs),))
+
+
+def weaker(architecture: Architecture, kind: str, reason: str = NOT_PROVED) -> Architecture | None:
+    """The same architecture with the blocks of one class treated the next weaker way.
+
+    Args:
+        architecture: Facts of an architecture.
+        kind: Class of the stock modules, as in `Block.kind`.
+        reason: Why they cannot be treated as they are.
+
+    Returns:
+        The architecture; None where these blocks have no weaker treatment.
+    """
+    found = {block: weaker_block(block, reason) for own in architecture.kinds for block in _of(own, kind)}
+    if not found or None in found.values():
+        return None
+    kinds = tuple(
+        replace(own, blocks=tuple(found.get(block) or block for block in own.blocks)) for own in architecture.kinds
+    )
+    return replace(architecture, kinds=kinds)
+
+
+def hooked(architecture: Architecture) -> Architecture | None:
+    """The same architecture whose up stream begins before the first layer; None where it does so already."""
+    if architecture.enters == "hook":
+        return None
+    return replace(architecture, enters="hook", padded=(), first_norms=())
+
+
+def _of(own: Kind, kind: str) -> list[Block]:
+    return [block for block in own.blocks if block.kind == kind]

@@ -1,0 +1,1 @@
+"""Tests of what is derived from stock models."""

@@ -1,0 +1,11 @@
+"""What a default config of some types lacks: transformers cannot build a model from it as it is."""
+
+OPTIONS: dict[str, dict[str, object]] = {
+    "hunyuan_v1_dense": {"head_dim": 128},
+    "hunyuan_v1_moe": {"head_dim": 128, "num_experts": 8, "moe_topk": 2},
+    "ministral": {"head_dim": 128},
+    "nemotron": {"num_key_value_heads": 8},
+    "dots1": {"n_routed_experts": 8, "n_shared_experts": 2},
+    "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
+    "deepseek_v2": {"num_experts_per_tok": 6, "n_shared_experts": 2, "topk_group": 3, "n_group": 8},
+}
