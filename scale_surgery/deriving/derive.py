@@ -11,7 +11,10 @@ import torch
 from transformers import PreTrainedConfig
 
 from scale_surgery.deriving.build import build, find_place, quiet, stock_classes, without_quantisation
+from scale_surgery.deriving.facts import Twin as WatchedTwin
 from scale_surgery.deriving.facts import derive_architecture, derive_sizes, watch_twin
+from scale_surgery.deriving.prove import Twin
+from scale_surgery.deriving.proved import prove
 from scale_surgery.deriving.shrink import Real, least_depth, shrink
 from scale_surgery.errors import SurgeryError, UnsupportedFamilyError
 from scale_surgery.planning.architecture import Architecture, Sizes
@@ -64,7 +67,8 @@ def _derive(config: PreTrainedConfig) -> Derived:
         with quiet():
             real = read_real(config)
             twins = shrink(real, 0), shrink(real, 1)
-            architecture = derive_architecture(real, *map(watch_twin, twins))
+            watched = watch_twin(twins[0]), watch_twin(twins[1])
+            architecture = prove(derive_architecture(real, *watched), _twin_of(twins[0], *watched))
             sizes = derive_sizes(real, architecture)
     except SurgeryError:
         raise
@@ -76,6 +80,13 @@ def _derive(config: PreTrainedConfig) -> Derived:
         ) from error
     seconds = time.perf_counter() - start
     return Derived(architecture, sizes, (twins[0].to_dict(), twins[1].to_dict()), seconds)
+
+
+def _twin_of(config: PreTrainedConfig, first: WatchedTwin, second: WatchedTwin) -> Twin:
+    """The first twin with the facts in its own numbers."""
+    real = read_real(config)
+    architecture = derive_architecture(real, first, second)
+    return Twin(first.model, architecture, derive_sizes(real, architecture))
 
 
 def read_real(config: PreTrainedConfig) -> Real:

@@ -143,7 +143,9 @@ def _layer_types(config: PreTrainedConfig) -> tuple[str, ...]:
 
 
 def _agree_outside(one: Outside, other: Outside) -> Outside:
-    if replace(one, is_plain=True, padded=(), first_norms=()) != replace(other, is_plain=True, padded=(), first_norms=()):
+    if replace(one, is_plain=True, padded=(), first_norms=()) != replace(
+        other, is_plain=True, padded=(), first_norms=()
+    ):
         raise UnsupportedFamilyError(f"two twins of other sizes differ around their layers: {one}, {other}.")
     return one if one == other else replace(one, is_plain=False)
 

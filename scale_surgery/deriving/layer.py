@@ -117,7 +117,11 @@ def _add_part(found: _Found, part: Part, stream: Tensor) -> None:
     written = None if part.writer is None else part.writer.after
     gave = written if part.call is None else part.call.after
     assert gave is not None
-    if written is not None and written.numel() == gave.numel() == stream.numel() and is_combination(gave, [written]) is None:
+    if (
+        written is not None
+        and written.numel() == gave.numel() == stream.numel()
+        and is_combination(gave, [written]) is None
+    ):
         before = [own for own in found.added if own.numel() == stream.numel()]
         if is_combination(gave, [written, stream, *before]) is not None:
             found.adding.add(part.name)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from scale_surgery import modeling
 from scale_surgery.deriving.build import SEED, quiet, token_ids
@@ -169,14 +169,3 @@ def _dead_parts(model: Any, ids: Tensor, without_stream: set[int]) -> Iterator[s
             yield f"{name}: gets no gradient"
     if frozen := [name for name, own in model.named_parameters() if own.grad is not None and not own.requires_grad]:
         yield f"{frozen[0]}: is frozen, and has a gradient"
-
-
-def read_twin(stock: PreTrainedModel, architecture: Architecture, sizes: Sizes) -> Twin:
-    """Put together a twin to prove facts on."""
-    return Twin(stock, architecture, sizes)
-
-
-def summary(config: PreTrainedConfig) -> dict[str, Any]:
-    """What a twin's config says in numbers, for the record of a proof."""
-    plain = config.to_dict()
-    return {name: value for name, value in plain.items() if type(value) is int}

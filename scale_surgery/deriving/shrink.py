@@ -115,8 +115,11 @@ def signatures(model: PreTrainedModel, place: Place) -> list[tuple[Any, ...]]:
     types = getattr(text_config(model), "layer_types", None) or [None] * place.count
     layers = model.get_submodule(place.path)
     return [
-        (types[i] if i < len(types) else None, *((name, type(own).__name__) for name, own in layer.named_modules()
-         if not _is_numbered(name)), *(name for name, _ in layer.named_parameters() if not _is_numbered(name)))
+        (
+            types[i] if i < len(types) else None,
+            *((name, type(own).__name__) for name, own in layer.named_modules() if not _is_numbered(name)),
+            *(name for name, _ in layer.named_parameters() if not _is_numbered(name)),
+        )
         for i, layer in enumerate(layers.children())
     ]
 
@@ -178,9 +181,14 @@ def _problem(real: Real, config: PreTrainedConfig) -> str | None:
         return "it would be large"
     if place is None or signatures(model, place) != signatures(real.model, real.place)[: real.depth]:
         return "its layers are not of the same kinds"
-    with torch.no_grad():
-        logits = build_twin(config)(input_ids=token_ids(config), use_cache=False).logits
-    return None if torch.isfinite(logits).all() else "its logits are not finite"
+    model = build_twin(config)
+    # some kernels of half precision want sizes that their vectors divide
+    for dtype in (torch.float32, torch.bfloat16):
+        with torch.no_grad():
+            logits = model.to(dtype=dtype)(input_ids=token_ids(config), use_cache=False).logits
+        if not torch.isfinite(logits).all():
+            return "its logits are not finite"
+    return None
 
 
 def _repair(real: Real, way: Way) -> PreTrainedConfig | None:
@@ -252,8 +260,10 @@ class _Shrinking:
 
     def _has_head_size(self) -> bool:
         """Whether the size of a head is a key of its own."""
-        return any(HEAD_SIZE.search(key) and isinstance(value, int) and "rotary" not in key
-                   for key, value in self.values.items())
+        return any(
+            HEAD_SIZE.search(key) and isinstance(value, int) and "rotary" not in key
+            for key, value in self.values.items()
+        )
 
     def all(self, others_depth: int | None = None) -> Values:
         """The values, made small."""
@@ -284,7 +294,9 @@ class _Shrinking:
 
     @staticmethod
     def _is_size(key: str, value: Any) -> bool:
-        return isinstance(value, int) and not isinstance(value, bool) and value > 1 and "layer" not in key.split("_per")[0]
+        return (
+            isinstance(value, int) and not isinstance(value, bool) and value > 1 and "layer" not in key.split("_per")[0]
+        )
 
     def _number(self, key: str, value: int, depth: int) -> int:
         for rule in (self._token, self._depth, self._stream, self._expert, self._head, self._limit):

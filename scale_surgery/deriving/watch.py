@@ -152,7 +152,12 @@ def attention_noted() -> Iterator[list[Attention]]:
     noted: list[Attention] = []
 
     def note(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **options: Any
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        **options: Any,
     ) -> Any:
         extras = tuple(name for name in EXTRAS if options.get(name) is not None)
         noted.append(Attention(module, query, key, value, extras))
