@@ -27,7 +27,7 @@ def written_architecture(config: Mapping[str, Any]) -> Architecture:
     return Architecture(
         model_type=family.model_type,
         config_class=f"{family.stem}Config",
-        classes={"AutoModel": f"{family.stem}Model", "AutoModelForCausalLM": f"{family.stem}ForCausalLM"},
+        classes=family.classes,
         base_model=family.base_model,
         layers=family.layers,
         embedding=family.embedding,

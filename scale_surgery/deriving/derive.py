@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from scale_surgery.deriving.facts import derive_architecture, derive_sizes, watc
 from scale_surgery.deriving.prove import Twin
 from scale_surgery.deriving.proved import prove
 from scale_surgery.deriving.shrink import Real, least_depth, shrink
+from scale_surgery.deriving.stock_form import inner_key, stock_heads
 from scale_surgery.errors import SurgeryError, UnsupportedFamilyError
 from scale_surgery.planning.architecture import Architecture, Sizes
 
@@ -70,6 +71,10 @@ def _derive(config: PreTrainedConfig) -> Derived:
             watched = watch_twin(twins[0]), watch_twin(twins[1])
             architecture = prove(derive_architecture(real, *watched), _twin_of(twins[0], *watched))
             sizes = derive_sizes(real, architecture)
+            fixed, divides = stock_heads(real.config, architecture, sizes)
+            architecture = replace(architecture, fixed_heads=fixed, heads_divide_hidden=divides)
+            if (key := inner_key(real.config, architecture)) is not None:
+                architecture = replace(architecture, keys={**architecture.keys, "inner": key})
     except SurgeryError:
         raise
     # a stock model that does what nobody foresaw is not supported, and its own error says best what that is

@@ -139,7 +139,8 @@ def _key(config: PreTrainedConfig, common: str) -> str | None:
 
 def _layer_types(config: PreTrainedConfig) -> tuple[str, ...]:
     types = read(config, "layer_types") or ()
-    return tuple(types) if len(set(types)) > 1 else ()
+    # with full attention everywhere nothing depends on the number of a layer
+    return tuple(types) if set(types) - {"full_attention"} else ()
 
 
 def _agree_outside(one: Outside, other: Outside) -> Outside:

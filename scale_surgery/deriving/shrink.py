@@ -7,7 +7,7 @@ of how the model is made, and not because two of its sizes happen to be equal.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 

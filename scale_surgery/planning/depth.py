@@ -193,11 +193,11 @@ def depth_tensors(
         path, kind = layer_path(architecture, prefix, layer), architecture.kind(layer)
         norms = {norm.name for norm in (*kind.pre_norms, *kind.post_norms)}
         norms |= {norm.name for block in kind.blocks for norm in block.inner_norms}
-        mute = mute_tensors(kind)
+        mute = tuple(f".{end}" for end in mute_tensors(kind))
         for source in (info for name, info in tensors.items() if name.startswith(path)):
             inside = source.name.removeprefix(path)
             module, _, block = inside.rpartition(".")
-            is_copy = inside not in mute
+            is_copy = not f".{inside}".endswith(mute)
             sort = "norm" if module in norms else "linear"
             yield NewTensor(f"{path}{AFTER}{inside}", source.shape, block, sort, layer, source.name, is_copy=is_copy)
 

@@ -91,8 +91,9 @@ def check_all(row: Row, folder: Path, reader: Reader) -> None:
 
 def twin_config(model_type: str) -> Any:
     """A tiny config of a type, made of its default one."""
-    from scale_surgery.deriving.shrink import twin_configs
     from transformers import CONFIG_MAPPING
+
+    from scale_surgery.deriving.shrink import twin_configs
 
     return twin_configs(CONFIG_MAPPING[model_type]())[0]
 
