@@ -84,16 +84,24 @@ def _look_through(trace: Trace, path: str, layer: nn.Module, stream: Tensor) -> 
                 _close_loose(found, layer, stream)
         else:
             _add_part(found, _part_of(trace, path, call, inside), stream)
+    if rest := [own.name for own in found.loose if is_linear(own.module)]:
+        raise UnsupportedFamilyError(f"{path}: {', '.join(rest)} writes nothing to the residual stream. {SUPPORTED}.")
     return found
 
 
 def _outermost(calls: list[Call]) -> Iterator[Call]:
     """Calls of modules that lie in no other module that was called."""
-    names = {own.name for own in calls}
-    for call in calls:
+    names = {own.name for own in calls} - {own.name for own in calls if _is_container(own, calls)}
+    for call in (own for own in calls if own.name in names):
         parents = itertools.accumulate(call.name.split(".")[:-1], lambda one, other: f"{one}.{other}")
         if not names & set(parents):
             yield call
+
+
+def _is_container(call: Call, calls: list[Call]) -> bool:
+    """A module that begins with a norm of what it reads holds a norm and a block, and is no block itself."""
+    inside = [own for own in calls if own.name.rpartition(".")[0] == call.name]
+    return any(is_norm(own.module) and is_same(own.before, call.before) for own in inside)
 
 
 def _part_of(trace: Trace, path: str, call: Call, inside: list[Call]) -> Part:
@@ -116,7 +124,11 @@ def _add_part(found: _Found, part: Part, stream: Tensor) -> None:
     """A part adds what it gives, or what its writer gives where it adds the residual stream itself."""
     written = None if part.writer is None else part.writer.after
     gave = written if part.call is None else part.call.after
-    assert gave is not None
+    if gave is None:
+        raise UnsupportedFamilyError(
+            f"{type(part.module).__name__}: {part.inside[-1].name} lies in the layer itself, and reads and writes the "
+            f"residual stream at once. {SUPPORTED}."
+        )
     if written is not None and written.numel() == gave.numel() == stream.numel() and is_combination(gave, [written]) is None:
         before = [own for own in found.added if own.numel() == stream.numel()]
         if is_combination(gave, [written, stream, *before]) is not None:

@@ -29,7 +29,7 @@ def find_mute(part: Part, *, adds_itself: bool = False) -> list[Tensor]:
     """
     if part.call is None or adds_itself:
         return [] if part.writer is None else list(part.writer.module.parameters())
-    parameters = list(part.module.parameters())
+    parameters = sorted(part.module.parameters(), key=lambda own: _writes(part, own))
     kept = {id(own): own.detach().clone() for own in parameters}
     with torch.no_grad():
         for own in parameters:
@@ -49,6 +49,13 @@ def _needed(part: Part, parameters: list[nn.Parameter], kept: dict[int, Tensor])
             own.zero_()
             needed.append(own)
     return needed
+
+
+def _writes(part: Part, parameter: nn.Parameter) -> int:
+    """What writes to the residual stream is given back last, first of all the writer."""
+    if part.writer is not None and any(own is parameter for own in part.writer.module.parameters()):
+        return 2
+    return int(parameter.dim() == 2 and parameter.shape[0] == part.hidden)
 
 
 def _is_silent(part: Part) -> bool:

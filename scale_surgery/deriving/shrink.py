@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from scale_surgery.deriving.build import Place, build, build_twin, find_place, text_config, token_ids
+from scale_surgery.deriving.build import Place, build, build_twin, find_place, read, text_config, token_ids
 from scale_surgery.errors import UnsupportedFamilyError
 
 LEAST_LAYERS = 3
@@ -112,7 +112,7 @@ def ways(scale: int) -> Iterator[Way]:
 
 def signatures(model: PreTrainedModel, place: Place) -> list[tuple[Any, ...]]:
     """Say of each layer what it is made of: its modules, their classes and parameters, and its type in the config."""
-    types = getattr(text_config(model), "layer_types", None) or [None] * place.count
+    types = read(text_config(model), "layer_types") or [None] * place.count
     layers = model.get_submodule(place.path)
     return [
         (types[i] if i < len(types) else None, *((name, type(own).__name__) for name, own in layer.named_modules()
@@ -229,15 +229,16 @@ class _Shrinking:
     def __init__(self, real: Real, way: Way, config: PreTrainedConfig, values: Values) -> None:
         self.real, self.way, self.values, self.config = real, way, values, config
         self.names = dict(config.attribute_map)
-        self.old = {name: self._old(name) for name in ("hidden_size", "num_attention_heads", "num_key_value_heads")}
+        common = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+        self.old = {name: self._old(name) for name in common}
         self.others, self.given = iter(way.sizes.others), dict[Any, int]()
         self.dimensions, self.layers = real.dimensions, real.place.count
         self.heads, self.groups = self._new_heads()
-        self.hidden = way.sizes.hidden if self._has_head_size() else self.heads * way.sizes.head
+        self.hidden = way.sizes.hidden if self._is_hidden_free() else self.heads * way.sizes.head
 
     def _old(self, name: str) -> int | None:
-        value = getattr(self.config, name, None)
-        return value if isinstance(value, int) else None
+        value = read(self.config, name)
+        return value if isinstance(value, int) else self.values.get(self._key(name))
 
     def _key(self, name: str) -> str:
         return self.names.get(name, name)
@@ -250,10 +251,12 @@ class _Shrinking:
             return min(heads, sizes.heads), min(groups, sizes.heads)
         return 2 * sizes.groups, sizes.groups
 
-    def _has_head_size(self) -> bool:
-        """Whether the size of a head is a key of its own."""
-        return any(HEAD_SIZE.search(key) and isinstance(value, int) and "rotary" not in key
-                   for key, value in self.values.items())
+    def _is_hidden_free(self) -> bool:
+        """Whether the size of a head is a key of its own, and heads need not fill the residual stream."""
+        names = [key for key, value in self.values.items() if isinstance(value, int) and "rotary" not in key]
+        heads, size = self.old["num_attention_heads"] or 1, self.old["head_dim"] or 0
+        is_filled = not self.way.keeps_heads and heads * size == self.old["hidden_size"]
+        return any(map(HEAD_SIZE.search, names)) and not is_filled
 
     def all(self, others_depth: int | None = None) -> Values:
         """The values, made small."""
@@ -265,12 +268,17 @@ class _Shrinking:
 
     def _small(self, key: str, value: Any, depth: int) -> Any:
         if isinstance(value, dict):
-            return value if "rope" in key else {own: self._small(own, other, depth) for own, other in value.items()}
+            return value if "rope" in key else self._small_dict(value, depth)
         if isinstance(value, (list, tuple)):
             return self._small_list(key, list(value), depth)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             return value
         return self._number(key, value, depth)
+
+    def _small_dict(self, value: Values, depth: int) -> Values:
+        """What is said of single layers is left out for those that are not there."""
+        there = {own: other for own, other in value.items() if not str(own).isdigit() or int(own) < depth}
+        return {own: self._small(str(own), other, depth) for own, other in there.items()}
 
     def _small_list(self, key: str, value: list[Any], depth: int) -> list[Any]:
         """A list of one entry a layer ends with the last layer; a list of layers names those that are left."""
@@ -296,7 +304,7 @@ class _Shrinking:
     def _token(self, key: str, value: int, depth: int) -> int | None:
         if TOKEN.search(key):
             names = [name for name in self.values if TOKEN.search(name)]
-            return names.index(key)
+            return names.index(key) if key in names else len(names)
         if "vocab" in key and value > 64:
             return self.way.sizes.vocabulary
         return None
@@ -306,7 +314,9 @@ class _Shrinking:
         return depth * (value // self.layers) if is_count else None
 
     def _stream(self, key: str, value: int, depth: int) -> int | None:
-        is_inner = INNER.search(key) and key != self._key("hidden_size")
+        if key == self._key("hidden_size"):
+            return self.hidden
+        is_inner = INNER.search(key)
         return self.hidden if value == self.old["hidden_size"] and not is_inner and value > 64 else None
 
     def _expert(self, key: str, value: int, depth: int) -> int | None:
@@ -320,7 +330,7 @@ class _Shrinking:
 
     def _head(self, key: str, value: int, depth: int) -> int | None:
         if HEAD_SIZE.search(key):
-            return value if self.way.keeps_heads or value <= 16 else 16
+            return value if self.way.keeps_heads or value <= 16 else self.way.sizes.head
         if not HEADS.search(key):
             return None
         heads, groups = self.old["num_attention_heads"], self.old["num_key_value_heads"]
