@@ -167,18 +167,19 @@ def _check_sum(path: str, call: Call, found: _Found, inside: list[Call]) -> None
 def _why_no_sum(call: Call, found: _Found, inside: list[Call]) -> str | None:
     assert call.before is not None and call.after is not None
     added = [own for own in found.added if own.numel() == call.after.numel()]
-    if call.before.numel() != call.after.numel() or len(added) < len(found.added):
-        return "it has another shape than what its parts give, as of several residual streams"
-    numbers = is_combination(call.after, [call.before, *added])
+    is_one_stream = call.before.numel() == call.after.numel() and len(added) == len(found.added)
+    numbers = is_combination(call.after, [call.before, *added]) if is_one_stream else None
     if numbers is None:
-        return _who_changes_the_stream(call, found, inside, added)
+        return _who_changes_the_stream(call, found, inside, added, is_one_stream=is_one_stream)
     unused = [part.name for part, number in zip(found.parts, numbers[1:], strict=False) if abs(number) < LEAST]
     if unused:
         return f"what {', '.join(unused)} gives is not added, but read by another part"
     return None if abs(numbers[0] - 1) < LEAST else f"the residual stream is multiplied by {numbers[0]:.3g}, expected 1"
 
 
-def _who_changes_the_stream(call: Call, found: _Found, inside: list[Call], added: list[Tensor]) -> str:
+def _who_changes_the_stream(
+    call: Call, found: _Found, inside: list[Call], added: list[Tensor], *, is_one_stream: bool
+) -> str:
     assert call.after is not None
     own = [name for name, value in call.module.named_parameters(recurse=False) if value.numel() > 1]
     for other in inside:
@@ -187,6 +188,8 @@ def _who_changes_the_stream(call: Call, found: _Found, inside: list[Call], added
     for name, output in found.norm_outputs.items():
         if output.numel() == call.after.numel() and is_combination(call.after, [output, *added]) is not None:
             return f"the residual is what the norm {name} gives, expected what the layer reads"
+    if not is_one_stream:
+        return "it has another shape than what its parts give, as of several residual streams"
     if own:
         return f"its own parameters scale the residual stream: {', '.join(own)}"
     return "what it gives is not what it reads plus what its parts give"

@@ -18,7 +18,7 @@ from scale_surgery.deriving.build import Place, build, build_twin, find_place, r
 from scale_surgery.errors import UnsupportedFamilyError
 
 LEAST_LAYERS = 3
-MOST_PARAMETERS = 6_000_000
+MOST_PARAMETERS = 16_000_000
 Values = dict[str, Any]
 
 
@@ -47,7 +47,7 @@ class Scale:
 
 SCALES = (
     Scale(48, 16, 2, 4, 4, 131, (52, 36, 28, 44, 76, 92, 20, 116, 124, 148, 164, 172)),
-    Scale(80, 24, 3, 6, 6, 149, (68, 60, 84, 100, 108, 132, 140, 156, 180, 188, 196, 204)),
+    Scale(72, 24, 3, 6, 6, 149, (68, 60, 84, 100, 108, 132, 140, 156, 180, 188, 196, 204)),
 )
 # the same with sizes that kernels and groups divide
 ROUND_SCALES = (
@@ -87,13 +87,23 @@ class Real:
 
 @dataclass(frozen=True)
 class Way:
-    """How a twin is made, first as small as can be, then with more care."""
+    """How a twin is made, first as small as can be, then with more care.
+
+    Attributes:
+        scale: Which of the two twins it is.
+        keeps_heads: Whether sizes of heads stay as they are stated.
+        is_by_value: Whether sizes that are equal stay equal.
+        is_round: Whether sizes are such that kernels and groups divide them.
+        keeps_ratios: Whether sizes that are multiples of the hidden size stay so.
+        keeps_share: Whether a head that is a share of the hidden size stays as large.
+    """
 
     scale: int = 0
     keeps_heads: bool = True
     is_by_value: bool = False
     is_round: bool = False
     keeps_ratios: bool = False
+    keeps_share: bool = False
 
     @property
     def sizes(self) -> Scale:
@@ -106,8 +116,9 @@ def ways(scale: int) -> Iterator[Way]:
     for is_round in (False, True):
         for keeps_ratios in (False, True):
             for is_by_value in (False, True):
-                for keeps_heads in (True, False):
-                    yield Way(scale, keeps_heads, is_by_value, is_round, keeps_ratios)
+                # rope may fit one size of a head alone, whether or not that is a key of its own
+                for keeps_heads, keeps_share in ((True, False), (False, False), (True, True)):
+                    yield Way(scale, keeps_heads, is_by_value, is_round, keeps_ratios, keeps_share)
 
 
 def signatures(model: PreTrainedModel, place: Place) -> list[tuple[Any, ...]]:
@@ -234,7 +245,7 @@ class _Shrinking:
         self.others, self.given = iter(way.sizes.others), dict[Any, int]()
         self.dimensions, self.layers = real.dimensions, real.place.count
         self.heads, self.groups = self._new_heads()
-        self.hidden = way.sizes.hidden if self._is_hidden_free() else self.heads * way.sizes.head
+        self.hidden = way.sizes.hidden if self._is_hidden_free() else self.heads * self._head_size()
 
     def _old(self, name: str) -> int | None:
         value = read(self.config, name)
@@ -257,6 +268,11 @@ class _Shrinking:
         heads, size = self.old["num_attention_heads"] or 1, self.old["head_dim"] or 0
         is_filled = not self.way.keeps_heads and heads * size == self.old["hidden_size"]
         return any(map(HEAD_SIZE.search, names)) and not is_filled
+
+    def _head_size(self) -> int:
+        """Features of a head that fills its share of the stream."""
+        share = (self.old["hidden_size"] or 0) // (self.old["num_attention_heads"] or 1)
+        return share if self.way.keeps_share and share else self.way.sizes.head
 
     def all(self, others_depth: int | None = None) -> Values:
         """The values, made small."""
@@ -310,6 +326,8 @@ class _Shrinking:
         return None
 
     def _depth(self, key: str, value: int, depth: int) -> int | None:
+        if self.config is not text_config(self.real.config):
+            return min(value, depth) if re.search("layers?$|blocks?$|depth$", key) else None
         is_count = re.search("layers?$|blocks?$|layers_per_stack", key) and value % self.layers == 0
         return depth * (value // self.layers) if is_count else None
 

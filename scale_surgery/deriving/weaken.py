@@ -56,13 +56,10 @@ def weaker(architecture: Architecture, kind: str, reason: str = NOT_PROVED) -> A
     Returns:
         The architecture; None where these blocks have no weaker treatment.
     """
-    found = {block: weaker_block(block, reason) for own in architecture.kinds for block in _of(own, kind)}
-    if not found or None in found.values():
+    kinds = tuple(_weaker_kind(own, kind, reason) for own in architecture.kinds)
+    if None in kinds or kinds == architecture.kinds:
         return None
-    kinds = tuple(
-        replace(own, blocks=tuple(found.get(block) or block for block in own.blocks)) for own in architecture.kinds
-    )
-    return replace(architecture, kinds=kinds)
+    return replace(architecture, kinds=kinds)  # type: ignore[arg-type]
 
 
 def hooked(architecture: Architecture) -> Architecture | None:
@@ -72,5 +69,6 @@ def hooked(architecture: Architecture) -> Architecture | None:
     return replace(architecture, enters="hook", padded=(), first_norms=())
 
 
-def _of(own: Kind, kind: str) -> list[Block]:
-    return [block for block in own.blocks if block.kind == kind]
+def _weaker_kind(own: Kind, kind: str, reason: str) -> Kind | None:
+    blocks = [weaker_block(block, reason) if block.kind == kind else block for block in own.blocks]
+    return None if None in blocks else replace(own, blocks=tuple(block for block in blocks if block))
