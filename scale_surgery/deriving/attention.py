@@ -62,8 +62,6 @@ def split_attention(part: Part, block: Block) -> Block:
     """
     attention, writer = _only_attention(part), part.writer
     assert writer is not None
-    if part.own_parameters:
-        raise Refused(f"it has parameters of its own: {', '.join(part.own_parameters)}")
     if part.others:
         raise Refused(_between(part, attention))
     heads = _heads(attention, writer)
@@ -93,6 +91,8 @@ def _only_attention(part: Part) -> Attention:
     if len(part.attentions) > 1:
         raise Refused(f"it runs attention {len(part.attentions)} times")
     attention = part.attentions[0]
+    if part.own_parameters:
+        raise Refused(f"it has parameters of its own: {', '.join(part.own_parameters)}")
     if attention.extras:
         raise Refused(f"its attention takes more than queries, keys and values: {', '.join(attention.extras)}")
     if any(own.dim() != 4 for own in (attention.query, attention.key, attention.value)):

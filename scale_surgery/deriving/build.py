@@ -127,7 +127,8 @@ def read(config: Any, key: str) -> Any:
     """A value of a config; None where it has none, or another one for each layer."""
     try:
         return getattr(config, key, None)
-    except AttributeError:
+    # configs with other values for each layer refuse to say one, each in its own way
+    except Exception:
         return None
 
 

@@ -84,16 +84,24 @@ def _look_through(trace: Trace, path: str, layer: nn.Module, stream: Tensor) -> 
                 _close_loose(found, layer, stream)
         else:
             _add_part(found, _part_of(trace, path, call, inside), stream)
+    if rest := [own.name for own in found.loose if is_linear(own.module)]:
+        raise UnsupportedFamilyError(f"{path}: {', '.join(rest)} writes nothing to the residual stream. {SUPPORTED}.")
     return found
 
 
 def _outermost(calls: list[Call]) -> Iterator[Call]:
     """Calls of modules that lie in no other module that was called."""
-    names = {own.name for own in calls}
-    for call in calls:
+    names = {own.name for own in calls} - {own.name for own in calls if _is_container(own, calls)}
+    for call in (own for own in calls if own.name in names):
         parents = itertools.accumulate(call.name.split(".")[:-1], lambda one, other: f"{one}.{other}")
         if not names & set(parents):
             yield call
+
+
+def _is_container(call: Call, calls: list[Call]) -> bool:
+    """A module that begins with a norm of what it reads holds a norm and a block, and is no block itself."""
+    inside = [own for own in calls if own.name.rpartition(".")[0] == call.name]
+    return any(is_norm(own.module) and is_same(own.before, call.before) for own in inside)
 
 
 def _part_of(trace: Trace, path: str, call: Call, inside: list[Call]) -> Part:
@@ -116,7 +124,11 @@ def _add_part(found: _Found, part: Part, stream: Tensor) -> None:
     """A part adds what it gives, or what its writer gives where it adds the residual stream itself."""
     written = None if part.writer is None else part.writer.after
     gave = written if part.call is None else part.call.after
-    assert gave is not None
+    if gave is None:
+        raise UnsupportedFamilyError(
+            f"{type(part.module).__name__}: {part.inside[-1].name} lies in the layer itself, and reads and writes the "
+            f"residual stream at once. {SUPPORTED}."
+        )
     if (
         written is not None
         and written.numel() == gave.numel() == stream.numel()
@@ -159,18 +171,19 @@ def _check_sum(path: str, call: Call, found: _Found, inside: list[Call]) -> None
 def _why_no_sum(call: Call, found: _Found, inside: list[Call]) -> str | None:
     assert call.before is not None and call.after is not None
     added = [own for own in found.added if own.numel() == call.after.numel()]
-    if call.before.numel() != call.after.numel() or len(added) < len(found.added):
-        return "it has another shape than what its parts give, as of several residual streams"
-    numbers = is_combination(call.after, [call.before, *added])
+    is_one_stream = call.before.numel() == call.after.numel() and len(added) == len(found.added)
+    numbers = is_combination(call.after, [call.before, *added]) if is_one_stream else None
     if numbers is None:
-        return _who_changes_the_stream(call, found, inside, added)
+        return _who_changes_the_stream(call, found, inside, added, is_one_stream=is_one_stream)
     unused = [part.name for part, number in zip(found.parts, numbers[1:], strict=False) if abs(number) < LEAST]
     if unused:
         return f"what {', '.join(unused)} gives is not added, but read by another part"
     return None if abs(numbers[0] - 1) < LEAST else f"the residual stream is multiplied by {numbers[0]:.3g}, expected 1"
 
 
-def _who_changes_the_stream(call: Call, found: _Found, inside: list[Call], added: list[Tensor]) -> str:
+def _who_changes_the_stream(
+    call: Call, found: _Found, inside: list[Call], added: list[Tensor], *, is_one_stream: bool
+) -> str:
     assert call.after is not None
     own = [name for name, value in call.module.named_parameters(recurse=False) if value.numel() > 1]
     for other in inside:
@@ -179,6 +192,8 @@ def _who_changes_the_stream(call: Call, found: _Found, inside: list[Call], added
     for name, output in found.norm_outputs.items():
         if output.numel() == call.after.numel() and is_combination(call.after, [output, *added]) is not None:
             return f"the residual is what the norm {name} gives, expected what the layer reads"
+    if not is_one_stream:
+        return "it has another shape than what its parts give, as of several residual streams"
     if own:
         return f"its own parameters scale the residual stream: {', '.join(own)}"
     return "what it gives is not what it reads plus what its parts give"

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from scale_surgery.deriving.attention import Refused
 from scale_surgery.deriving.part import Change, Part, features
-from scale_surgery.deriving.watch import Call, depends
+from scale_surgery.deriving.watch import Call, depends, is_same
 from scale_surgery.planning.architecture import Block, Linear, Role
 
 
@@ -90,13 +90,21 @@ def plain(block: Block) -> Block:
 def _check_alike(part: Part, linears: tuple[Linear, ...]) -> None:
     """Features in another order give the same in that order; otherwise something between mixes them."""
     if part.call is None:
-        return
+        return _check_nothing_between(part)
     calls = {own.name: own.module for own in part.readers}
     found = part.written({calls[own.name]: _rolled(own) for own in linears})
     writer = part.writer
     assert writer is not None and writer.before is not None and found is not None
     if not torch.allclose(found, writer.before.roll(1, -1), atol=1e-5, rtol=1e-4):
         raise Refused("its inner features are not alike: in another order they give something else")
+
+
+def _check_nothing_between(part: Part) -> None:
+    """Linears that lie in the layer itself cannot be run alone: what the activation gives is what the writer reads."""
+    (activation,), writer = part.leaves, part.writer
+    assert writer is not None
+    if len(part.readers) != 1 or not is_same(activation.after, writer.before):
+        raise Refused(f"something lies between {activation.name} and {writer.name}")
 
 
 def _rolled(linear: Linear) -> Change:

@@ -29,7 +29,7 @@ def find_mute(part: Part, *, adds_itself: bool = False) -> list[Tensor]:
     """
     if part.call is None or adds_itself:
         return [] if part.writer is None else list(part.writer.module.parameters())
-    parameters = list(part.module.parameters())
+    parameters = sorted(part.module.parameters(), key=lambda own: _writes(part, own))
     kept = {id(own): own.detach().clone() for own in parameters}
     with torch.no_grad():
         for own in parameters:
@@ -49,6 +49,13 @@ def _needed(part: Part, parameters: list[nn.Parameter], kept: dict[int, Tensor])
             own.zero_()
             needed.append(own)
     return needed
+
+
+def _writes(part: Part, parameter: nn.Parameter) -> int:
+    """What writes to the residual stream is given back last, first of all the writer."""
+    if part.writer is not None and any(own is parameter for own in part.writer.module.parameters()):
+        return 2
+    return int(parameter.dim() == 2 and parameter.shape[0] == part.hidden)
 
 
 def _is_silent(part: Part) -> bool:
@@ -80,8 +87,14 @@ def names_on_disk(model: PreTrainedModel, muted: list[Tensor]) -> set[str]:
 
 def ends_of(names: set[str], layer: int) -> tuple[str, ...]:
     """Ends of names of tensors of one layer; one end for all experts."""
-    inside = {name.split(f".{layer}.", 1)[1] for name in names if f".{layer}." in name}
-    return tuple(sorted({re.split(r"\.\d+\.", name)[-1] if re.search(r"\.\d+\.", name) else name for name in inside}))
+    inside = {rest for name in names for number, rest in [_split_number(name)] if number == layer}
+    return tuple(sorted({_split_number(rest)[1] or rest for rest in inside}))
+
+
+def _split_number(name: str) -> tuple[int | None, str]:
+    """The first number of a name, and what follows it: first that of the layer, then that of the expert."""
+    match = re.match(r"(?:.*?\.)??(\d+)\.(.*)", name)
+    return (int(match[1]), match[2]) if match else (None, "")
 
 
 def find_mutes(model: PreTrainedModel, layers: Mapping[int, Layer]) -> dict[int, list[tuple[str, ...]]]:

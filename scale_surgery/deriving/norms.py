@@ -33,6 +33,8 @@ def norm_style(module: nn.Module, features: int) -> NormStyle | None:
     Returns:
         The formula, or None where it is another one.
     """
+    if any(own.shape != (features,) for own in module.parameters()):
+        return None
     x = torch.randn(3, features, generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
         found = module(x)
@@ -47,8 +49,6 @@ def _candidates(module: nn.Module, x: Tensor) -> dict[NormStyle, Tensor]:
     gain, bias = (getattr(module, name, None) for name in ("weight", "bias"))
     gain = torch.ones(x.shape[-1]) if gain is None else gain.detach()
     bias = torch.zeros(x.shape[-1]) if bias is None else bias.detach()
-    if gain.shape != x.shape[-1:]:
-        return {"rms": torch.full_like(x, float("inf"))}
     eps = epsilon(module)
     rms = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
     centred = x - x.mean(-1, keepdim=True)

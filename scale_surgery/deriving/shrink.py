@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from scale_surgery.deriving.build import Place, build, build_twin, find_place, text_config, token_ids
+from scale_surgery.deriving.build import Place, build, build_twin, find_place, read, text_config, token_ids
 from scale_surgery.errors import UnsupportedFamilyError
 
 LEAST_LAYERS = 3
-MOST_PARAMETERS = 6_000_000
+MOST_PARAMETERS = 16_000_000
 Values = dict[str, Any]
 
 
@@ -47,7 +47,7 @@ class Scale:
 
 SCALES = (
     Scale(48, 16, 2, 4, 4, 131, (52, 36, 28, 44, 76, 92, 20, 116, 124, 148, 164, 172)),
-    Scale(80, 24, 3, 6, 6, 149, (68, 60, 84, 100, 108, 132, 140, 156, 180, 188, 196, 204)),
+    Scale(72, 24, 3, 6, 6, 149, (68, 60, 84, 100, 108, 132, 140, 156, 180, 188, 196, 204)),
 )
 # the same with sizes that kernels and groups divide
 ROUND_SCALES = (
@@ -87,13 +87,23 @@ class Real:
 
 @dataclass(frozen=True)
 class Way:
-    """How a twin is made, first as small as can be, then with more care."""
+    """How a twin is made, first as small as can be, then with more care.
+
+    Attributes:
+        scale: Which of the two twins it is.
+        keeps_heads: Whether sizes of heads stay as they are stated.
+        is_by_value: Whether sizes that are equal stay equal.
+        is_round: Whether sizes are such that kernels and groups divide them.
+        keeps_ratios: Whether sizes that are multiples of the hidden size stay so.
+        keeps_share: Whether a head that is a share of the hidden size stays as large.
+    """
 
     scale: int = 0
     keeps_heads: bool = True
     is_by_value: bool = False
     is_round: bool = False
     keeps_ratios: bool = False
+    keeps_share: bool = False
 
     @property
     def sizes(self) -> Scale:
@@ -106,13 +116,14 @@ def ways(scale: int) -> Iterator[Way]:
     for is_round in (False, True):
         for keeps_ratios in (False, True):
             for is_by_value in (False, True):
-                for keeps_heads in (True, False):
-                    yield Way(scale, keeps_heads, is_by_value, is_round, keeps_ratios)
+                # rope may fit one size of a head alone, whether or not that is a key of its own
+                for keeps_heads, keeps_share in ((True, False), (False, False), (True, True)):
+                    yield Way(scale, keeps_heads, is_by_value, is_round, keeps_ratios, keeps_share)
 
 
 def signatures(model: PreTrainedModel, place: Place) -> list[tuple[Any, ...]]:
     """Say of each layer what it is made of: its modules, their classes and parameters, and its type in the config."""
-    types = getattr(text_config(model), "layer_types", None) or [None] * place.count
+    types = read(text_config(model), "layer_types") or [None] * place.count
     layers = model.get_submodule(place.path)
     return [
         (
@@ -237,15 +248,16 @@ class _Shrinking:
     def __init__(self, real: Real, way: Way, config: PreTrainedConfig, values: Values) -> None:
         self.real, self.way, self.values, self.config = real, way, values, config
         self.names = dict(config.attribute_map)
-        self.old = {name: self._old(name) for name in ("hidden_size", "num_attention_heads", "num_key_value_heads")}
+        common = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+        self.old = {name: self._old(name) for name in common}
         self.others, self.given = iter(way.sizes.others), dict[Any, int]()
         self.dimensions, self.layers = real.dimensions, real.place.count
         self.heads, self.groups = self._new_heads()
-        self.hidden = way.sizes.hidden if self._has_head_size() else self.heads * way.sizes.head
+        self.hidden = way.sizes.hidden if self._is_hidden_free() else self.heads * self._head_size()
 
     def _old(self, name: str) -> int | None:
-        value = getattr(self.config, name, None)
-        return value if isinstance(value, int) else None
+        value = read(self.config, name)
+        return value if isinstance(value, int) else self.values.get(self._key(name))
 
     def _key(self, name: str) -> str:
         return self.names.get(name, name)
@@ -258,12 +270,17 @@ class _Shrinking:
             return min(heads, sizes.heads), min(groups, sizes.heads)
         return 2 * sizes.groups, sizes.groups
 
-    def _has_head_size(self) -> bool:
-        """Whether the size of a head is a key of its own."""
-        return any(
-            HEAD_SIZE.search(key) and isinstance(value, int) and "rotary" not in key
-            for key, value in self.values.items()
-        )
+    def _is_hidden_free(self) -> bool:
+        """Whether the size of a head is a key of its own, and heads need not fill the residual stream."""
+        names = [key for key, value in self.values.items() if isinstance(value, int) and "rotary" not in key]
+        heads, size = self.old["num_attention_heads"] or 1, self.old["head_dim"] or 0
+        is_filled = not self.way.keeps_heads and heads * size == self.old["hidden_size"]
+        return any(map(HEAD_SIZE.search, names)) and not is_filled
+
+    def _head_size(self) -> int:
+        """Features of a head that fills its share of the stream."""
+        share = (self.old["hidden_size"] or 0) // (self.old["num_attention_heads"] or 1)
+        return share if self.way.keeps_share and share else self.way.sizes.head
 
     def all(self, others_depth: int | None = None) -> Values:
         """The values, made small."""
@@ -275,12 +292,17 @@ class _Shrinking:
 
     def _small(self, key: str, value: Any, depth: int) -> Any:
         if isinstance(value, dict):
-            return value if "rope" in key else {own: self._small(own, other, depth) for own, other in value.items()}
+            return value if "rope" in key else self._small_dict(value, depth)
         if isinstance(value, (list, tuple)):
             return self._small_list(key, list(value), depth)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             return value
         return self._number(key, value, depth)
+
+    def _small_dict(self, value: Values, depth: int) -> Values:
+        """What is said of single layers is left out for those that are not there."""
+        there = {own: other for own, other in value.items() if not str(own).isdigit() or int(own) < depth}
+        return {own: self._small(str(own), other, depth) for own, other in there.items()}
 
     def _small_list(self, key: str, value: list[Any], depth: int) -> list[Any]:
         """A list of one entry a layer ends with the last layer; a list of layers names those that are left."""
@@ -308,17 +330,21 @@ class _Shrinking:
     def _token(self, key: str, value: int, depth: int) -> int | None:
         if TOKEN.search(key):
             names = [name for name in self.values if TOKEN.search(name)]
-            return names.index(key)
+            return names.index(key) if key in names else len(names)
         if "vocab" in key and value > 64:
             return self.way.sizes.vocabulary
         return None
 
     def _depth(self, key: str, value: int, depth: int) -> int | None:
+        if self.config is not text_config(self.real.config):
+            return min(value, depth) if re.search("layers?$|blocks?$|depth$", key) else None
         is_count = re.search("layers?$|blocks?$|layers_per_stack", key) and value % self.layers == 0
         return depth * (value // self.layers) if is_count else None
 
     def _stream(self, key: str, value: int, depth: int) -> int | None:
-        is_inner = INNER.search(key) and key != self._key("hidden_size")
+        if key == self._key("hidden_size"):
+            return self.hidden
+        is_inner = INNER.search(key)
         return self.hidden if value == self.old["hidden_size"] and not is_inner and value > 64 else None
 
     def _expert(self, key: str, value: int, depth: int) -> int | None:
@@ -332,7 +358,7 @@ class _Shrinking:
 
     def _head(self, key: str, value: int, depth: int) -> int | None:
         if HEAD_SIZE.search(key):
-            return value if self.way.keeps_heads or value <= 16 else 16
+            return value if self.way.keeps_heads or value <= 16 else self.way.sizes.head
         if not HEADS.search(key):
             return None
         heads, groups = self.old["num_attention_heads"], self.old["num_key_value_heads"]

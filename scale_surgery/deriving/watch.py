@@ -45,10 +45,11 @@ class Call:
     after: Tensor | None
 
     def again(self, read: Tensor) -> Tensor | None:
-        """Call the module once more with another tensor in the place of the first."""
+        """Call the module once more, in the same way but with another tensor in the place of the first."""
         swap = lambda value: read if value is self.read else value  # noqa: E731
         args, kwargs = tuple(map(swap, self.args)), {key: swap(value) for key, value in self.kwargs.items()}
-        return first_tensor(self.module(*args, **kwargs))
+        with attention_noted():
+            return first_tensor(self.module(*args, **kwargs))
 
 
 @dataclass(frozen=True)

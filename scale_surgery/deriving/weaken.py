@@ -56,15 +56,10 @@ def weaker(architecture: Architecture, kind: str, reason: str = NOT_PROVED) -> A
     Returns:
         The architecture; None where these blocks have no weaker treatment.
     """
-    found = [weaker_block(block, reason) for own in architecture.kinds for block in own.blocks if block.kind == kind]
-    if not found or None in found:
+    kinds = tuple(_weaker_kind(own, kind, reason) for own in architecture.kinds)
+    if None in kinds or kinds == architecture.kinds:
         return None
-    return replace(architecture, kinds=tuple(_weaker_kind(own, kind, reason) for own in architecture.kinds))
-
-
-def _weaker_kind(own: Kind, kind: str, reason: str) -> Kind:
-    blocks = (weaker_block(block, reason) if block.kind == kind else block for block in own.blocks)
-    return replace(own, blocks=tuple(block for block in blocks if block is not None))
+    return replace(architecture, kinds=kinds)  # type: ignore[arg-type]
 
 
 def hooked(architecture: Architecture) -> Architecture | None:
@@ -72,3 +67,8 @@ def hooked(architecture: Architecture) -> Architecture | None:
     if architecture.enters == "hook":
         return None
     return replace(architecture, enters="hook", padded=(), first_norms=())
+
+
+def _weaker_kind(own: Kind, kind: str, reason: str) -> Kind | None:
+    blocks = [weaker_block(block, reason) if block.kind == kind else block for block in own.blocks]
+    return None if None in blocks else replace(own, blocks=tuple(block for block in blocks if block))

@@ -1,0 +1,97 @@
+"""What is derived equals what was written by hand, for the ten families of release 0.1.0."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import pytest
+from transformers import CONFIG_MAPPING, PreTrainedConfig
+
+from scale_surgery.deriving.derive import Derived, derive
+from tests.families import FAMILIES, Family, read_sizes
+from scale_surgery.planning.specs import Widths, stream_widths
+from tests.tiny import tiny_config
+
+# written by hand, and read by no forward of the stock class
+UNREAD = {"gpt2": {"num_heads"}}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def oracle(request) -> tuple[Family, PreTrainedConfig, Derived]:
+    config = tiny_config(request.param)
+    return FAMILIES[request.param], config, derive(config)
+
+
+def test_linears(oracle):
+    family, _, found = oracle
+    (kind,) = found.architecture.kinds
+    assert found.architecture.is_uniform and [own.group for own in kind.blocks] == ["attn", "ffn"]
+    assert [(own.name, own.roles, own.fused_by) for own in kind.linears] == [
+        (own.name, own.roles, own.fused_by) for own in family.linears
+    ]
+
+
+def test_widths_of_linears(oracle):
+    family, config, found = oracle
+    streams = stream_widths(read_sizes(family, config.to_dict()), Widths())
+    for own, written in zip(found.architecture.kinds[0].linears, family.linears, strict=True):
+        assert own.inputs == streams[written.reads][0]
+        assert list(own.outputs) == [streams[stream][0] for stream in written.writes()]
+
+
+def test_norms(oracle):
+    family, _, found = oracle
+    (kind,), style = found.architecture.kinds, family.norm_style
+    assert [(own.name, own.style) for own in kind.pre_norms] == [(name, style) for name in family.pre_norms]
+    assert [(own.name, own.style) for own in kind.post_norms] == [(name, style) for name in family.post_norms]
+    assert [(own.name, own.stream, own.head_axis, own.style) for own in kind.blocks[0].inner_norms] == [
+        (own.name, own.stream, own.head_axis, style) for own in family.inner_norms
+    ]
+
+
+def test_attention_and_activation(oracle):
+    family, _, found = oracle
+    attention, mlp = found.architecture.kinds[0].blocks
+    assert (attention.name, mlp.activations) == (family.attention, (family.activation,))
+    unread = UNREAD.get(family.model_type, ())
+    assert attention.attributes == {k: v for k, v in family.attention_attributes.items() if k not in unread}
+    assert attention.config == family.attention_config
+
+
+def test_around_the_layers(oracle):
+    family, _, found = oracle
+    about = found.architecture
+    assert (about.base_model, about.layers, about.embedding) == (family.base_model, family.layers, family.embedding)
+    assert (about.final_norm.name, about.final_norm.style) == (family.final_norm, family.norm_style)
+    assert about.padded == ((family.position_embedding,) if family.position_embedding else ())
+    assert (about.first_norms, about.enters, about.transposed) == ((), "embedding", family.transposed)
+    # transformers 5 renamed GPT-NeoX's head
+    assert about.head == {"embed_out": "lm_head"}.get(family.head, family.head)
+
+
+def test_config(oracle):
+    family, config, found = oracle
+    about = found.architecture
+    assert about.softcap == family.softcap
+    assert about.config_class == type(config).__name__
+    assert about.classes["AutoModel"] == type(config).__name__.replace("Config", "Model")
+    known = {name: family.key(name) for name in about.keys}
+    assert about.keys == known and {"hidden", "layers", "query_heads", "vocabulary"} <= set(known)
+
+
+def test_sizes(oracle):
+    family, config, found = oracle
+    assert asdict(found.sizes) == asdict(read_sizes(family, config.to_dict()))
+
+
+def test_what_mutes_a_block(oracle):
+    family, _, found = oracle
+    for block in found.architecture.kinds[0].blocks:
+        assert {name.rpartition(".")[0] for name in block.mute} == {block.linears[-1].name}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_default_config_gives_the_same(family):
+    tiny, default = (derive(own).architecture for own in (tiny_config(family), CONFIG_MAPPING[family]()))
+    names = [[(own.name, own.roles) for own in about.kinds[0].linears] for about in (tiny, default)]
+    assert names[0] == names[1]

@@ -1,0 +1,139 @@
+"""Treatments that are derived for a spread of types, from configs such as users have them."""
+
+from __future__ import annotations
+
+import pytest
+from transformers import CONFIG_MAPPING
+
+from scale_surgery.deriving.derive import derive
+from scale_surgery.errors import UnsupportedFamilyError
+from scale_surgery.planning.architecture import STREAMS, Architecture
+from tests.deriving.configs import OPTIONS
+
+# type -> for each kind of layer the treatments of its blocks, in the order in which they run
+EXPECTED = {
+    "llama": ["split split"],
+    "qwen3_moe": ["split block"],
+    "mixtral": ["split block"],
+    "gpt_oss": ["edges block"],
+    "gemma3_text": ["split split"],
+    "gemma4_text": ["split split edges", "split split edges"],
+    "granite": ["split split"],
+    "granitemoehybrid": ["edges block split"],
+    "glm4": ["split split"],
+    "deepseek_v3": ["edges split", "edges block"],
+    "smollm3": ["split split"],
+    "olmo3": ["split split"],
+    "falcon": ["edges split"],
+    "lfm2": ["split edges"],
+    "bloom": ["edges split"],
+    "mpt": ["edges split"],
+    "opt": ["split split"],
+    "gptj": ["edges split"],
+    "phi": ["split split"],
+    "stablelm": ["split split"],
+    "cohere2": ["split split"],
+    "starcoder2": ["split split"],
+    "nemotron": ["split split"],
+    "mamba2": ["edges"],
+    "falcon_h1": ["edges split split"],
+    "qwen3_next": ["edges block", "split block"],
+    "dbrx": ["split block"],
+    "jamba": ["edges split", "edges block", "split split"],
+    "nemotron_h": ["edges", "block", "split", "split"],
+}
+REASONS = {
+    "deepseek_v3": "keys and values are made from a latent: self_attn.kv_b_proj reads what another linear wrote",
+    "gpt_oss": "it has parameters of its own: sinks",
+    "mamba2": "it does not hand queries, keys and values to transformers' attention interface",
+    "qwen3_next": "it does not hand queries, keys and values to transformers' attention interface",
+    "bloom": "it does not hand queries, keys and values to transformers' attention interface",
+}
+REFUSED = {
+    "doge": "its own parameters scale the residual stream: input_residual, post_attention_residual",
+    "minimax": "the residual is what the norm post_attention_layernorm gives",
+    "openai-gpt": "the residual stream is what a norm gives: ln_2",
+    "bert": "the residual stream is what a norm gives: output.LayerNorm",
+    "beam": "the residual stream is multiplied by 0.577, expected 1",
+    "modernbert-decoder": "decoder: the head does not read what the norm model.final_norm gives",
+    "deepseek_v4": "of several residual streams",
+}
+
+
+def architecture(model_type: str) -> Architecture:
+    return derive(CONFIG_MAPPING[model_type](**OPTIONS.get(model_type, {}))).architecture
+
+
+@pytest.mark.parametrize("model_type", EXPECTED)
+def test_treatments(model_type):
+    found = [" ".join(block.treatment for block in kind.blocks) for kind in architecture(model_type).kinds]
+    assert found == EXPECTED[model_type]
+
+
+@pytest.mark.parametrize("model_type", EXPECTED)
+def test_every_block_says_what_it_is(model_type):
+    about = architecture(model_type)
+    for block in (block for kind in about.kinds for block in kind.blocks):
+        assert bool(block.reason) == (block.treatment != "split")
+        assert bool(block.linears) == (block.treatment != "block")
+        assert block.mute
+        assert all(len(own.roles) == len(own.outputs) for own in block.linears)
+    assert set(about.kind_of_layer) == set(range(len(about.kinds)))
+
+
+@pytest.mark.parametrize("model_type", EXPECTED)
+def test_streams_fit(model_type):
+    found = derive(CONFIG_MAPPING[model_type](**OPTIONS.get(model_type, {})))
+    for linear in (linear for kind in found.architecture.kinds for linear in kind.linears):
+        reads, writes = STREAMS[linear.roles[0]]
+        assert (linear.inputs == found.sizes.hidden) or reads != "residual"
+        assert (linear.outputs == (found.sizes.hidden,)) or writes != "residual"
+
+
+@pytest.mark.parametrize("model_type", REASONS)
+def test_reasons(model_type):
+    assert architecture(model_type).kinds[0].blocks[0].reason == REASONS[model_type]
+
+
+@pytest.mark.parametrize("model_type", REFUSED)
+def test_what_cannot_be_expanded_is_named(model_type):
+    with pytest.raises(UnsupportedFamilyError) as error:
+        architecture(model_type)
+    assert REFUSED[model_type] in str(error.value)
+    assert "Supported are" in str(error.value)
+
+
+def test_kinds_of_layers_follow_the_real_depth():
+    config = CONFIG_MAPPING["deepseek_v3"]()
+    about = derive(config).architecture
+    assert about.kind_of_layer == (0,) * 3 + (1,) * 58
+    assert about.kinds[0].blocks[1].inner == config.intermediate_size
+
+
+def test_layers_of_other_widths_are_other_kinds():
+    config = CONFIG_MAPPING["gemma4_text"]()
+    sizes = [kind.blocks[0].head_size for kind in derive(config).architecture.kinds]
+    assert sizes == [256, 512]
+
+
+@pytest.mark.parametrize(("heads", "groups"), [(32, 8), (32, 1), (32, 32), (28, 4)])
+def test_groups_of_heads_are_those_of_the_model(heads, groups):
+    config = CONFIG_MAPPING["llama"](hidden_size=heads * 64, num_attention_heads=heads, num_key_value_heads=groups)
+    found = derive(config)
+    assert (found.sizes.query_heads, found.sizes.key_value_heads, found.sizes.head_size) == (heads, groups, 64)
+    twin = found.twins[0]
+    assert (twin["num_attention_heads"] == twin["num_key_value_heads"]) == (heads == groups)
+    assert (twin["num_key_value_heads"] == 1) == (groups == 1)
+
+
+def test_vision_language_models_begin_by_a_hook():
+    about = architecture("gemma3")
+    assert about.enters == "hook" and about.base_model == "model.language_model"
+    assert about.classes["AutoModelForImageTextToText"] == "Gemma3ForConditionalGeneration"
+    assert about.kinds == architecture("gemma3_text").kinds
+
+
+def test_layer_types_are_told_where_they_differ():
+    types = architecture("gemma3_text").layer_types
+    assert set(types) == {"sliding_attention", "full_attention"} and len(types) == 26
+    assert architecture("llama").layer_types == ()

@@ -1,0 +1,165 @@
+"""Twins keep what matters and nothing else, and two of them unmask what is true by chance."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING, LlamaConfig
+
+from scale_surgery.deriving.build import build_twin, find_place, token_ids
+from scale_surgery.deriving.derive import derive, read_real
+from scale_surgery.deriving.facts import agree, watch_twin
+from scale_surgery.deriving.norms import norm_style
+from scale_surgery.deriving.numbers import number_kind
+from scale_surgery.deriving.shrink import shrink, signatures
+from scale_surgery.deriving.watch import attention_noted, is_combination
+from scale_surgery.deriving.weaken import hooked, weaker, weaker_block
+from scale_surgery.planning.architecture import Linear
+
+LLAMA = LlamaConfig(
+    hidden_size=4096,
+    num_key_value_heads=8,
+    rope_parameters={
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+)
+MIXED = ("qwen3_moe", "deepseek_v3", "gemma3_text", "jamba", "qwen3_next", "gemma4_text")
+
+
+def test_twins_keep_rope_and_heads():
+    twins = derive(LLAMA).twins
+    assert all(own["rope_parameters"] == LLAMA.to_dict()["rope_parameters"] for own in twins)
+    assert all(own["head_dim"] == 128 and own["rms_norm_eps"] == LLAMA.rms_norm_eps for own in twins)
+
+
+def test_sizes_of_twins_differ():
+    one, other = derive(LLAMA).twins
+    names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
+    assert not {one[name] for name in names} & {other[name] for name in names}
+    assert len({one[name] for name in names}) == len(names)
+
+
+@pytest.mark.parametrize("model_type", MIXED)
+def test_twins_show_every_kind_of_layer(model_type):
+    real = read_real(CONFIG_MAPPING[model_type]())
+    twin = build_twin(shrink(real, 0))
+    place = find_place(twin)
+    assert place is not None and place.count == real.depth < real.place.count
+    assert set(signatures(twin, place)) == set(signatures(real.model, real.place))
+
+
+def test_the_same_config_gives_the_same_twins():
+    one, other = (shrink(read_real(LLAMA), 0) for _ in range(2))
+    assert one.to_dict() == other.to_dict()
+    first, second = (build_twin(own)(input_ids=token_ids(own)).logits for own in (one, other))
+    assert torch.equal(first, second)
+
+
+def test_equal_sizes_make_a_false_fact_that_a_second_twin_unmasks():
+    """Where key/value heads are as many as query heads, an attribute of either fits; with fewer it is told apart."""
+    config = CONFIG_MAPPING["phi3"]
+    common = {"hidden_size": 64, "intermediate_size": 52, "num_hidden_layers": 1, "vocab_size": 131, "pad_token_id": 0}
+    deceived = watch_twin(config(**common, num_attention_heads=4, num_key_value_heads=4)).layers[0].kind
+    honest = watch_twin(config(**common, num_attention_heads=8, num_key_value_heads=2))
+    spoiled = replace(deceived.blocks[0], attributes={"num_key_value_heads": "query_heads"})
+    kind = replace(deceived, blocks=(spoiled, deceived.blocks[1]))
+    layer = honest.model.model.layers[0]
+    agreed = agree(kind, number_kind(kind, layer, 8), honest.layers[0].kind)
+    # step by step to what does not need the fact
+    assert (
+        agreed.blocks[0] != kind.blocks[0]
+        and "one of other sizes" in str(agreed.blocks[0].reason)
+        or (agreed.blocks[0].linears[0].fused_by == "head")
+    )
+    assert agree(deceived, number_kind(deceived, layer, 8), honest.layers[0].kind) == deceived
+
+
+def test_the_users_process_is_left_as_it_was():
+    state = torch.get_rng_state()
+    config = LlamaConfig(hidden_size=512, num_attention_heads=8, num_hidden_layers=4)
+    before = config.to_dict()
+    derive(config)
+    assert torch.equal(torch.get_rng_state(), state) and config.to_dict() == before
+
+
+def test_attention_functions_are_put_back():
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    before = dict(ALL_ATTENTION_FUNCTIONS)
+    with pytest.raises(RuntimeError), attention_noted():
+        assert dict(ALL_ATTENTION_FUNCTIONS) != before
+        raise RuntimeError
+    assert dict(ALL_ATTENTION_FUNCTIONS) == before
+
+
+def test_asked_twice_it_answers_at_once():
+    assert derive(LLAMA) is derive(LlamaConfig(**LLAMA.to_dict()))
+    assert derive(LLAMA) is not derive(LlamaConfig(**LLAMA.to_dict() | {"num_hidden_layers": 4}))
+
+
+def test_a_combination_is_found_and_another_is_not():
+    one, other, third = torch.randn(3, 2, 7, 5)
+    numbers = is_combination(one * 2 - other * 0.5, [one, other])
+    assert numbers is not None and numbers == pytest.approx([2, -0.5], abs=1e-5)
+    assert is_combination(one * other, [one, other]) is None and is_combination(third, [one, other]) is None
+
+
+def test_norms_of_unknown_formulas_have_no_style():
+    class Norm(torch.nn.Module):
+        def __init__(self, power: float):
+            super().__init__()
+            self.weight, self.power = torch.nn.Parameter(torch.rand(8) + 0.5), power
+
+        def forward(self, x):
+            return self.weight * x * x.pow(2).mean(-1, keepdim=True).add(1e-6).pow(self.power)
+
+    assert norm_style(Norm(-0.5), 8) == "rms"
+    assert norm_style(Norm(-0.25), 8) is None
+
+
+def test_what_mutes_a_block_mutes_it():
+    """In a twin of DeepSeek, whose experts, shared experts and MLPs have names of their own on disk."""
+    real = read_real(CONFIG_MAPPING["deepseek_v3"]())
+    twin = watch_twin(shrink(real, 0))
+    kind = derive(real.config).architecture.kinds[1]
+    part = twin.layers[3].parts[1]
+    with torch.no_grad():
+        assert bool(part.call.again(part.entry).any())
+        for name, own in part.module.named_parameters():
+            if any(f"mlp.{name}.weight".endswith(end) or f"mlp.{name}".endswith(end) for end in kind.blocks[1].mute):
+                own.zero_()
+        assert name and not bool(_without_experts(part).any())
+
+
+def _without_experts(part):
+    """Stacked experts are the down_proj of each on disk."""
+    part.module.experts.down_proj.zero_()
+    return part.call.again(part.entry)
+
+
+def test_treatments_step_down():
+    block = derive(CONFIG_MAPPING["phi3"]()).architecture.kinds[0].blocks[0]
+    by_head = weaker_block(block)
+    assert by_head is not None and by_head.linears[0].fused_by == "head" and by_head.treatment == "split"
+    edges = weaker_block(by_head, "not proved")
+    assert edges is not None and (edges.treatment, edges.reason) == ("edges", "not proved")
+    assert edges.linears[0] == Linear("self_attn.qkv_proj", ("read",), 3072, (9216,))
+    whole = weaker_block(edges)
+    assert whole is not None and (whole.treatment, whole.linears) == ("block", ())
+    assert weaker_block(whole) is None
+
+
+def test_an_architecture_steps_down_one_class_at_a_time():
+    about = derive(CONFIG_MAPPING["llama"]()).architecture
+    found = weaker(about, "LlamaMLP")
+    assert found is not None and [own.treatment for own in found.kinds[0].blocks] == ["split", "edges"]
+    assert weaker(about, "NoSuchClass") is None
+    hook = hooked(about)
+    assert hook is not None and hook.enters == "hook" and hooked(hook) is None
