@@ -97,7 +97,7 @@ def _load_base(
 def _find_class(extract: Extract, model: Any) -> Any:
     """The expanded class of a stock model."""
     classes = modeling.model_classes(extract.manifest.plan.architecture)
-    stock = {expanded.__bases__[-1]: expanded for name, expanded in classes.items() if name != "AutoConfig"}
+    stock = {expanded.__bases__[1]: expanded for name, expanded in classes.items() if name != "AutoConfig"}
     if type(model) not in stock:
         names = " or ".join(sorted(known.__name__ for known in stock))
         raise CheckpointError(
