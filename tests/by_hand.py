@@ -53,10 +53,9 @@ def make_base(path: Path, config: Any, dtype: torch.dtype = torch.float32) -> Pa
 def names_of(config: Any, **classes: str) -> Names:
     """Names of the stock classes of a config; those of its language model where no other are given."""
     own = type(config)
-    found = {
-        auto: getattr(transformers, auto)._model_mapping[own].__name__ for auto in ("AutoModel", "AutoModelForCausalLM")
-    }
-    return Names(config.model_type, own.__name__, classes or found)
+    for auto in () if classes else ("AutoModel", "AutoModelForCausalLM"):
+        classes[auto] = getattr(transformers, auto)._model_mapping[own].__name__
+    return Names(config.model_type, own.__name__, classes)
 
 
 def norm(width: int, style: str = "rms") -> dict[str, Any]:

@@ -211,7 +211,9 @@ def test_a_vision_language_model_under_its_other_names(made):
     path = made("gemma3")[1]
     assert "language_model.model.layers.1.mlp.up_proj.w21" in load_file(path / "expansion-00001-of-00001.safetensors")
     assert "language_model.model.layers.1.mlp.up_proj.weight" in load_file(path / SHARD)
+    names = [name for file in path.glob("*.safetensors") for name in load_file(file)]
     whole = AutoModelForImageTextToText.from_pretrained(path).eval()
+    assert set(modeling.names_in_memory(whole, names).values()) <= set(dict(whole.named_parameters()))
     same = AutoModelForCausalLM.from_pretrained(path).eval()
     alone = AutoModel.from_pretrained(path).eval()
     with torch.no_grad():
