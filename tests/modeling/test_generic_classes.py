@@ -88,6 +88,16 @@ GEMMA_CLASSES = {
 }
 
 
+LLAVA_CLASSES = {"AutoModel": "LlavaModel", "AutoModelForImageTextToText": "LlavaForConditionalGeneration"}
+ENTERING = {
+    "base_model": "model.language_model",
+    "enter": "hook",
+    "model": {"norm": norm(D)},
+    "expanded_layers": [1, 2],
+    "collaborative": {"layers": [1, 2], "groups": ["attn", "ffn"]},
+}
+
+
 def gemma_config() -> Any:
     text = LLAMA_LIKE | {"sliding_window": 4, "query_pre_attn_scalar": 10}
     vision = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -98,6 +108,16 @@ def gemma_config() -> Any:
         image_token_id=IMAGE,
         boi_token_index=88,
         eoi_token_index=89,
+    )
+
+
+def llava_config() -> Any:
+    vision = {"model_type": "clip_vision_model", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+    return transformers.LlavaConfig(
+        text_config=transformers.LlamaConfig(**LLAMA_LIKE, **TOKENS),
+        vision_config=vision | {"num_attention_heads": 2, "image_size": 8, "patch_size": 4},
+        image_token_index=IMAGE,
+        vision_feature_layer=-1,
     )
 
 
@@ -122,6 +142,12 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path
             base = save_base(folder / "base", AutoModelForImageTextToText.from_config(gemma_config()))
             names = names_of(gemma_config(), **GEMMA_CLASSES)
             return base, write_expanded(base, folder / name, gemma_specs(), names, AutoModelForImageTextToText)
+        if name == "llava":
+            torch.manual_seed(0)
+            base = save_base(folder / "base", AutoModelForImageTextToText.from_config(llava_config()))
+            names = names_of(llava_config(), **LLAVA_CLASSES)
+            specs = llama_specs() | ENTERING
+            return base, write_expanded(base, folder / name, specs, names, AutoModelForImageTextToText)
         config = {"internlm3": transformers.InternLM3Config, "smollm3": transformers.SmolLM3Config}[name](
             **LLAMA_LIKE, **TOKENS
         )
@@ -190,21 +216,23 @@ def test_the_output_is_the_base_s(made, name):
     assert not same_logits(base, shaken(expanded, "w12"))
 
 
-def test_a_vision_language_model(made):
-    base, expanded = (AutoModelForImageTextToText.from_pretrained(path).eval() for path in made("gemma3"))
-    assert type(expanded).__name__ == "ScaleGemma3ForConditionalGeneration"
-    for inputs in ({}, with_image()):
+@pytest.mark.parametrize("name", ("gemma3", "llava"))
+def test_a_vision_language_model(made, name):
+    image = {key: value for key, value in with_image().items() if name == "gemma3" or key != "token_type_ids"}
+    base, expanded = (AutoModelForImageTextToText.from_pretrained(path).eval() for path in made(name))
+    assert type(expanded).__name__ == f"Scale{type(base).__name__}"
+    for inputs in ({}, image):
         assert same_logits(base, expanded, **inputs)
         assert same_generation(base, expanded, **inputs)
     assert {key for key, own in expanded.named_parameters() if own.requires_grad} == {
         key for key, _ in expanded.named_parameters() if is_new(key)
     }
     with torch.no_grad():
-        other = with_image() | {"pixel_values": torch.zeros(2, 3, 8, 8)}
-        assert not torch.equal(base(**with_image()).logits, base(**other).logits)
-    assert not same_logits(base, shaken(expanded, "w12"), **with_image())
+        other = image | {"pixel_values": torch.zeros(2, 3, 8, 8)}
+        assert not torch.equal(base(**image).logits, base(**other).logits)
+    assert not same_logits(base, shaken(expanded, "w12"), **image)
     with expanded.expansion_disabled():
-        assert same_logits(base, expanded, **with_image())
+        assert same_logits(base, expanded, **image)
 
 
 def test_a_vision_language_model_under_its_other_names(made):
