@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from transformers.core_model_loading import revert_weight_conversion
 
 from scale_surgery import modeling
 from scale_surgery.checkpoint.names import INDEX_FILE
@@ -52,10 +53,9 @@ def make_base(path: Path, config: Any, dtype: torch.dtype = torch.float32) -> Pa
 def names_of(config: Any, **classes: str) -> Names:
     """Names of the stock classes of a config; those of its language model where no other are given."""
     own = type(config)
-    found = {
-        auto: getattr(transformers, auto)._model_mapping[own].__name__ for auto in ("AutoModel", "AutoModelForCausalLM")
-    }
-    return Names(config.model_type, own.__name__, classes or found)
+    for auto in () if classes else ("AutoModel", "AutoModelForCausalLM"):
+        classes[auto] = getattr(transformers, auto)._model_mapping[own].__name__
+    return Names(config.model_type, own.__name__, classes)
 
 
 def norm(width: int, style: str = "rms") -> dict[str, Any]:
@@ -121,24 +121,12 @@ def write_expanded(base: Path, path: Path, specs: Mapping[str, Any], names: Name
     write_index(path, places)
     empty = load.from_pretrained(path, strict_loading=False)
     torch.manual_seed(1)
-    # the names on disk of a tensor that lies beside one of the base
     tensors = {name: fresh(name, own) for name, own in empty.named_parameters() if is_new(name)}
-    stored = {disk_name(path, empty, name): own for name, own in tensors.items()}
+    # as the base's tensors beside them are called on disk
+    stored = revert_weight_conversion(empty, tensors)
     save_file(stored, path / NEW_SHARD, metadata={"format": "pt"})
     write_index(path, places | dict.fromkeys(stored, NEW_SHARD))
     return path
-
-
-def disk_name(path: Path, model: Any, name: str) -> str:
-    """Name on disk of a tensor: as the base's beside it are called there, which may lie under another prefix."""
-    stored, ours = (prefix_of(names) for names in (load_file(path / SHARD), dict(model.named_parameters())))
-    return f"{stored}{name.removeprefix(ours)}" if name.startswith(ours) else name
-
-
-def prefix_of(names: Iterable[str]) -> str:
-    """What stands before the names of a base model's tensors; no name begins with it where there is no embedding."""
-    end = "embed_tokens.weight"
-    return next((name.removesuffix(end) for name in names if name.endswith(end)), "?")
 
 
 def is_new(name: str) -> bool:

@@ -85,7 +85,7 @@ def test_classes_are_made_of_the_stock_ones(family):
     assert classes["AutoConfig"].model_type == FAMILIES[family].expanded_type
     for auto_class, stock in FAMILIES[family].classes.items():
         assert classes[auto_class].config_class is classes["AutoConfig"]
-        assert classes[auto_class].__bases__[-1] is getattr(transformers, stock)
+        assert classes[auto_class].__bases__[1] is getattr(transformers, stock)
 
 
 def test_the_modeling_file_imports_every_file_itself():

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -162,31 +163,22 @@ def register() -> None:
         mapping._extra_content = _ExpandedConfigs(mapping._extra_content)
 
 
-def renamed_modules(model: Any) -> dict[str, str]:
-    """Patterns of names on disk, and what the modules of a loaded model are called, where transformers renamed some.
+def names_in_memory(model: Any, names: Iterable[str]) -> dict[str, str]:
+    """Names that tensors have in a loaded model, by their names on disk, where transformers renamed modules.
+
+    What stands before the names of a base model is left as it is, and so are tensors of which it makes one.
 
     Args:
         model: A model, stock or expanded.
+        names: Names on disk.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightRenaming
+    from transformers.core_model_loading import WeightRenaming, rename_source_key
 
+    conversions = get_model_conversion_mapping(model, add_legacy=False)
+    renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
+    found = {name: rename_source_key(name, renamings, [])[0] for name in names}
     # code of release 0.1.0 says it itself
-    found = dict(getattr(model, "renamed_modules", {}))
-    for renaming in get_model_conversion_mapping(model, add_legacy=False):
-        if isinstance(renaming, WeightRenaming):
-            pairs = zip(renaming._original_source_patterns, renaming._original_target_patterns, strict=False)
-            found |= {_scoped(source, renaming): _scoped_word(word, renaming) for source, word in pairs}
+    for pattern, word in getattr(model, "renamed_modules", {}).items():
+        found = {name: re.sub(pattern, word, own) for name, own in found.items()}
     return found
-
-
-def _scoped(pattern: str, renaming: Any) -> str:
-    """A pattern for names of the whole model, of one that is for names inside a part of it."""
-    if not renaming.scope_prefix:
-        return pattern
-    inside = pattern.removeprefix("^") if pattern.startswith("^") else f".*?{pattern}"
-    return rf"^(?P<outside>(?:{renaming.base_model_prefix}\.)?{renaming.scope_prefix}\.){inside}"
-
-
-def _scoped_word(word: str, renaming: Any) -> str:
-    return rf"\g<outside>{word}" if renaming.scope_prefix else word

@@ -37,9 +37,11 @@ def model_of(stock: type, stock_config: type) -> type:
     suffix = "" if stock_config is stock.config_class else f"_of_{stock_config.__name__}"
     name = f"Scale{stock.__name__}{suffix}"
     if name not in globals():
-        mixin = ExpandedForCausalLM if issubclass(stock, GenerationMixin) else ExpandedPreTrainedModel
+        # where GenerationMixin is no direct base, transformers makes another class of a remote one that generates
+        generates = issubclass(stock, GenerationMixin)
+        mixin, *more = (ExpandedForCausalLM, GenerationMixin) if generates else (ExpandedPreTrainedModel,)
         own = {"config_class": config_of(stock_config), "__module__": __name__, "__doc__": mixin.__doc__}
-        globals()[name] = type(name, (mixin, stock), own)
+        globals()[name] = type(name, (mixin, stock, *more), own)
         convert_as(globals()[name], stock, stock_config)
     return globals()[name]
 

@@ -144,7 +144,7 @@ def train(
             checkpoint,
             decisive,
             _record(model, settings, decisive),
-            modeling.renamed_modules(model),
+            modeling.names_in_memory(model, checkpoint.tensors),
         )
         if not start.resume and processes.is_main_process:
             training.begin(start.base_weights, overwrite=start.overwrite)

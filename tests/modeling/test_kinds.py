@@ -250,6 +250,31 @@ def test_without_collaboration_the_base_stream_stays_whatever_is_learned(made):
     assert not same_logits(base, expanded)
 
 
+@pytest.mark.parametrize(("name", "layer", "is_reached"), [("mixtral_preserve", 1, False), ("mixtral", 2, True)])
+def test_no_gradient_passes_through_experts_below_what_learns(made, name, layer, is_reached):
+    model = shaken(load(made(name)[1]), "w12", "up_weight")
+    seen = []
+    module = model.get_submodule(f"model.layers.{layer}.mlp.experts")
+    module.register_forward_hook(lambda module, args, output: seen.append(output.requires_grad))
+    model(IDS).logits.sum().backward()
+    assert seen == [is_reached]
+
+
+def test_a_router_reads_two_heads_of_one_stream_where_edges_alone_are_expanded(made, tmp_path):
+    routing = build_routing(
+        FAMILIES["llama"], SIZES, preserving_specs() | {"expanded": {}, "passing": {}}, Routing(), None
+    )
+    path = write_expanded(
+        made("mixtral")[0], tmp_path / "routed", preserving_specs() | {"routing": routing}, names_of(MIXTRAL)
+    )
+    base, model = load(made("mixtral")[0]), shaken(load(path), "w21", "w22", "up_weight")
+    with torch.no_grad():
+        preserve, adapt = model.path_logits(IDS)
+        assert torch.equal(preserve, base(IDS, use_cache=False).logits) and not torch.equal(preserve, adapt)
+    options = {"max_new_tokens": 6, "do_sample": False}
+    assert torch.equal(model.generate(IDS, **options), model.generate(IDS, **options, use_cache=False))
+
+
 def test_the_router_of_a_mixture_sees_the_base_stream_only(made):
     base, expanded = map(load, made("mixtral"))
     scores = [own(IDS, output_router_logits=True).router_logits for own in (base, expanded)]
