@@ -121,11 +121,7 @@ def loaded(
         with quiet_transformers():
             with translated(name or path.name, "cannot be loaded", LOADING_ADVICE):
                 auto_class = model_class(checkpoint, run)
-                if _is_expanded(checkpoint) and (
-                    auto_class.__name__.startswith("Auto") or hasattr(auto_class, "check_loaded")
-                ):
-                    # what does not fit is given with the model, and not raised
-                    options["strict_loading"] = False
+                options |= _leniently(checkpoint, auto_class)
                 model, info = auto_class.from_pretrained(path, output_loading_info=True, **options)
                 model.eval()
             yield model, _load_problems(info)
@@ -163,6 +159,14 @@ def model_class(checkpoint: Checkpoint, run: RunOptions) -> Any:
     if run.trust_remote_code and _is_expanded(checkpoint):
         return get_class_from_dynamic_module(checkpoint.config["auto_map"]["AutoModelForCausalLM"], checkpoint.path)
     return AutoModelForCausalLM
+
+
+def _leniently(checkpoint: Checkpoint, auto_class: Any) -> dict[str, bool]:
+    """What lets our classes load a model that does not fit, so that all that is wrong is said; code of 0.1.0 does."""
+    from transformers import AutoModelForCausalLM
+
+    is_strict = auto_class is AutoModelForCausalLM or hasattr(auto_class, "check_loaded")
+    return {"strict_loading": False} if is_strict and _is_expanded(checkpoint) else {}
 
 
 def _is_expanded(checkpoint: Checkpoint) -> bool:
