@@ -272,7 +272,8 @@ class _Shrinking:
     def _head_size(self) -> int:
         """Features of a head that fills its share of the stream."""
         share = (self.old["hidden_size"] or 0) // (self.old["num_attention_heads"] or 1)
-        return share if self.way.keeps_share and share else self.way.sizes.head
+        is_text = self.config is text_config(self.real.config)
+        return share if self.way.keeps_share and is_text and share else self.way.sizes.head
 
     def all(self, others_depth: int | None = None) -> Values:
         """The values, made small."""
