@@ -12,6 +12,8 @@ load by transformers' auto classes without remote code.
 
 from importlib.metadata import version as _version
 
+from scale_surgery.deriving.inspect import Inspection, inspect
+from scale_surgery.deriving.planned import load_plan, plan
 from scale_surgery.errors import (
     CheckpointError,
     DataError,
@@ -28,11 +30,9 @@ from scale_surgery.evidence.report_records import Report
 from scale_surgery.evidence.verify import Verification, verify
 from scale_surgery.hub.push import Push, Pushed, push
 from scale_surgery.modeling import register
-from scale_surgery.planning.inspect import Inspection, inspect
-from scale_surgery.planning.plan import Plan, plan
+from scale_surgery.planning.plan import Plan
 from scale_surgery.planning.request import Request
 from scale_surgery.planning.routing_specs import Routing
-from scale_surgery.planning.saved import load_plan
 from scale_surgery.routing.calibrate import Calibration, route_calibrate
 from scale_surgery.routing.choice import CalibrationSettings
 from scale_surgery.routing.records import RouteReport

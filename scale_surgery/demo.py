@@ -19,11 +19,11 @@ from scale_surgery.checkpoint.files import write_text
 from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.checkpoint.hashes import hash_tensors
 from scale_surgery.checkpoint.listing import list_files
+from scale_surgery.deriving.inspect import inspect
+from scale_surgery.deriving.planned import plan
 from scale_surgery.errors import CheckpointError
 from scale_surgery.evidence.evaluate import Evaluation, evaluate
 from scale_surgery.evidence.verify import verify
-from scale_surgery.planning.inspect import inspect
-from scale_surgery.planning.plan import plan
 from scale_surgery.planning.request import Request
 from scale_surgery.running.options import RunOptions
 from scale_surgery.surgery.expand import expand

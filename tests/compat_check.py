@@ -39,7 +39,7 @@ def check(path: Path) -> list[str]:
     if beams.tolist() != expected["beams"]:
         problems.append("continuation with beams differs")
     AutoConfig.from_pretrained(path, trust_remote_code=True)
-    AutoModel.from_pretrained(path, trust_remote_code=True)
+    problems += check_without_head(path)
     if is_stock and path.name != "stock_depth":
         return problems
     base = AutoModelForCausalLM.from_pretrained(path.with_name("base"), **options)
@@ -48,6 +48,19 @@ def check(path: Path) -> list[str]:
             same = torch.equal(base.eval()(ids).logits, logits)
         return problems if same else [*problems, "logits are not bit-equal to the base model's in this release"]
     return problems + check_expanded(model, base.eval(), ids)
+
+
+def check_without_head(path: Path) -> list[str]:
+    """Problems of a checkpoint that is loaded without its head: it is refused only where the stock class finds nothing.
+
+    transformers 4 looks for gemma3_text's tensors under names without a prefix, and initialises them anew.
+    """
+    try:
+        AutoModel.from_pretrained(path, trust_remote_code=True)
+    except ValueError as error:
+        _, info = AutoModel.from_pretrained(path.with_name("base"), output_loading_info=True)
+        return [] if info["missing_keys"] else [f"without a head: {error}"]
+    return []
 
 
 @torch.no_grad()

@@ -11,6 +11,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from scale_surgery import Request, Routing, expand, merge, plan, register, route_export
+from tests.by_hand import make_base, names_of, write_expanded
+from tests.modeling.test_kinds import CASES
 from tests.tiny import FAMILIES, save_tiny
 
 REQUESTS = {
@@ -38,6 +40,8 @@ STOCK = {
 
 # a stock checkpoint of more layers; "stock" in the name: it is loaded without remote code
 DEPTH = {"stock_depth": Request("0,2", method="depth"), "stock_depth_trained": Request("all", method="depth")}
+# mixtures, latent attention, and positions that read a mask, with specifications that a test wrote
+BY_HAND = ("qwen3_moe", "deepseek_v3", "opt")
 
 
 def shake(path: Path) -> None:
@@ -84,6 +88,10 @@ def main(folder: Path) -> None:
             if name.endswith("trained"):
                 shake(deepened)
             compute(deepened, ids)
+    for name in BY_HAND:
+        case = CASES[name]()
+        base = make_base(folder / name / "base", case.config)
+        compute(write_expanded(base, folder / name / "by_hand", case.specs, names_of(case.config)), ids)
     print(f"exported {len(list(folder.rglob('*.expected.json')))} checkpoints")
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from scale_surgery.planning.families import get_family
+from tests.families import get_family
 
 JOINT_ATTENTION = "joint_attention_of_a_test"
 

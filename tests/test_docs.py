@@ -21,7 +21,7 @@ from benchmarks import make_checkpoint, pipeline, svd
 from scale_surgery import Request
 from scale_surgery.cli.program import main
 from scale_surgery.errors import SurgeryError
-from scale_surgery.planning.families import FAMILIES
+from tests.families import FAMILIES
 from tests.test_rooms import ROOMS
 from tests.tiny import save_tiny
 

@@ -9,13 +9,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import transformers
 from transformers.dynamic_module_utils import get_relative_imports
 
 from scale_surgery import modeling
-from scale_surgery.planning.families import FAMILIES
+from scale_surgery.planning.architecture import CODE_FILES
 from tests.conftest import REQUESTS
+from tests.families import FAMILIES
 
-EXPORTED = sorted({file for family in FAMILIES.values() for file in family.code_files})
 LIGHT = [
     f"{room}.{file.stem}"
     for room in ("checkpoint", "planning")
@@ -54,7 +55,7 @@ assert not {"torch", "transformers"} & set(sys.modules)
     assert int(done.stdout) > 1000
 
 
-@pytest.mark.parametrize("file", EXPORTED)
+@pytest.mark.parametrize("file", CODE_FILES)
 def test_exported_code_stands_alone(file):
     tree = ast.parse(modeling.code_text(file))
     for node in ast.walk(tree):
@@ -65,7 +66,7 @@ def test_exported_code_stands_alone(file):
         elif isinstance(node, ast.ImportFrom):
             # transformers copies a file's relative imports along only in the form `from .x import y`
             assert node.level == 1
-            assert f"{node.module}.py" in EXPORTED
+            assert f"{node.module}.py" in CODE_FILES
             continue
         else:
             continue
@@ -74,31 +75,30 @@ def test_exported_code_stands_alone(file):
     assert not opens, "opens no file"
 
 
-def test_every_code_file_belongs_to_a_family():
-    present = {file.name for file in modeling.FOLDER.glob("*.py")} - {"__init__.py"}
-    assert present == set(EXPORTED)
-    for family in FAMILIES.values():
-        imported = [modeling.code_text(file) for file in family.code_files]
-        assert f"class Scale{family.stem}ForCausalLM" in imported[1]
-        assert f"class Scale{family.stem}Config" in imported[0]
-        assert f'model_type = "scale_{family.model_type}"' in imported[0]
-        classes = modeling.model_classes(family)
-        assert classes[0].model_type == family.expanded_type
-        assert issubclass(classes[1].config_class, classes[0])
+def test_every_code_file_travels():
+    assert {file.name for file in modeling.FOLDER.glob("*.py")} - {"__init__.py"} == set(CODE_FILES)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_modeling_file_imports_every_file_itself(family):
+def test_classes_are_made_of_the_stock_ones(family):
+    classes = modeling.model_classes(FAMILIES[family])
+    assert classes["AutoConfig"].model_type == FAMILIES[family].expanded_type
+    for auto_class, stock in FAMILIES[family].classes.items():
+        assert classes[auto_class].config_class is classes["AutoConfig"]
+        assert classes[auto_class].__bases__[1] is getattr(transformers, stock)
+
+
+def test_the_modeling_file_imports_every_file_itself():
     """transformers 4 copies what the file that it loads imports itself, and nothing that those import."""
-    _, modeling_file, *shared = FAMILIES[family].code_files
+    configuration_file, modeling_file, *shared = CODE_FILES
     own = get_relative_imports(modeling.FOLDER / modeling_file)
-    assert {f"{name}.py" for name in own} == {FAMILIES[family].code_files[0], *shared}
+    assert {f"{name}.py" for name in own} == {configuration_file, *shared}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_code_in_a_checkpoint_is_the_package_s(pair_of, family):
     for request in REQUESTS:
         folder: Path = pair_of(family, request).path
-        assert {file.name for file in folder.glob("*.py")} == set(FAMILIES[family].code_files)
-        for file in FAMILIES[family].code_files:
+        assert {file.name for file in folder.glob("*.py")} == set(CODE_FILES)
+        for file in CODE_FILES:
             assert (folder / file).read_bytes() == (modeling.FOLDER / file).read_bytes()

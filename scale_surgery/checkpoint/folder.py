@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from scale_surgery.checkpoint.headers import TensorInfo, read_header
+from scale_surgery.checkpoint.headers import FLOAT_DTYPES, TensorInfo, read_header
 from scale_surgery.checkpoint.listing import is_left_link, links_that_are_no_files, list_files, refuse_extract
 from scale_surgery.checkpoint.names import (
     CONFIG_FILE,
@@ -73,6 +73,14 @@ class Checkpoint:
         for info in self.tensors.values():
             counts[info.dtype] = counts.get(info.dtype, 0) + info.elements
         return max(counts, key=lambda dtype: counts[dtype])
+
+    @property
+    def running_dtype(self) -> str:
+        """Dtype of most of the parameters that a model computes with as they are stored; experts may be quantised."""
+        kept = [info for info in self.tensors.values() if info.dtype in FLOAT_DTYPES.values()]
+        dtypes = dict.fromkeys(info.dtype for info in kept)
+        counts = {dtype: sum(info.elements for info in kept if info.dtype == dtype) for dtype in dtypes}
+        return max(counts, key=lambda dtype: counts[dtype], default=self.dtype)
 
 
 def read_json(file: Path) -> dict[str, Any]:

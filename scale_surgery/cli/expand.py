@@ -59,8 +59,7 @@ def expand_command(
     Example: scale-surgery expand MODEL --layers 20-31
     """
     from scale_surgery.checkpoint.staging import check_target
-    from scale_surgery.planning.plan import plan
-    from scale_surgery.planning.saved import load_plan
+    from scale_surgery.deriving.planned import load_plan, plan
     from scale_surgery.running.options import RunOptions
     from scale_surgery.show.commands import expand_command
     from scale_surgery.show.tables import render_expansion
@@ -73,9 +72,9 @@ def expand_command(
     if (request is None) == (plan_file is None):
         raise click.UsageError("Give --layers, or --plan with a saved plan, one of the two.")
     if request is not None:
-        made = plan(model, request, revision=revision)
+        made = plan(model, request, revision=revision, run=run)
     elif plan_file is not None:
-        made = load_plan(model, plan_file, revision=revision)
+        made = load_plan(model, plan_file, revision=revision, run=run)
     if dry_run:
         out.show(made, render_plan(made))
         out.suggest(expand_command(model, made.request, revision, plan_file))

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from scale_surgery.cli.options import model_options, output_options
+from scale_surgery.cli.options import BASE_CODE, model_options, options_from, output_options
+from scale_surgery.running.options import RunOptions
 
 if TYPE_CHECKING:
     from scale_surgery.show.console import Output
@@ -14,15 +15,17 @@ if TYPE_CHECKING:
 
 @click.command(name="inspect")
 @model_options
+@options_from(RunOptions, "trust_remote_code", helps={"trust_remote_code": BASE_CODE})
 @output_options
-def inspect_command(model: str, revision: str | None, out: Output) -> None:
+def inspect_command(model: str, revision: str | None, trust_remote_code: bool | None, out: Output) -> None:
     """Describe MODEL: architecture, sizes, parameters, and what an expansion added. No weights are read.
 
     \b
     Example: scale-surgery inspect meta-llama/Llama-3.2-1B
     """
-    from scale_surgery.planning.inspect import inspect
+    from scale_surgery.deriving.inspect import inspect
     from scale_surgery.show.tables import render_inspection
 
-    found = inspect(model, revision=revision)
+    run = RunOptions(trust_remote_code=bool(trust_remote_code))
+    found = inspect(model, revision=revision, run=run)
     out.show(found, render_inspection(found, model))

@@ -72,8 +72,15 @@ def split_attention(part: Part, block: Block) -> Block:
     if all(norm.head_axis is not None for norm in norms):
         _check_alike(part, readers, heads)
     return replace(
-        block, treatment="split", reason="", linears=linears, inner_norms=norms, query_heads=heads.query,
-        key_value_heads=heads.key_value, head_size=heads.size, attributes=_attributes(part.module, heads),
+        block,
+        treatment="split",
+        reason="",
+        linears=linears,
+        inner_norms=norms,
+        query_heads=heads.query,
+        key_value_heads=heads.key_value,
+        head_size=heads.size,
+        attributes=_attributes(part.module, heads),
         config=_config_keys(part.module, heads),
     )
 
@@ -109,8 +116,10 @@ def _between(part: Part, attention: Attention) -> str:
     names = [own.name for own in part.others]
     for own in part.others:
         assert own.gave is not None
-        if any(own.gave.requires_grad and depends(made, own.gave)[0] is not None
-               for made in (attention.key, attention.value)):
+        if any(
+            own.gave.requires_grad and depends(made, own.gave)[0] is not None
+            for made in (attention.key, attention.value)
+        ):
             return f"keys and values are made from a latent: {own.name} reads what another linear wrote"
     return f"between the linears that read and write the residual stream there are others: {', '.join(names)}"
 
@@ -224,4 +233,3 @@ def _functions(owner: type, name: str, seen: set[str]) -> Iterator[str]:
     yield source
     for called in re.findall(r"self\.(\w+)\(", source):
         yield from _functions(owner, called, seen)
-

@@ -49,7 +49,10 @@ def without_quantisation(config: PreTrainedConfig) -> PreTrainedConfig:
 
 def stock_classes(config: PreTrainedConfig) -> dict[str, type[PreTrainedModel]]:
     """Find the stock classes that the auto classes choose for a config, the widest last."""
-    mappings = {"AutoModel": modeling_auto.MODEL_MAPPING, "AutoModelForCausalLM": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING}
+    mappings = {
+        "AutoModel": modeling_auto.MODEL_MAPPING,
+        "AutoModelForCausalLM": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING,
+    }
     if config.get_text_config(decoder=True) is not config:
         mappings["AutoModelForImageTextToText"] = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     found = {name: mapping.get(type(config), None) for name, mapping in mappings.items()}

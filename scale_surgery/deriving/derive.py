@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
 
 from scale_surgery.deriving.build import build, find_place, quiet, stock_classes, without_quantisation
+from scale_surgery.deriving.facts import Twin as WatchedTwin
 from scale_surgery.deriving.facts import derive_architecture, derive_sizes, watch_twin
+from scale_surgery.deriving.prove import Twin
+from scale_surgery.deriving.proved import prove
 from scale_surgery.deriving.shrink import Real, least_depth, shrink
+from scale_surgery.deriving.stock_form import inner_key, stock_heads
 from scale_surgery.errors import SurgeryError, UnsupportedFamilyError
 from scale_surgery.planning.architecture import Architecture, Sizes
 
@@ -64,8 +68,13 @@ def _derive(config: PreTrainedConfig) -> Derived:
         with quiet():
             real = read_real(config)
             twins = shrink(real, 0), shrink(real, 1)
-            architecture = derive_architecture(real, *map(watch_twin, twins))
+            watched = watch_twin(twins[0]), watch_twin(twins[1])
+            architecture = prove(derive_architecture(real, *watched), _twin_of(twins[0], *watched))
             sizes = derive_sizes(real, architecture)
+            fixed, divides = stock_heads(real.config, architecture, sizes)
+            architecture = replace(architecture, fixed_heads=fixed, heads_divide_hidden=divides)
+            if (key := inner_key(real.config, architecture)) is not None:
+                architecture = replace(architecture, keys={**architecture.keys, "inner": key})
     except SurgeryError:
         raise
     # a stock model that does what nobody foresaw is not supported, and its own error says best what that is
@@ -76,6 +85,13 @@ def _derive(config: PreTrainedConfig) -> Derived:
         ) from error
     seconds = time.perf_counter() - start
     return Derived(architecture, sizes, (twins[0].to_dict(), twins[1].to_dict()), seconds)
+
+
+def _twin_of(config: PreTrainedConfig, first: WatchedTwin, second: WatchedTwin) -> Twin:
+    """The first twin with the facts in its own numbers."""
+    real = read_real(config)
+    architecture = derive_architecture(real, first, second)
+    return Twin(first.model, architecture, derive_sizes(real, architecture))
 
 
 def read_real(config: PreTrainedConfig) -> Real:

@@ -139,11 +139,14 @@ def _key(config: PreTrainedConfig, common: str) -> str | None:
 
 def _layer_types(config: PreTrainedConfig) -> tuple[str, ...]:
     types = read(config, "layer_types") or ()
-    return tuple(types) if len(set(types)) > 1 else ()
+    # with full attention everywhere nothing depends on the number of a layer
+    return tuple(types) if set(types) - {"full_attention"} else ()
 
 
 def _agree_outside(one: Outside, other: Outside) -> Outside:
-    if replace(one, is_plain=True, padded=(), first_norms=()) != replace(other, is_plain=True, padded=(), first_norms=()):
+    if replace(one, is_plain=True, padded=(), first_norms=()) != replace(
+        other, is_plain=True, padded=(), first_norms=()
+    ):
         raise UnsupportedFamilyError(f"two twins of other sizes differ around their layers: {one}, {other}.")
     return one if one == other else replace(one, is_plain=False)
 

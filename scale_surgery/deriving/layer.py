@@ -129,7 +129,11 @@ def _add_part(found: _Found, part: Part, stream: Tensor) -> None:
             f"{type(part.module).__name__}: {part.inside[-1].name} lies in the layer itself, and reads and writes the "
             f"residual stream at once. {SUPPORTED}."
         )
-    if written is not None and written.numel() == gave.numel() == stream.numel() and is_combination(gave, [written]) is None:
+    if (
+        written is not None
+        and written.numel() == gave.numel() == stream.numel()
+        and is_combination(gave, [written]) is None
+    ):
         before = [own for own in found.added if own.numel() == stream.numel()]
         if is_combination(gave, [written, stream, *before]) is not None:
             found.adding.add(part.name)

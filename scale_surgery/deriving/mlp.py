@@ -65,7 +65,8 @@ def _reader(reader: Call, activation: Call, inner: int) -> Linear:
         raise Refused(f"{reader.name} gives {width} features, expected {inner} or twice as many")
     halves = [bool(half.all()) for half in mask.split(inner)]
     orders: dict[tuple[bool, ...], tuple[Role, ...]] = {
-        (True, False): ("gate", "up_proj"), (False, True): ("up_proj", "gate")
+        (True, False): ("gate", "up_proj"),
+        (False, True): ("up_proj", "gate"),
     }
     if tuple(halves) not in orders or int(mask.sum()) != inner:
         raise Refused(f"{reader.name} mixes gate and up features")

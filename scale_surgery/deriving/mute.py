@@ -112,7 +112,8 @@ def find_mutes(model: PreTrainedModel, layers: Mapping[int, Layer]) -> dict[int,
     for place in range(max(len(own.parts) for own in layers.values())):
         parts = {number: own.parts[place] for number, own in layers.items() if place < len(own.parts)}
         muted = [
-            tensor for number, part in parts.items()
+            tensor
+            for number, part in parts.items()
             for tensor in find_mute(part, adds_itself=part.name in layers[number].adding)
         ]
         names = names_on_disk(model, muted) - always if muted else set()

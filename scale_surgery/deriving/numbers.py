@@ -52,12 +52,16 @@ def _number_attention(block: Block, layer: nn.Module, heads: int) -> Block:
     size = head_size(layer.get_submodule(block.name), query_width) or query_width // max(1, heads)
     width = next(
         (features(layer.get_submodule(own.name))[1] - query_width * own.roles.count("q")) // _shared(own)
-        for own in readers if _shared(own)
+        for own in readers
+        if _shared(own)
     )
     linears = tuple(_by_role(own, layer, query_width, width) for own in readers)
     return replace(
-        block, linears=(*linears, _plain(writer, layer)), query_heads=query_width // size,
-        key_value_heads=width // size, head_size=size,
+        block,
+        linears=(*linears, _plain(writer, layer)),
+        query_heads=query_width // size,
+        key_value_heads=width // size,
+        head_size=size,
     )
 
 

@@ -65,10 +65,10 @@ def derive_outside(trace: Trace, model: PreTrainedModel, place: Place) -> Outsid
     head = _head(after, final, model, names)
     style = norm_style(final.module, layers[-1].after.shape[-1])  # type: ignore[union-attr]
     if style is None:
-        raise UnsupportedFamilyError(f"{final.name} ({type(final.module).__name__}): this norm follows no known formula.")
-    return Outside(
-        _inside(embedding, place), padded, norms, is_plain, Norm(_inside(final.name, place), style), head
-    )
+        raise UnsupportedFamilyError(
+            f"{final.name} ({type(final.module).__name__}): this norm follows no known formula."
+        )
+    return Outside(_inside(embedding, place), padded, norms, is_plain, Norm(_inside(final.name, place), style), head)
 
 
 def _inside(name: str, place: Place) -> str:

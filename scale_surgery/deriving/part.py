@@ -47,7 +47,9 @@ class Part:
     @property
     def readers(self) -> list[Call]:
         """Linears that read the residual stream."""
-        return [own for own in self.linears if features(own.module)[0] == self.hidden and is_same(own.before, self.entry)]
+        return [
+            own for own in self.linears if features(own.module)[0] == self.hidden and is_same(own.before, self.entry)
+        ]
 
     @property
     def others(self) -> list[Call]:
@@ -65,15 +67,23 @@ class Part:
     @property
     def leaves(self) -> list[Call]:
         """Calls of modules without parts that do something, and are no linears."""
-        return [own for own in self.inside if not list(own.module.children()) and not is_linear(own.module)
-                and not isinstance(own.module, (nn.Dropout, nn.Identity)) and own.before is not None
-                and own.before.is_floating_point() and not _gives_angles(own)]
+        return [
+            own
+            for own in self.inside
+            if not list(own.module.children())
+            and not is_linear(own.module)
+            and not isinstance(own.module, (nn.Dropout, nn.Identity))
+            and own.before is not None
+            and own.before.is_floating_point()
+            and not _gives_angles(own)
+        ]
 
     @property
     def own_parameters(self) -> list[str]:
         """Parameters that are of no linear and no module that was called, with names inside the part."""
-        called = {id(own) for call in self.inside if not list(call.module.children())
-                  for own in call.module.parameters()}
+        called = {
+            id(own) for call in self.inside if not list(call.module.children()) for own in call.module.parameters()
+        }
         return [name for name, own in self.module.named_parameters() if id(own) not in called] if self.name else []
 
     def mixes_tokens(self) -> bool:

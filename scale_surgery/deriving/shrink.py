@@ -7,7 +7,7 @@ of how the model is made, and not because two of its sizes happen to be equal.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,8 +126,11 @@ def signatures(model: PreTrainedModel, place: Place) -> list[tuple[Any, ...]]:
     types = read(text_config(model), "layer_types") or [None] * place.count
     layers = model.get_submodule(place.path)
     return [
-        (types[i] if i < len(types) else None, *((name, type(own).__name__) for name, own in layer.named_modules()
-         if not _is_numbered(name)), *(name for name, _ in layer.named_parameters() if not _is_numbered(name)))
+        (
+            types[i] if i < len(types) else None,
+            *((name, type(own).__name__) for name, own in layer.named_modules() if not _is_numbered(name)),
+            *(name for name, _ in layer.named_parameters() if not _is_numbered(name)),
+        )
         for i, layer in enumerate(layers.children())
     ]
 
@@ -189,9 +192,14 @@ def _problem(real: Real, config: PreTrainedConfig) -> str | None:
         return "it would be large"
     if place is None or signatures(model, place) != signatures(real.model, real.place)[: real.depth]:
         return "its layers are not of the same kinds"
-    with torch.no_grad():
-        logits = build_twin(config)(input_ids=token_ids(config), use_cache=False).logits
-    return None if torch.isfinite(logits).all() else "its logits are not finite"
+    model = build_twin(config)
+    # some kernels of half precision want sizes that their vectors divide
+    for dtype in (torch.float32, torch.bfloat16):
+        with torch.no_grad():
+            logits = model.to(dtype=dtype)(input_ids=token_ids(config), use_cache=False).logits
+        if not torch.isfinite(logits).all():
+            return "its logits are not finite"
+    return None
 
 
 def _repair(real: Real, way: Way) -> PreTrainedConfig | None:
@@ -309,7 +317,9 @@ class _Shrinking:
 
     @staticmethod
     def _is_size(key: str, value: Any) -> bool:
-        return isinstance(value, int) and not isinstance(value, bool) and value > 1 and "layer" not in key.split("_per")[0]
+        return (
+            isinstance(value, int) and not isinstance(value, bool) and value > 1 and "layer" not in key.split("_per")[0]
+        )
 
     def _number(self, key: str, value: int, depth: int) -> int:
         for rule in (self._token, self._depth, self._stream, self._expert, self._head, self._limit):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -149,25 +150,37 @@ def _copy(tensor: Tensor | None) -> Tensor | None:
 
 @contextmanager
 def attention_noted() -> Iterator[list[Attention]]:
-    """Note what stock modules hand to attention by its interface, whichever function the model wants."""
+    """Note what stock modules hand to attention by its interface; it is computed as ever."""
     noted: list[Attention] = []
 
-    def note(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **options: Any
-    ) -> Any:
-        extras = tuple(name for name in EXTRAS if options.get(name) is not None)
-        noted.append(Attention(module, query, key, value, extras))
-        # a cap on the scores is elementwise, and changes no fact
-        options.pop("softcap", None)
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    def noting(name: str) -> Any:
+        def note(
+            module: nn.Module,
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            attention_mask: Tensor | None = None,
+            **options: Any,
+        ) -> Any:
+            extras = tuple(extra for extra in EXTRAS if options.get(extra) is not None)
+            noted.append(Attention(module, query, key, value, extras))
+            return _attention_of(module, name)(module, query, key, value, attention_mask, **options)
+
+        return note
 
     for name in ("sdpa", "eager"):
-        ALL_ATTENTION_FUNCTIONS[name] = note
+        ALL_ATTENTION_FUNCTIONS[name] = noting(name)
     try:
         yield noted
     finally:
         for name in ("sdpa", "eager"):
             del ALL_ATTENTION_FUNCTIONS[name]
+
+
+def _attention_of(module: nn.Module, name: str) -> Any:
+    """The function that computes attention; each file of transformers has an eager one of its own."""
+    own = vars(import_module(type(module).__module__)).get("eager_attention_forward")
+    return sdpa_attention_forward if name == "sdpa" or own is None else own
 
 
 def depends(target: Tensor, *sources: Tensor) -> list[Tensor | None]:

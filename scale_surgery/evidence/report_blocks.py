@@ -17,9 +17,9 @@ from scale_surgery.checkpoint.folder import Checkpoint, read_tensor
 from scale_surgery.checkpoint.hashes import hash_tensor
 from scale_surgery.evidence.report_records import Norms, Spectrum, TensorChange
 from scale_surgery.evidence.spectra import effective_rank, norm_of, singular_values
-from scale_surgery.planning.families import Family, Linear
+from scale_surgery.planning.architecture import Block, Linear
 from scale_surgery.planning.plan import Plan
-from scale_surgery.planning.specs import stream_widths
+from scale_surgery.planning.specs import linear_widths, specs_of_layer
 from scale_surgery.planning.tensors import TensorPlan
 from scale_surgery.progress import Progress
 from scale_surgery.surgery.record import Manifest
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 # singular values of a spectrum that are reported; a plot shows no more
 SPECTRUM_POINTS = 64
 SPECTRUM_BLOCK = "w21"
+Found = tuple[Block, Linear]
 
 
 @dataclass
@@ -62,21 +63,22 @@ class Comparison:
             advance(tensor.bytes)
 
     def _compare(self, tensor: TensorPlan) -> Iterator[TensorChange]:
-        linear = find_linear(self.plan.architecture, tensor)
+        found = find_linear(self.plan, tensor)
+        linear = None if found is None else found[1]
         stored = read_tensor(self.checkpoint, tensor.name)
         if not stored.isfinite().all():
             self.spoiled.append(tensor.name)
         is_trained = self._is_trained(tensor)
-        now = self._split(linear, self._by_rows(tensor.block, stored))
+        now = self._split(found, self._by_rows(tensor.block, stored))
         start: Sequence[Tensor | None] = now
         if is_trained:
             made = self._start_of(tensor)
-            start = [None] * len(now) if made is None else self._split(linear, self._by_rows(tensor.block, made))
+            start = [None] * len(now) if made is None else self._split(found, self._by_rows(tensor.block, made))
         roles = linear.roles if linear is not None else (_place_of(self.plan, tensor),)
-        base_norms = self._base_norms(linear, tensor) or [None] * len(roles)
-        originals = self._originals(linear, tensor) or [None] * len(roles)
+        base_norms = self._base_norms(found, tensor) or [None] * len(roles)
+        originals = self._originals(found, tensor) or [None] * len(roles)
         for role, own, before, base_norm, original in zip(roles, now, start, base_norms, originals, strict=True):
-            group = linear.group if linear is not None else role
+            group = role if found is None else found[0].group
             change = _measure(tensor, role, group, own, before, base_norm, is_trained=is_trained)
             yield change if original is None else replace(change, separation=_separation(own, original))
 
@@ -103,34 +105,34 @@ class Comparison:
             self.differing.append(tensor.name)
         return start
 
-    def _split(self, linear: Linear | None, value: Tensor) -> list[Tensor]:
+    def _split(self, found: Found | None, value: Tensor) -> list[Tensor]:
         """The rows of each role of a fused projection, as matrices; the whole where it is none."""
         from scale_surgery.surgery.initialise import split_roles
 
         rows = value[:, None].to(self.device) if value.dim() == 1 else value.to(self.device)
-        if linear is None or len(linear.roles) == 1:
+        if found is None or len(found[1].roles) == 1:
             return [rows]
-        widths = next(widths for widths in _role_widths(self.plan, linear) if sum(widths) == rows.shape[0])
-        return split_roles(rows, linear, widths, self.plan.sizes.head_size)
+        widths = next(widths for widths in _role_widths(self.plan, *found) if sum(widths) == rows.shape[0])
+        return split_roles(rows, found[1], found[0].head_size, widths)
 
-    def _base_norms(self, linear: Linear | None, tensor: TensorPlan) -> Sequence[float | None]:
+    def _base_norms(self, found: Found | None, tensor: TensorPlan) -> Sequence[float | None]:
         """Norm of the base weight beside a matrix, by role; empty where there is none."""
         if len(tensor.shape) < 2:
             return []
         name = self._base_name(tensor)
         if name not in self.base_norms and name in self.checkpoint.tensors:
-            parts = self._split(linear, self._by_rows("weight", read_tensor(self.checkpoint, name)))
+            parts = self._split(found, self._by_rows("weight", read_tensor(self.checkpoint, name)))
             self.base_norms[name] = [norm_of(part) for part in parts]
         return self.base_norms.get(name, [])
 
-    def _originals(self, linear: Linear | None, tensor: TensorPlan) -> Sequence[Tensor | None]:
+    def _originals(self, found: Found | None, tensor: TensorPlan) -> Sequence[Tensor | None]:
         """What a W21 of copies is copies of, as it is now, by role; empty where it is no copy."""
         if tensor.block != "w21" or tensor.init != "copy":
             return []
         trained = f"{tensor.name.removesuffix('w21')}w11"
         if trained in self.checkpoint.tensors:
-            return self._split(linear, read_tensor(self.checkpoint, trained))
-        return self._split(linear, self._by_rows("weight", read_tensor(self.checkpoint, tensor.source)))
+            return self._split(found, read_tensor(self.checkpoint, trained))
+        return self._split(found, self._by_rows("weight", read_tensor(self.checkpoint, tensor.source)))
 
     def _base_name(self, tensor: TensorPlan) -> str:
         """Name of the base weight beside a tensor; a tied head has none of its own and is the embedding."""
@@ -139,26 +141,29 @@ class Comparison:
         return f"{self.plan.prefix}{self.plan.architecture.embedding}.weight"
 
 
-def find_linear(family: Family, tensor: TensorPlan) -> Linear | None:
-    """The linear that a tensor stands beside, or None: norm, embedding, head."""
-    module = tensor.source.rpartition(".")[0]
-    found = (linear for linear in family.linears if module.endswith(f".{linear.name}"))
-    return next(found, None) if tensor.layer is not None else None
+def find_linear(plan: Plan, tensor: TensorPlan) -> Found | None:
+    """The linear that a tensor stands beside, and its block, or None: norm, embedding, head."""
+    return None if tensor.layer is None else plan.architecture.find_linear(tensor.source.rpartition(".")[0])
 
 
 def _place_of(plan: Plan, tensor: TensorPlan) -> str:
-    if tensor.layer is not None or len(tensor.shape) < 2:
+    if tensor.layer is not None and len(tensor.shape) > 1:
+        # beside a block that runs as it is
+        return "beside"
+    if len(tensor.shape) < 2:
         return "norm"
     is_embedding = tensor.source == f"{plan.prefix}{plan.architecture.embedding}.weight"
     return "embedding" if is_embedding else "head"
 
 
-def _role_widths(plan: Plan, linear: Linear) -> Iterator[list[int]]:
+def _role_widths(plan: Plan, block: Block, linear: Linear) -> Iterator[list[int]]:
     """Numbers of rows that the roles of a fused projection can have: those of the base, and those that are added."""
-    streams = stream_widths(plan.sizes, plan.widths)
-    yield [streams[stream][0] for stream in linear.writes()]
-    yield [streams[stream][1] for stream in linear.writes()]
-    sections = plan.specs.get("expanded", {}).get(linear.name, {}).get("out_features", [])
+    outputs = linear_widths(block, linear, plan.widths).outputs
+    yield [base for base, _ in outputs]
+    yield [up for _, up in outputs]
+    specs = (specs_of_layer(plan.specs, layer).get("expanded", {}) for layer in plan.layers)
+    named = (own[linear.name] for own in specs if linear.name in own)
+    sections = next(named, dict[str, list[list[int]]]()).get("out_features", [])
     if len(sections) == len(linear.roles):
         yield [up for _, up in sections]
 

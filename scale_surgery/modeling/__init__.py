@@ -4,16 +4,39 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
+from collections.abc import Iterable, Mapping
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import Any
-
-from scale_surgery.planning.families import FAMILIES, Family
+from typing import Any, Protocol
 
 FOLDER = Path(__file__).parent
-# release -> exported code file -> sha256; python -m tests.test_trust writes the entry of this one
+# release -> exported code file -> sha256; python -m tests.modeling.test_trust writes the entry of the one to be
 RELEASES_FILE = "releases.json"
+# what stands before the model type of a base model
+EXPANDED = "scale_"
+# the widest first: a model that sees images is saved with what sees them
+AUTO_CLASSES = ("AutoModelForImageTextToText", "AutoModelForCausalLM", "AutoModel")
+
+
+class Described(Protocol):
+    """What has to be known of an architecture: names of its stock classes.
+
+    Attributes:
+        model_type: `model_type` of the base model's config.json.
+        config_class: Its stock configuration class.
+        classes: Auto class to stock class.
+    """
+
+    @property
+    def model_type(self) -> str: ...
+
+    @property
+    def config_class(self) -> str: ...
+
+    @property
+    def classes(self) -> Mapping[str, str]: ...
 
 
 def code_text(file: str) -> str:
@@ -27,8 +50,9 @@ def code_hash(file: str) -> str:
 
 
 def is_ours(file: str, digest: str) -> bool:
-    """Whether a code file, by its name and sha256, is that of this release."""
-    return (FOLDER / file).is_file() and digest == code_hash(file)
+    """Whether a code file, by its name and sha256, is that of this release or of one whose folders it loads."""
+    is_present = (FOLDER / file).is_file() and digest == code_hash(file)
+    return is_present or digest in released_hashes().get(file, ())
 
 
 @cache
@@ -42,37 +66,119 @@ def released_hashes() -> dict[str, frozenset[str]]:
     return {file: frozenset(digests) for file, digests in found.items()}
 
 
-def model_classes(family: Family) -> tuple[Any, Any, Any]:
-    """The configuration, model and language-model classes of a family, from this package."""
-    configuration = import_module(f"scale_surgery.modeling.configuration_{family.expanded_type}")
-    modeling = import_module(f"scale_surgery.modeling.modeling_{family.expanded_type}")
-    return (
-        getattr(configuration, f"Scale{family.stem}Config"),
-        getattr(modeling, f"Scale{family.stem}Model"),
-        getattr(modeling, f"Scale{family.stem}ForCausalLM"),
-    )
-
-
-def auto_map(family: Family) -> dict[str, str]:
+def auto_map(architecture: Described) -> dict[str, str]:
     """The `auto_map` of an expanded model's config.json: local files only."""
+    stem = architecture.config_class.removesuffix("Config").removesuffix("Text")
+    models = {
+        auto_class: f"modeling_scale.Scale{stock}"
+        # a class that is named after another model has another configuration
+        + ("" if stock.startswith(stem) else f"_of_{architecture.config_class}")
+        for auto_class, stock in architecture.classes.items()
+    }
+    return {"AutoConfig": f"configuration_scale.Scale{architecture.config_class}", **models}
+
+
+def architectures(architecture: Described) -> list[str]:
+    """The `architectures` of an expanded model's config.json."""
+    names = auto_map(architecture)
+    widest = next(name for name in AUTO_CLASSES if name in names)
+    return [names[widest].partition(".")[2]]
+
+
+def first_code_files(model_type: str) -> tuple[str, str]:
+    """Names of the two code files that a model type had of its own in release 0.1.0."""
+    return f"configuration_{EXPANDED}{model_type}.py", f"modeling_{EXPANDED}{model_type}.py"
+
+
+def first_names(architecture: Described) -> dict[str, Any]:
+    """What a folder of release 0.1.0 says of its classes in config.json."""
+    stem = f"Scale{architecture.config_class.removesuffix('Config')}"
+    configuration, modeling = (file.removesuffix(".py") for file in first_code_files(architecture.model_type))
     return {
-        "AutoConfig": f"configuration_{family.expanded_type}.Scale{family.stem}Config",
-        "AutoModel": f"modeling_{family.expanded_type}.Scale{family.stem}Model",
-        "AutoModelForCausalLM": f"modeling_{family.expanded_type}.Scale{family.stem}ForCausalLM",
+        "architectures": [f"{stem}ForCausalLM"],
+        "auto_map": {
+            "AutoConfig": f"{configuration}.{stem}Config",
+            "AutoModel": f"{modeling}.{stem}Model",
+            "AutoModelForCausalLM": f"{modeling}.{stem}ForCausalLM",
+        },
     }
 
 
-@cache
-def register() -> None:
-    """Register every expanded family with transformers, so that no remote code is needed to load one."""
-    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+def model_classes(architecture: Described) -> dict[str, Any]:
+    """Auto class to class of the expanded model, AutoConfig included, from this package.
 
-    for family in FAMILIES.values():
-        config, model, language_model = model_classes(family)
-        AutoConfig.register(family.expanded_type, config, exist_ok=True)
-        AutoModel.register(config, model, exist_ok=True)
-        AutoModelForCausalLM.register(config, language_model, exist_ok=True)
-        # save_pretrained then writes the code files along, as it does for a model loaded as remote code
-        config.register_for_auto_class("AutoConfig")
-        model.register_for_auto_class("AutoModel")
-        language_model.register_for_auto_class("AutoModelForCausalLM")
+    When a model is saved, they take their code along, as those of a model loaded as remote code do.
+    """
+    found = {}
+    for auto_class, name in auto_map(architecture).items():
+        module, _, own = name.partition(".")
+        found[auto_class] = getattr(import_module(f"{__name__}.{module}"), own)
+        found[auto_class].register_for_auto_class(auto_class)
+    return found
+
+
+class _ExpandedConfigs(dict[str, Any]):
+    """Configuration classes by model type; those of expanded models are made when they are asked for."""
+
+    def __contains__(self, key: object) -> bool:
+        from transformers import CONFIG_MAPPING
+
+        is_expanded = isinstance(key, str) and key.startswith(EXPANDED)
+        return super().__contains__(key) or (is_expanded and str(key).removeprefix(EXPANDED) in CONFIG_MAPPING)
+
+    def __missing__(self, key: str) -> Any:
+        self[key] = _register_type(key.removeprefix(EXPANDED))
+        return self[key]
+
+
+def _register_type(base_type: str) -> Any:
+    """Register the expanded form of each stock class that loads models of a type; returns that of the configuration."""
+    from transformers import CONFIG_MAPPING, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
+
+    stock_config = CONFIG_MAPPING[base_type]
+    configuration: Any = import_module(f"{__name__}.configuration_scale")
+    modeling: Any = import_module(f"{__name__}.modeling_scale")
+    config = configuration.config_of(stock_config)
+    config.register_for_auto_class("AutoConfig")
+    for auto_class in (AutoModel, AutoModelForImageTextToText, AutoModelForCausalLM):
+        stock = auto_class._model_mapping.get(stock_config, None)
+        # the language model of a vision-language model is no model of that type
+        if stock is None or getattr(stock, "config_class", None) in (None, *stock_config.sub_configs.values()):
+            continue
+        model = modeling.model_of(stock, stock_config)
+        model.register_for_auto_class(auto_class.__name__)
+        auto_class.register(config, model, exist_ok=True)
+    return config
+
+
+def register() -> None:
+    """Let transformers know every expanded model type, so that no remote code is needed to load one.
+
+    The classes of a type are made when the first model of it is loaded.
+    """
+    from transformers import CONFIG_MAPPING
+
+    mapping: Any = CONFIG_MAPPING
+    if not isinstance(mapping._extra_content, _ExpandedConfigs):
+        mapping._extra_content = _ExpandedConfigs(mapping._extra_content)
+
+
+def names_in_memory(model: Any, names: Iterable[str]) -> dict[str, str]:
+    """Names that tensors have in a loaded model, by their names on disk, where transformers renamed modules.
+
+    What stands before the names of a base model is left as it is, and so are tensors of which it makes one.
+
+    Args:
+        model: A model, stock or expanded.
+        names: Names on disk.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming, rename_source_key
+
+    conversions = get_model_conversion_mapping(model, add_legacy=False)
+    renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
+    found = {name: rename_source_key(name, renamings, [])[0] for name in names}
+    # code of release 0.1.0 says it itself
+    for pattern, word in getattr(model, "renamed_modules", {}).items():
+        found = {name: re.sub(pattern, word, own) for name, own in found.items()}
+    return found

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from .expanded_model import ExpandedPreTrainedModel
+from .expanded_model import ExpandedPreTrainedModel, specs_of
 from .expanded_modules import own_thread
 from .expanded_routing import (
     Paths,
@@ -132,8 +132,9 @@ class ExpandedForCausalLM(ExpandedPreTrainedModel):
         """Refuse a KV cache that holds other heads than this model has, or that the router has not followed."""
         routing, state = self.config.scale_surgery["routing"], state_of(cache)
         is_ours = not self.router.needs_ids or (state is not None and state.seen == past and len(state.keys[0, 0]) > 0)
-        for spec in routing["attention"].values() if routing["fork"] is not None else ():
-            keys = getattr(cache.layers[routing["fork"]], "keys", None)
+        fork = routing["fork"]
+        for spec in () if fork is None else specs_of(routing, self.config.scale_surgery, fork)["attention"].values():
+            keys = getattr(cache.layers[fork], "keys", None)
             is_ours = is_ours and (keys is None or keys.shape[1] == spec["cached_heads"])
         if not is_ours:
             raise ValueError(

@@ -62,7 +62,7 @@ class FusedNorm(ExpandedNorm):
         return torch.cat(streams, dim=-1)
 
     def normalise(self, x: Tensor, gain: Tensor, bias: Tensor | None) -> Tensor:
-        if self.up_style != "rms_plus_one":
+        if not self.up_style.endswith("_plus_one"):
             return super().normalise(x, gain, bias)
         # half precision has too few bits for 1 + w
         return super().normalise(x.float(), gain.float(), bias).to(x.dtype)

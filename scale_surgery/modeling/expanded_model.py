@@ -6,25 +6,49 @@ This file travels with the checkpoint: it opens no file, and needs only torch an
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional
 
 from .expanded_attention import Part, expand_attention, switch_attention
 from .expanded_fused import fuse_layer, fuse_norm, widen
 from .expanded_modules import EXPANSION_NAMES, ExpandedModule, GrownLinear, expand_module
+
+# tensors that an error names
+MOST_NAMED = 5
+
+
+def find_base_model(model: nn.Module, path: str) -> nn.Module:
+    """The module that holds embedding, layers and final norm; a model without a head lacks the first parts of its path.
+
+    Args:
+        model: The whole model, or one without its head.
+        path: Dotted path of that module in the whole model.
+    """
+    while path:
+        try:
+            return model.get_submodule(path)
+        except AttributeError:
+            path = path.partition(".")[2]
+    return model
+
+
+def specs_of(specs: dict[str, Any], plan: dict[str, Any], layer: int) -> dict[str, Any]:
+    """What `specs` say of one layer: the plan itself, or its routing; layers may be of several kinds."""
+    return specs["kinds"][plan["kind_of_layer"][layer]] if "kinds" in specs else specs
 
 
 def expand_layer(layer: nn.Module, specs: dict[str, dict], collaborative_groups: list[str], dtype: str | None) -> None:
     """Expand the modules of one layer as `specs` say: module name to kind and sizes."""
     for name, spec in specs.items():
         sizes = {key: value for key, value in spec.items() if key != "group"}
-        if spec["kind"] in ("linear", "grown"):
-            sizes["collaborative"] = spec["group"] in collaborative_groups
-        if spec["kind"] in ("linear", "grown", "norm"):
+        if spec["kind"] in ("linear", "grown", "block"):
+            sizes["collaborative"] = spec.get("group") in collaborative_groups
+        if spec["kind"] in ("linear", "grown", "block", "norm"):
             sizes["dtype"] = dtype
         expand_module(layer.get_submodule(name), **sizes)
 
@@ -33,19 +57,20 @@ def expand_layers(base_model: nn.Module, plan: dict[str, Any]) -> None:
     """Expand the chosen layers, and let the up stream pass through the others."""
     collaborative = plan["collaborative"]
     for index, layer in enumerate(base_model.get_submodule(plan["layers"])):
+        own = specs_of(plan, plan, index)
         if index not in plan["expanded_layers"]:
-            fuse_layer(layer, plan["passing"]) if is_fused(plan) else expand_layer(layer, plan["passing"], [], None)
+            fuse_layer(layer, own["passing"]) if is_fused(plan) else expand_layer(layer, own["passing"], [], None)
             continue
         if is_fused(plan):
-            fuse_layer(layer, plan["expanded"])
+            fuse_layer(layer, own["expanded"])
         else:
             groups = collaborative["groups"] if index in collaborative["layers"] else []
-            expand_layer(layer, plan["expanded"], groups, plan["dtype"])
-        for name, spec in plan["attention"].items():
+            expand_layer(layer, own["expanded"], groups, plan["dtype"])
+        for name, spec in own["attention"].items():
             # in the fused form nothing is equal bit for bit, so that all heads may attend at once
             parts = [Part(spec["heads"], spec["kv_heads"], is_old=True), new_heads(plan, spec)]
-            own = [] if is_fused(plan) else parts
-            expand_attention(layer.get_submodule(name), "expanded", own, spec["attributes"], spec["config"])
+            attending = [] if is_fused(plan) else parts
+            expand_attention(layer.get_submodule(name), "expanded", attending, spec["attributes"], spec["config"])
 
 
 def is_fused(plan: dict[str, Any]) -> bool:
@@ -59,13 +84,26 @@ def new_heads(plan: dict[str, Any], spec: dict[str, Any]) -> Part:
     return Part(kv_heads * (spec["heads"] // spec["kv_heads"]), kv_heads, is_old=False)
 
 
+def change_hidden(args: tuple, kwargs: dict, change: Callable[[Tensor], Tensor]) -> tuple[tuple, dict]:
+    """What a layer is called with, its hidden states changed."""
+    if args:
+        return (change(args[0]), *args[1:]), kwargs
+    return args, kwargs | {"hidden_states": change(kwargs["hidden_states"])}
+
+
+def enter(layer: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+    """Begin the up stream as zeros with what enters the first layer, whatever made that; a hook."""
+    if not layer.is_entered:
+        return None
+    return change_hidden(args, kwargs, lambda hidden: functional.pad(hidden, (0, layer.entering_width)))
+
+
 def fork(layer: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
     """Begin two paths with what enters the first collaborative layer; a hook, so that no stock forward is touched."""
     if not layer.is_forking:
         return None
-    hidden, *others = args or (kwargs["hidden_states"],)
-    both = torch.cat((hidden[..., : layer.preserve_width], hidden), dim=-1)
-    return ((both, *others), kwargs) if args else (args, kwargs | {"hidden_states": both})
+    width = layer.preserve_width
+    return change_hidden(args, kwargs, lambda hidden: torch.cat((hidden[..., :width], hidden), dim=-1))
 
 
 def route_layers(base_model: nn.Module, plan: dict[str, Any]) -> None:
@@ -83,7 +121,7 @@ def route_layers(base_model: nn.Module, plan: dict[str, Any]) -> None:
     first.register_forward_pre_hook(fork, with_kwargs=True)
     for index, layer in enumerate(layers):
         if index >= routing["fork"]:
-            route_layer(layer, plan, "expanded" if index in plan["expanded_layers"] else "passing")
+            route_layer(layer, index, plan)
     for name, spec in routing["last"].items():
         norm = base_model.get_submodule(name)
         if not isinstance(norm, ExpandedModule):
@@ -91,17 +129,19 @@ def route_layers(base_model: nn.Module, plan: dict[str, Any]) -> None:
         norm.can_route, norm.is_last, norm.keeps_up = True, True, routing["keeps_up"]
 
 
-def route_layer(layer: nn.Module, plan: dict[str, Any], kind: str) -> None:
-    """Let two paths pass through one layer, "expanded" or "passing"."""
-    routing = plan["routing"]
-    for name, spec in routing["modules"][kind].items():
+def route_layer(layer: nn.Module, index: int, plan: dict[str, Any]) -> None:
+    """Let two paths pass through one layer."""
+    routing, kind = plan["routing"], "expanded" if index in plan["expanded_layers"] else "passing"
+    own, has_new_heads = specs_of(routing, plan, index), bool(specs_of(plan, plan, index)["attention"])
+    for name, spec in own["modules"][kind].items():
         expand_module(layer.get_submodule(name), **spec)
     for module in layer.modules():
         if isinstance(module, ExpandedModule):
+            module.check_paths()
             module.can_route, module.keeps_up = True, routing["keeps_up"]
-    for name, spec in routing["attention"].items():
+    for name, spec in own["attention"].items():
         old = Part(spec["heads"], spec["kv_heads"], is_old=True)
-        new = [new_heads(plan, spec)] if kind == "expanded" and plan["attention"] else []
+        new = [new_heads(plan, spec)] if kind == "expanded" and has_new_heads else []
         parts = [old._replace(is_detached=True), *(new if routing["keeps_up"] else []), old, *new]
         expand_attention(layer.get_submodule(name), "routed", parts, **spec[kind])
 
@@ -119,15 +159,25 @@ def detach_base(model: nn.Module, base_model: nn.Module, plan: dict[str, Any]) -
             module.base_detached = True
 
 
+def is_head(names: set[str]) -> bool:
+    """Whether tensors that a model without a head has no place for are those of one head."""
+    modules = {name.rpartition(".")[0] for name in names}
+    return len(modules) == 1 and ("." not in modules.pop() or any(name.endswith(".up_weight") for name in names))
+
+
 class ExpandedPreTrainedModel:
     """Mixin before a stock model class: expands its modules as `config.scale_surgery` says, and freezes the base."""
 
     def __init__(self, config, *args, **kwargs):
         super().__init__(config, *args, **kwargs)
         plan = config.scale_surgery
-        base_model = getattr(self, plan["base_model"], self)
+        base_model = find_base_model(self, plan["base_model"])
+        if plan.get("enter") == "hook":
+            first = base_model.get_submodule(plan["layers"])[0]
+            first.entering_width, first.is_entered = plan["widths"]["up_width"], True
+            first.register_forward_pre_hook(enter, with_kwargs=True)
         for name, spec in plan["model"].items():
-            own_dtype = {} if spec["kind"] == "passing" else {"dtype": plan["dtype"]}
+            own_dtype = {} if spec["kind"] in ("passing", "padding") else {"dtype": plan["dtype"]}
             if is_fused(plan) and spec["kind"] == "norm":
                 fuse_norm(base_model.get_submodule(name), spec)
             else:
@@ -151,27 +201,50 @@ class ExpandedPreTrainedModel:
         self.post_init()
         self.freeze_base()
 
-    # names on disk to names of modules, as patterns, where this transformers release renamed a module
-    renamed_modules: dict[str, str] = {}
-
     @classmethod
     def from_pretrained(cls, *args, **kwargs):
-        """Load as transformers does, then freeze the base: loading itself resets `requires_grad`.
+        """Load as transformers does, refuse what does not fit, then freeze the base: loading resets `requires_grad`.
 
         `expansion_enabled=False` gives the base model, `routing_enabled=False` the adapt path alone: see
-        `enable_expansion` and `enable_routing`.
+        `enable_expansion` and `enable_routing`. `strict_loading=False` takes what is missing as it was initialised, as
+        transformers does; `output_loading_info=True` then says what that is.
         """
-        if cls.renamed_modules:
-            kwargs.setdefault("key_mapping", cls.renamed_modules)
         is_enabled, is_routed = kwargs.pop("expansion_enabled", True), kwargs.pop("routing_enabled", True)
-        loaded = super().from_pretrained(*args, **kwargs)
-        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        is_strict, says_more = kwargs.pop("strict_loading", True), kwargs.pop("output_loading_info", False)
+        model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)
+        if is_strict:
+            model.check_loaded(info)
         model.freeze_base()
         model.align_copies()
         model.enable_expansion(is_enabled)
         if not is_routed:
             model.enable_routing(False)
-        return loaded
+        return (model, info) if says_more else model
+
+    def check_loaded(self, info: dict[str, Any]) -> None:
+        """Refuse files whose tensors are not the model's; transformers warns, and initialises what is missing.
+
+        Tied tensors, and what the stock class leaves out itself, are not in `info`. A model without a head needs none.
+
+        Args:
+            info: What transformers says of loading.
+
+        Raises:
+            ValueError: If a tensor is missing, unexpected or of another shape.
+        """
+        unexpected = set(info["unexpected_keys"])
+        if self.get_output_embeddings() is None and is_head(unexpected):
+            unexpected = set()
+        found = [f"{name} is missing" for name in sorted(info["missing_keys"])]
+        found += [f"{name} is unexpected" for name in sorted(unexpected)]
+        found += [f"{name[0]} is of another shape" for name in sorted(info["mismatched_keys"])]
+        if found:
+            more = f" and {len(found) - MOST_NAMED} more" if len(found) > MOST_NAMED else ""
+            raise ValueError(
+                f"{type(self).__name__}: the files do not hold its tensors: {', '.join(found[:MOST_NAMED])}{more}. "
+                "Nothing may be initialised anew. Restore the files from where you got them, or load them with the "
+                "release of transformers that wrote them; strict_loading=False loads what there is."
+            )
 
     def freeze_base(self) -> None:
         """Let the expansion tensors train, and nothing else; in the fused form nothing trains."""
@@ -261,11 +334,13 @@ class ExpandedPreTrainedModel:
         for module in self.modules():
             if isinstance(module, ExpandedModule):
                 module.is_enabled, module.is_routed = is_enabled, is_routed and module.can_route
-            elif hasattr(module, "modes"):
+            if hasattr(module, "modes"):
                 is_two = is_routed and "routed" in module.modes
                 switch_attention(module, "routed" if is_two else "expanded" if is_enabled else "stock")
-            elif hasattr(module, "is_forking"):
+            if hasattr(module, "is_forking"):
                 module.is_forking = is_routed
+            if hasattr(module, "is_entered"):
+                module.is_entered = is_enabled
 
     def trainable_parameters(self) -> dict[str, dict[str, int]]:
         """Count what trains: for each layer, and for what lies outside the layers, parameters by group."""

@@ -14,8 +14,9 @@ This file travels with the checkpoint: it opens no file, and needs only torch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
+from inspect import signature
 from threading import get_ident
 from typing import Any
 
@@ -35,6 +36,8 @@ from .expanded_streams import (
     streams_of,
 )
 
+# parameters of a forward that keeps a cache
+CACHES = {"past_key_values", "past_key_value", "layer_past", "cache_params", "cache"}
 EXPANSION_NAMES = ("w12", "w21", "w22", "w11", "up_weight", "up_bias", "bias11")
 
 
@@ -120,9 +123,17 @@ class ExpandedModule:
 
     def add_parameter(self, name: str, *shape: int, dtype: str | None) -> None:
         """Add one expansion tensor, zero until it is loaded, in `dtype` or in the dtype of the stock weight."""
-        weight = self.weight
-        kind = getattr(torch, dtype) if dtype else weight.dtype
-        self.register_parameter(name, nn.Parameter(weight.new_zeros(shape, dtype=kind)))
+        like = self.like()
+        kind = getattr(torch, dtype) if dtype else like.dtype
+        self.register_parameter(name, nn.Parameter(like.new_zeros(shape, dtype=kind)))
+
+    def like(self) -> Tensor:
+        """A tensor of the stock module's dtype on its device: a norm may have no weight, and a block many."""
+        floating = (own for own in self.parameters() if own.is_floating_point())
+        return next(floating, torch.empty(()))
+
+    def check_paths(self) -> None:
+        """Refuse, where a model routes, what two paths cannot pass through."""
 
     def expansion_parameters(self) -> dict[str, nn.Parameter]:
         """The expansion tensors of this module by name."""
@@ -305,13 +316,16 @@ class ExpandedEmbedding(ExpandedModule):
         base = self.forward_stock(ids)
         up = functional.embedding(ids, self.up_weight, self.padding_idx).to(base.dtype)
         scale = getattr(self, "embed_scale", None)
-        return torch.cat((base, up if scale is None else up * scale.to(up.dtype)), dim=-1)
+        if scale is not None:
+            up = up * (scale.to(up.dtype) if isinstance(scale, Tensor) else scale)
+        return torch.cat((base, up), dim=-1)
 
 
 class ExpandedNorm(ExpandedModule):
     """A split norm: each stream is normalised by its own statistics.
 
-    `style` is "rms" (gain w), "rms_plus_one" (gain 1 + w) or "layer" (mean, variance, gain, bias).
+    `style` is "rms" (gain w), "layer" (mean, variance, gain, bias), or one of them with "_plus_one" (gain 1 + w). The
+    stock norm may have no gain; that of the up stream has one.
     """
 
     groups = {"up_weight": "norms", "up_bias": "norms"}
@@ -333,9 +347,9 @@ class ExpandedNorm(ExpandedModule):
 
     def normalise(self, x: Tensor, gain: Tensor, bias: Tensor | None) -> Tensor:
         """The norm of one stream, in the style of the stock norm."""
-        if self.up_style == "layer":
+        gain = gain + 1.0 if self.up_style.endswith("_plus_one") else gain
+        if self.up_style.startswith("layer"):
             return functional.layer_norm(x, gain.shape, gain, bias, self.up_epsilon)
-        gain = gain + 1.0 if self.up_style == "rms_plus_one" else gain
         return functional.rms_norm(x, gain.shape, gain, self.up_epsilon)
 
 
@@ -408,7 +422,90 @@ class PassingModule(ExpandedModule):
         return y, y.new_zeros(*y.shape[:-1], self.up_out) if self.up_out else None
 
 
+class ExpandedBlock(ExpandedModule):
+    """A whole block of a layer, run as it is on the base stream, with a small dense MLP beside it.
+
+        y = block(x) + W12 h      y_up = V h      h = silu(W21 x + W22 x_up), of `inner` features; V is `up_weight`
+
+    Without `inner` the block only lets the up stream pass. A mixture's router sees the base stream alone.
+    """
+
+    groups = {"w12": "w12", "w21": "w21", "w22": "w22", "up_weight": "w22"}
+
+    def configure(self, base, up, inner=0, collaborative=False, dtype=None):
+        self.base_in, self.up_out = base, up
+        shapes = {
+            "w12": (base, inner if collaborative else 0),
+            "w21": (inner, base),
+            "w22": (inner, up),
+            "up_weight": (up, inner),
+        }
+        for name, shape in shapes.items():
+            if 0 in shape:
+                self.register_parameter(name, None)
+            else:
+                self.add_parameter(name, *shape, dtype=dtype)
+
+    def check_paths(self) -> None:
+        held = CACHES.intersection(signature(super(ExpandedModule, self).forward).parameters)
+        if held:
+            raise ValueError(
+                f"config.json: scale_surgery.routing lets two paths pass through {type(self).__name__}, which keeps "
+                f"a cache ({', '.join(sorted(held))}) and runs as a whole, expected none that does. Export the model "
+                "without a router, or expand another part of these layers."
+            )
+
+    def forward(self, *args, **kwargs):
+        stock, found = super(ExpandedModule, self).forward, []
+
+        def run(base: Tensor) -> Tensor:
+            found.append(stock(base, *args[1:], **kwargs) if args else stock(**(kwargs | {"hidden_states": base})))
+            return found[-1][0] if isinstance(found[-1], tuple) else found[-1]
+
+        hidden = args[0] if args else kwargs["hidden_states"]
+        y = self.forward_paths(run, hidden) if self.is_enabled else run(hidden.contiguous())
+        # what else it gives, such as the scores of a mixture's router, is the adapt path's, which runs last
+        return (y, *found[-1][1:]) if isinstance(found[-1], tuple) else y
+
+    def forward_paths(self, run: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+        """Each path by itself."""
+        *first, (base, up) = self.split(hidden)
+        preserved = [
+            self.stream(run, *path, None) if self.keeps_up else (self.rows(run, path[0]), None) for path in first
+        ]
+        return self.join([*preserved, self.stream(run, base, up, self.w12)])
+
+    def rows(self, run: Callable[[Tensor], Tensor], base: Tensor) -> Tensor:
+        """What the block gives for the base stream, as features of each token: some blocks lay all tokens in a row."""
+        return run(base).view(*base.shape[:-1], -1)
+
+    def stream(self, run: Callable[[Tensor], Tensor], base: Tensor, up: Tensor, w12: Tensor | None) -> Streams:
+        """Both streams of one path."""
+        y = self.rows(run, base)
+        if self.w21 is None:
+            return y, y.new_zeros(*y.shape[:-1], self.up_out)
+        h = product(base, self.w21, y)
+        h = functional.silu(h if self.w22 is None else h + product(up, self.w22, y))
+        y_up = y.new_zeros(*y.shape[:-1], 0) if self.up_weight is None else product(h, self.up_weight, y)
+        return y if w12 is None else add_new_product(y, h, w12), y_up
+
+
+class ExpandedPadding(ExpandedModule):
+    """A module that reads no hidden state, such as a position embedding; zeros stand beside what it gives."""
+
+    groups = {}
+
+    def configure(self, up):
+        self.up_out = up
+
+    def forward(self, *args, **kwargs):
+        y = super(ExpandedModule, self).forward(*args, **kwargs)
+        return torch.cat((y, y.new_zeros(*y.shape[:-1], self.up_out)), dim=-1) if self.is_enabled else y
+
+
 KINDS = {
+    "block": ExpandedBlock,
+    "padding": ExpandedPadding,
     "linear": ExpandedLinear,
     "grown": GrownLinear,
     "head": ExpandedHead,
@@ -427,6 +524,19 @@ def expanded_class(kind: type, stock: type) -> type:
 
 
 def expand_module(module: nn.Module, kind: str | type, **sizes: Any) -> None:
-    """Turn a stock module into an expanded one in place; its stock parameters keep their names."""
-    module.__class__ = expanded_class(KINDS[kind] if isinstance(kind, str) else kind, type(module))
+    """Turn a stock module into an expanded one in place; its stock parameters keep their names.
+
+    Raises:
+        ValueError: If layers share the module, and would expand it in different ways.
+    """
+    expanded = KINDS[kind] if isinstance(kind, str) else kind
+    if isinstance(module, ExpandedModule):
+        # one activation may serve all layers
+        if expanded is ExpandedActivation is type(module).__bases__[0] and sizes == {"base": module.base_in}:
+            return
+        raise ValueError(
+            f"config.json: scale_surgery expands one {type(module).__bases__[1].__name__} in two ways, expected "
+            "layers that share a module to be expanded alike. Was it changed by hand?"
+        )
+    module.__class__ = expanded_class(expanded, type(module))
     module.configure(**sizes)

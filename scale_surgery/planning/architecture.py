@@ -33,6 +33,17 @@ CODE_FILES = (
     "expanded_streams.py",
 )
 
+# our names of sizes and the usual keys of config.json
+CONFIG_KEYS = {
+    "hidden": "hidden_size",
+    "layers": "num_hidden_layers",
+    "query_heads": "num_attention_heads",
+    "key_value_heads": "num_key_value_heads",
+    "head_size": "head_dim",
+    "inner": "intermediate_size",
+    "vocabulary": "vocab_size",
+}
+
 # role -> (what it reads, what it writes); a private stream lies inside a block that stays as it is
 STREAMS: Mapping[Role, tuple[Stream, Stream]] = {
     "q": ("residual", "query"),
@@ -192,6 +203,9 @@ class Architecture:
         softcap: Key of config.json that caps the logits after the head, and what counts where it holds none.
         keys: Our names of sizes to their keys in config.json.
         layer_types: Type of each layer where they differ and the config derives them; otherwise empty.
+        weightless: Norms that have no weight: "layers.0.input_layernorm", or "norm".
+        fixed_heads: Why the stock class has no form with more heads, all else equal; empty where it has one.
+        heads_divide_hidden: Whether the stock config wants a number of query heads that divides the hidden size.
     """
 
     model_type: str
@@ -211,6 +225,9 @@ class Architecture:
     softcap: tuple[str, float | None] | None = None
     keys: Mapping[str, str] = field(default_factory=dict)
     layer_types: tuple[str, ...] = ()
+    weightless: tuple[str, ...] = ()
+    fixed_heads: str = ""
+    heads_divide_hidden: bool = False
 
     @property
     def expanded_type(self) -> str:
@@ -220,6 +237,28 @@ class Architecture:
     def kind(self, layer: int) -> Kind:
         """What a layer is made of."""
         return self.kinds[self.kind_of_layer[layer]]
+
+    @property
+    def mute_gain(self) -> int:
+        """What a norm before the residual stream stores where it gives zeros."""
+        styles = {norm.style for kind in self.kinds for norm in kind.post_norms}
+        return -1 if "rms_plus_one" in styles else 0
+
+    def find_linear(self, module: str) -> tuple[Block, Linear] | None:
+        """Find a linear that is expanded, and its block.
+
+        Args:
+            module: Its name on disk, such as `model.layers.3.mlp.up_proj`.
+
+        Returns:
+            Both, or None where there is none of this name.
+        """
+        _, _, inside = f".{module}".rpartition(f".{self.layers}.")
+        number, _, name = inside.partition(".")
+        if not number.isdecimal() or int(number) >= len(self.kind_of_layer):
+            return None
+        kind = self.kind(int(number))
+        return next(((block, one) for block in kind.blocks for one in block.linears if one.name == name), None)
 
     @property
     def is_uniform(self) -> bool:

@@ -11,61 +11,67 @@ from dataclasses import dataclass
 from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.headers import FLOAT_DTYPES
 from scale_surgery.errors import CheckpointError
-from scale_surgery.planning.families import Family, Sizes, get_family, read_sizes
-from scale_surgery.planning.specs import expected_shapes, find_prefix
+from scale_surgery.planning.architecture import Architecture, Sizes
+from scale_surgery.planning.specs import expected_shapes, find_prefix, layer_path
 
 
 @dataclass(frozen=True)
 class Base:
-    """A base model as planning sees it: its family, its sizes, what stands before its names, and its headers."""
+    """A base model as planning sees it: facts, sizes, what stands before its names, and its headers."""
 
-    family: Family
+    architecture: Architecture
     sizes: Sizes
     prefix: str
     checkpoint: Checkpoint
 
     @property
     def head(self) -> str:
-        """Name of the head on disk; transformers 5 renamed GPT-NeoX's, and either name is taken as it is."""
-        return "lm_head" if "lm_head.weight" in self.checkpoint.tensors else self.family.head
+        """Name of the head on disk; releases of transformers name some otherwise, and a tied one is not stored."""
+        embedding, shape = (
+            f"{self.prefix}{self.architecture.embedding}.weight",
+            (self.sizes.vocabulary, self.sizes.hidden),
+        )
+        layers = f"{self.prefix}{self.architecture.layers}."
+        found = [
+            name.removesuffix(".weight")
+            for name, info in self.checkpoint.tensors.items()
+            if info.shape == shape and name.endswith(".weight") and name != embedding and not name.startswith(layers)
+        ]
+        return self.architecture.head if self.architecture.head in found or not found else min(found, key=len)
 
-    @property
-    def biased(self) -> frozenset[str]:
-        """Names on disk of the modules that have a bias."""
-        return frozenset(name.removesuffix(".bias") for name in self.checkpoint.tensors if name.endswith(".bias"))
 
+def make_base(checkpoint: Checkpoint, architecture: Architecture, sizes: Sizes) -> Base:
+    """Put together what planning has to know of a base model.
 
-def read_base(checkpoint: Checkpoint) -> Base:
-    """Read family, sizes and the prefix of names from a checkpoint's config and headers.
+    Args:
+        checkpoint: Its config and headers.
+        architecture: Facts of its architecture.
+        sizes: Its sizes, by its config.
 
     Raises:
-        UnsupportedFamilyError: If the architecture is not supported.
-        PlanError: If config.json lacks a size, or sizes do not fit each other.
         CheckpointError: If config.json promises more layers than there are.
     """
-    family = get_family(checkpoint.config.get("model_type"))
-    sizes = read_sizes(family, checkpoint.config)
-    prefix = find_prefix(family, checkpoint.tensors)
-    check_layers(family, sizes.layers, checkpoint.tensors)
-    return Base(family, sizes, prefix, checkpoint)
+    check_layers(architecture, sizes.layers, checkpoint.tensors)
+    return Base(architecture, sizes, find_prefix(architecture, checkpoint.tensors), checkpoint)
 
 
-def check_layers(family: Family, layers: int, names: Iterable[str]) -> None:
+def check_layers(architecture: Architecture, layers: int, names: Iterable[str]) -> None:
     """Check that there are as many layers as config.json says, before anything counts up to that number.
 
     Args:
-        family: Facts of the architecture.
+        architecture: Facts of the architecture.
         layers: Number of base layers that config.json promises.
         names: Names of tensors.
 
     Raises:
         CheckpointError: If there are fewer.
     """
-    numbered = re.compile(rf"(?:{re.escape(family.base_model)}\.)?{re.escape(family.layers)}\.(\d+)\.")
+    numbered = re.compile(rf"(?:.*\.)?{re.escape(architecture.layers)}\.(\d+)\.")
     found = {match[1] for name in names if (match := numbered.match(name))}
     if layers > len(found):
+        key = architecture.keys.get("layers", "num_hidden_layers")
         raise CheckpointError(
-            f"config.json: {family.key('layers')} is {layers}, found tensors of {len(found)} layers. Is config.json "
+            f"config.json: {key} is {layers}, found tensors of {len(found)} layers. Is config.json "
             "from this checkpoint, and is the checkpoint complete?"
         )
 
@@ -89,21 +95,14 @@ def refuse_expanded(checkpoint: Checkpoint) -> None:
 
 
 def check_base(base: Base) -> None:
-    """Check that every tensor that its family asks for is there, in the shape that its config says.
+    """Check that every tensor beside which something may be added is there, in the shape that its config says.
 
     Raises:
         CheckpointError: If not; every problem is listed.
     """
-    family, checkpoint = base.family, base.checkpoint
-    problems = [
-        f"config.json: {key} is {checkpoint.config[key]!r}: {reason}."
-        for key, reason in family.refused.items()
-        if checkpoint.config.get(key)
-    ]
-    problems += _missing_biases(base)
-    shapes = expected_shapes(family, base.sizes, base.prefix) | _optional_shapes(base)
-    for name, shape in shapes.items():
-        info = checkpoint.tensors.get(name)
+    tensors, problems = base.checkpoint.tensors, _missing_biases(base)
+    for name, shape in (_needed_shapes(base) | _optional_shapes(base)).items():
+        info = tensors.get(name)
         if info is None:
             problems.append(f"{name}: no such tensor, expected one of shape {shape}. Is the checkpoint complete?")
         elif info.shape != shape:
@@ -119,31 +118,37 @@ def check_base(base: Base) -> None:
         raise CheckpointError.from_problems(problems)
 
 
+def _needed_shapes(base: Base) -> dict[str, tuple[int, ...]]:
+    bare = {f"{base.prefix}{name}.weight" for name in base.architecture.weightless}
+    shapes = expected_shapes(base.architecture, base.sizes, base.prefix)
+    return {name: shape for name, shape in shapes.items() if name not in bare}
+
+
 def _optional_shapes(base: Base) -> dict[str, tuple[int, ...]]:
-    """Shapes of what only some models of a family store: a head of its own, position embeddings, biases."""
-    family, sizes, prefix, checkpoint = base.family, base.sizes, base.prefix, base.checkpoint
-    tensors, head = checkpoint.tensors, f"{base.head}.weight"
+    """Shapes of what only some models of an architecture store: a head of its own, biases."""
+    sizes, tensors, head = base.sizes, base.checkpoint.tensors, f"{base.head}.weight"
     shapes: dict[str, tuple[int, ...]] = {}
     if head in tensors or not sizes.is_tied:
         shapes[head] = (sizes.vocabulary, sizes.hidden)
-    if family.position_embedding and "n_positions" in checkpoint.config:
-        shapes[f"{prefix}{family.position_embedding}.weight"] = (checkpoint.config["n_positions"], sizes.hidden)
-    for name, shape in expected_shapes(family, sizes, prefix).items():
+    for name, shape in expected_shapes(base.architecture, sizes, base.prefix).items():
         bias = f"{name.removesuffix('.weight')}.bias"
         if bias in tensors:
-            shapes[bias] = (shape[-1] if family.transposed else shape[0],)
+            shapes[bias] = (shape[-1] if base.architecture.transposed else shape[0],)
     return shapes
 
 
 def _missing_biases(base: Base) -> list[str]:
-    """A bias that stands in some layers must stand in all: the model has one switch for it."""
-    problems, family = [], base.family
-    modules = (*(linear.name for linear in family.linears), *family.pre_norms, *family.post_norms)
-    for module in modules:
-        names = [f"{base.prefix}{family.layers}.{layer}.{module}.bias" for layer in range(base.sizes.layers)]
-        missing = [name for name in names if name not in base.checkpoint.tensors]
-        if 0 < len(missing) < len(names):
-            problems += [
-                f"{name}: no such tensor, other layers have one. Is the checkpoint complete?" for name in missing
-            ]
+    """A bias that stands in some layers of a kind must stand in all: the model has one switch for it."""
+    architecture, tensors, problems = base.architecture, base.checkpoint.tensors, list[str]()
+    for number, kind in enumerate(architecture.kinds):
+        layers = [layer for layer in range(base.sizes.layers) if architecture.kind_of_layer[layer] == number]
+        modules = [linear.name for linear in kind.linears]
+        modules += [norm.name for norm in (*kind.pre_norms, *kind.post_norms)]
+        for module in modules:
+            names = [f"{layer_path(architecture, base.prefix, layer)}{module}.bias" for layer in layers]
+            missing = [name for name in names if name not in tensors]
+            if 0 < len(missing) < len(names):
+                problems += [
+                    f"{name}: no such tensor, other layers have one. Is the checkpoint complete?" for name in missing
+                ]
     return problems

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.headers import DTYPE_BYTES
-from scale_surgery.planning.families import Family, Sizes
+from scale_surgery.planning.base import Base
 from scale_surgery.planning.specs import REPLACING, Widths
 from scale_surgery.planning.stock import StockCost, cost_of_stock, stock_problems
 
@@ -54,27 +54,19 @@ class Costs:
     stock_problems: tuple[str, ...] = ()
 
 
-def estimate(
-    family: Family,
-    sizes: Sizes,
-    specs: Mapping[str, Any],
-    tensors: Sequence[TensorPlan],
-    checkpoint: Checkpoint,
-    svd: str,
-) -> Costs:
+def estimate(base: Base, specs: Mapping[str, Any], tensors: Sequence[TensorPlan], svd: str) -> Costs:
     """Add up what a plan costs.
 
     Args:
-        family: Facts of the architecture.
-        sizes: Sizes of the base model.
+        base: The base model.
         specs: Module specifications of the plan.
         tensors: New tensors of the plan.
-        checkpoint: The base model.
         svd: "exact" or "fast".
 
     Returns:
         Counts, which are exact, and estimates of time and memory, which are not.
     """
+    checkpoint = base.checkpoint
     added = sum(tensor.elements for tensor in tensors)
     beside = sum(tensor.elements for tensor in tensors if tensor.block not in REPLACING)
     first = specs["expanded_layers"][0]
@@ -84,7 +76,8 @@ def estimate(
     flops = sum(_svd_flops(tensor, checkpoint, svd) for tensor in decomposed)
     before = sum(info.elements for info in checkpoint.tensors.values())
     widths = Widths(**specs["widths"])
-    problems = tuple(stock_problems(family, sizes, widths, checkpoint.config))
+    facts = (base.architecture, base.sizes, widths)
+    problems = tuple(stock_problems(*facts))
     return Costs(
         parameters_before=before,
         parameters_added=added,
@@ -92,28 +85,22 @@ def estimate(
         parameters_per_layer=max(
             sum(tensor.elements for tensor in tensors if tensor.layer == layer) for layer in specs["expanded_layers"]
         ),
-        forward_factor=_forward_factor(family, sizes, tensors, checkpoint),
+        forward_factor=_forward_factor(base, tensors),
         up_stream_from=first,
         base_stream_from=min(collaborative) if collaborative else None,
         peak_memory_bytes=_peak_memory(decomposed, tensors, checkpoint, svd),
         seconds=flops / FLOPS_PER_SECOND[svd] + 2 * base_bytes / BYTES_PER_SECOND,
-        stock=None if problems else cost_of_stock(family, sizes, widths, checkpoint.tensors, (before, beside)),
+        stock=None if problems else cost_of_stock(*facts, checkpoint.tensors, (before, beside)),
         stock_problems=problems,
     )
 
 
-def estimate_depth(
-    family: Family,
-    sizes: Sizes,
-    specs: Mapping[str, Any],
-    tensors: Sequence[TensorPlan],
-    checkpoint: Checkpoint,
-) -> Costs:
+def estimate_depth(base: Base, specs: Mapping[str, Any], tensors: Sequence[TensorPlan]) -> Costs:
     """Add up what duplicated layers cost; as `estimate`, nothing is decomposed.
 
     Training reaches down to the lowest copy, which stands after the first of the chosen layers.
     """
-    layers = specs["expanded_layers"]
+    layers, checkpoint = specs["expanded_layers"], base.checkpoint
     added = sum(tensor.elements for tensor in tensors)
     total = sum(info.bytes for info in checkpoint.tensors.values()) + sum(tensor.bytes for tensor in tensors)
     return Costs(
@@ -121,7 +108,7 @@ def estimate_depth(
         parameters_added=added,
         bytes_added=sum(tensor.bytes for tensor in tensors),
         parameters_per_layer=added // len(layers),
-        forward_factor=_forward_factor(family, sizes, tensors, checkpoint),
+        forward_factor=_forward_factor(base, tensors),
         up_stream_from=layers[0],
         base_stream_from=layers[0],
         peak_memory_bytes=_peak_memory([], tensors, checkpoint, ""),
@@ -131,14 +118,17 @@ def estimate_depth(
     )
 
 
-def _forward_factor(family: Family, sizes: Sizes, tensors: Sequence[TensorPlan], checkpoint: Checkpoint) -> float:
-    linears = tuple(f".{linear.name}.weight" for linear in family.linears)
-    base = sum(info.elements for name, info in checkpoint.tensors.items() if name.endswith(linears))
-    base += sizes.vocabulary * sizes.hidden
+def _forward_factor(base: Base, tensors: Sequence[TensorPlan]) -> float:
+    layers = f"{base.prefix}{base.architecture.layers}."
+    # experts count all, though a token goes through few of them
+    matrices = (
+        info for name, info in base.checkpoint.tensors.items() if name.startswith(layers) and len(info.shape) > 1
+    )
+    before = sum(info.elements for info in matrices) + base.sizes.vocabulary * base.sizes.hidden
     # a trained copy takes the place of a base product
     others = [tensor for tensor in tensors if len(tensor.shape) == 2 and tensor.block not in REPLACING]
-    is_product = [tensor for tensor in others if not tensor.source.endswith(f"{family.embedding}.weight")]
-    return (base + sum(tensor.elements for tensor in is_product)) / base
+    is_product = [tensor for tensor in others if not tensor.source.endswith(f"{base.architecture.embedding}.weight")]
+    return (before + sum(tensor.elements for tensor in is_product)) / before
 
 
 def _svd_flops(tensor: TensorPlan, checkpoint: Checkpoint, svd: str) -> float:

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from scale_surgery.checkpoint.headers import TensorInfo
 from scale_surgery.checkpoint.numbering import AFTER, CONFIG_KEY, Numbering
+from scale_surgery.planning.architecture import Architecture, Kind
 from scale_surgery.planning.base import Base
 from scale_surgery.planning.costs import Costs, estimate_depth
-from scale_surgery.planning.duplicable import PER_LAYER_LISTS, binding_problems, check_depth_config
-from scale_surgery.planning.families import Family, Sizes
+from scale_surgery.planning.duplicable import binding_problems, check_depth_config, per_layer_lists
 from scale_surgery.planning.method import Method, Resolved, parameters_row
 from scale_surgery.planning.selection import format_layers, select_layers
-from scale_surgery.planning.specs import FORMAT, NewTensor, Spec
+from scale_surgery.planning.specs import FORMAT, NewTensor, Spec, layer_path
 from scale_surgery.planning.tensors import TensorPlan
 
 if TYPE_CHECKING:
@@ -65,22 +65,22 @@ class Depth(Method):
         """Keys by which layers share caches or weights, or depend on their numbers."""
         return binding_problems(config)
 
-    def resolve(self, sizes: Sizes, request: Request) -> Resolved:
+    def resolve(self, base: Base, request: Request) -> Resolved:
         """The layers that get a copy; nothing is widened."""
-        return Resolved(select_layers(request.layers, sizes.layers))
+        return Resolved(select_layers(request.layers, base.sizes.layers))
 
     def specs(self, base: Base, request: Request, resolved: Resolved) -> Spec:
         """Which layers are copies."""
-        check_depth_config(base.family, base.checkpoint.config, base.sizes.layers)
-        return build_depth_specs(base.family, resolved.layers)
+        check_depth_config(base.architecture, base.checkpoint.config, base.sizes.layers)
+        return build_depth_specs(base.architecture, resolved.layers)
 
     def new_tensors(self, base: Base, specs: Spec) -> Iterator[NewTensor]:
         """Every tensor of every copy."""
-        return depth_tensors(base.family, specs["expanded_layers"], base.prefix, base.checkpoint.tensors)
+        return depth_tensors(base.architecture, specs["expanded_layers"], base.prefix, base.checkpoint.tensors)
 
     def costs(self, base: Base, request: Request, specs: Spec, tensors: Sequence[TensorPlan]) -> Costs:
         """Nothing is decomposed, and training reaches down to the lowest copy."""
-        return estimate_depth(base.family, base.sizes, specs, tensors, base.checkpoint)
+        return estimate_depth(base, specs, tensors)
 
     def guards(self, plan: Plan) -> tuple[TensorPlan, ...]:
         """What keeps a copy from adding anything."""
@@ -104,8 +104,8 @@ class Depth(Method):
 
     def stock_form(self, plan: Plan) -> str | None:
         """The folder itself is one."""
-        listed = plan.architecture.types_by_number is not None
-        caution = "; a program must read its layer_types, if it has them, and not go by numbers" if listed else ""
+        listed = bool(plan.architecture.layer_types)
+        caution = "; a program must read its layer_types, and not go by numbers" if listed else ""
         return f"the folder itself: {plan.family} with more layers, no code of ours{caution}"
 
     def description(self, request: Request, *, is_stock: bool, has_up_stream: bool) -> str:
@@ -133,45 +133,55 @@ class Depth(Method):
         ]
 
 
-def build_depth_specs(family: Family, layers: Sequence[int]) -> Spec:
+def build_depth_specs(architecture: Architecture, layers: Sequence[int]) -> Spec:
     """What config.json says of duplicated layers, under a key of our own that stock code does not read.
 
     Args:
-        family: Facts of the architecture.
+        architecture: Facts of the architecture.
         layers: Base layers that get a copy, ascending.
 
     Returns:
         Plain JSON values; `new_layers` are the positions of the copies.
     """
-    numbering = Numbering(family.base_model, family.layers, tuple(layers))
+    numbering = Numbering(architecture.base_model, architecture.layers, tuple(layers))
     return {
         "format": FORMAT,
         "method": Depth.name,
         "variant": Depth.name,
-        "base_model": family.base_model,
-        "layers": family.layers,
+        "base_model": architecture.base_model,
+        "layers": architecture.layers,
         "expanded_layers": list(layers),
         "new_layers": list(numbering.new),
+        # which of its modules are attention and which are MLPs, for what trains alone
+        "groups": _groups(architecture),
     }
 
 
-def mute_modules(family: Family) -> tuple[str, ...]:
-    """Modules of a layer that give zeros at the start of a copy: the last before the residual stream.
+def _groups(architecture: Architecture) -> dict[str, str]:
+    blocks = [block for kind in architecture.kinds for block in kind.blocks]
+    inside = {linear.name: block.group for block in blocks if not block.name for linear in block.linears}
+    return {**inside, **{block.name: block.group for block in blocks if block.name}}
+
+
+def mute_tensors(kind: Kind) -> tuple[str, ...]:
+    """Ends of names of a layer's tensors that give zeros at the start of a copy: the last before the residual stream.
 
     That is the output projections of attention and MLP (LLaMA Pro, arXiv 2401.02415, section 3.2). Where a norm comes
     after them, it is this norm (ours): it would make an output projection that has left zero by however little as
     large as any other in one step.
     """
-    return family.post_norms or tuple(linear.name for linear in family.linears if linear.writes() == ("residual",))
+    if kind.post_norms:
+        return tuple(f"{norm.name}.{part}" for norm in kind.post_norms for part in ("weight", "bias"))
+    return tuple(name for block in kind.blocks for name in block.mute)
 
 
 def depth_tensors(
-    family: Family, layers: Sequence[int], prefix: str, tensors: Mapping[str, TensorInfo]
+    architecture: Architecture, layers: Sequence[int], prefix: str, tensors: Mapping[str, TensorInfo]
 ) -> Iterator[NewTensor]:
     """List the tensors of every copy: what writes into the residual stream begins mute, everything else is copied.
 
     Args:
-        family: Facts of the architecture.
+        architecture: Facts of the architecture.
         layers: Base layers that get a copy.
         prefix: What stands before the base model's names on disk.
         tensors: Tensors of the base.
@@ -179,20 +189,20 @@ def depth_tensors(
     Yields:
         The new tensors; see numbering.py for their names.
     """
-    mute = mute_modules(family)
-    norms = (*family.pre_norms, *family.post_norms, *(norm.name for norm in family.inner_norms))
-    kinds = dict.fromkeys((linear.name for linear in family.linears), "linear") | dict.fromkeys(norms, "norm")
     for layer in layers:
-        path = f"{prefix}{family.layers}.{layer}."
-        for module, kind in kinds.items():
-            for block in ("weight", "bias"):
-                if (source := tensors.get(f"{path}{module}.{block}")) is not None:
-                    name = f"{path}{AFTER}{module}.{block}"
-                    is_copy = module not in mute
-                    yield NewTensor(name, source.shape, block, kind, layer, source.name, is_copy=is_copy)
+        path, kind = layer_path(architecture, prefix, layer), architecture.kind(layer)
+        norms = {norm.name for norm in (*kind.pre_norms, *kind.post_norms)}
+        norms |= {norm.name for block in kind.blocks for norm in block.inner_norms}
+        mute = tuple(f".{end}" for end in mute_tensors(kind))
+        for source in (info for name, info in tensors.items() if name.startswith(path)):
+            inside = source.name.removeprefix(path)
+            module, _, block = inside.rpartition(".")
+            is_copy = not f".{inside}".endswith(mute)
+            sort = "norm" if module in norms else "linear"
+            yield NewTensor(f"{path}{AFTER}{inside}", source.shape, block, sort, layer, source.name, is_copy=is_copy)
 
 
-def deepened_config(config: Mapping[str, Any], specs: Mapping[str, Any], family: Family) -> dict[str, Any]:
+def deepened_config(config: Mapping[str, Any], specs: Mapping[str, Any], architecture: Architecture) -> dict[str, Any]:
     """Edit a base model's config.json: more layers, each copy of the type of its source, everything else as it was.
 
     Where the config leaves the types of layers to their numbers, they are written out: a copy changes the numbers
@@ -201,19 +211,17 @@ def deepened_config(config: Mapping[str, Any], specs: Mapping[str, Any], family:
     Args:
         config: Parsed config.json of the base.
         specs: Result of `build_depth_specs`.
-        family: Facts of the architecture.
+        architecture: Facts of the architecture.
 
     Returns:
         The new config.
     """
     copied = specs["expanded_layers"]
-    key = family.key("layers")
-    layers = int(config[key])
-    edited = dict(config) | {key: layers + len(copied), CONFIG_KEY: dict(specs)}
-    per_layer = {name: config[name] for name in PER_LAYER_LISTS if config.get(name) is not None}
-    if "layer_types" not in per_layer and family.types_by_number is not None:
-        found = family.types_by_number.of(config, layers)
-        per_layer |= {} if found is None else {"layer_types": found}
+    layers = len(architecture.kind_of_layer)
+    edited = dict(config) | {architecture.keys["layers"]: layers + len(copied), CONFIG_KEY: dict(specs)}
+    per_layer = per_layer_lists(config, layers)
+    if "layer_types" not in per_layer and architecture.layer_types:
+        per_layer["layer_types"] = list(architecture.layer_types)
     for name, values in per_layer.items():
         edited[name] = [value for i, value in enumerate(values) for _ in range(2 if i in copied else 1)]
     return edited

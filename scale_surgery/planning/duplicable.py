@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from scale_surgery.errors import PlanError
-from scale_surgery.planning.families import Family
+from scale_surgery.planning.architecture import Architecture
 
 # keys of config.json that hold one value for each layer
 PER_LAYER_LISTS = ("layer_types",)
@@ -63,28 +63,33 @@ def binding_problems(config: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def check_depth_config(family: Family, config: Mapping[str, Any], layers: int) -> None:
+def per_layer_lists(config: Mapping[str, Any], layers: int) -> dict[str, list[Any]]:
+    """Lists of a config.json that hold one value for each layer, by key."""
+    lists = {key: value for key, value in config.items() if isinstance(value, list) and len(value) == layers}
+    return {key: value for key, value in lists.items() if "layer" in key or key.endswith("_types")}
+
+
+def check_depth_config(architecture: Architecture, config: Mapping[str, Any], layers: int) -> None:
     """Check that what config.json says layer by layer can be said of more layers.
 
     Args:
-        family: Facts of the architecture.
+        architecture: Facts of the architecture.
         config: Parsed config.json of the base.
         layers: Number of its layers.
 
     Raises:
-        PlanError: If a list has another length than there are layers, or a number of layers is none.
+        PlanError: If a list has another length than there are layers, or the layers' config lies inside another.
     """
-    lists = {key: config[key] for key in PER_LAYER_LISTS if config.get(key) is not None}
     problems = [
-        f"config.json: {key} is {value!r}, expected a list of {layers}, one for each layer. Is this config.json from "
-        "this checkpoint?"
-        for key, value in lists.items()
-        if not isinstance(value, list) or len(value) != layers
+        f"config.json: {key} is {config[key]!r}, expected a list of {layers}, one for each layer. Is this config.json "
+        "from this checkpoint?"
+        for key in PER_LAYER_LISTS
+        if config.get(key) is not None and key not in per_layer_lists(config, layers)
     ]
-    types = family.types_by_number
-    number = config.get(types.key, types.default) if types is not None and types.key else 1
-    if type(number) is not int or number < 0 or (number == 0 and types is not None and types.rule == "every"):
-        assert types is not None
-        problems.append(f"config.json: {types.key} is {number!r}, expected a number of layers.")
+    if architecture.keys.get("layers") not in config:
+        problems.append(
+            "config.json: does not say itself how many layers there are, expected a language model without a part for "
+            "images or sound. Use --method scale or grow."
+        )
     if problems:
         raise PlanError.from_problems(problems)

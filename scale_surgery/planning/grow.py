@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
+from scale_surgery.errors import PlanError
 from scale_surgery.fields import Range
+from scale_surgery.planning.architecture import Architecture
 from scale_surgery.planning.base import Base
-from scale_surgery.planning.families import Sizes
 from scale_surgery.planning.method import Method, Resolved
 from scale_surgery.planning.selection import select_layers
-from scale_surgery.planning.specs import Collaboration, NewTensor, Spec, Widths, build_specs, stream_widths
+from scale_surgery.planning.specs import (
+    Collaboration,
+    NewTensor,
+    Spec,
+    Widths,
+    build_specs,
+    layer_path,
+    specs_of_layer,
+)
 from scale_surgery.planning.tensors import TensorPlan
 
 if TYPE_CHECKING:
@@ -63,26 +72,33 @@ class Grow(Method):
         """Two copies where nothing is said."""
         return replace(super().complete(request), copies=request.copies or DEFAULT_COPIES)
 
-    def resolve(self, sizes: Sizes, request: Request) -> Resolved:
+    def resolve(self, base: Base, request: Request) -> Resolved:
         """What a grown layer adds is written by W12 of its down projection, and by nothing else."""
         assert request.copies is not None
-        layers = select_layers(request.layers, sizes.layers)
-        return Resolved(layers, Widths(0, 0, (request.copies - 1) * sizes.inner), Collaboration(layers, ("ffn",)))
+        layers = select_layers(request.layers, base.sizes.layers)
+        inner = copied_inner(base.architecture, layers)
+        return Resolved(layers, Widths(0, 0, (request.copies - 1) * inner), Collaboration(layers, ("ffn",)))
 
     def specs(self, base: Base, request: Request, resolved: Resolved) -> Spec:
         """The inner stream alone is widened, by linears that are copies."""
-        specs = build_specs(base.family, base.sizes, resolved.widths, resolved.layers, resolved.collaboration)
-        streams = stream_widths(base.sizes, resolved.widths)
-        grown = grown_specs(specs["expanded"], streams, trains_base=request.variant == "grow-train")
-        return {**specs, "expanded": grown, "variant": request.variant, "dtype": None}
+        specs = build_specs(base.architecture, base.sizes, resolved.widths, resolved.layers, resolved.collaboration)
+        trains, copies = request.variant == "grow-train", request.copies or DEFAULT_COPIES
+        if "kinds" in specs:
+            kinds = [
+                own | {"expanded": grown_specs(own["expanded"], copies, trains_base=trains)} for own in specs["kinds"]
+            ]
+            grown: Spec = {"kinds": kinds}
+        else:
+            grown = {"expanded": grown_specs(specs["expanded"], copies, trains_base=trains)}
+        return {**specs, **grown, "variant": request.variant, "dtype": None}
 
     def new_tensors(self, base: Base, specs: Spec) -> Iterator[NewTensor]:
         """Copies of the linears of each chosen MLP."""
         for layer in specs["expanded_layers"]:
-            for name, spec in specs["expanded"].items():
-                path = f"{base.prefix}{base.family.layers}.{layer}.{name}"
+            for name, spec in specs_of_layer(specs, layer)["expanded"].items():
+                path = f"{layer_path(base.architecture, base.prefix, layer)}{name}"
                 if spec["kind"] == "grown":
-                    yield from _grown_tensors(spec, path, layer, base.biased)
+                    yield from _grown_tensors(spec, path, layer, base.checkpoint.tensors)
 
     def plan_problems(self, plan: Plan) -> list[str]:
         """Every new tensor is a copy, and the number of copies has to give the widths."""
@@ -90,7 +106,8 @@ class Grow(Method):
         others = [tensor for tensor in plan.tensors if tensor.init != "copy"]
         if others:
             return [f"plan.tensors, {tensor.name}: init {tensor.init!r}, expected 'copy'" for tensor in others]
-        if type(copies) is int and copies >= 2 and plan.widths.up_inner_width == (copies - 1) * plan.sizes.inner:
+        inner = copied_inner(plan.architecture, plan.layers)
+        if type(copies) is int and copies >= 2 and plan.widths.up_inner_width == (copies - 1) * inner:
             return []
         return [f"plan.request.copies is {copies!r}, which does not fit its widths"]
 
@@ -131,20 +148,52 @@ class Grow(Method):
         return f"gate and up copied, down copied in {request.copies} equal shares, seed {request.seed}"
 
 
-def grown_specs(specs: Spec, streams: Mapping[str, list[int]], *, trains_base: bool) -> Spec:
+def copied_inner(architecture: Architecture, layers: Sequence[int]) -> int:
+    """Inner features of the MLPs of layers, which are to be copied.
+
+    Args:
+        architecture: Facts of the architecture.
+        layers: The chosen layers.
+
+    Returns:
+        Their one width.
+
+    Raises:
+        PlanError: If one cannot be copied, or widths differ; each layer is named with the reason.
+    """
+    problems, widths = list[str](), set[int]()
+    for layer in layers:
+        blocks = [block for block in architecture.kind(layer).blocks if block.inner]
+        widths |= {block.inner for block in blocks}
+        if not blocks:
+            reasons = [
+                f"{block.name}: {block.reason}" for block in architecture.kind(layer).blocks if block.group == "ffn"
+            ]
+            found = "; ".join(reasons) or "it has none"
+            problems.append(
+                f"--layers: layer {layer} has no MLP that can be copied ({found}). A mixture's experts are not copied: "
+                "choose layers with a dense MLP, or use --method scale."
+            )
+    if len(widths) > 1:
+        problems.append(f"--layers: MLPs of {sorted(widths)} inner features, expected one width. Choose layers of one.")
+    if problems:
+        raise PlanError.from_problems(problems)
+    return widths.pop()
+
+
+def grown_specs(specs: Spec, copies: int, *, trains_base: bool) -> Spec:
     """Make the linears of an expanded MLP those of a grown one (arXiv 2603.08647).
 
     Args:
         specs: Specifications of a layer in which the inner stream alone is widened.
-        streams: Base and up width of each stream.
+        copies: How many MLPs there are, the original included.
         trains_base: Whether the original gate and up projection train too.
 
     Returns:
         The specifications. `share` is what the base product of the down projection counts, 1 over the number of
         copies; where `trains_base` is set, a trained copy W11 takes the place of W.
     """
-    base, up = streams["inner"]
-    share = base / (base + up)
+    share = 1 / copies
     grown: Spec = {}
     for name, spec in specs.items():
         is_down = spec["kind"] == "linear" and spec["in_features"][1]
@@ -153,7 +202,7 @@ def grown_specs(specs: Spec, streams: Mapping[str, list[int]], *, trains_base: b
     return grown
 
 
-def _grown_tensors(spec: Spec, path: str, layer: int, biased: frozenset[str]) -> Iterator[NewTensor]:
+def _grown_tensors(spec: Spec, path: str, layer: int, names: Collection[str]) -> Iterator[NewTensor]:
     """Copies of a linear of an MLP; the bias of a down projection is added once, by the base."""
     base_in, up_in = spec["in_features"]
     base_out, up_out = (sum(widths) for widths in zip(*spec["out_features"], strict=True))
@@ -162,8 +211,8 @@ def _grown_tensors(spec: Spec, path: str, layer: int, biased: frozenset[str]) ->
         "w12": (base_out, up_in),
         "w21": (up_out, base_in),
         "w11": (trained, base_in),
-        "up_bias": (up_out if path in biased else 0,),
-        "bias11": (trained if path in biased else 0,),
+        "up_bias": (up_out if f"{path}.bias" in names else 0,),
+        "bias11": (trained if f"{path}.bias" in names else 0,),
     }
     for block, shape in shapes.items():
         if 0 not in shape:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from scale_surgery.planning.base import Base
 from scale_surgery.planning.costs import Costs, estimate
-from scale_surgery.planning.families import Sizes
 from scale_surgery.planning.selection import format_layers
 from scale_surgery.planning.specs import Collaboration, NewTensor, Spec, Widths
 from scale_surgery.planning.tensors import TensorPlan
@@ -80,8 +79,8 @@ class Method(ABC):
         return []
 
     @abstractmethod
-    def resolve(self, sizes: Sizes, request: Request) -> Resolved:
-        """Resolve a request, said in full, against the sizes of a base model.
+    def resolve(self, base: Base, request: Request) -> Resolved:
+        """Resolve a request, said in full, against a base model.
 
         Raises:
             PlanError: If the request does not fit the model; every problem is listed.
@@ -97,7 +96,7 @@ class Method(ABC):
 
     def costs(self, base: Base, request: Request, specs: Spec, tensors: Sequence[TensorPlan]) -> Costs:
         """Add up what a plan costs."""
-        return estimate(base.family, base.sizes, specs, tensors, base.checkpoint, request.svd)
+        return estimate(base, specs, tensors, request.svd)
 
     def plan_problems(self, plan: Plan) -> list[str]:
         """What does not fit together in a plan that was read from a file."""

@@ -3,7 +3,8 @@
     Request + config.json + headers  ->  Plan   (print it, save it, review it, execute it)
 
 A plan is a value: `expand` executes it. Saved as JSON it can be executed later; `load_plan` plans again from the same
-request and refuses if anything differs, so what was reviewed is what is done.
+request and refuses if anything differs, so what was reviewed is what is done. Facts about the architecture come in with
+the base: they are derived from the model itself, see `deriving`.
 """
 
 from __future__ import annotations
@@ -12,26 +13,19 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from scale_surgery.checkpoint.folder import Checkpoint
-from scale_surgery.checkpoint.headers import DTYPE_BYTES, FLOAT_DTYPES
+from scale_surgery.checkpoint.headers import DTYPE_BYTES, FLOAT_DTYPES, TensorInfo
 from scale_surgery.checkpoint.numbering import Numbering, numbering_of
-from scale_surgery.checkpoint.sources import open_model
 from scale_surgery.errors import PlanError
 from scale_surgery.planning import costs
-from scale_surgery.planning.base import Base, check_base, fingerprint, read_base, refuse_expanded
-from scale_surgery.planning.families import Family, Sizes, get_family
+from scale_surgery.planning.architecture import Architecture, Sizes
+from scale_surgery.planning.base import Base, check_base, fingerprint
 from scale_surgery.planning.method import Method
 from scale_surgery.planning.methods import METHODS, code_files, get_method
 from scale_surgery.planning.request import Request, complete
-from scale_surgery.planning.specs import (
-    Collaboration,
-    NewTensor,
-    Spec,
-    Widths,
-)
+from scale_surgery.planning.specs import Collaboration, NewTensor, Spec, Widths, specs_of_layer
 from scale_surgery.planning.tensors import Init, TensorPlan
 
 SHARD_BYTES = 512 * 1024 * 1024
@@ -46,6 +40,7 @@ class Plan:
         base_revision: Commit of the Hub repository, where known.
         base_fingerprint: sha256 over the base's config and the names, dtypes and shapes of its tensors.
         family: `model_type` of the base model.
+        architecture: Facts of its architecture, as they were derived.
         request: What was asked for.
         sizes: Sizes of the base model.
         widths: What is added.
@@ -62,6 +57,7 @@ class Plan:
     base_revision: str | None
     base_fingerprint: str
     family: str
+    architecture: Architecture
     request: Request
     sizes: Sizes
     widths: Widths
@@ -84,25 +80,25 @@ class Plan:
         return get_method(self.request.method)
 
     @property
-    def architecture(self) -> Family:
-        """Facts of the base model's architecture."""
-        return get_family(self.family)
-
-    @property
     def code_files(self) -> tuple[str, ...]:
         """Names of the Python files that the expanded checkpoint carries."""
-        return code_files(self.architecture, self.method)
+        return code_files(self.method)
 
     @cached_property
     def numbering(self) -> Numbering | None:
         """Where layers stand among copies; None where no layer is duplicated."""
         return numbering_of(self.specs)
 
-    @property
-    def expanded_linears(self) -> dict[str, Spec]:
+    def expanded_linears(self, layer: int) -> dict[str, Spec]:
         """Specifications of the linears of an expanded layer, by name."""
-        modules = self.specs.get("expanded", {})
+        modules = specs_of_layer(self.specs, layer).get("expanded", {})
         return {name: spec for name, spec in modules.items() if spec["kind"] in ("linear", "grown")}
+
+    @property
+    def head_parts(self) -> tuple[TensorPlan, ...]:
+        """Up parts of the head: what stands neither in a layer nor in a module of the base model."""
+        inside = tuple(f"{self.prefix}{part}." for part in (self.architecture.layers, *self.specs.get("model", ())))
+        return tuple(tensor for tensor in self.tensors if not tensor.name.startswith(inside))
 
     def stored_name(self, name: str) -> str:
         """Name that a tensor has in the files, where layers are duplicated or not."""
@@ -114,29 +110,11 @@ class Plan:
         return plain
 
 
-def plan(model: str | Path, request: Request, *, revision: str | None = None) -> Plan:
-    """Decide everything that `expand` would do, from headers and config only.
-
-    Args:
-        model: A folder or a Hub id.
-        request: What is asked for.
-        revision: Branch, tag or commit of a Hub repository.
-
-    Returns:
-        The plan.
-
-    Raises:
-        SurgeryError: If the model cannot be read or the request does not fit it.
-    """
-    source, checkpoint = open_model(model, revision)
-    return make_plan(checkpoint, request, name=source.name, revision=source.revision)
-
-
-def make_plan(checkpoint: Checkpoint, request: Request, *, name: str, revision: str | None = None) -> Plan:
+def plan_expansion(base: Base, request: Request, *, name: str, revision: str | None = None) -> Plan:
     """Decide everything that an expansion will do; no weight is read.
 
     Args:
-        checkpoint: The base model.
+        base: The base model.
         request: What the user asks for.
         name: Hub id or folder name of the base model.
         revision: Commit of the Hub repository, where known.
@@ -145,27 +123,21 @@ def make_plan(checkpoint: Checkpoint, request: Request, *, name: str, revision: 
         The plan.
 
     Raises:
-        UnsupportedFamilyError: If the architecture is not supported.
         PlanError: If the request does not fit the model; every problem is listed.
-        CheckpointError: If the model is expanded already, or a base tensor is missing or has a wrong shape.
+        CheckpointError: If a base tensor is missing or has a wrong shape.
     """
-    refuse_expanded(checkpoint)
-    asked = METHODS.get(request.method) if isinstance(request.method, str) else None
-    # what cannot be grown so in any family is said before the family is asked for
-    if asked is not None and (problems := asked.config_problems(checkpoint.config)):
-        raise PlanError.from_problems(problems)
-    base = read_base(checkpoint)
     request = complete(request, base.sizes.layers)
     check_base(base)
     method = METHODS[request.method]
-    resolved = method.resolve(base.sizes, request)
+    resolved = method.resolve(base, request)
     specs = method.specs(base, request, resolved)
     tensors, shards = _place(tuple(method.new_tensors(base, specs)), request, base)
     return Plan(
         base_name=name,
         base_revision=revision,
-        base_fingerprint=fingerprint(checkpoint),
-        family=base.family.model_type,
+        base_fingerprint=fingerprint(base.checkpoint),
+        family=base.architecture.model_type,
+        architecture=base.architecture,
         request=request,
         sizes=base.sizes,
         widths=resolved.widths,
@@ -184,8 +156,9 @@ def _place(
 ) -> tuple[tuple[TensorPlan, ...], tuple[str, ...]]:
     # a tied head has no tensor of its own on disk: it lies with the embedding
     stored = base.checkpoint.tensors
-    embedding = stored[f"{base.prefix}{base.family.embedding}.weight"]
-    beside = [stored.get(tensor.source, embedding).dtype for tensor in found]
+    embedding = stored[f"{base.prefix}{base.architecture.embedding}.weight"]
+    # and what stands beside quantised tensors is of the dtype of those that are not
+    beside = [_float_dtype(stored.get(tensor.source, embedding), embedding) for tensor in found]
     dtypes = [FLOAT_DTYPES[request.dtype] for _ in found] if request.dtype else beside
     numbers = _shard_numbers(found, dtypes)
     count = max(numbers)
@@ -198,12 +171,16 @@ def _place(
             block=tensor.block,
             layer=tensor.layer,
             shard=names[number - 1],
-            init=_init(tensor, request),
+            init=_init(tensor, request, has_source=tensor.source in stored),
             source=tensor.source,
         )
         for tensor, dtype, number in zip(found, dtypes, numbers, strict=True)
     )
     return tensors, tuple(names)
+
+
+def _float_dtype(source: TensorInfo, other: TensorInfo) -> str:
+    return source.dtype if source.dtype in FLOAT_DTYPES.values() else other.dtype
 
 
 def _shard_numbers(found: tuple[NewTensor, ...], dtypes: list[str]) -> list[int]:
@@ -219,9 +196,11 @@ def _shard_numbers(found: tuple[NewTensor, ...], dtypes: list[str]) -> list[int]
     return numbers
 
 
-def _init(tensor: NewTensor, request: Request) -> Init:
+def _init(tensor: NewTensor, request: Request, *, has_source: bool) -> Init:
     if tensor.is_copy:
         return "copy"
+    if tensor.kind == "block":
+        return "random" if tensor.block in ("w21", "up_weight") else "zero"
     if tensor.kind == "norm" and tensor.block == "weight":
         return "mute"
     if tensor.block == "w21":
@@ -229,7 +208,7 @@ def _init(tensor: NewTensor, request: Request) -> Init:
     if tensor.block == "w22":
         return request.init_w22
     if tensor.block == "up_weight" and tensor.kind == "norm":
-        return "mean"
+        return "mean" if has_source else "one"
     if tensor.block == "up_weight" and tensor.kind == "embedding":
         return request.init_embedding
     return "zero"

@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal
 
 from scale_surgery.fields import Range
-from scale_surgery.planning.families import Family, Linear, Sizes
-from scale_surgery.planning.specs import Spec, Widths, attention_values, stream_widths
+from scale_surgery.planning.architecture import Architecture, Block, Kind, Linear, Sizes
+from scale_surgery.planning.specs import Spec, Widths, attention_values
 
 
 @dataclass(frozen=True)
@@ -72,32 +72,64 @@ def read_routing(specs: Mapping[str, Any]) -> Routing | None:
 
 
 def build_routing(
-    family: Family, sizes: Sizes, specs: Mapping[str, Any], routing: Routing, softcap: float | None
+    architecture: Architecture, sizes: Sizes, specs: Mapping[str, Any], routing: Routing, softcap: float | None
 ) -> Spec:
     """Say what two paths pass through, beside the modules that are expanded.
 
     Args:
-        family: Facts of the architecture.
+        architecture: Facts of the architecture.
         sizes: Sizes of the base model.
         specs: Module specifications of the expansion.
         routing: How tokens are routed.
         softcap: What the base model caps its logits with, or None.
 
     Returns:
-        The content of `scale_surgery.routing` as plain JSON values.
+        The content of `scale_surgery.routing` as plain JSON values; where layers are of several kinds, a list of what
+        is said of each.
     """
-    widths = Widths(**specs["widths"])
-    keeps_up = not routing.is_strict
-    last = {family.final_norm: _stock()} if family.final_norm not in specs["model"] else {family.final_norm: {}}
+    widths, keeps_up = Widths(**specs["widths"]), not routing.is_strict
+    final = architecture.final_norm.name
+    fork = min(specs["collaborative"]["layers"], default=None)
+    kinds = [
+        {
+            "modules": {name: _missing_modules(kind, sizes, own[name]) for name in ("expanded", "passing")},
+            "attention": {
+                block.name: _attention(block, widths, keeps_up=keeps_up) for block in kind.blocks if block.query_heads
+            },
+        }
+        for kind, own in zip(architecture.kinds, specs.get("kinds", [specs]), strict=True)
+    ]
     return router_settings(routing) | {
         "softcap": softcap,
-        "fork": min(specs["collaborative"]["layers"], default=None),
+        "fork": fork,
         "keeps_up": keeps_up,
         "preserve_width": sizes.hidden + (widths.up_width if keeps_up else 0),
-        "modules": {kind: _missing_modules(family, sizes, specs[kind]) for kind in ("expanded", "passing")},
-        "last": last,
-        "attention": {family.attention: _attention(family, sizes, widths, keeps_up=keeps_up)},
+        "last": {final: {} if final in specs["model"] else _stock()},
+        **({"kinds": kinds} if "kinds" in specs else kinds[0]),
     }
+
+
+def path_problems(architecture: Architecture, fork: int) -> list[str]:
+    """Blocks through which two paths cannot pass: what holds a cache of one path inside.
+
+    Args:
+        architecture: Facts of the architecture.
+        fork: The first layer with W12, where the paths begin.
+
+    Returns:
+        A line for each kind of block.
+    """
+    kinds = [architecture.kind(layer) for layer in range(fork, len(architecture.kind_of_layer))]
+    blocks = {block.kind: block for kind in kinds for block in kind.blocks if not _takes_two_paths(block)}
+    return [
+        f"{block.name} ({block.kind}): stays as it is inside ({block.reason}) and keeps a cache of one path, expected "
+        "attention whose heads are split. Route an expansion of --variant preserve, which needs no second path there."
+        for block in blocks.values()
+    ]
+
+
+def _takes_two_paths(block: Block) -> bool:
+    return block.treatment == "split" or (block.treatment == "block" and block.group == "ffn")
 
 
 def _stock(sections: tuple[int, ...] = ()) -> Spec:
@@ -105,31 +137,33 @@ def _stock(sections: tuple[int, ...] = ()) -> Spec:
     return {"kind": "passing", "base": None, "up": 0} | ({"sections": list(sections)} if sections else {})
 
 
-def _missing_modules(family: Family, sizes: Sizes, known: Mapping[str, Any]) -> Spec:
+def _missing_modules(kind: Kind, sizes: Sizes, known: Mapping[str, Any]) -> Spec:
     """Modules of a layer that no specification names yet; every one has to take two paths."""
-    specs = {linear.name: _stock(_sections(linear, sizes)) for linear in family.linears}
-    specs |= {name: _stock() for name in family.pre_norms + family.post_norms}
-    for norm in family.inner_norms:
-        heads = stream_widths(sizes, Widths(0, 0, 0))[norm.stream][0] // sizes.head_size
-        own = {"kind": "head_norm", "heads": heads, "axis": norm.head_axis}
-        specs[norm.name] = _stock() if norm.head_axis is None else own
-    specs[family.activation] = {"kind": "activation", "base": sizes.inner}
+    specs = {linear.name: _stock(_sections(linear)) for linear in kind.linears}
+    specs |= {norm.name: _stock() for norm in (*kind.pre_norms, *kind.post_norms)}
+    for block in kind.blocks:
+        heads = {"query": block.query_heads, "key_value": block.key_value_heads}
+        for norm in block.inner_norms:
+            own = {"kind": "head_norm", "heads": heads[norm.stream], "axis": norm.head_axis}
+            specs[norm.name] = _stock() if norm.head_axis is None else own
+        specs |= {name: {"kind": "activation", "base": block.inner} for name in block.activations}
+        if block.treatment == "block":
+            specs[block.name] = {"kind": "block", "base": sizes.hidden, "up": 0}
     return {name: spec for name, spec in specs.items() if name not in known}
 
 
-def _sections(linear: Linear, sizes: Sizes) -> tuple[int, ...]:
-    streams = stream_widths(sizes, Widths(0, 0, 0))
+def _sections(linear: Linear) -> tuple[int, ...]:
     is_one = len(linear.roles) == 1 or linear.fused_by == "head"
-    return () if is_one else tuple(streams[stream][0] for stream in linear.writes())
+    return () if is_one else linear.outputs
 
 
-def _attention(family: Family, sizes: Sizes, widths: Widths, *, keeps_up: bool) -> Spec:
-    new, group = widths.up_kv_heads, sizes.queries_per_key_value
+def _attention(block: Block, widths: Widths, *, keeps_up: bool) -> Spec:
+    new, group = widths.up_kv_heads, block.queries_per_key_value
     added = new * (2 if keeps_up else 1)
     return {
-        "heads": sizes.query_heads,
-        "kv_heads": sizes.key_value_heads,
-        "cached_heads": 2 * sizes.key_value_heads + added,
-        "expanded": attention_values(family, sizes, 2 * sizes.query_heads + added * group),
-        "passing": attention_values(family, sizes, 2 * sizes.query_heads),
+        "heads": block.query_heads,
+        "kv_heads": block.key_value_heads,
+        "cached_heads": 2 * block.key_value_heads + added,
+        "expanded": attention_values(block, 2 * block.query_heads + added * group),
+        "passing": attention_values(block, 2 * block.query_heads),
     }

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from scale_surgery.errors import PlanError
 from scale_surgery.fields import Range
+from scale_surgery.planning.architecture import Kind, Sizes
 from scale_surgery.planning.base import Base
-from scale_surgery.planning.families import Sizes
 from scale_surgery.planning.method import Method, Resolved
 from scale_surgery.planning.selection import format_layers, select_layers
 from scale_surgery.planning.specs import Collaboration, NewTensor, Spec, Widths, build_specs, new_tensors
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 RATIO = Range(above=0, most=4)
 # beyond any model that there is; its costs are still numbers
 WIDTH = Range(least=0, most=10**7)
+# inner features of an MLP over features of the residual stream
+USUAL_INNER = 4
 # a share that differs from the ratio by more than this part of it is explained
 SHARE_TOLERANCE = 0.2
 
@@ -60,9 +62,9 @@ class Scale(Method):
   archivePrefix = {arXiv}
 }"""
 
-    def resolve(self, sizes: Sizes, request: Request) -> Resolved:
+    def resolve(self, base: Base, request: Request) -> Resolved:
         """Resolve layers, widths and collaboration; widths that are not set follow from the ratio."""
-        problems: list[str] = []
+        sizes, problems = base.sizes, list[str]()
         layers: tuple[int, ...] = ()
         try:
             layers = select_layers(request.layers, sizes.layers)
@@ -70,6 +72,7 @@ class Scale(Method):
             problems.append(str(error))
         widths = _resolve_widths(sizes, request)
         problems += _width_problems(sizes, request, widths)
+        problems += _sealed_layers(base, layers, widths)
         collaboration, found = _resolve_collaboration(sizes, request, layers, widths)
         problems += found
         if problems:
@@ -78,18 +81,18 @@ class Scale(Method):
 
     def specs(self, base: Base, request: Request, resolved: Resolved) -> Spec:
         """Every module that is expanded, and how wide."""
-        specs = build_specs(base.family, base.sizes, resolved.widths, resolved.layers, resolved.collaboration)
+        specs = build_specs(base.architecture, base.sizes, resolved.widths, resolved.layers, resolved.collaboration)
         kept = "float32" if request.dtype == "float32" else None
         return {**specs, "variant": request.variant, "dtype": kept}
 
     def new_tensors(self, base: Base, specs: Spec) -> Iterator[NewTensor]:
         """Blocks of linears, parts of norms, of the embedding and of the head."""
-        return new_tensors(base.family, base.sizes, specs, base.prefix, base.head, base.biased)
+        return new_tensors(base.architecture, base.sizes, specs, base.prefix, base.head, base.checkpoint.tensors)
 
     def guards(self, plan: Plan) -> tuple[TensorPlan, ...]:
         """W12 and the head's up part, which start at zero."""
         # by name, as the model's classes find them: a record may say anything of their block
-        heads = ("lm_head.up_weight", f"{plan.architecture.head}.up_weight")
+        heads = {tensor.name for tensor in plan.head_parts}
         return tuple(tensor for tensor in plan.tensors if tensor.name.endswith(".w12") or tensor.name in heads)
 
     def plan_problems(self, plan: Plan) -> list[str]:
@@ -150,12 +153,14 @@ def idle_tensors(plan: Plan) -> tuple[TensorPlan, ...]:
     Where the embedding is not widened, the up stream that enters the lowest expanded layer is zero. W12 and W22 of q, k
     and v read it there, and so does the norm before them. Of families whose norms have biases nothing is said.
     """
-    family, first = plan.architecture, plan.layers[0]
-    if first == 0 or not plan.widths.up_width or family.norm_style == "layer":
+    first = plan.layers[0]
+    kind = plan.architecture.kind(first)
+    styles = {norm.style for norm in (*kind.pre_norms, *kind.post_norms)}
+    if (first == 0 and plan.architecture.enters == "embedding") or not plan.widths.up_width or "layer" in styles:
         return ()
-    readers = [linear.name for linear in family.linears if linear.roles[0] in ("q", "k", "v")]
+    readers = [linear.name for linear in kind.linears if linear.roles[0] in ("q", "k", "v")]
     blocks = {f".{first}.{name}.{block}" for name in readers for block in ("w12", "w22")}
-    blocks |= {f".{first}.{name}.up_weight" for name in family.pre_norms[:1]}
+    blocks |= {f".{first}.{norm.name}.up_weight" for norm in kind.pre_norms[:1]}
     return tuple(tensor for tensor in plan.tensors if tensor.name.endswith(tuple(blocks)))
 
 
@@ -165,9 +170,16 @@ def _resolve_widths(sizes: Sizes, request: Request) -> Widths:
 
     # any other ratio, NaN too, is reported as a problem of the widths
     ratio = request.ratio if request.ratio in RATIO else 1.0
-    kv_heads = given(request.up_kv_heads, max(1, round(sizes.key_value_heads * ratio)))
-    width = given(request.up_width, kv_heads * sizes.queries_per_key_value * sizes.head_size)
-    inner = given(request.up_inner_width, max(8, round(sizes.inner * ratio / 8) * 8))
+
+    def of_eight(features: int) -> int:
+        return max(8, round(features * ratio / 8) * 8)
+
+    # where no attention is split, no head can be added
+    kv_heads = given(request.up_kv_heads, max(1, round(sizes.key_value_heads * ratio)) if sizes.key_value_heads else 0)
+    heads_width = kv_heads * sizes.queries_per_key_value * sizes.head_size
+    width = given(request.up_width, heads_width if sizes.key_value_heads else of_eight(sizes.hidden))
+    # beside a mixture of experts stands an MLP of usual proportions
+    inner = given(request.up_inner_width, of_eight(sizes.inner or USUAL_INNER * sizes.hidden))
     return Widths(width, kv_heads, inner)
 
 
@@ -179,6 +191,7 @@ def _shares(plan: Plan) -> str:
         "key/value heads": (widths.up_kv_heads, sizes.key_value_heads, request.up_kv_heads),
         "inner": (widths.up_inner_width, sizes.inner, request.up_inner_width),
     }
+    pairs = {name: own for name, own in pairs.items() if own[1]}
     shares = ", ".join(f"{name} {up / base:.1%}" for name, (up, base, _) in pairs.items())
     far = [name for name, (up, base, given) in pairs.items() if given is None and _is_far(up / base, request.ratio)]
     if not far:
@@ -201,7 +214,12 @@ def _width_problems(sizes: Sizes, request: Request, widths: Widths) -> list[str]
     for option, value in asdict(widths).items():
         if value not in WIDTH:
             problems.append(f"--{option.replace('_', '-')} is {value}, expected {WIDTH}.")
-    if widths.up_width > 0 and widths.up_width % sizes.head_size:
+    if widths.up_kv_heads and not sizes.key_value_heads:
+        problems.append(
+            f"--up-kv-heads is {widths.up_kv_heads}, expected 0: no attention of this model can be given new heads "
+            "(scale-surgery inspect says why)."
+        )
+    if sizes.head_size and widths.up_width > 0 and widths.up_width % sizes.head_size:
         problems.append(
             f"--up-width is {widths.up_width}, expected a multiple of the head size {sizes.head_size}, "
             f"such as {-(-widths.up_width // sizes.head_size) * sizes.head_size}."
@@ -209,6 +227,26 @@ def _width_problems(sizes: Sizes, request: Request, widths: Widths) -> list[str]
     if not any(asdict(widths).values()):
         problems.append("--up-width, --up-kv-heads and --up-inner-width are all 0: there is nothing to add.")
     return problems
+
+
+def _sealed_layers(base: Base, layers: tuple[int, ...], widths: Widths) -> list[str]:
+    """Without an up stream only heads and inner features can be added, and a layer may have neither."""
+    if widths.up_width or not any(asdict(widths).values()):
+        return []
+    architecture = base.architecture
+    closed = tuple(layer for layer in layers if not _is_open(architecture.kind(layer), widths))
+    if not closed:
+        return []
+    return [
+        f"--up-width is 0: layers {format_layers(closed)} have neither attention that can be given new heads nor an "
+        "MLP that can be made wider, so there is nothing to add. Give an --up-width, or other --layers."
+    ]
+
+
+def _is_open(kind: Kind, widths: Widths) -> bool:
+    return any(
+        (block.query_heads and widths.up_kv_heads) or (block.inner and widths.up_inner_width) for block in kind.blocks
+    )
 
 
 def _resolve_collaboration(

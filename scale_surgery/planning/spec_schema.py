@@ -26,6 +26,16 @@ class ModuleSpec:
     axis: int = 0
     share: float = 1
     trains_base: bool = False
+    inner: int = 0
+
+
+@dataclass(frozen=True)
+class KindSpecs:
+    """What `specs` may say of one of several kinds of layers."""
+
+    expanded: Mapping[str, ModuleSpec]
+    passing: Mapping[str, ModuleSpec]
+    attention: Mapping[str, Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -47,6 +57,10 @@ class StoredSpecs:
     expanded: Mapping[str, ModuleSpec] | None = None
     passing: Mapping[str, ModuleSpec] | None = None
     attention: Mapping[str, Mapping[str, Any]] | None = None
+    kinds: tuple[KindSpecs, ...] = ()
+    kind_of_layer: tuple[int, ...] = ()
+    enter: str = ""
+    groups: Mapping[str, str] | None = None
     routing: Mapping[str, Any] | None = None
     fused: bool = False
     fused_head: bool = False

@@ -1,4 +1,4 @@
-"""From a family's facts to module specifications: which stock modules are expanded, and how wide.
+"""From facts about an architecture to module specifications: which stock modules are expanded, and how wide.
 
 What comes out is the content of the key `scale_surgery` in an expanded model's config.json, which the
 exported modeling code executes, and the list of new tensors that belong to it.
@@ -10,11 +10,13 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from scale_surgery.planning.families import Family, Sizes
+from scale_surgery.planning.architecture import Architecture, Block, Kind, Linear, Norm, Sizes, Stream
 
 FORMAT = 1
 # blocks that take the place of base tensors, and add nothing beside them
 REPLACING = ("w11", "bias11")
+# what a specification of one kind of layer is made of
+PARTS = ("expanded", "passing", "attention")
 Spec = dict[str, Any]
 
 
@@ -30,6 +32,17 @@ class Widths:
     def description(self) -> str:
         """The widths in one line."""
         return f"residual stream {self.up_width}, key/value heads {self.up_kv_heads}, inner {self.up_inner_width}"
+
+    def up_streams(self, block: Block) -> dict[Stream, int]:
+        """Up width of each stream of a block, in features."""
+        features = self.up_kv_heads * block.head_size
+        return {
+            "residual": self.up_width,
+            "query": features * block.queries_per_key_value,
+            "key_value": features,
+            "inner": self.up_inner_width,
+            "private": 0,
+        }
 
 
 @dataclass(frozen=True)
@@ -48,7 +61,7 @@ class NewTensor:
         name: Name on disk, the stock module's name and one of w12, w21, w22, up_weight, up_bias.
         shape: Its shape; rows of a block are outputs.
         block: Last part of its name.
-        kind: Kind of module it belongs to: linear, norm, embedding or head.
+        kind: Kind of module it belongs to: linear, norm, embedding, head, or block.
         layer: Its layer, or None outside the layers.
         source: Base tensor that it stands beside.
         is_copy: Whether its values are those of that tensor.
@@ -63,143 +76,227 @@ class NewTensor:
     is_copy: bool = False
 
 
-def stream_widths(sizes: Sizes, widths: Widths) -> dict[str, list[int]]:
-    """Base and up width of each stream, in features."""
-    head = sizes.head_size
-    added = widths.up_kv_heads
-    return {
-        "residual": [sizes.hidden, widths.up_width],
-        "query": [sizes.query_heads * head, added * sizes.queries_per_key_value * head],
-        "key_value": [sizes.key_value_heads * head, added * head],
-        "inner": [sizes.inner, widths.up_inner_width],
-    }
+@dataclass(frozen=True)
+class LinearWidths:
+    """Base and up width of what a linear reads, and of what it writes for each role."""
+
+    inputs: list[int]
+    outputs: list[list[int]]
+
+    @property
+    def is_wider(self) -> bool:
+        """Whether it reads or writes anything new."""
+        return bool(self.inputs[1] or any(up for _, up in self.outputs))
 
 
-def find_prefix(family: Family, names: Collection[str]) -> str:
-    """Find what stands before the base model's names on disk: `model.`, or nothing where it was saved alone."""
-    with_prefix = f"{family.base_model}."
-    return with_prefix if f"{with_prefix}{family.embedding}.weight" in names else ""
+def linear_widths(block: Block, linear: Linear, widths: Widths) -> LinearWidths:
+    """How wide a linear becomes.
+
+    Args:
+        block: The block it belongs to.
+        linear: The linear.
+        widths: What is added.
+    """
+    up = widths.up_streams(block)
+    outputs = [[size, up[stream]] for size, stream in zip(linear.outputs, linear.writes(), strict=True)]
+    return LinearWidths([linear.inputs, up[linear.reads]], outputs)
 
 
-def expected_shapes(family: Family, sizes: Sizes, prefix: str) -> dict[str, tuple[int, ...]]:
-    """Shapes that the weights of a base model must have on disk, by the family's facts and the config's sizes."""
-    streams = stream_widths(sizes, Widths())
+def find_prefix(architecture: Architecture, names: Collection[str]) -> str:
+    """Find what stands before the base model's names on disk.
+
+    Args:
+        architecture: Facts of the architecture.
+        names: Names of tensors.
+
+    Returns:
+        `model.` or longer, or nothing where the base model was saved alone.
+    """
+    embedding, first = f"{architecture.embedding}.weight", f"{architecture.layers}.0."
+    for name in sorted(names, key=len):
+        prefix = name.removesuffix(embedding)
+        is_whole = name.endswith(embedding) and (not prefix or prefix.endswith("."))
+        if is_whole and any(other.startswith(prefix + first) for other in names):
+            return prefix
+    return f"{architecture.base_model}." if architecture.base_model else ""
+
+
+def layer_path(architecture: Architecture, prefix: str, layer: int) -> str:
+    """What names of tensors of a layer begin with."""
+    return f"{prefix}{architecture.layers}.{layer}."
+
+
+def expected_shapes(architecture: Architecture, sizes: Sizes, prefix: str) -> dict[str, tuple[int, ...]]:
+    """Shapes that weights beside which something is added must have on disk, by the model that config.json makes.
+
+    Args:
+        architecture: Facts of the architecture.
+        sizes: Sizes of the base model.
+        prefix: What stands before the base model's names on disk.
+
+    Returns:
+        Shapes by name; norms that have no weight are among them.
+    """
     hidden = (sizes.hidden,)
-    shapes: dict[str, tuple[int, ...]] = {f"{prefix}{family.embedding}.weight": (sizes.vocabulary, sizes.hidden)}
-    shapes[f"{prefix}{family.final_norm}.weight"] = hidden
+    shapes: dict[str, tuple[int, ...]] = {f"{prefix}{architecture.embedding}.weight": (sizes.vocabulary, sizes.hidden)}
+    shapes[f"{prefix}{architecture.final_norm.name}.weight"] = hidden
     for layer in range(sizes.layers):
-        path = f"{prefix}{family.layers}.{layer}."
-        for norm in family.pre_norms + family.post_norms:
-            shapes[f"{path}{norm}.weight"] = hidden
-        for inner in family.inner_norms:
-            size = sizes.head_size if inner.head_axis is not None else streams[inner.stream][0]
-            shapes[f"{path}{inner.name}.weight"] = (size,)
-        for linear in family.linears:
-            shape = (sum(streams[stream][0] for stream in linear.writes()), streams[linear.reads][0])
-            shapes[f"{path}{linear.name}.weight"] = shape[::-1] if family.transposed else shape
+        path, kind = layer_path(architecture, prefix, layer), architecture.kind(layer)
+        shapes |= {f"{path}{norm.name}.weight": hidden for norm in (*kind.pre_norms, *kind.post_norms)}
+        for block in kind.blocks:
+            shapes |= {f"{path}{name}.weight": (size,) for name, size in _inner_norm_sizes(block).items()}
+            shapes |= linear_shapes(architecture, block, path)
     return shapes
 
 
+def linear_shapes(architecture: Architecture, block: Block, path: str) -> dict[str, tuple[int, ...]]:
+    """Shapes on disk of the linears of a block whose layer's names begin with `path`."""
+    shapes = {f"{path}{linear.name}.weight": (sum(linear.outputs), linear.inputs) for linear in block.linears}
+    return {name: shape[::-1] if architecture.transposed else shape for name, shape in shapes.items()}
+
+
+def _inner_norm_sizes(block: Block) -> dict[str, int]:
+    """Features of the weights of norms on queries or keys."""
+    heads = {"query": block.query_heads, "key_value": block.key_value_heads}
+    return {
+        norm.name: block.head_size * (heads[norm.stream] if norm.head_axis is None else 1) for norm in block.inner_norms
+    }
+
+
 def build_specs(
-    family: Family, sizes: Sizes, widths: Widths, layers: tuple[int, ...], collaboration: Collaboration
+    architecture: Architecture, sizes: Sizes, widths: Widths, layers: tuple[int, ...], collaboration: Collaboration
 ) -> Spec:
     """Say for every stock module whether and how it is expanded.
 
     Args:
-        family: Facts of the architecture.
+        architecture: Facts of the architecture.
         sizes: Sizes of the base model.
         widths: What is added.
         layers: The expanded layers.
         collaboration: Where W12 exists.
 
     Returns:
-        The module specifications as plain JSON values.
+        The module specifications as plain JSON values; where layers are of several kinds, a list of those of each.
     """
-    streams = stream_widths(sizes, widths)
+    kinds = [_kind_specs(kind, sizes, widths) for kind in architecture.kinds]
+    several = {"kinds": kinds, "kind_of_layer": list(architecture.kind_of_layer)}
     return {
         "format": FORMAT,
-        "base_model": family.base_model,
-        "layers": family.layers,
+        "base_model": architecture.base_model,
+        "layers": architecture.layers,
         "expanded_layers": list(layers),
         "widths": asdict(widths),
         "collaborative": {"layers": list(collaboration.layers), "groups": list(collaboration.groups)},
-        "model": _model_specs(family, sizes, widths.up_width, is_embedding_widened=0 in layers),
+        "model": _model_specs(architecture, sizes, widths.up_width, is_embedding_widened=0 in layers),
         "head": {"kind": "head", "base": sizes.hidden, "up": widths.up_width} if widths.up_width else {},
-        "expanded": _expanded_specs(family, sizes, streams),
-        "passing": _passing_specs(family, sizes.hidden, widths.up_width),
-        "attention": {family.attention: _attention_spec(family, sizes, widths)} if widths.up_kv_heads else {},
+        **(kinds[0] if len(kinds) == 1 else several),
+        **({"enter": "hook"} if architecture.enters == "hook" and widths.up_width else {}),
     }
 
 
-def _norm_spec(family: Family, sizes: Sizes, base: int, up: int) -> Spec:
-    return {"kind": "norm", "base": base, "up": up, "style": family.norm_style, "epsilon": sizes.epsilon}
+def specs_of_layer(specs: Mapping[str, Any], layer: int) -> Mapping[str, Any]:
+    """What specifications say of one layer: "expanded", "passing" and "attention".
+
+    Args:
+        specs: Result of `build_specs`.
+        layer: Number of the layer.
+    """
+    found: Mapping[str, Any] = specs["kinds"][specs["kind_of_layer"][layer]] if "kinds" in specs else specs
+    return found
 
 
-def _model_specs(family: Family, sizes: Sizes, up: int, *, is_embedding_widened: bool) -> Spec:
+def _norm_spec(norm: Norm, sizes: Sizes, base: int, up: int) -> Spec:
+    return {"kind": "norm", "base": base, "up": up, "style": norm.style, "epsilon": sizes.epsilon}
+
+
+def _model_specs(architecture: Architecture, sizes: Sizes, up: int, *, is_embedding_widened: bool) -> Spec:
     if not up:
         return {}
-    padded = {"kind": "passing", "base": None, "up": up}
-    specs = {
-        family.embedding: {"kind": "embedding", "up": up} if is_embedding_widened else padded,
-        family.final_norm: _norm_spec(family, sizes, sizes.hidden, up),
+    final = architecture.final_norm
+    last = {final.name: _norm_spec(final, sizes, sizes.hidden, up)}
+    if architecture.enters == "hook":
+        return last
+    specs: Spec = {architecture.embedding: {"kind": "passing", "base": None, "up": up}}
+    specs |= {norm.name: {"kind": "passing", "base": sizes.hidden, "up": up} for norm in architecture.first_norms}
+    if is_embedding_widened:
+        specs[architecture.embedding] = {"kind": "embedding", "up": up}
+        specs |= {norm.name: _norm_spec(norm, sizes, sizes.hidden, up) for norm in architecture.first_norms}
+    return specs | last | {name: {"kind": "padding", "up": up} for name in architecture.padded}
+
+
+def _kind_specs(kind: Kind, sizes: Sizes, widths: Widths) -> Spec:
+    blocks = [_block_specs(block, sizes, widths) for block in kind.blocks]
+    expanded: Spec = {name: spec for own in blocks for name, spec in own.items() if spec["kind"] in ("linear", "block")}
+    if widths.up_width:
+        norms = (*kind.pre_norms, *kind.post_norms)
+        expanded |= {norm.name: _norm_spec(norm, sizes, sizes.hidden, widths.up_width) for norm in norms}
+    expanded |= {name: spec for own in blocks for name, spec in own.items() if name not in expanded}
+    heads = [block for block in kind.blocks if block.query_heads] if widths.up_kv_heads else []
+    attention = {block.name: _attention_spec(block, widths) for block in heads}
+    return {
+        "expanded": expanded,
+        "passing": _passing_specs(kind, sizes.hidden, widths.up_width),
+        "attention": attention,
     }
-    return specs | ({family.position_embedding: padded} if family.position_embedding else {})
 
 
-def _expanded_specs(family: Family, sizes: Sizes, streams: Mapping[str, list[int]]) -> Spec:
+def _block_specs(block: Block, sizes: Sizes, widths: Widths) -> Spec:
+    up = widths.up_streams(block)
+    if block.treatment == "block":
+        own = {"kind": "block", "base": sizes.hidden, "up": widths.up_width, "inner": widths.up_inner_width}
+        return {block.name: {**own, "group": block.group}} if widths.up_width and widths.up_inner_width else {}
     specs: Spec = {}
-    for linear in family.linears:
-        inputs, outputs = streams[linear.reads], [streams[stream] for stream in linear.writes()]
-        if linear.fused_by == "head":
-            # new heads come after the old ones as a whole
-            outputs = [[sum(widths) for widths in zip(*outputs, strict=True)]]
-        if inputs[1] or any(up for _, up in outputs):
-            specs[linear.name] = {
-                "kind": "linear",
-                "group": linear.group,
-                "in_features": inputs,
-                "out_features": outputs,
-            }
-    base, up = streams["residual"]
-    if up:
-        specs |= {name: _norm_spec(family, sizes, base, up) for name in family.pre_norms + family.post_norms}
-    specs |= _inner_norm_specs(family, sizes, streams)
-    base, up = streams["inner"]
-    return specs | ({family.activation: {"kind": "activation", "base": base}} if up else {})
+    for linear in block.linears:
+        wide = linear_widths(block, linear, widths)
+        if wide.is_wider:
+            # where heads are mixed, new heads come after the old ones as a whole
+            is_mixed = linear.fused_by == "head"
+            outputs = [[sum(one) for one in zip(*wide.outputs, strict=True)]] if is_mixed else wide.outputs
+            own = {"kind": "linear", "group": block.group, "in_features": wide.inputs, "out_features": outputs}
+            specs[linear.name] = own
+    specs |= _inner_norm_specs(block, sizes, up)
+    return specs | ({name: {"kind": "activation", "base": block.inner} for name in block.activations if up["inner"]})
 
 
-def _inner_norm_specs(family: Family, sizes: Sizes, streams: Mapping[str, list[int]]) -> Spec:
-    specs = {}
-    for norm in family.inner_norms:
-        base, up = streams[norm.stream]
-        if up and norm.head_axis is None:
-            specs[norm.name] = _norm_spec(family, sizes, base, up)
-        elif up:
-            specs[norm.name] = {"kind": "head_norm", "heads": base // sizes.head_size, "axis": norm.head_axis}
+def _inner_norm_specs(block: Block, sizes: Sizes, up: Mapping[Stream, int]) -> Spec:
+    heads = {"query": block.query_heads, "key_value": block.key_value_heads}
+    specs: Spec = {}
+    for norm in block.inner_norms:
+        if up[norm.stream] and norm.head_axis is None:
+            whole = Norm(norm.name, norm.style)
+            specs[norm.name] = _norm_spec(whole, sizes, heads[norm.stream] * block.head_size, up[norm.stream])
+        elif up[norm.stream]:
+            specs[norm.name] = {"kind": "head_norm", "heads": heads[norm.stream], "axis": norm.head_axis}
     return specs
 
 
-def _passing_specs(family: Family, base: int, up: int) -> Spec:
+def _passing_specs(kind: Kind, base: int, up: int) -> Spec:
+    """The borders of the residual stream in a layer that is not expanded: base in, and zeros beside what comes out."""
     if not up:
         return {}
-    readers = family.pre_norms or tuple(linear.name for linear in family.linears if linear.reads == "residual")
-    writers = family.post_norms or tuple(linear.name for linear in family.linears if linear.writes() == ("residual",))
-    reading = {name: {"kind": "passing", "base": base, "up": 0} for name in readers}
-    return reading | {name: {"kind": "passing", "base": None, "up": up} for name in writers}
+    linears = list(kind.linears)
+    readers = [norm.name for norm in kind.pre_norms] or [one.name for one in linears if one.reads == "residual"]
+    writers = [norm.name for norm in kind.post_norms] or [one.name for one in linears if "residual" in one.writes()]
+    specs = {name: {"kind": "passing", "base": base, "up": 0} for name in readers}
+    specs |= {name: {"kind": "passing", "base": None, "up": up} for name in writers}
+    # a block that runs as it is takes off the up stream itself, and a norm after it has zeros beside what it reads
+    whole = [block.name for block in kind.blocks if block.treatment == "block"]
+    if whole and kind.post_norms:
+        specs |= {norm.name: {"kind": "passing", "base": base, "up": up} for norm in kind.post_norms}
+    return specs | {name: {"kind": "block", "base": base, "up": up} for name in whole}
 
 
-def _attention_spec(family: Family, sizes: Sizes, widths: Widths) -> Spec:
-    heads = {"heads": sizes.query_heads, "kv_heads": sizes.key_value_heads}
-    added = widths.up_kv_heads * sizes.queries_per_key_value
-    return heads | attention_values(family, sizes, sizes.query_heads + added)
+def _attention_spec(block: Block, widths: Widths) -> Spec:
+    heads = {"heads": block.query_heads, "kv_heads": block.key_value_heads}
+    added = widths.up_kv_heads * block.queries_per_key_value
+    return heads | attention_values(block, block.query_heads + added)
 
 
-def attention_values(family: Family, sizes: Sizes, query_heads: int) -> Spec:
+def attention_values(block: Block, query_heads: int) -> Spec:
     """What an attention module's stock forward has to read where it has so many query heads.
 
     Args:
-        family: Facts of the architecture.
-        sizes: Sizes of the base model.
+        block: The attention.
         query_heads: Query heads in all, a multiple of those that share one key/value head.
 
     Returns:
@@ -207,69 +304,88 @@ def attention_values(family: Family, sizes: Sizes, query_heads: int) -> Spec:
     """
     values = {
         "query_heads": query_heads,
-        "key_value_heads": query_heads // sizes.queries_per_key_value,
-        "query_features": query_heads * sizes.head_size,
+        "key_value_heads": query_heads // block.queries_per_key_value,
+        "query_features": query_heads * block.head_size,
     }
     return {
-        "attributes": {key: values[name] for key, name in family.attention_attributes.items()},
-        "config": {key: values[name] for key, name in family.attention_config.items()},
+        "attributes": {key: values[name] for key, name in block.attributes.items()},
+        "config": {key: values[name] for key, name in block.config.items()},
     }
 
 
 def new_tensors(
-    family: Family, sizes: Sizes, specs: Spec, prefix: str, head: str, biased: frozenset[str]
+    architecture: Architecture, sizes: Sizes, specs: Spec, prefix: str, head: str, names: Collection[str]
 ) -> Iterator[NewTensor]:
     """List every tensor that the specifications add, layer by layer from the embedding to the head.
 
     Args:
-        family: Facts of the architecture.
+        architecture: Facts of the architecture.
         sizes: Sizes of the base model.
         specs: Result of `build_specs`.
         prefix: What stands before the base model's names on disk, `model.` or nothing.
         head: Name of the head on disk.
-        biased: Names on disk of the modules that have a bias.
+        names: Names of the base's tensors.
 
     Yields:
         The new tensors.
     """
+    final = architecture.final_norm.name
     for name, spec in specs["model"].items():
-        if spec["kind"] == "embedding":
-            yield from _module_tensors(prefix + name, spec, None, biased, sizes.vocabulary)
+        if spec["kind"] in ("embedding", "norm") and name != final:
+            yield from _module_tensors(prefix + name, spec, None, names, sizes.vocabulary)
     for layer in specs["expanded_layers"]:
-        for name, spec in specs["expanded"].items():
-            path = f"{prefix}{family.layers}.{layer}.{name}"
+        for name, spec in specs_of_layer(specs, layer)["expanded"].items():
+            path = f"{layer_path(architecture, prefix, layer)}{name}"
+            has_w12 = (
+                layer in specs["collaborative"]["layers"] and spec.get("group") in specs["collaborative"]["groups"]
+            )
             if spec["kind"] == "linear":
-                yield from _linear_tensors(specs, name, path, layer, biased)
+                yield from _linear_tensors(spec, path, layer, names, has_w12=has_w12)
+            elif spec["kind"] == "block":
+                yield from _block_tensors(spec, path, layer, names, has_w12=has_w12)
             elif spec["kind"] == "norm":
-                yield from _module_tensors(path, spec, layer, biased)
-    for name, spec in specs["model"].items():
-        if spec["kind"] == "norm":
-            yield from _module_tensors(prefix + name, spec, None, biased)
+                yield from _module_tensors(path, spec, layer, names)
+    if final in specs["model"]:
+        yield from _module_tensors(prefix + final, specs["model"][final], None, names)
     if specs["head"]:
-        yield from _module_tensors(head, specs["head"], None, biased, sizes.vocabulary)
+        yield from _module_tensors(head, specs["head"], None, names, sizes.vocabulary)
 
 
 def _module_tensors(
-    path: str, spec: Spec, layer: int | None, biased: frozenset[str], rows: int | None = None
+    path: str, spec: Spec, layer: int | None, names: Collection[str], rows: int = 0
 ) -> Iterator[NewTensor]:
-    shape = (spec["up"],) if rows is None else (rows, spec["up"])
+    is_norm = spec["kind"] == "norm"
+    shape = (spec["up"],) if is_norm else (rows, spec["up"])
     yield NewTensor(f"{path}.up_weight", shape, "up_weight", spec["kind"], layer, f"{path}.weight")
-    if spec["kind"] == "norm" and path in biased:
+    if is_norm and f"{path}.bias" in names:
         yield NewTensor(f"{path}.up_bias", (spec["up"],), "up_bias", "norm", layer, f"{path}.bias")
 
 
-def _linear_tensors(specs: Spec, name: str, path: str, layer: int, biased: frozenset[str]) -> Iterator[NewTensor]:
-    spec = specs["expanded"][name]
-    collaborative = specs["collaborative"]
-    has_w12 = layer in collaborative["layers"] and spec["group"] in collaborative["groups"]
+def _linear_tensors(spec: Spec, path: str, layer: int, names: Collection[str], *, has_w12: bool) -> Iterator[NewTensor]:
     base_in, up_in = spec["in_features"]
     base_out, up_out = (sum(widths) for widths in zip(*spec["out_features"], strict=True))
     shapes = {
         "w12": (base_out, up_in if has_w12 else 0),
         "w21": (up_out, base_in),
         "w22": (up_out, up_in),
-        "up_bias": (up_out if path in biased else 0,),
+        "up_bias": (up_out if f"{path}.bias" in names else 0,),
     }
     for block, shape in shapes.items():
         if 0 not in shape:
             yield NewTensor(f"{path}.{block}", shape, block, "linear", layer, f"{path}.weight")
+
+
+def _block_tensors(spec: Spec, path: str, layer: int, names: Collection[str], *, has_w12: bool) -> Iterator[NewTensor]:
+    """The small MLP beside a block that runs as it is."""
+    base, up, inner = spec["base"], spec["up"], spec["inner"]
+    shapes = {
+        "w12": (base, inner if has_w12 else 0),
+        "w21": (inner, base),
+        "w22": (inner, up),
+        "up_weight": (up, inner),
+    }
+    # it is made of no tensor; this one says in which layer it stands
+    beside = min(name for name in names if name.startswith(f"{path}."))
+    for block, shape in (shapes | {"up_weight": (up, inner)}).items():
+        if 0 not in shape:
+            yield NewTensor(f"{path}.{block}", shape, block, "block", layer, beside)

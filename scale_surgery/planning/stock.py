@@ -7,13 +7,12 @@ expanded are padded with zeros.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
 
-from scale_surgery.planning.families import Family, Sizes
-from scale_surgery.planning.specs import Widths, expected_shapes, find_prefix
+from scale_surgery.planning.architecture import Architecture, Linear, Sizes
+from scale_surgery.planning.specs import LinearWidths, Widths, find_prefix, layer_path
 
 
 @dataclass(frozen=True)
@@ -44,11 +43,11 @@ class StockCost:
     after: StockWidths
 
 
-def stock_sizes(family: Family, sizes: Sizes, widths: Widths) -> Sizes:
+def stock_sizes(architecture: Architecture, sizes: Sizes, widths: Widths) -> Sizes:
     """Sizes of the stock form: those of the base model with more heads and a larger inner width.
 
     Args:
-        family: Facts of the architecture.
+        architecture: Facts of the architecture.
         sizes: Sizes of the base model.
         widths: What is added.
 
@@ -58,17 +57,19 @@ def stock_sizes(family: Family, sizes: Sizes, widths: Widths) -> Sizes:
     """
     shared = sizes.queries_per_key_value
     heads = sizes.key_value_heads + widths.up_kv_heads
-    if widths.up_kv_heads and family.heads_divide_hidden:
+    if widths.up_kv_heads and architecture.heads_divide_hidden:
         fitting = (count for count in range(heads, sizes.hidden + 1) if sizes.hidden % (count * shared) == 0)
         heads = next(fitting, heads)
     return replace(sizes, query_heads=heads * shared, key_value_heads=heads, inner=sizes.inner + widths.up_inner_width)
 
 
-def stock_shapes(family: Family, sizes: Sizes, widths: Widths, names: Collection[str]) -> dict[str, tuple[int, ...]]:
+def stock_shapes(
+    architecture: Architecture, sizes: Sizes, widths: Widths, names: Collection[str]
+) -> dict[str, tuple[int, ...]]:
     """Shapes on disk of the tensors that are larger in the stock form, in every layer.
 
     Args:
-        family: Facts of the architecture.
+        architecture: Facts of the architecture.
         sizes: Sizes of the base model.
         widths: What is added.
         names: Names of the base model's tensors.
@@ -76,29 +77,39 @@ def stock_shapes(family: Family, sizes: Sizes, widths: Widths, names: Collection
     Returns:
         Shapes by name, weights and biases.
     """
-    before = _linear_shapes(family, sizes, names)
-    after = _linear_shapes(family, stock_sizes(family, sizes, widths), names)
+    before = _linear_shapes(architecture, sizes, names)
+    after = _linear_shapes(architecture, stock_sizes(architecture, sizes, widths), names)
     return {name: shape for name, shape in after.items() if shape != before[name]}
 
 
-def _linear_shapes(family: Family, sizes: Sizes, names: Collection[str]) -> dict[str, tuple[int, ...]]:
-    linears = tuple(f".{linear.name}.weight" for linear in family.linears)
-    expected = expected_shapes(family, sizes, find_prefix(family, names))
-    shapes = {name: shape for name, shape in expected.items() if name.endswith(linears)}
-    for name, shape in list(shapes.items()):
-        bias = f"{name.removesuffix('.weight')}.bias"
-        if bias in names:
-            shapes[bias] = (shape[-1] if family.transposed else shape[0],)
+def linear_streams(linear: Linear, sizes: Sizes) -> LinearWidths:
+    """What a linear of an architecture whose layers are all alike reads and writes; nothing is added."""
+    query, key_value = sizes.query_heads * sizes.head_size, sizes.key_value_heads * sizes.head_size
+    streams = {"residual": sizes.hidden, "query": query, "key_value": key_value, "inner": sizes.inner}
+    return LinearWidths([streams[linear.reads], 0], [[streams[stream], 0] for stream in linear.writes()])
+
+
+def _linear_shapes(architecture: Architecture, sizes: Sizes, names: Collection[str]) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {}
+    prefix = find_prefix(architecture, names)
+    for layer in range(sizes.layers):
+        path = layer_path(architecture, prefix, layer)
+        for linear in architecture.kind(layer).linears:
+            wide = linear_streams(linear, sizes)
+            shape = (sum(size for size, _ in wide.outputs), wide.inputs[0])
+            shapes[f"{path}{linear.name}.weight"] = shape[::-1] if architecture.transposed else shape
+            if (bias := f"{path}{linear.name}.bias") in names:
+                shapes[bias] = shape[:1]
     return shapes
 
 
 def cost_of_stock(
-    family: Family, sizes: Sizes, widths: Widths, names: Collection[str], parameters: tuple[int, int]
+    architecture: Architecture, sizes: Sizes, widths: Widths, names: Collection[str], parameters: tuple[int, int]
 ) -> StockCost:
     """Count what the stock form costs; no weight is read.
 
     Args:
-        family: Facts of the architecture.
+        architecture: Facts of the architecture.
         sizes: Sizes of the base model.
         widths: What is added; the up width is 0.
         names: Names of the base model's tensors.
@@ -107,15 +118,15 @@ def cost_of_stock(
     Returns:
         The cost.
     """
-    before = _linear_shapes(family, sizes, names)
-    larger = stock_shapes(family, sizes, widths, names)
+    before = _linear_shapes(architecture, sizes, names)
+    larger = stock_shapes(architecture, sizes, widths, names)
     count = parameters[0] + sum(prod(shape) - prod(before[name]) for name, shape in larger.items())
     return StockCost(
         parameters=count,
         parameters_expanded=sum(parameters),
         padding=count - sum(parameters),
         before=_widths_of(sizes),
-        after=_widths_of(stock_sizes(family, sizes, widths)),
+        after=_widths_of(stock_sizes(architecture, sizes, widths)),
     )
 
 
@@ -123,14 +134,13 @@ def _widths_of(sizes: Sizes) -> StockWidths:
     return StockWidths(sizes.query_heads, sizes.key_value_heads, sizes.inner)
 
 
-def stock_problems(family: Family, sizes: Sizes, widths: Widths, config: Mapping[str, Any]) -> Iterator[str]:
+def stock_problems(architecture: Architecture, sizes: Sizes, widths: Widths) -> Iterator[str]:
     """Why widths have no stock form.
 
     Args:
-        family: Facts of the architecture.
+        architecture: Facts of the architecture.
         sizes: Sizes of the base model.
         widths: What is added.
-        config: Parsed config.json of the base model.
 
     Yields:
         The reasons; none where there is a stock form.
@@ -141,16 +151,35 @@ def stock_problems(family: Family, sizes: Sizes, widths: Widths, config: Mapping
             "expected an up width of 0: a stock class has one stream, whose norms, embedding and head know no second "
             "one. Merge --to fused, or expand with --variant adapt --up-width 0."
         )
-    reason = _heads_problem(family, config)
-    if widths.up_kv_heads and reason:
+    if not architecture.is_uniform:
         yield (
-            f"--to stock: {widths.up_kv_heads} key/value heads were added, expected none for a {family.model_type} "
-            f"model: {reason}. Merge --to fused, or expand with --up-kv-heads 0."
+            "--to stock: layers of this model are of several kinds, or have parts that stay as they are, expected one "
+            "kind whose attention and MLP are widened as a whole. Use the expanded model as it is."
+        )
+    elif widths.up_kv_heads and architecture.fixed_heads:
+        yield (
+            f"--to stock: {widths.up_kv_heads} key/value heads were added, expected none for a "
+            f"{architecture.model_type} model: {architecture.fixed_heads}. Merge --to fused, or expand with "
+            "--up-kv-heads 0."
+        )
+    elif widths.up_inner_width and "inner" not in architecture.keys:
+        yield (
+            "--to stock: inner features were added, expected none: the config of this model has no key for the width "
+            "of an MLP. Use the expanded model as it is."
         )
 
 
-def _heads_problem(family: Family, config: Mapping[str, Any]) -> str | None:
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if family.heads_fix_rope and rope.get("short_factor"):
-        return "its config wants as many rope factors as the hidden size over the query heads asks for"
-    return family.fixed_heads
+def fused_problems(architecture: Architecture, layers: Sequence[int]) -> list[str]:
+    """Why an expansion has no fused form, a line each; none where it has one.
+
+    Args:
+        architecture: Facts of the architecture.
+        layers: The expanded layers.
+    """
+    blocks = {block.name: block for layer in layers for block in architecture.kind(layer).blocks}
+    return [
+        f"--to fused: {block.name} runs as it is, with a small MLP beside it, expected linears in which base and new "
+        "blocks can be one matrix. Use the expanded model as it is."
+        for block in blocks.values()
+        if block.treatment == "block"
+    ]

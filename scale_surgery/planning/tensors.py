@@ -7,9 +7,9 @@ from typing import Literal
 
 from scale_surgery.checkpoint.headers import DTYPE_BYTES
 
-# how the values of a new tensor are made: of decompositions, at random, zero, the mean of old ones, copied, or as the
-# gain with which a norm gives zeros
-Init = Literal["svd", "random", "zero", "mean", "copy", "mute"]
+# how the values of a new tensor are made: of decompositions, at random, zero, one, the mean of old ones, copied, or as
+# the gain with which a norm gives zeros
+Init = Literal["svd", "random", "zero", "one", "mean", "copy", "mute"]
 
 
 @dataclass(frozen=True)

@@ -7,16 +7,19 @@ it: there config.json says which layers are new.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from scale_surgery.checkpoint.numbering import CONFIG_KEY, Numbering, numbering_of
 from scale_surgery.errors import CheckpointError
-from scale_surgery.planning.families import get_family
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+
+# the first releases knew ten architectures, and wrote no groups
+GROUPS_OF_OLD = {"self_attn": "attn", "attention": "attn", "attn": "attn", "mlp": "ffn"}
 
 
 class Part(NamedTuple):
@@ -59,10 +62,24 @@ def expansion_parts(model: Any) -> Iterator[Part]:
             for name, parameter in getattr(module, "expansion_parameters", dict)().items():
                 yield Part(f"{path}.{name}", module.groups[name], parameter)
         return
-    groups = {linear.name: linear.group for linear in get_family(model.config.model_type).linears}
+    groups = _specs(model).get("groups")
     for path, layer in new_layers(model, numbering).items():
         for name, parameter in layer.named_parameters():
-            yield Part(f"{path}.{name}", groups.get(name.rpartition(".")[0], "norms"), parameter)
+            yield Part(f"{path}.{name}", group_of(name, groups), parameter)
+
+
+def group_of(name: str, groups: Mapping[str, str] | None) -> str:
+    """Group that a parameter of a copied layer belongs to: "attn", "ffn" or "norms".
+
+    Args:
+        name: Its name inside the layer.
+        groups: Names of modules and their groups, as config.json has them; None where an old release wrote it.
+    """
+    module = name.rpartition(".")[0]
+    known = GROUPS_OF_OLD if groups is None else groups
+    if "norm" in module.rpartition(".")[2].lower():
+        return "norms"
+    return next((group for own, group in known.items() if f"{module}.".startswith(f"{own}.")), "norms")
 
 
 def _specs(model: Any) -> Any:
@@ -77,7 +94,8 @@ def _specs(model: Any) -> Any:
 
 def new_layers(model: Any, numbering: Numbering) -> dict[str, Any]:
     """The copies in a loaded model, by their names there."""
-    path = f"{numbering.base_model}.{numbering.layers}" if hasattr(model, numbering.base_model) else numbering.layers
+    path = f"{numbering.base_model}.{numbering.layers}"
+    path = path if hasattr(model, numbering.base_model.partition(".")[0]) else numbering.layers
     layers = model.get_submodule(path)
     if numbering.new[-1] >= len(layers):
         raise CheckpointError(

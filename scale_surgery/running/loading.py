@@ -121,6 +121,11 @@ def loaded(
         with quiet_transformers():
             with translated(name or path.name, "cannot be loaded", LOADING_ADVICE):
                 auto_class = model_class(checkpoint, run)
+                if _is_expanded(checkpoint) and (
+                    auto_class.__name__.startswith("Auto") or hasattr(auto_class, "check_loaded")
+                ):
+                    # what does not fit is given with the model, and not raised
+                    options["strict_loading"] = False
                 model, info = auto_class.from_pretrained(path, output_loading_info=True, **options)
                 model.eval()
             yield model, _load_problems(info)
@@ -155,10 +160,14 @@ def model_class(checkpoint: Checkpoint, run: RunOptions) -> Any:
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
     modeling.register()
-    has_own_code = CONFIG_KEY in checkpoint.config and numbering_of(checkpoint.config[CONFIG_KEY]) is None
-    if run.trust_remote_code and has_own_code:
+    if run.trust_remote_code and _is_expanded(checkpoint):
         return get_class_from_dynamic_module(checkpoint.config["auto_map"]["AutoModelForCausalLM"], checkpoint.path)
     return AutoModelForCausalLM
+
+
+def _is_expanded(checkpoint: Checkpoint) -> bool:
+    """Whether a model has modules of ours; one with duplicated layers is a stock one."""
+    return CONFIG_KEY in checkpoint.config and numbering_of(checkpoint.config[CONFIG_KEY]) is None
 
 
 def _load_problems(info: dict[str, Any]) -> list[str]:

@@ -10,17 +10,19 @@ from rich.table import Table
 from rich.text import Text
 
 from scale_surgery.errors import shorten
+from scale_surgery.planning.architecture import Sizes
 from scale_surgery.planning.methods import METHODS
 from scale_surgery.planning.selection import format_layers
 from scale_surgery.planning.specs import Widths
+from scale_surgery.planning.treatments import treatment_rows
 from scale_surgery.show.commands import command
 from scale_surgery.show.layout import NEXT, Facts, NamedRows, PlainTable, heading, sentence
 
 if TYPE_CHECKING:
+    from scale_surgery.deriving.inspect import ExpansionSummary, Inspection
     from scale_surgery.evidence.evaluate import Evaluation
     from scale_surgery.evidence.promises import Promise
     from scale_surgery.evidence.verify import Verification
-    from scale_surgery.planning.inspect import ExpansionSummary, Inspection
     from scale_surgery.running.loss import Measurement
     from scale_surgery.running.probe import Layer
     from scale_surgery.surgery.expand import Expansion
@@ -70,7 +72,8 @@ def render_inspection(found: Inspection, model: str | None = None) -> Renderable
         ("family", found.family),
         ("layers", _layers(found)),
         ("widths", f"hidden {sizes.hidden}, inner {sizes.inner}, vocabulary {sizes.vocabulary}"),
-        ("heads", f"{sizes.query_heads} query, {sizes.key_value_heads} key/value, head size {sizes.head_size}"),
+        ("heads", _heads(sizes)),
+        *treatment_rows(found.architecture),
         ("dtype", found.dtype),
         ("head", "tied to the embedding" if sizes.is_tied else "its own tensor"),
         ("parameters", f"{found.parameters_stored:,} stored, {found.parameters_unique:,} unique"),
@@ -85,6 +88,12 @@ def render_inspection(found: Inspection, model: str | None = None) -> Renderable
     is_current = (found.expansion.verified or "").startswith("passed") and not found.expansion.changed_since
     checked = [] if model is None or is_current else [(NEXT, command("verify", model))]
     return Group(facts(found.name, rows), Text(), _render_summary(found.expansion, checked))
+
+
+def _heads(sizes: Sizes) -> str:
+    if not sizes.query_heads:
+        return "none that could be added to"
+    return f"{sizes.query_heads} query, {sizes.key_value_heads} key/value, head size {sizes.head_size}"
 
 
 def _layers(found: Inspection) -> str:

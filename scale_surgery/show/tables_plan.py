@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from scale_surgery.planning.routing_specs import path_problems
 from scale_surgery.planning.selection import format_layers
+from scale_surgery.planning.stock import fused_problems
+from scale_surgery.planning.treatments import treatment_rows
 from scale_surgery.show.layout import NamedRows, heading
 from scale_surgery.show.tables import facts, format_bytes, format_seconds
 
@@ -34,6 +37,7 @@ def plan_rows(plan: Plan) -> list[tuple[str, str]]:
         ("base", plan.base_name + (f" at {plan.base_revision[:12]}" if plan.base_revision else "")),
         ("variant", plan.variant),
         (f"{plan.method.verb} layers", f"{format_layers(plan.layers)}  ({len(plan.layers)} of {plan.sizes.layers})"),
+        *treatment_rows(plan.architecture, _added_by_layer(plan)),
         *plan.method.rows(plan),
         ("parameters", f"+{costs.parameters_added:,} on {costs.parameters_before:,} ({share:.1%})"),
         ("in one layer", f"+{costs.parameters_per_layer:,}" + (" at most" if is_mixed else "")),
@@ -46,6 +50,14 @@ def plan_rows(plan: Plan) -> list[tuple[str, str]]:
         ("stock form", _stock_form(plan)),
         ("router", _router(plan)),
     ]
+
+
+def _added_by_layer(plan: Plan) -> dict[int, int]:
+    added = dict.fromkeys(plan.layers, 0)
+    for tensor in plan.tensors:
+        if tensor.layer is not None:
+            added[tensor.layer] += tensor.elements
+    return added
 
 
 def _shards(count: int) -> str:
@@ -63,14 +75,17 @@ def _outside_layers(plan: Plan) -> list[tuple[str, str]]:
 
 def _fused_form(plan: Plan) -> str:
     reason = plan.method.refusal("fuse") or plan.method.refusal("merge")
-    if reason is not None:
-        return _none(reason)
+    problems = [problem.removeprefix("--to fused: ") for problem in fused_problems(plan.architecture, plan.layers)]
+    if reason is not None or problems:
+        return _none(reason or problems[0])
     only = f", where the base's tensors are {plan.request.dtype} too" if plan.request.dtype else ""
     return f"yes, by merge --to fused{only}"
 
 
 def _router(plan: Plan) -> str:
-    reason = plan.method.refusal("route")
+    fork = min(plan.collaboration.layers, default=None)
+    problems = [] if fork is None else path_problems(plan.architecture, fork)
+    reason = plan.method.refusal("route") or next(iter(problems), None)
     return "yes, by route-export" if reason is None else _none(reason)
 
 

@@ -140,14 +140,10 @@ def apply(
         expansion_tensors=len(found.tensors),
         other_files=read.other_files,
         differing=tuple(read.differing),
-        foreign_code=tuple(name for name, digest in found.manifest.code.items() if not _is_ours(name, digest)),
+        foreign_code=tuple(name for name, digest in found.manifest.code.items() if not modeling.is_ours(name, digest)),
         bytes_written=written,
         left_out=given.left_out,
     )
-
-
-def _is_ours(file: str, digest: str) -> bool:
-    return modeling.is_ours(file, digest) or digest in modeling.released_hashes().get(file, ())
 
 
 def _read_base(extract: Extract, source: Source, base: Checkpoint, track: Track) -> ComparedBase:

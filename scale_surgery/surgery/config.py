@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from typing import Any
 
 from scale_surgery import modeling
-from scale_surgery.checkpoint.folder import Checkpoint
+from scale_surgery.checkpoint.folder import Checkpoint, read_text
 from scale_surgery.checkpoint.names import CONFIG_FILE, SINGLE_FILE
 from scale_surgery.checkpoint.numbering import numbering_of, stored_name
 from scale_surgery.checkpoint.reading import differing_keys, parse_json
+from scale_surgery.planning.architecture import Architecture
 from scale_surgery.planning.depth import deepened_config
-from scale_surgery.planning.families import Family
 from scale_surgery.planning.plan import Plan
 from scale_surgery.planning.routing_specs import build_routing
 from scale_surgery.surgery.joining import has_joined_head
@@ -25,7 +26,9 @@ def stored_shard(shard: str) -> str:
     return NUMBERED_SINGLE_FILE if shard == SINGLE_FILE else shard
 
 
-def expanded_config(config: Mapping[str, Any], specs: Mapping[str, Any], family: Family, dtype: str) -> dict[str, Any]:
+def expanded_config(
+    config: Mapping[str, Any], specs: Mapping[str, Any], architecture: Architecture, dtype: str
+) -> dict[str, Any]:
     """Edit a base model's config.json: own model type and classes, our plan, everything else as it was.
 
     A model with duplicated layers is a stock one of more layers: see `deepened_config`.
@@ -33,7 +36,7 @@ def expanded_config(config: Mapping[str, Any], specs: Mapping[str, Any], family:
     Args:
         config: Parsed config.json of the base.
         specs: Module specifications of the plan.
-        family: Facts of the architecture.
+        architecture: Facts of the architecture.
         dtype: Dtype of the base model, written where the config names none, since the first shard that a
             loader opens may now be one of ours.
 
@@ -41,12 +44,12 @@ def expanded_config(config: Mapping[str, Any], specs: Mapping[str, Any], family:
         The new config.
     """
     if numbering_of(specs) is not None:
-        edited = deepened_config(config, specs, family)
+        edited = deepened_config(config, specs, architecture)
     else:
         edited = dict(config) | {
-            "architectures": [f"Scale{family.stem}ForCausalLM"],
-            "model_type": family.expanded_type,
-            "auto_map": {**(config.get("auto_map") or {}), **modeling.auto_map(family)},
+            "architectures": modeling.architectures(architecture),
+            "model_type": architecture.expanded_type,
+            "auto_map": {**(config.get("auto_map") or {}), **modeling.auto_map(architecture)},
             "scale_surgery": dict(specs),
         }
     if not {"dtype", "torch_dtype"}.intersection(config):
@@ -74,6 +77,45 @@ def make_index(places: Mapping[str, str], specs: Mapping[str, Any], total_bytes:
     return {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
 
 
+def blocks_config(manifest: Manifest, base: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """What config.json of an expanded model says on a base before it is routed or fused.
+
+    Args:
+        manifest: surgery.json.
+        base: Parsed config.json of the base.
+        dtype: Dtype of the base, for a config that names none.
+    """
+    architecture = manifest.plan.architecture
+    written = expanded_config(base, manifest.plan.specs, architecture, dtype)
+    if manifest.code_files == manifest.plan.code_files:
+        return written
+    names = modeling.first_names(architecture)
+    return {**written, **names, "auto_map": {**(base.get("auto_map") or {}), **names["auto_map"]}}
+
+
+def carried_code(checkpoint: Checkpoint, manifest: Manifest) -> dict[str, str]:
+    """Code of what is made of an expanded model: this release's, or all that release 0.1.0 wrote, which fits itself.
+
+    Args:
+        checkpoint: The expanded model.
+        manifest: Its surgery.json.
+
+    Returns:
+        Texts by the names of the files.
+
+    Raises:
+        CheckpointError: If one cannot be read.
+    """
+    if manifest.code_files == manifest.plan.code_files:
+        return {file: modeling.code_text(file) for file in manifest.code_files}
+    return {file: read_text(checkpoint, file) for file in manifest.code_files}
+
+
+def hash_texts(texts: Mapping[str, str]) -> dict[str, str]:
+    """sha256 of each text, by the same names."""
+    return {name: hashlib.sha256(text.encode("utf-8")).hexdigest() for name, text in texts.items()}
+
+
 def fused_config(config: Mapping[str, Any], manifest: Manifest) -> dict[str, Any]:
     """Edit an expanded model's config.json: its linears are joined, and its head where that can be."""
     fused = {"fused": True, "fused_head": has_joined_head(manifest)}
@@ -88,7 +130,7 @@ def written_config(manifest: Manifest, base: Mapping[str, Any], dtype: str) -> d
         base: Parsed config.json of the base.
         dtype: Dtype of the base, for a config that names none.
     """
-    written = expanded_config(base, manifest.plan.specs, manifest.plan.architecture, dtype)
+    written = blocks_config(manifest, base, dtype)
     if manifest.routing is not None:
         written = routed_config(written, manifest)
     return written if manifest.fused is None else fused_config(written, manifest)
@@ -110,16 +152,16 @@ def routed_config(config: Mapping[str, Any], manifest: Manifest) -> dict[str, An
     Returns:
         The new config.
     """
-    routing, family = routing_of(manifest), manifest.plan.architecture
+    routing, architecture = routing_of(manifest), manifest.plan.architecture
     assert routing is not None
     sizes, specs = manifest.plan.sizes, manifest.plan.specs
-    cap = softcap_of(family, config)
-    own = build_routing(family, sizes, specs, routing, cap)
+    cap = softcap_of(architecture, config)
+    own = build_routing(architecture, sizes, specs, routing, cap)
     # stock code would cap the mixture; the router caps what it mixes
-    uncapped = {} if cap is None or family.softcap is None else {family.softcap[0]: None}
+    uncapped = {} if cap is None or architecture.softcap is None else {architecture.softcap[0]: None}
     return {**config, **uncapped, "scale_surgery": {**config["scale_surgery"], "routing": own}}
 
 
-def softcap_of(family: Family, config: Mapping[str, Any]) -> float | None:
+def softcap_of(architecture: Architecture, config: Mapping[str, Any]) -> float | None:
     """What a base model caps its logits with, or None."""
-    return None if family.softcap is None else config.get(*family.softcap)
+    return None if architecture.softcap is None else config.get(*architecture.softcap)

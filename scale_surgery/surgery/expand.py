@@ -23,8 +23,9 @@ from scale_surgery.checkpoint.names import CONFIG_FILE, INDEX_FILE, MANIFEST_FIL
 from scale_surgery.checkpoint.numbering import Numbering
 from scale_surgery.checkpoint.sources import Source, find_source
 from scale_surgery.checkpoint.staging import check_space, check_target, staged
+from scale_surgery.deriving.planned import make_plan
 from scale_surgery.errors import CheckpointError
-from scale_surgery.planning.plan import Plan, check_fits, make_plan
+from scale_surgery.planning.plan import Plan, check_fits
 from scale_surgery.planning.request import Request
 from scale_surgery.progress import Progress, Track, no_track
 from scale_surgery.running.loading import load_base_config
@@ -93,7 +94,7 @@ def expand(
     # a branch of the Hub may have moved since the plan was made: its commit is what was planned
     source = find_source(model, (planned.base_revision if planned else None) or revision)
     checkpoint = open_checkpoint(source.path)
-    made, run = _plan_for(source, checkpoint, plan_or_request), run.placed()
+    made, run = _plan_for(source, checkpoint, plan_or_request, run), run.placed()
     target = Path(output) if output is not None else default_output(made)
     check_target(target, [source.path], overwrite=overwrite)
     _check_clashes(checkpoint, made)
@@ -118,9 +119,9 @@ def _tool(run: RunOptions) -> dict[str, str]:
     return manifests.tool_versions() | {"device": run.device}
 
 
-def _plan_for(source: Source, checkpoint: Checkpoint, plan_or_request: Plan | Request) -> Plan:
+def _plan_for(source: Source, checkpoint: Checkpoint, plan_or_request: Plan | Request, run: RunOptions) -> Plan:
     if isinstance(plan_or_request, Request):
-        return make_plan(checkpoint, plan_or_request, name=source.name, revision=source.revision)
+        return make_plan(checkpoint, plan_or_request, name=source.name, revision=source.revision, run=run)
     check_fits(plan_or_request, checkpoint)
     # surgery.json names the model that was read, not one of the same shapes elsewhere
     return replace(plan_or_request, base_name=source.name, base_revision=source.revision)
@@ -226,11 +227,10 @@ def _write_code_and_config(plan: Plan, checkpoint: Checkpoint, partial: Path, ru
     from scale_surgery.running.tokenizer import pin_tokenizer_class
     from scale_surgery.surgery.initialise import TORCH_DTYPES
 
-    family = plan.architecture
     for file in plan.code_files:
         write_text(partial / file, modeling.code_text(file))
-    dtype = str(TORCH_DTYPES[checkpoint.dtype]).removeprefix("torch.")
-    write_json(partial / CONFIG_FILE, expanded_config(checkpoint.config, plan.specs, family, dtype))
+    dtype = str(TORCH_DTYPES[checkpoint.running_dtype]).removeprefix("torch.")
+    write_json(partial / CONFIG_FILE, expanded_config(checkpoint.config, plan.specs, plan.architecture, dtype))
     return pin_tokenizer_class(checkpoint.path, partial, run)
 
 

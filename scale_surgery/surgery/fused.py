@@ -13,7 +13,6 @@ import functools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from scale_surgery import modeling
 from scale_surgery.checkpoint.files import as_json, write_text
 from scale_surgery.checkpoint.folder import Checkpoint, read_tensor, read_text
 from scale_surgery.checkpoint.hashes import hash_file, hash_files
@@ -26,8 +25,9 @@ from scale_surgery.checkpoint.shards import (
     write_shard,
 )
 from scale_surgery.errors import CheckpointError, PlanError
+from scale_surgery.planning.stock import fused_problems
 from scale_surgery.progress import Track
-from scale_surgery.surgery.config import fused_config
+from scale_surgery.surgery.config import carried_code, fused_config
 from scale_surgery.surgery.joining import cast_problems, join, joined_tensors
 from scale_surgery.surgery.parts import described_parts, rebuild_shard
 from scale_surgery.surgery.record import Manifest
@@ -42,7 +42,8 @@ def check_fusible(checkpoint: Checkpoint, manifest: Manifest) -> None:
     Raises:
         PlanError: If not; every tensor of another dtype than its base tensor is named. Or if its method refuses.
     """
-    problems = cast_problems(checkpoint, manifest)
+    problems = fused_problems(manifest.plan.architecture, manifest.plan.layers)
+    problems += cast_problems(checkpoint, manifest)
     problems += [reason for operation, reason in manifest.plan.method.refused.items() if operation == "fuse"]
     if problems:
         raise PlanError.from_problems(problems)
@@ -63,7 +64,7 @@ def write_fused(checkpoint: Checkpoint, manifest: Manifest, folder: Path, track:
     Raises:
         CheckpointError: If a text cannot be read.
     """
-    code = {file: modeling.code_text(file) for file in manifest.plan.architecture.code_files}
+    code = carried_code(checkpoint, manifest)
     before = {file: read_text(checkpoint, file) for file in (INDEX_FILE, CONFIG_FILE, *code, MANIFEST_FILE)}
     remembered = _shards_of(checkpoint, manifest, track)
     shards = fused_shards(checkpoint, manifest)

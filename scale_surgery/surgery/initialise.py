@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from scale_surgery.checkpoint.folder import Checkpoint, read_tensor
-from scale_surgery.planning.families import Family, Linear
+from scale_surgery.planning.architecture import Block, Linear
 from scale_surgery.planning.plan import Plan
-from scale_surgery.planning.specs import stream_widths
+from scale_surgery.planning.specs import linear_widths
 from scale_surgery.planning.tensors import TensorPlan
 from scale_surgery.progress import Progress, no_progress
 from scale_surgery.surgery import blocks
@@ -43,17 +43,16 @@ def _copy(plan: Plan, tensor: TensorPlan, checkpoint: Checkpoint, device: str) -
     value = read_tensor(checkpoint, tensor.source)
     if tensor.block in ("weight", "bias", "bias11"):
         return value
-    family, new = plan.architecture, tensor.elements // value.numel()
-    is_transposed = family.transposed and value.dim() == 2
+    new = tensor.elements // value.numel()
+    is_transposed = plan.architecture.transposed and value.dim() == 2
     rows = value.T if is_transposed else value
     if tensor.block == "w11":
         return rows
     if tensor.block == "w12":
         generator = blocks.seeded_generator(plan.request.seed, tensor.name)
         return blocks.copied_w12(rows, new, generator, TORCH_DTYPES[tensor.dtype])
-    streams = stream_widths(plan.sizes, plan.widths)
-    linear = _linear_of(family, tensor)
-    parts = torch.split(rows, [streams[stream][0] for stream in linear.writes()])
+    _, linear = _linear_of(plan, tensor)
+    parts = torch.split(rows, list(linear.outputs))
     return torch.cat([part for part in parts for _ in range(new)])
 
 
@@ -90,6 +89,8 @@ def _make_float32(plan: Plan, tensor: TensorPlan, checkpoint: Checkpoint, device
     generator = blocks.seeded_generator(plan.request.seed, tensor.name)
     if tensor.init == "zero":
         return torch.zeros(tensor.shape)
+    if tensor.init == "one":
+        return torch.ones(tensor.shape)
     if tensor.init == "mute":
         return torch.full(tensor.shape, float(plan.architecture.mute_gain))
     if tensor.init == "random":
@@ -108,24 +109,24 @@ def _make_float32(plan: Plan, tensor: TensorPlan, checkpoint: Checkpoint, device
 
 
 def _by_role(plan: Plan, tensor: TensorPlan, weight: Tensor, make: Callable[[Tensor, int], Tensor]) -> Tensor:
-    family = plan.architecture
-    linear = _linear_of(family, tensor)
-    streams = stream_widths(plan.sizes, plan.widths)
-    widths = [streams[stream] for stream in linear.writes()]
-    rows = weight.T if family.transposed else weight
-    parts = split_roles(rows, linear, [base for base, _ in widths], plan.sizes.head_size)
-    made = [make(part, up) for part, (_, up) in zip(parts, widths, strict=True)]
-    return join_roles(made, linear, plan.sizes.head_size)
+    block, linear = _linear_of(plan, tensor)
+    rows = weight.T if plan.architecture.transposed else weight
+    parts = split_roles(rows, linear, block.head_size)
+    ups = [up for _, up in linear_widths(block, linear, plan.widths).outputs]
+    made = [make(part, up) for part, up in zip(parts, ups, strict=True)]
+    return join_roles(made, linear, block.head_size)
 
 
-def _linear_of(family: Family, tensor: TensorPlan) -> Linear:
-    return next(linear for linear in family.linears if tensor.source.rpartition(".")[0].endswith(f".{linear.name}"))
+def _linear_of(plan: Plan, tensor: TensorPlan) -> tuple[Block, Linear]:
+    found = plan.architecture.find_linear(tensor.source.rpartition(".")[0])
+    assert found is not None, tensor.source
+    return found
 
 
-def split_roles(weight: Tensor, linear: Linear, rows: Sequence[int], head_size: int) -> list[Tensor]:
-    """Take a fused projection apart: one matrix for each role, rows are outputs."""
+def split_roles(weight: Tensor, linear: Linear, head_size: int, rows: Sequence[int] | None = None) -> list[Tensor]:
+    """Take a fused projection apart: one matrix for each role, rows are outputs; as many as the base's or `rows`."""
     if linear.fused_by == "section" or len(linear.roles) == 1:
-        return list(torch.split(weight, list(rows)))
+        return list(torch.split(weight, list(rows or linear.outputs)))
     by_head = weight.view(-1, len(linear.roles), head_size, weight.shape[1])
     return [part.reshape(-1, weight.shape[1]) for part in by_head.unbind(1)]
 

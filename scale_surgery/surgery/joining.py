@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from scale_surgery.checkpoint.folder import Checkpoint
+from scale_surgery.planning.specs import layer_path
 from scale_surgery.surgery.record import Manifest
 
 if TYPE_CHECKING:
@@ -79,10 +80,10 @@ def joined_tensors(manifest: Manifest) -> Iterator[Joined]:
         The tensors, layer by layer.
     """
     plan, present = manifest.plan, {*manifest.base_tensors, *manifest.expansion_tensors}
-    family = plan.architecture
+    is_transposed = plan.architecture.transposed
     for layer in plan.layers:
-        for name, spec in plan.expanded_linears.items():
-            path = f"{plan.prefix}{family.layers}.{layer}.{name}"
+        for name, spec in plan.expanded_linears(layer).items():
+            path = f"{layer_path(plan.architecture, plan.prefix, layer)}{name}"
             base_in, up_in = spec["in_features"]
             sections = tuple((base, up) for base, up in spec["out_features"])
             share = spec.get("share", 1.0)
@@ -90,7 +91,7 @@ def joined_tensors(manifest: Manifest) -> Iterator[Joined]:
                 pieces = {block: f"{path}.{block}" for block in blocks if f"{path}.{block}" in present}
                 # a bias without an up part is as long as before
                 if "weight" in pieces or "up_bias" in pieces:
-                    yield Joined(f"{path}.{blocks[0]}", pieces, (base_in, up_in), sections, family.transposed, share)
+                    yield Joined(f"{path}.{blocks[0]}", pieces, (base_in, up_in), sections, is_transposed, share)
     yield from _joined_head(manifest)
 
 
@@ -100,7 +101,7 @@ def _joined_head(manifest: Manifest) -> Iterator[Joined]:
     A router asks for the logits of each stream by itself.
     """
     sizes, widths = manifest.plan.sizes, manifest.plan.widths
-    heads = {f"{name}.up_weight" for name in ("lm_head", manifest.plan.architecture.head)}
+    heads = {tensor.name for tensor in manifest.plan.head_parts}
     names = sorted(heads.intersection(manifest.expansion_tensors))
     for up_weight in names if not (sizes.is_tied or manifest.routing) else ():
         weight = f"{up_weight.rpartition('.')[0]}.weight"

@@ -7,8 +7,7 @@ stays as it is.
 from __future__ import annotations
 
 import hashlib
-import re
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -96,8 +95,8 @@ def _load_base(
 
 def _find_class(extract: Extract, model: Any) -> Any:
     """The expanded class of a stock model."""
-    _, *classes = modeling.model_classes(extract.manifest.plan.architecture)
-    stock = {expanded.__bases__[-1]: expanded for expanded in classes}
+    classes = modeling.model_classes(extract.manifest.plan.architecture)
+    stock = {expanded.__bases__[1]: expanded for name, expanded in classes.items() if name != "AutoConfig"}
     if type(model) not in stock:
         names = " or ".join(sorted(known.__name__ for known in stock))
         raise CheckpointError(
@@ -117,7 +116,7 @@ def _check_model(extract: Extract, model: Any, track: Track, *, check: bool) -> 
             "that splits it."
         )
     tensors = dict(model.named_parameters())
-    names = _names_in_memory(extract, extract.base_tensors, tensors)
+    names = _names_in_memory(extract, extract.base_tensors, model)
     shapes = {own: extract.base_tensors[name].shape for name, own in names.items()}
     given = {own: tuple(tensor.shape) for own, tensor in tensors.items()}
     check_sizes(extract, model.config.to_dict(), shapes, given, "model")
@@ -125,19 +124,16 @@ def _check_model(extract: Extract, model: Any, track: Track, *, check: bool) -> 
         _check_values(extract, {name: tensors[own] for name, own in names.items()}, track)
 
 
-def _names_in_memory(extract: Extract, disk_names: Iterable[str], present: Container[str]) -> dict[str, str]:
+def _names_in_memory(extract: Extract, disk_names: Iterable[str], model: Any) -> dict[str, str]:
     """Names that tensors have in a loaded model, by their names on disk; what the model has no place for is left out.
 
     A base may have been saved without its head, with names that lack the prefix of the whole model, and may be loaded
     without it.
     """
-    _, _, language_model = modeling.model_classes(extract.manifest.plan.architecture)
     prefix = f"{extract.manifest.plan.architecture.base_model}."
     found: dict[str, str] = {}
-    for name in disk_names:
-        own = name
-        for pattern, word in language_model.renamed_modules.items():
-            own = re.sub(pattern, word, own)
+    present = dict(model.named_parameters())
+    for name, own in modeling.names_in_memory(model, disk_names).items():
         forms = [form for form in (own, prefix + own, own.removeprefix(prefix)) if form in present]
         found |= {name: forms[0]} if forms else {}
     return found
@@ -201,7 +197,7 @@ def _own_tensors(extract: Extract, expanded: Any, base: Mapping[str, Tensor]) ->
     import torch
     from safetensors import safe_open
 
-    names = _names_in_memory(extract, extract.tensors, expanded.state_dict())
+    names = _names_in_memory(extract, extract.tensors, expanded)
     # what was asked for in float32 stays so, also in a model in half precision
     kept = torch.float32 if extract.manifest.plan.request.dtype == "float32" else None
     for shard in sorted({info.file for info in extract.tensors.values()}):

@@ -14,7 +14,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from scale_surgery import modeling
 from scale_surgery.checkpoint.files import take_over, write_json
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
 from scale_surgery.checkpoint.hashes import hash_files
@@ -27,6 +26,7 @@ from scale_surgery.planning.methods import refuse
 from scale_surgery.progress import Track, no_track
 from scale_surgery.running.drift import Drift, measure_drift
 from scale_surgery.running.options import Probes, RunOptions
+from scale_surgery.surgery.config import carried_code, hash_texts
 from scale_surgery.surgery.fused import check_fusible, fused_shards, write_blocks, write_fused
 from scale_surgery.surgery.intact import base_bytes_to_check, find_damage, refuse_damaged
 from scale_surgery.surgery.joining import damaged_pieces
@@ -110,7 +110,7 @@ def merge(
             drift = measure_drift(source, partial, probes, run=run, track=track)
             _check_drift(partial, target, drift)
             if to == "fused":
-                write_json(partial / MANIFEST_FILE, _fused_record(manifest, remembered, drift))
+                write_json(partial / MANIFEST_FILE, _fused_record(checkpoint, manifest, remembered, drift))
             else:
                 write_json(partial / STOCK_RECORD_FILE, _stock_record(partial, manifest, drift, track))
     return _describe(target, to, checkpoint, manifest, drift)
@@ -193,9 +193,11 @@ def _check_blocks(source: Path, partial: Path, track: Track) -> None:
         raise CheckpointError.from_problems([*shorten(problems), advice])
 
 
-def _fused_record(manifest: Manifest, remembered: Mapping[str, Any], drift: Drift) -> dict[str, Any]:
+def _fused_record(
+    checkpoint: Checkpoint, manifest: Manifest, remembered: Mapping[str, Any], drift: Drift
+) -> dict[str, Any]:
     """surgery.json of a fused model."""
-    code = {file: modeling.code_hash(file) for file in manifest.plan.architecture.code_files}
+    code = hash_texts(carried_code(checkpoint, manifest))
     return asdict(replace(manifest, fused={**remembered, "drift": asdict(drift)}, code=code, verification=None))
 
 

@@ -19,9 +19,16 @@ from scale_surgery.checkpoint.folder import Checkpoint, read_tensor
 from scale_surgery.checkpoint.names import CONFIG_FILE, INDEX_FILE
 from scale_surgery.checkpoint.shards import Entry, computed, stored, write_shard
 from scale_surgery.errors import PlanError
-from scale_surgery.planning.families import Family, Sizes
-from scale_surgery.planning.specs import REPLACING, Widths, stream_widths
-from scale_surgery.planning.stock import StockCost, cost_of_stock, stock_problems, stock_shapes, stock_sizes
+from scale_surgery.planning.architecture import CONFIG_KEYS, Architecture, Sizes
+from scale_surgery.planning.specs import REPLACING, Widths, linear_widths
+from scale_surgery.planning.stock import (
+    StockCost,
+    cost_of_stock,
+    linear_streams,
+    stock_problems,
+    stock_shapes,
+    stock_sizes,
+)
 from scale_surgery.progress import Progress, Track, no_track
 from scale_surgery.surgery.joining import Joined, cast_problems, join, joined_tensors
 from scale_surgery.surgery.parts import restore
@@ -41,7 +48,7 @@ def check_stock(checkpoint: Checkpoint, manifest: Manifest) -> None:
     Raises:
         PlanError: If it has none; every reason is given.
     """
-    problems = [*_state_problems(manifest), *stock_problems(*_facts(manifest), _base_config(manifest))]
+    problems = [*_state_problems(manifest), *stock_problems(*_facts(manifest))]
     if not manifest.fused:
         problems += cast_problems(checkpoint, manifest)
     if problems:
@@ -63,7 +70,7 @@ def stock_cost(manifest: Manifest) -> StockCost:
     return cost_of_stock(*_facts(manifest), manifest.base_tensors, parameters)
 
 
-def _facts(manifest: Manifest) -> tuple[Family, Sizes, Widths]:
+def _facts(manifest: Manifest) -> tuple[Architecture, Sizes, Widths]:
     plan = manifest.plan
     return plan.architecture, plan.sizes, plan.widths
 
@@ -125,14 +132,16 @@ def stock_shards(checkpoint: Checkpoint, manifest: Manifest) -> dict[str, list[E
 def _make(checkpoint: Checkpoint, manifest: Manifest, name: str, joined: Joined | None) -> Tensor:
     """A larger tensor: base and new values side by side where its layer was expanded, then zeros."""
     read = functools.partial(read_tensor, checkpoint)
-    family, sizes, widths = _facts(manifest)
-    linear = next(linear for linear in family.linears if name.rpartition(".")[0].endswith(f".{linear.name}"))
-    before = stream_widths(sizes, widths if joined else Widths(0, 0, 0))
-    after = stream_widths(stock_sizes(family, sizes, widths), Widths(0, 0, 0))
+    architecture, sizes, widths = _facts(manifest)
+    found = architecture.find_linear(name.rpartition(".")[0])
+    assert found is not None, name
+    block, linear = found
+    before = linear_widths(block, linear, widths if joined else Widths())
+    after = linear_streams(linear, stock_sizes(architecture, sizes, widths))
     tensor = join(joined, read) if joined else read(name)
-    rows = [(sum(before[stream]), sum(after[stream])) for stream in linear.writes()]
-    is_transposed = family.transposed and tensor.dim() == 2
-    padded = pad_with_zeros(tensor.t() if is_transposed else tensor, rows, sum(after[linear.reads]))
+    rows = [(sum(own), sum(larger)) for own, larger in zip(before.outputs, after.outputs, strict=True)]
+    is_transposed = architecture.transposed and tensor.dim() == 2
+    padded = pad_with_zeros(tensor.t() if is_transposed else tensor, rows, sum(after.inputs))
     return padded.t() if is_transposed else padded
 
 
@@ -174,12 +183,12 @@ def _place(
     advance(sum(entry.bytes for entry in entries))
 
 
-def stock_config(config: Mapping[str, Any], family: Family, sizes: Sizes, widths: Widths) -> dict[str, Any]:
+def stock_config(config: Mapping[str, Any], architecture: Architecture, sizes: Sizes, widths: Widths) -> dict[str, Any]:
     """Edit a base model's config.json: the heads and the inner width of the stock form, all else as it was.
 
     Args:
         config: Parsed config.json of the base.
-        family: Facts of the architecture.
+        architecture: Facts of the architecture.
         sizes: Sizes of the base model.
         widths: What was added.
 
@@ -188,8 +197,11 @@ def stock_config(config: Mapping[str, Any], family: Family, sizes: Sizes, widths
     """
     heads = ("query_heads", "key_value_heads", "head_size") if widths.up_kv_heads else ()
     inner = ("inner",) if widths.up_inner_width else ()
-    stock = stock_sizes(family, sizes, widths)
-    return {**config, **{family.key(name): getattr(stock, name) for name in (*heads, *inner)}}
+    stock = stock_sizes(architecture, sizes, widths)
+    return {
+        **config,
+        **{architecture.keys.get(name, CONFIG_KEYS[name]): getattr(stock, name) for name in (*heads, *inner)},
+    }
 
 
 def _index_metadata(metadata: Mapping[str, Any] | None, shards: Mapping[str, list[Entry]]) -> dict[str, Any]:

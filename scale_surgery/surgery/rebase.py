@@ -25,7 +25,7 @@ from scale_surgery.planning.base import fingerprint
 from scale_surgery.progress import Track
 from scale_surgery.running.options import RunOptions
 from scale_surgery.running.tokenizer import TOKENIZER_CONFIG_FILE
-from scale_surgery.surgery.config import expanded_config, make_index, stored_shard, written_config
+from scale_surgery.surgery.config import blocks_config, make_index, stored_shard, written_config
 from scale_surgery.surgery.expand import take_over_shards
 from scale_surgery.surgery.extract_folder import Extract, name_in_extract
 from scale_surgery.surgery.record import BaseFile, Manifest, tool_versions
@@ -127,7 +127,7 @@ def _base_places(extract: Extract, base: ComparedBase) -> dict[str, str]:
 def _torch_dtype(checkpoint: Checkpoint) -> str:
     from scale_surgery.surgery.initialise import TORCH_DTYPES
 
-    return str(TORCH_DTYPES[checkpoint.dtype]).removeprefix("torch.")
+    return str(TORCH_DTYPES[checkpoint.running_dtype]).removeprefix("torch.")
 
 
 def _write_config(extract: Extract, base: ComparedBase, folder: Path, dtype: str, run: RunOptions) -> None:
@@ -197,8 +197,7 @@ def _routing(extract: Extract, base: ComparedBase, dtype: str) -> dict[str, Any]
     manifest = extract.manifest
     if manifest.routing is None or CONFIG_FILE not in base.other_files:
         return None if manifest.routing is None else dict(manifest.routing)
-    family = manifest.plan.architecture
-    text = as_json(expanded_config(base.checkpoint.config, manifest.plan.specs, family, dtype))
+    text = as_json(blocks_config(manifest, base.checkpoint.config, dtype))
     before = manifest.routing["before"]
     changed = {"files": {**before["files"], CONFIG_FILE: text}, "verification": None}
     return {**manifest.routing, "before": {**before, **changed}}

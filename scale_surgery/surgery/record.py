@@ -8,20 +8,23 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from scale_surgery.checkpoint.files import plain_json
 from scale_surgery.checkpoint.folder import Checkpoint, read_json
 from scale_surgery.checkpoint.listing import check_folder, is_left_link
 from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE, is_inside
 from scale_surgery.checkpoint.numbering import CONFIG_KEY, Numbering, numbering_of
 from scale_surgery.checkpoint.reading import parse_json
 from scale_surgery.checkpoint.schema import build, in_one_line, misfits
+from scale_surgery.deriving.base import derive_config
 from scale_surgery.errors import CheckpointError, PlanError
+from scale_surgery.modeling import first_code_files
+from scale_surgery.planning.architecture import CODE_FILES
 from scale_surgery.planning.base import check_layers
-from scale_surgery.planning.families import read_sizes
 from scale_surgery.planning.plan import Plan
 from scale_surgery.planning.routing_specs import Routing
 from scale_surgery.planning.saved import check_plan
@@ -73,6 +76,12 @@ class Manifest:
     format: int = MANIFEST_FORMAT
 
     @property
+    def code_files(self) -> tuple[str, ...]:
+        """Names of the code files that it must have: this release's, or those of release 0.1.0 where that wrote it."""
+        own = first_code_files(self.plan.family)
+        return (*own, *CODE_FILES[len(own) :]) if set(own) <= set(self.code) else self.plan.code_files
+
+    @property
     def joined_shards(self) -> Mapping[str, Mapping[str, str]]:
         """Shards that a fused model was made of, whose tensors now lie in joined ones; none where it has its blocks."""
         return {} if self.fused is None else self.fused["shards"]
@@ -113,10 +122,12 @@ def read_manifest(path: Path) -> Manifest:
             f"{file}: format {content.get('format')!r}, expected {MANIFEST_FORMAT}. Use the release that made it."
         )
     try:
+        content = _with_facts(content, path)
         _check_values(content)
         manifest: Manifest = build(content, Manifest)
         check_plan(manifest.plan)
-        _check_plan(file, manifest.plan, manifest.base_tensors, _base_config(manifest))
+        _base_config(manifest)
+        _check_plan(file, manifest.plan, manifest.base_tensors)
         later = [*_routing_names(manifest.routing), *_fused_names(manifest.fused)]
         _check_names(file, manifest.base_files, manifest.replaced, [*manifest.code, *later])
         _check_renumbered(manifest)
@@ -177,10 +188,16 @@ def refuse_linked(path: Path, manifest: Manifest) -> None:
         raise CheckpointError.from_problems(problems)
 
 
-def _check_plan(file: Path, plan: Plan, base_tensors: Mapping[str, str], base_config: Mapping[str, Any] | None) -> None:
-    # a text that is missing is named where the texts of all files are looked at
-    if base_config is not None and read_sizes(plan.architecture, base_config) != plan.sizes:
-        raise PlanError("plan.sizes are not those of the base's config.json")
+def _with_facts(content: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Derive what the records of the first releases do not hold: facts about the architecture."""
+    plan, config = content.get("plan"), parse_json(content.get("replaced", {}).get(CONFIG_FILE, "null"))
+    if not isinstance(plan, dict) or "architecture" in plan or not isinstance(config, dict):
+        return content
+    facts = plain_json(asdict(derive_config(config, str(path)).architecture))
+    return content | {"plan": plan | {"architecture": facts}}
+
+
+def _check_plan(file: Path, plan: Plan, base_tensors: Mapping[str, str]) -> None:
     check_layers(plan.architecture, plan.sizes.layers, base_tensors)
     for tensor in plan.tensors:
         # outside the layers a tied head has no tensor of its own in the base

@@ -14,7 +14,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from scale_surgery import modeling
 from scale_surgery.checkpoint.files import BaseWeights, as_json, take_over, write_json, write_text
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint, read_text
 from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE
@@ -22,9 +21,9 @@ from scale_surgery.checkpoint.staging import check_space, check_target, staged
 from scale_surgery.errors import CheckpointError, PlanError
 from scale_surgery.fields import problems_of
 from scale_surgery.planning.methods import refuse
-from scale_surgery.planning.routing_specs import Routing, router_settings
+from scale_surgery.planning.routing_specs import Routing, path_problems, router_settings
 from scale_surgery.progress import Track, no_track
-from scale_surgery.surgery.config import routed_config
+from scale_surgery.surgery.config import carried_code, hash_texts, routed_config
 from scale_surgery.surgery.intact import refuse_damaged
 from scale_surgery.surgery.record import (
     Manifest,
@@ -62,6 +61,13 @@ class Routed:
     def cost(self) -> float:
         """Cost of the layers in a forward, as a multiple of the model without a router: 1 + (L - L_fp) / L."""
         return 1.0 if self.routing is None or self.fork is None else 1 + (self.layers - self.fork) / self.layers
+
+
+def _refuse_one_path(manifest: Manifest) -> None:
+    """Refuse a model through which two paths would have to pass, and cannot."""
+    fork = min(manifest.plan.collaboration.layers, default=None)
+    if fork is not None and (problems := path_problems(manifest.plan.architecture, fork)):
+        raise PlanError.from_problems(problems)
 
 
 def check_routing(routing: Routing) -> None:
@@ -106,6 +112,7 @@ def route_export(
     checkpoint, manifest = open_checkpoint(Path(expanded)), read_manifest(Path(expanded))
     refuse_fused(checkpoint.path, manifest)
     refuse(manifest.plan.method, "route", expanded)
+    _refuse_one_path(manifest)
     check_numbering(checkpoint, manifest)
     if manifest.routing is not None:
         raise CheckpointError(
@@ -113,9 +120,9 @@ def route_export(
             "scale_surgery.set_routing in Python; for another router take this one away first: --router none."
         )
     _check_paths(manifest, routing)
-    code = {file: modeling.code_text(file) for file in manifest.plan.architecture.code_files}
+    code = carried_code(checkpoint, manifest)
     record = {"settings": asdict(routing), "before": _before(checkpoint, manifest, code)}
-    hashes = {file: modeling.code_hash(file) for file in code}
+    hashes = hash_texts(code)
     changed = replace(manifest, routing=record, code=hashes, verification=None)
     config = as_json(routed_config(checkpoint.config, changed))
     take = Taking(base_weights, overwrite, track)

@@ -8,8 +8,8 @@ from typing import Any
 
 from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.hashes import hash_tensors
+from scale_surgery.deriving.base import derive_config
 from scale_surgery.errors import CheckpointError, shorten
-from scale_surgery.planning.families import get_family, read_sizes
 from scale_surgery.progress import Track
 from scale_surgery.surgery.extract_folder import Extract, TensorForm
 from scale_surgery.surgery.record import Manifest
@@ -52,7 +52,7 @@ def check_sizes(extract: Extract, config: Mapping[str, Any], shapes: Shapes, giv
         CheckpointError: If they do not fit; the first problems are listed.
         PlanError: If the base is of an architecture that is not supported.
     """
-    if problems := [*_config_problems(extract.manifest, config), *_shape_problems(shapes, given)]:
+    if problems := [*_config_problems(extract.manifest, config, name), *_shape_problems(shapes, given)]:
         head = f"{name}: does not fit, this expansion was made on {base_title(extract.manifest)}."
         raise CheckpointError.from_problems([head, *shorten(problems)])
 
@@ -108,16 +108,16 @@ def base_title(manifest: Manifest) -> str:
     return manifest.base_name + (f" at {manifest.base_revision}" if manifest.base_revision else "")
 
 
-def _config_problems(manifest: Manifest, config: Mapping[str, Any]) -> Iterator[str]:
-    family = get_family(config.get("model_type"))
-    if family.model_type != manifest.plan.family:
-        yield f"config.json: model_type is {family.model_type!r}, expected {manifest.plan.family!r}."
+def _config_problems(manifest: Manifest, config: Mapping[str, Any], name: str) -> Iterator[str]:
+    if config.get("model_type") != manifest.plan.family:
+        yield f"config.json: model_type is {config.get('model_type')!r}, expected {manifest.plan.family!r}."
         return
-    found, wanted = asdict(read_sizes(family, config)), asdict(manifest.plan.sizes)
+    derived = derive_config(config, name)
+    found, wanted = asdict(derived.sizes), asdict(manifest.plan.sizes)
     differing = (key for key in found if found[key] != wanted[key])
     yield from (f"config.json: {key} is {found[key]}, expected {wanted[key]}." for key in differing)
-    refused = (key for key in family.refused if config.get(key))
-    yield from (f"config.json: {key} is {config[key]!r}: {family.refused[key]}." for key in refused)
+    if found == wanted and derived.architecture != manifest.plan.architecture:
+        yield "config.json: makes a model of other parts than the base of this expansion has."
 
 
 def _shape_problems(shapes: Shapes, given: Shapes) -> Iterator[str]:

@@ -8,8 +8,8 @@ from dataclasses import replace
 from math import isfinite
 
 from scale_surgery.checkpoint.folder import Checkpoint
+from scale_surgery.deriving.planned import make_plan
 from scale_surgery.errors import PlanError
-from scale_surgery.planning.plan import make_plan
 from scale_surgery.planning.request import Request
 from scale_surgery.training.ranking import LayerScore, ScoreName
 

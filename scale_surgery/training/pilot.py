@@ -20,8 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from scale_surgery.checkpoint.folder import Checkpoint
+from scale_surgery.deriving.base import read_base
 from scale_surgery.errors import TrainingError
-from scale_surgery.planning.families import Role, get_family
+from scale_surgery.planning.architecture import Role
 from scale_surgery.progress import Track
 from scale_surgery.running.texts import Sequences, collate
 from scale_surgery.training.pilot_changes import Matrix, find_matrices, measure_updates, relative_changes
@@ -85,10 +86,10 @@ def run_pilot(
     Raises:
         TrainingError: If the loss is not a number, or a matrix holds other than finite numbers.
     """
-    family = get_family(checkpoint.config.get("model_type"))
+    base = read_base(checkpoint)
     precision = choose_precision(model, settings, device)
     groups = ("ffn",) if settings.trains == "mlp" else ("attn", "ffn")
-    matrices = find_matrices(model, family, checkpoint, groups)
+    matrices = find_matrices(model, base, groups)
     parameters = choose_trained(model, matrices, is_full=settings.trains == "full")
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -103,7 +104,7 @@ def run_pilot(
                 halfway = relative_changes(matrices, checkpoint)
     seconds, peak = time.monotonic() - started, peak_memory(device)
     with track("scores", len(matrices)) as advance:
-        updates = measure_updates(matrices, family, checkpoint, advance)
+        updates = measure_updates(matrices, base, advance)
     part = math.ceil(REPORTED_SHARE * len(losses))
     return PilotRun(
         first_loss=sum(losses[:part]) / part,

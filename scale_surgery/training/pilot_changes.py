@@ -11,8 +11,9 @@ from torch import nn
 
 from scale_surgery.checkpoint.folder import Checkpoint, read_tensor
 from scale_surgery.errors import TrainingError
-from scale_surgery.planning.families import Family, Linear, Role, read_sizes
-from scale_surgery.planning.specs import Widths, find_prefix, stream_widths
+from scale_surgery.planning.architecture import Block, Linear, Role
+from scale_surgery.planning.base import Base
+from scale_surgery.planning.specs import layer_path
 from scale_surgery.progress import Progress
 from scale_surgery.surgery.initialise import split_roles
 from scale_surgery.training.update_scores import Update, measure_update
@@ -23,23 +24,24 @@ class Matrix:
     """A linear that trained: its layer, its facts, its module, and the name of its weight on disk."""
 
     layer: int
+    block: Block
     linear: Linear
     module: nn.Module
     stored_name: str
 
 
-def find_matrices(model: Any, family: Family, checkpoint: Checkpoint, groups: tuple[str, ...]) -> list[Matrix]:
+def find_matrices(model: Any, base: Base, groups: tuple[str, ...]) -> list[Matrix]:
     """The linears of all layers that belong to the given groups, "attn" or "ffn"."""
-    prefix = find_prefix(family, checkpoint.tensors)
-    layers = getattr(model, family.base_model).get_submodule(family.layers)
-    return [
-        Matrix(
-            number, linear, layer.get_submodule(linear.name), f"{prefix}{family.layers}.{number}.{linear.name}.weight"
-        )
-        for number, layer in enumerate(layers)
-        for linear in family.linears
-        if linear.group in groups
-    ]
+    facts = base.architecture
+    layers = enumerate(model.get_submodule(f"{facts.base_model}.{facts.layers}"))
+    found = []
+    for number, layer in layers:
+        path = layer_path(facts, base.prefix, number)
+        for block in (block for block in facts.kind(number).blocks if block.group in groups):
+            for linear in block.linears:
+                own = layer.get_submodule(linear.name)
+                found.append(Matrix(number, block, linear, own, f"{path}{linear.name}.weight"))
+    return found
 
 
 @torch.no_grad()
@@ -66,15 +68,12 @@ def relative_changes(matrices: list[Matrix], checkpoint: Checkpoint) -> dict[int
 
 
 @torch.no_grad()
-def measure_updates(
-    matrices: list[Matrix], family: Family, checkpoint: Checkpoint, advance: Progress
-) -> dict[int, dict[Role, Update]]:
+def measure_updates(matrices: list[Matrix], base: Base, advance: Progress) -> dict[int, dict[Role, Update]]:
     """Compare each matrix with its values on disk, role by role where a projection is fused.
 
     Args:
         matrices: What trained.
-        family: Facts of the architecture.
-        checkpoint: The files with the values at the start.
+        base: The base model, in whose files are the values at the start.
         advance: Called after each matrix.
 
     Returns:
@@ -83,8 +82,6 @@ def measure_updates(
     Raises:
         TrainingError: If a matrix holds numbers that are not finite.
     """
-    sizes = read_sizes(family, checkpoint.config)
-    streams = stream_widths(sizes, Widths(0, 0, 0))
     updates: dict[int, dict[Role, Update]] = {}
     for matrix in matrices:
         after: Any = matrix.module.weight
@@ -94,10 +91,9 @@ def measure_updates(
             )
         if after.device.type != "cuda":
             after = after.cpu()  # float64 is not there on every device
-        before = read_tensor(checkpoint, matrix.stored_name).to(after.device)
-        widths = [streams[stream][0] for stream in matrix.linear.writes()]
+        before = read_tensor(base.checkpoint, matrix.stored_name).to(after.device)
         pairs = (
-            split_roles(weight.T if family.transposed else weight, matrix.linear, widths, sizes.head_size)
+            split_roles(weight.T if base.architecture.transposed else weight, matrix.linear, matrix.block.head_size)
             for weight in (before, after)
         )
         own = updates.setdefault(matrix.layer, {})

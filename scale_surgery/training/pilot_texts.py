@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.sources import Source
+from scale_surgery.deriving.base import read_base
 from scale_surgery.errors import DataError
-from scale_surgery.planning.families import get_family, read_sizes
 from scale_surgery.running.context import choose_length, context_of
 from scale_surgery.running.options import RunOptions
 from scale_surgery.running.tokenizer import need_tokenizer
@@ -59,9 +59,7 @@ def read_texts(
     }
     if "new" not in texts:
         raise DataError("There is no text for the pilot. Give files with --data.")
-    _check_ids(
-        texts, source.name, read_sizes(get_family(checkpoint.config["model_type"]), checkpoint.config).vocabulary
-    )
+    _check_ids(texts, source.name, read_base(checkpoint, run).sizes.vocabulary)
     _check_amount({side: len(text.ids) for side, text in texts.items()}, settings, length)
     return texts
 

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING
 
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
 from scale_surgery.checkpoint.sources import Source, find_source, listed
+from scale_surgery.deriving.planned import make_plan
 from scale_surgery.errors import CheckpointError, PlanError
 from scale_surgery.fields import problems_of
-from scale_surgery.planning.plan import Plan, make_plan
+from scale_surgery.planning.plan import Plan
 from scale_surgery.planning.request import Request, complete
 from scale_surgery.planning.selection import format_layers
 from scale_surgery.progress import Track, no_track

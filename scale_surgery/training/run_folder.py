@@ -79,16 +79,14 @@ def module_names(disk_names: Sequence[str], present: Sequence[str], renamed: Map
     Args:
         disk_names: Names on disk.
         present: Names in the model.
-        renamed: Patterns of names on disk, and what transformers calls them.
+        renamed: What transformers calls those whose modules it renamed, by their names on disk.
 
     Returns:
         Names in the model, by names on disk.
     """
     found = {}
     for name in disk_names:
-        own = name
-        for pattern, word in renamed.items():
-            own = re.sub(pattern, word, own)
+        own = renamed.get(name, name)
         # a base that was saved without its head has names without the prefix of the whole model
         found[name] = next(known for known in present if known == own or known.endswith(f".{own}"))
     return found

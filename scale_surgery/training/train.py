@@ -16,6 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from scale_surgery import modeling
 from scale_surgery.checkpoint.beside import locked
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
 from scale_surgery.checkpoint.hashes import hash_tensors
@@ -143,14 +144,16 @@ def train(
             checkpoint,
             decisive,
             _record(model, settings, decisive),
-            dict(getattr(model, "renamed_modules", {})),
+            modeling.names_in_memory(model, checkpoint.tensors),
         )
         if not start.resume and processes.is_main_process:
             training.begin(start.base_weights, overwrite=start.overwrite)
         processes.wait_for_everyone()
         start.announce(outlook)
         started = time.monotonic()
-        trainer = _make_trainer(model, training, texts, outlook, settings, run, is_half=checkpoint.dtype == "BF16")
+        trainer = _make_trainer(
+            model, training, texts, outlook, settings, run, is_half=checkpoint.running_dtype == "BF16"
+        )
         with quiet_transformers(), track("training", trainer.args.max_steps) as advance:
             trainer.add_callback(RunReport(advance, training))
             _run(trainer, training, resume=start.resume)

@@ -88,7 +88,7 @@ def expanded_for_a_while(checkpoint: Checkpoint, plan: Plan, device: torch.devic
         for shard in checkpoint.shards:
             (folder / stored_shard(shard)).symlink_to((checkpoint.path / shard).resolve())
         write_expansion(plan, checkpoint, folder, device.type, track)
-        dtype = str(TORCH_DTYPES[checkpoint.dtype]).removeprefix("torch.")
+        dtype = str(TORCH_DTYPES[checkpoint.running_dtype]).removeprefix("torch.")
         config = expanded_config(checkpoint.config, plan.specs, plan.architecture, dtype)
         write_json(folder / CONFIG_FILE, config)
         write_json(folder / INDEX_FILE, planned_index(plan, checkpoint))
@@ -101,7 +101,7 @@ def expanded_for_a_while(checkpoint: Checkpoint, plan: Plan, device: torch.devic
 def find_w12(model: Any, plan: Plan) -> dict[int, list[nn.Parameter]]:
     """W12 of each collaborative layer; they alone require gradients from here on."""
     model.requires_grad_(False)
-    layers = getattr(model, plan.architecture.base_model).get_submodule(plan.architecture.layers)
+    layers = model.get_submodule(f"{plan.architecture.base_model}.{plan.architecture.layers}")
     found = {
         number: [module.w12 for module in layers[number].modules() if getattr(module, "w12", None) is not None]
         for number in plan.collaboration.layers

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from benchmarks import stock_to_gguf
 from scale_surgery import plan
 from scale_surgery.errors import SurgeryError
-from scale_surgery.planning.families import FAMILIES
+from tests.families import FAMILIES
 
 
 def reading(logits: list[list[float]], new: list[int]) -> stock_to_gguf.Reading:

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from scale_surgery.checkpoint.sources import find_source, open_model
+from scale_surgery.deriving.planned import plan
 from scale_surgery.errors import CheckpointError
-from scale_surgery.planning.plan import plan
 from scale_surgery.planning.request import Request
 from scale_surgery.surgery.expand import expand
 from scale_surgery.surgery.record import read_manifest

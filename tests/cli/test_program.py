@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 
 from scale_surgery.cli.options import parse_size
 from scale_surgery.cli.program import main
-from scale_surgery.planning.plan import make_plan
+from scale_surgery.deriving.planned import make_plan
 from tests.conftest import digests
 from tests.tiny import save_tiny
 

@@ -8,14 +8,12 @@ import pytest
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from scale_surgery.deriving.derive import Derived, derive
-from scale_surgery.planning.families import FAMILIES, Family, read_sizes
+from tests.families import FAMILIES, Family, read_sizes
 from scale_surgery.planning.specs import Widths, stream_widths
 from tests.tiny import tiny_config
 
 # written by hand, and read by no forward of the stock class
 UNREAD = {"gpt2": {"num_heads"}}
-
-
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

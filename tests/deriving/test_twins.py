@@ -22,8 +22,12 @@ LLAMA = LlamaConfig(
     hidden_size=4096,
     num_key_value_heads=8,
     rope_parameters={
-        "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
     },
 )
 MIXED = ("qwen3_moe", "deepseek_v3", "gemma3_text", "jamba", "qwen3_next", "gemma4_text")
@@ -69,8 +73,10 @@ def test_equal_sizes_make_a_false_fact_that_a_second_twin_unmasks():
     layer = honest.model.model.layers[0]
     agreed = agree(kind, number_kind(kind, layer, 8), honest.layers[0].kind)
     # step by step to what does not need the fact
-    assert agreed.blocks[0] != kind.blocks[0] and "one of other sizes" in str(agreed.blocks[0].reason) or (
-        agreed.blocks[0].linears[0].fused_by == "head"
+    assert (
+        agreed.blocks[0] != kind.blocks[0]
+        and "one of other sizes" in str(agreed.blocks[0].reason)
+        or (agreed.blocks[0].linears[0].fused_by == "head")
     )
     assert agree(deceived, number_kind(deceived, layer, 8), honest.layers[0].kind) == deceived
 

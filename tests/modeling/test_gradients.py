@@ -9,9 +9,9 @@ import torch
 
 from scale_surgery import Request, expand
 from scale_surgery.modeling.expanded_modules import ExpandedModule
-from scale_surgery.planning.families import FAMILIES as FAMILY_FACTS
 from scale_surgery.planning.scale import idle_tensors
 from tests.conftest import load
+from tests.families import FAMILIES as FAMILY_FACTS
 from tests.tiny import FAMILIES
 
 

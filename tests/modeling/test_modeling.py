@@ -135,7 +135,7 @@ model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
 print(type(model).__module__)
 """
     done = run_fresh(script, pair_of("llama", "adapt").path, cwd=tmp_path)
-    assert done.stdout.strip() == "scale_surgery.modeling.modeling_scale_llama", done.stderr
+    assert done.stdout.strip() == "scale_surgery.modeling.modeling_scale", done.stderr
 
 
 @pytest.mark.parametrize("family", ("llama", "gpt_neox", "gpt2"))
@@ -177,7 +177,7 @@ def test_attention_weights_are_those_of_the_base_and_then_the_new_heads(pair_of)
 
 
 @pytest.mark.parametrize("block", ("w21", "w22", "up_weight"))
-def test_a_missing_expansion_tensor_is_reported_and_leaves_the_base_alone(pair_of, tmp_path, block):
+def test_a_missing_expansion_tensor_is_refused_or_reported_and_leaves_the_base_alone(pair_of, tmp_path, block):
     pair = pair_of("llama", "adapt", "float32", True)
     folder = Path(shutil.copytree(pair.path, tmp_path / "damaged"))
     tensor = next(t for t in pair.expansion.plan.tensors if t.block == block)
@@ -186,7 +186,9 @@ def test_a_missing_expansion_tensor_is_reported_and_leaves_the_base_alone(pair_o
     content = json.loads(index.read_text())
     del content["weight_map"][tensor.name]
     index.write_text(json.dumps(content))
-    model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    with pytest.raises(ValueError, match=f"{tensor.name} is missing"):
+        AutoModelForCausalLM.from_pretrained(folder)
+    model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, strict_loading=False)
     assert set(info["missing_keys"]) == {tensor.name}
     assert not model.get_parameter(tensor.name).any()
     for name, parameter in pair.base.named_parameters():

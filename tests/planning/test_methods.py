@@ -36,8 +36,8 @@ class Toy(Scale):
     verb = "toyed with"
     source = "It is made up."
 
-    def resolve(self, sizes, request):
-        layers = select_layers(request.layers, sizes.layers)
+    def resolve(self, base, request):
+        layers = select_layers(request.layers, base.sizes.layers)
         return Resolved(layers, Widths(up_inner_width=8), Collaboration(layers, ("ffn",)))
 
 

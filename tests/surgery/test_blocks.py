@@ -8,13 +8,13 @@ from torch import Tensor
 
 from scale_surgery.checkpoint.folder import open_checkpoint, read_tensor
 from scale_surgery.demo import SHIPPED_MODEL
+from scale_surgery.deriving.planned import plan
 from scale_surgery.errors import CheckpointError
-from scale_surgery.planning.families import FAMILIES
-from scale_surgery.planning.plan import plan
 from scale_surgery.planning.request import Request
 from scale_surgery.surgery import blocks
 from scale_surgery.surgery.blocks import check_finite, seeded_generator, svd_embedding, svd_w21, svd_w22
 from scale_surgery.surgery.initialise import join_roles, make_tensor, split_roles
+from tests.families import FAMILIES
 
 SHAPES = ((48, 20), (20, 48), (30, 30))
 each_shape = pytest.mark.parametrize("shape", SHAPES, ids=("tall", "wide", "square"))

@@ -26,13 +26,13 @@ from scale_surgery.hub.card import make_card
 from scale_surgery.hub.repository import read_contents
 from scale_surgery.planning.depth import build_depth_specs, deepened_config
 from scale_surgery.planning.duplicable import BINDINGS
-from scale_surgery.planning.families import get_family
 from scale_surgery.running.freeze import base_states, freeze_base, new_layers
 from scale_surgery.show.tables import render_inspection
 from scale_surgery.show.tables_plan import render_plan
 from scale_surgery.surgery.extract import extract
 from scale_surgery.surgery.record import read_manifest
 from tests.conftest import DEEPENED, Pair, digests, load, shake
+from tests.families import get_family
 from tests.interrupted_steps import run_killed
 from tests.modeling.test_promises import each_dtype, each_family, each_layout, prompts, unequal
 from tests.tiny import FAMILIES, save_tiny, tiny_config

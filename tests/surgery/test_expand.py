@@ -19,16 +19,16 @@ from transformers import AutoConfig
 from scale_surgery import modeling
 from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.checkpoint.hashes import hash_tensors
+from scale_surgery.deriving.planned import load_plan, plan
 from scale_surgery.errors import CheckpointError, PlanError
-from scale_surgery.planning.families import FAMILIES
-from scale_surgery.planning.plan import plan
 from scale_surgery.planning.request import Request
-from scale_surgery.planning.saved import load_plan, save_plan
+from scale_surgery.planning.saved import save_plan
 from scale_surgery.running.options import RunOptions
 from scale_surgery.surgery.expand import expand
 from scale_surgery.surgery.record import read_manifest
 from scale_surgery.surgery.strip import strip
 from tests.conftest import digests
+from tests.families import FAMILIES
 
 REQUEST = Request("0,2", variant="adapt", collaborate="both", init_w22="random")
 
@@ -44,7 +44,7 @@ def test_what_stands_in_the_folder(pair_of):
     files = set(digests(pair.path))
     assert files == {
         "config.json",
-        "configuration_scale_llama.py",
+        "configuration_scale.py",
         "expanded_attention.py",
         "expanded_causal_lm.py",
         "expanded_mixture.py",
@@ -57,7 +57,7 @@ def test_what_stands_in_the_folder(pair_of):
         "generation_config.json",
         "model-00001-of-00001.safetensors",
         "model.safetensors.index.json",
-        "modeling_scale_llama.py",
+        "modeling_scale.py",
         "surgery.json",
     }
     for file in FAMILIES["llama"].code_files:
@@ -105,7 +105,7 @@ def test_the_base_s_own_auto_map_is_kept(llama_base, tmp_path):
     expanded = expand(llama_base, REQUEST, tmp_path / "expanded").path
     auto_map = json.loads((expanded / "config.json").read_text())["auto_map"]
     assert auto_map["AutoTokenizer"] == ["tok.Tok", None]
-    assert auto_map["AutoConfig"] == "configuration_scale_llama.ScaleLlamaConfig"
+    assert auto_map["AutoConfig"] == "configuration_scale.ScaleLlamaConfig"
 
 
 def test_the_manifest_records_what_was_done(pair_of):

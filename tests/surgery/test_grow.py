@@ -16,12 +16,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from scale_surgery import EvalData, RunOptions
+from scale_surgery.deriving.inspect import inspect
+from scale_surgery.deriving.planned import plan
 from scale_surgery.errors import CheckpointError, PlanError, TrainingError
 from scale_surgery.evidence.verify import Verification, verify
 from scale_surgery.modeling.expanded_modules import GrownLinear
-from scale_surgery.planning.families import FAMILIES as FACTS
-from scale_surgery.planning.inspect import inspect
-from scale_surgery.planning.plan import plan
 from scale_surgery.planning.request import Request
 from scale_surgery.planning.routing_specs import Routing
 from scale_surgery.surgery import blocks
@@ -36,6 +35,7 @@ from scale_surgery.surgery.strip import strip
 from scale_surgery.training.settings import GROUPS, TrainingSettings
 from scale_surgery.training.train import train
 from tests.conftest import digests, load, shake
+from tests.families import FAMILIES as FACTS
 from tests.tiny import FAMILIES, save_tiny
 
 FREEZE = Request("0,2", method="grow")

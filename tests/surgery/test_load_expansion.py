@@ -13,12 +13,12 @@ from safetensors.torch import load_file
 
 from scale_surgery.checkpoint.files import write_tensors
 from scale_surgery.errors import CheckpointError, PlanError
-from scale_surgery.planning.families import FAMILIES
 from scale_surgery.planning.request import Request
 from scale_surgery.surgery.expand import expand
 from scale_surgery.surgery.extract import extract
 from scale_surgery.surgery.load_expansion import load_expansion
 from tests.conftest import load
+from tests.families import FAMILIES
 from tests.routed import prompts, random_ids, trio_of  # noqa: F401
 from tests.tiny import save_tiny
 

@@ -20,9 +20,8 @@ from safetensors.torch import load_file, save_file
 from scale_surgery.biographies import SHIPPED_MODEL
 from scale_surgery.checkpoint.folder import open_checkpoint, read_tensor
 from scale_surgery.cli.program import main
+from scale_surgery.deriving.planned import plan
 from scale_surgery.errors import PlanError
-from scale_surgery.planning.families import FAMILIES, read_sizes
-from scale_surgery.planning.plan import plan
 from scale_surgery.planning.request import Request
 from scale_surgery.planning.specs import Widths, expected_shapes, find_prefix
 from scale_surgery.planning.stock import StockWidths, stock_problems, stock_sizes
@@ -33,6 +32,7 @@ from scale_surgery.surgery.merge_stock import check_stock, stock_config, stock_c
 from scale_surgery.surgery.record import Manifest, read_manifest
 from scale_surgery.surgery.route import route_export
 from tests.conftest import digests, load, shake
+from tests.families import FAMILIES, read_sizes
 from tests.routed import prompts, random_ids
 from tests.tiny import tiny_config
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from scale_surgery import CheckpointError, PlanError, Request, expand, strip
 from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.cli.program import main
-from scale_surgery.planning.plan import plan
+from scale_surgery.deriving.planned import plan
 from tests.conftest import digests
 from tests.tiny import save_tiny
 

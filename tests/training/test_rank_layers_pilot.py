@@ -10,7 +10,6 @@ import torch
 
 from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.errors import TrainingError
-from scale_surgery.planning.families import FAMILIES
 from scale_surgery.progress import no_progress, no_track
 from scale_surgery.running.texts import Sequences
 from scale_surgery.training.pilot import batches, choose_precision, run_pilot, share_of_rate, time_step
@@ -18,6 +17,7 @@ from scale_surgery.training.pilot_changes import find_matrices, measure_updates,
 from scale_surgery.training.pilot_settings import PilotSettings
 from scale_surgery.training.update_scores import relative_norm
 from tests.conftest import load
+from tests.families import FAMILIES
 
 CPU = torch.device("cpu")
 SETTINGS = PilotSettings(steps=4, batch_size=2, learning_rate=1e-3)

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from scale_surgery.checkpoint.folder import open_checkpoint
-from scale_surgery.planning.families import FAMILIES
-from scale_surgery.planning.plan import make_plan
+from scale_surgery.deriving.planned import make_plan
 from scale_surgery.planning.request import Request
 from scale_surgery.progress import no_progress, no_track
 from scale_surgery.running.loss import measure
@@ -24,6 +23,7 @@ from scale_surgery.training.w12_worth import (
     worth,
 )
 from tests.conftest import digests, load
+from tests.families import FAMILIES
 from tests.training.test_rank_layers_pilot import text
 
 CPU = torch.device("cpu")

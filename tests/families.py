@@ -14,21 +14,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from scale_surgery.errors import PlanError, UnsupportedFamilyError
+from scale_surgery.planning.architecture import CODE_FILES
 
 Role = Literal["q", "k", "v", "o", "gate", "up_proj", "down"]
 Group = Literal["attn", "ffn"]
-
-# code files that every expanded checkpoint carries, beside those of its family
-SHARED_CODE = (
-    "expanded_attention.py",
-    "expanded_causal_lm.py",
-    "expanded_fused.py",
-    "expanded_mixture.py",
-    "expanded_model.py",
-    "expanded_modules.py",
-    "expanded_routing.py",
-    "expanded_streams.py",
-)
 
 # role -> (what it reads, what it writes); a stream is a pair of a base width and an up width
 STREAMS: Mapping[Role, tuple[str, str]] = {
@@ -113,7 +102,7 @@ class Family:
 
     Attributes:
         model_type: `model_type` of the base model's config.json.
-        stem: Stem of our class names, `Scale<stem>ForCausalLM`.
+        stem: Stem of the names of its stock classes.
         base_model: Attribute of the language model that holds the model without its head.
         layers: Module list of the layers, inside the base model.
         embedding: Token embedding, inside the base model.
@@ -137,6 +126,7 @@ class Family:
         heads_divide_hidden: Whether the stock config wants a number of query heads that divides the hidden size.
         heads_fix_rope: Whether the stock config wants as many rope factors as hidden size over query heads asks for.
         types_by_number: How its layers get their types where config.json does not list them; None where all are alike.
+        language_model: Its stock language model, where that has another name than `<stem>ForCausalLM`.
     """
 
     model_type: str
@@ -165,6 +155,7 @@ class Family:
     heads_divide_hidden: bool = False
     heads_fix_rope: bool = False
     types_by_number: TypesByNumber | None = None
+    language_model: str | None = None
 
     def key(self, size: str) -> str:
         """Key of a size in config.json."""
@@ -183,8 +174,18 @@ class Family:
     @property
     def code_files(self) -> tuple[str, ...]:
         """Names of the Python files that an expanded checkpoint carries."""
-        own = (f"configuration_{self.expanded_type}.py", f"modeling_{self.expanded_type}.py")
-        return (*own, *SHARED_CODE)
+        return CODE_FILES
+
+    @property
+    def config_class(self) -> str:
+        """Its stock configuration class."""
+        return f"{self.stem}Config"
+
+    @property
+    def classes(self) -> Mapping[str, str]:
+        """Auto class to stock class."""
+        language_model = self.language_model or f"{self.stem}ForCausalLM"
+        return {"AutoModel": f"{self.stem}Model", "AutoModelForCausalLM": language_model}
 
 
 @dataclass(frozen=True)
@@ -330,6 +331,7 @@ FAMILIES: Mapping[str, Family] = {
         _llama_like(
             "gemma3_text",
             "Gemma3Text",
+            language_model="Gemma3ForCausalLM",
             pre_norms=GEMMA_PRE_NORMS,
             post_norms=GEMMA_POST_NORMS,
             inner_norms=_head_norms(1),
@@ -394,6 +396,7 @@ FAMILIES: Mapping[str, Family] = {
         Family(
             "gpt2",
             "GPT2",
+            language_model="GPT2LMHeadModel",
             linears=(
                 Linear("attn.c_attn", ("q", "k", "v")),
                 Linear("attn.c_proj", ("o",)),

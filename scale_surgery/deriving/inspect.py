@@ -12,13 +12,16 @@ from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE
 from scale_surgery.checkpoint.numbering import AFTER, CONFIG_KEY, numbering_of
 from scale_surgery.checkpoint.schema import in_one_line, known_misfits
 from scale_surgery.checkpoint.sources import open_model
+from scale_surgery.deriving.base import base_config, check_counts, derive_config
 from scale_surgery.errors import CheckpointError, PlanError
+from scale_surgery.planning.architecture import Architecture, Sizes
 from scale_surgery.planning.base import check_layers
-from scale_surgery.planning.families import Family, Sizes, get_family, read_sizes
 from scale_surgery.planning.methods import method_of_variant
 from scale_surgery.planning.routing_specs import Routing, read_routing
 from scale_surgery.planning.spec_schema import spec_problems
 from scale_surgery.planning.specs import Widths
+from scale_surgery.running.freeze import group_of
+from scale_surgery.running.options import RunOptions
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,7 @@ class Inspection:
     Attributes:
         name: Hub id or folder name.
         family: `model_type` of the base model.
+        architecture: Facts of its architecture, with how each kind of layer can be treated.
         sizes: Sizes of the base model.
         dtype: Dtype of most parameters, in safetensors' name.
         shards: Safetensors files with their bytes.
@@ -85,6 +89,7 @@ class Inspection:
 
     name: str
     family: str
+    architecture: Architecture
     sizes: Sizes
     dtype: str
     shards: Mapping[str, int]
@@ -105,12 +110,13 @@ class _Record:
     routing: Mapping[str, Any] | None = None
 
 
-def inspect(model: str | Path, *, revision: str | None = None) -> Inspection:
+def inspect(model: str | Path, *, revision: str | None = None, run: RunOptions = RunOptions()) -> Inspection:
     """Describe a checkpoint; no weight is read.
 
     Args:
         model: A folder or a Hub id, a base model or an expanded one.
         revision: Branch, tag or commit of a Hub repository.
+        run: Whether code that lies with the model may run: trust_remote_code.
 
     Returns:
         The description.
@@ -120,40 +126,35 @@ def inspect(model: str | Path, *, revision: str | None = None) -> Inspection:
         UnsupportedFamilyError: If its architecture is not supported.
     """
     source, checkpoint = open_model(model, revision)
-    family = get_family(_base_type(checkpoint.config))
-    sizes = read_sizes(family, checkpoint.config)
+    check_counts(checkpoint.config, len(checkpoint.tensors))
+    found = derive_config(base_config(checkpoint.config), str(source.path), run)
+    architecture, sizes = found.architecture, found.sizes
     if (numbering := numbering_of(checkpoint.config.get(CONFIG_KEY))) is not None:
         sizes = replace(sizes, layers=sizes.layers - len(numbering.new))
-    check_layers(family, sizes.layers, checkpoint.tensors)
+    check_layers(architecture, sizes.layers, checkpoint.tensors)
     stored = sum(info.elements for info in checkpoint.tensors.values())
     shards: dict[str, int] = {}
     for info in checkpoint.tensors.values():
         shards[info.file] = shards.get(info.file, 0) + info.bytes
     return Inspection(
         name=source.name,
-        family=family.model_type,
+        family=architecture.model_type,
+        architecture=architecture,
         sizes=sizes,
         dtype=checkpoint.dtype,
         shards=shards,
         tensors=len(checkpoint.tensors),
         parameters_stored=stored,
-        parameters_unique=stored - _tied_copy(checkpoint, family, sizes),
+        parameters_unique=stored - _tied_copy(checkpoint, architecture, sizes),
         bytes=sum(shards.values()),
         left_out=checkpoint.left_out,
         expansion=_summarise(checkpoint) if "scale_surgery" in checkpoint.config else None,
     )
 
 
-def _base_type(config: Mapping[str, Any]) -> object:
-    model_type = config.get("model_type")
-    return model_type.removeprefix("scale_") if isinstance(model_type, str) else model_type
-
-
-def _tied_copy(checkpoint: Checkpoint, family: Family, sizes: Sizes) -> int:
-    if not sizes.is_tied:
-        return 0
-    copies = {f"{family.head}.weight", "lm_head.weight"}.intersection(checkpoint.tensors)
-    return sum(checkpoint.tensors[name].elements for name in copies)
+def _tied_copy(checkpoint: Checkpoint, architecture: Architecture, sizes: Sizes) -> int:
+    copy = checkpoint.tensors.get(f"{architecture.head}.weight") if sizes.is_tied else None
+    return 0 if copy is None else copy.elements
 
 
 def _summarise(checkpoint: Checkpoint) -> ExpansionSummary:
@@ -223,13 +224,12 @@ def _count_mlps(specs: Mapping[str, Any]) -> int | None:
 
 def _count_copies(checkpoint: Checkpoint) -> dict[str, int]:
     """Parameters of copied layers by group."""
-    linears = {linear.name: linear.group for linear in get_family(checkpoint.config["model_type"]).linears}
+    groups = checkpoint.config[CONFIG_KEY].get("groups")
     counts = dict.fromkeys(("attn", "ffn", "norms"), 0)
     for info in checkpoint.tensors.values():
         _, is_copy, inside = info.name.partition(f".{AFTER}")
         if is_copy:
-            group = linears.get(inside.rpartition(".")[0], "norms")
-            counts[group] += info.elements
+            counts[group_of(inside, groups)] += info.elements
     return {group: count for group, count in counts.items() if count}
 
 

@@ -1,0 +1,91 @@
+"""A base model with the facts about its architecture, derived from the config that lies with it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from scale_surgery.checkpoint.folder import Checkpoint
+from scale_surgery.checkpoint.numbering import CONFIG_KEY
+from scale_surgery.deriving.derive import Derived, derive
+from scale_surgery.errors import CheckpointError
+from scale_surgery.planning.base import Base, make_base
+from scale_surgery.running.loading import translated
+from scale_surgery.running.options import RunOptions
+
+# a config may name a layer that it never has, such as the one from which on windows slide
+MOST_HARMLESS = 1000
+ADVICE = "Check config.json, and whether transformers alone loads the model."
+
+
+def read_base(checkpoint: Checkpoint, run: RunOptions = RunOptions()) -> Base:
+    """Read what planning has to know of a base model; no weight is read.
+
+    Args:
+        checkpoint: Its config and headers.
+        run: Whether code that lies with it may run: trust_remote_code.
+
+    Returns:
+        Facts, sizes and headers.
+
+    Raises:
+        UnsupportedFamilyError: If its architecture cannot be expanded; the message names what stands in the way.
+        CheckpointError: If config.json is none of a language model, or promises more layers than there are.
+    """
+    check_counts(checkpoint.config, len(checkpoint.tensors))
+    found = derive_config(checkpoint.config, str(checkpoint.path), run)
+    return make_base(checkpoint, found.architecture, found.sizes)
+
+
+def check_counts(config: Mapping[str, Any], tensors: int) -> None:
+    """Check that there may be as many layers as config.json says, before a model of it is made.
+
+    Args:
+        config: Parsed config.json.
+        tensors: How many tensors there are in all.
+
+    Raises:
+        CheckpointError: If there are more layers than tensors.
+    """
+    nested = (value for value in config.values() if isinstance(value, Mapping))
+    for own in (config, *nested):
+        for key, value in own.items():
+            if "layer" in key and isinstance(value, int) and value > max(tensors, MOST_HARMLESS):
+                raise CheckpointError(
+                    f"config.json: {key} is {value}, found {tensors} tensors in all. Is config.json from this "
+                    "checkpoint, and is the checkpoint complete?"
+                )
+
+
+def derive_config(config: Mapping[str, Any], place: str, run: RunOptions = RunOptions()) -> Derived:
+    """Derive facts from a parsed config.json.
+
+    Args:
+        config: Of a base model.
+        place: Folder of the model, where code of its own lies.
+        run: Whether such code may run: trust_remote_code.
+
+    Raises:
+        UnsupportedFamilyError: If the architecture cannot be expanded.
+        CheckpointError: If transformers makes nothing of it.
+    """
+    from scale_surgery.deriving.configs import config_of
+
+    with translated(f"{place}: config.json", "transformers does not read it", ADVICE):
+        made = config_of(config, place, run)
+    return derive(made)
+
+
+def base_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config of the base model that an expanded one was made of.
+
+    Args:
+        config: Parsed config.json of a base model, or of an expanded one.
+
+    Returns:
+        The config without what the expansion wrote; duplicated layers are still counted.
+    """
+    if CONFIG_KEY not in config:
+        return dict(config)
+    kept = {key: value for key, value in config.items() if key not in (CONFIG_KEY, "auto_map", "architectures")}
+    return kept | {"model_type": str(config.get("model_type")).removeprefix("scale_")}

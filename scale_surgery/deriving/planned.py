@@ -1,0 +1,90 @@
+"""Plan an expansion of a model: derive the facts about its architecture, then decide everything from headers alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from scale_surgery.checkpoint.folder import Checkpoint
+from scale_surgery.checkpoint.sources import open_model
+from scale_surgery.deriving.base import read_base
+from scale_surgery.errors import PlanError
+from scale_surgery.planning.base import refuse_expanded
+from scale_surgery.planning.methods import METHODS
+from scale_surgery.planning.plan import Plan, plan_expansion
+from scale_surgery.planning.request import Request
+from scale_surgery.planning.saved import check_same, saved_request
+from scale_surgery.running.options import RunOptions
+
+
+def plan(model: str | Path, request: Request, *, revision: str | None = None, run: RunOptions = RunOptions()) -> Plan:
+    """Decide everything that `expand` would do, from headers and config only.
+
+    Args:
+        model: A folder or a Hub id.
+        request: What is asked for.
+        revision: Branch, tag or commit of a Hub repository.
+        run: Whether code that lies with the model may run: trust_remote_code.
+
+    Returns:
+        The plan.
+
+    Raises:
+        SurgeryError: If the model cannot be read or the request does not fit it.
+    """
+    source, checkpoint = open_model(model, revision)
+    return make_plan(checkpoint, request, name=source.name, revision=source.revision, run=run)
+
+
+def make_plan(
+    checkpoint: Checkpoint,
+    request: Request,
+    *,
+    name: str,
+    revision: str | None = None,
+    run: RunOptions = RunOptions(),
+) -> Plan:
+    """Decide everything that an expansion will do; no weight is read.
+
+    Args:
+        checkpoint: The base model.
+        request: What the user asks for.
+        name: Hub id or folder name of the base model.
+        revision: Commit of the Hub repository, where known.
+        run: Whether code that lies with the model may run: trust_remote_code.
+
+    Returns:
+        The plan.
+
+    Raises:
+        UnsupportedFamilyError: If the architecture cannot be expanded; the message names what stands in the way.
+        PlanError: If the request does not fit the model; every problem is listed.
+        CheckpointError: If the model is expanded already, or a base tensor is missing or has a wrong shape.
+    """
+    refuse_expanded(checkpoint)
+    asked = METHODS.get(request.method) if isinstance(request.method, str) else None
+    # what cannot be grown so whatever the architecture is said before it is asked for
+    if asked is not None and (problems := asked.config_problems(checkpoint.config)):
+        raise PlanError.from_problems(problems)
+    return plan_expansion(read_base(checkpoint, run), request, name=name, revision=revision)
+
+
+def load_plan(model: str | Path, file: Path, *, revision: str | None = None, run: RunOptions = RunOptions()) -> Plan:
+    """Make the plan that a file holds, for a base model; what was reviewed is what is done.
+
+    Args:
+        model: The base model, a folder or a Hub id.
+        file: A plan that `save_plan` wrote.
+        revision: Branch, tag or commit of a Hub repository.
+        run: Whether code that lies with the model may run: trust_remote_code.
+
+    Returns:
+        The plan.
+
+    Raises:
+        PlanError: If the file is no plan, or this base model and this release would make another.
+        CheckpointError: If the model cannot be read.
+    """
+    request = saved_request(file)
+    made = plan(model, request, revision=revision, run=run)
+    check_same(made, file)
+    return made

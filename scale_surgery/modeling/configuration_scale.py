@@ -1,0 +1,43 @@
+"""Configurations of expanded models: each a stock class with a model type of its own, made when its name is asked for.
+
+`ScaleQwen3Config` is made of `Qwen3Config`. This file travels with the checkpoint: it opens no file.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import transformers
+
+
+def stock_class(name: str, kind: type, module: str) -> Any:
+    """The class of transformers that an expanded class is made of.
+
+    Args:
+        name: Name of the expanded class: `Scale`, and the name of the stock class.
+        kind: What it has to be, a configuration or a model.
+        module: Module that was asked for it.
+
+    Raises:
+        AttributeError: If there is none.
+    """
+    stock = getattr(transformers, name.removeprefix("Scale"), None) if name.startswith("Scale") else None
+    if not (isinstance(stock, type) and issubclass(stock, kind)):
+        raise AttributeError(
+            f"module {module!r} has no attribute {name!r}: transformers {transformers.__version__} has no such class, "
+            "without Scale. Install a release that has it; a model whose code lies elsewhere is not supported."
+        )
+    return stock
+
+
+def config_of(stock: type) -> type:
+    """The configuration of what is expanded of a stock model: one more key, `scale_surgery`, says what and how wide."""
+    name = f"Scale{stock.__name__}"
+    if name not in globals():
+        own = {"model_type": f"scale_{stock.model_type}", "__module__": __name__, "__doc__": config_of.__doc__}
+        globals()[name] = type(name, (stock,), own)
+    return globals()[name]
+
+
+def __getattr__(name: str) -> Any:
+    return config_of(stock_class(name, transformers.PretrainedConfig, __name__))

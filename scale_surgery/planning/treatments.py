@@ -1,0 +1,42 @@
+"""How each kind of layer can be expanded, as rows of a table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from scale_surgery.planning.architecture import Architecture, Kind
+from scale_surgery.planning.selection import format_layers
+
+
+def treatment_rows(architecture: Architecture, added: Mapping[int, int] | None = None) -> list[tuple[str, str]]:
+    """How each kind of layer is expanded, and why no more of it.
+
+    Args:
+        architecture: Facts of the architecture.
+        added: New parameters of each expanded layer; then only kinds that have such layers are shown.
+
+    Returns:
+        Names and values; one row where all layers are alike and nothing stays as it is.
+    """
+    rows = []
+    for number, kind in enumerate(architecture.kinds):
+        own = [layer for layer, of in enumerate(architecture.kind_of_layer) if of == number]
+        chosen = own if added is None else [layer for layer in own if layer in added]
+        if chosen:
+            counts = sorted({added[layer] for layer in chosen}) if added is not None else []
+            rows.append((f"layers {format_layers(tuple(chosen))}", _kind(kind) + _counted(counts)))
+    if architecture.is_uniform:
+        return [("treatment", _kind(architecture.kinds[0]))]
+    return rows
+
+
+def _kind(kind: Kind) -> str:
+    parts = []
+    for block in kind.blocks:
+        reason = f" ({block.reason})" if block.reason else ""
+        parts.append(f"{block.name or block.group} {block.treatment}{reason}")
+    return ", ".join(parts)
+
+
+def _counted(counts: list[int]) -> str:
+    return f": +{counts[-1]:,} each" if counts else ""

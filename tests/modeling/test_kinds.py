@@ -1,0 +1,424 @@
+"""Layers of several kinds, blocks that run whole, linears at the edges of a block, padding, an up stream entering late.
+
+Each on a stock model of that make, bit for bit in two dtypes, with a cache and without, and alive.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers import AutoModel, AutoModelForCausalLM
+
+from scale_surgery.modeling.expanded_modules import ExpandedModule, expand_module
+from scale_surgery.planning.routing_specs import Routing, build_routing
+from scale_surgery.planning.specs import Collaboration, Widths, build_specs
+from tests.by_hand import (
+    IDS,
+    UP,
+    WRITING,
+    block,
+    is_new,
+    linear,
+    make_base,
+    names_of,
+    norm,
+    plan_of,
+    reading,
+    same_generation,
+    same_logits,
+    shaken,
+    write_expanded,
+)
+from tests.families import FAMILIES, Sizes
+from tests.tiny import LLAMA_LIKE, TOKENS
+
+D, INNER, HEADS, KV_HEADS, SIZE = 40, 52, 4, 2, 10
+SMALL = LLAMA_LIKE | TOKENS
+NORMS = ("input_layernorm", "post_attention_layernorm")
+BOTH = ["attn", "ffn"]
+
+
+def edges(width: int, readers: dict[str, int], writer: tuple[str, int]) -> dict[str, Any]:
+    """Linears at the edges of attention; all between them is stock."""
+    specs = {name: linear([width, UP], [outputs, 0]) for name, outputs in readers.items()}
+    return specs | {writer[0]: linear([writer[1], 0], [width, UP])}
+
+
+LLAMA_EDGES = edges(
+    D,
+    {
+        "self_attn.q_proj": HEADS * SIZE,
+        "self_attn.k_proj": KV_HEADS * SIZE,
+        "self_attn.v_proj": KV_HEADS * SIZE,
+    },
+    ("self_attn.o_proj", HEADS * SIZE),
+)
+DENSE = {
+    "mlp.gate_proj": linear([D, UP], [INNER, 4], group="ffn"),
+    "mlp.up_proj": linear([D, UP], [INNER, 4], group="ffn"),
+    "mlp.down_proj": linear([INNER, 4], [D, UP], group="ffn"),
+    "mlp.act_fn": {"kind": "activation", "base": INNER},
+}
+PASSING = dict.fromkeys(NORMS, reading(D)) | {"self_attn.o_proj": WRITING}
+
+
+def kind(attention: dict[str, Any], mlp: str) -> dict[str, Any]:
+    """A layer as Llama's: with a mixture as a block, or a dense MLP."""
+    own = {"mlp": block(D)} if mlp == "block" else DENSE
+    passing = {"mlp": {"kind": "block", "base": D, "up": UP}} if mlp == "block" else {"mlp.down_proj": WRITING}
+    expanded = dict.fromkeys(NORMS, norm(D)) | attention | own
+    return {"expanded": expanded, "passing": PASSING | passing, "attention": {}}
+
+
+def kinds(attention: dict[str, Any], *layers: str) -> dict[str, Any]:
+    """Dense layers and layers with a mixture, each of its kind."""
+    names = sorted(set(layers))
+    return {"kinds": [kind(attention, name) for name in names], "kind_of_layer": [names.index(name) for name in layers]}
+
+
+class Case(NamedTuple):
+    """A stock model and what is expanded of it."""
+
+    config: Any
+    specs: dict[str, Any]
+
+
+MIXTRAL = transformers.MixtralConfig(
+    **SMALL | {"intermediate_size": 24, "num_local_experts": 4, "num_experts_per_tok": 2}
+)
+QWEN = transformers.Qwen3MoeConfig(
+    **SMALL,
+    moe_intermediate_size=24,
+    num_experts=4,
+    num_experts_per_tok=2,
+    mlp_only_layers=[1],
+    decoder_sparse_step=1,
+)
+MLA = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 12,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 6,
+    "n_group": 2,
+    "topk_group": 1,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+}
+DEEPSEEK = transformers.DeepseekV3Config(
+    **{key: value for key, value in SMALL.items() if key not in ("head_dim", "num_key_value_heads")}, **MLA
+)
+DEEPSEEK_EDGES = edges(
+    D,
+    {"self_attn.q_a_proj": 16, "self_attn.kv_a_proj_with_mqa": 16},
+    ("self_attn.o_proj", 4 * 6),
+)
+OPT = transformers.OPTConfig(
+    vocab_size=97,
+    hidden_size=D,
+    word_embed_proj_dim=D,
+    ffn_dim=INNER,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    max_position_embeddings=64,
+    dropout=0.0,
+    **TOKENS,
+)
+OPT_EDGES = edges(D, {f"self_attn.{name}_proj": D for name in "qkv"}, ("self_attn.out_proj", D)) | {
+    "fc1": linear([D, UP], [INNER, 4], group="ffn"),
+    "fc2": linear([INNER, 4], [D, UP], group="ffn"),
+    "activation_fn": {"kind": "activation", "base": INNER},
+}
+OPT_NORMS = ("self_attn_layer_norm", "final_layer_norm")
+
+
+def opt_specs(layers: list[int], groups: list[str]) -> dict[str, Any]:
+    """OPT: positions that read an attention mask, inside a decoder inside the base model."""
+    own = norm(D, "layer")
+    return plan_of(
+        D,
+        layers,
+        groups,
+        base_model="model.decoder",
+        model={
+            "embed_tokens": {"kind": "embedding", "up": UP},
+            "embed_positions": {"kind": "padding", "up": UP},
+            "final_layer_norm": own,
+        },
+        expanded=dict.fromkeys(OPT_NORMS, own) | OPT_EDGES,
+        passing=dict.fromkeys(OPT_NORMS, reading(D)) | {"self_attn.out_proj": WRITING, "fc2": WRITING},
+    )
+
+
+def preserving_specs() -> dict[str, Any]:
+    """A layer without W12: the inside of its attention reads the base stream, and so does the norm before it."""
+    specs = plan_of(D, [1], [], enter="hook", model={"norm": norm(D)}, **kinds(LLAMA_EDGES, *["block"] * 3))
+    expanded = specs["kinds"][0]["expanded"]
+    for reader in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"):
+        del expanded[reader]
+    expanded["input_layernorm"] = reading(D)
+    return specs
+
+
+CASES: dict[str, Callable[[], Case]] = {
+    "mixtral": lambda: Case(MIXTRAL, plan_of(D, [0, 2], BOTH, **kinds(LLAMA_EDGES, *["block"] * 3))),
+    "mixtral_entering": lambda: Case(
+        MIXTRAL,
+        plan_of(D, [1, 2], BOTH, enter="hook", model={"norm": norm(D)}, **kinds(LLAMA_EDGES, *["block"] * 3)),
+    ),
+    "mixtral_preserve": lambda: Case(MIXTRAL, preserving_specs()),
+    "qwen3_moe": lambda: Case(QWEN, plan_of(D, [0, 1], BOTH, **kinds(LLAMA_EDGES, "block", "dense", "block"))),
+    "deepseek_v3": lambda: Case(DEEPSEEK, plan_of(D, [0, 2], BOTH, **kinds(DEEPSEEK_EDGES, "dense", "block", "block"))),
+    "opt": lambda: Case(OPT, opt_specs([0, 2], BOTH)),
+}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path, Path]]:
+    """Write base and expanded model of a case, once."""
+    known: dict[tuple[str, torch.dtype], tuple[Path, Path]] = {}
+
+    def make(name: str, dtype: torch.dtype = torch.float32) -> tuple[Path, Path]:
+        if (name, dtype) not in known:
+            folder, case = tmp_path_factory.mktemp(name), CASES[name]()
+            base = make_base(folder / "base", case.config, dtype)
+            known[name, dtype] = base, write_expanded(base, folder / "expanded", case.specs, names_of(case.config))
+        return known[name, dtype]
+
+    return make
+
+
+def load(path: Path, **options: Any) -> Any:
+    return AutoModelForCausalLM.from_pretrained(path, **options).eval()
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_the_output_is_the_base_s(made, name, dtype):
+    base, expanded = map(load, made(name, dtype))
+    assert type(expanded).__name__ == f"Scale{type(base).__name__}"
+    assert same_logits(base, expanded)
+    assert same_generation(base, expanded)
+    with expanded.expansion_disabled():
+        assert same_logits(base, expanded)
+        assert same_generation(base, expanded)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_new_tensor_is_alive_and_nothing_else_trains(made, name):
+    base, expanded = map(load, made(name))
+    assert {key for key, own in expanded.named_parameters() if own.requires_grad} == set(
+        filter(is_new, dict(expanded.named_parameters()))
+    )
+    has_w12 = any(key.endswith("w12") for key, _ in expanded.named_parameters())
+    assert has_w12 == (name != "mixtral_preserve")
+    if has_w12:
+        assert not same_logits(base, shaken(expanded, "w12"))
+    before = expanded(IDS).logits.detach()
+    shaken(expanded, "lm_head.up_weight")
+    after = expanded(IDS).logits
+    assert not torch.equal(before, after)
+    after.float().pow(2).mean().backward()
+    lowest = min(expanded.config.scale_surgery["expanded_layers"])
+    # where the up stream enters as zeros, nothing has been written to it before the first expanded layer
+    is_late = expanded.config.scale_surgery.get("enter") == "hook"
+    idle = [
+        key
+        for key, own in expanded.named_parameters()
+        if own.requires_grad and not own.grad.any() and not (is_late and f".{lowest}." in key)
+    ]
+    assert idle == []
+    assert [key for key, own in expanded.named_parameters() if not own.requires_grad and own.grad is not None] == []
+
+
+def test_without_collaboration_the_base_stream_stays_whatever_is_learned(made):
+    base, expanded = map(load, made("mixtral_preserve"))
+    shaken(expanded, "w21", "w22", "up_weight")
+    found, wanted = (own(IDS, output_hidden_states=True).hidden_states for own in (expanded, base))
+    assert all(torch.equal(own[..., :D], its) for own, its in zip(found[1:], wanted[1:], strict=True))
+    assert not same_logits(base, expanded)
+
+
+@pytest.mark.parametrize(("name", "layer", "is_reached"), [("mixtral_preserve", 1, False), ("mixtral", 2, True)])
+def test_no_gradient_passes_through_experts_below_what_learns(made, name, layer, is_reached):
+    model = shaken(load(made(name)[1]), "w12", "up_weight")
+    seen = []
+    module = model.get_submodule(f"model.layers.{layer}.mlp.experts")
+    module.register_forward_hook(lambda module, args, output: seen.append(output.requires_grad))
+    model(IDS).logits.sum().backward()
+    assert seen == [is_reached]
+
+
+def test_a_router_reads_two_heads_of_one_stream_where_edges_alone_are_expanded(made, tmp_path):
+    routing = build_routing(
+        FAMILIES["llama"], SIZES, preserving_specs() | {"expanded": {}, "passing": {}}, Routing(), None
+    )
+    path = write_expanded(
+        made("mixtral")[0], tmp_path / "routed", preserving_specs() | {"routing": routing}, names_of(MIXTRAL)
+    )
+    base, model = load(made("mixtral")[0]), shaken(load(path), "w21", "w22", "up_weight")
+    with torch.no_grad():
+        preserve, adapt = model.path_logits(IDS)
+        assert torch.equal(preserve, base(IDS, use_cache=False).logits) and not torch.equal(preserve, adapt)
+    options = {"max_new_tokens": 6, "do_sample": False}
+    assert torch.equal(model.generate(IDS, **options), model.generate(IDS, **options, use_cache=False))
+
+
+def test_the_router_of_a_mixture_sees_the_base_stream_only(made):
+    base, expanded = map(load, made("mixtral"))
+    scores = [own(IDS, output_router_logits=True).router_logits for own in (base, expanded)]
+    assert all(torch.equal(one, other) for one, other in zip(*scores, strict=True))
+    assert len(scores[0]) == 3
+
+
+@pytest.mark.parametrize("name", ("mixtral", "qwen3_moe", "deepseek_v3", "opt"))
+def test_a_model_without_its_head_gives_hidden_states(made, name):
+    path = made(name)[1]
+    alone, whole = AutoModel.from_pretrained(path).eval(), load(path)
+    with torch.no_grad():
+        assert torch.equal(alone(IDS)[0], whole(IDS, output_hidden_states=True).hidden_states[-1])
+        assert alone(IDS)[0].shape[-1] == D + UP
+
+
+@pytest.mark.parametrize("name", ("mixtral", "opt"))
+def test_checkpointing_computes_the_same_gradients(made, name):
+    gradients = []
+    for is_checkpointed in (False, True):
+        model = shaken(load(made(name)[1]), "w12", "up_weight").train()
+        if is_checkpointed:
+            model.activation_checkpointing_enable({"use_reentrant": False})
+        model(IDS, use_cache=False).logits.float().pow(2).mean().backward()
+        gradients.append({key: own.grad for key, own in model.named_parameters() if own.requires_grad})
+    assert all(torch.equal(own, gradients[1][key]) for key, own in gradients[0].items())
+
+
+SIZES = Sizes(D, 3, HEADS, KV_HEADS, SIZE, INNER, 97, 1e-6, False)
+
+
+def routed_mixtral(groups: tuple[str, ...], router: str = "posterior") -> dict[str, Any]:
+    """Attention of Llama, split, and a mixture as a block; the routing of each kind."""
+    family, widths = FAMILIES["llama"], Widths(UP, 1, 4)
+    layers = (1, 2) if groups else ()
+    specs = build_specs(family, SIZES, widths, (0, 1, 2), Collaboration(layers, groups)) | {"dtype": None}
+    routing = build_routing(family, SIZES, specs, Routing(router), None)
+    own = {
+        key: {name: spec for name, spec in specs.pop(key).items() if not name.startswith("mlp")}
+        for key in ("expanded", "passing", "attention")
+    }
+    own["expanded"]["mlp"], own["passing"]["mlp"] = block(D), {"kind": "block", "base": D, "up": UP}
+    modules = {
+        key: {name: spec for name, spec in routing["modules"][key].items() if not name.startswith("mlp")}
+        for key in ("expanded", "passing")
+    }
+    routing["kinds"] = [{"modules": modules, "attention": routing.pop("attention")}]
+    del routing["modules"]
+    return specs | {"kinds": [own], "kind_of_layer": [0, 0, 0], "routing": routing}
+
+
+@pytest.mark.parametrize(
+    ("groups", "router"), (((), "posterior"), (("attn", "ffn"), "posterior"), (("attn", "ffn"), "cosine"))
+)
+def test_two_paths_pass_through_a_mixture(tmp_path, groups, router):
+    base = make_base(tmp_path / "base", MIXTRAL)
+    path = write_expanded(base, tmp_path / "expanded", routed_mixtral(groups, router), names_of(MIXTRAL))
+    stock, model = load(base), shaken(load(path), "w12", "up_weight", "w21")
+    with torch.no_grad():
+        preserve, adapt = model.path_logits(IDS)
+        assert torch.equal(preserve, stock(IDS, use_cache=False).logits)
+        assert not torch.equal(preserve, adapt)
+        with model.routing_disabled():
+            torch.testing.assert_close(adapt, model(IDS, use_cache=False).logits)
+    options = {"max_new_tokens": 6, "do_sample": False}
+    assert torch.equal(model.generate(IDS, **options), model.generate(IDS, **options, use_cache=False))
+
+
+def test_two_paths_cannot_pass_through_a_block_that_keeps_a_cache(tmp_path):
+    base, specs = make_base(tmp_path / "base", MIXTRAL), routed_mixtral(("attn", "ffn"))
+    for layers in (specs["kinds"][0]["expanded"], specs["kinds"][0]["passing"]):
+        for name in [name for name in layers if name.startswith("self_attn.")]:
+            del layers[name]
+        layers["self_attn"] = (
+            block(D) | {"group": "attn"}
+            if layers is specs["kinds"][0]["expanded"]
+            else {"kind": "block", "base": D, "up": UP}
+        )
+    routing = specs["routing"]["kinds"][0]
+    routing["modules"] = {key: {} for key in routing["modules"]}
+    routing["attention"], specs["kinds"][0]["attention"] = {}, {}
+    with pytest.raises(ValueError, match="MixtralAttentionWithUpStream, which keeps a cache \\(past_key_values\\)"):
+        write_expanded(base, tmp_path / "expanded", specs, names_of(MIXTRAL))
+    # without a router the same block runs
+    del specs["routing"]
+    path = write_expanded(base, tmp_path / "alone", specs, names_of(MIXTRAL))
+    assert same_logits(load(base), load(path)) and same_generation(load(base), load(path))
+
+
+def test_one_kind_may_stand_where_it_always_stood(made, tmp_path):
+    """Flat specifications and a list of one kind are the same model."""
+    case = CASES["mixtral"]()
+    flat = {key: value for key, value in case.specs.items() if key not in ("kinds", "kind_of_layer")}
+    path = write_expanded(made("mixtral")[0], tmp_path / "flat", flat | case.specs["kinds"][0], names_of(MIXTRAL))
+    assert torch.equal(load(path)(IDS).logits, load(made("mixtral")[1])(IDS).logits)
+    assert sorted(json.loads((path / "config.json").read_text())["scale_surgery"]["expanded"])
+
+
+def test_an_activation_that_layers_share_is_expanded_once():
+    activation = nn.GELU()
+    expand_module(activation, "activation", base=4)
+    expand_module(activation, "activation", base=4)
+    assert isinstance(activation, ExpandedModule)
+    assert torch.equal(activation(torch.ones(1, 6)), torch.nn.functional.gelu(torch.ones(1, 6)))
+    with pytest.raises(ValueError, match="expands one GELU in two ways"):
+        expand_module(activation, "activation", base=5)
+
+
+@pytest.mark.parametrize("style", ("layer_plus_one", "rms_plus_one"))
+def test_a_norm_whose_gain_begins_at_zero(style):
+    module = nn.LayerNorm(8)
+    expand_module(module, "norm", base=8, up=3, style=style, epsilon=1e-5, dtype=None)
+    plain = nn.LayerNorm(8)
+    expand_module(plain, "norm", base=8, up=3, style=style.removesuffix("_plus_one"), epsilon=1e-5, dtype=None)
+    with torch.no_grad():
+        module.up_weight.fill_(0.5)
+        plain.up_weight.fill_(1.5)
+        x = torch.randn(2, 11)
+        assert torch.equal(module(x), plain(x))
+
+
+def test_a_norm_without_a_gain():
+    module = nn.LayerNorm(8, elementwise_affine=False)
+    expand_module(module, "norm", base=8, up=3, style="layer", epsilon=1e-5, dtype=None)
+    assert {name: own.shape for name, own in module.named_parameters()} == {"up_weight": (3,)}
+    with torch.no_grad():
+        x = torch.randn(2, 11)
+        module.up_weight.fill_(1)
+        expected = torch.nn.functional.layer_norm(x[:, :8].contiguous(), (8,))
+        assert torch.equal(module(x)[:, :8], expected)
+        torch.testing.assert_close(module(x)[:, 8:], torch.nn.functional.layer_norm(x[:, 8:], (3,)))
+
+
+@pytest.mark.parametrize("scale", (2.0, torch.tensor(2.0)))
+def test_an_embedding_scales_its_new_columns_as_the_old_ones(scale):
+    class Scaled(nn.Embedding):
+        embed_scale = scale
+
+        def forward(self, ids):
+            return super().forward(ids) * self.embed_scale
+
+    module = Scaled(5, 4)
+    expand_module(module, "embedding", up=2, dtype=None)
+    with torch.no_grad():
+        module.up_weight.fill_(3)
+        found = module(torch.arange(5))
+        assert torch.equal(found, torch.cat((module.weight * 2, module.up_weight * 2), dim=-1))

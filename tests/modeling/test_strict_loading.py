@@ -1,0 +1,174 @@
+"""Loading fails on any tensor that is missing, unexpected or of another shape; stock code would warn and go on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers import AutoModel, AutoModelForCausalLM
+
+from scale_surgery.checkpoint.names import INDEX_FILE
+from scale_surgery.modeling.expanded_model import is_head
+from tests.by_hand import IDS, NEW_SHARD, SHARD, block, make_base, names_of, norm, plan_of, reading, write_expanded
+from tests.tiny import LLAMA_LIKE, TOKENS
+
+D, UP = 40, 6
+CONFIG = {
+    "mixtral": transformers.MixtralConfig(**LLAMA_LIKE | TOKENS | {"num_local_experts": 4, "intermediate_size": 24}),
+    "qwen3_moe": transformers.Qwen3MoeConfig(
+        **LLAMA_LIKE, **TOKENS, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24
+    ),
+}
+EXPERT = {
+    "mixtral": "model.layers.1.block_sparse_moe.experts.3.w1.weight",
+    "qwen3_moe": "model.layers.1.mlp.experts.3.gate_proj.weight",
+}
+Change = Callable[[dict[str, torch.Tensor]], Any]
+
+
+def specs() -> dict[str, Any]:
+    """A mixture beside which a small MLP stands; attention reads the base stream."""
+    norms = {"input_layernorm": reading(D), "post_attention_layernorm": norm(D)}
+    writer = {"self_attn.o_proj": {"kind": "passing", "base": None, "up": UP}}
+    passing = dict.fromkeys(norms, reading(D)) | writer | {"mlp": {"kind": "block", "base": D, "up": UP}}
+    return plan_of(D, [1], ["ffn"], expanded=norms | writer | {"mlp": block(D)}, passing=passing)
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Callable[..., Path]:
+    """Expand a base, and change what a shard of the expanded model holds."""
+
+    def make(name: str = "mixtral", change: Change | None = None, shard: str = SHARD, **options: Any) -> Path:
+        config = type(CONFIG[name])(**CONFIG[name].to_dict() | options)
+        base = make_base(tmp_path / "base", config)
+        path = write_expanded(base, tmp_path / "expanded", specs(), names_of(config))
+        if change is not None:
+            respoil(path, change, shard)
+        return path
+
+    return make
+
+
+def respoil(path: Path, change: Change, shard: str) -> None:
+    """Change what a shard holds, and let the index say so."""
+    tensors = load_file(path / shard)
+    change(tensors)
+    save_file(tensors, path / shard, metadata={"format": "pt"})
+    content = json.loads((path / INDEX_FILE).read_text())
+    kept = {name: file for name, file in content["weight_map"].items() if file != shard}
+    (path / INDEX_FILE).write_text(json.dumps(content | {"weight_map": kept | dict.fromkeys(tensors, shard)}))
+
+
+@pytest.mark.parametrize("name", CONFIG)
+def test_experts_are_stored_one_by_one_and_loaded_as_the_base_s(made, tmp_path, name):
+    path = made(name)
+    assert EXPERT[name] in load_file(path / SHARD)
+    model, info = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
+    assert {key: len(found) for key, found in info.items()} == dict.fromkeys(info, 0)
+    stock = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "base").named_parameters())
+    assert stock and all(torch.equal(own, model.get_parameter(key)) for key, own in stock.items())
+    model.save_pretrained(tmp_path / "saved")
+    assert {name for file in (tmp_path / "saved").glob("*.safetensors") for name in load_file(file)} == {
+        name for shard in (SHARD, NEW_SHARD) for name in load_file(path / shard)
+    }
+
+
+@pytest.mark.parametrize("name", CONFIG)
+def test_without_the_stock_conversion_no_expert_is_found(made, monkeypatch, name):
+    """The control of the test above: experts that would be initialised anew are refused."""
+    from transformers import conversion_mapping
+
+    path = made(name)
+    own = AutoModelForCausalLM.from_pretrained(path)
+    known = conversion_mapping._checkpoint_conversion_mapping_cache
+    for key in (type(own).__name__, own.config.model_type):
+        monkeypatch.delitem(known, key, raising=False)
+    with pytest.raises(ValueError, match=r"mlp\.experts\.down_proj is missing"):
+        AutoModelForCausalLM.from_pretrained(path)
+
+
+@pytest.mark.parametrize(
+    ("shard", "change", "found"),
+    [
+        (SHARD, lambda own: own.pop("model.norm.weight"), "model.norm.weight is missing"),
+        (NEW_SHARD, lambda own: own.pop("model.layers.1.block_sparse_moe.w12"), "model.layers.1.mlp.w12 is missing"),
+        (NEW_SHARD, lambda own: own.pop("lm_head.up_weight"), "lm_head.up_weight is missing"),
+        (
+            NEW_SHARD,
+            lambda own: own.update({"model.layers.0.mlp.w12": torch.zeros(2)}),
+            "model.layers.0.mlp.w12 is unexpected",
+        ),
+        (NEW_SHARD, lambda own: own.update({"stray.weight": torch.zeros(2)}), "stray.weight is unexpected"),
+    ],
+)
+def test_what_does_not_fit_is_named(made, shard, change, found):
+    path = made(change=change, shard=shard)
+    with pytest.raises(ValueError, match=f"ScaleMixtralForCausalLM: the files do not hold its tensors: {found}. "):
+        AutoModelForCausalLM.from_pretrained(path)
+    with pytest.raises(ValueError, match=found):
+        AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
+    _, info = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, strict_loading=False)
+    assert found.split()[0] in {*info["missing_keys"], *info["unexpected_keys"]}
+
+
+def test_another_shape_is_refused_even_where_it_is_asked_to_be_ignored(made):
+    path = made(change=lambda own: own.update({"model.norm.weight": torch.ones(D + 1)}))
+    with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+        AutoModelForCausalLM.from_pretrained(path)
+    with pytest.raises(ValueError, match=r"model\.norm\.weight is of another shape"):
+        AutoModelForCausalLM.from_pretrained(path, ignore_mismatched_sizes=True)
+
+
+def test_a_missing_expert_is_refused(made):
+    path = made(change=lambda own: own.pop(EXPERT["mixtral"]))
+    with pytest.raises((ValueError, RuntimeError)):
+        AutoModelForCausalLM.from_pretrained(path)
+
+
+def test_many_are_not_all_named(made):
+    path = made(change=lambda own: [own.pop(name) for name in list(own) if name.endswith("norm.weight")])
+    with pytest.raises(ValueError, match=r"layers\.2\.input_layernorm\.weight is missing and 2 more\. Nothing may"):
+        AutoModelForCausalLM.from_pretrained(path)
+
+
+@pytest.mark.parametrize("tied", (False, True))
+def test_a_model_without_a_head_needs_none(made, tied):
+    path = made(tie_word_embeddings=tied)
+    assert ("lm_head.weight" in load_file(path / SHARD)) != tied
+    model, info = AutoModel.from_pretrained(path, output_loading_info=True)
+    assert set(info["unexpected_keys"]) == {"lm_head.up_weight"} | (set() if tied else {"lm_head.weight"})
+    assert model.get_output_embeddings() is None
+
+
+def test_a_model_without_a_head_needs_all_else(made):
+    path = made(change=lambda own: own.update({"model.layers.7.mlp.w12": torch.zeros(2)}), shard=NEW_SHARD)
+    with pytest.raises(ValueError, match=r"ScaleMixtralModel.*layers\.7\.mlp\.w12 is unexpected"):
+        AutoModel.from_pretrained(path)
+
+
+def test_a_head_is_needed_where_it_is_not_tied(made, tmp_path):
+    AutoModel.from_pretrained(made()).save_pretrained(tmp_path / "alone")
+    assert AutoModel.from_pretrained(tmp_path / "alone")(IDS)[0].shape[-1] == D + UP
+    with pytest.raises(ValueError, match=r"lm_head.up_weight is missing, lm_head.weight is missing"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "alone")
+
+
+@pytest.mark.parametrize(
+    ("names", "is_one"),
+    [
+        ({"lm_head.weight", "lm_head.up_weight"}, True),
+        ({"embed_out.weight"}, True),
+        ({"language_model.lm_head.weight", "language_model.lm_head.up_weight"}, True),
+        ({"lm_head.weight", "other.weight"}, False),
+        ({"layers.3.mlp.gate.weight"}, False),
+        (set(), False),
+    ],
+)
+def test_a_head_is_told_from_other_tensors(names, is_one):
+    assert is_head(names) == is_one

@@ -1,0 +1,77 @@
+"""docs/families.md, made of what became of each model type."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from tests.sweep.take import Row
+
+HEAD = """# Model types
+
+Made by `make test-families`, with the tiny twin of each type's default config; do not edit.
+
+A base model needs no entry here: facts about its architecture are derived from its own config when it is planned, and
+proved on tiny twins ([how](design.md)). This is what became of every type that the installed transformers knows as a
+causal language model. A type passes if an expansion of it, in float32 and in bfloat16, loaded in a new process,
+gives the logits and the tokens of its base bit for bit, if three training steps change the new tensors and nothing else,
+and if `verify`, `strip`, `extract` and `apply` keep their promises.
+
+How a block is expanded:
+
+| treatment | what is expanded | what stays as it is |
+|---|---|---|
+| split | heads and inner features | the base's tensors alone |
+| edges | the linears that read or write the residual stream | all between them |
+| block | nothing inside; a small dense MLP stands beside it | the whole block |
+
+"""
+COLUMNS = ("route preserve", "route adapt", "fuse", "stock", "grow", "depth")
+
+
+def render(rows: Sequence[Row]) -> str:
+    """The page.
+
+    Args:
+        rows: What became of each type.
+    """
+    passed, failed = [row for row in rows if not row.broken], [row for row in rows if row.broken]
+    lines = [HEAD, f"{len(passed)} of {len(rows)} pass.\n", _counts(passed), *_table(passed), *_reasons(passed)]
+    if failed:
+        lines += ["\n## What does not pass\n", "| type | reason |", "|---|---|"]
+        lines += [f"| `{row.model_type}` | {_cell(row.broken)} |" for row in failed]
+    return "\n".join(lines) + "\n"
+
+
+def _counts(rows: Sequence[Row]) -> str:
+    found = {group: Counter(_strongest(row.blocks.get(group, [])) for row in rows) for group in ("attn", "ffn")}
+    return "\n".join(
+        f"* {title}: " + ", ".join(f"{name or 'none'} {count}" for name, count in found[group].most_common())
+        for group, title in (("attn", "attention"), ("ffn", "feed-forward network"))
+    )
+
+
+def _strongest(blocks: Sequence[str]) -> str:
+    return " and ".join(dict.fromkeys(block.split()[0] for block in blocks))
+
+
+def _table(rows: Sequence[Row]) -> list[str]:
+    lines = ["\n## What passes\n", f"| type | attention | feed-forward | {' | '.join(COLUMNS)} |"]
+    lines.append("|---" * (3 + len(COLUMNS)) + "|")
+    for row in rows:
+        groups = (_cell(", ".join(row.blocks.get(group, []))) for group in ("attn", "ffn"))
+        works = ("yes" if row.works.get(name) == "yes" else "no" for name in COLUMNS)
+        lines.append(f"| `{row.model_type}` | {' | '.join([*groups, *works])} |")
+    return lines
+
+
+def _reasons(rows: Sequence[Row]) -> list[str]:
+    lines = ["\n## Why something does not work\n"]
+    for name in COLUMNS:
+        reasons = Counter(row.works.get(name, "not tried") for row in rows if row.works.get(name) != "yes")
+        lines += [f"* {name}: {_cell(reason)} ({count})" for reason, count in reasons.most_common()]
+    return lines
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;")[:300]

@@ -1,0 +1,294 @@
+"""Take one model type through the program: everything that has to hold of it, and what works beside that."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from scale_surgery import (
+    Request,
+    SurgeryError,
+    apply,
+    expand,
+    extract,
+    merge,
+    plan,
+    register,
+    route_export,
+    strip,
+    verify,
+)
+from scale_surgery.modeling.expanded_modules import EXPANSION_NAMES
+from tests.sweep.reader import Reader, ids_of
+
+STEPS = 3
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class Broken(AssertionError):
+    """Something does not hold of a model type."""
+
+
+@dataclass
+class Row:
+    """What became of a model type.
+
+    Attributes:
+        model_type: Its name.
+        blocks: Treatment of each kind of block, by group: "split self_attn", "block mlp".
+        works: What works beside what has to: name to "yes", or to the reason why not.
+        broken: What does not hold; empty where everything does.
+        seconds: How long it took.
+    """
+
+    model_type: str
+    blocks: dict[str, list[str]] = field(default_factory=dict)
+    works: dict[str, str] = field(default_factory=dict)
+    broken: str = ""
+    seconds: float = 0.0
+
+
+def take_through(model_type: str, reader: Reader) -> Row:
+    """Take a model type through the program, as the tiny twin of its default config."""
+    row, started = Row(model_type), time.monotonic()
+    folder = Path(tempfile.mkdtemp(prefix=f"{model_type}-"))
+    try:
+        check_all(row, folder, reader)
+    except Exception as error:  # whatever it is, it stands in the table
+        row.broken = " ".join(f"{type(error).__name__}: {error}".split())
+    finally:
+        shutil.rmtree(folder)
+    row.seconds = round(time.monotonic() - started, 1)
+    return row
+
+
+def check_all(row: Row, folder: Path, reader: Reader) -> None:
+    """Everything that has to hold, in both dtypes, and then what may work beside it.
+
+    Raises:
+        Broken: If something does not hold.
+    """
+    config = twin_config(row.model_type)
+    register()
+    for name, dtype in DTYPES.items():
+        base = write_base(config, dtype, folder / f"base-{name}")
+        made = expand(base, Request("1-", variant="adapt", collaborate="both"), folder / f"adapt-{name}")
+        row.blocks = blocks_of(made.plan)
+        check_same(reader.read(base), reader.read(made.path), f"adapt, {name}")
+        check_training(made.path)
+    check_files(folder / "base-float32", folder / "adapt-float32", folder)
+    row.works = {name: tried(work, folder, reader) for name, work in BESIDE.items()}
+
+
+def twin_config(model_type: str) -> Any:
+    """A tiny config of a type, made of its default one."""
+    from transformers import CONFIG_MAPPING
+
+    from scale_surgery.deriving.shrink import twin_configs
+
+    return twin_configs(CONFIG_MAPPING[model_type]())[0]
+
+
+def write_base(config: Any, dtype: torch.dtype, path: Path) -> Path:
+    """Write a random model of a stock class, whose norms and biases do not have the values that they begin with."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            # what a state space decays by has a range of its own
+            if parameter.is_floating_point() and not name.endswith(("A_log", "dt_bias")):
+                parameter.add_(torch.randn_like(parameter) * (0.3 if parameter.dim() == 1 else 0.1))
+    model.to(dtype).save_pretrained(path)
+    return path
+
+
+def blocks_of(made: Any) -> dict[str, list[str]]:
+    """Treatments by group, of all kinds of layers."""
+    found: dict[str, list[str]] = {"attn": [], "ffn": []}
+    for kind in made.architecture.kinds:
+        for block in kind.blocks:
+            title = f"{block.treatment} {block.name}".strip()
+            if title not in found[block.group]:
+                found[block.group].append(title)
+    return found
+
+
+def check_same(base: dict[str, Any], expanded: dict[str, Any], title: str) -> None:
+    """Logits and generation are the base's, and the expansion trains, and nothing else.
+
+    Raises:
+        Broken: If not.
+    """
+    for name in ("logits", "row", "tokens"):
+        if base[name] != expanded[name]:
+            raise Broken(f"{title}: {name} are not those of the base")
+    if not expanded["trains"] or any(name.rsplit(".", 1)[-1] not in EXPANSION_NAMES for name in expanded["trains"]):
+        raise Broken(f"{title}: {expanded['trains'][:2]} trains")
+
+
+def check_training(path: Path) -> None:
+    """Three steps change the logits, every new tensor gets a gradient at last, and the base stays what it was.
+
+    Raises:
+        Broken: If not.
+    """
+    from transformers import AutoModelForCausalLM
+
+    model, ids = AutoModelForCausalLM.from_pretrained(path, dtype="auto"), ids_of()
+    frozen = {name: hash_of(own) for name, own in model.named_parameters() if not own.requires_grad}
+    with torch.no_grad(), model.expansion_disabled():
+        base = model.eval()(ids).logits
+    before = model(ids).logits.detach()
+    model.train()
+    optimizer = torch.optim.AdamW([own for own in model.parameters() if own.requires_grad], 1e-2)
+    for _ in range(STEPS):
+        model(ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.eval()
+    with torch.no_grad():
+        if torch.equal(model(ids).logits, before):
+            raise Broken("three steps change nothing")
+        with model.expansion_disabled():
+            if not torch.equal(model(ids).logits, base):
+                raise Broken("after three steps the base's logits are others")
+    if {name: hash_of(own) for name, own in model.named_parameters() if not own.requires_grad} != frozen:
+        raise Broken("a frozen tensor changed")
+
+
+def hash_of(tensor: nn.Parameter) -> str:
+    """sha256 of the bytes of a tensor."""
+    return hashlib.sha256(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def check_files(base: Path, expanded: Path, folder: Path) -> None:
+    """The program's own promises, and that the base comes out, and the expansion goes out and in, byte for byte.
+
+    Raises:
+        Broken: If not.
+    """
+    found = verify(expanded, base)
+    if not found.passed:
+        failed = [f"{one.name}: {one.evidence}" for one in found.promises if one.holds is False]
+        raise Broken("; ".join([*failed, *found.problems]))
+    stripped = strip(expanded, folder / "stripped").path
+    if files_of(stripped) != files_of(base):
+        raise Broken("strip does not give the base's files")
+    taken = extract(expanded, folder / "extract").path
+    applied = apply(taken, folder / "applied", base).path
+    differing = {name for name in files_of(expanded).items() ^ files_of(applied).items()}
+    if unequal := {name for name, _ in differing} - {"surgery.json"}:
+        raise Broken(f"apply gives other files: {sorted(unequal)}")
+
+
+def files_of(path: Path) -> dict[str, str]:
+    """sha256 of every file of a folder."""
+    files = (file for file in path.rglob("*") if file.is_file())
+    return {str(file.relative_to(path)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+
+
+def tried(work: Callable[[Path, Reader], None], folder: Path, reader: Reader) -> str:
+    """Whether something works: "yes", or why it does not; what is refused is said in the words of the refusal."""
+    try:
+        work(folder, reader)
+    except SurgeryError as error:
+        return str(error).splitlines()[0]
+    except Exception as error:  # whatever it is, it stands in the table
+        return "broken: " + " ".join(f"{type(error).__name__}: {error}".split())[:200]
+    return "yes"
+
+
+def route_preserve(folder: Path, reader: Reader) -> None:
+    """A routed model of the milder variant begins as the base."""
+    base = folder / "base-float32"
+    made = expand(base, Request("1-", variant="preserve"), folder / "preserve")
+    routed = route_export(made.path, folder / "routed-preserve").path
+    check_same(reader.read(base), reader.read(routed, routing_enabled=False), "routed, preserve")
+    check_paths(routed, base)
+
+
+def route_adapt(folder: Path, reader: Reader) -> None:
+    """Two paths through the layers."""
+    routed = route_export(folder / "adapt-float32", folder / "routed-adapt").path
+    check_paths(routed, folder / "base-float32")
+
+
+def check_paths(routed: Path, base: Path) -> None:
+    """Each path alone gives what the base gives, as nothing was trained.
+
+    Raises:
+        Broken: If not.
+    """
+    from transformers import AutoModelForCausalLM
+
+    ids = ids_of()
+    with torch.no_grad():
+        wanted = AutoModelForCausalLM.from_pretrained(base, dtype="auto").eval()(ids).logits
+        preserve, adapt = AutoModelForCausalLM.from_pretrained(routed, dtype="auto").eval().path_logits(ids)
+    if not (torch.equal(preserve, wanted) and torch.equal(adapt, wanted)):
+        raise Broken("a path of the routed model is not the base")
+
+
+def fuse(folder: Path, reader: Reader) -> None:
+    """One matrix for each linear; equal up to rounding, which `merge` itself measures."""
+    merge(folder / "adapt-float32", folder / "fused", "fused")
+
+
+def stock(folder: Path, reader: Reader) -> None:
+    """A plain checkpoint with more heads and wider MLPs."""
+    made = expand(folder / "base-float32", Request("1-", variant="adapt", up_width=0), folder / "narrow")
+    merge(made.path, folder / "stock", "stock")
+
+
+def grow(folder: Path, reader: Reader) -> None:
+    """Two copies of each MLP count a half."""
+    base = folder / "base-float32"
+    made = expand(base, Request("1-", method="grow"), folder / "grown")
+    check_same(reader.read(base), reader.read(made.path), "grow")
+
+
+def depth(folder: Path, reader: Reader) -> None:
+    """A copy of a layer begins by adding nothing."""
+    base = folder / "base-float32"
+    made = expand(base, Request("1", method="depth"), folder / "deep")
+    base_read, deep = reader.read(base), reader.read(made.path)
+    if any(base_read[name] != deep[name] for name in ("logits", "tokens")):
+        raise Broken("depth: logits or tokens are not those of the base")
+
+
+BESIDE: dict[str, Callable[[Path, Reader], None]] = {
+    "route preserve": route_preserve,
+    "route adapt": route_adapt,
+    "fuse": fuse,
+    "stock": stock,
+    "grow": grow,
+    "depth": depth,
+}
+
+
+def refused(model_type: str) -> str:
+    """Why a model of a type cannot be planned, in the words of the refusal; empty where it can."""
+    with tempfile.TemporaryDirectory() as name:
+        try:
+            plan(write_base(twin_config(model_type), torch.float32, Path(name) / "base"), Request("1-"))
+        except SurgeryError as error:
+            return str(error)
+    return ""
+
+
+def model_types() -> Iterator[str]:
+    """Every type that transformers knows as a causal language model."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    yield from sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
