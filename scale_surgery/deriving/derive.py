@@ -15,7 +15,8 @@ from scale_surgery.deriving.facts import Twin as WatchedTwin
 from scale_surgery.deriving.facts import derive_architecture, derive_sizes, watch_twin
 from scale_surgery.deriving.prove import Twin
 from scale_surgery.deriving.proved import prove
-from scale_surgery.deriving.shrink import Real, least_depth, shrink
+from scale_surgery.deriving.shrink import least_depth, shrink
+from scale_surgery.deriving.small_values import Real
 from scale_surgery.deriving.stock_form import inner_key, stock_heads
 from scale_surgery.errors import SurgeryError, UnsupportedFamilyError
 from scale_surgery.planning.architecture import Architecture, Sizes

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from scale_surgery.deriving.attention import Refused, split_attention
+from scale_surgery.deriving.attention import RefusedError, split_attention
 from scale_surgery.deriving.mlp import plain, split_mlp
 from scale_surgery.deriving.norms import is_norm, norm_style
 from scale_surgery.deriving.part import Part, features, is_linear
@@ -40,7 +40,7 @@ class _Found:
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer of a twin: its kind, with the numbers of the twin, its parts, and those that add the stream themselves."""
+    """A layer of a twin: its kind, with the twin's numbers, its parts, and those that add the stream themselves."""
 
     kind: Kind
     parts: tuple[Part, ...]
@@ -254,5 +254,5 @@ def _split(part: Part, block: Block) -> Block:
     try:
         with torch.random.fork_rng(devices=[]):
             return split_attention(part, block) if block.group == "attn" else split_mlp(part, block)
-    except Refused as reason:
+    except RefusedError as reason:
         return replace(block, reason=str(reason))
