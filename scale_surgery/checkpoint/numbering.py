@@ -46,7 +46,10 @@ class Numbering:
 
     @cached_property
     def _pattern(self) -> re.Pattern[str]:
-        return re.compile(rf"((?:{re.escape(self.base_model)}\.)?{re.escape(self.layers)}\.)(\d+)\.(.+)")
+        # a base may have been saved without what stands around it
+        parts = self.base_model.split(".")
+        paths = "|".join(re.escape(".".join(parts[start:])) for start in range(len(parts)))
+        return re.compile(rf"((?:(?:{paths})\.)?{re.escape(self.layers)}\.)(\d+)\.(.+)")
 
     def position(self, layer: int) -> int:
         """Where a base layer stands: its number, and one for each copy below it."""
@@ -105,7 +108,7 @@ def numbering_of(specs: Mapping[str, Any] | None) -> Numbering | None:
 
 
 def _is_word(name: object) -> bool:
-    return isinstance(name, str) and name.isidentifier()
+    return isinstance(name, str) and all(part.isidentifier() for part in name.split("."))
 
 
 def stored_name(specs: Mapping[str, Any], name: str) -> str:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import tempfile
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from scale_surgery.checkpoint.names import CONFIG_FILE
 from scale_surgery.errors import UnsupportedFamilyError
 from scale_surgery.running.options import RunOptions
 
@@ -33,5 +37,7 @@ def config_of(config: Mapping[str, Any], place: str, run: RunOptions = RunOption
             f"config.json: model_type is {model_type!r}, expected one that the installed transformers knows. Install a "
             "newer release of transformers, or let the model's own code run: --trust-remote-code."
         )
-    # what from_dict is given it empties
-    return CONFIG_MAPPING[model_type].from_dict(dict(config))
+    # as from a folder: numbers that JSON does not have are spelled out in it
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / CONFIG_FILE).write_text(json.dumps(dict(config)), encoding="utf-8")
+        return CONFIG_MAPPING[model_type].from_pretrained(folder)

@@ -141,7 +141,7 @@ def _key(config: PreTrainedConfig, common: str) -> str | None:
 
 
 def _layer_types(config: PreTrainedConfig) -> tuple[str, ...]:
-    types = read(config, "layer_types") or ()
+    types = (config.to_dict().get("layer_types") and read(config, "layer_types")) or ()
     # with full attention everywhere nothing depends on the number of a layer
     return tuple(types) if set(types) - {"full_attention"} else ()
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from scale_surgery.checkpoint.folder import Checkpoint
+from scale_surgery.checkpoint.numbering import CONFIG_KEY
 from scale_surgery.checkpoint.sources import open_model
-from scale_surgery.deriving.base import read_base
+from scale_surgery.deriving.base import derive_config, read_base
 from scale_surgery.errors import PlanError
-from scale_surgery.planning.base import refuse_expanded
+from scale_surgery.planning.base import Base, refuse_expanded
+from scale_surgery.planning.depth import deepened_config
 from scale_surgery.planning.methods import METHODS
 from scale_surgery.planning.plan import Plan, plan_expansion
 from scale_surgery.planning.request import Request
@@ -65,7 +67,30 @@ def make_plan(
     # what cannot be grown so whatever the architecture is said before it is asked for
     if asked is not None and (problems := asked.config_problems(checkpoint.config)):
         raise PlanError.from_problems(problems)
-    return plan_expansion(read_base(checkpoint, run), request, name=name, revision=revision)
+    base = read_base(checkpoint, run)
+    made = plan_expansion(base, request, name=name, revision=revision)
+    if made.numbering is not None:
+        _check_kinds(base, made, run)
+    return made
+
+
+def _check_kinds(base: Base, made: Plan, run: RunOptions) -> None:
+    """Check that each layer is of the kind it was, though copies give those above them other numbers.
+
+    Raises:
+        PlanError: If not.
+    """
+    deep = deepened_config(base.checkpoint.config, made.specs, base.architecture)
+    del deep[CONFIG_KEY]
+    found = derive_config(deep, str(base.checkpoint.path), run).architecture
+    order = [layer for layer in range(base.sizes.layers) for _ in range(2 if layer in made.layers else 1)]
+    for position, layer in enumerate(order):
+        if found.kind(position) != base.architecture.kind(layer):
+            raise PlanError(
+                f"--layers {made.request.layers}: config.json says by their numbers of what kind layers are, and layer "
+                f"{layer} would come to stand at {position}, where it were of another. Duplicate higher layers, or use "
+                "--method scale."
+            )
 
 
 def load_plan(model: str | Path, file: Path, *, revision: str | None = None, run: RunOptions = RunOptions()) -> Plan:

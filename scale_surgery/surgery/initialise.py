@@ -41,7 +41,7 @@ def make_tensor(plan: Plan, tensor: TensorPlan, checkpoint: Checkpoint, device: 
 def _copy(plan: Plan, tensor: TensorPlan, checkpoint: Checkpoint, device: str) -> Tensor:
     """Copy a base tensor as its block wants it: W21 once for each new copy, W12 a share of W for each."""
     value = read_tensor(checkpoint, tensor.source)
-    if tensor.block in ("weight", "bias", "bias11"):
+    if plan.numbering is not None or tensor.block in ("weight", "bias", "bias11"):
         return value
     new = tensor.elements // value.numel()
     is_transposed = plan.architecture.transposed and value.dim() == 2

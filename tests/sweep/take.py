@@ -34,7 +34,7 @@ STEPS = 3
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-class Broken(AssertionError):
+class BrokenError(AssertionError):
     """Something does not hold of a model type."""
 
 
@@ -75,13 +75,13 @@ def check_all(row: Row, folder: Path, reader: Reader) -> None:
     """Everything that has to hold, in both dtypes, and then what may work beside it.
 
     Raises:
-        Broken: If something does not hold.
+        BrokenError: If something does not hold.
     """
     config = twin_config(row.model_type)
     register()
     for name, dtype in DTYPES.items():
         base = write_base(config, dtype, folder / f"base-{name}")
-        made = expand(base, Request("1-", variant="adapt", collaborate="both"), folder / f"adapt-{name}")
+        made = expand(base, Request("last:2", variant="adapt", collaborate="both"), folder / f"adapt-{name}")
         row.blocks = blocks_of(made.plan)
         check_same(reader.read(base), reader.read(made.path), f"adapt, {name}")
         check_training(made.path)
@@ -93,9 +93,10 @@ def twin_config(model_type: str) -> Any:
     """A tiny config of a type, made of its default one."""
     from transformers import CONFIG_MAPPING
 
-    from scale_surgery.deriving.shrink import twin_configs
+    from scale_surgery.deriving.derive import derive
 
-    return twin_configs(CONFIG_MAPPING[model_type]())[0]
+    config = CONFIG_MAPPING[model_type]()
+    return type(config).from_dict(dict(derive(config).twins[0]))
 
 
 def write_base(config: Any, dtype: torch.dtype, path: Path) -> Path:
@@ -128,20 +129,20 @@ def check_same(base: dict[str, Any], expanded: dict[str, Any], title: str) -> No
     """Logits and generation are the base's, and the expansion trains, and nothing else.
 
     Raises:
-        Broken: If not.
+        BrokenError: If not.
     """
     for name in ("logits", "row", "tokens"):
         if base[name] != expanded[name]:
-            raise Broken(f"{title}: {name} are not those of the base")
+            raise BrokenError(f"{title}: {name} are not those of the base")
     if not expanded["trains"] or any(name.rsplit(".", 1)[-1] not in EXPANSION_NAMES for name in expanded["trains"]):
-        raise Broken(f"{title}: {expanded['trains'][:2]} trains")
+        raise BrokenError(f"{title}: {expanded['trains'][:2]} trains")
 
 
 def check_training(path: Path) -> None:
     """Three steps change the logits, every new tensor gets a gradient at last, and the base stays what it was.
 
     Raises:
-        Broken: If not.
+        BrokenError: If not.
     """
     from transformers import AutoModelForCausalLM
 
@@ -159,12 +160,12 @@ def check_training(path: Path) -> None:
     model.eval()
     with torch.no_grad():
         if torch.equal(model(ids).logits, before):
-            raise Broken("three steps change nothing")
+            raise BrokenError("three steps change nothing")
         with model.expansion_disabled():
             if not torch.equal(model(ids).logits, base):
-                raise Broken("after three steps the base's logits are others")
+                raise BrokenError("after three steps the base's logits are others")
     if {name: hash_of(own) for name, own in model.named_parameters() if not own.requires_grad} != frozen:
-        raise Broken("a frozen tensor changed")
+        raise BrokenError("a frozen tensor changed")
 
 
 def hash_of(tensor: nn.Parameter) -> str:
@@ -176,20 +177,20 @@ def check_files(base: Path, expanded: Path, folder: Path) -> None:
     """The program's own promises, and that the base comes out, and the expansion goes out and in, byte for byte.
 
     Raises:
-        Broken: If not.
+        BrokenError: If not.
     """
     found = verify(expanded, base)
     if not found.passed:
         failed = [f"{one.name}: {one.evidence}" for one in found.promises if one.holds is False]
-        raise Broken("; ".join([*failed, *found.problems]))
+        raise BrokenError("; ".join([*failed, *found.problems]))
     stripped = strip(expanded, folder / "stripped").path
     if files_of(stripped) != files_of(base):
-        raise Broken("strip does not give the base's files")
+        raise BrokenError("strip does not give the base's files")
     taken = extract(expanded, folder / "extract").path
     applied = apply(taken, folder / "applied", base).path
-    differing = {name for name in files_of(expanded).items() ^ files_of(applied).items()}
+    differing = files_of(expanded).items() ^ files_of(applied).items()
     if unequal := {name for name, _ in differing} - {"surgery.json"}:
-        raise Broken(f"apply gives other files: {sorted(unequal)}")
+        raise BrokenError(f"apply gives other files: {sorted(unequal)}")
 
 
 def files_of(path: Path) -> dict[str, str]:
@@ -212,7 +213,7 @@ def tried(work: Callable[[Path, Reader], None], folder: Path, reader: Reader) ->
 def route_preserve(folder: Path, reader: Reader) -> None:
     """A routed model of the milder variant begins as the base."""
     base = folder / "base-float32"
-    made = expand(base, Request("1-", variant="preserve"), folder / "preserve")
+    made = expand(base, Request("last:2", variant="preserve"), folder / "preserve")
     routed = route_export(made.path, folder / "routed-preserve").path
     check_same(reader.read(base), reader.read(routed, routing_enabled=False), "routed, preserve")
     check_paths(routed, base)
@@ -228,7 +229,7 @@ def check_paths(routed: Path, base: Path) -> None:
     """Each path alone gives what the base gives, as nothing was trained.
 
     Raises:
-        Broken: If not.
+        BrokenError: If not.
     """
     from transformers import AutoModelForCausalLM
 
@@ -237,7 +238,7 @@ def check_paths(routed: Path, base: Path) -> None:
         wanted = AutoModelForCausalLM.from_pretrained(base, dtype="auto").eval()(ids).logits
         preserve, adapt = AutoModelForCausalLM.from_pretrained(routed, dtype="auto").eval().path_logits(ids)
     if not (torch.equal(preserve, wanted) and torch.equal(adapt, wanted)):
-        raise Broken("a path of the routed model is not the base")
+        raise BrokenError("a path of the routed model is not the base")
 
 
 def fuse(folder: Path, reader: Reader) -> None:
@@ -247,14 +248,14 @@ def fuse(folder: Path, reader: Reader) -> None:
 
 def stock(folder: Path, reader: Reader) -> None:
     """A plain checkpoint with more heads and wider MLPs."""
-    made = expand(folder / "base-float32", Request("1-", variant="adapt", up_width=0), folder / "narrow")
+    made = expand(folder / "base-float32", Request("last:2", variant="adapt", up_width=0), folder / "narrow")
     merge(made.path, folder / "stock", "stock")
 
 
 def grow(folder: Path, reader: Reader) -> None:
     """Two copies of each MLP count a half."""
     base = folder / "base-float32"
-    made = expand(base, Request("1-", method="grow"), folder / "grown")
+    made = expand(base, Request("last:2", method="grow"), folder / "grown")
     check_same(reader.read(base), reader.read(made.path), "grow")
 
 
@@ -264,7 +265,7 @@ def depth(folder: Path, reader: Reader) -> None:
     made = expand(base, Request("1", method="depth"), folder / "deep")
     base_read, deep = reader.read(base), reader.read(made.path)
     if any(base_read[name] != deep[name] for name in ("logits", "tokens")):
-        raise Broken("depth: logits or tokens are not those of the base")
+        raise BrokenError("depth: logits or tokens are not those of the base")
 
 
 BESIDE: dict[str, Callable[[Path, Reader], None]] = {
@@ -281,7 +282,7 @@ def refused(model_type: str) -> str:
     """Why a model of a type cannot be planned, in the words of the refusal; empty where it can."""
     with tempfile.TemporaryDirectory() as name:
         try:
-            plan(write_base(twin_config(model_type), torch.float32, Path(name) / "base"), Request("1-"))
+            plan(write_base(twin_config(model_type), torch.float32, Path(name) / "base"), Request("last:2"))
         except SurgeryError as error:
             return str(error)
     return ""
