@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from scale_surgery.deriving.build import build, find_place, quiet, stock_classes, without_quantisation
+from scale_surgery.deriving.build import build, build_twin, find_place, quiet, stock_classes, without_quantisation
 from scale_surgery.deriving.facts import Twin as WatchedTwin
 from scale_surgery.deriving.facts import derive_architecture, derive_sizes, watch_twin
 from scale_surgery.deriving.prove import Twin
 from scale_surgery.deriving.proved import prove
-from scale_surgery.deriving.shrink import Real, least_depth, shrink
+from scale_surgery.deriving.shrink import least_depth, shrink
+from scale_surgery.deriving.small_values import Real
 from scale_surgery.deriving.stock_form import inner_key, stock_heads
 from scale_surgery.errors import SurgeryError, UnsupportedFamilyError
 from scale_surgery.planning.architecture import Architecture, Sizes
@@ -91,7 +92,8 @@ def _twin_of(config: PreTrainedConfig, first: WatchedTwin, second: WatchedTwin) 
     """The first twin with the facts in its own numbers."""
     real = read_real(config)
     architecture = derive_architecture(real, first, second)
-    return Twin(first.model, architecture, derive_sizes(real, architecture))
+    # a model that was watched may keep what it computed
+    return Twin(build_twin(config), architecture, derive_sizes(real, architecture))
 
 
 def read_real(config: PreTrainedConfig) -> Real:

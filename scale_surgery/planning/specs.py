@@ -281,6 +281,7 @@ def _passing_specs(kind: Kind, base: int, up: int) -> Spec:
         return {}
     linears = list(kind.linears)
     readers = [norm.name for norm in kind.pre_norms] or [one.name for one in linears if one.reads == "residual"]
+    readers += kind.direct
     writers = [norm.name for norm in kind.post_norms] or [one.name for one in linears if "residual" in one.writes()]
     specs = {name: {"kind": "passing", "base": base, "up": 0} for name in readers}
     specs |= {name: {"kind": "passing", "base": None, "up": up} for name in writers}
