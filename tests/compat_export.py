@@ -51,6 +51,13 @@ def shake(path: Path) -> None:
         save_file(tensors, file, metadata={"format": "pt"})
 
 
+def add_old_names(config: Path) -> None:
+    """Name the number of experts as published models do; transformers 5 saves it under another name, which 4 lacks."""
+    content = json.loads(config.read_text())
+    if "num_local_experts" in content:
+        config.write_text(json.dumps(content | {"num_experts": content["num_local_experts"]}))
+
+
 def compute(path: Path, ids: torch.Tensor) -> None:
     """Write what a checkpoint computes beside it."""
     model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
@@ -91,6 +98,7 @@ def main(folder: Path) -> None:
     for name in BY_HAND:
         case = CASES[name]()
         base = make_base(folder / name / "base", case.config)
+        add_old_names(base / "config.json")
         compute(write_expanded(base, folder / name / "by_hand", case.specs, names_of(case.config)), ids)
     print(f"exported {len(list(folder.rglob('*.expected.json')))} checkpoints")
 

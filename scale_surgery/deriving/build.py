@@ -6,7 +6,6 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from logging import ERROR
 from typing import Any
 
 import torch
@@ -71,13 +70,17 @@ def build(config: PreTrainedConfig) -> PreTrainedModel:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """No warnings of transformers about a model that nobody will use."""
-    before = logging.get_verbosity()
-    logging.set_verbosity(ERROR)
+    """No warnings and no progress bars of transformers for a model that nobody will use."""
+    transformers: Any = logging
+    before, was_shown = transformers.get_verbosity(), transformers.is_progress_bar_enabled()
+    transformers.set_verbosity_error()
+    transformers.disable_progress_bar()
     try:
         yield
     finally:
-        logging.set_verbosity(before)
+        transformers.set_verbosity(before)
+        if was_shown:
+            transformers.enable_progress_bar()
 
 
 def build_twin(config: PreTrainedConfig) -> PreTrainedModel:

@@ -8,6 +8,7 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from scale_surgery.deriving.build import Place, build_twin, find_place, read, stock_classes, text_config, token_ids
+from scale_surgery.deriving.disk import stored_children
 from scale_surgery.deriving.layer import Layer, derive_layer
 from scale_surgery.deriving.mute import find_mutes
 from scale_surgery.deriving.norms import epsilon
@@ -104,6 +105,8 @@ def derive_architecture(real: Real, first: Twin, second: Twin) -> Architecture:
         softcap=find_softcap(first.model),
         keys={name: key for name, common in COMMON_KEYS.items() if (key := _key(config, common)) is not None},
         layer_types=_layer_types(config),
+        stored_as=stored_children(first.model, first.place),
+        weightless=_weightless(real, kinds, kind_of_layer, outside),
     )
 
 
@@ -138,6 +141,20 @@ def derive_sizes(real: Real, architecture: Architecture) -> Sizes:
 def _key(config: PreTrainedConfig, common: str) -> str | None:
     key = config.attribute_map.get(common, common)
     return key if key in config.to_dict() else None
+
+
+def _weightless(
+    real: Real, kinds: tuple[Kind, ...], kind_of_layer: tuple[int, ...], outside: Outside
+) -> tuple[str, ...]:
+    """Norms of the real model that store nothing."""
+    names = [outside.final_norm.name]
+    for layer, number in enumerate(kind_of_layer):
+        kind = kinds[number]
+        inside = [norm.name for norm in (*kind.pre_norms, *kind.post_norms)]
+        inside += [norm.name for block in kind.blocks for norm in block.inner_norms]
+        names += [f"{real.place.layers}.{layer}.{name}" for name in inside]
+    base = real.model.get_submodule(real.place.base)
+    return tuple(name for name in names if not list(base.get_submodule(name).parameters()))
 
 
 def _layer_types(config: PreTrainedConfig) -> tuple[str, ...]:

@@ -110,7 +110,10 @@ def head_part(model: Any) -> nn.Parameter | None:
 def _failures(twin: Twin, specs: Spec) -> Iterator[str]:
     ids = token_ids(twin.stock.config)
     for dtype in DTYPES:
-        base = copy.deepcopy(twin.stock).to(dtype)
+        # a product of torch may be computed another way where a factor asks for a gradient, even if none is taken; the
+        # base is frozen in both models
+        base: Any = copy.deepcopy(twin.stock).requires_grad_(False)
+        base = base.to(dtype)
         expanded = expanded_twin(twin, specs).to(dtype)
         yield from _differences(base, expanded, ids, str(dtype).removeprefix("torch."))
     expanded = expanded_twin(twin, specs)
@@ -152,7 +155,10 @@ def _options(model: Any) -> dict[str, Any]:
 def _dead_parts(model: Any, ids: Tensor, without_stream: set[int]) -> Iterator[str]:
     """Parts that change nothing, or learn nothing, once nothing is zero any more."""
     head = head_part(model)
-    groups = {"W12": [own for name, own in expansion_of(model).items() if name.endswith(".w12")], "the head": [head]}
+    groups: dict[str, list[Any]] = {
+        "W12": [own for name, own in expansion_of(model).items() if name.endswith(".w12")],
+        "the head": [head],
+    }
     for title, parameters in groups.items():
         before = _logits(model, ids)
         with torch.no_grad():

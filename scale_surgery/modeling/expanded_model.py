@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -37,6 +38,21 @@ def find_base_model(model: nn.Module, path: str) -> nn.Module:
     return model
 
 
+def find_module(parent: nn.Module, name: str) -> nn.Module:
+    """The module that config.json names.
+
+    Raises:
+        ValueError: If there is none of that name: releases of transformers rename modules.
+    """
+    try:
+        return parent.get_submodule(name)
+    except AttributeError as error:
+        raise ValueError(
+            f"config.json: scale_surgery names the module {name}, expected one of {type(parent).__name__} in "
+            f"transformers {transformers.__version__}. Load the model with the release that surgery.json names."
+        ) from error
+
+
 def specs_of(specs: dict[str, Any], plan: dict[str, Any], layer: int) -> dict[str, Any]:
     """What `specs` say of one layer: the plan itself, or its routing; layers may be of several kinds."""
     return specs["kinds"][plan["kind_of_layer"][layer]] if "kinds" in specs else specs
@@ -50,7 +66,7 @@ def expand_layer(layer: nn.Module, specs: dict[str, dict], collaborative_groups:
             sizes["collaborative"] = spec.get("group") in collaborative_groups
         if spec["kind"] in ("linear", "grown", "block", "norm"):
             sizes["dtype"] = dtype
-        expand_module(layer.get_submodule(name), **sizes)
+        expand_module(find_module(layer, name), **sizes)
 
 
 def expand_layers(base_model: nn.Module, plan: dict[str, Any]) -> None:
@@ -134,7 +150,7 @@ def route_layer(layer: nn.Module, index: int, plan: dict[str, Any]) -> None:
     routing, kind = plan["routing"], "expanded" if index in plan["expanded_layers"] else "passing"
     own, has_new_heads = specs_of(routing, plan, index), bool(specs_of(plan, plan, index)["attention"])
     for name, spec in own["modules"][kind].items():
-        expand_module(layer.get_submodule(name), **spec)
+        expand_module(find_module(layer, name), **spec)
     for module in layer.modules():
         if isinstance(module, ExpandedModule):
             module.check_paths()
@@ -181,7 +197,7 @@ class ExpandedPreTrainedModel:
             if is_fused(plan) and spec["kind"] == "norm":
                 fuse_norm(base_model.get_submodule(name), spec)
             else:
-                expand_module(base_model.get_submodule(name), **spec, **own_dtype)
+                expand_module(find_module(base_model, name), **spec, **own_dtype)
         head = self.get_output_embeddings()
         if head is not None and is_fused(plan) and plan["fused_head"]:
             widen(head, plan["head"]["base"] + plan["head"]["up"], head.weight.shape[0])

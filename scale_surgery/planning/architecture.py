@@ -206,6 +206,7 @@ class Architecture:
         keys: Our names of sizes to their keys in config.json.
         layer_types: Type of each layer where they differ and the config derives them; otherwise empty.
         weightless: Norms that have no weight: "layers.0.input_layernorm", or "norm".
+        stored_as: Parts of a layer that have another name on disk, such as `mlp` to `block_sparse_moe`.
         fixed_heads: Why the stock class has no form with more heads, all else equal; empty where it has one.
         heads_divide_hidden: Whether the stock config wants a number of query heads that divides the hidden size.
     """
@@ -228,6 +229,7 @@ class Architecture:
     keys: Mapping[str, str] = field(default_factory=dict)
     layer_types: tuple[str, ...] = ()
     weightless: tuple[str, ...] = ()
+    stored_as: Mapping[str, str] = field(default_factory=dict)
     fixed_heads: str = ""
     heads_divide_hidden: bool = False
 
@@ -239,6 +241,11 @@ class Architecture:
     def kind(self, layer: int) -> Kind:
         """What a layer is made of."""
         return self.kinds[self.kind_of_layer[layer]]
+
+    def on_disk(self, name: str) -> str:
+        """Name of a module inside its layer, as it is in files."""
+        part, dot, rest = name.partition(".")
+        return f"{self.stored_as.get(part, part)}{dot}{rest}"
 
     @property
     def mute_gain(self) -> int:
@@ -260,7 +267,8 @@ class Architecture:
         if not number.isdecimal() or int(number) >= len(self.kind_of_layer):
             return None
         kind = self.kind(int(number))
-        return next(((block, one) for block in kind.blocks for one in block.linears if one.name == name), None)
+        linears = ((block, one) for block in kind.blocks for one in block.linears)
+        return next((found for found in linears if self.on_disk(found[1].name) == name), None)
 
     @property
     def is_uniform(self) -> bool:

@@ -145,7 +145,8 @@ def _missing_biases(base: Base) -> list[str]:
         modules = [linear.name for linear in kind.linears]
         modules += [norm.name for norm in (*kind.pre_norms, *kind.post_norms)]
         for module in modules:
-            names = [f"{layer_path(architecture, base.prefix, layer)}{module}.bias" for layer in layers]
+            stored = architecture.on_disk(module)
+            names = [f"{layer_path(architecture, base.prefix, layer)}{stored}.bias" for layer in layers]
             missing = [name for name in names if name not in tensors]
             if 0 < len(missing) < len(names):
                 problems += [

@@ -193,6 +193,7 @@ def depth_tensors(
         path, kind = layer_path(architecture, prefix, layer), architecture.kind(layer)
         norms = {norm.name for norm in (*kind.pre_norms, *kind.post_norms)}
         norms |= {norm.name for block in kind.blocks for norm in block.inner_norms}
+        norms = {architecture.on_disk(name) for name in norms}
         mute = tuple(f".{end}" for end in mute_tensors(kind))
         for source in (info for name, info in tensors.items() if name.startswith(path)):
             inside = source.name.removeprefix(path)

@@ -142,17 +142,22 @@ def expected_shapes(architecture: Architecture, sizes: Sizes, prefix: str) -> di
     shapes[f"{prefix}{architecture.final_norm.name}.weight"] = hidden
     for layer in range(sizes.layers):
         path, kind = layer_path(architecture, prefix, layer), architecture.kind(layer)
-        shapes |= {f"{path}{norm.name}.weight": hidden for norm in (*kind.pre_norms, *kind.post_norms)}
+        norms = (*kind.pre_norms, *kind.post_norms)
+        shapes |= {f"{path}{architecture.on_disk(norm.name)}.weight": hidden for norm in norms}
         for block in kind.blocks:
-            shapes |= {f"{path}{name}.weight": (size,) for name, size in _inner_norm_sizes(block).items()}
+            inner = _inner_norm_sizes(block)
+            shapes |= {f"{path}{architecture.on_disk(name)}.weight": (size,) for name, size in inner.items()}
             shapes |= linear_shapes(architecture, block, path)
     return shapes
 
 
 def linear_shapes(architecture: Architecture, block: Block, path: str) -> dict[str, tuple[int, ...]]:
     """Shapes on disk of the linears of a block whose layer's names begin with `path`."""
-    shapes = {f"{path}{linear.name}.weight": (sum(linear.outputs), linear.inputs) for linear in block.linears}
-    return {name: shape[::-1] if architecture.transposed else shape for name, shape in shapes.items()}
+    shapes = {linear.name: (sum(linear.outputs), linear.inputs) for linear in block.linears}
+    return {
+        f"{path}{architecture.on_disk(name)}.weight": shape[::-1] if architecture.transposed else shape
+        for name, shape in shapes.items()
+    }
 
 
 def _inner_norm_sizes(block: Block) -> dict[str, int]:
@@ -334,12 +339,12 @@ def new_tensors(
     for name, spec in specs["model"].items():
         if spec["kind"] in ("embedding", "norm") and name != final:
             yield from _module_tensors(prefix + name, spec, None, names, sizes.vocabulary)
+    collaborative = specs["collaborative"]
     for layer in specs["expanded_layers"]:
+        groups = collaborative["groups"] if layer in collaborative["layers"] else ()
         for name, spec in specs_of_layer(specs, layer)["expanded"].items():
-            path = f"{layer_path(architecture, prefix, layer)}{name}"
-            has_w12 = (
-                layer in specs["collaborative"]["layers"] and spec.get("group") in specs["collaborative"]["groups"]
-            )
+            path = f"{layer_path(architecture, prefix, layer)}{architecture.on_disk(name)}"
+            has_w12 = spec.get("group") in groups
             if spec["kind"] == "linear":
                 yield from _linear_tensors(spec, path, layer, names, has_w12=has_w12)
             elif spec["kind"] == "block":

@@ -97,8 +97,9 @@ def _linear_shapes(architecture: Architecture, sizes: Sizes, names: Collection[s
         for linear in architecture.kind(layer).linears:
             wide = linear_streams(linear, sizes)
             shape = (sum(size for size, _ in wide.outputs), wide.inputs[0])
-            shapes[f"{path}{linear.name}.weight"] = shape[::-1] if architecture.transposed else shape
-            if (bias := f"{path}{linear.name}.bias") in names:
+            name = f"{path}{architecture.on_disk(linear.name)}"
+            shapes[f"{name}.weight"] = shape[::-1] if architecture.transposed else shape
+            if (bias := f"{name}.bias") in names:
                 shapes[bias] = shape[:1]
     return shapes
 

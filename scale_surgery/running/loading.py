@@ -121,11 +121,7 @@ def loaded(
         with quiet_transformers():
             with translated(name or path.name, "cannot be loaded", LOADING_ADVICE):
                 auto_class = model_class(checkpoint, run)
-                if _is_expanded(checkpoint) and (
-                    auto_class.__name__.startswith("Auto") or hasattr(auto_class, "check_loaded")
-                ):
-                    # what does not fit is given with the model, and not raised
-                    options["strict_loading"] = False
+                options |= _leniently(checkpoint, auto_class)
                 model, info = auto_class.from_pretrained(path, output_loading_info=True, **options)
                 model.eval()
             yield model, _load_problems(info)
@@ -156,13 +152,34 @@ def quiet_transformers() -> Iterator[None]:
 
 def model_class(checkpoint: Checkpoint, run: RunOptions) -> Any:
     """The auto class, which knows our model types, or, where its code is trusted, the class in the folder itself."""
-    from transformers import AutoModelForCausalLM
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
     modeling.register()
+    auto_class = auto_class_of(checkpoint.config)
     if run.trust_remote_code and _is_expanded(checkpoint):
-        return get_class_from_dynamic_module(checkpoint.config["auto_map"]["AutoModelForCausalLM"], checkpoint.path)
-    return AutoModelForCausalLM
+        return get_class_from_dynamic_module(checkpoint.config["auto_map"][auto_class.__name__], checkpoint.path)
+    return auto_class
+
+
+def auto_class_of(config: Mapping[str, Any]) -> Any:
+    """The auto class for a language model, or for one that sees images where transformers knows it as nothing else.
+
+    Args:
+        config: Parsed config.json, of a base model or an expanded one.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.models.auto import modeling_auto
+
+    model_type = str(config.get("model_type")).removeprefix(modeling.EXPANDED)
+    is_known = model_type in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    sees = model_type in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    return AutoModelForImageTextToText if sees and not is_known else AutoModelForCausalLM
+
+
+def _leniently(checkpoint: Checkpoint, auto_class: Any) -> dict[str, bool]:
+    """What lets our classes load a model that does not fit, so that all that is wrong is said; code of 0.1.0 does."""
+    is_strict = auto_class is auto_class_of(checkpoint.config) or hasattr(auto_class, "check_loaded")
+    return {"strict_loading": False} if is_strict and _is_expanded(checkpoint) else {}
 
 
 def _is_expanded(checkpoint: Checkpoint) -> bool:

@@ -83,7 +83,7 @@ def joined_tensors(manifest: Manifest) -> Iterator[Joined]:
     is_transposed = plan.architecture.transposed
     for layer in plan.layers:
         for name, spec in plan.expanded_linears(layer).items():
-            path = f"{layer_path(plan.architecture, plan.prefix, layer)}{name}"
+            path = f"{layer_path(plan.architecture, plan.prefix, layer)}{plan.architecture.on_disk(name)}"
             base_in, up_in = spec["in_features"]
             sections = tuple((base, up) for base, up in spec["out_features"])
             share = spec.get("share", 1.0)

@@ -20,7 +20,7 @@ from scale_surgery.checkpoint.sources import find_source
 from scale_surgery.errors import CheckpointError, PlanError
 from scale_surgery.planning.methods import refuse
 from scale_surgery.progress import Track, no_track
-from scale_surgery.running.loading import translated
+from scale_surgery.running.loading import auto_class_of, translated
 from scale_surgery.surgery.config import written_config
 from scale_surgery.surgery.extract_folder import Extract, check_own_files, open_extract
 from scale_surgery.surgery.same_base import check_fit, check_sizes, find_differing, hash_base, refuse_differing
@@ -81,8 +81,6 @@ def _load_base(
     extract: Extract, base: str | Path, revision: str | None, options: Mapping[str, Any], track: Track, *, check: bool
 ) -> Any:
     """Load a base whose files were compared; then it may be cast."""
-    from transformers import AutoModelForCausalLM
-
     source = find_source(base, revision)
     given = open_checkpoint(source.path)
     check_fit(extract, given, str(base))
@@ -90,7 +88,7 @@ def _load_base(
         differing = find_differing(extract, given, hash_base(given, track))
         refuse_differing(extract, str(base), differing, len(given.tensors), LOAD_IT)
     with translated(str(base), "cannot be loaded", "Check the options, and whether transformers alone loads it."):
-        return AutoModelForCausalLM.from_pretrained(source.path, **options)
+        return auto_class_of(given.config).from_pretrained(source.path, **options)
 
 
 def _find_class(extract: Extract, model: Any) -> Any:

@@ -40,7 +40,8 @@ def find_matrices(model: Any, base: Base, groups: tuple[str, ...]) -> list[Matri
         for block in (block for block in facts.kind(number).blocks if block.group in groups):
             for linear in block.linears:
                 own = layer.get_submodule(linear.name)
-                found.append(Matrix(number, block, linear, own, f"{path}{linear.name}.weight"))
+                stored = f"{path}{facts.on_disk(linear.name)}.weight"
+                found.append(Matrix(number, block, linear, own, stored))
     return found
 
 

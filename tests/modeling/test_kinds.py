@@ -373,6 +373,14 @@ def test_one_kind_may_stand_where_it_always_stood(made, tmp_path):
     assert sorted(json.loads((path / "config.json").read_text())["scale_surgery"]["expanded"])
 
 
+def test_a_module_that_this_release_does_not_have_is_named(made, tmp_path):
+    specs = CASES["mixtral"]().specs
+    own = specs["kinds"][0]
+    own["expanded"] = {name.replace("mlp", "moe"): spec for name, spec in own["expanded"].items()}
+    with pytest.raises(ValueError, match="names the module moe, expected one of MixtralDecoderLayer in transformers 5"):
+        write_expanded(made("mixtral")[0], tmp_path / "renamed", specs, names_of(MIXTRAL))
+
+
 def test_an_activation_that_layers_share_is_expanded_once():
     activation = nn.GELU()
     expand_module(activation, "activation", base=4)

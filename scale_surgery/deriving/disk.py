@@ -1,0 +1,48 @@
+"""What modules of a layer are called in files, where transformers converts names while it loads."""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from scale_surgery.deriving.build import Place, quiet
+
+
+def stored_children(model: PreTrainedModel, place: Place) -> dict[str, str]:
+    """Find what the parts of a layer are called on disk.
+
+    Args:
+        model: A twin, no two of whose tensors are equal.
+        place: Where its layers are.
+
+    Returns:
+        Name of a part in the model to its name on disk, such as `mlp` to `block_sparse_moe`; those that differ.
+    """
+    own = {_digest(value): name for name, value in model.state_dict().items()}
+    found: dict[str, str] = {}
+    for name, value in _saved(model):
+        inside = own.get(_digest(value), "").partition(f"{place.layers}.")[2].partition(".")[2]
+        stored = name.partition(f"{place.layers}.")[2].partition(".")[2]
+        part, _, rest = inside.partition(".")
+        # the same inside a part that is called otherwise
+        if rest and stored.endswith(f".{rest}") and (other := stored.removesuffix(f".{rest}")) != part:
+            found[part] = other
+    return found
+
+
+def _saved(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    with tempfile.TemporaryDirectory() as folder, quiet():
+        model.save_pretrained(folder)
+        for file in sorted(Path(folder).glob("*.safetensors")):
+            yield from load_file(file).items()
+
+
+def _digest(value: Tensor) -> str:
+    return hashlib.sha256(value.detach().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
