@@ -18,10 +18,11 @@ from scale_surgery.planning.architecture import Block, InnerNorm, Linear, Role
 
 # attributes of attention that hold a number of heads or of features of all heads, and those that do not
 COUNTS = re.compile(r"head|split|embed|hidden|size")
+NOUNS: Mapping[Role, str] = {"k": "keys", "v": "values"}
 NO_COUNTS = re.compile(r"head_dim|head_size|groups|layer_idx|window")
 
 
-class Refused(Exception):
+class RefusedError(Exception):
     """Why a part cannot be treated so; its text is for the user."""
 
 
@@ -58,12 +59,12 @@ def split_attention(part: Part, block: Block) -> Block:
         The block with all facts of split attention.
 
     Raises:
-        Refused: If its heads cannot be widened.
+        RefusedError: If its heads cannot be widened.
     """
     attention, writer = _only_attention(part), part.writer
     assert writer is not None
     if part.others:
-        raise Refused(_between(part, attention))
+        raise RefusedError(_between(part, attention))
     heads = _heads(attention, writer)
     readers = tuple(_reader(part, own, attention, heads) for own in part.readers)
     _check_roles(readers)
@@ -87,27 +88,27 @@ def split_attention(part: Part, block: Block) -> Block:
 
 def _only_attention(part: Part) -> Attention:
     if not part.attentions:
-        raise Refused("it does not hand queries, keys and values to transformers' attention interface")
+        raise RefusedError("it does not hand queries, keys and values to transformers' attention interface")
     if len(part.attentions) > 1:
-        raise Refused(f"it runs attention {len(part.attentions)} times")
+        raise RefusedError(f"it runs attention {len(part.attentions)} times")
     attention = part.attentions[0]
     if part.own_parameters:
-        raise Refused(f"it has parameters of its own: {', '.join(part.own_parameters)}")
+        raise RefusedError(f"it has parameters of its own: {', '.join(part.own_parameters)}")
     if attention.extras:
-        raise Refused(f"its attention takes more than queries, keys and values: {', '.join(attention.extras)}")
+        raise RefusedError(f"its attention takes more than queries, keys and values: {', '.join(attention.extras)}")
     if any(own.dim() != 4 for own in (attention.query, attention.key, attention.value)):
-        raise Refused("its queries are not (batch, heads, tokens, features)")
+        raise RefusedError("its queries are not (batch, heads, tokens, features)")
     return attention
 
 
 def _heads(attention: Attention, writer: Call) -> Heads:
     query, key, value = (tuple(own.shape) for own in (attention.query, attention.key, attention.value))
     if not query[-1] == key[-1] == value[-1]:
-        raise Refused(f"heads of queries and of values differ in size: {query[-1]} and {value[-1]}")
+        raise RefusedError(f"heads of queries and of values differ in size: {query[-1]} and {value[-1]}")
     if key[1] != value[1] or query[1] % key[1]:
-        raise Refused(f"{query[1]} query heads share {key[1]} heads of keys and {value[1]} of values")
+        raise RefusedError(f"{query[1]} query heads share {key[1]} heads of keys and {value[1]} of values")
     if features(writer.module)[0] != query[1] * query[-1]:
-        raise Refused(f"{writer.name} reads another number of features than the heads give")
+        raise RefusedError(f"{writer.name} reads another number of features than the heads give")
     return Heads(query[1], key[1], query[-1])
 
 
@@ -132,14 +133,16 @@ def _reader(part: Part, reader: Call, attention: Attention, heads: Heads) -> Lin
     found = {role: mask for role, own in made.items() if (mask := depends(own, reader.gave)[0]) is not None}
     masks = list(found.values())
     if any(bool((one & other).any()) for i, one in enumerate(masks) for other in masks[:i]):
-        raise Refused(f"{reader.name} makes {' and '.join(found)} from the same features")
+        raise RefusedError(f"{reader.name} makes {' and '.join(found)} from the same features")
     roles = sorted(found, key=lambda role: int(found[role].nonzero()[0]))
     fused: Literal["section", "head"] = "section" if all(map(_is_section, masks)) else "head"
     # the features left over open or close what attention gives
     roles += ["q"] * ((width - sum(map(heads.width, roles))) // heads.width("q"))
     outputs = tuple(heads.width(role) for role in roles)
     if not roles or sum(outputs) != width:
-        raise Refused(f"{reader.name} gives {width} features, which is no number of heads of queries, keys and values")
+        raise RefusedError(
+            f"{reader.name} gives {width} features, which is no number of heads of queries, keys and values"
+        )
     return Linear(reader.name, tuple(roles), inputs, outputs, fused)
 
 
@@ -150,11 +153,11 @@ def _is_section(mask: Tensor) -> bool:
 
 def _check_roles(readers: tuple[Linear, ...]) -> None:
     made = [role for own in readers for role in own.roles]
-    for role, noun in (("k", "keys"), ("v", "values")):
+    for role, noun in NOUNS.items():
         if made.count(role) != 1:
-            raise Refused(f"its {noun} do not come from one linear of this layer")
+            raise RefusedError(f"its {noun} do not come from one linear of this layer")
     if "q" not in made:
-        raise Refused("its queries do not come from a linear of this layer")
+        raise RefusedError("its queries do not come from a linear of this layer")
 
 
 def _inner_norm(leaf: Call, attention: Attention, heads: Heads) -> InnerNorm:
@@ -163,14 +166,14 @@ def _inner_norm(leaf: Call, attention: Attention, heads: Heads) -> InnerNorm:
     shape = tuple(leaf.before.shape)
     style = norm_style(leaf.module, shape[-1]) if is_norm(leaf.module) else None
     if style is None:
-        raise Refused(f"{leaf.name} ({type(leaf.module).__name__}) lies between its linears")
+        raise RefusedError(f"{leaf.name} ({type(leaf.module).__name__}) lies between its linears")
     reads_key = any(depends(own, leaf.gave)[0] is not None for own in (attention.key, attention.value))
     stream, count = ("key_value", heads.key_value) if reads_key else ("query", heads.query)
     if len(shape) == 4 and shape[-1] == heads.size and count in shape[1:3]:
         return InnerNorm(leaf.name, stream, -2 if shape[2] == count else 1, style)  # type: ignore[arg-type]
     if shape[-1] == count * heads.size:
         return InnerNorm(leaf.name, stream, None, style)  # type: ignore[arg-type]
-    raise Refused(f"{leaf.name} normalises {shape[-1]} features, which are neither a head nor all heads")
+    raise RefusedError(f"{leaf.name} normalises {shape[-1]} features, which are neither a head nor all heads")
 
 
 def _check_alike(part: Part, readers: tuple[Linear, ...], heads: Heads) -> None:
@@ -182,21 +185,22 @@ def _check_alike(part: Part, readers: tuple[Linear, ...], heads: Heads) -> None:
     found, stock = part.written(changes), part.writer
     assert stock is not None and stock.before is not None and found is not None
     if not torch.allclose(found, _roll(stock.before, heads), atol=1e-4, rtol=1e-4):
-        raise Refused("its heads are not alike: in another order they give something else")
+        raise RefusedError("its heads are not alike: in another order they give something else")
 
 
 def _rolled(linear: Linear, heads: Heads) -> Change:
     def change(result: Tensor) -> Tensor:
         if linear.fused_by == "head":
             return _roll(result, heads)
-        return torch.cat([_roll(own, heads) for own in result.split(linear.outputs, -1)], -1)
+        return torch.cat([_roll(own, heads) for own in torch.split(result, list(linear.outputs), -1)], -1)
 
     return change
 
 
 def _roll(result: Tensor, heads: Heads) -> Tensor:
     """The key/value heads, each with its queries, in another order."""
-    return result.unflatten(-1, (heads.key_value, -1)).roll(1, -2).flatten(-2)
+    groups = result.reshape(*result.shape[:-1], heads.key_value, -1)
+    return groups.roll(1, -2).flatten(-2)
 
 
 def _attributes(module: nn.Module, heads: Heads) -> dict[str, str]:

@@ -55,15 +55,17 @@ def stock_classes(config: PreTrainedConfig) -> dict[str, type[PreTrainedModel]]:
     }
     if config.get_text_config(decoder=True) is not config:
         mappings["AutoModelForImageTextToText"] = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    found = {name: mapping.get(type(config), None) for name, mapping in mappings.items()}
+    found: dict[str, Any] = {name: mapping.get(type(config), default=None) for name, mapping in mappings.items()}
     return {name: own[0] if isinstance(own, tuple) else own for name, own in found.items() if own is not None}
 
 
 def build(config: PreTrainedConfig) -> PreTrainedModel:
     """Build the stock model with a head; on the meta device inside `torch.device("meta")`."""
     *_, widest = stock_classes(config).values()
+    made: Any = widest
     with quiet():
-        return widest._from_config(copy.deepcopy(config), dtype=torch.float32).eval()
+        model: PreTrainedModel = made._from_config(copy.deepcopy(config), dtype=torch.float32).eval()
+    return model
 
 
 @contextmanager

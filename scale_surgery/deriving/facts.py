@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -14,7 +15,8 @@ from scale_surgery.deriving.norms import epsilon
 from scale_surgery.deriving.numbers import number_kind
 from scale_surgery.deriving.outside import Outside, derive_outside, find_softcap
 from scale_surgery.deriving.part import is_transposed
-from scale_surgery.deriving.shrink import Real, signatures
+from scale_surgery.deriving.shrink import signatures
+from scale_surgery.deriving.small_values import Real
 from scale_surgery.deriving.watch import watch
 from scale_surgery.deriving.weaken import weaker_block
 from scale_surgery.errors import UnsupportedFamilyError
@@ -120,7 +122,8 @@ def derive_sizes(real: Real, architecture: Architecture) -> Sizes:
     """
     blocks = [block for number in architecture.kind_of_layer for block in architecture.kinds[number].blocks]
     attention = next((own for own in blocks if own.query_heads), None)
-    head = real.model.get_output_embeddings()
+    whole: Any = real.model
+    head, embedding = whole.get_output_embeddings(), whole.get_input_embeddings()
     base = real.model.get_submodule(architecture.base_model)
     return Sizes(
         hidden=head.weight.shape[1],
@@ -129,7 +132,7 @@ def derive_sizes(real: Real, architecture: Architecture) -> Sizes:
         key_value_heads=attention.key_value_heads if attention else 0,
         head_size=attention.head_size if attention else 0,
         inner=next((own.inner for own in blocks if own.inner), 0),
-        vocabulary=real.model.get_input_embeddings().weight.shape[0],
+        vocabulary=embedding.weight.shape[0],
         epsilon=epsilon(base.get_submodule(architecture.final_norm.name)),
         is_tied=bool(read(real.config, "tie_word_embeddings")),
     )

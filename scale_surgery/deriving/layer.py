@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from scale_surgery.deriving.attention import Refused, split_attention
+from scale_surgery.deriving.attention import RefusedError, split_attention
 from scale_surgery.deriving.mlp import plain, split_mlp
 from scale_surgery.deriving.norms import is_norm, norm_style
 from scale_surgery.deriving.part import Part, features, is_linear
@@ -40,7 +40,7 @@ class _Found:
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer of a twin: its kind, with the numbers of the twin, its parts, and those that add the stream themselves."""
+    """A layer of a twin: its kind, with the twin's numbers, its parts, and those that add the stream themselves."""
 
     kind: Kind
     parts: tuple[Part, ...]
@@ -67,7 +67,7 @@ def derive_layer(trace: Trace, path: str, layer: nn.Module) -> Layer:
     found = _look_through(trace, path, layer, call.before)
     _check_sum(path, call, found, trace.inside(path))
     blocks = tuple(plain(derive_block(part, adds_itself=part.name in found.adding)) for part in found.parts)
-    kind = Kind(blocks, tuple(found.pre_norms), tuple(found.post_norms))
+    kind = Kind(blocks, tuple(found.pre_norms), tuple(found.post_norms), _direct(found))
     return Layer(kind, tuple(found.parts), frozenset(found.adding))
 
 
@@ -87,6 +87,18 @@ def _look_through(trace: Trace, path: str, layer: nn.Module, stream: Tensor) -> 
     if rest := [own.name for own in found.loose if is_linear(own.module)]:
         raise UnsupportedFamilyError(f"{path}: {', '.join(rest)} writes nothing to the residual stream. {SUPPORTED}.")
     return found
+
+
+def _direct(found: _Found) -> tuple[str, ...]:
+    """Linears that read the residual stream as it is, in a layer in which others read what a norm gives."""
+    if not found.pre_norms:
+        return ()
+    return tuple(own.name for part in found.parts for own in part.readers if not _is_normed(part, found))
+
+
+def _is_normed(part: Part, found: _Found) -> bool:
+    outputs = [own for own in found.norm_outputs.values() if own.numel() == part.entry.numel()]
+    return any(is_combination(part.entry, [own]) is not None for own in outputs)
 
 
 def _outermost(calls: list[Call]) -> Iterator[Call]:
@@ -254,5 +266,5 @@ def _split(part: Part, block: Block) -> Block:
     try:
         with torch.random.fork_rng(devices=[]):
             return split_attention(part, block) if block.group == "attn" else split_mlp(part, block)
-    except Refused as reason:
+    except RefusedError as reason:
         return replace(block, reason=str(reason))

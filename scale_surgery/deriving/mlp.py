@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from scale_surgery.deriving.attention import Refused
+from scale_surgery.deriving.attention import RefusedError
 from scale_surgery.deriving.part import Change, Part, features
 from scale_surgery.deriving.watch import Call, depends, is_same
 from scale_surgery.planning.architecture import Block, Linear, Role
@@ -24,15 +24,15 @@ def split_mlp(part: Part, block: Block) -> Block:
         The block with all facts of a split MLP.
 
     Raises:
-        Refused: If its inner features cannot be widened.
+        RefusedError: If its inner features cannot be widened.
     """
     writer = part.writer
     assert writer is not None
     inner = features(writer.module)[0]
     if part.own_parameters:
-        raise Refused(f"it has parameters of its own: {', '.join(part.own_parameters)}")
+        raise RefusedError(f"it has parameters of its own: {', '.join(part.own_parameters)}")
     if part.others:
-        raise Refused(f"there are other linears inside: {', '.join(own.name for own in part.others)}")
+        raise RefusedError(f"there are other linears inside: {', '.join(own.name for own in part.others)}")
     activation = _activation(part, inner)
     linears = tuple(_reader(own, activation, inner) for own in part.readers)
     _check_roles(linears)
@@ -49,9 +49,9 @@ def _activation(part: Part, inner: int) -> Call:
     for own in found:
         assert own.before is not None
         if own.before.shape[-1] != inner or any(p.numel() != 1 for p in own.module.parameters()):
-            raise Refused(f"{own.name} ({type(own.module).__name__}) lies between its linears")
+            raise RefusedError(f"{own.name} ({type(own.module).__name__}) lies between its linears")
     if len(found) != 1:
-        raise Refused("its activation is a function and no module" if not found else "it has several activations")
+        raise RefusedError("its activation is a function and no module" if not found else "it has several activations")
     return found[0]
 
 
@@ -62,21 +62,21 @@ def _reader(reader: Call, activation: Call, inner: int) -> Linear:
     if width == inner:
         return Linear(reader.name, ("gate",) if mask is not None else ("up_proj",), inputs, (inner,))
     if width != 2 * inner or mask is None:
-        raise Refused(f"{reader.name} gives {width} features, expected {inner} or twice as many")
-    halves = [bool(half.all()) for half in mask.split(inner)]
+        raise RefusedError(f"{reader.name} gives {width} features, expected {inner} or twice as many")
+    halves = [bool(half.all()) for half in torch.split(mask, inner)]
     orders: dict[tuple[bool, ...], tuple[Role, ...]] = {
         (True, False): ("gate", "up_proj"),
         (False, True): ("up_proj", "gate"),
     }
     if tuple(halves) not in orders or int(mask.sum()) != inner:
-        raise Refused(f"{reader.name} mixes gate and up features")
+        raise RefusedError(f"{reader.name} mixes gate and up features")
     return Linear(reader.name, orders[tuple(halves)], inputs, (inner, inner))
 
 
 def _check_roles(linears: tuple[Linear, ...]) -> None:
     roles = sorted(role for own in linears for role in own.roles)
     if roles not in (["gate"], ["gate", "up_proj"]):
-        raise Refused("its linears are no gate and up projection")
+        raise RefusedError("its linears are no gate and up projection")
 
 
 def plain(block: Block) -> Block:
@@ -96,7 +96,7 @@ def _check_alike(part: Part, linears: tuple[Linear, ...]) -> None:
     writer = part.writer
     assert writer is not None and writer.before is not None and found is not None
     if not torch.allclose(found, writer.before.roll(1, -1), atol=1e-5, rtol=1e-4):
-        raise Refused("its inner features are not alike: in another order they give something else")
+        raise RefusedError("its inner features are not alike: in another order they give something else")
 
 
 def _check_nothing_between(part: Part) -> None:
@@ -104,11 +104,11 @@ def _check_nothing_between(part: Part) -> None:
     (activation,), writer = part.leaves, part.writer
     assert writer is not None
     if len(part.readers) != 1 or not is_same(activation.after, writer.before):
-        raise Refused(f"something lies between {activation.name} and {writer.name}")
+        raise RefusedError(f"something lies between {activation.name} and {writer.name}")
 
 
 def _rolled(linear: Linear) -> Change:
     def change(result: Tensor) -> Tensor:
-        return torch.cat([own.roll(1, -1) for own in result.split(linear.outputs, -1)], -1)
+        return torch.cat([own.roll(1, -1) for own in torch.split(result, list(linear.outputs), -1)], -1)
 
     return change

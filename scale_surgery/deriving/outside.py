@@ -93,7 +93,8 @@ def _begin(
         elif _adds_positions(call, first.before.shape[-1]):
             padded.append(_inside(call.name, place))
             stream.append(value)
-    is_plain = bool(stream) and _is_sum(first.before, stream)
+    read_by_others = any(_reads_stream(call, first.before.shape[-1]) for call in calls if not is_norm(call.module))
+    is_plain = bool(stream) and _is_sum(first.before, stream) and not read_by_others
     return (tuple(padded), tuple(norms), True) if is_plain else ((), (), False)
 
 
@@ -111,6 +112,12 @@ def _is_sum(target: Tensor | None, parts: list[Tensor]) -> bool:
         return False
     numbers = is_combination(target, parts)
     return numbers is not None and all(abs(own) > SMALL_CAP for own in numbers)
+
+
+def _reads_stream(call: Call, hidden: int) -> bool:
+    """Whether a module with parameters reads the embeddings beside the layers, as for inputs of single layers."""
+    reads = call.before is not None and call.before.is_floating_point() and call.before.shape[-1] == hidden
+    return reads and not list(call.module.children()) and any(True for _ in call.module.parameters())
 
 
 def _adds_positions(call: Call, hidden: int) -> bool:
@@ -131,11 +138,13 @@ def _final_norm(calls: tuple[Call, ...], last: Call, place: Place) -> Call:
 
 
 def _head(calls: tuple[Call, ...], final: Call, model: PreTrainedModel, names: dict[nn.Module, str]) -> str:
-    module = model.get_output_embeddings()
+    whole: Any = model
+    module = whole.get_output_embeddings()
     call = next((own for own in calls if own.module is module), None)
     if module is None or call is None or not is_linear(module):
         raise UnsupportedFamilyError(
-            f"{type(model).__name__}: its head is {type(module).__name__}, expected one linear on what the final norm gives."
+            f"{type(model).__name__}: its head is {type(module).__name__}, expected one linear "
+            "on what the final norm gives."
         )
     assert call.before is not None and final.after is not None
     if call.before.numel() != final.after.numel() or is_combination(call.before, [final.after]) is None:

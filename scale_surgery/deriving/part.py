@@ -103,7 +103,7 @@ class Part:
         return _scales(self.call.after, self.writer.after)
 
     def only_readers_read(self) -> bool:
-        """Whether nothing but the readers sees the stream: with their results held fast, another stream changes nothing."""
+        """Whether only the readers see the stream: with their results held fast, another stream changes nothing."""
         if self.call is None or self.writer is None:
             return self.writer is not None
         fixed = {own.module: _constant(own.after) for own in self.readers if own.after is not None}
@@ -177,7 +177,7 @@ def _gives_product(module: nn.Linear) -> bool:
 
 def features(module: nn.Module) -> tuple[int, int]:
     """Features that a linear reads and gives."""
-    rows, columns = module.weight.shape
+    rows, columns = module.get_parameter("weight").shape
     return (int(rows), int(columns)) if is_transposed(module) else (int(columns), int(rows))
 
 

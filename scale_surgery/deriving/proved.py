@@ -53,5 +53,5 @@ def prove(architecture: Architecture, twin: Twin) -> Architecture:
         waiting += [one for one in attempt.weakened() if one not in seen and one not in waiting]
     raise UnsupportedFamilyError(
         f"{architecture.config_class}: an expansion of a tiny twin of this model does not keep its promises: {first}. "
-        f"{len(seen)} ways to expand it were tried. Supported are decoders whose layers add blocks to a residual stream."
+        f"{len(seen)} ways to expand it were tried. Supported are decoders whose layers add blocks to a stream."
     )

@@ -46,8 +46,8 @@ class Call:
 
     def again(self, read: Tensor) -> Tensor | None:
         """Call the module once more, in the same way but with another tensor in the place of the first."""
-        swap = lambda value: read if value is self.read else value  # noqa: E731
-        args, kwargs = tuple(map(swap, self.args)), {key: swap(value) for key, value in self.kwargs.items()}
+        args = tuple(read if value is self.read else value for value in self.args)
+        kwargs = {key: read if value is self.read else value for key, value in self.kwargs.items()}
         with attention_noted():
             return first_tensor(self.module(*args, **kwargs))
 
@@ -152,6 +152,7 @@ def _copy(tensor: Tensor | None) -> Tensor | None:
 def attention_noted() -> Iterator[list[Attention]]:
     """Note what stock modules hand to attention by its interface; it is computed as ever."""
     noted: list[Attention] = []
+    functions: Any = ALL_ATTENTION_FUNCTIONS
 
     def noting(name: str) -> Any:
         def note(
@@ -169,12 +170,12 @@ def attention_noted() -> Iterator[list[Attention]]:
         return note
 
     for name in ("sdpa", "eager"):
-        ALL_ATTENTION_FUNCTIONS[name] = noting(name)
+        functions[name] = noting(name)
     try:
         yield noted
     finally:
         for name in ("sdpa", "eager"):
-            del ALL_ATTENTION_FUNCTIONS[name]
+            functions.pop(name)
 
 
 def _attention_of(module: nn.Module, name: str) -> Any:

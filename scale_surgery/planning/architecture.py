@@ -167,11 +167,13 @@ class Kind:
         blocks: Its blocks, in the order in which they run.
         pre_norms: Norms that read the residual stream.
         post_norms: Norms whose output is added to the residual stream.
+        direct: Linears that read the residual stream without a norm before them, where others have one.
     """
 
     blocks: tuple[Block, ...]
     pre_norms: tuple[Norm, ...] = ()
     post_norms: tuple[Norm, ...] = ()
+    direct: tuple[str, ...] = ()
 
     @property
     def linears(self) -> Iterator[Linear]:

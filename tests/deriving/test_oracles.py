@@ -9,7 +9,6 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from scale_surgery.deriving.derive import Derived, derive
 from tests.families import FAMILIES, Family, read_sizes
-from scale_surgery.planning.specs import Widths, stream_widths
 from tests.tiny import tiny_config
 
 # written by hand, and read by no forward of the stock class
@@ -33,10 +32,12 @@ def test_linears(oracle):
 
 def test_widths_of_linears(oracle):
     family, config, found = oracle
-    streams = stream_widths(read_sizes(family, config.to_dict()), Widths())
+    sizes = read_sizes(family, config.to_dict())
+    query, key_value = sizes.query_heads * sizes.head_size, sizes.key_value_heads * sizes.head_size
+    widths = {"residual": sizes.hidden, "query": query, "key_value": key_value, "inner": sizes.inner}
     for own, written in zip(found.architecture.kinds[0].linears, family.linears, strict=True):
-        assert own.inputs == streams[written.reads][0]
-        assert list(own.outputs) == [streams[stream][0] for stream in written.writes()]
+        assert own.inputs == widths[written.reads]
+        assert list(own.outputs) == [widths[stream] for stream in written.writes()]
 
 
 def test_norms(oracle):
@@ -85,7 +86,7 @@ def test_sizes(oracle):
 
 
 def test_what_mutes_a_block(oracle):
-    family, _, found = oracle
+    _, _, found = oracle
     for block in found.architecture.kinds[0].blocks:
         assert {name.rpartition(".")[0] for name in block.mute} == {block.linears[-1].name}
 

@@ -72,12 +72,8 @@ def test_equal_sizes_make_a_false_fact_that_a_second_twin_unmasks():
     kind = replace(deceived, blocks=(spoiled, deceived.blocks[1]))
     layer = honest.model.model.layers[0]
     agreed = agree(kind, number_kind(kind, layer, 8), honest.layers[0].kind)
-    # step by step to what does not need the fact
-    assert (
-        agreed.blocks[0] != kind.blocks[0]
-        and "one of other sizes" in str(agreed.blocks[0].reason)
-        or (agreed.blocks[0].linears[0].fused_by == "head")
-    )
+    # step by step to what does not need the fact: one fused projection by heads first
+    assert agreed.blocks[0].linears[0].fused_by == "head" and kind.blocks[0].linears[0].fused_by == "section"
     assert agree(deceived, number_kind(deceived, layer, 8), honest.layers[0].kind) == deceived
 
 

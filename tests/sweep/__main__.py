@@ -9,37 +9,18 @@ from __future__ import annotations
 
 import json
 import sys
-import warnings
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict
 from pathlib import Path
 
 import click
 
 from tests.sweep.table import render
-from tests.sweep.take import Row, model_types, take_through
+from tests.sweep.several import take_several
+from tests.sweep.take import Row, model_types
 
 # enough that a process's imports are paid for, and few enough that what a type leaves behind does not pile up
 TYPES_AT_ONCE = 8
-
-
-def take_several(types: list[str]) -> list[dict[str, object]]:
-    """Take types through in a process of their own."""
-    import torch
-    import transformers
-
-    from tests.sweep.reader import Reader
-
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    transformers.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    reader = Reader()
-    try:
-        return [asdict(take_through(name, reader)) for name in types]
-    finally:
-        reader.close()
 
 
 def rows_of(types: list[str], jobs: int) -> Iterator[Row]:
