@@ -72,7 +72,7 @@ def derive_config(config: Mapping[str, Any], place: str, run: RunOptions = RunOp
     from scale_surgery.deriving.configs import config_of
 
     with translated(f"{place}: config.json", "transformers does not read it", ADVICE):
-        made = config_of(config, place, run)
+        made = config_of(config)
     return derive(made)
 
 
