@@ -56,7 +56,7 @@ def unread_names(model: PreTrainedModel) -> tuple[str, ...]:
     """Find which tensors transformers passes over where old files hold them, such as masks.
 
     Args:
-        model: A twin.
+        model: The real model; some classes pass over a layer by its number, which another checkpoint has.
 
     Returns:
         Patterns of whole names, or of their ends after a dot; none that is true of a name that the model has.

@@ -107,7 +107,7 @@ def derive_architecture(real: Real, first: Twin, second: Twin) -> Architecture:
         keys={name: key for name, common in COMMON_KEYS.items() if (key := _key(config, common)) is not None},
         layer_types=_layer_types(config),
         stored_as=stored_children(first.model, first.place),
-        unread=unread_names(first.model),
+        unread=unread_names(real.model),
         weightless=_weightless(real, kinds, kind_of_layer, outside),
     )
 
