@@ -2,7 +2,7 @@
 
     SurgeryError                     base class; the command line catches it once
     ├── PlanError                    the request cannot be met (layers, widths, variant)
-    │   └── UnsupportedFamilyError   the model's architecture is not in families.py
+    │   └── UnsupportedFamilyError   the model's architecture cannot be expanded
     ├── CheckpointError              files missing, unreadable, inconsistent, or the target exists
     ├── DataError                    texts to train on or to measure with: empty, wrong fields, too long
     ├── TrainingError                training cannot begin, cannot be resumed, or had to stop
@@ -46,7 +46,7 @@ class PlanError(SurgeryError):
 
 
 class UnsupportedFamilyError(PlanError):
-    """The model's architecture is not in `families.py`."""
+    """The model's architecture cannot be expanded; the message names what stands in the way."""
 
 
 class CheckpointError(SurgeryError):
