@@ -36,7 +36,7 @@ def read_base(checkpoint: Checkpoint, run: RunOptions = RunOptions()) -> Base:
     """
     check_counts(checkpoint.config, len(checkpoint.tensors))
     found = derive_config(checkpoint.config, str(checkpoint.path), run)
-    return make_base(checkpoint, found.architecture, found.sizes)
+    return make_base(checkpoint, found.architecture, found.sizes, found.proof)
 
 
 def check_counts(config: Mapping[str, Any], tensors: int) -> None:

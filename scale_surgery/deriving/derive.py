@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import transformers
 from transformers import PreTrainedConfig
 
 from scale_surgery.deriving.build import build, build_twin, find_place, quiet, stock_classes, without_quantisation
 from scale_surgery.deriving.facts import Twin as WatchedTwin
 from scale_surgery.deriving.facts import derive_architecture, derive_sizes, watch_twin
-from scale_surgery.deriving.prove import Twin
+from scale_surgery.deriving.prove import CHECKS, Twin
 from scale_surgery.deriving.proved import prove
 from scale_surgery.deriving.shrink import least_depth, shrink
 from scale_surgery.deriving.small_values import Real
@@ -32,12 +34,14 @@ class Derived:
         architecture: Facts about the architecture.
         sizes: Sizes of the model.
         twins: Configs of the two twins.
+        proof: What was proved, on what, and with what, as plain JSON values.
         seconds: How long it took.
     """
 
     architecture: Architecture
     sizes: Sizes
     twins: tuple[dict[str, Any], dict[str, Any]]
+    proof: Mapping[str, Any]
     seconds: float
 
 
@@ -84,8 +88,15 @@ def _derive(config: PreTrainedConfig) -> Derived:
             f"config.json: model_type {config.model_type!r}: no facts could be derived, "
             f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
         ) from error
-    seconds = time.perf_counter() - start
-    return Derived(architecture, sizes, (twins[0].to_dict(), twins[1].to_dict()), seconds)
+    configs = (twins[0].to_dict(), twins[1].to_dict())
+    return Derived(architecture, sizes, configs, _record(configs), time.perf_counter() - start)
+
+
+def _record(twins: tuple[dict[str, Any], dict[str, Any]]) -> dict[str, Any]:
+    """What a plan and surgery.json say of the proof."""
+    numbers = [{key: value for key, value in twin.items() if type(value) is int} for twin in twins]
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    return {"checks": list(CHECKS), "twins": numbers, "versions": versions}
 
 
 def _twin_of(config: PreTrainedConfig, first: WatchedTwin, second: WatchedTwin) -> Twin:

@@ -110,8 +110,9 @@ def head_part(model: Any) -> nn.Parameter | None:
 def _failures(twin: Twin, specs: Spec) -> Iterator[str]:
     ids = token_ids(twin.stock.config)
     for dtype in DTYPES:
-        base = copy.deepcopy(twin.stock).to(dtype)
-        expanded = expanded_twin(twin, specs).to(dtype)
+        base: Any = copy.deepcopy(twin.stock)
+        base = base.to(dtype=dtype)
+        expanded = expanded_twin(twin, specs).to(dtype=dtype)
         yield from _differences(base, expanded, ids, str(dtype).removeprefix("torch."))
     expanded = expanded_twin(twin, specs)
     expected = set(expansion_of(expanded))
@@ -152,7 +153,8 @@ def _options(model: Any) -> dict[str, Any]:
 def _dead_parts(model: Any, ids: Tensor, without_stream: set[int]) -> Iterator[str]:
     """Parts that change nothing, or learn nothing, once nothing is zero any more."""
     head = head_part(model)
-    groups = {"W12": [own for name, own in expansion_of(model).items() if name.endswith(".w12")], "the head": [head]}
+    w12 = [own for name, own in expansion_of(model).items() if name.endswith(".w12")]
+    groups = {"W12": w12, "the head": [] if head is None else [head]}
     for title, parameters in groups.items():
         before = _logits(model, ids)
         with torch.no_grad():

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.headers import FLOAT_DTYPES
@@ -17,12 +18,13 @@ from scale_surgery.planning.specs import expected_shapes, find_prefix, layer_pat
 
 @dataclass(frozen=True)
 class Base:
-    """A base model as planning sees it: facts, sizes, what stands before its names, and its headers."""
+    """A base model as planning sees it: facts and their proof, sizes, what stands before its names, and its headers."""
 
     architecture: Architecture
     sizes: Sizes
     prefix: str
     checkpoint: Checkpoint
+    proof: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def head(self) -> str:
@@ -40,19 +42,22 @@ class Base:
         return self.architecture.head if self.architecture.head in found or not found else min(found, key=len)
 
 
-def make_base(checkpoint: Checkpoint, architecture: Architecture, sizes: Sizes) -> Base:
+def make_base(
+    checkpoint: Checkpoint, architecture: Architecture, sizes: Sizes, proof: Mapping[str, Any] | None = None
+) -> Base:
     """Put together what planning has to know of a base model.
 
     Args:
         checkpoint: Its config and headers.
         architecture: Facts of its architecture.
         sizes: Its sizes, by its config.
+        proof: What was proved of these facts.
 
     Raises:
         CheckpointError: If config.json promises more layers than there are.
     """
     check_layers(architecture, sizes.layers, checkpoint.tensors)
-    return Base(architecture, sizes, find_prefix(architecture, checkpoint.tensors), checkpoint)
+    return Base(architecture, sizes, find_prefix(architecture, checkpoint.tensors), checkpoint, proof or {})
 
 
 def check_layers(architecture: Architecture, layers: int, names: Iterable[str]) -> None:

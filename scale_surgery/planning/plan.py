@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -51,6 +51,7 @@ class Plan:
         tensors: Every new tensor.
         shards: Names of the new shards.
         costs: Parameters, bytes, forward cost, training depth, and estimates of time and memory.
+        proof: What was proved of the facts on a tiny twin: checks, sizes of twins, versions.
     """
 
     base_name: str
@@ -68,6 +69,8 @@ class Plan:
     tensors: tuple[TensorPlan, ...]
     shards: tuple[str, ...]
     costs: costs.Costs
+    # the first plans relied on facts written by hand
+    proof: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def variant(self) -> str:
@@ -148,6 +151,7 @@ def plan_expansion(base: Base, request: Request, *, name: str, revision: str | N
         tensors=tensors,
         shards=shards,
         costs=method.costs(base, request, specs, tensors),
+        proof=base.proof,
     )
 
 

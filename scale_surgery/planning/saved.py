@@ -17,7 +17,7 @@ from scale_surgery.planning.spec_schema import spec_problems
 from scale_surgery.planning.tensors import TensorPlan
 
 # the same model may lie elsewhere and be called otherwise; costs are estimates; facts show in what is planned
-UNDECISIVE = {"costs", "base_name", "architecture"}
+UNDECISIVE = {"costs", "base_name", "architecture", "proof"}
 OF_THE_BASE = {"base_fingerprint", "base_revision", "family", "sizes"}
 
 

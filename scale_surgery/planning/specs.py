@@ -183,7 +183,7 @@ def build_specs(
     Returns:
         The module specifications as plain JSON values; where layers are of several kinds, a list of those of each.
     """
-    kinds = [_kind_specs(kind, sizes, widths) for kind in architecture.kinds]
+    kinds = [_kind_specs(kind, sizes, widths, has_w12=bool(collaboration.layers)) for kind in architecture.kinds]
     several = {"kinds": kinds, "kind_of_layer": list(architecture.kind_of_layer)}
     return {
         "format": FORMAT,
@@ -229,13 +229,15 @@ def _model_specs(architecture: Architecture, sizes: Sizes, up: int, *, is_embedd
     return specs | last | {name: {"kind": "padding", "up": up} for name in architecture.padded}
 
 
-def _kind_specs(kind: Kind, sizes: Sizes, widths: Widths) -> Spec:
+def _kind_specs(kind: Kind, sizes: Sizes, widths: Widths, *, has_w12: bool) -> Spec:
     blocks = [_block_specs(block, sizes, widths) for block in kind.blocks]
     expanded: Spec = {name: spec for own in blocks for name, spec in own.items() if spec["kind"] in ("linear", "block")}
     if widths.up_width:
         norms = (*kind.pre_norms, *kind.post_norms)
         expanded |= {norm.name: _norm_spec(norm, sizes, sizes.hidden, widths.up_width) for norm in norms}
     expanded |= {name: spec for own in blocks for name, spec in own.items() if name not in expanded}
+    if widths.up_width and not has_w12:
+        expanded = {name: spec for name, spec in (expanded | _unread(kind, sizes)).items() if spec}
     heads = [block for block in kind.blocks if block.query_heads] if widths.up_kv_heads else []
     attention = {block.name: _attention_spec(block, widths) for block in heads}
     return {
@@ -243,6 +245,18 @@ def _kind_specs(kind: Kind, sizes: Sizes, widths: Widths) -> Spec:
         "passing": _passing_specs(kind, sizes.hidden, widths.up_width),
         "attention": attention,
     }
+
+
+def _unread(kind: Kind, sizes: Sizes) -> Spec:
+    """Where W12 does not exist, nothing inside a block of edges reads the up stream: nor do its norm and its readers."""
+    if len(kind.pre_norms) != len(kind.blocks):
+        return {}
+    specs: Spec = {}
+    for norm, block in zip(kind.pre_norms, kind.blocks, strict=True):
+        if block.treatment == "edges":
+            specs[norm.name] = {"kind": "passing", "base": sizes.hidden, "up": 0}
+            specs |= {linear.name: {} for linear in block.linears if linear.reads == "residual"}
+    return specs
 
 
 def _block_specs(block: Block, sizes: Sizes, widths: Widths) -> Spec:
