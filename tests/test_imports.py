@@ -55,7 +55,7 @@ except CheckpointError as error:
     print(plan(base, Request("last:2")).costs.parameters_added)
 assert heavy <= set(sys.modules)
 """
-    command = [sys.executable, "-c", script, str(base_of("llama")), str(pair_of("llama", REQUESTS[0]).path)]
+    command = [sys.executable, "-c", script, str(base_of("llama")), str(pair_of("llama", "adapt").path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 1000
