@@ -70,7 +70,7 @@ def plan_command(
         raise click.UsageError("--layers is missing, for example --layers last:4.")
     check_output_files(outputs, [model])
     source, checkpoint = open_model(model, revision)
-    made = make_plan(checkpoint, request, name=source.name, revision=source.revision, run=run)
+    made = make_plan(checkpoint, request, name=source.name, revision=source.revision, run=run, track=out.track)
     if checkpoint.left_out:
         out.warn(LEFT_OUT.format(", ".join(checkpoint.left_out)))
     out.show(made, render_plan(made, details=details))

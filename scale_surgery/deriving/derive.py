@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -31,6 +32,8 @@ from scale_surgery.deriving.stock_form import inner_key, stock_heads
 from scale_surgery.errors import SurgeryError, UnsupportedFamilyError
 from scale_surgery.planning.architecture import Architecture, Sizes
 
+# keys of a config that say nothing of a model's parts
+INDECISIVE = ("dtype", "torch_dtype", "architectures", "transformers_version", "_name_or_path", "auto_map")
 _known: dict[str, Derived] = {}
 
 
@@ -72,7 +75,10 @@ def derive(config: PreTrainedConfig) -> Derived:
 
 
 def _fingerprint(config: PreTrainedConfig) -> str:
-    return hashlib.sha256(f"{type(config).__name__} {config.to_json_string(use_diff=False)}".encode()).hexdigest()
+    """What decides the facts: neither how a model is stored, nor what it is called."""
+    plain = {key: value for key, value in config.to_dict().items() if key not in INDECISIVE}
+    text = json.dumps(plain, sort_keys=True, default=str)
+    return hashlib.sha256(f"{type(config).__name__} {text}".encode()).hexdigest()
 
 
 def _derive(config: PreTrainedConfig) -> Derived:

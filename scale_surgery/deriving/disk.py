@@ -45,4 +45,4 @@ def _saved(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def _digest(value: Tensor) -> str:
-    return hashlib.sha256(value.detach().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+    return hashlib.sha256(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()

@@ -15,10 +15,18 @@ from scale_surgery.planning.methods import METHODS
 from scale_surgery.planning.plan import Plan, plan_expansion
 from scale_surgery.planning.request import Request
 from scale_surgery.planning.saved import check_same, saved_request
+from scale_surgery.progress import Track, no_track
 from scale_surgery.running.options import RunOptions
 
 
-def plan(model: str | Path, request: Request, *, revision: str | None = None, run: RunOptions = RunOptions()) -> Plan:
+def plan(
+    model: str | Path,
+    request: Request,
+    *,
+    revision: str | None = None,
+    run: RunOptions = RunOptions(),
+    track: Track = no_track,
+) -> Plan:
     """Decide everything that `expand` would do, from headers and config only.
 
     Args:
@@ -26,6 +34,7 @@ def plan(model: str | Path, request: Request, *, revision: str | None = None, ru
         request: What is asked for.
         revision: Branch, tag or commit of a Hub repository.
         run: Whether code that lies with the model may run: trust_remote_code.
+        track: Makes progress bars.
 
     Returns:
         The plan.
@@ -34,7 +43,7 @@ def plan(model: str | Path, request: Request, *, revision: str | None = None, ru
         SurgeryError: If the model cannot be read or the request does not fit it.
     """
     source, checkpoint = open_model(model, revision)
-    return make_plan(checkpoint, request, name=source.name, revision=source.revision, run=run)
+    return make_plan(checkpoint, request, name=source.name, revision=source.revision, run=run, track=track)
 
 
 def make_plan(
@@ -44,6 +53,7 @@ def make_plan(
     name: str,
     revision: str | None = None,
     run: RunOptions = RunOptions(),
+    track: Track = no_track,
 ) -> Plan:
     """Decide everything that an expansion will do; no weight is read.
 
@@ -53,6 +63,7 @@ def make_plan(
         name: Hub id or folder name of the base model.
         revision: Commit of the Hub repository, where known.
         run: Whether code that lies with the model may run: trust_remote_code.
+        track: Makes progress bars.
 
     Returns:
         The plan.
@@ -67,7 +78,10 @@ def make_plan(
     # what cannot be grown so whatever the architecture is said before it is asked for
     if asked is not None and (problems := asked.config_problems(checkpoint.config)):
         raise PlanError.from_problems(problems)
-    base = read_base(checkpoint, run)
+    # a tiny twin is built, run and expanded: a second or a few
+    with track("architecture", 1) as advance:
+        base = read_base(checkpoint, run)
+        advance(1)
     made = plan_expansion(base, request, name=name, revision=revision)
     if made.numbering is not None:
         _check_kinds(base, made, run)
@@ -93,7 +107,14 @@ def _check_kinds(base: Base, made: Plan, run: RunOptions) -> None:
             )
 
 
-def load_plan(model: str | Path, file: Path, *, revision: str | None = None, run: RunOptions = RunOptions()) -> Plan:
+def load_plan(
+    model: str | Path,
+    file: Path,
+    *,
+    revision: str | None = None,
+    run: RunOptions = RunOptions(),
+    track: Track = no_track,
+) -> Plan:
     """Make the plan that a file holds, for a base model; what was reviewed is what is done.
 
     Args:
@@ -101,6 +122,7 @@ def load_plan(model: str | Path, file: Path, *, revision: str | None = None, run
         file: A plan that `save_plan` wrote.
         revision: Branch, tag or commit of a Hub repository.
         run: Whether code that lies with the model may run: trust_remote_code.
+        track: Makes progress bars.
 
     Returns:
         The plan.
@@ -110,6 +132,6 @@ def load_plan(model: str | Path, file: Path, *, revision: str | None = None, run
         CheckpointError: If the model cannot be read.
     """
     request = saved_request(file)
-    made = plan(model, request, revision=revision, run=run)
+    made = plan(model, request, revision=revision, run=run, track=track)
     check_same(made, file)
     return made

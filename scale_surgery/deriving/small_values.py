@@ -273,7 +273,8 @@ class _Shrinking:
         if STATE.search(key):
             return min(value, 8 if self.way.scale == 0 else 16)
         if WINDOW.search(key):
-            return min(value, 8)
+            # a kernel may want chunks of its own size
+            return value if self.way.is_round and "chunk" in key else min(value, 8)
         if POSITIONS.search(key):
             return 128 if value > 512 and self.dimensions & set(range(value, value + 3)) else value
         return None

@@ -248,7 +248,7 @@ def _kind_specs(kind: Kind, sizes: Sizes, widths: Widths, *, has_w12: bool) -> S
 
 
 def _unread(kind: Kind, sizes: Sizes) -> Spec:
-    """Where W12 does not exist, nothing inside a block of edges reads the up stream: nor do its norm and its readers."""
+    """Where W12 does not exist, nothing inside a block of edges reads the up stream: nor do its norm and readers."""
     if len(kind.pre_norms) != len(kind.blocks):
         return {}
     specs: Spec = {}

@@ -1,0 +1,96 @@
+"""Models that see images: the language model inside is expanded, and images work as before."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
+
+from scale_surgery import Request, expand, strip, verify
+from scale_surgery.deriving.derive import derive
+from tests.conftest import digests
+
+ROWS = 9
+
+
+def twin_config(name: str) -> Any:
+    """A tiny config of a model that sees images, whose parts fit each other."""
+    kind = CONFIG_MAPPING[name]
+    config = kind.from_dict(dict(derive(kind()).twins[0]))
+    if hasattr(config.vision_config, "out_hidden_size"):
+        # what the vision part gives is put where embeddings of tokens are
+        config.vision_config.out_hidden_size = config.text_config.hidden_size
+    if name == "gemma3":
+        # sixteen patches, four of which make one token
+        config.vision_config.image_size, config.mm_tokens_per_image = 4 * config.vision_config.patch_size, 4
+    return config
+
+
+def inputs(name: str, config: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """A prompt with an image in it, as the processor of each model makes one."""
+    generator, vision = torch.Generator().manual_seed(1), config.vision_config
+    text = torch.randint(50, 100, (1, ROWS), generator=generator)
+    image = getattr(config, "image_token_id", None) or config.image_token_index
+    made: dict[str, torch.Tensor] = {}
+    if name == "qwen3_vl":
+        side = 2 * vision.spatial_merge_size
+        size = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+        pixels, count = torch.randn(side * side, size, generator=generator), 4
+        text = torch.cat([text, torch.tensor([[config.vision_start_token_id]])], dim=1)
+        made["image_grid_thw"] = torch.tensor([[1, side, side]])
+    else:
+        pixels = torch.randn(1, 3, vision.image_size, vision.image_size, generator=generator)
+        patches = (vision.image_size // vision.patch_size) ** 2
+        count = config.mm_tokens_per_image if name == "gemma3" else patches
+    made["input_ids"] = torch.cat([text, torch.full((1, count), image), text[:, :ROWS]], dim=1)
+    is_image = (made["input_ids"] == image).long()
+    kinds = {"gemma3": "token_type_ids", "qwen3_vl": "mm_token_type_ids"}
+    return made | {"pixel_values": pixels.to(dtype)} | ({kinds[name]: is_image} if name in kinds else {})
+
+
+def write_base(config: Any, dtype: torch.dtype, path: Path) -> Path:
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * (0.3 if parameter.dim() == 1 else 0.1))
+    model.to(dtype).save_pretrained(path)
+    # what a processor reads goes along
+    (path / "preprocessor_config.json").write_text('{"size": 8}')
+    return path
+
+
+def load(path: Path) -> Any:
+    return AutoModelForImageTextToText.from_pretrained(path, dtype="auto", trust_remote_code=True).eval()
+
+
+@torch.no_grad()
+def logits(model: Any, **given: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = model(**given).logits
+    return found
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("name", ("gemma3", "llava", "qwen3_vl"))
+def test_with_an_image_and_without(tmp_path, name, dtype):
+    config = twin_config(name)
+    base = write_base(config, dtype, tmp_path / "base")
+    made = expand(base, Request("last:2", variant="adapt", collaborate="both"), tmp_path / "expanded")
+    stock, expanded, prompt = load(base), load(made.path), inputs(name, config, dtype)
+    seen = logits(stock, **prompt)
+    assert torch.equal(logits(expanded, **prompt), seen)
+    text = {"input_ids": torch.randint(50, 100, (2, ROWS), generator=torch.Generator().manual_seed(2))}
+    assert torch.equal(logits(expanded, **text), logits(stock, **text))
+    # and the image is looked at, and the new blocks do something
+    assert not torch.equal(logits(stock, **prompt | {"pixel_values": prompt["pixel_values"] + 1}), seen)
+    with torch.no_grad():
+        for parameter_name, parameter in expanded.named_parameters():
+            if parameter_name.endswith(".w12"):
+                parameter.fill_(0.01)
+    assert not torch.equal(logits(expanded, **prompt), seen)
+    assert (made.path / "preprocessor_config.json").is_file()
+    assert verify(made.path, base).passed
+    assert digests(strip(made.path, tmp_path / "stripped").path) == digests(base)

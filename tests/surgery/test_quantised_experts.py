@@ -1,0 +1,92 @@
+"""Experts that are stored in MXFP4, as those of gpt-oss, stay as they are stored."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, GptOssConfig
+
+from scale_surgery import Request, expand, plan, strip, verify
+from scale_surgery.checkpoint.folder import open_checkpoint
+from tests.conftest import digests
+
+HIDDEN, INNER, EXPERTS, LAYERS = 64, 96, 4, 3
+GROUP = 32  # values that share a scale
+QUANTISED = {
+    "quant_method": "mxfp4",
+    "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"],
+}
+
+
+@pytest.fixture
+def base(tmp_path) -> Path:
+    """A tiny gpt-oss: experts as nibbles with a scale for each 32 of them, all else in bfloat16."""
+    config = GptOssConfig(
+        vocab_size=131,
+        hidden_size=HIDDEN,
+        intermediate_size=INNER,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_local_experts=EXPERTS,
+        num_experts_per_tok=2,
+        sliding_window=8,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    )
+    torch.manual_seed(0)
+    folder = tmp_path / "base"
+    AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    generator = torch.Generator().manual_seed(1)
+    for layer in range(LAYERS):
+        path = f"model.layers.{layer}.mlp.experts."
+        for name, rows, columns in (("gate_up_proj", 2 * INNER, HIDDEN), ("down_proj", HIDDEN, INNER)):
+            del tensors[f"{path}{name}"]
+            blocks, scales = (EXPERTS, rows, columns // GROUP, GROUP // 2), (EXPERTS, rows, columns // GROUP)
+            tensors[f"{path}{name}_blocks"] = torch.randint(0, 256, blocks, generator=generator, dtype=torch.uint8)
+            tensors[f"{path}{name}_scales"] = torch.randint(115, 120, scales, generator=generator, dtype=torch.uint8)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": QUANTISED}))
+    return folder
+
+
+def logits(path: Path) -> torch.Tensor:
+    model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True).eval()
+    ids = torch.randint(3, 100, (2, 11), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        found: torch.Tensor = model(ids).logits
+    return found
+
+
+def test_they_stay_as_they_are_stored(base, tmp_path):
+    made = expand(base, Request("1-2", variant="adapt", collaborate="both"), tmp_path / "expanded")
+    stored = {info.dtype for info in open_checkpoint(made.path).tensors.values()}
+    assert stored == {"U8", "BF16"}
+    assert {tensor.dtype for tensor in made.plan.tensors} == {"BF16"}
+    assert torch.equal(logits(made.path), logits(base))
+    assert verify(made.path, base).passed
+    assert digests(strip(made.path, tmp_path / "stripped").path) == digests(base)
+
+
+def test_a_changed_nibble_is_noticed(base, tmp_path):
+    made = expand(base, Request("1", variant="preserve"), tmp_path / "expanded")
+    shard = next(made.path.glob("model-*.safetensors"))
+    tensors = load_file(shard)
+    tensors["model.layers.0.mlp.experts.down_proj_blocks"][0, 0, 0, 0] ^= 1
+    save_file(tensors, shard, metadata={"format": "pt"})
+    found = verify(made.path)
+    assert not found.passed
+    evidence = [promise.evidence for promise in found.promises if promise.holds is False]
+    # the shard and the tensor
+    assert any("2 problems" in line for line in evidence)
+
+
+def test_each_block_says_how_it_is_treated(base):
+    (kind,) = plan(base, Request("all")).architecture.kinds
+    assert [(block.name, block.treatment) for block in kind.blocks] == [("self_attn", "edges"), ("mlp", "block")]
