@@ -1,4 +1,4 @@
-"""What imports what: planning needs no torch, and exported code needs torch and transformers only."""
+"""What imports what: torch is imported when facts are derived, and exported code needs torch and transformers only."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LIGHT = [
     f"{room}.{file.stem}"
     for room in ("checkpoint", "planning")
     for file in (modeling.FOLDER.parent / room).glob("[!_]*.py")
-]
+] + [f"deriving.{name}" for name in ("base", "inspect", "planned")]
 
 
 def heavy_imports(modules: Sequence[str]) -> set[str]:
@@ -42,14 +42,20 @@ def test_the_test_above_can_fail():
     assert heavy_imports(["surgery.blocks"]) == {"torch"}
 
 
-def test_a_plan_is_made_without_torch(base_of):
+def test_torch_is_imported_when_facts_are_derived_and_not_before(base_of, pair_of):
+    """Facts come from the stock model itself; what is refused before they are asked for costs no import."""
     script = """
 import sys
-from scale_surgery import Request, plan
-print(plan(sys.argv[1], Request("last:2")).costs.parameters_added)
-assert not {"torch", "transformers"} & set(sys.modules)
+from scale_surgery import CheckpointError, Request, plan
+heavy, base, expanded = {"torch", "transformers"}, *sys.argv[1:]
+try:
+    plan(expanded, Request("last:2"))
+except CheckpointError as error:
+    assert not heavy & set(sys.modules), error
+    print(plan(base, Request("last:2")).costs.parameters_added)
+assert heavy <= set(sys.modules)
 """
-    command = [sys.executable, "-c", script, str(base_of("llama"))]
+    command = [sys.executable, "-c", script, str(base_of("llama")), str(pair_of("llama", "adapt").path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 1000

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.numbering import CONFIG_KEY
-from scale_surgery.deriving.derive import Derived, derive
 from scale_surgery.errors import CheckpointError
 from scale_surgery.planning.base import Base, make_base
 from scale_surgery.running.loading import translated
 from scale_surgery.running.options import RunOptions
+
+if TYPE_CHECKING:
+    from scale_surgery.deriving.derive import Derived
 
 # a config may name a layer that it never has, such as the one from which on windows slide
 MOST_HARMLESS = 1000
@@ -70,6 +72,7 @@ def derive_config(config: Mapping[str, Any], place: str, run: RunOptions = RunOp
         CheckpointError: If transformers makes nothing of it.
     """
     from scale_surgery.deriving.configs import config_of
+    from scale_surgery.deriving.derive import derive
 
     with translated(f"{place}: config.json", "transformers does not read it", ADVICE):
         made = config_of(config)

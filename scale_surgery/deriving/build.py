@@ -83,6 +83,19 @@ def quiet() -> Iterator[None]:
             transformers.enable_progress_bar()
 
 
+@contextmanager
+def usual_torch() -> Iterator[None]:
+    """Torch as it is where nobody set anything: facts are the same inside a caller's `no_grad` or default dtype."""
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    plain = torch.autocast("cpu", enabled=False)
+    try:
+        with torch.inference_mode(False), torch.enable_grad(), plain, torch.device("cpu"):
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
+
+
 def build_twin(config: PreTrainedConfig) -> PreTrainedModel:
     """Build a tiny model in which no parameter is a constant, so that nothing hides behind a zero or a one."""
     with torch.random.fork_rng(devices=[]):

@@ -13,7 +13,15 @@ import torch
 import transformers
 from transformers import PreTrainedConfig
 
-from scale_surgery.deriving.build import build, build_twin, find_place, quiet, stock_classes, without_quantisation
+from scale_surgery.deriving.build import (
+    build,
+    build_twin,
+    find_place,
+    quiet,
+    stock_classes,
+    usual_torch,
+    without_quantisation,
+)
 from scale_surgery.deriving.facts import Twin as WatchedTwin
 from scale_surgery.deriving.facts import derive_architecture, derive_sizes, watch_twin
 from scale_surgery.deriving.prove import CHECKS, Twin
@@ -76,7 +84,7 @@ def _fingerprint(config: PreTrainedConfig) -> str:
 def _derive(config: PreTrainedConfig) -> Derived:
     start = time.perf_counter()
     try:
-        with quiet():
+        with quiet(), usual_torch():
             real = read_real(config)
             twins = shrink(real, 0), shrink(real, 1)
             watched = watch_twin(twins[0]), watch_twin(twins[1])

@@ -49,7 +49,8 @@ def judge(
         manifest: Its surgery.json.
         integrity: What its files showed.
         numbers: What the probe prompts showed, or None where no model was run.
-        problems: What speaks against every promise about outputs: structure, config, code, loading, token ids.
+        problems: What speaks against every promise about outputs: structure, config, code, recorded
+            facts, loading, token ids.
         required: Promises that are asked for by name.
 
     Returns:

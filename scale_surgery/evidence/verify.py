@@ -29,6 +29,7 @@ from scale_surgery.checkpoint.sources import find_source
 from scale_surgery.errors import CheckpointError, PlanError
 from scale_surgery.evidence.integrity import Integrity, bytes_to_check, check_files
 from scale_surgery.evidence.promises import PROMISES, Promise, judge
+from scale_surgery.evidence.recorded_facts import fact_problems
 from scale_surgery.planning.routing_specs import Routing
 from scale_surgery.progress import Track, no_track
 from scale_surgery.running.options import Probes, RunOptions
@@ -52,7 +53,7 @@ class Verification:
         trained_tensors: How many did.
         promises: Every promise.
         required: Promises that decide `passed`.
-        problems: Problems that no promise covers: code, structure, loading, token ids.
+        problems: Problems that no promise covers: code, structure, recorded facts, loading, token ids.
         warnings: What a user should know before running the folder's own code; does not decide `passed`.
         numbers: What the probe prompts showed, or None where they were not run.
         passed: Whether all is as required.
@@ -134,6 +135,7 @@ def verify(
     given = open_checkpoint(find_source(base, revision).path) if base is not None else None
     with track("bytes", bytes_to_check(checkpoint, manifest, given)) as advance:
         integrity = check_files(checkpoint, manifest, given, advance)
+    facts = fact_problems(checkpoint, manifest, run)
     numbers = None
     is_comparable = given is None or _same_shapes(checkpoint, manifest, given)
     reason = "files only" if probes is None else _why_not(integrity, is_comparable, run)
@@ -141,7 +143,7 @@ def verify(
         reason = "a fused model holds no base shards to compare with; --base compares its logits"
     if reason is None and probes is not None:
         numbers = _run_probes(checkpoint, manifest, given, probes, run, track)
-    result = replace(_judge(checkpoint, manifest, integrity, numbers, required), not_run=reason)
+    result = replace(_judge(checkpoint, manifest, integrity, numbers, facts, required), not_run=reason)
     return replace(result, recorded=record and _record(path, manifest, result))
 
 
@@ -207,9 +209,10 @@ def _judge(
     manifest: Manifest,
     integrity: Integrity,
     numbers: Numbers | None,
+    facts: tuple[str, ...],
     required: tuple[str, ...],
 ) -> Verification:
-    problems = integrity.structure + integrity.config + integrity.code
+    problems = integrity.structure + integrity.config + integrity.code + facts
     if numbers is not None:
         problems += numbers.load_problems + numbers.token_problems
     promises = judge(checkpoint, manifest, integrity, numbers, problems, required)

@@ -86,7 +86,7 @@ def test_expand_plans_once(base: Path, tmp_path: Path, monkeypatch: pytest.Monke
         made.append(args)
         return make_plan(*args, **options)
 
-    for module in ("scale_surgery.planning.plan", "scale_surgery.surgery.expand"):
+    for module in ("scale_surgery.deriving.planned", "scale_surgery.surgery.expand"):
         monkeypatch.setattr(f"{module}.make_plan", counting)
     asked = ["--plan", tmp_path / "plan.json"] if saved else ["--layers", "1-2"]
     run("expand", base, *asked, "-o", tmp_path / "out")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -83,6 +86,36 @@ def test_the_users_process_is_left_as_it_was():
     before = config.to_dict()
     derive(config)
     assert torch.equal(torch.get_rng_state(), state) and config.to_dict() == before
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+SETTINGS = (
+    torch.no_grad,
+    torch.inference_mode,
+    partial(torch.autocast, "cpu"),
+    partial(torch.device, "meta"),
+    partial(default_dtype, torch.bfloat16),
+)
+
+
+@pytest.mark.parametrize("number", range(len(SETTINGS)))
+def test_what_the_caller_set_for_torch_changes_no_fact(number):
+    # a model of its own for each, since what is known already is not derived again
+    settings = {"hidden_size": 512, "num_attention_heads": 8, "num_hidden_layers": 5 + number}
+    with SETTINGS[number]():
+        assert torch.is_grad_enabled() == (number > 1)
+        found = derive(LlamaConfig(**settings))
+    assert found.architecture == replace(
+        derive(LlamaConfig(**settings | {"num_hidden_layers": 4})).architecture, kind_of_layer=(0,) * (5 + number)
+    )
 
 
 def test_attention_functions_are_put_back():

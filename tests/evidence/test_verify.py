@@ -307,3 +307,68 @@ def test_prompts_of_a_file_and_without_a_tokenizer(made: Path, tmp_path: Path) -
 def test_not_an_expanded_model(made: Path) -> None:
     with pytest.raises(CheckpointError, match=r"is a base model, expected one made by scale-surgery expand"):
         verify(made / "base")
+
+
+def edit_record(path: Path, change) -> None:
+    manifest = json.loads((path / "surgery.json").read_text())
+    change(manifest)
+    (path / "surgery.json").write_text(json.dumps(manifest))
+
+
+EDITS = {
+    "architecture.final_norm": {"name": "other", "style": "rms"},
+    "architecture.embedding": "wte",
+    "architecture.softcap": ["final_logit_softcapping", 30.0],
+    "architecture.kind_of_layer": [0, 0],
+    "sizes.epsilon": 1e-5,
+    "sizes.vocabulary": 96,
+}
+
+
+@pytest.mark.parametrize("place", EDITS)
+def test_a_recorded_fact_that_was_edited_is_named(copy, place: str) -> None:
+    path = copy("preserve")
+    part, key = place.split(".")
+    edit_record(path, lambda manifest: manifest["plan"][part].update({key: EDITS[place]}))
+    result = verify(path, probes=None, record=False)
+    expected = f"surgery.json: plan.{place} is not what the base's config.json gives. Restore it from where you got it."
+    assert not result.passed and expected in result.problems
+
+
+@pytest.mark.parametrize("change", ({"treatment": "edges"}, {"mute": []}, {"reason": "said in other words"}))
+def test_of_a_recorded_block_all_counts_but_words(copy, change: dict[str, object]) -> None:
+    path = copy("preserve")
+    edit_record(path, lambda manifest: manifest["plan"]["architecture"]["kinds"][0]["blocks"][0].update(change))
+    result = verify(path, probes=None, record=False)
+    assert result.passed is ("reason" in change)
+    assert any("plan.architecture.kinds is not" in line for line in result.problems) is ("reason" not in change)
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (
+            {"model_type": "unheard_of"},
+            "model_type is 'unheard_of', expected one that",
+        ),
+        ({"hidden_act": 3}, "transformers does not read it"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, found"),
+    ],
+)
+def test_a_base_that_transformers_no_longer_reads_is_a_problem_and_no_traceback(copy, change, found) -> None:
+    path = copy("preserve")
+
+    def spoil(manifest) -> None:
+        config = json.loads(manifest["replaced"]["config.json"])
+        manifest["replaced"]["config.json"] = json.dumps(config | change)
+
+    edit_record(path, spoil)
+    result = verify(path, probes=None, record=False)
+    assert not result.passed
+    (line,) = (line for line in result.problems if found in line)
+    assert line.startswith("surgery.json: its facts of the base model cannot be checked: ")
+
+
+def test_facts_are_derived_with_trust_too(made: Path) -> None:
+    result = verify(made / "preserve", probes=None, record=False, run=RunOptions(trust_remote_code=True))
+    assert result.passed and not result.problems

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM
 
 from scale_surgery.modeling.expanded_modules import ExpandedModule, expand_module
+from scale_surgery.planning.architecture import Block, Sizes
 from scale_surgery.planning.routing_specs import Routing, build_routing
 from scale_surgery.planning.specs import Collaboration, Widths, build_specs
 from tests.by_hand import (
@@ -36,8 +38,8 @@ from tests.by_hand import (
     shaken,
     write_expanded,
 )
-from tests.families import FAMILIES, Sizes
 from tests.tiny import LLAMA_LIKE, TOKENS
+from tests.written import written_architecture
 
 D, INNER, HEADS, KV_HEADS, SIZE = 40, 52, 4, 2, 10
 SMALL = LLAMA_LIKE | TOKENS
@@ -261,9 +263,7 @@ def test_no_gradient_passes_through_experts_below_what_learns(made, name, layer,
 
 
 def test_a_router_reads_two_heads_of_one_stream_where_edges_alone_are_expanded(made, tmp_path):
-    routing = build_routing(
-        FAMILIES["llama"], SIZES, preserving_specs() | {"expanded": {}, "passing": {}}, Routing(), None
-    )
+    routing = build_routing(LLAMA, SIZES, preserving_specs() | {"expanded": {}, "passing": {}}, Routing(), None)
     path = write_expanded(
         made("mixtral")[0], tmp_path / "routed", preserving_specs() | {"routing": routing}, names_of(MIXTRAL)
     )
@@ -304,26 +304,17 @@ def test_checkpointing_computes_the_same_gradients(made, name):
 
 
 SIZES = Sizes(D, 3, HEADS, KV_HEADS, SIZE, INNER, 97, 1e-6, False)
+LLAMA = written_architecture({**SMALL, "model_type": "llama"})
 
 
-def routed_mixtral(groups: tuple[str, ...], router: str = "posterior") -> dict[str, Any]:
-    """Attention of Llama, split, and a mixture as a block; the routing of each kind."""
-    family, widths = FAMILIES["llama"], Widths(UP, 1, 4)
+def routed_mixtral(groups: tuple[str, ...], router: str = "posterior", kept: str = "mlp") -> dict[str, Any]:
+    """Attention of Llama, split, and a mixture as a block, or another part that stays as it is; and the routing."""
+    whole = {"mlp": Block("mlp", "", "ffn", "block"), "self_attn": Block("self_attn", "", "attn", "block")}
+    parts = tuple(whole[own.name] if own.name in (kept, "mlp") else own for own in LLAMA.kinds[0].blocks)
+    facts = replace(LLAMA, kinds=(replace(LLAMA.kinds[0], blocks=parts),))
     layers = (1, 2) if groups else ()
-    specs = build_specs(family, SIZES, widths, (0, 1, 2), Collaboration(layers, groups)) | {"dtype": None}
-    routing = build_routing(family, SIZES, specs, Routing(router), None)
-    own = {
-        key: {name: spec for name, spec in specs.pop(key).items() if not name.startswith("mlp")}
-        for key in ("expanded", "passing", "attention")
-    }
-    own["expanded"]["mlp"], own["passing"]["mlp"] = block(D), {"kind": "block", "base": D, "up": UP}
-    modules = {
-        key: {name: spec for name, spec in routing["modules"][key].items() if not name.startswith("mlp")}
-        for key in ("expanded", "passing")
-    }
-    routing["kinds"] = [{"modules": modules, "attention": routing.pop("attention")}]
-    del routing["modules"]
-    return specs | {"kinds": [own], "kind_of_layer": [0, 0, 0], "routing": routing}
+    specs = build_specs(facts, SIZES, Widths(UP, 1, 4), (0, 1, 2), Collaboration(layers, groups)) | {"dtype": None}
+    return specs | {"routing": build_routing(facts, SIZES, specs, Routing(router), None)}
 
 
 @pytest.mark.parametrize(
@@ -344,18 +335,7 @@ def test_two_paths_pass_through_a_mixture(tmp_path, groups, router):
 
 
 def test_two_paths_cannot_pass_through_a_block_that_keeps_a_cache(tmp_path):
-    base, specs = make_base(tmp_path / "base", MIXTRAL), routed_mixtral(("attn", "ffn"))
-    for layers in (specs["kinds"][0]["expanded"], specs["kinds"][0]["passing"]):
-        for name in [name for name in layers if name.startswith("self_attn.")]:
-            del layers[name]
-        layers["self_attn"] = (
-            block(D) | {"group": "attn"}
-            if layers is specs["kinds"][0]["expanded"]
-            else {"kind": "block", "base": D, "up": UP}
-        )
-    routing = specs["routing"]["kinds"][0]
-    routing["modules"] = {key: {} for key in routing["modules"]}
-    routing["attention"], specs["kinds"][0]["attention"] = {}, {}
+    base, specs = make_base(tmp_path / "base", MIXTRAL), routed_mixtral(("attn", "ffn"), kept="self_attn")
     with pytest.raises(ValueError, match="MixtralAttentionWithUpStream, which keeps a cache \\(past_key_values\\)"):
         write_expanded(base, tmp_path / "expanded", specs, names_of(MIXTRAL))
     # without a router the same block runs

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from scale_surgery.checkpoint.folder import open_checkpoint
+from scale_surgery.deriving.base import read_base
 from scale_surgery.errors import TrainingError
 from scale_surgery.progress import no_progress, no_track
 from scale_surgery.running.texts import Sequences
@@ -61,12 +62,11 @@ def test_what_trains_and_what_is_measured(base_of, family, trains):
 def test_the_change_of_a_role_is_that_of_its_rows(base_of, family):
     path = base_of(family)
     model, pilot = run(path, replace(SETTINGS, trains="full"))
-    facts = FAMILIES[family]
-    base = load(path)
-    (first, *_) = find_matrices(model, facts, open_checkpoint(path), ("attn",))
-    (start, *_) = find_matrices(base, facts, open_checkpoint(path), ("attn",))
+    base = read_base(open_checkpoint(path))
+    (first, *_) = find_matrices(model, base, ("attn",))
+    (start, *_) = find_matrices(load(path), base, ("attn",))
     difference = first.module.weight.detach() - start.module.weight.detach()
-    rows = difference.T if facts.transposed else difference
+    rows = difference.T if FAMILIES[family].transposed else difference
     size = 10
     if family == "gpt_neox":
         rows = rows.view(4, 3, size, 40)[:, 0].reshape(4 * size, 40)
@@ -137,7 +137,7 @@ def test_the_relative_change_until_now_is_that_of_the_updates(base_of, family):
     path = base_of(family)
     model, pilot = run(path)
     checkpoint = open_checkpoint(path)
-    now = relative_changes(find_matrices(model, FAMILIES[family], checkpoint, ("ffn",)), checkpoint)
+    now = relative_changes(find_matrices(model, read_base(checkpoint), ("ffn",)), checkpoint)
     for layer, updates in pilot.updates.items():
         assert now[layer] == pytest.approx(relative_norm(list(updates.values())), rel=1e-5)
         assert 0 < pilot.halfway[layer] < now[layer]
@@ -177,11 +177,11 @@ def test_a_loss_that_is_no_number(llama):
 
 def test_weights_that_are_no_numbers(llama):
     """The last step may break what no loss sees any more."""
-    model, checkpoint, family = load(llama.base_path), open_checkpoint(llama.base_path), FAMILIES["llama"]
+    model, base = load(llama.base_path), read_base(open_checkpoint(llama.base_path))
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight[3, 4] = float("inf")
     with pytest.raises(TrainingError) as caught:
-        measure_updates(find_matrices(model, family, checkpoint, ("ffn",)), family, checkpoint, no_progress)
+        measure_updates(find_matrices(model, base, ("ffn",)), base, no_progress)
     assert str(caught.value) == (
         "model.layers.1.mlp.up_proj.weight: holds numbers that are not finite after the pilot. Lower --learning-rate."
     )
