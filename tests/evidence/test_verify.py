@@ -319,7 +319,7 @@ EDITS = {
     "architecture.final_norm": {"name": "other", "style": "rms"},
     "architecture.embedding": "wte",
     "architecture.softcap": ["final_logit_softcapping", 30.0],
-    "architecture.kind_of_layer": [0, 0],
+    "architecture.transposed": True,
     "sizes.epsilon": 1e-5,
     "sizes.vocabulary": 96,
 }
