@@ -3,8 +3,8 @@
     python -m benchmarks.mixture --work FOLDER
 
 A checkpoint of the shape of Qwen3-30B-A3B is made first: 48 layers of 128 experts, 61 GB. Attention, norms, embedding
-and head hold random numbers; experts are holes of sparse files, which take no room and are read as zeros. `expand` reads
-them to hash them, and takes them over as hard links.
+and head hold random numbers; experts are holes of sparse files, which take no room and are read as zeros. `expand`
+reads them to hash them, and takes them over as hard links.
 
 seconds, peak   as benchmarks/pipeline.py measures them
 """
