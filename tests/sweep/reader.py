@@ -1,6 +1,7 @@
 """A process of its own that loads folders as a user would, by remote code, and tells what they give.
 
-{"path": ..., "dtype": ..., "options": {...}}  on a line in   ->   {"logits": sha256, "tokens": [...], ...} on a line out
+a line of JSON in    {"path": ..., further options of from_pretrained}
+a line of JSON out   {"logits": sha256, "row": sha256, "tokens": [...], "trains": [...]}
 """
 
 from __future__ import annotations

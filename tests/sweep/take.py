@@ -28,6 +28,7 @@ from scale_surgery import (
     verify,
 )
 from scale_surgery.modeling.expanded_modules import EXPANSION_NAMES
+from tests.deriving.configs import OPTIONS
 from tests.sweep.reader import Reader, ids_of
 
 STEPS = 3
@@ -101,7 +102,7 @@ def twin_config(model_type: str) -> Any:
 
     from scale_surgery.deriving.derive import derive
 
-    config = CONFIG_MAPPING[model_type]()
+    config = CONFIG_MAPPING[model_type](**OPTIONS.get(model_type, {}))
     return type(config).from_dict(dict(derive(config).twins[0]))
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from safetensors.torch import load_file, save_file
 
+from scale_surgery import expand
 from tests.sweep.reader import Reader
 from tests.sweep.take import take_through
 
@@ -20,7 +22,7 @@ SPREAD = {
     "glm4": ("split", "split"),
     "gpt_oss": ("edges", "block"),
     "granite": ("split", "split"),
-    "lfm2": ("edges split", "edges"),
+    "lfm2": ("split", "edges"),
     "mamba2": ("edges", ""),
     "minicpm3": ("edges", "split"),
     "mixtral": ("split", "block"),
@@ -50,8 +52,16 @@ def test_a_type_goes_the_whole_way(reader, model_type):
 
 
 def test_what_breaks_is_said(reader, monkeypatch):
-    """The check itself: an expansion that begins with other than zeros is none that leaves the base as it was."""
-    monkeypatch.setattr("scale_surgery.planning.plan._init", lambda *_, **__: "random")
+    """The check itself: W12 that is not zero writes into the base stream."""
+
+    def spoiled(*args, **options):
+        made = expand(*args, **options)
+        for shard in made.plan.shards:
+            tensors = {name: own + name.endswith(".w12") for name, own in load_file(made.path / shard).items()}
+            save_file(tensors, made.path / shard, metadata={"format": "pt"})
+        return made
+
+    monkeypatch.setattr("tests.sweep.take.expand", spoiled)
     assert "logits are not those of the base" in take_through("llama", reader, beside=False).broken
 
 
