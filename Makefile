@@ -6,7 +6,7 @@ COMPAT := .venv-compat
 # also read by pip for what builds the package
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 
-.PHONY: help install demo lint types test test-fast test-slow torture fuzz test-gpu bench-gpu test-compat test-recipes \
+.PHONY: help install demo lint types test test-fast test-slow torture fuzz test-gpu bench-gpu test-families test-compat test-recipes \
 	docs demo-model clean
 
 help:  ## show this list
@@ -69,6 +69,9 @@ BENCH ?= bench-gpu
 BENCH_OPTIONS ?=
 bench-gpu: $(GPU_NEEDS)  ## the benchmarks of training, inference and routing on a GPU, into the folder BENCH
 	$(GPU_PYTHON) -m benchmarks.on_gpu $(BENCH) $(BENCH_OPTIONS)
+
+test-families: install  ## every model type that transformers knows goes the whole way (about 20 minutes); writes docs/families.md
+	$(BIN)/python -m tests.sweep --least 100 --table docs/families.md
 
 test-compat: install  ## load exported checkpoints under transformers 4.57, in an environment of its own
 	$(PYTHON) -m venv $(COMPAT)

@@ -27,6 +27,7 @@ from benchmarks.pipeline import Measurement, measure
 
 HIDDEN, INNER, EXPERTS, HEADS, KEY_VALUE_HEADS, HEAD, VOCABULARY = 2048, 768, 128, 32, 4, 128, 151936
 SPREAD = 0.02
+ROWS = 4096
 CONFIG = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",
@@ -85,8 +86,10 @@ def write_shard(file: Path, shapes: Shapes) -> None:
         for name, shape in shapes.items():
             if ".experts." not in name:
                 stream.seek(8 + len(text) + header[name]["data_offsets"][0])
-                values = torch.randn(shape) * SPREAD if len(shape) > 1 else torch.ones(shape)
-                stream.write(values.to(torch.bfloat16).view(torch.uint8).numpy().tobytes())
+                # a child process inherits the peak of its parent: nothing large is held here
+                for rows in torch.ones(shape).split(ROWS) if len(shape) == 1 else torch.empty(shape[0]).split(ROWS):
+                    values = rows if len(shape) == 1 else torch.randn(len(rows), shape[1]) * SPREAD
+                    stream.write(values.to(torch.bfloat16).view(torch.uint8).numpy().tobytes())
 
 
 def make_mixture(folder: Path, layers: int) -> int:

@@ -29,6 +29,7 @@ import torch
 from scale_surgery.checkpoint import staging
 from scale_surgery.cli import apply, extract, merge, plan, route_export  # noqa: F401
 from scale_surgery.cli.program import main as command_line
+from scale_surgery.deriving import planned
 from scale_surgery.errors import CheckpointError
 from scale_surgery.planning.request import Request
 from scale_surgery.planning.routing_specs import Routing
@@ -76,11 +77,12 @@ def expand_or_strip_killed(label: str, count: int, request: Request | None, sour
 
 
 def expand_on_a_full_disk(limit: int, request: Request, source: Path, target: Path) -> None:
-    """Expand where no file can be larger than the limit."""
+    """Expand where no file can be larger than the limit; what is planned before writes files of its own, elsewhere."""
+    made = planned.plan(source, request)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit,) * 2)
     try:
-        expand(source, request, target)
+        expand(source, made, target)
     except CheckpointError as error:
         sys.exit(str(error))
 

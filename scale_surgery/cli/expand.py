@@ -72,9 +72,9 @@ def expand_command(
     if (request is None) == (plan_file is None):
         raise click.UsageError("Give --layers, or --plan with a saved plan, one of the two.")
     if request is not None:
-        made = plan(model, request, revision=revision, run=run, track=out.track)
+        made = plan(model, request, revision=revision, track=out.track)
     elif plan_file is not None:
-        made = load_plan(model, plan_file, revision=revision, run=run, track=out.track)
+        made = load_plan(model, plan_file, revision=revision, track=out.track)
     if dry_run:
         out.show(made, render_plan(made))
         out.suggest(expand_command(model, made.request, revision, plan_file))

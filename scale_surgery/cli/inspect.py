@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from scale_surgery.cli.options import BASE_CODE, model_options, options_from, output_options
-from scale_surgery.running.options import RunOptions
+from scale_surgery.cli.options import model_options, output_options
 
 if TYPE_CHECKING:
     from scale_surgery.show.console import Output
@@ -15,9 +14,8 @@ if TYPE_CHECKING:
 
 @click.command(name="inspect")
 @model_options
-@options_from(RunOptions, "trust_remote_code", helps={"trust_remote_code": BASE_CODE})
 @output_options
-def inspect_command(model: str, revision: str | None, trust_remote_code: bool | None, out: Output) -> None:
+def inspect_command(model: str, revision: str | None, out: Output) -> None:
     """Describe MODEL: architecture, sizes, parameters, and what an expansion added. No weights are read.
 
     \b
@@ -26,6 +24,5 @@ def inspect_command(model: str, revision: str | None, trust_remote_code: bool | 
     from scale_surgery.deriving.inspect import inspect
     from scale_surgery.show.tables import render_inspection
 
-    run = RunOptions(trust_remote_code=bool(trust_remote_code))
-    found = inspect(model, revision=revision, run=run)
+    found = inspect(model, revision=revision)
     out.show(found, render_inspection(found, model))

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 Command = Callable[..., Any]
 Made = TypeVar("Made")
 # help of --trust-remote-code where no model runs
-BASE_CODE = "Let a base model run code of its own, from its folder or repository."
 TOKENIZER_CODE = "Allow a custom tokenizer to run code from its folder or repository."
 FOLDER = click.Path(path_type=Path, file_okay=False)
 FILE = click.Path(path_type=Path, dir_okay=False)

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from scale_surgery.cli.options import BASE_CODE, given, model_options, named, options_from, output_options
+from scale_surgery.cli.options import given, model_options, named, options_from, output_options
 from scale_surgery.cli.outputs import files_option, write_files
 from scale_surgery.planning.request import Request
-from scale_surgery.running.options import RunOptions
 
 if TYPE_CHECKING:
     from scale_surgery.show.console import Output
@@ -44,7 +43,6 @@ def make_request(options: dict[str, Any]) -> Request | None:
 @request_options
 @files_option(".json", help="Write the plan to this .json file, for expand --plan.")
 @click.option("--details", is_flag=True, help="List every new tensor.")
-@options_from(RunOptions, "trust_remote_code", helps={"trust_remote_code": BASE_CODE})
 @output_options
 def plan_command(
     model: str, revision: str | None, outputs: tuple[Path, ...], details: bool, out: Output, **options: Any
@@ -64,13 +62,12 @@ def plan_command(
     from scale_surgery.show.commands import expand_command
     from scale_surgery.show.tables_plan import render_plan
 
-    run = RunOptions(trust_remote_code=bool(options.pop("trust_remote_code")))
     request = make_request(options)
     if request is None:
         raise click.UsageError("--layers is missing, for example --layers last:4.")
     check_output_files(outputs, [model])
     source, checkpoint = open_model(model, revision)
-    made = make_plan(checkpoint, request, name=source.name, revision=source.revision, run=run, track=out.track)
+    made = make_plan(checkpoint, request, name=source.name, revision=source.revision, track=out.track)
     if checkpoint.left_out:
         out.warn(LEFT_OUT.format(", ".join(checkpoint.left_out)))
     out.show(made, render_plan(made, details=details))

@@ -10,7 +10,6 @@ from scale_surgery.checkpoint.numbering import CONFIG_KEY
 from scale_surgery.errors import CheckpointError
 from scale_surgery.planning.base import Base, make_base
 from scale_surgery.running.loading import translated
-from scale_surgery.running.options import RunOptions
 
 if TYPE_CHECKING:
     from scale_surgery.deriving.derive import Derived
@@ -20,12 +19,11 @@ MOST_HARMLESS = 1000
 ADVICE = "Check config.json, and whether transformers alone loads the model."
 
 
-def read_base(checkpoint: Checkpoint, run: RunOptions = RunOptions()) -> Base:
+def read_base(checkpoint: Checkpoint) -> Base:
     """Read what planning has to know of a base model; no weight is read.
 
     Args:
         checkpoint: Its config and headers.
-        run: Whether code that lies with it may run: trust_remote_code.
 
     Returns:
         Facts, sizes and headers.
@@ -35,7 +33,7 @@ def read_base(checkpoint: Checkpoint, run: RunOptions = RunOptions()) -> Base:
         CheckpointError: If config.json is none of a language model, or promises more layers than there are.
     """
     check_counts(checkpoint.config, len(checkpoint.tensors))
-    found = derive_config(checkpoint.config, str(checkpoint.path), run)
+    found = derive_config(checkpoint.config, str(checkpoint.path))
     return make_base(checkpoint, found.architecture, found.sizes, found.proof)
 
 
@@ -59,13 +57,12 @@ def check_counts(config: Mapping[str, Any], tensors: int) -> None:
                 )
 
 
-def derive_config(config: Mapping[str, Any], place: str, run: RunOptions = RunOptions()) -> Derived:
+def derive_config(config: Mapping[str, Any], place: str) -> Derived:
     """Derive facts from a parsed config.json.
 
     Args:
         config: Of a base model.
-        place: Folder of the model, where code of its own lies.
-        run: Whether such code may run: trust_remote_code.
+        place: What the model is called.
 
     Raises:
         UnsupportedFamilyError: If the architecture cannot be expanded.
@@ -75,7 +72,7 @@ def derive_config(config: Mapping[str, Any], place: str, run: RunOptions = RunOp
     from scale_surgery.deriving.derive import derive
 
     with translated(f"{place}: config.json", "transformers does not read it", ADVICE):
-        made = config_of(config, place, run)
+        made = config_of(config)
     return derive(made)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from scale_surgery.deriving.build import Place, quiet
+
+# what transformers passes over in files of any model that turns queries and keys
+OLD_FREQUENCIES = r"rotary_emb\.inv_freq"
 
 
 def stored_children(model: PreTrainedModel, place: Place) -> dict[str, str]:
@@ -46,3 +50,18 @@ def _saved(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 def _digest(value: Tensor) -> str:
     return hashlib.sha256(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def unread_names(model: PreTrainedModel) -> tuple[str, ...]:
+    """Find which tensors transformers passes over where old files hold them, such as masks.
+
+    Args:
+        model: The real model; some classes pass over a layer by its number, which another checkpoint has.
+
+    Returns:
+        Patterns of whole names, or of their ends after a dot; none that is true of a name that the model has.
+    """
+    ignored = {*(model._keys_to_ignore_on_load_unexpected or ()), OLD_FREQUENCIES}
+    patterns = sorted(rf"(^|\.)(?:{pattern})$" for pattern in ignored)
+    own = list(model.state_dict())
+    return tuple(pattern for pattern in patterns if not any(re.search(pattern, name) for name in own))

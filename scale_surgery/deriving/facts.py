@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from scale_surgery.deriving.build import Place, build_twin, find_place, read, stock_classes, text_config, token_ids
-from scale_surgery.deriving.disk import stored_children
+from scale_surgery.deriving.disk import stored_children, unread_names
 from scale_surgery.deriving.layer import Layer, derive_layer
 from scale_surgery.deriving.mute import find_mutes
 from scale_surgery.deriving.norms import epsilon
@@ -21,6 +21,7 @@ from scale_surgery.deriving.watch import watch
 from scale_surgery.deriving.weaken import weaker_block
 from scale_surgery.errors import UnsupportedFamilyError
 from scale_surgery.planning.architecture import Architecture, Block, Kind, Sizes
+from scale_surgery.planning.base import sizes_of_blocks
 
 # our names of sizes to those that transformers' configs have in common
 COMMON_KEYS = {
@@ -106,6 +107,7 @@ def derive_architecture(real: Real, first: Twin, second: Twin) -> Architecture:
         keys={name: key for name, common in COMMON_KEYS.items() if (key := _key(config, common)) is not None},
         layer_types=_layer_types(config),
         stored_as=stored_children(first.model, first.place),
+        unread=unread_names(real.model),
         weightless=_weightless(real, kinds, kind_of_layer, outside),
     )
 
@@ -120,18 +122,13 @@ def derive_sizes(real: Real, architecture: Architecture) -> Sizes:
     Returns:
         The sizes; heads and inner features are those of the first block that has any.
     """
-    blocks = [block for number in architecture.kind_of_layer for block in architecture.kinds[number].blocks]
-    attention = next((own for own in blocks if own.query_heads), None)
     whole: Any = real.model
     head, embedding = whole.get_output_embeddings(), whole.get_input_embeddings()
     base = real.model.get_submodule(architecture.base_model)
     return Sizes(
         hidden=head.weight.shape[1],
         layers=real.place.count,
-        query_heads=attention.query_heads if attention else 0,
-        key_value_heads=attention.key_value_heads if attention else 0,
-        head_size=attention.head_size if attention else 0,
-        inner=next((own.inner for own in blocks if own.inner), 0),
+        **sizes_of_blocks(architecture),
         vocabulary=embedding.weight.shape[0],
         epsilon=epsilon(base.get_submodule(architecture.final_norm.name)),
         is_tied=bool(read(real.config, "tie_word_embeddings")),

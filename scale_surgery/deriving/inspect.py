@@ -21,7 +21,6 @@ from scale_surgery.planning.routing_specs import Routing, read_routing
 from scale_surgery.planning.spec_schema import spec_problems
 from scale_surgery.planning.specs import Widths
 from scale_surgery.running.freeze import group_of
-from scale_surgery.running.options import RunOptions
 
 
 @dataclass(frozen=True)
@@ -110,13 +109,12 @@ class _Record:
     routing: Mapping[str, Any] | None = None
 
 
-def inspect(model: str | Path, *, revision: str | None = None, run: RunOptions = RunOptions()) -> Inspection:
+def inspect(model: str | Path, *, revision: str | None = None) -> Inspection:
     """Describe a checkpoint; no weight is read.
 
     Args:
         model: A folder or a Hub id, a base model or an expanded one.
         revision: Branch, tag or commit of a Hub repository.
-        run: Whether code that lies with the model may run: trust_remote_code.
 
     Returns:
         The description.
@@ -127,7 +125,7 @@ def inspect(model: str | Path, *, revision: str | None = None, run: RunOptions =
     """
     source, checkpoint = open_model(model, revision)
     check_counts(checkpoint.config, len(checkpoint.tensors))
-    found = derive_config(base_config(checkpoint.config), str(source.path), run)
+    found = derive_config(base_config(checkpoint.config), str(source.path))
     architecture, sizes = found.architecture, found.sizes
     if (numbering := numbering_of(checkpoint.config.get(CONFIG_KEY))) is not None:
         sizes = replace(sizes, layers=sizes.layers - len(numbering.new))

@@ -16,7 +16,6 @@ from scale_surgery.planning.plan import Plan, plan_expansion
 from scale_surgery.planning.request import Request
 from scale_surgery.planning.saved import check_same, saved_request
 from scale_surgery.progress import Track, no_track
-from scale_surgery.running.options import RunOptions
 
 
 def plan(
@@ -24,7 +23,6 @@ def plan(
     request: Request,
     *,
     revision: str | None = None,
-    run: RunOptions = RunOptions(),
     track: Track = no_track,
 ) -> Plan:
     """Decide everything that `expand` would do, from headers and config only.
@@ -33,7 +31,6 @@ def plan(
         model: A folder or a Hub id.
         request: What is asked for.
         revision: Branch, tag or commit of a Hub repository.
-        run: Whether code that lies with the model may run: trust_remote_code.
         track: Makes progress bars.
 
     Returns:
@@ -43,7 +40,7 @@ def plan(
         SurgeryError: If the model cannot be read or the request does not fit it.
     """
     source, checkpoint = open_model(model, revision)
-    return make_plan(checkpoint, request, name=source.name, revision=source.revision, run=run, track=track)
+    return make_plan(checkpoint, request, name=source.name, revision=source.revision, track=track)
 
 
 def make_plan(
@@ -52,7 +49,6 @@ def make_plan(
     *,
     name: str,
     revision: str | None = None,
-    run: RunOptions = RunOptions(),
     track: Track = no_track,
 ) -> Plan:
     """Decide everything that an expansion will do; no weight is read.
@@ -62,7 +58,6 @@ def make_plan(
         request: What the user asks for.
         name: Hub id or folder name of the base model.
         revision: Commit of the Hub repository, where known.
-        run: Whether code that lies with the model may run: trust_remote_code.
         track: Makes progress bars.
 
     Returns:
@@ -80,15 +75,15 @@ def make_plan(
         raise PlanError.from_problems(problems)
     # a tiny twin is built, run and expanded: a second or a few
     with track("architecture", 1) as advance:
-        base = read_base(checkpoint, run)
+        base = read_base(checkpoint)
         advance(1)
     made = plan_expansion(base, request, name=name, revision=revision)
     if made.numbering is not None:
-        _check_kinds(base, made, run)
+        _check_kinds(base, made)
     return made
 
 
-def _check_kinds(base: Base, made: Plan, run: RunOptions) -> None:
+def _check_kinds(base: Base, made: Plan) -> None:
     """Check that each layer is of the kind it was, though copies give those above them other numbers.
 
     Raises:
@@ -96,7 +91,7 @@ def _check_kinds(base: Base, made: Plan, run: RunOptions) -> None:
     """
     deep = deepened_config(base.checkpoint.config, made.specs, base.architecture)
     del deep[CONFIG_KEY]
-    found = derive_config(deep, str(base.checkpoint.path), run).architecture
+    found = derive_config(deep, str(base.checkpoint.path)).architecture
     order = [layer for layer in range(base.sizes.layers) for _ in range(2 if layer in made.layers else 1)]
     for position, layer in enumerate(order):
         if found.kind(position) != base.architecture.kind(layer):
@@ -112,7 +107,6 @@ def load_plan(
     file: Path,
     *,
     revision: str | None = None,
-    run: RunOptions = RunOptions(),
     track: Track = no_track,
 ) -> Plan:
     """Make the plan that a file holds, for a base model; what was reviewed is what is done.
@@ -121,7 +115,6 @@ def load_plan(
         model: The base model, a folder or a Hub id.
         file: A plan that `save_plan` wrote.
         revision: Branch, tag or commit of a Hub repository.
-        run: Whether code that lies with the model may run: trust_remote_code.
         track: Makes progress bars.
 
     Returns:
@@ -132,6 +125,6 @@ def load_plan(
         CheckpointError: If the model cannot be read.
     """
     request = saved_request(file)
-    made = plan(model, request, revision=revision, run=run, track=track)
+    made = plan(model, request, revision=revision, track=track)
     check_same(made, file)
     return made

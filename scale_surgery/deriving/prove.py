@@ -19,7 +19,6 @@ from transformers import PreTrainedModel
 
 from scale_surgery import modeling
 from scale_surgery.deriving.build import SEED, quiet, token_ids
-from scale_surgery.modeling.expanded_modules import EXPANSION_NAMES
 from scale_surgery.planning.architecture import Architecture, Sizes
 from scale_surgery.planning.specs import Collaboration, Spec, Widths, build_specs
 
@@ -98,7 +97,8 @@ def expanded_twin(twin: Twin, specs: Spec) -> Any:
 
 def expansion_of(model: nn.Module) -> dict[str, nn.Parameter]:
     """The new tensors of an expanded model."""
-    return {name: own for name, own in model.named_parameters() if name.rpartition(".")[2] in EXPANSION_NAMES}
+    added = modeling.expansion_names()
+    return {name: own for name, own in model.named_parameters() if name.rpartition(".")[2] in added}
 
 
 def head_part(model: Any) -> nn.Parameter | None:

@@ -135,7 +135,7 @@ def verify(
     given = open_checkpoint(find_source(base, revision).path) if base is not None else None
     with track("bytes", bytes_to_check(checkpoint, manifest, given)) as advance:
         integrity = check_files(checkpoint, manifest, given, advance)
-    facts = fact_problems(checkpoint, manifest, run)
+    facts = fact_problems(checkpoint, manifest)
     numbers = None
     is_comparable = given is None or _same_shapes(checkpoint, manifest, given)
     reason = "files only" if probes is None else _why_not(integrity, is_comparable, run)

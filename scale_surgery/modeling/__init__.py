@@ -66,6 +66,12 @@ def released_hashes() -> dict[str, frozenset[str]]:
     return {file: frozenset(digests) for file, digests in found.items()}
 
 
+def expansion_names() -> tuple[str, ...]:
+    """Last parts of the names of tensors that an expansion adds."""
+    found: tuple[str, ...] = import_module(f"{__name__}.expanded_modules").EXPANSION_NAMES
+    return found
+
+
 def auto_map(architecture: Described) -> dict[str, str]:
     """The `auto_map` of an expanded model's config.json: local files only."""
     stem = architecture.config_class.removesuffix("Config").removesuffix("Text")

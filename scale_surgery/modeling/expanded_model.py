@@ -391,6 +391,14 @@ class ExpandedPreTrainedModel:
         """Refuse: embedding and head have an up part that stock code does not resize."""
         raise NotImplementedError("Resize the base model's embeddings first, then expand it.")
 
+    @classmethod
+    def is_custom_code(cls) -> bool:
+        """What initialises is stock code, which looks at each tensor whether a file gave it; code of others may not.
+
+        transformers would not let it compute the buffers of modules whose own tensors all came from files.
+        """
+        return False
+
     @torch.no_grad()
     def initialize_weights(self):
         """Initialise as the stock model does; expansion tensors that no file gave are zero.

@@ -67,8 +67,7 @@ class Linear:
         roles: What it computes; several roles are one fused projection.
         inputs: Features that it reads.
         outputs: Features that it writes, for each role.
-        fused_by: How fused roles share the rows: all of q, then all of k, ... (`section`), or q, k, v of
-            head 0, then of head 1, ... (`head`).
+        fused_by: Rows of fused roles: all of q, then all of k, ... (`section`), or q, k, v head by head (`head`).
     """
 
     name: str
@@ -189,8 +188,7 @@ class Architecture:
         model_type: `model_type` of the base model's config.json.
         config_class: Its stock configuration class.
         classes: Auto class to stock class, such as AutoModelForCausalLM to LlamaForCausalLM.
-        base_model: Module of the language model that holds embedding, layers and final norm; dotted where it lies
-            deeper.
+        base_model: Module of the language model that holds embedding, layers and final norm; dotted where deeper.
         layers: Module list of the layers, inside the base model.
         embedding: Token embedding, inside the base model.
         final_norm: Norm after the last layer, inside the base model.
@@ -207,6 +205,7 @@ class Architecture:
         layer_types: Type of each layer where they differ and the config derives them; otherwise empty.
         weightless: Norms that have no weight: "layers.0.input_layernorm", or "norm".
         stored_as: Parts of a layer that have another name on disk, such as `mlp` to `block_sparse_moe`.
+        unread: Patterns of names of tensors that old files hold, and of which the stock class makes nothing.
         fixed_heads: Why the stock class has no form with more heads, all else equal; empty where it has one.
         heads_divide_hidden: Whether the stock config wants a number of query heads that divides the hidden size.
     """
@@ -230,6 +229,7 @@ class Architecture:
     layer_types: tuple[str, ...] = ()
     weightless: tuple[str, ...] = ()
     stored_as: Mapping[str, str] = field(default_factory=dict)
+    unread: tuple[str, ...] = ()
     fixed_heads: str = ""
     heads_divide_hidden: bool = False
 

@@ -42,6 +42,18 @@ class Base:
         return self.architecture.head if self.architecture.head in found or not found else min(found, key=len)
 
 
+def sizes_of_blocks(architecture: Architecture) -> dict[str, int]:
+    """Heads and inner features of a model: those of its first block that has any, 0 where none has."""
+    blocks = [block for number in architecture.kind_of_layer for block in architecture.kinds[number].blocks]
+    attention = next((block for block in blocks if block.query_heads), None)
+    return {
+        "query_heads": attention.query_heads if attention else 0,
+        "key_value_heads": attention.key_value_heads if attention else 0,
+        "head_size": attention.head_size if attention else 0,
+        "inner": next((block.inner for block in blocks if block.inner), 0),
+    }
+
+
 def make_base(
     checkpoint: Checkpoint, architecture: Architecture, sizes: Sizes, proof: Mapping[str, Any] | None = None
 ) -> Base:

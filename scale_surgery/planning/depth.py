@@ -8,6 +8,7 @@ architecture with more layers: stock classes load it, and only the copies are me
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -178,7 +179,7 @@ def mute_tensors(kind: Kind) -> tuple[str, ...]:
 def depth_tensors(
     architecture: Architecture, layers: Sequence[int], prefix: str, tensors: Mapping[str, TensorInfo]
 ) -> Iterator[NewTensor]:
-    """List the tensors of every copy: what writes into the residual stream begins mute, everything else is copied.
+    """List the tensors of every copy: what writes into the residual stream begins mute, all else is copied.
 
     Args:
         architecture: Facts of the architecture.
@@ -195,12 +196,19 @@ def depth_tensors(
         norms |= {norm.name for block in kind.blocks for norm in block.inner_norms}
         norms = {architecture.on_disk(name) for name in norms}
         mute = tuple(f".{end}" for end in mute_tensors(kind))
-        for source in (info for name, info in tensors.items() if name.startswith(path)):
+        for source in (
+            info for name, info in tensors.items() if name.startswith(path) and _is_read(name, architecture)
+        ):
             inside = source.name.removeprefix(path)
             module, _, block = inside.rpartition(".")
             is_copy = not f".{inside}".endswith(mute)
             sort = "norm" if module in norms else "linear"
             yield NewTensor(f"{path}{AFTER}{inside}", source.shape, block, sort, layer, source.name, is_copy=is_copy)
+
+
+def _is_read(name: str, architecture: Architecture) -> bool:
+    """Whether a module holds a tensor; what only old files hold learns nothing, and is not copied."""
+    return not any(re.search(pattern, name) for pattern in architecture.unread)
 
 
 def deepened_config(config: Mapping[str, Any], specs: Mapping[str, Any], architecture: Architecture) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from scale_surgery.checkpoint.folder import read_json
 from scale_surgery.checkpoint.headers import FLOAT_DTYPES
 from scale_surgery.checkpoint.schema import build, in_one_line, misfits
 from scale_surgery.errors import CheckpointError, PlanError
+from scale_surgery.planning.base import sizes_of_blocks
 from scale_surgery.planning.plan import Plan
 from scale_surgery.planning.request import Request
 from scale_surgery.planning.spec_schema import spec_problems
@@ -63,11 +64,14 @@ def check_plan(plan: Plan) -> None:
 def _plan_problems(plan: Plan) -> list[str]:
     """Values of a recorded plan that are of the wrong kind, or do not fit each other."""
     problems = [problem for tensor in plan.tensors for problem in _tensor_problems(plan, tensor)]
+    if plan.family != plan.architecture.model_type:
+        problems.append(f"plan.family is {plan.family!r}, expected {plan.architecture.model_type!r}")
     if len(plan.architecture.kind_of_layer) != plan.sizes.layers or not plan.architecture.kinds:
         named = len(plan.architecture.kind_of_layer)
         return [*problems, f"plan.architecture.kind_of_layer names {named} layers, expected {plan.sizes.layers}"]
     if not set(plan.architecture.kind_of_layer) <= set(range(len(plan.architecture.kinds))):
         return [*problems, "plan.architecture.kind_of_layer names kinds that there are none of"]
+    problems += _size_problems(plan)
     if not set(plan.layers) <= set(range(plan.sizes.layers)):
         return [*problems, "plan.layers names layers that there are none of"]
     if plan.specs.get("expanded_layers") != list(plan.layers):
@@ -77,6 +81,16 @@ def _plan_problems(plan: Plan) -> list[str]:
     if plan.request.variant not in plan.method.variants:
         problems.append(f"plan.request.variant is {plan.request.variant!r}, which is none of {plan.method.name}")
     return problems or plan.method.plan_problems(plan)
+
+
+def _size_problems(plan: Plan) -> Iterator[str]:
+    """Sizes that are not those of the blocks of which the layers are made."""
+    facts = plan.architecture
+    linears = (linear for kind in facts.kinds for linear in kind.linears)
+    hidden = [("hidden", linear.inputs) for linear in linears if linear.reads == "residual"]
+    for name, size in dict.fromkeys([*hidden, *sizes_of_blocks(facts).items()]):
+        if getattr(plan.sizes, name) != size:
+            yield f"plan.sizes.{name} is {getattr(plan.sizes, name)}, expected {size} from plan.architecture"
 
 
 def _tensor_problems(plan: Plan, tensor: TensorPlan) -> Iterator[str]:

@@ -196,6 +196,8 @@ def _shares(plan: Plan) -> str:
     far = [name for name, (up, base, given) in pairs.items() if given is None and _is_far(up / base, request.ratio)]
     if not far:
         return shares
+    if not sizes.key_value_heads:
+        return shares
     return (
         f"{shares}. --ratio {request.ratio:g} asks for {request.ratio:.1%} of each, but key/value heads are added "
         f"whole to {sizes.key_value_heads}, and the residual stream is made as wide as the new query heads. Other "

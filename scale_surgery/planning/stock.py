@@ -7,7 +7,7 @@ expanded are padded with zeros.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -170,14 +170,13 @@ def stock_problems(architecture: Architecture, sizes: Sizes, widths: Widths) -> 
         )
 
 
-def fused_problems(architecture: Architecture, layers: Sequence[int]) -> list[str]:
+def fused_problems(architecture: Architecture) -> list[str]:
     """Why an expansion has no fused form, a line each; none where it has one.
 
     Args:
         architecture: Facts of the architecture.
-        layers: The expanded layers.
     """
-    blocks = {block.name: block for layer in layers for block in architecture.kind(layer).blocks}
+    blocks = {block.name: block for kind in architecture.kinds for block in kind.blocks}
     return [
         f"--to fused: {block.name} runs as it is, with a small MLP beside it, expected linears in which base and new "
         "blocks can be one matrix. Use the expanded model as it is."

@@ -121,7 +121,7 @@ def _tool(run: RunOptions) -> dict[str, str]:
 
 def _plan_for(source: Source, checkpoint: Checkpoint, plan_or_request: Plan | Request, run: RunOptions) -> Plan:
     if isinstance(plan_or_request, Request):
-        return make_plan(checkpoint, plan_or_request, name=source.name, revision=source.revision, run=run)
+        return make_plan(checkpoint, plan_or_request, name=source.name, revision=source.revision)
     check_fits(plan_or_request, checkpoint)
     # surgery.json names the model that was read, not one of the same shapes elsewhere
     return replace(plan_or_request, base_name=source.name, base_revision=source.revision)

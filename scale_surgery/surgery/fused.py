@@ -42,7 +42,7 @@ def check_fusible(checkpoint: Checkpoint, manifest: Manifest) -> None:
     Raises:
         PlanError: If not; every tensor of another dtype than its base tensor is named. Or if its method refuses.
     """
-    problems = fused_problems(manifest.plan.architecture, manifest.plan.layers)
+    problems = fused_problems(manifest.plan.architecture)
     problems += cast_problems(checkpoint, manifest)
     problems += [reason for operation, reason in manifest.plan.method.refused.items() if operation == "fuse"]
     if problems:

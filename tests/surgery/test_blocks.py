@@ -324,7 +324,7 @@ def test_fused_projections_are_taken_apart_and_put_together(name):
     for linear in family.linears:
         rows = [2 * head * head] * len(linear.roles)
         weight = torch.arange(sum(rows) * 5).view(-1, 5)
-        parts = split_roles(weight, linear, rows, head)
+        parts = split_roles(weight, linear, head, rows)
         assert [part.shape for part in parts] == [(count, 5) for count in rows]
         assert torch.equal(join_roles(parts, linear, head), weight)
 
@@ -332,7 +332,7 @@ def test_fused_projections_are_taken_apart_and_put_together(name):
 def test_heads_of_gpt_neox_are_apart_by_role():
     linear = FAMILIES["gpt_neox"].linears[0]
     # two heads of size 2; rows numbered: q0 q0 k0 k0 v0 v0 q1 q1 k1 k1 v1 v1
-    q, k, v = split_roles(torch.arange(12)[:, None], linear, [4, 4, 4], 2)
+    q, k, v = split_roles(torch.arange(12)[:, None], linear, 2, [4, 4, 4])
     assert [part.flatten().tolist() for part in (q, k, v)] == [[0, 1, 6, 7], [2, 3, 8, 9], [4, 5, 10, 11]]
 
 

@@ -21,6 +21,7 @@ from scale_surgery import CheckpointError, PlanError, Probes, Request, RunOption
 from scale_surgery.checkpoint.folder import open_checkpoint, read_tensor
 from scale_surgery.checkpoint.hashes import hash_tensors
 from scale_surgery.checkpoint.numbering import Numbering
+from scale_surgery.deriving.base import derive_config
 from scale_surgery.evidence.subjects import open_subjects
 from scale_surgery.hub.card import make_card
 from scale_surgery.hub.repository import read_contents
@@ -183,6 +184,7 @@ def test_the_folder_is_a_stock_checkpoint(deep_of, family):
         "layers": get_family(family).layers,
         "expanded_layers": [0, 2],
         "new_layers": [1, 4],
+        "groups": {get_family(family).attention: "attn", get_family(family).activation.rpartition(".")[0]: "ffn"},
     }
     types, wanted = after.pop("layer_types", None), before.pop("layer_types", None)
     assert types == (wanted and [wanted[layer] for layer in (0, 0, 1, 2, 2)])
@@ -211,14 +213,15 @@ def test_types_of_layers_are_those_of_transformers(family, changes):
     """Where config.json lists none, as on the Hub: the facts against the stock config class, base and deepened."""
     config = tiny_config(family, num_hidden_layers=7).to_diff_dict() | {"model_type": family} | changes
     config = {key: value for key, value in config.items() if key != "layer_types"}
-    stock, facts = transformers.CONFIG_MAPPING[family], get_family(family)
+    stock, facts = transformers.CONFIG_MAPPING[family], derive_config(config, family).architecture
     wanted = getattr(stock.from_dict(dict(config)), "layer_types", None)
-    found = facts.types_by_number.of(config, 7) if facts.types_by_number is not None else None
-    assert (list(found) if found is not None else ["full_attention"] * 7) == (wanted or ["full_attention"] * 7)
+    by_hand = get_family(family).types_by_number
+    assert facts.layer_types == tuple((by_hand and by_hand.of(config, 7)) or ())
+    assert (list(facts.layer_types) or ["full_attention"] * 7) == (wanted or ["full_attention"] * 7)
     edited = deepened_config(config, build_depth_specs(facts, (0, 5)), facts)
     types = getattr(stock.from_dict(dict(edited)), "layer_types", None)
     assert types == (wanted and [wanted[i] for i in (0, 0, 1, 2, 3, 4, 5, 5, 6)])
-    assert ("layer_types" in edited) == (found is not None), "nothing is written that is not needed"
+    assert ("layer_types" in edited) == bool(facts.layer_types), "nothing is written that is not needed"
 
 
 @pytest.mark.parametrize("family", ("gemma2", "gemma3_text"))
@@ -516,16 +519,16 @@ def test_keys_that_bind_nothing_are_no_reason(llama_base):
 @pytest.mark.parametrize(
     ("family", "changes", "message"),
     (
-        ("llama", {"layer_types": ["full_attention"]}, r"layer_types is \['full_attention'\], expected a list of 3"),
-        ("llama", {"layer_types": "full_attention"}, "layer_types is 'full_attention', expected a list of 3"),
-        ("gemma3_text", {"sliding_window_pattern": 0}, "sliding_window_pattern is 0, expected a number of layers"),
-        ("qwen2", {"max_window_layers": "all"}, "max_window_layers is 'all', expected a number of layers"),
+        ("llama", {"layer_types": ["full_attention"]}, r"`num_hidden_layers` \(3\) must be equal to .* \(1\)"),
+        ("llama", {"layer_types": "full_attention"}, "The `layer_types` entries must be in"),
+        ("gemma3_text", {"layer_types": None, "sliding_window_pattern": 0}, "ZeroDivisionError"),
+        ("qwen2", {"max_window_layers": "all"}, "'max_window_layers' expected int, got str"),
     ),
 )
 def test_lists_that_do_not_fit_the_layers(base_of, tmp_path, family, changes, message):
     base = Path(shutil.copytree(base_of(family), tmp_path / "base"))
     edit(base, "config.json", **changes)
-    with pytest.raises(PlanError, match=message):
+    with pytest.raises(CheckpointError, match=rf"config\.json: transformers does not read it .*{message}"):
         plan(base, DEEPENED)
 
 

@@ -82,9 +82,10 @@ def test_fused_computes_what_the_blocks_compute_and_comes_apart_byte_for_byte(
     done = merge(expanded, tmp_path / "fused")
     assert done.form == "fused" and done.drift is not None and 0 < done.drift.share < 1e-5
     assert done.drift.generation_agreement == 1
-    linears = [spec for spec in read_manifest(expanded).plan.expanded_linears.values() if spec["kind"] == "linear"]
+    plan = read_manifest(expanded).plan
+    linears = [spec for layer in plan.layers for spec in plan.expanded_linears(layer).values()]
     blocks = [name for name in open_checkpoint(done.path).tensors if name.endswith((".w12", ".w21", ".w22"))]
-    assert linears and not blocks
+    assert linears and {spec["kind"] for spec in linears} == {"linear"} and not blocks
     merge(done.path, tmp_path / "blocks", "blocks")
     assert digests(tmp_path / "blocks") == digests(expanded)
     strip(done.path, tmp_path / "base")

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from scale_surgery.biographies import SHIPPED_MODEL
 from scale_surgery.checkpoint.folder import open_checkpoint, read_tensor
 from scale_surgery.cli.program import main
+from scale_surgery.deriving.base import derive_config
 from scale_surgery.deriving.planned import plan
 from scale_surgery.errors import PlanError
 from scale_surgery.planning.request import Request
@@ -35,6 +36,7 @@ from tests.conftest import digests, load, shake
 from tests.families import FAMILIES, read_sizes
 from tests.routed import prompts, random_ids
 from tests.tiny import tiny_config
+from tests.written import written_architecture, written_sizes
 
 each_family = pytest.mark.parametrize("family", FAMILIES)
 INNER = Request("0,2", variant="adapt", up_width=0, up_kv_heads=0, up_inner_width=12)
@@ -290,11 +292,11 @@ def test_what_converters_ask_of_a_checkpoint(stock_of):
         config = json.loads((path / "config.json").read_text())
         assert config["architectures"] == [plain(family).__name__]
         assert not {"auto_map", "scale_surgery"} & set(config)
-        sizes = read_sizes(FAMILIES[family], config)
+        facts, sizes = written_architecture(config), written_sizes(config)
         assert all(isinstance(value, int) for value in (sizes.inner, sizes.query_heads, sizes.key_value_heads))
         one, other = open_checkpoint(base), open_checkpoint(path)
         assert set(one.tensors) == set(other.tensors)
-        shapes = expected_shapes(FAMILIES[family], sizes, find_prefix(FAMILIES[family], other.tensors))
+        shapes = expected_shapes(facts, sizes, find_prefix(facts, other.tensors))
         assert {name: other.tensors[name].shape for name in shapes} == shapes
 
 
@@ -333,15 +335,16 @@ def test_heads_that_no_stock_class_has_are_refused(pair_of, family, reason):
 
 def test_heads_are_refused_where_rope_factors_fix_their_number(base_of):
     config = open_checkpoint(base_of("phi3")).config
-    family, sizes = FAMILIES["phi3"], read_sizes(FAMILIES["phi3"], config)
+    sizes = written_sizes(config)
     longrope = {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0] * 5, "long_factor": [1.0] * 5}}
     longrope["rope_parameters"] |= {"rope_theta": 1e4, "partial_rotary_factor": 1.0}
     older = {"rope_parameters": None, "rope_scaling": longrope["rope_parameters"]}
     for changes in (longrope, older):
-        (problem,) = stock_problems(family, sizes, Widths(0, 1, 0), config | changes)
-        assert "its config wants as many rope factors as the hidden size over the query heads asks for" in problem
-        assert not list(stock_problems(family, sizes, Widths(0, 0, 8), config | changes))
-    assert not list(stock_problems(family, sizes, Widths(0, 1, 0), config))
+        facts = derive_config(config | changes, "phi3").architecture
+        (problem,) = stock_problems(facts, sizes, Widths(0, 1, 0))
+        assert "its config does not allow it: " in problem and "short_factor field must have length" in problem
+        assert not list(stock_problems(facts, sizes, Widths(0, 0, 8)))
+    assert not list(stock_problems(derive_config(config, "phi3").architecture, sizes, Widths(0, 1, 0)))
     # and that is what the stock config does
     tiny_config("phi3", head_dim=10, original_max_position_embeddings=32, **longrope)
     with pytest.raises(Exception, match="short_factor field must have length 3, got 5"):

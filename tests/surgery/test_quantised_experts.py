@@ -18,7 +18,12 @@ HIDDEN, INNER, EXPERTS, LAYERS = 64, 96, 4, 3
 GROUP = 32  # values that share a scale
 QUANTISED = {
     "quant_method": "mxfp4",
-    "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"],
+    "modules_to_not_convert": [
+        "model.layers.*.self_attn",
+        "model.layers.*.mlp.router",
+        "model.embed_tokens",
+        "lm_head",
+    ],
 }
 
 

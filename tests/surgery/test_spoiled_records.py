@@ -70,8 +70,9 @@ SPOILED: dict[str, tuple[Change, str]] = {
     "method": (lambda content: content["plan"]["request"].update(method="grow"), "which is none of grow"),
     "a list as method": (lambda content: content["plan"]["request"].update(method=["scale"]), "method is ['scale']"),
     "variant": (lambda content: content["plan"]["request"].update(variant="depth"), "which is none of scale"),
-    "family": (lambda content: content["plan"].update(family="foo"), "model_type is 'foo'"),
-    "sizes": (lambda content: content["plan"]["sizes"].update(hidden=17), "plan.sizes are not those of the base"),
+    "family": (lambda content: content["plan"].update(family="foo"), "plan.family is 'foo', expected 'llama'"),
+    "sizes": (lambda content: content["plan"]["sizes"].update(hidden=17), "plan.sizes.hidden is 17, expected 40"),
+    "heads": (lambda content: content["plan"]["sizes"].update(key_value_heads=4), "key_value_heads is 4, expected 2"),
     "width": (
         lambda content: content["plan"]["widths"].update(up_width="4"),
         "plan.widths.up_width is '4'",

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import click
 
-from tests.sweep.table import render
 from tests.sweep.several import take_several
+from tests.sweep.table import render
 from tests.sweep.take import Row, model_types
 
 # enough that a process's imports are paid for, and few enough that what a type leaves behind does not pile up

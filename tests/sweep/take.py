@@ -57,12 +57,19 @@ class Row:
     seconds: float = 0.0
 
 
-def take_through(model_type: str, reader: Reader) -> Row:
-    """Take a model type through the program, as the tiny twin of its default config."""
+def take_through(model_type: str, reader: Reader, *, beside: bool = True) -> Row:
+    """Take a model type through the program, as the tiny twin of its default config.
+
+    Args:
+        model_type: Its name.
+        reader: What loads folders in a process of its own.
+        beside: Whether to try, too, what need not work.
+    """
     row, started = Row(model_type), time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix=f"{model_type}-"))
     try:
         check_all(row, folder, reader)
+        row.works = {name: tried(work, folder, reader) for name, work in BESIDE.items()} if beside else {}
     except Exception as error:  # whatever it is, it stands in the table
         row.broken = " ".join(f"{type(error).__name__}: {error}".split())
     finally:
@@ -72,7 +79,7 @@ def take_through(model_type: str, reader: Reader) -> Row:
 
 
 def check_all(row: Row, folder: Path, reader: Reader) -> None:
-    """Everything that has to hold, in both dtypes, and then what may work beside it.
+    """Everything that has to hold, in both dtypes.
 
     Raises:
         BrokenError: If something does not hold.
@@ -86,7 +93,6 @@ def check_all(row: Row, folder: Path, reader: Reader) -> None:
         check_same(reader.read(base), reader.read(made.path), f"adapt, {name}")
         check_training(made.path)
     check_files(folder / "base-float32", folder / "adapt-float32", folder)
-    row.works = {name: tried(work, folder, reader) for name, work in BESIDE.items()}
 
 
 def twin_config(model_type: str) -> Any:
