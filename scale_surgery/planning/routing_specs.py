@@ -122,8 +122,8 @@ def path_problems(architecture: Architecture, fork: int) -> list[str]:
     kinds = [architecture.kind(layer) for layer in range(fork, len(architecture.kind_of_layer))]
     blocks = {block.kind: block for kind in kinds for block in kind.blocks if not _takes_two_paths(block)}
     return [
-        f"{block.name} ({block.kind}): stays as it is inside ({block.reason}), where one path runs; expected a block "
-        "that is split. Route an expansion of --variant preserve, which needs no second path there."
+        f"the block {block.name} ({block.kind}) stays as it is inside ({block.reason}), where one path runs; expected "
+        "one that is split. Route an expansion of --variant preserve, which needs no second path there."
         for block in blocks.values()
     ]
 

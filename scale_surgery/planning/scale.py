@@ -150,15 +150,15 @@ class Scale(Method):
 def idle_tensors(plan: Plan) -> tuple[TensorPlan, ...]:
     """New tensors that get no gradient, whatever trains: what they read is zero in every step.
 
-    Where the embedding is not widened, the up stream that enters the lowest expanded layer is zero. W12 and W22 of q, k
-    and v read it there, and so does the norm before them. Of families whose norms have biases nothing is said.
+    Where the embedding is not widened, the up stream that enters the lowest expanded layer is zero. W12 and W22 of what
+    reads it there, such as q, k and v, read zeros, and so does the norm before them. Of families whose norms have biases nothing is said.
     """
     first = plan.layers[0]
     kind = plan.architecture.kind(first)
     styles = {norm.style for norm in (*kind.pre_norms, *kind.post_norms)}
     if (first == 0 and plan.architecture.enters == "embedding") or not plan.widths.up_width or "layer" in styles:
         return ()
-    readers = [linear.name for linear in kind.linears if linear.roles[0] in ("q", "k", "v")]
+    readers = [linear.name for linear in kind.blocks[0].linears if linear.reads == "residual"]
     blocks = {f".{first}.{name}.{block}" for name in readers for block in ("w12", "w22")}
     blocks |= {f".{first}.{norm.name}.up_weight" for norm in kind.pre_norms[:1]}
     return tuple(tensor for tensor in plan.tensors if tensor.name.endswith(tuple(blocks)))

@@ -178,8 +178,8 @@ def fused_problems(architecture: Architecture) -> list[str]:
     """
     blocks = {block.name: block for kind in architecture.kinds for block in kind.blocks}
     return [
-        f"--to fused: {block.name} runs as it is, with a small MLP beside it, expected linears in which base and new "
-        "blocks can be one matrix. Use the expanded model as it is."
+        f"--to fused: the block {block.name} runs as it is, with a small MLP beside it, expected linears in which base "
+        "and new blocks can be one matrix. Use the expanded model as it is."
         for block in blocks.values()
         if block.treatment == "block"
     ]

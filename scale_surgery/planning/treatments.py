@@ -24,7 +24,8 @@ def treatment_rows(architecture: Architecture, added: Mapping[int, int] | None =
         chosen = own if added is None else [layer for layer in own if layer in added]
         if chosen:
             counts = sorted({added[layer] for layer in chosen}) if added is not None else []
-            rows.append((f"layers {format_layers(tuple(chosen))}", _kind(kind) + _counted(counts)))
+            title = f"layer{'s' * (len(chosen) > 1)} {format_layers(tuple(chosen))}"
+            rows.append((title, _kind(kind) + _counted(counts, len(chosen))))
     if architecture.is_uniform:
         return [("treatment", _kind(architecture.kinds[0]))]
     return rows
@@ -38,5 +39,5 @@ def _kind(kind: Kind) -> str:
     return ", ".join(parts)
 
 
-def _counted(counts: list[int]) -> str:
-    return f": +{counts[-1]:,} each" if counts else ""
+def _counted(counts: list[int], layers: int) -> str:
+    return f": +{counts[-1]:,}{' each' * (layers > 1)}" if counts else ""
