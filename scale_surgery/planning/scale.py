@@ -151,7 +151,8 @@ def idle_tensors(plan: Plan) -> tuple[TensorPlan, ...]:
     """New tensors that get no gradient, whatever trains: what they read is zero in every step.
 
     Where the embedding is not widened, the up stream that enters the lowest expanded layer is zero. W12 and W22 of what
-    reads it there, such as q, k and v, read zeros, and so does the norm before them. Of families whose norms have biases nothing is said.
+    reads it there, such as q, k and v, read zeros, and so does the norm before them. Of models whose norms have biases
+    nothing is said.
     """
     first = plan.layers[0]
     kind = plan.architecture.kind(first)
