@@ -39,7 +39,6 @@ EXPECTED = {
     "falcon_h1": ["edges split split"],
     "qwen3_next": ["edges block", "split block"],
     "dbrx": ["split block"],
-    "jamba": ["edges split", "edges block", "split split"],
     "nemotron_h": ["edges", "block", "split", "split"],
 }
 REASONS = {
@@ -57,6 +56,8 @@ REFUSED = {
     "beam": "the residual stream is multiplied by 0.577, expected 1",
     "modernbert-decoder": "decoder: the head does not read what the norm model.final_norm gives",
     "deepseek_v4": "of several residual streams",
+    # torch takes another kernel for a row where a factor may get a gradient, and its base would be frozen
+    "jamba": "does not keep its promises: logits of 1 rows in float32 differ",
 }
 
 
