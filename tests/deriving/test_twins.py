@@ -33,7 +33,7 @@ LLAMA = LlamaConfig(
         "original_max_position_embeddings": 8192,
     },
 )
-MIXED = ("qwen3_moe", "deepseek_v3", "gemma3_text", "nemotron_h", "qwen3_next", "gemma4_text")
+MIXED = ("qwen3_moe", "deepseek_v3", "gemma3_text", "qwen3_next", "gemma4_text")
 
 
 def test_twins_keep_rope_and_heads():
