@@ -30,7 +30,6 @@ from scale_surgery.evidence.report_records import Report
 from scale_surgery.evidence.verify import Verification, verify
 from scale_surgery.hub.push import Push, Pushed, push
 from scale_surgery.modeling import register
-from scale_surgery.planning.architecture import Architecture, Block, Kind
 from scale_surgery.planning.plan import Plan
 from scale_surgery.planning.request import Request
 from scale_surgery.planning.routing_specs import Routing
@@ -58,8 +57,6 @@ __version__ = _version("scale-surgery")
 
 __all__ = [
     "Applied",
-    "Architecture",
-    "Block",
     "Calibration",
     "CalibrationSettings",
     "CheckpointError",
@@ -71,7 +68,6 @@ __all__ = [
     "GivenBase",
     "HubError",
     "Inspection",
-    "Kind",
     "Merged",
     "PilotSettings",
     "Plan",
