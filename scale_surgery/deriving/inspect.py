@@ -20,6 +20,7 @@ from scale_surgery.planning.methods import method_of_variant
 from scale_surgery.planning.routing_specs import Routing, read_routing
 from scale_surgery.planning.spec_schema import spec_problems
 from scale_surgery.planning.specs import Widths
+from scale_surgery.planning.treatments import treatment_rows
 from scale_surgery.running.freeze import group_of
 
 
@@ -74,7 +75,7 @@ class Inspection:
     Attributes:
         name: Hub id or folder name.
         family: `model_type` of the base model.
-        architecture: Facts of its architecture, with how each kind of layer can be treated.
+        treatments: How each kind of layer can be expanded, by the layers.
         sizes: Sizes of the base model.
         dtype: Dtype of most parameters, in safetensors' name.
         shards: Safetensors files with their bytes.
@@ -88,7 +89,7 @@ class Inspection:
 
     name: str
     family: str
-    architecture: Architecture
+    treatments: Mapping[str, str]
     sizes: Sizes
     dtype: str
     shards: Mapping[str, int]
@@ -137,7 +138,7 @@ def inspect(model: str | Path, *, revision: str | None = None) -> Inspection:
     return Inspection(
         name=source.name,
         family=architecture.model_type,
-        architecture=architecture,
+        treatments=dict(treatment_rows(architecture)),
         sizes=sizes,
         dtype=checkpoint.dtype,
         shards=shards,

@@ -14,7 +14,6 @@ from scale_surgery.planning.architecture import Sizes
 from scale_surgery.planning.methods import METHODS
 from scale_surgery.planning.selection import format_layers
 from scale_surgery.planning.specs import Widths
-from scale_surgery.planning.treatments import treatment_rows
 from scale_surgery.show.commands import command
 from scale_surgery.show.layout import NEXT, Facts, NamedRows, PlainTable, heading, sentence
 
@@ -73,7 +72,7 @@ def render_inspection(found: Inspection, model: str | None = None) -> Renderable
         ("layers", _layers(found)),
         ("widths", f"hidden {sizes.hidden}, inner {sizes.inner}, vocabulary {sizes.vocabulary}"),
         ("heads", _heads(sizes)),
-        *treatment_rows(found.architecture),
+        *found.treatments.items(),
         ("dtype", found.dtype),
         ("head", "tied to the embedding" if sizes.is_tied else "its own tensor"),
         ("parameters", f"{found.parameters_stored:,} stored, {found.parameters_unique:,} unique"),
