@@ -71,6 +71,7 @@ class Reader:
         """Let it end."""
         self.process.stdin.close()
         self.process.wait()
+        self.process.stdout.close()
 
 
 def main() -> None:
