@@ -13,6 +13,7 @@ import torch
 import transformers
 from transformers import PreTrainedConfig
 
+from scale_surgery.deriving.bound import alters_logits, is_numbered
 from scale_surgery.deriving.build import (
     build,
     build_twin,
@@ -88,7 +89,10 @@ def _derive(config: PreTrainedConfig) -> Derived:
             real = read_real(config)
             twins = shrink(real, 0), shrink(real, 1)
             watched = watch_twin(twins[0]), watch_twin(twins[1])
-            architecture = prove(derive_architecture(real, *watched), _twin_of(twins[0], *watched))
+            twin = _twin_of(twins[0], *watched)
+            architecture = prove(derive_architecture(real, *watched), twin)
+            bound = {"alters_logits": alters_logits(twin.stock, architecture.softcap)}
+            architecture = replace(architecture, **bound, is_numbered=is_numbered(twin.stock))
             sizes = derive_sizes(real, architecture)
             fixed, divides = stock_heads(real.config, architecture, sizes)
             architecture = replace(architecture, fixed_heads=fixed, heads_divide_hidden=divides)

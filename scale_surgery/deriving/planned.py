@@ -84,11 +84,16 @@ def make_plan(
 
 
 def _check_kinds(base: Base, made: Plan) -> None:
-    """Check that each layer is of the kind it was, though copies give those above them other numbers.
+    """Check that each layer is what it was, though copies give those above them other numbers.
 
     Raises:
         PlanError: If not.
     """
+    if base.architecture.is_numbered:
+        raise PlanError(
+            f"--method depth: layers of a {base.architecture.model_type} model compute with their numbers, and those "
+            "above a copy would get others. Use --method scale."
+        )
     deep = deepened_config(base.checkpoint.config, made.specs, base.architecture)
     del deep[CONFIG_KEY]
     found = derive_config(deep, str(base.checkpoint.path)).architecture

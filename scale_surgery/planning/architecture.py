@@ -208,6 +208,8 @@ class Architecture:
         unread: Patterns of names of tensors that old files hold, and of which the stock class makes nothing.
         fixed_heads: Why the stock class has no form with more heads, all else equal; empty where it has one.
         heads_divide_hidden: Whether the stock config wants a number of query heads that divides the hidden size.
+        alters_logits: Whether logits are others than the head gives, but for a cap.
+        is_numbered: Whether layers compute with their number.
     """
 
     model_type: str
@@ -232,6 +234,8 @@ class Architecture:
     unread: tuple[str, ...] = ()
     fixed_heads: str = ""
     heads_divide_hidden: bool = False
+    alters_logits: bool = False
+    is_numbered: bool = False
 
     @property
     def expanded_type(self) -> str:

@@ -109,19 +109,22 @@ def build_routing(
     }
 
 
-def path_problems(architecture: Architecture, fork: int) -> list[str]:
-    """Blocks through which two paths cannot pass: what holds a cache of one path inside.
+def path_problems(architecture: Architecture, fork: int | None) -> list[str]:
+    """Why a model cannot be routed: blocks through which two paths cannot pass, or logits that are changed later.
 
     Args:
         architecture: Facts of the architecture.
-        fork: The first layer with W12, where the paths begin.
+        fork: The first layer with W12, where the paths begin; None where there is none.
 
     Returns:
-        A line for each kind of block.
+        A line for each reason.
     """
-    kinds = [architecture.kind(layer) for layer in range(fork, len(architecture.kind_of_layer))]
+    later = "its logits are changed after the head, where a router gives out probabilities; expected logits as they are"
+    kinds = [] if fork is None else [architecture.kind(layer) for layer in range(fork, len(architecture.kind_of_layer))]
     blocks = {block.kind: block for kind in kinds for block in kind.blocks if not _takes_two_paths(block)}
     return [
+        f"{architecture.model_type}: {later}. Use the expanded model without a router."
+    ] * architecture.alters_logits + [
         f"the block {block.name} ({block.kind}) stays as it is inside ({block.reason}), where one path runs; expected "
         "one that is split. Route an expansion of --variant preserve, which needs no second path there."
         for block in blocks.values()

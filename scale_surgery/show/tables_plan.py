@@ -84,7 +84,7 @@ def _fused_form(plan: Plan) -> str:
 
 def _router(plan: Plan) -> str:
     fork = min(plan.collaboration.layers, default=None)
-    problems = [] if fork is None else path_problems(plan.architecture, fork)
+    problems = path_problems(plan.architecture, fork)
     reason = plan.method.refusal("route") or next(iter(problems), None)
     return "yes, by route-export" if reason is None else _none(reason)
 

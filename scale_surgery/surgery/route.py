@@ -66,7 +66,7 @@ class Routed:
 def _refuse_one_path(manifest: Manifest) -> None:
     """Refuse a model through which two paths would have to pass, and cannot."""
     fork = min(manifest.plan.collaboration.layers, default=None)
-    if fork is not None and (problems := path_problems(manifest.plan.architecture, fork)):
+    if problems := path_problems(manifest.plan.architecture, fork):
         raise PlanError.from_problems(problems)
 
 

@@ -138,3 +138,10 @@ def test_layer_types_are_told_where_they_differ():
     types = architecture("gemma3_text").layer_types
     assert set(types) == {"sliding_attention", "full_attention"} and len(types) == 26
     assert architecture("llama").layer_types == ()
+
+
+def test_what_binds_a_model_to_its_form_is_told():
+    """Logits that are scaled after the head have no router; layers that compute with their number cannot move up."""
+    assert architecture("cohere").alters_logits and architecture("diffllama").is_numbered
+    plain = architecture("llama"), architecture("gemma2")
+    assert not any(about.alters_logits or about.is_numbered for about in plain)

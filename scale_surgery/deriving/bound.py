@@ -1,0 +1,63 @@
+"""What binds a model to its form: logits that are changed after the head, layers that compute with their number."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from scale_surgery.deriving.build import find_place, token_ids
+from scale_surgery.deriving.shrink import signatures
+
+
+@torch.no_grad()
+def alters_logits(model: PreTrainedModel, softcap: tuple[str, float | None] | None) -> bool:
+    """Find whether logits are others than the head gives, but for a cap.
+
+    Args:
+        model: A twin.
+        softcap: Key of the config that caps the logits, where there is one.
+    """
+    given: list[Tensor] = []
+    model = copy.deepcopy(model)
+    if softcap is not None:
+        setattr(model.config.get_text_config(decoder=True), softcap[0], None)
+    head: Any = model.get_output_embeddings()
+    head.register_forward_hook(lambda module, inputs, output: given.append(output))
+    logits = model(input_ids=token_ids(model.config), use_cache=False).logits
+    return not torch.equal(given[-1], logits)
+
+
+@torch.no_grad()
+def is_numbered(model: PreTrainedModel) -> bool:
+    """Find whether layers compute with their number: two of one kind with equal weights, given the same, differ.
+
+    Args:
+        model: A twin.
+
+    Returns:
+        Whether a pair differs; False where no two layers are of one kind.
+    """
+    model = copy.deepcopy(model)
+    place = find_place(model)
+    assert place is not None
+    kinds, layers = signatures(model, place), model.get_submodule(place.path)
+    pairs = ((one, other) for other in range(place.count) for one in range(other) if kinds[one] == kinds[other])
+    pair = next(pairs, None)
+    if pair is None:
+        return False
+    first, second = (layers.get_submodule(str(number)) for number in pair)
+    second.load_state_dict(first.state_dict())
+    seen: list[tuple[Any, Any, Any]] = []
+    first.register_forward_hook(lambda module, args, kwargs, out: seen.append((args, kwargs, out)), with_kwargs=True)
+    model(input_ids=token_ids(model.config), use_cache=False)
+    args, kwargs, output = seen[0]
+    return not torch.equal(_first(second(*args, **kwargs)), _first(output))
+
+
+def _first(output: Any) -> Tensor:
+    found: Tensor = output[0] if isinstance(output, tuple) else output
+    return found
