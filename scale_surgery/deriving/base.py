@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +15,11 @@ from scale_surgery.running.loading import translated
 if TYPE_CHECKING:
     from scale_surgery.deriving.derive import Derived
 
-# a config may name a layer that it never has, such as the one from which on windows slide
-MOST_HARMLESS = 1000
+# what a model has modules of, one after the other
+COUNTED = re.compile("layer|expert|depth|^num_|heads?$")
+# a config may name a layer that it never has, such as the one from which on windows slide, and experts may be one
+# tensor
+MOST_HARMLESS = 5000
 ADVICE = "Check config.json, and whether transformers alone loads the model."
 
 
@@ -32,42 +36,43 @@ def read_base(checkpoint: Checkpoint) -> Base:
         UnsupportedFamilyError: If its architecture cannot be expanded; the message names what stands in the way.
         CheckpointError: If config.json is none of a language model, or promises more layers than there are.
     """
-    check_counts(checkpoint.config, len(checkpoint.tensors))
-    found = derive_config(checkpoint.config, str(checkpoint.path))
+    found = derive_config(checkpoint.config, str(checkpoint.path), len(checkpoint.tensors))
     return make_base(checkpoint, found.architecture, found.sizes, found.proof)
 
 
-def check_counts(config: Mapping[str, Any], tensors: int) -> None:
-    """Check that there may be as many layers as config.json says, before a model of it is made.
+def _check_counts(config: Mapping[str, Any], tensors: int) -> None:
+    """Check that there may be as many layers, experts and the like as config.json says, before a model of it is made.
 
     Args:
         config: Parsed config.json.
         tensors: How many tensors there are in all.
 
     Raises:
-        CheckpointError: If there are more layers than tensors.
+        CheckpointError: If there are more of them than tensors.
     """
     nested = (value for value in config.values() if isinstance(value, Mapping))
     for own in (config, *nested):
         for key, value in own.items():
-            if "layer" in key and isinstance(value, int) and value > max(tensors, MOST_HARMLESS):
+            if COUNTED.search(key) and isinstance(value, int) and value > max(tensors, MOST_HARMLESS):
                 raise CheckpointError(
                     f"config.json: {key} is {value}, found {tensors} tensors in all. Is config.json from this "
                     "checkpoint, and is the checkpoint complete?"
                 )
 
 
-def derive_config(config: Mapping[str, Any], place: str) -> Derived:
+def derive_config(config: Mapping[str, Any], place: str, tensors: int) -> Derived:
     """Derive facts from a parsed config.json.
 
     Args:
         config: Of a base model.
         place: What the model is called.
+        tensors: How many tensors it has, at least as many as layers.
 
     Raises:
         UnsupportedFamilyError: If the architecture cannot be expanded.
         CheckpointError: If transformers makes nothing of it.
     """
+    _check_counts(config, tensors)
     from scale_surgery.deriving.configs import config_of
     from scale_surgery.deriving.derive import derive
 

@@ -91,8 +91,11 @@ def _derive(config: PreTrainedConfig) -> Derived:
             watched = watch_twin(twins[0]), watch_twin(twins[1])
             twin = _twin_of(twins[0], *watched)
             architecture = prove(derive_architecture(real, *watched), twin)
-            bound = {"alters_logits": alters_logits(twin.stock, architecture.softcap)}
-            architecture = replace(architecture, **bound, is_numbered=is_numbered(twin.stock))
+            architecture = replace(
+                architecture,
+                alters_logits=alters_logits(twin.stock, architecture.softcap),
+                is_numbered=is_numbered(twin.stock),
+            )
             sizes = derive_sizes(real, architecture)
             fixed, divides = stock_heads(real.config, architecture, sizes)
             architecture = replace(architecture, fixed_heads=fixed, heads_divide_hidden=divides)

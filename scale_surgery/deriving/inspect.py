@@ -12,7 +12,7 @@ from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE
 from scale_surgery.checkpoint.numbering import AFTER, CONFIG_KEY, numbering_of
 from scale_surgery.checkpoint.schema import in_one_line, known_misfits
 from scale_surgery.checkpoint.sources import open_model
-from scale_surgery.deriving.base import base_config, check_counts, derive_config
+from scale_surgery.deriving.base import base_config, derive_config
 from scale_surgery.errors import CheckpointError, PlanError
 from scale_surgery.planning.architecture import Architecture, Sizes
 from scale_surgery.planning.base import check_layers
@@ -125,8 +125,7 @@ def inspect(model: str | Path, *, revision: str | None = None) -> Inspection:
         UnsupportedFamilyError: If its architecture is not supported.
     """
     source, checkpoint = open_model(model, revision)
-    check_counts(checkpoint.config, len(checkpoint.tensors))
-    found = derive_config(base_config(checkpoint.config), str(source.path))
+    found = derive_config(base_config(checkpoint.config), str(source.path), len(checkpoint.tensors))
     architecture, sizes = found.architecture, found.sizes
     if (numbering := numbering_of(checkpoint.config.get(CONFIG_KEY))) is not None:
         sizes = replace(sizes, layers=sizes.layers - len(numbering.new))

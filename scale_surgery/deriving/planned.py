@@ -96,7 +96,8 @@ def _check_kinds(base: Base, made: Plan) -> None:
         )
     deep = deepened_config(base.checkpoint.config, made.specs, base.architecture)
     del deep[CONFIG_KEY]
-    found = derive_config(deep, str(base.checkpoint.path)).architecture
+    # every layer may be there twice
+    found = derive_config(deep, str(base.checkpoint.path), 2 * len(base.checkpoint.tensors)).architecture
     order = [layer for layer in range(base.sizes.layers) for _ in range(2 if layer in made.layers else 1)]
     for position, layer in enumerate(order):
         if found.kind(position) != base.architecture.kind(layer):

@@ -13,7 +13,7 @@ from scale_surgery.checkpoint.files import plain_json
 from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE
 from scale_surgery.checkpoint.reading import differing_keys, parse_json
-from scale_surgery.deriving.base import check_counts, derive_config
+from scale_surgery.deriving.base import derive_config
 from scale_surgery.errors import CheckpointError, PlanError
 from scale_surgery.planning.architecture import Architecture
 from scale_surgery.surgery.record import Manifest
@@ -54,8 +54,7 @@ def fact_problems(checkpoint: Checkpoint, manifest: Manifest) -> tuple[str, ...]
 
 def _derived(checkpoint: Checkpoint, manifest: Manifest) -> Derived:
     config = parse_json(manifest.replaced.get(CONFIG_FILE, "{}"))
-    check_counts(config, len(manifest.base_tensors))
-    return derive_config(config, str(checkpoint.path))
+    return derive_config(config, str(checkpoint.path), len(manifest.base_tensors))
 
 
 def _facts(architecture: Architecture) -> Mapping[str, Any]:

@@ -112,12 +112,10 @@ def _config_problems(manifest: Manifest, config: Mapping[str, Any], name: str) -
     if config.get("model_type") != manifest.plan.family:
         yield f"config.json: model_type is {config.get('model_type')!r}, expected {manifest.plan.family!r}."
         return
-    derived = derive_config(config, name)
-    found, wanted = asdict(derived.sizes), asdict(manifest.plan.sizes)
+    found = asdict(derive_config(config, name, len(manifest.base_tensors)).sizes)
+    wanted = asdict(manifest.plan.sizes)
     differing = (key for key in found if found[key] != wanted[key])
     yield from (f"config.json: {key} is {found[key]}, expected {wanted[key]}." for key in differing)
-    if found == wanted and derived.architecture != manifest.plan.architecture:
-        yield "config.json: makes a model of other parts than the base of this expansion has."
 
 
 def _shape_problems(shapes: Shapes, given: Shapes) -> Iterator[str]:

@@ -246,6 +246,13 @@ def test_layers_that_are_not_there_are_not_counted_to(llama_base, tmp_path):
             look()
 
 
+@pytest.mark.parametrize("key", ("num_experts", "num_attention_heads", "depth"))
+def test_nothing_else_is_counted_to_either(llama_base, key):
+    edit_config(llama_base, **{key: 10**9})
+    with pytest.raises(CheckpointError, match=f"{key} is 1000000000, found "):
+        plan(llama_base, Request("all"))
+
+
 def test_layers_of_a_record_that_are_not_there_are_not_counted_to(pair_of, tmp_path):
     expanded = Path(shutil.copytree(pair_of("llama").path, tmp_path / "expanded"))
     record = json.loads((expanded / "surgery.json").read_text())

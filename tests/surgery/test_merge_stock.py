@@ -340,11 +340,11 @@ def test_heads_are_refused_where_rope_factors_fix_their_number(base_of):
     longrope["rope_parameters"] |= {"rope_theta": 1e4, "partial_rotary_factor": 1.0}
     older = {"rope_parameters": None, "rope_scaling": longrope["rope_parameters"]}
     for changes in (longrope, older):
-        facts = derive_config(config | changes, "phi3").architecture
+        facts = derive_config(config | changes, "phi3", 100).architecture
         (problem,) = stock_problems(facts, sizes, Widths(0, 1, 0))
         assert "its config does not allow it: " in problem and "short_factor field must have length" in problem
         assert not list(stock_problems(facts, sizes, Widths(0, 0, 8)))
-    assert not list(stock_problems(derive_config(config, "phi3").architecture, sizes, Widths(0, 1, 0)))
+    assert not list(stock_problems(derive_config(config, "phi3", 100).architecture, sizes, Widths(0, 1, 0)))
     # and that is what the stock config does
     tiny_config("phi3", head_dim=10, original_max_position_embeddings=32, **longrope)
     with pytest.raises(Exception, match="short_factor field must have length 3, got 5"):
