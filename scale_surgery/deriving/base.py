@@ -53,7 +53,7 @@ def _check_counts(config: Mapping[str, Any], tensors: int) -> None:
     nested = (value for value in config.values() if isinstance(value, Mapping))
     for own in (config, *nested):
         for key, value in own.items():
-            if COUNTED.search(key) and isinstance(value, int) and value > max(tensors, MOST_HARMLESS):
+            if COUNTED.search(str(key)) and isinstance(value, int) and value > max(tensors, MOST_HARMLESS):
                 raise CheckpointError(
                     f"config.json: {key} is {value}, found {tensors} tensors in all. Is config.json from this "
                     "checkpoint, and is the checkpoint complete?"

@@ -22,12 +22,12 @@ def alters_logits(model: PreTrainedModel, softcap: tuple[str, float | None] | No
         softcap: Key of the config that caps the logits, where there is one.
     """
     given: list[Tensor] = []
-    model = copy.deepcopy(model)
+    own: Any = copy.deepcopy(model)
     if softcap is not None:
-        setattr(model.config.get_text_config(decoder=True), softcap[0], None)
-    head: Any = model.get_output_embeddings()
+        setattr(own.config.get_text_config(decoder=True), softcap[0], None)
+    head = own.get_output_embeddings()
     head.register_forward_hook(lambda module, inputs, output: given.append(output))
-    logits = model(input_ids=token_ids(model.config), use_cache=False).logits
+    logits = own(input_ids=token_ids(own.config), use_cache=False).logits
     return not torch.equal(given[-1], logits)
 
 
@@ -41,10 +41,10 @@ def is_numbered(model: PreTrainedModel) -> bool:
     Returns:
         Whether a pair differs; False where no two layers are of one kind.
     """
-    model = copy.deepcopy(model)
-    place = find_place(model)
+    own: Any = copy.deepcopy(model)
+    place = find_place(own)
     assert place is not None
-    kinds, layers = signatures(model, place), model.get_submodule(place.path)
+    kinds, layers = signatures(own, place), own.get_submodule(place.path)
     pairs = ((one, other) for other in range(place.count) for one in range(other) if kinds[one] == kinds[other])
     pair = next(pairs, None)
     if pair is None:
@@ -53,7 +53,7 @@ def is_numbered(model: PreTrainedModel) -> bool:
     second.load_state_dict(first.state_dict())
     seen: list[tuple[Any, Any, Any]] = []
     first.register_forward_hook(lambda module, args, kwargs, out: seen.append((args, kwargs, out)), with_kwargs=True)
-    model(input_ids=token_ids(model.config), use_cache=False)
+    own(input_ids=token_ids(own.config), use_cache=False)
     args, kwargs, output = seen[0]
     return not torch.equal(_first(second(*args, **kwargs)), _first(output))
 
