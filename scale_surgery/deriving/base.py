@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from scale_surgery.deriving.derive import Derived
 
 # what a model has modules of, one after the other
-COUNTED = re.compile("layer|expert|depth|^num_|heads?$")
+COUNTED = re.compile("^(num|n)_.*(layer|expert|head|block)|layers?$|experts?$|depth$")
+# no size, and no length of a text, is larger in any model
+LARGEST = 20_000_000
 # a config may name a layer that it never has, such as the one from which on windows slide, and experts may be one
 # tensor
 MOST_HARMLESS = 5000
@@ -58,6 +60,8 @@ def _check_counts(config: Mapping[str, Any], tensors: int) -> None:
                     f"config.json: {key} is {value}, found {tensors} tensors in all. Is config.json from this "
                     "checkpoint, and is the checkpoint complete?"
                 )
+            if isinstance(value, int) and value > LARGEST:
+                raise CheckpointError(f"config.json: {key} is {value}, expected at most {LARGEST}. Is it this model's?")
 
 
 def derive_config(config: Mapping[str, Any], place: str, tensors: int) -> Derived:

@@ -56,7 +56,10 @@ def stock_classes(config: PreTrainedConfig) -> dict[str, type[PreTrainedModel]]:
     if config.get_text_config(decoder=True) is not config:
         mappings["AutoModelForImageTextToText"] = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     found: dict[str, Any] = {name: mapping.get(type(config), default=None) for name, mapping in mappings.items()}
-    return {name: own[0] if isinstance(own, tuple) else own for name, own in found.items() if own is not None}
+    classes = {name: own[0] if isinstance(own, tuple) else own for name, own in found.items() if own is not None}
+    # the language model of a model that sees images may be listed for it, and has another config
+    parts = config.sub_configs.values()
+    return {name: own for name, own in classes.items() if getattr(own, "config_class", None) not in parts}
 
 
 def build(config: PreTrainedConfig) -> PreTrainedModel:

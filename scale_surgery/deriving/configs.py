@@ -35,5 +35,11 @@ def config_of(config: Mapping[str, Any]) -> Any:
         )
     # as from a folder: numbers that JSON does not have are spelled out in it
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / CONFIG_FILE).write_text(json.dumps(dict(config)), encoding="utf-8")
+        (Path(folder) / CONFIG_FILE).write_text(json.dumps(_without_kernels(config)), encoding="utf-8")
         return CONFIG_MAPPING[model_type].from_pretrained(folder)
+
+
+def _without_kernels(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config that names no kernels: some are not installed, and others transformers would fetch and run."""
+    kept = {key: value for key, value in config.items() if not str(key).endswith("_implementation")}
+    return {key: _without_kernels(value) if isinstance(value, Mapping) else value for key, value in kept.items()}

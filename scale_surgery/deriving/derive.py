@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from threading import Lock
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from scale_surgery.deriving.build import (
 )
 from scale_surgery.deriving.facts import Twin as WatchedTwin
 from scale_surgery.deriving.facts import derive_architecture, derive_sizes, watch_twin
-from scale_surgery.deriving.prove import CHECKS, Twin
+from scale_surgery.deriving.prove import Twin, checks_of
 from scale_surgery.deriving.proved import prove
 from scale_surgery.deriving.shrink import least_depth, shrink
 from scale_surgery.deriving.small_values import Real
@@ -36,6 +37,7 @@ from scale_surgery.planning.architecture import Architecture, Sizes
 # keys of a config that say nothing of a model's parts
 INDECISIVE = ("dtype", "torch_dtype", "architectures", "transformers_version", "_name_or_path", "auto_map")
 _known: dict[str, Derived] = {}
+_one_at_a_time = Lock()
 
 
 @dataclass(frozen=True)
@@ -70,8 +72,10 @@ def derive(config: PreTrainedConfig) -> Derived:
         UnsupportedFamilyError: If the model does something that cannot be expanded; the message names it.
     """
     key = _fingerprint(config)
-    if key not in _known:
-        _known[key] = _derive(config)
+    # transformers has one set of attention functions, and torch one of settings, for all threads
+    with _one_at_a_time:
+        if key not in _known:
+            _known[key] = _derive(config)
     return _known[key]
 
 
@@ -90,6 +94,7 @@ def _derive(config: PreTrainedConfig) -> Derived:
             twins = shrink(real, 0), shrink(real, 1)
             watched = watch_twin(twins[0]), watch_twin(twins[1])
             twin = _twin_of(twins[0], *watched)
+            checks = checks_of(twin)
             architecture = prove(derive_architecture(real, *watched), twin)
             architecture = replace(
                 architecture,
@@ -110,14 +115,14 @@ def _derive(config: PreTrainedConfig) -> Derived:
             f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
         ) from error
     configs = (twins[0].to_dict(), twins[1].to_dict())
-    return Derived(architecture, sizes, configs, _record(configs), time.perf_counter() - start)
+    return Derived(architecture, sizes, configs, _record(configs, checks), time.perf_counter() - start)
 
 
-def _record(twins: tuple[dict[str, Any], dict[str, Any]]) -> dict[str, Any]:
+def _record(twins: tuple[dict[str, Any], dict[str, Any]], checks: list[str]) -> dict[str, Any]:
     """What a plan and surgery.json say of the proof."""
     numbers = [{key: value for key, value in twin.items() if type(value) is int} for twin in twins]
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    return {"checks": list(CHECKS), "twins": numbers, "versions": versions}
+    return {"checks": checks, "twins": numbers, "versions": versions}
 
 
 def _twin_of(config: PreTrainedConfig, first: WatchedTwin, second: WatchedTwin) -> Twin:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.numbering import CONFIG_KEY
 from scale_surgery.checkpoint.sources import open_model
 from scale_surgery.deriving.base import derive_config, read_base
+from scale_surgery.deriving.configs import config_of
 from scale_surgery.errors import PlanError
 from scale_surgery.planning.base import Base, refuse_expanded
 from scale_surgery.planning.depth import deepened_config
+from scale_surgery.planning.duplicable import per_layer_lists
 from scale_surgery.planning.methods import METHODS
 from scale_surgery.planning.plan import Plan, plan_expansion
 from scale_surgery.planning.request import Request
@@ -99,12 +103,24 @@ def _check_kinds(base: Base, made: Plan) -> None:
     # every layer may be there twice
     found = derive_config(deep, str(base.checkpoint.path), 2 * len(base.checkpoint.tensors)).architecture
     order = [layer for layer in range(base.sizes.layers) for _ in range(2 if layer in made.layers else 1)]
+    _check_lists(base.checkpoint.config, deep, order, made.request.layers)
     for position, layer in enumerate(order):
         if found.kind(position) != base.architecture.kind(layer):
             raise PlanError(
                 f"--layers {made.request.layers}: config.json says by their numbers of what kind layers are, and layer "
                 f"{layer} would come to stand at {position}, where it were of another. Duplicate higher layers, or use "
                 "--method scale."
+            )
+
+
+def _check_lists(config: Mapping[str, Any], deep: Mapping[str, Any], order: list[int], asked: str) -> None:
+    """Check what transformers makes of a config layer by layer, where config.json leaves it to their numbers."""
+    before, after = (config_of(own).to_dict() for own in (config, deep))
+    for key, values in per_layer_lists(before, max(order) + 1).items():
+        if after.get(key) != [values[layer] for layer in order]:
+            raise PlanError(
+                f"--layers {asked}: config.json leaves {key} to the numbers of layers, and a copy would change it for "
+                "those above. Write the list into config.json, or use --method scale."
             )
 
 

@@ -29,11 +29,14 @@ INNER = 24
 SPREAD = 0.2
 CHECKS = (
     "logits of two rows and of one are the base's bit for bit, in float32 and in bfloat16",
-    "cached generation gives the base's tokens",
     "the new tensors train, and nothing else",
     "W12 and the head's up part change the logits as soon as they are not zero",
     "every new tensor that reads what is not zero gets a gradient",
 )
+
+
+# where the stock model generates
+GENERATION = "cached generation gives the base's tokens"
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,13 @@ def failure_of(twin: Twin) -> str | None:
             return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
+def checks_of(twin: Twin) -> list[str]:
+    """What is checked of a twin, in words."""
+    with quiet():
+        tokens = _generated(twin.stock, token_ids(twin.stock.config))
+    return [*CHECKS, *([] if tokens is None else [GENERATION])]
+
+
 def expansion_specs(twin: Twin) -> Spec:
     """An expansion of a twin in which everything takes part: the first and the last layer, W12 in both groups."""
     sizes, count = twin.sizes, twin.sizes.layers
@@ -83,7 +93,9 @@ def expanded_twin(twin: Twin, specs: Spec) -> Any:
     plain = copy.deepcopy(twin.stock.config).to_dict() | {"scale_surgery": specs}
     plain.pop("model_type", None)
     model = widest._from_config(classes["AutoConfig"].from_dict(plain), dtype=torch.float32).eval()
-    model.load_state_dict(twin.stock.state_dict(), strict=False)
+    missing, unexpected = model.load_state_dict(twin.stock.state_dict(), strict=False)
+    if unexpected or not set(missing) <= set(expansion_of(model)):
+        raise ValueError(f"the expanded model has other base tensors: {[*unexpected, *missing][:3]}")
     torch.manual_seed(SEED)
     with torch.no_grad():
         for name, parameter in expansion_of(model).items():

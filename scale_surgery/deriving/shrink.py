@@ -86,7 +86,7 @@ def _problem(real: Real, config: PreTrainedConfig) -> str | None:
     with torch.device("meta"):
         model = build(config)
     place = find_place(model)
-    if sum(own.numel() for own in model.parameters()) > MOST_PARAMETERS:
+    if sum(own.numel() for own in (*model.parameters(), *model.buffers())) > MOST_PARAMETERS:
         return "it would be large"
     if place is None or signatures(model, place) != signatures(real.model, real.place)[: real.depth]:
         return "its layers are not of the same kinds"

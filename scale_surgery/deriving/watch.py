@@ -169,13 +169,15 @@ def attention_noted() -> Iterator[list[Attention]]:
 
         return note
 
+    before = dict(functions._local_mapping)
     for name in ("sdpa", "eager"):
         functions[name] = noting(name)
     try:
         yield noted
     finally:
-        for name in ("sdpa", "eager"):
-            functions.pop(name)
+        # what somebody registered under these names comes back
+        functions._local_mapping.clear()
+        functions._local_mapping.update(before)
 
 
 def _attention_of(module: nn.Module, name: str) -> Any:

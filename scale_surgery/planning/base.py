@@ -39,7 +39,9 @@ class Base:
             for name, info in self.checkpoint.tensors.items()
             if info.shape == shape and name.endswith(".weight") and name != embedding and not name.startswith(layers)
         ]
-        return self.architecture.head if self.architecture.head in found or not found else min(found, key=len)
+        if self.architecture.head in found or self.sizes.is_tied or not found:
+            return self.architecture.head
+        return min(found, key=len)
 
 
 def sizes_of_blocks(architecture: Architecture) -> dict[str, int]:

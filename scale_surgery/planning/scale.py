@@ -97,7 +97,10 @@ class Scale(Method):
 
     def plan_problems(self, plan: Plan) -> list[str]:
         """What writes into the base stream and into the logits begins as zero, or it would not be checked for zeros."""
-        return [
+        parts = plan.specs.get("kinds") or [plan.specs]
+        modules = {name: spec for part in parts for name, spec in part.get("expanded", {}).items()}
+        grown = [name for name, spec in modules.items() if spec.get("kind") == "grown"]
+        return [f"plan.specs, {name}: kind 'grown' is none of method scale" for name in grown] + [
             f"plan.tensors, {tensor.name}: init {tensor.init!r}, expected 'zero'"
             for tensor in self.guards(plan)
             if tensor.init != "zero"

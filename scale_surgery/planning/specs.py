@@ -407,6 +407,6 @@ def _block_tensors(spec: Spec, path: str, layer: int, names: Collection[str], *,
     # it is made of no tensor; this one says in which layer it stands
     own = (name for name in names if name.startswith(f"{path}."))
     beside = min(own, default=None) or min(name for name in names if name.startswith(f"{path.rpartition('.')[0]}."))
-    for block, shape in (shapes | {"up_weight": (up, inner)}).items():
+    for block, shape in shapes.items():
         if 0 not in shape:
             yield NewTensor(f"{path}.{block}", shape, block, "block", layer, beside)

@@ -201,8 +201,19 @@ def _own_tensors(extract: Extract, expanded: Any, base: Mapping[str, Tensor]) ->
     for shard in sorted({info.file for info in extract.tensors.values()}):
         with safe_open(extract.path / shard, framework="pt") as file:
             for name in (name for name in names if extract.tensors[name].file == shard):
-                beside = base[f"{names[name].rpartition('.')[0]}.weight"]
+                beside = _beside(names[name], base)
                 yield names[name], file.get_tensor(name).to(device=beside.device, dtype=kept or expanded.dtype)
+
+
+def _beside(name: str, base: Mapping[str, Tensor]) -> Tensor:
+    """A base tensor of the same module, or of what is around it: it lies where a new tensor has to lie."""
+    module = name.rpartition(".")[0]
+    while module and f"{module}.weight" not in base:
+        inside = next((own for own in base if own.startswith(f"{module}.")), None)
+        if inside is not None:
+            return base[inside]
+        module = module.rpartition(".")[0]
+    return base[f"{module}.weight"]
 
 
 def _copy_buffers(model: Any, expanded: Any) -> None:

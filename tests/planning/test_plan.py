@@ -246,11 +246,22 @@ def test_layers_that_are_not_there_are_not_counted_to(llama_base, tmp_path):
             look()
 
 
-@pytest.mark.parametrize("key", ("num_experts", "num_attention_heads", "depth"))
+@pytest.mark.parametrize("key", ("num_experts", "num_attention_heads", "depth", "hidden_size", "vocab_size"))
 def test_nothing_else_is_counted_to_either(llama_base, key):
     edit_config(llama_base, **{key: 10**9})
-    with pytest.raises(CheckpointError, match=f"{key} is 1000000000, found "):
+    expected = "expected at most" if key.endswith("_size") else "found "
+    with pytest.raises(CheckpointError, match=f"{key} is 1000000000, {expected}"):
         plan(llama_base, Request("all"))
+
+
+def test_sizes_are_not_taken_for_counts(llama_base):
+    edit_config(llama_base, shared_expert_intermediate_size=20480, vocab_size_per_layer_input=262144)
+    assert plan(llama_base, Request("0")).layers == (0,)
+
+
+def test_no_kernel_that_a_config_names_is_asked_for(llama_base):
+    edit_config(llama_base, _attn_implementation="someone/kernels", attn_implementation="flash_attention_2")
+    assert plan(llama_base, Request("0")).layers == (0,)
 
 
 def test_layers_of_a_record_that_are_not_there_are_not_counted_to(pair_of, tmp_path):
