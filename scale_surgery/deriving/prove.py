@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from scale_surgery import modeling
 from scale_surgery.deriving.build import SEED, quiet, token_ids
+from scale_surgery.errors import UnsupportedFamilyError
 from scale_surgery.planning.architecture import Architecture, Sizes
 from scale_surgery.planning.specs import Collaboration, Spec, Widths, build_specs
 
@@ -65,7 +66,7 @@ def failure_of(twin: Twin) -> str | None:
         try:
             return next(_failures(twin, specs), None)
         # a stock forward may stumble over a wider stream in its own way, and that says what is in the way
-        except (RuntimeError, ValueError, TypeError, AttributeError, LookupError, NotImplementedError) as error:
+        except (UnsupportedFamilyError, RuntimeError, ValueError, TypeError, AttributeError, LookupError) as error:
             return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
@@ -95,7 +96,7 @@ def expanded_twin(twin: Twin, specs: Spec) -> Any:
     model = widest._from_config(classes["AutoConfig"].from_dict(plain), dtype=torch.float32).eval()
     missing, unexpected = model.load_state_dict(twin.stock.state_dict(), strict=False)
     if unexpected or not set(missing) <= set(expansion_of(model)):
-        raise ValueError(f"the expanded model has other base tensors: {[*unexpected, *missing][:3]}")
+        raise UnsupportedFamilyError(f"its expanded form has other base tensors: {[*unexpected, *missing][:3]}.")
     torch.manual_seed(SEED)
     with torch.no_grad():
         for name, parameter in expansion_of(model).items():
