@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from scale_surgery.deriving.build import find_place, token_ids
 from scale_surgery.deriving.shrink import signatures
+from scale_surgery.deriving.watch import first_tensor, is_same
 
 
 @torch.no_grad()
@@ -55,9 +56,4 @@ def is_numbered(model: PreTrainedModel) -> bool:
     first.register_forward_hook(lambda module, args, kwargs, out: seen.append((args, kwargs, out)), with_kwargs=True)
     own(input_ids=token_ids(own.config), use_cache=False)
     args, kwargs, output = seen[0]
-    return not torch.equal(_first(second(*args, **kwargs)), _first(output))
-
-
-def _first(output: Any) -> Tensor:
-    found: Tensor = output[0] if isinstance(output, tuple) else output
-    return found
+    return not is_same(first_tensor(second(*args, **kwargs)), first_tensor(output))

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
-from transformers.utils import logging
+
+from scale_surgery.running.loading import quiet_transformers
 
 SEED = 0
 # position ids, rope and masks are made for so many tokens; no size of a twin is one of these
@@ -66,24 +67,9 @@ def build(config: PreTrainedConfig) -> PreTrainedModel:
     """Build the stock model with a head; on the meta device inside `torch.device("meta")`."""
     *_, widest = stock_classes(config).values()
     made: Any = widest
-    with quiet():
+    with quiet_transformers():
         model: PreTrainedModel = made._from_config(copy.deepcopy(config), dtype=torch.float32).eval()
     return model
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """No warnings and no progress bars of transformers for a model that nobody will use."""
-    transformers: Any = logging
-    before, was_shown = transformers.get_verbosity(), transformers.is_progress_bar_enabled()
-    transformers.set_verbosity_error()
-    transformers.disable_progress_bar()
-    try:
-        yield
-    finally:
-        transformers.set_verbosity(before)
-        if was_shown:
-            transformers.enable_progress_bar()
 
 
 @contextmanager

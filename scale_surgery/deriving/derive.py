@@ -19,7 +19,6 @@ from scale_surgery.deriving.build import (
     build,
     build_twin,
     find_place,
-    quiet,
     stock_classes,
     usual_torch,
     without_quantisation,
@@ -33,6 +32,7 @@ from scale_surgery.deriving.small_values import Real
 from scale_surgery.deriving.stock_form import inner_key, stock_heads
 from scale_surgery.errors import SurgeryError, UnsupportedFamilyError
 from scale_surgery.planning.architecture import Architecture, Sizes
+from scale_surgery.running.loading import quiet_transformers
 
 # keys of a config that say nothing of a model's parts
 INDECISIVE = ("dtype", "torch_dtype", "architectures", "transformers_version", "_name_or_path", "auto_map")
@@ -89,7 +89,7 @@ def _fingerprint(config: PreTrainedConfig) -> str:
 def _derive(config: PreTrainedConfig) -> Derived:
     start = time.perf_counter()
     try:
-        with quiet(), usual_torch():
+        with quiet_transformers(), usual_torch():
             real = read_real(config)
             twins = shrink(real, 0), shrink(real, 1)
             watched = watch_twin(twins[0]), watch_twin(twins[1])

@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from scale_surgery.deriving.build import Place, quiet
+from scale_surgery.deriving.build import Place
+from scale_surgery.running.loading import quiet_transformers
 
 # what transformers passes over in files of any model that turns queries and keys
 OLD_FREQUENCIES = r"rotary_emb\.inv_freq"
@@ -42,7 +43,7 @@ def stored_children(model: PreTrainedModel, place: Place) -> dict[str, str]:
 
 
 def _saved(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    with tempfile.TemporaryDirectory() as folder, quiet():
+    with tempfile.TemporaryDirectory() as folder, quiet_transformers():
         model.save_pretrained(folder)
         for file in sorted(Path(folder).glob("*.safetensors")):
             yield from load_file(file).items()

@@ -20,19 +20,9 @@ from scale_surgery.deriving.small_values import Real
 from scale_surgery.deriving.watch import watch
 from scale_surgery.deriving.weaken import weaker_block
 from scale_surgery.errors import UnsupportedFamilyError
-from scale_surgery.planning.architecture import Architecture, Block, Kind, Sizes
+from scale_surgery.planning.architecture import CONFIG_KEYS, Architecture, Block, Kind, Sizes
 from scale_surgery.planning.base import sizes_of_blocks
 
-# our names of sizes to those that transformers' configs have in common
-COMMON_KEYS = {
-    "hidden": "hidden_size",
-    "layers": "num_hidden_layers",
-    "query_heads": "num_attention_heads",
-    "key_value_heads": "num_key_value_heads",
-    "head_size": "head_dim",
-    "inner": "intermediate_size",
-    "vocabulary": "vocab_size",
-}
 STRENGTH = ("split", "edges", "block")
 
 
@@ -104,7 +94,7 @@ def derive_architecture(real: Real, first: Twin, second: Twin) -> Architecture:
         enters=enters,  # type: ignore[arg-type]
         transposed=any(is_transposed(own) for own in real.model.modules()),
         softcap=find_softcap(first.model),
-        keys={name: key for name, common in COMMON_KEYS.items() if (key := _key(config, common)) is not None},
+        keys={name: key for name, common in CONFIG_KEYS.items() if (key := _key(config, common)) is not None},
         layer_types=_layer_types(config),
         stored_as=stored_children(first.model, first.place),
         unread=unread_names(real.model),

@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from scale_surgery.deriving.build import quiet
 from scale_surgery.deriving.layer import Layer
 from scale_surgery.deriving.part import Part
+from scale_surgery.running.loading import quiet_transformers
 
 
 def find_mute(part: Part, *, adds_itself: bool = False) -> list[Tensor]:
@@ -75,7 +75,7 @@ def names_on_disk(model: PreTrainedModel, muted: list[Tensor]) -> set[str]:
         The names of all tensors on disk that come from them, the only ones there that are all zero.
     """
     kept = [own.detach().clone() for own in muted]
-    with torch.no_grad(), tempfile.TemporaryDirectory() as folder, quiet():
+    with torch.no_grad(), tempfile.TemporaryDirectory() as folder, quiet_transformers():
         for own in muted:
             own.zero_()
         model.save_pretrained(folder)

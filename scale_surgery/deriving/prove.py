@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from scale_surgery import modeling
-from scale_surgery.deriving.build import SEED, quiet, token_ids
+from scale_surgery.deriving.build import SEED, token_ids
 from scale_surgery.errors import UnsupportedFamilyError
 from scale_surgery.planning.architecture import Architecture, Sizes
 from scale_surgery.planning.specs import Collaboration, Spec, Widths, build_specs
+from scale_surgery.running.loading import quiet_transformers
 
 DTYPES = (torch.float32, torch.bfloat16)
 # one token more than a prompt is enough to need the cache, and a few make it long
@@ -62,7 +63,7 @@ def failure_of(twin: Twin) -> str | None:
         twin: The twin.
     """
     specs = expansion_specs(twin)
-    with quiet(), torch.random.fork_rng(devices=[]):
+    with quiet_transformers(), torch.random.fork_rng(devices=[]):
         try:
             return next(_failures(twin, specs), None)
         # a stock forward may stumble over a wider stream in its own way, and that says what is in the way
@@ -72,7 +73,7 @@ def failure_of(twin: Twin) -> str | None:
 
 def checks_of(twin: Twin) -> list[str]:
     """What is checked of a twin, in words."""
-    with quiet():
+    with quiet_transformers():
         tokens = _generated(twin.stock, token_ids(twin.stock.config))
     return [*CHECKS, *([] if tokens is None else [GENERATION])]
 

@@ -95,5 +95,4 @@ def _sets_inner(config: PreTrainedConfig, architecture: Architecture, block: Blo
 
 
 def _first_layer(model: PreTrainedModel, architecture: Architecture) -> nn.Module:
-    path = ".".join(part for part in (architecture.base_model, architecture.layers) if part)
-    return model.get_submodule(f"{path}.0")
+    return model.get_submodule(f"{architecture.layers_path}.0")

@@ -242,6 +242,11 @@ class Architecture:
         """`model_type` of the expanded model."""
         return f"scale_{self.model_type}"
 
+    @property
+    def layers_path(self) -> str:
+        """Module list of the layers, inside the whole model."""
+        return f"{self.base_model}.{self.layers}" if self.base_model else self.layers
+
     def kind(self, layer: int) -> Kind:
         """What a layer is made of."""
         return self.kinds[self.kind_of_layer[layer]]

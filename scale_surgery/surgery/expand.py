@@ -211,15 +211,23 @@ def take_over_shards(
         if numbering is not None and shard in renumbered:
             write_renumbered(source, file, numbering, advance)
         else:
-            _take_over_shard(source, file, how, held[shard], sums)
-            advance(source.stat().st_size)
+            _take_over_shard(source, file, how, held[shard], sums, advance)
     return renumbered
 
 
-def _take_over_shard(source: Path, file: Path, how: BaseWeights, held: Sequence[TensorInfo], sums: Sums | None) -> None:
-    if sums is None:
-        take_over(source, file, how)
-    elif take_over(source, file, how, (found := FileHash(held)).update):
+def _take_over_shard(
+    source: Path, file: Path, how: BaseWeights, held: Sequence[TensorInfo], sums: Sums | None, advance: Progress
+) -> None:
+    found = FileHash(held)
+
+    def pass_by(block: memoryview) -> None:
+        if sums is not None:
+            found.update(block)
+        advance(len(block))
+
+    if not take_over(source, file, how, pass_by):
+        advance(source.stat().st_size)
+    elif sums is not None:
         found.add_to(sums, file.name)
 
 

@@ -33,7 +33,7 @@ class Matrix:
 def find_matrices(model: Any, base: Base, groups: tuple[str, ...]) -> list[Matrix]:
     """The linears of all layers that belong to the given groups, "attn" or "ffn"."""
     facts = base.architecture
-    layers = enumerate(model.get_submodule(f"{facts.base_model}.{facts.layers}"))
+    layers = enumerate(model.get_submodule(facts.layers_path))
     found = []
     for number, layer in layers:
         path = layer_path(facts, base.prefix, number)

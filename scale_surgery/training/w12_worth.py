@@ -101,7 +101,7 @@ def expanded_for_a_while(checkpoint: Checkpoint, plan: Plan, device: torch.devic
 def find_w12(model: Any, plan: Plan) -> dict[int, list[nn.Parameter]]:
     """W12 of each collaborative layer; they alone require gradients from here on."""
     model.requires_grad_(False)
-    layers = model.get_submodule(f"{plan.architecture.base_model}.{plan.architecture.layers}")
+    layers = model.get_submodule(plan.architecture.layers_path)
     found = {
         number: [module.w12 for module in layers[number].modules() if getattr(module, "w12", None) is not None]
         for number in plan.collaboration.layers

@@ -8,6 +8,7 @@ from transformers import CONFIG_MAPPING
 from scale_surgery.deriving.derive import derive
 from scale_surgery.errors import UnsupportedFamilyError
 from scale_surgery.planning.architecture import STREAMS, Architecture
+from scale_surgery.planning.routing_specs import path_problems
 from tests.deriving.configs import OPTIONS
 
 # type -> for each kind of layer the treatments of its blocks, in the order in which they run
@@ -126,5 +127,7 @@ def test_layer_types_are_told_where_they_differ():
 def test_what_binds_a_model_to_its_form_is_told():
     """Logits that are scaled after the head have no router; layers that compute with their number cannot move up."""
     assert architecture("cohere").alters_logits and architecture("diffllama").is_numbered
+    assert "its logits are changed after the head" in path_problems(architecture("cohere"), None)[0]
+    assert not path_problems(architecture("llama"), None)
     plain = architecture("llama"), architecture("gemma2")
     assert not any(about.alters_logits or about.is_numbered for about in plain)
