@@ -107,7 +107,8 @@ def _remote_model(repo: str, revision: str | None) -> tuple[Source, Checkpoint]:
         info = api.model_info(repo, revision=revision)
         files = sorted(sibling.rfilename for sibling in info.siblings or ())
         refuse_extract(repo, files)
-        small = [file for file in (CONFIG_FILE, MANIFEST_FILE) if file in files]
+        # code of the model's own is run only where it is trusted, and then it has to be there
+        small = [file for file in (CONFIG_FILE, MANIFEST_FILE, *filter(is_code, files)) if file in files]
         folders = [Path(hf_hub_download(repo, file, revision=info.sha)).parent for file in small]
         if not folders:
             raise CheckpointError(f"{repo}: has no {CONFIG_FILE}, expected a model repository.")
@@ -126,6 +127,11 @@ def _remote_model(repo: str, revision: str | None) -> tuple[Source, Checkpoint]:
     named = name_tensors(tensors, numbering_of(config.get(CONFIG_KEY)))
     checkpoint = Checkpoint(folders[0], config, named, tuple(sorted(headers)), side_files, left_out)
     return Source(folders[0], repo, info.sha), checkpoint
+
+
+def is_code(file: str) -> bool:
+    """Whether a file of a repository is one of the Python files that transformers imports of a model's own."""
+    return file.endswith(".py") and "/" not in file
 
 
 def _place(offsets: tuple[int, int]) -> tuple[int, int]:

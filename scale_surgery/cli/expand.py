@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from scale_surgery.cli.options import (
+    BASE_CODE,
     FILE,
-    TOKENIZER_CODE,
     model_options,
     output_options,
     overwrite_options,
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 @overwrite_options
 @run_options(
     "device",
-    code=TOKENIZER_CODE,
+    code=BASE_CODE,
     helps={"device": "Where decompositions are computed: cpu, cuda, ...; auto takes a GPU if there is one."},
 )
 @output_options
@@ -72,12 +72,12 @@ def expand_command(
     if (request is None) == (plan_file is None):
         raise click.UsageError("Give --layers, or --plan with a saved plan, one of the two.")
     if request is not None:
-        made = plan(model, request, revision=revision, track=out.track)
+        made = plan(model, request, revision=revision, run=run, track=out.track)
     elif plan_file is not None:
-        made = load_plan(model, plan_file, revision=revision, track=out.track)
+        made = load_plan(model, plan_file, revision=revision, run=run, track=out.track)
     if dry_run:
         out.show(made, render_plan(made))
-        out.suggest(expand_command(model, made.request, revision, plan_file))
+        out.suggest(expand_command(model, made, revision, plan_file))
         return
     # nobody reads a plan first, to learn then that it cannot be written
     target = default_output(made) if output is None else output

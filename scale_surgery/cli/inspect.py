@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from scale_surgery.cli.options import model_options, output_options
+from scale_surgery.cli.options import BASE_CODE, model_options, output_options, run_options, take
 
 if TYPE_CHECKING:
     from scale_surgery.show.console import Output
@@ -14,15 +14,17 @@ if TYPE_CHECKING:
 
 @click.command(name="inspect")
 @model_options
+@run_options(code=BASE_CODE)
 @output_options
-def inspect_command(model: str, revision: str | None, out: Output) -> None:
+def inspect_command(model: str, revision: str | None, out: Output, **options: Any) -> None:
     """Describe MODEL: architecture, sizes, parameters, and what an expansion added. No weights are read.
 
     \b
     Example: scale-surgery inspect meta-llama/Llama-3.2-1B
     """
     from scale_surgery.deriving.inspect import inspect
+    from scale_surgery.running.options import RunOptions
     from scale_surgery.show.tables import render_inspection
 
-    found = inspect(model, revision=revision)
+    found = inspect(model, revision=revision, run=take(RunOptions, options))
     out.show(found, render_inspection(found, model))

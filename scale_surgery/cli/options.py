@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
 Command = Callable[..., Any]
 Made = TypeVar("Made")
-# help of --trust-remote-code where no model runs
+# help of --trust-remote-code where facts about a base model are needed
+BASE_CODE = "Let MODEL run its own code, where transformers has no such model or its tokenizer is a custom one."
+# and where no model runs
 TOKENIZER_CODE = "Allow a custom tokenizer to run code from its folder or repository."
 FOLDER = click.Path(path_type=Path, file_okay=False)
 FILE = click.Path(path_type=Path, dir_okay=False)

@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from scale_surgery.cli.options import given, model_options, named, options_from, output_options
+from scale_surgery.cli.options import (
+    BASE_CODE,
+    given,
+    model_options,
+    named,
+    options_from,
+    output_options,
+    run_options,
+    take,
+)
 from scale_surgery.cli.outputs import files_option, write_files
 from scale_surgery.planning.request import Request
 
@@ -43,6 +52,7 @@ def make_request(options: dict[str, Any]) -> Request | None:
 @request_options
 @files_option(".json", help="Write the plan to this .json file, for expand --plan.")
 @click.option("--details", is_flag=True, help="List every new tensor.")
+@run_options(code=BASE_CODE)
 @output_options
 def plan_command(
     model: str, revision: str | None, outputs: tuple[Path, ...], details: bool, out: Output, **options: Any
@@ -59,17 +69,19 @@ def plan_command(
     from scale_surgery.checkpoint.staging import check_output_files
     from scale_surgery.deriving.planned import make_plan
     from scale_surgery.planning.saved import save_plan
+    from scale_surgery.running.options import RunOptions
     from scale_surgery.show.commands import expand_command
     from scale_surgery.show.tables_plan import render_plan
 
+    run = take(RunOptions, options)
     request = make_request(options)
     if request is None:
         raise click.UsageError("--layers is missing, for example --layers last:4.")
     check_output_files(outputs, [model])
     source, checkpoint = open_model(model, revision)
-    made = make_plan(checkpoint, request, name=source.name, revision=source.revision, track=out.track)
+    made = make_plan(checkpoint, request, name=source.name, revision=source.revision, run=run, track=out.track)
     if checkpoint.left_out:
         out.warn(LEFT_OUT.format(", ".join(checkpoint.left_out)))
     out.show(made, render_plan(made, details=details))
     write_files(outputs, {".json": lambda file: save_plan(made, file)}, out)
-    out.suggest(expand_command(model, made.request, revision, next(iter(outputs), None)))
+    out.suggest(expand_command(model, made, revision, next(iter(outputs), None)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scale_surgery.checkpoint.folder import Checkpoint
@@ -11,6 +12,7 @@ from scale_surgery.checkpoint.numbering import CONFIG_KEY
 from scale_surgery.errors import CheckpointError
 from scale_surgery.planning.base import Base, make_base
 from scale_surgery.running.loading import translated
+from scale_surgery.running.options import RunOptions
 
 if TYPE_CHECKING:
     from scale_surgery.deriving.derive import Derived
@@ -25,11 +27,12 @@ MOST_HARMLESS = 5000
 ADVICE = "Check config.json, and whether transformers alone loads the model."
 
 
-def read_base(checkpoint: Checkpoint) -> Base:
+def read_base(checkpoint: Checkpoint, run: RunOptions = RunOptions()) -> Base:
     """Read what planning has to know of a base model; no weight is read.
 
     Args:
         checkpoint: Its config and headers.
+        run: Whether its own code may run: trust_remote_code.
 
     Returns:
         Facts, sizes and headers.
@@ -38,8 +41,14 @@ def read_base(checkpoint: Checkpoint) -> Base:
         UnsupportedFamilyError: If its architecture cannot be expanded; the message names what stands in the way.
         CheckpointError: If config.json is none of a language model, or promises more layers than there are.
     """
-    found = derive_config(checkpoint.config, str(checkpoint.path), len(checkpoint.tensors))
+    code = code_folder(checkpoint, run)
+    found = derive_config(checkpoint.config, str(checkpoint.path), len(checkpoint.tensors), code)
     return make_base(checkpoint, found.architecture, found.sizes, found.proof)
+
+
+def code_folder(checkpoint: Checkpoint, run: RunOptions) -> Path | None:
+    """The folder whose own code may run, or None."""
+    return checkpoint.path if run.trust_remote_code else None
 
 
 def _check_counts(config: Mapping[str, Any], tensors: int) -> None:
@@ -64,13 +73,14 @@ def _check_counts(config: Mapping[str, Any], tensors: int) -> None:
                 raise CheckpointError(f"config.json: {key} is {value}, expected at most {LARGEST}. Is it this model's?")
 
 
-def derive_config(config: Mapping[str, Any], place: str, tensors: int) -> Derived:
+def derive_config(config: Mapping[str, Any], place: str, tensors: int, code: Path | None = None) -> Derived:
     """Derive facts from a parsed config.json.
 
     Args:
         config: Of a base model.
         place: What the model is called.
         tensors: How many tensors it has, at least as many as layers.
+        code: Folder of the model, if its own code may run.
 
     Raises:
         UnsupportedFamilyError: If the architecture cannot be expanded.
@@ -81,20 +91,31 @@ def derive_config(config: Mapping[str, Any], place: str, tensors: int) -> Derive
     from scale_surgery.deriving.derive import derive
 
     with translated(f"{place}: config.json", "transformers does not read it", ADVICE):
-        made = config_of(config)
+        made = config_of(config, code)
     return derive(made)
 
 
-def base_config(config: Mapping[str, Any]) -> dict[str, Any]:
+def base_config(checkpoint: Checkpoint) -> dict[str, Any]:
     """The config of the base model that an expanded one was made of.
 
     Args:
-        config: Parsed config.json of a base model, or of an expanded one.
+        checkpoint: A base model, or an expanded one.
 
     Returns:
         The config without what the expansion wrote; duplicated layers are still counted.
     """
+    config = checkpoint.config
     if CONFIG_KEY not in config:
         return dict(config)
     kept = {key: value for key, value in config.items() if key not in (CONFIG_KEY, "auto_map", "architectures")}
+    # where the base has code of its own, the classes that it named stand in the record alone
+    if own := _recorded_code(checkpoint):
+        kept["auto_map"] = own
     return kept | {"model_type": str(config.get("model_type")).removeprefix("scale_")}
+
+
+def _recorded_code(checkpoint: Checkpoint) -> Any:
+    found: Any = checkpoint.manifest
+    for key in ("plan", "architecture", "own_code"):
+        found = found.get(key) if isinstance(found, Mapping) else None
+    return found

@@ -9,34 +9,48 @@ from pathlib import Path
 from typing import Any
 
 from scale_surgery.checkpoint.names import CONFIG_FILE
+from scale_surgery.deriving.own_code import own_config_class
 from scale_surgery.errors import UnsupportedFamilyError
+from scale_surgery.running.loading import needs_own_code
 
 
-def config_of(config: Mapping[str, Any]) -> Any:
+def config_of(config: Mapping[str, Any], code: Path | None = None) -> Any:
     """Make the stock config of a base model.
 
     Args:
         config: Parsed config.json.
+        code: Folder of the model, if its own code may run; it does where transformers does not know its model type.
 
     Returns:
         A config as AutoConfig gives it.
 
     Raises:
-        UnsupportedFamilyError: If this release of transformers does not know its model type.
+        UnsupportedFamilyError: If this release of transformers does not know its model type, and its own code may not
+            run or is of no use.
+        CheckpointError: If its own code cannot be imported.
     """
-    from transformers import CONFIG_MAPPING
-
-    model_type = config.get("model_type")
-    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
-        own = " A model whose code lies in its own folder cannot be expanded." if config.get("auto_map") else ""
-        raise UnsupportedFamilyError(
-            f"config.json: model_type is {model_type!r}, expected one that the installed transformers knows.{own} "
-            "Install a release of transformers that has it."
-        )
+    made = _config_class(config, code)
     # as from a folder: numbers that JSON does not have are spelled out in it
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / CONFIG_FILE).write_text(json.dumps(_without_kernels(config)), encoding="utf-8")
-        return CONFIG_MAPPING[model_type].from_pretrained(folder)
+        return made.from_pretrained(folder)
+
+
+def _config_class(config: Mapping[str, Any], code: Path | None) -> Any:
+    from transformers import CONFIG_MAPPING
+
+    model_type = config.get("model_type")
+    if isinstance(model_type, str) and model_type in CONFIG_MAPPING:
+        return CONFIG_MAPPING[model_type]
+    if code is not None and needs_own_code(config):
+        return own_config_class(config, code)
+    own = " Its own code says what it is: read it, then give --trust-remote-code, which runs it. Or install" * (
+        needs_own_code(config)
+    )
+    raise UnsupportedFamilyError(
+        f"config.json: model_type is {model_type!r}, expected one that the installed transformers knows."
+        f"{own or ' Install'} a release of transformers that has it."
+    )
 
 
 def _without_kernels(config: Mapping[str, Any]) -> dict[str, Any]:

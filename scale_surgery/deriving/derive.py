@@ -80,10 +80,13 @@ def derive(config: PreTrainedConfig) -> Derived:
 
 
 def _fingerprint(config: PreTrainedConfig) -> str:
-    """What decides the facts: neither how a model is stored, nor what it is called."""
+    """What decides the facts: neither how a model is stored, nor what it is called.
+
+    A module of a model's own code is named after a hash of the code.
+    """
     plain = {key: value for key, value in config.to_dict().items() if key not in INDECISIVE}
     text = json.dumps(plain, sort_keys=True, default=str)
-    return hashlib.sha256(f"{type(config).__name__} {text}".encode()).hexdigest()
+    return hashlib.sha256(f"{type(config).__module__}.{type(config).__name__} {text}".encode()).hexdigest()
 
 
 def _derive(config: PreTrainedConfig) -> Derived:

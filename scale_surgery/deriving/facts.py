@@ -14,6 +14,7 @@ from scale_surgery.deriving.mute import find_mutes
 from scale_surgery.deriving.norms import epsilon
 from scale_surgery.deriving.numbers import number_kind
 from scale_surgery.deriving.outside import Outside, derive_outside, find_softcap
+from scale_surgery.deriving.own_code import own_code_of
 from scale_surgery.deriving.part import is_transposed
 from scale_surgery.deriving.shrink import signatures
 from scale_surgery.deriving.small_values import Real
@@ -76,12 +77,14 @@ def derive_architecture(real: Real, first: Twin, second: Twin) -> Architecture:
     """
     config, outside = text_config(real.config), _agree_outside(first.outside, second.outside)
     kinds, kind_of_layer = _real_kinds(real, _agreed_kinds(first, second))
-    classes = {name: own.__name__ for name, own in stock_classes(real.config).items()}
+    stock = stock_classes(real.config)
+    classes = {name: own.__name__ for name, own in stock.items()}
     enters = "embedding" if outside.is_plain and "AutoModelForImageTextToText" not in classes else "hook"
     return Architecture(
         model_type=real.config.model_type,
         config_class=type(real.config).__name__,
         classes=classes,
+        own_code=own_code_of(real.config, stock),
         base_model=real.place.base,
         layers=real.place.layers,
         embedding=outside.embedding,

@@ -12,7 +12,7 @@ from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE
 from scale_surgery.checkpoint.numbering import AFTER, CONFIG_KEY, numbering_of
 from scale_surgery.checkpoint.schema import in_one_line, known_misfits
 from scale_surgery.checkpoint.sources import open_model
-from scale_surgery.deriving.base import base_config, derive_config
+from scale_surgery.deriving.base import base_config, code_folder, derive_config
 from scale_surgery.errors import CheckpointError, PlanError
 from scale_surgery.planning.architecture import Architecture, Sizes
 from scale_surgery.planning.base import check_layers
@@ -22,6 +22,7 @@ from scale_surgery.planning.spec_schema import spec_problems
 from scale_surgery.planning.specs import Widths
 from scale_surgery.planning.treatments import treatment_rows
 from scale_surgery.running.freeze import group_of
+from scale_surgery.running.options import RunOptions
 
 
 @dataclass(frozen=True)
@@ -110,12 +111,13 @@ class _Record:
     routing: Mapping[str, Any] | None = None
 
 
-def inspect(model: str | Path, *, revision: str | None = None) -> Inspection:
+def inspect(model: str | Path, *, revision: str | None = None, run: RunOptions = RunOptions()) -> Inspection:
     """Describe a checkpoint; no weight is read.
 
     Args:
         model: A folder or a Hub id, a base model or an expanded one.
         revision: Branch, tag or commit of a Hub repository.
+        run: Whether its own code may run, where transformers does not have its type: trust_remote_code.
 
     Returns:
         The description.
@@ -125,7 +127,8 @@ def inspect(model: str | Path, *, revision: str | None = None) -> Inspection:
         UnsupportedFamilyError: If its architecture is not supported.
     """
     source, checkpoint = open_model(model, revision)
-    found = derive_config(base_config(checkpoint.config), str(source.path), len(checkpoint.tensors))
+    code = code_folder(checkpoint, run)
+    found = derive_config(base_config(checkpoint), str(source.path), len(checkpoint.tensors), code)
     architecture, sizes = found.architecture, found.sizes
     if (numbering := numbering_of(checkpoint.config.get(CONFIG_KEY))) is not None:
         sizes = replace(sizes, layers=sizes.layers - len(numbering.new))

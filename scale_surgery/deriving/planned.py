@@ -9,7 +9,7 @@ from typing import Any
 from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.numbering import CONFIG_KEY
 from scale_surgery.checkpoint.sources import open_model
-from scale_surgery.deriving.base import derive_config, read_base
+from scale_surgery.deriving.base import code_folder, derive_config, read_base
 from scale_surgery.deriving.configs import config_of
 from scale_surgery.errors import PlanError
 from scale_surgery.planning.base import Base, refuse_expanded
@@ -20,6 +20,7 @@ from scale_surgery.planning.plan import Plan, plan_expansion
 from scale_surgery.planning.request import Request
 from scale_surgery.planning.saved import check_same, saved_request
 from scale_surgery.progress import Track, no_track
+from scale_surgery.running.options import RunOptions
 
 
 def plan(
@@ -27,6 +28,7 @@ def plan(
     request: Request,
     *,
     revision: str | None = None,
+    run: RunOptions = RunOptions(),
     track: Track = no_track,
 ) -> Plan:
     """Decide everything that `expand` would do, from headers and config only.
@@ -35,6 +37,7 @@ def plan(
         model: A folder or a Hub id.
         request: What is asked for.
         revision: Branch, tag or commit of a Hub repository.
+        run: Whether the model's own code may run, where transformers does not have its type: trust_remote_code.
         track: Makes progress bars.
 
     Returns:
@@ -44,7 +47,7 @@ def plan(
         SurgeryError: If the model cannot be read or the request does not fit it.
     """
     source, checkpoint = open_model(model, revision)
-    return make_plan(checkpoint, request, name=source.name, revision=source.revision, track=track)
+    return make_plan(checkpoint, request, name=source.name, revision=source.revision, run=run, track=track)
 
 
 def make_plan(
@@ -53,6 +56,7 @@ def make_plan(
     *,
     name: str,
     revision: str | None = None,
+    run: RunOptions = RunOptions(),
     track: Track = no_track,
 ) -> Plan:
     """Decide everything that an expansion will do; no weight is read.
@@ -62,6 +66,7 @@ def make_plan(
         request: What the user asks for.
         name: Hub id or folder name of the base model.
         revision: Commit of the Hub repository, where known.
+        run: Whether the model's own code may run: trust_remote_code.
         track: Makes progress bars.
 
     Returns:
@@ -79,15 +84,15 @@ def make_plan(
         raise PlanError.from_problems(problems)
     # a tiny twin is built, run and expanded: a second or a few
     with track("architecture", 1) as advance:
-        base = read_base(checkpoint)
+        base = read_base(checkpoint, run)
         advance(1)
     made = plan_expansion(base, request, name=name, revision=revision)
     if made.numbering is not None:
-        _check_kinds(base, made)
+        _check_kinds(base, made, code_folder(checkpoint, run))
     return made
 
 
-def _check_kinds(base: Base, made: Plan) -> None:
+def _check_kinds(base: Base, made: Plan, code: Path | None) -> None:
     """Check that each layer is what it was, though copies give those above them other numbers.
 
     Raises:
@@ -101,9 +106,10 @@ def _check_kinds(base: Base, made: Plan) -> None:
     deep = deepened_config(base.checkpoint.config, made.specs, base.architecture)
     del deep[CONFIG_KEY]
     # every layer may be there twice
-    found = derive_config(deep, str(base.checkpoint.path), 2 * len(base.checkpoint.tensors)).architecture
+    found = derive_config(deep, str(base.checkpoint.path), 2 * len(base.checkpoint.tensors), code).architecture
     order = [layer for layer in range(base.sizes.layers) for _ in range(2 if layer in made.layers else 1)]
-    _check_lists(base.checkpoint.config, deep, order, made.request.layers)
+    before, after = (config_of(own, code).to_dict() for own in (base.checkpoint.config, deep))
+    _check_lists(before, after, order, made.request.layers)
     for position, layer in enumerate(order):
         if found.kind(position) != base.architecture.kind(layer):
             raise PlanError(
@@ -113,9 +119,8 @@ def _check_kinds(base: Base, made: Plan) -> None:
             )
 
 
-def _check_lists(config: Mapping[str, Any], deep: Mapping[str, Any], order: list[int], asked: str) -> None:
+def _check_lists(before: Mapping[str, Any], after: Mapping[str, Any], order: list[int], asked: str) -> None:
     """Check what transformers makes of a config layer by layer, where config.json leaves it to their numbers."""
-    before, after = (config_of(own).to_dict() for own in (config, deep))
     for key, values in per_layer_lists(before, max(order) + 1).items():
         if after.get(key) != [values[layer] for layer in order]:
             raise PlanError(
@@ -129,6 +134,7 @@ def load_plan(
     file: Path,
     *,
     revision: str | None = None,
+    run: RunOptions = RunOptions(),
     track: Track = no_track,
 ) -> Plan:
     """Make the plan that a file holds, for a base model; what was reviewed is what is done.
@@ -137,6 +143,7 @@ def load_plan(
         model: The base model, a folder or a Hub id.
         file: A plan that `save_plan` wrote.
         revision: Branch, tag or commit of a Hub repository.
+        run: Whether the model's own code may run: trust_remote_code.
         track: Makes progress bars.
 
     Returns:
@@ -147,6 +154,6 @@ def load_plan(
         CheckpointError: If the model cannot be read.
     """
     request = saved_request(file)
-    made = plan(model, request, revision=revision, track=track)
+    made = plan(model, request, revision=revision, run=run, track=track)
     check_same(made, file)
     return made

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from scale_surgery import modeling
-from scale_surgery.deriving.build import SEED, token_ids
+from scale_surgery.deriving.build import SEED, stock_classes, token_ids
 from scale_surgery.errors import UnsupportedFamilyError
 from scale_surgery.planning.architecture import Architecture, Sizes
 from scale_surgery.planning.specs import Collaboration, Spec, Widths, build_specs
@@ -72,9 +72,21 @@ def failure_of(twin: Twin) -> str | None:
 
 
 def checks_of(twin: Twin) -> list[str]:
-    """What is checked of a twin, in words."""
+    """What is checked of a twin, in words.
+
+    Raises:
+        UnsupportedFamilyError: If it gives no hidden states, which every later check of a real model reads.
+    """
+    ids, stock = token_ids(twin.stock.config), twin.stock
     with quiet_transformers():
-        tokens = _generated(twin.stock, token_ids(twin.stock.config))
+        tokens = _generated(stock, ids)
+        with torch.no_grad():
+            output = stock(input_ids=ids, use_cache=False, output_hidden_states=True)
+    if getattr(output, "hidden_states", None) is None:
+        raise UnsupportedFamilyError(
+            f"{type(stock).__name__}: gives no hidden states with output_hidden_states=True, expected those of all "
+            "layers, as models of transformers give them."
+        )
     return [*CHECKS, *([] if tokens is None else [GENERATION])]
 
 
@@ -90,7 +102,8 @@ def expansion_specs(twin: Twin) -> Spec:
 
 def expanded_twin(twin: Twin, specs: Spec) -> Any:
     """The expanded form of a twin: the same base tensors, new ones at random, what has to be zero zero."""
-    classes = modeling.model_classes(twin.architecture)
+    config = type(twin.stock.config)
+    classes = modeling.expanded_classes(stock_classes(twin.stock.config), config)
     widest = next(classes[name] for name in modeling.AUTO_CLASSES if name in classes)
     plain = copy.deepcopy(twin.stock.config).to_dict() | {"scale_surgery": specs}
     plain.pop("model_type", None)

@@ -77,8 +77,8 @@ def check_files(
         structure=damage.structure,
         config=(*damage.config, *_config_differences(manifest, base)),
         code=damage.code,
-        foreign_code=tuple(file for file, digest in manifest.code.items() if not modeling.is_ours(file, digest)),
-        unreleased_code=tuple(_unreleased(checkpoint)),
+        foreign_code=manifest.foreign_code,
+        unreleased_code=tuple(_unreleased(checkpoint, manifest)),
         fingerprint=_fingerprint(manifest, {**damage.hashes, **expansion}),
         is_loadable=not damage.missing and len(damage.hashes) == len(manifest.base_tensors),
         nonzero=tuple(_changed_guards(checkpoint, manifest, advance)),
@@ -140,11 +140,11 @@ def _config_differences(manifest: Manifest, base: Checkpoint | None) -> list[str
     return [f"config.json: {key} differs from that of the base model {base.path}." for key in keys]
 
 
-def _unreleased(checkpoint: Checkpoint) -> Iterator[str]:
+def _unreleased(checkpoint: Checkpoint, manifest: Manifest) -> Iterator[str]:
     """Code files that no release of this program wrote, whatever surgery.json says of them."""
-    released = modeling.released_hashes()
+    facts = manifest.plan.architecture
     for file in checkpoint.side_files:
-        if file.endswith(".py") and hash_file(checkpoint.path / file) not in released.get(file, ()):
+        if file.endswith(".py") and not modeling.is_ours(file, hash_file(checkpoint.path / file), facts):
             yield file
 
 

@@ -13,9 +13,10 @@ from scale_surgery.checkpoint.files import plain_json
 from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE
 from scale_surgery.checkpoint.reading import differing_keys, parse_json
-from scale_surgery.deriving.base import derive_config
+from scale_surgery.deriving.base import code_folder, derive_config
 from scale_surgery.errors import CheckpointError, PlanError
 from scale_surgery.planning.architecture import Architecture
+from scale_surgery.running.options import RunOptions
 from scale_surgery.surgery.record import Manifest
 
 if TYPE_CHECKING:
@@ -25,18 +26,19 @@ if TYPE_CHECKING:
 LASTING = ("model_type", "base_model", "layers", "embedding", "final_norm", "transposed", "softcap", "stored_as")
 
 
-def fact_problems(checkpoint: Checkpoint, manifest: Manifest) -> tuple[str, ...]:
+def fact_problems(checkpoint: Checkpoint, manifest: Manifest, run: RunOptions = RunOptions()) -> tuple[str, ...]:
     """Compare the recorded facts with those that are derived again.
 
     Args:
         checkpoint: The expanded checkpoint.
         manifest: Its surgery.json.
+        run: Whether the base's own code may run: trust_remote_code.
 
     Returns:
         A line for each fact that differs, or for what stands in the way of deriving them.
     """
     try:
-        found = _derived(checkpoint, manifest)
+        found = _derived(checkpoint, manifest, run)
     except (CheckpointError, PlanError) as error:
         return tuple(f"{MANIFEST_FILE}: its facts of the base model cannot be checked: {line}" for line in error.lines)
     plan = manifest.plan
@@ -52,9 +54,9 @@ def fact_problems(checkpoint: Checkpoint, manifest: Manifest) -> tuple[str, ...]
     )
 
 
-def _derived(checkpoint: Checkpoint, manifest: Manifest) -> Derived:
+def _derived(checkpoint: Checkpoint, manifest: Manifest, run: RunOptions) -> Derived:
     config = parse_json(manifest.replaced.get(CONFIG_FILE, "{}"))
-    return derive_config(config, str(checkpoint.path), len(manifest.base_tensors))
+    return derive_config(config, str(checkpoint.path), len(manifest.base_tensors), code_folder(checkpoint, run))
 
 
 def _facts(architecture: Architecture) -> Mapping[str, Any]:

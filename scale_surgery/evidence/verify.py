@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from scale_surgery.checkpoint.files import plain_json, write_json
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
-from scale_surgery.checkpoint.names import MANIFEST_FILE
+from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE
+from scale_surgery.checkpoint.reading import parse_json
 from scale_surgery.checkpoint.sources import find_source
 from scale_surgery.errors import CheckpointError, PlanError
 from scale_surgery.evidence.integrity import Integrity, bytes_to_check, check_files
@@ -32,6 +33,7 @@ from scale_surgery.evidence.promises import PROMISES, Promise, judge
 from scale_surgery.evidence.recorded_facts import fact_problems
 from scale_surgery.planning.routing_specs import Routing
 from scale_surgery.progress import Track, no_track
+from scale_surgery.running.loading import needs_own_code
 from scale_surgery.running.options import Probes, RunOptions
 from scale_surgery.surgery.parts import described_parts, link_base
 from scale_surgery.surgery.record import Manifest, check_numbering, read_manifest, routing_of, tool_versions
@@ -135,10 +137,13 @@ def verify(
     given = open_checkpoint(find_source(base, revision).path) if base is not None else None
     with track("bytes", bytes_to_check(checkpoint, manifest, given)) as advance:
         integrity = check_files(checkpoint, manifest, given, advance)
-    facts = fact_problems(checkpoint, manifest)
+    is_unknown = needs_own_code(parse_json(manifest.replaced[CONFIG_FILE])) and not run.trust_remote_code
+    facts = () if is_unknown else fact_problems(checkpoint, manifest, run)
     numbers = None
     is_comparable = given is None or _same_shapes(checkpoint, manifest, given)
     reason = "files only" if probes is None else _why_not(integrity, is_comparable, run)
+    if reason is None and is_unknown:
+        reason = "the base has code of its own; --trust-remote-code runs it"
     if reason is None and manifest.fused is not None and given is None:
         reason = "a fused model holds no base shards to compare with; --base compares its logits"
     if reason is None and probes is not None:
@@ -232,7 +237,7 @@ def _judge(
         problems=problems,
         warnings=tuple(
             f"{file}: {_origin(file, manifest)}. Read it before you let it run with trust_remote_code; without, "
-            "the code of this program runs."
+            f"{'no model of this base' if manifest.plan.architecture.own_code else 'the code of this program'} runs."
             for file in integrity.unreleased_code
         ),
         numbers=numbers,

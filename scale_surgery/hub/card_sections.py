@@ -233,10 +233,12 @@ def _verdict(promise: Mapping[str, Any], required: Any) -> Markdown:
 
 def _loaded(facts: CardFacts) -> str:
     base = facts.base_id or "BASE"
-    if facts.form == "extract" and "load_expansion" in facts.method.refused:
+    has_own_code = facts.plan is not None and bool(facts.plan.architecture.own_code)
+    if facts.form == "extract" and ("load_expansion" in facts.method.refused or has_own_code):
+        parts = "blocks on" if has_own_code else "layers back among those of"
         return (
-            "## How to load\n\nThis repository holds no whole model. Put the layers back among those of their base:"
-            f"\n\n```sh\nscale-surgery apply {facts.repo} --base {base} -o deepened\n```"
+            f"## How to load\n\nThis repository holds no whole model. Put the {parts} their base:"
+            f"\n\n```sh\nscale-surgery apply {facts.repo} --base {base} -o expanded\n```"
         )
     if facts.form == "extract":
         return (
@@ -252,6 +254,9 @@ def _loaded(facts: CardFacts) -> str:
     trusting = _python(facts.repo, ", trust_remote_code=True")
     own = _python(facts.repo, "", "import scale_surgery\n", "\nscale_surgery.register()")
     switch = "" if facts.is_fused else _switches(facts.routing)
+    if has_own_code:
+        needs = "With the code in this repository, that of the base included, which may need more packages:"
+        return f"## How to load\n\n{needs}\n\n{trusting}{switch}"
     return (
         "## How to load\n\nWith the code in this repository, which needs `torch` and `transformers` alone:\n\n"
         f"{trusting}"

@@ -11,6 +11,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
+from scale_surgery.planning.architecture import OWN_CODE_FILE
+
 FOLDER = Path(__file__).parent
 # release -> exported code file -> sha256; python -m tests.modeling.test_trust writes the entry of the one to be
 RELEASES_FILE = "releases.json"
@@ -27,6 +29,7 @@ class Described(Protocol):
         model_type: `model_type` of the base model's config.json.
         config_class: Its stock configuration class.
         classes: Auto class to stock class.
+        own_code: Auto class to module and class in the base's own files; empty where transformers has them.
     """
 
     @property
@@ -38,10 +41,37 @@ class Described(Protocol):
     @property
     def classes(self) -> Mapping[str, str]: ...
 
+    @property
+    def own_code(self) -> Mapping[str, str]: ...
+
 
 def code_text(file: str) -> str:
     """Text of one exported code file."""
     return (FOLDER / file).read_text(encoding="utf-8")
+
+
+def code_texts(architecture: Described, files: Iterable[str]) -> dict[str, str]:
+    """Texts of code files that an expanded model carries, by their names."""
+    return {file: own_code_text(architecture) if file == OWN_CODE_FILE else code_text(file) for file in files}
+
+
+def own_code_text(architecture: Described) -> str:
+    """The code file that names the base's own classes: transformers takes along what a file imports."""
+    config, classes = architecture.config_class, dict(architecture.own_code)
+    widest = next(classes[name] for name in AUTO_CLASSES if name in classes).partition(".")[2]
+    imports = sorted({f"from .{own.replace('.', ' import ')}" for own in classes.values()})
+    names = sorted({own.partition(".")[2] for own in classes.values()})
+    lines = [
+        '"""The classes of the base\'s own code, expanded."""',
+        "",
+        "from .configuration_scale import config_of",
+        *imports,
+        "from .modeling_scale import model_of",
+        "",
+        f"Scale{config} = config_of({widest}.config_class, __name__)",
+        *(f"Scale{name} = model_of({name}, {widest}.config_class, __name__)" for name in names),
+    ]
+    return "\n".join([*lines, ""])
 
 
 def code_hash(file: str) -> str:
@@ -49,8 +79,18 @@ def code_hash(file: str) -> str:
     return hashlib.sha256((FOLDER / file).read_bytes()).hexdigest()
 
 
-def is_ours(file: str, digest: str) -> bool:
-    """Whether a code file, by its name and sha256, is that of this release or of one whose folders it loads."""
+def is_ours(file: str, digest: str, architecture: Described | None = None) -> bool:
+    """Whether a code file, by its name and sha256, is that of this release or of one whose folders it loads.
+
+    Args:
+        file: Name of the file.
+        digest: Its sha256.
+        architecture: Of the model that carries it; without, no file that names the base's own classes is ours.
+    """
+    if file == OWN_CODE_FILE:
+        if architecture is None or not architecture.own_code:
+            return False
+        return digest == hashlib.sha256(own_code_text(architecture).encode()).hexdigest()
     is_present = (FOLDER / file).is_file() and digest == code_hash(file)
     return is_present or digest in released_hashes().get(file, ())
 
@@ -74,6 +114,10 @@ def expansion_names() -> tuple[str, ...]:
 
 def auto_map(architecture: Described) -> dict[str, str]:
     """The `auto_map` of an expanded model's config.json: local files only."""
+    if architecture.own_code:
+        named = {auto_class: f"Scale{own.partition('.')[2]}" for auto_class, own in architecture.own_code.items()}
+        own = {"AutoConfig": f"Scale{architecture.config_class}", **named}
+        return {auto_class: f"{OWN_CODE_FILE.removesuffix('.py')}.{name}" for auto_class, name in own.items()}
     stem = architecture.config_class.removesuffix("Config").removesuffix("Text")
     models = {
         auto_class: f"modeling_scale.Scale{stock}"
@@ -108,6 +152,22 @@ def first_names(architecture: Described) -> dict[str, Any]:
             "AutoModelForCausalLM": f"{modeling}.{stem}ForCausalLM",
         },
     }
+
+
+def expanded_classes(stock: Mapping[str, type], config: type) -> dict[str, Any]:
+    """The classes of the expanded form of a model, for use in this process alone.
+
+    Args:
+        stock: Auto class to stock class.
+        config: Configuration class of the base model.
+
+    Returns:
+        Auto class to class of the expanded model, AutoConfig included.
+    """
+    configuration: Any = import_module(f"{__name__}.configuration_scale")
+    modeling: Any = import_module(f"{__name__}.modeling_scale")
+    models = {auto_class: modeling.model_of(own, config) for auto_class, own in stock.items()}
+    return {"AutoConfig": configuration.config_of(config), **models}
 
 
 def model_classes(architecture: Described) -> dict[str, Any]:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import transformers
@@ -30,13 +31,20 @@ def stock_class(name: str, kind: type, module: str) -> Any:
     return stock
 
 
-def config_of(stock: type) -> type:
-    """The configuration of what is expanded of a stock model: one more key, `scale_surgery`, says what and how wide."""
-    name = f"Scale{stock.__name__}"
-    if name not in globals():
-        own = {"model_type": f"scale_{stock.model_type}", "__module__": __name__, "__doc__": config_of.__doc__}
-        globals()[name] = type(name, (stock,), own)
-    return globals()[name]
+def config_of(stock: type, module: str = "") -> type:
+    """The configuration of what is expanded of a stock model: one more key, `scale_surgery`, says what and how wide.
+
+    Args:
+        stock: Configuration class of the base model.
+        module: Where the class is found if not here; a model that is saved takes the files of that module along.
+    """
+    return _make(stock, module or __name__)
+
+
+@cache
+def _make(stock: type, module: str) -> type:
+    own = {"model_type": f"scale_{stock.model_type}", "__module__": module, "__doc__": config_of.__doc__}
+    return type(f"Scale{stock.__name__}", (stock,), own)
 
 
 def __getattr__(name: str) -> Any:

@@ -7,6 +7,7 @@ no file.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
@@ -24,26 +25,30 @@ from .expanded_routing import RouterState  # noqa: F401
 from .expanded_streams import Streams  # noqa: F401
 
 
-def model_of(stock: type, stock_config: type) -> type:
+def model_of(stock: type, stock_config: type, module: str = "") -> type:
     """The expanded form of a stock model; it reads the names on disk that the stock model reads.
 
     Args:
         stock: Stock model class.
         stock_config: Configuration class of the base model.
+        module: Where the class is found if not here, and that of its configuration.
 
     Returns:
         The class. One that generates also routes; one without a head gives hidden states, [base stream, up stream].
     """
+    return _make(stock, stock_config, config_of(stock_config, module), module or __name__)
+
+
+@cache
+def _make(stock: type, stock_config: type, config: type, module: str) -> type:
     suffix = "" if stock_config is stock.config_class else f"_of_{stock_config.__name__}"
-    name = f"Scale{stock.__name__}{suffix}"
-    if name not in globals():
-        # where GenerationMixin is no direct base, transformers makes another class of a remote one that generates
-        generates = issubclass(stock, GenerationMixin)
-        mixin, *more = (ExpandedForCausalLM, GenerationMixin) if generates else (ExpandedPreTrainedModel,)
-        own = {"config_class": config_of(stock_config), "__module__": __name__, "__doc__": mixin.__doc__}
-        globals()[name] = type(name, (mixin, stock, *more), own)
-        convert_as(globals()[name], stock, stock_config)
-    return globals()[name]
+    # where GenerationMixin is no direct base, transformers makes another class of a remote one that generates
+    generates = issubclass(stock, GenerationMixin)
+    mixin, *more = (ExpandedForCausalLM, GenerationMixin) if generates else (ExpandedPreTrainedModel,)
+    own = {"config_class": config, "__module__": module, "__doc__": mixin.__doc__}
+    made = type(f"Scale{stock.__name__}{suffix}", (mixin, stock, *more), own)
+    convert_as(made, stock, stock_config)
+    return made
 
 
 def convert_as(expanded: type, stock: type, stock_config: type) -> None:

@@ -33,6 +33,9 @@ CODE_FILES = (
     "expanded_streams.py",
 )
 
+# one more where the classes of the base are its own and not of transformers: it names them
+OWN_CODE_FILE = "base_scale.py"
+
 # our names of sizes and the usual keys of config.json
 CONFIG_KEYS = {
     "hidden": "hidden_size",
@@ -210,6 +213,8 @@ class Architecture:
         heads_divide_hidden: Whether the stock config wants a number of query heads that divides the hidden size.
         alters_logits: Whether logits are others than the head gives, but for a cap.
         is_numbered: Whether layers compute with their number.
+        own_code: Auto class to module and class in the base's own files, such as `modeling_own.OwnForCausalLM`, where
+            transformers does not have its model type; otherwise empty.
     """
 
     model_type: str
@@ -236,6 +241,12 @@ class Architecture:
     heads_divide_hidden: bool = False
     alters_logits: bool = False
     is_numbered: bool = False
+    own_code: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def code_files(self) -> tuple[str, ...]:
+        """Names of the Python files that an expanded model of it carries."""
+        return (*CODE_FILES, OWN_CODE_FILE) if self.own_code else CODE_FILES
 
     @property
     def expanded_type(self) -> str:

@@ -8,7 +8,6 @@ depth  copies of whole blocks that at first add nothing (LLaMA Pro, arXiv 2401.0
 from __future__ import annotations
 
 from scale_surgery.errors import PlanError
-from scale_surgery.planning.architecture import CODE_FILES
 from scale_surgery.planning.depth import Depth
 from scale_surgery.planning.grow import Grow
 from scale_surgery.planning.method import Method
@@ -51,11 +50,6 @@ def method_of_variant(variant: object) -> Method:
         if variant in method.variants:
             return method
     raise PlanError(f"variant is {variant!r}, expected one of: {', '.join(variants())}")
-
-
-def code_files(method: Method) -> tuple[str, ...]:
-    """Names of the Python files that a checkpoint carries."""
-    return () if method.adds_layers else CODE_FILES
 
 
 def refuse(method: Method, operation: str, title: object) -> None:

@@ -23,7 +23,7 @@ from scale_surgery.planning import costs
 from scale_surgery.planning.architecture import Architecture, Sizes
 from scale_surgery.planning.base import Base, check_base, fingerprint
 from scale_surgery.planning.method import Method
-from scale_surgery.planning.methods import METHODS, code_files, get_method
+from scale_surgery.planning.methods import METHODS, get_method
 from scale_surgery.planning.request import Request, complete
 from scale_surgery.planning.specs import Collaboration, NewTensor, Spec, Widths, specs_of_layer
 from scale_surgery.planning.tensors import Init, TensorPlan
@@ -85,7 +85,7 @@ class Plan:
     @property
     def code_files(self) -> tuple[str, ...]:
         """Names of the Python files that the expanded checkpoint carries."""
-        return code_files(self.method)
+        return () if self.method.adds_layers else self.architecture.code_files
 
     @cached_property
     def numbering(self) -> Numbering | None:

@@ -156,9 +156,26 @@ def model_class(checkpoint: Checkpoint, run: RunOptions) -> Any:
 
     modeling.register()
     auto_class = auto_class_of(checkpoint.config)
+    if not run.trust_remote_code and needs_own_code(checkpoint.config):
+        raise CheckpointError(
+            f"{checkpoint.path}: model_type is {checkpoint.config['model_type']!r}, which transformers does not have: "
+            "code in this folder says what it is. Read it; then --trust-remote-code runs it."
+        )
     if run.trust_remote_code and _is_expanded(checkpoint):
         return get_class_from_dynamic_module(checkpoint.config["auto_map"][auto_class.__name__], checkpoint.path)
     return auto_class
+
+
+def needs_own_code(config: Mapping[str, Any]) -> bool:
+    """Whether only a model's own files say what it is: transformers does not have its type, and config.json names some.
+
+    Args:
+        config: Parsed config.json, of a base model or an expanded one.
+    """
+    from transformers import CONFIG_MAPPING
+
+    model_type = str(config.get("model_type")).removeprefix(modeling.EXPANDED)
+    return model_type not in CONFIG_MAPPING and bool(config.get("auto_map"))
 
 
 def auto_class_of(config: Mapping[str, Any]) -> Any:

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from scale_surgery.evidence.evaluate import Evaluation
     from scale_surgery.evidence.report_records import Report
     from scale_surgery.evidence.verify import Verification
+    from scale_surgery.planning.architecture import Architecture
+    from scale_surgery.planning.plan import Plan
 
 
 def command(*words: object) -> str:
@@ -32,21 +34,27 @@ def said(options: Any, usual: Any, without: Collection[str] = ()) -> Iterator[st
             yield from [name] if value is True else [name, str(value)]
 
 
-def expand_command(model: str, request: Request, revision: str | None = None, plan: Path | None = None) -> str:
+def trusting(architecture: Architecture) -> list[str]:
+    """What a command needs for a model whose classes lie in its own folder."""
+    return ["--trust-remote-code"] if architecture.own_code else []
+
+
+def expand_command(model: str, made: Plan, revision: str | None = None, plan: Path | None = None) -> str:
     """The command that makes what was planned.
 
     Args:
         model: The base model, as it was given.
-        request: What was asked for.
+        made: The plan.
         revision: Branch, tag or commit, as it was given.
         plan: The file to which the plan was saved, if it was.
     """
-    words = ["expand", model, *(["--revision", revision] if revision else [])]
+    words, trust = ["expand", model, *(["--revision", revision] if revision else [])], trusting(made.architecture)
     if plan is not None:
-        return command(*words, "--plan", plan)
+        return command(*words, "--plan", plan, *trust)
+    request = made.request
     usual = complete(Request(request.layers, method=request.method))
     method = [] if request.method == DEFAULT_METHOD else ["--method", request.method]
-    return command(*words, "--layers", request.layers, *method, *said(complete(request), usual))
+    return command(*words, "--layers", request.layers, *method, *said(complete(request), usual), *trust)
 
 
 def after_verification(result: Verification) -> str:

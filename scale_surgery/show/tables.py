@@ -14,7 +14,7 @@ from scale_surgery.planning.architecture import Sizes
 from scale_surgery.planning.methods import METHODS
 from scale_surgery.planning.selection import format_layers
 from scale_surgery.planning.specs import Widths
-from scale_surgery.show.commands import command
+from scale_surgery.show.commands import command, trusting
 from scale_surgery.show.layout import NEXT, Facts, NamedRows, PlainTable, heading, sentence
 
 if TYPE_CHECKING:
@@ -135,7 +135,8 @@ def render_expansion(done: Expansion) -> RenderableType:
         ("base shards", f"{format_bytes(done.base_bytes_written)} written, {taken}"),
     ]
     rows += [("not taken along", ", ".join(done.left_out))] if done.left_out else []
-    return facts("expanded", [*rows, (NEXT, command("verify", done.path))])
+    following = command("verify", done.path, *trusting(done.plan.architecture))
+    return facts("expanded", [*rows, (NEXT, following)])
 
 
 def render_verification(result: Verification) -> RenderableType:

@@ -12,7 +12,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from scale_surgery import modeling
 from scale_surgery.checkpoint.files import BaseWeights, take_over
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
 from scale_surgery.checkpoint.hashes import hash_files
@@ -140,7 +139,7 @@ def apply(
         expansion_tensors=len(found.tensors),
         other_files=read.other_files,
         differing=tuple(read.differing),
-        foreign_code=tuple(name for name, digest in found.manifest.code.items() if not modeling.is_ours(name, digest)),
+        foreign_code=found.manifest.foreign_code,
         bytes_written=written,
         left_out=given.left_out,
     )

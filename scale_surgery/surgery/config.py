@@ -107,7 +107,7 @@ def carried_code(checkpoint: Checkpoint, manifest: Manifest) -> dict[str, str]:
         CheckpointError: If one cannot be read.
     """
     if manifest.code_files == manifest.plan.code_files:
-        return {file: modeling.code_text(file) for file in manifest.code_files}
+        return modeling.code_texts(manifest.plan.architecture, manifest.code_files)
     return {file: read_text(checkpoint, file) for file in manifest.code_files}
 
 

@@ -31,7 +31,7 @@ from scale_surgery.progress import Progress, Track, no_track
 from scale_surgery.running.loading import load_base_config
 from scale_surgery.running.options import RunOptions
 from scale_surgery.surgery import record as manifests
-from scale_surgery.surgery.config import expanded_config, planned_index, stored_shard
+from scale_surgery.surgery.config import expanded_config, hash_texts, planned_index, stored_shard
 from scale_surgery.surgery.record import BaseFile, Manifest
 from scale_surgery.surgery.renumbered import hash_stored, renumbered_shards, write_renumbered
 
@@ -80,7 +80,8 @@ def expand(
         revision: Branch, tag or commit of a Hub repository; a plan brings its own.
         base_weights: How base files are taken over: "auto", "copy" or "link".
         overwrite: Whether an existing output folder may be replaced.
-        run: Where the decompositions are computed, and how the base's tokenizer is loaded: device, trust_remote_code.
+        run: Where the decompositions are computed, and whether the base's own code may run: device,
+            trust_remote_code.
         track: Makes progress bars.
 
     Returns:
@@ -121,7 +122,7 @@ def _tool(run: RunOptions) -> dict[str, str]:
 
 def _plan_for(source: Source, checkpoint: Checkpoint, plan_or_request: Plan | Request, run: RunOptions) -> Plan:
     if isinstance(plan_or_request, Request):
-        return make_plan(checkpoint, plan_or_request, name=source.name, revision=source.revision)
+        return make_plan(checkpoint, plan_or_request, name=source.name, revision=source.revision, run=run)
     check_fits(plan_or_request, checkpoint)
     # surgery.json names the model that was read, not one of the same shapes elsewhere
     return replace(plan_or_request, base_name=source.name, base_revision=source.revision)
@@ -235,8 +236,8 @@ def _write_code_and_config(plan: Plan, checkpoint: Checkpoint, partial: Path, ru
     from scale_surgery.running.tokenizer import pin_tokenizer_class
     from scale_surgery.surgery.initialise import TORCH_DTYPES
 
-    for file in plan.code_files:
-        write_text(partial / file, modeling.code_text(file))
+    for file, text in modeling.code_texts(plan.architecture, plan.code_files).items():
+        write_text(partial / file, text)
     dtype = str(TORCH_DTYPES[checkpoint.running_dtype]).removeprefix("torch.")
     write_json(partial / CONFIG_FILE, expanded_config(checkpoint.config, plan.specs, plan.architecture, dtype))
     return pin_tokenizer_class(checkpoint.path, partial, run)
@@ -268,7 +269,7 @@ def _make_manifest(
         left_out=checkpoint.left_out,
         replaced=replaced,
         expansion_tensors=hash_tensors(expanded, [tensor.name for tensor in plan.tensors]),
-        code={file: modeling.code_hash(file) for file in plan.code_files},
+        code=hash_texts(modeling.code_texts(plan.architecture, plan.code_files)),
         plan=plan,
         tool=tool,
         renumbered={stored_shard(shard): header for shard, header in renumbered.items()},

@@ -67,6 +67,11 @@ def load_expansion(
     modeling.register()
     found = open_extract(extract, extract_revision)
     refuse(found.manifest.plan.method, "load_expansion", extract)
+    if found.manifest.plan.architecture.own_code:
+        raise PlanError(
+            f"{extract}: was made on a model with code of its own, whose classes its folder has to name. Write the "
+            "folder (scale-surgery apply), and load that."
+        )
     check_own_files(found, track)
     if isinstance(model, str | Path):
         model, check = _load_base(found, model, revision, options, track, check=check), False

@@ -22,7 +22,7 @@ from scale_surgery.checkpoint.reading import parse_json
 from scale_surgery.checkpoint.schema import build, in_one_line, misfits
 from scale_surgery.deriving.base import derive_config
 from scale_surgery.errors import CheckpointError, PlanError
-from scale_surgery.modeling import first_code_files
+from scale_surgery.modeling import first_code_files, is_ours
 from scale_surgery.planning.architecture import CODE_FILES
 from scale_surgery.planning.base import check_layers
 from scale_surgery.planning.plan import Plan
@@ -80,6 +80,12 @@ class Manifest:
         """Names of the code files that it must have: this release's, or those of release 0.1.0 where that wrote it."""
         own = first_code_files(self.plan.family)
         return (*own, *CODE_FILES[len(own) :]) if set(own) <= set(self.code) else self.plan.code_files
+
+    @property
+    def foreign_code(self) -> tuple[str, ...]:
+        """Code files that no release of this program wrote."""
+        facts = self.plan.architecture
+        return tuple(file for file, digest in self.code.items() if not is_ours(file, digest, facts))
 
     @property
     def joined_shards(self) -> Mapping[str, Mapping[str, str]]:

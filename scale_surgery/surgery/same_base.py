@@ -8,6 +8,8 @@ from typing import Any
 
 from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.hashes import hash_tensors
+from scale_surgery.checkpoint.names import CONFIG_FILE
+from scale_surgery.checkpoint.reading import differing_keys, parse_json
 from scale_surgery.deriving.base import derive_config
 from scale_surgery.errors import CheckpointError, shorten
 from scale_surgery.progress import Track
@@ -15,6 +17,8 @@ from scale_surgery.surgery.extract_folder import Extract, TensorForm
 from scale_surgery.surgery.record import Manifest
 
 Shapes = Mapping[str, tuple[int, ...]]
+# keys of a config that change no number that a model gives
+INDECISIVE = ("_name_or_path", "architectures", "transformers_version", "use_cache")
 
 
 def check_fit(extract: Extract, base: Checkpoint, name: str) -> None:
@@ -111,6 +115,12 @@ def base_title(manifest: Manifest) -> str:
 def _config_problems(manifest: Manifest, config: Mapping[str, Any], name: str) -> Iterator[str]:
     if config.get("model_type") != manifest.plan.family:
         yield f"config.json: model_type is {config.get('model_type')!r}, expected {manifest.plan.family!r}."
+        return
+    if manifest.plan.architecture.own_code:
+        # its sizes are known to its own code alone, which is not run to compare
+        recorded = parse_json(manifest.replaced[CONFIG_FILE])
+        others = (key for key in differing_keys(recorded, config) if key not in INDECISIVE)
+        yield from (f"config.json: {key} is not that of the base that it was made on." for key in others)
         return
     found = asdict(derive_config(config, name, len(manifest.base_tensors)).sizes)
     wanted = asdict(manifest.plan.sizes)

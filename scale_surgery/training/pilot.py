@@ -19,10 +19,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from scale_surgery.checkpoint.folder import Checkpoint
-from scale_surgery.deriving.base import read_base
 from scale_surgery.errors import TrainingError
 from scale_surgery.planning.architecture import Role
+from scale_surgery.planning.base import Base
 from scale_surgery.progress import Track
 from scale_surgery.running.texts import Sequences, collate
 from scale_surgery.training.pilot_changes import Matrix, find_matrices, measure_updates, relative_changes
@@ -62,7 +61,7 @@ class PilotRun:
 
 def run_pilot(
     model: Any,
-    checkpoint: Checkpoint,
+    base: Base,
     text: Sequences,
     settings: PilotSettings,
     steps: int,
@@ -73,7 +72,7 @@ def run_pilot(
 
     Args:
         model: The base model as it is stored, of a stock class.
-        checkpoint: The files that it was loaded from.
+        base: What it was loaded from, and its facts.
         text: Sequences to learn.
         settings: How to train.
         steps: Optimizer steps.
@@ -86,7 +85,6 @@ def run_pilot(
     Raises:
         TrainingError: If the loss is not a number, or a matrix holds other than finite numbers.
     """
-    base = read_base(checkpoint)
     precision = choose_precision(model, settings, device)
     groups = ("ffn",) if settings.trains == "mlp" else ("attn", "ffn")
     matrices = find_matrices(model, base, groups)
@@ -101,7 +99,7 @@ def run_pilot(
             losses.append(loss)
             advance(1, f"loss {loss:.3f}")
             if len(losses) == (steps + 1) // 2:
-                halfway = relative_changes(matrices, checkpoint)
+                halfway = relative_changes(matrices, base.checkpoint)
     seconds, peak = time.monotonic() - started, peak_memory(device)
     with track("scores", len(matrices)) as advance:
         updates = measure_updates(matrices, base, advance)

@@ -59,7 +59,7 @@ def read_texts(
     }
     if "new" not in texts:
         raise DataError("There is no text for the pilot. Give files with --data.")
-    _check_ids(texts, source.name, read_base(checkpoint).sizes.vocabulary)
+    _check_ids(texts, source.name, read_base(checkpoint, run).sizes.vocabulary)
     _check_amount({side: len(text.ids) for side, text in texts.items()}, settings, length)
     return texts
 

@@ -71,7 +71,7 @@ class Job:
     price: Price
     score: ScoreName
     texts: Mapping[str, Sequences]
-    device: str
+    run: RunOptions
 
 
 def rank_layers(
@@ -99,7 +99,7 @@ def rank_layers(
         pilot: How the pilot trains.
         wanted: For which expansion layers are proposed, and by which score.
         old: Files that tell what the base knows; with them a preserved depth is proposed.
-        run: How the pilot runs: device; and trust_remote_code, for the tokenizer alone.
+        run: How the pilot runs: device, and trust_remote_code.
         revision: Branch, tag or commit of a Hub repository.
         track: Makes progress bars.
 
@@ -134,12 +134,14 @@ def prepare_ranking(
     source = find_source(model, revision)
     checkpoint = open_checkpoint(source.path)
     _refuse_expanded(checkpoint, source.name)
-    plan = make_plan(checkpoint, request, name=source.name, revision=source.revision)
+    plan = make_plan(checkpoint, request, name=source.name, revision=source.revision, run=run)
+    if files["old"] and plan.architecture.own_code:
+        raise PlanError("--old: cannot be asked of a model that has code of its own. Leave it out.")
     allowed = read_budget(wanted.budget, plan.costs.parameters_before)
     price = price_of(checkpoint, request, source.name)
     check_budget(allowed, plan.layers, price, wanted.budget)
     texts = read_texts(source, checkpoint, files, pilot, run)
-    return Job(str(model), revision, source, checkpoint, plan, pilot, allowed, price, wanted.score, texts, run.device)
+    return Job(str(model), revision, source, checkpoint, plan, pilot, allowed, price, wanted.score, texts, run)
 
 
 def run_ranking(
@@ -154,7 +156,7 @@ def run_ranking(
     """
     from scale_surgery.training.layer_scores import score_layers
 
-    place = _find_device(job.device)
+    place = _find_device(job.run.device)
     collaboration = _estimate(job, place, track) if "old" in job.texts else []
     budget, runs = _run_pilots(job, place, track, tell)
     layers = score_layers(runs, job.plan.layers)
@@ -211,7 +213,7 @@ def _estimate(job: Job, device: torch.device, track: Track) -> list[LayerWorth]:
     from scale_surgery.training.w12_worth import estimate_worth
 
     request = replace(job.plan.request, dtype="float32")
-    plan = make_plan(job.checkpoint, request, name=job.source.name)
+    plan = make_plan(job.checkpoint, request, name=job.source.name, run=job.run)
     return estimate_worth(job.checkpoint, plan, job.texts["new"], job.texts["old"], device, track)
 
 
@@ -219,6 +221,7 @@ def _run_pilots(
     job: Job, device: torch.device, track: Track, tell: Callable[[PilotBudget], None]
 ) -> tuple[PilotBudget, list[PilotRun]]:
     """Run one pilot after the other, each on a model as it is stored and on its own share of the text."""
+    from scale_surgery.deriving.base import read_base
     from scale_surgery.running.loading import loaded_whole
     from scale_surgery.running.texts import take_rows
     from scale_surgery.training.pilot import run_pilot, time_step
@@ -227,13 +230,14 @@ def _run_pilots(
     runs: list[PilotRun] = []
     budget = budget_pilots(settings, len(text), text.longest)
     for number in range(budget.pilots):
-        with loaded_whole(job.source.path, job.source.name, RunOptions(device=str(device))) as model:
+        with loaded_whole(job.source.path, job.source.name, replace(job.run, device=str(device))) as model:
             if not runs:
                 budget = budget.within(settings.minutes, time_step(model, text, settings, device))
                 tell(budget)
             own = replace(settings, seed=(settings.seed + number) % 2**32)
             share = take_rows(text, range(number, len(text), budget.pilots))
-            runs.append(run_pilot(model, job.checkpoint, share, own, budget.steps, device, track))
+            base = read_base(job.checkpoint, job.run)
+            runs.append(run_pilot(model, base, share, own, budget.steps, device, track))
     return budget, runs
 
 

@@ -31,7 +31,7 @@ def load_to_train(checkpoint: Checkpoint, settings: TrainingSettings, run: RunOp
     from scale_surgery.running.loading import LOADING_ADVICE, model_class, quiet_transformers, translated
 
     with quiet_transformers(), translated(checkpoint.path.name, "cannot be loaded", LOADING_ADVICE):
-        model = model_class(checkpoint, run).from_pretrained(checkpoint.path)
+        model = model_class(checkpoint, run).from_pretrained(checkpoint.path, trust_remote_code=run.trust_remote_code)
     freeze_base(model)
     train_in_float32(model)
     for part in expansion_parts(model):

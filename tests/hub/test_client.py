@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import digests
+from tests.own_code import save_pine
 from tests.tiny import save_tiny
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -114,6 +115,21 @@ def test_a_plan_downloads_headers_only(hub: Hub, base: Path, tmp_path: Path) -> 
     inspected = run(hub, tmp_path, "inspect", REPO, "--json")
     local = run(hub, tmp_path, "inspect", str(base), "--json")
     assert json.loads(inspected.stdout) | {"name": "tiny"} == json.loads(local.stdout)
+
+
+def test_a_plan_of_a_model_with_code_of_its_own(tmp_path: Path) -> None:
+    own, found = save_pine(tmp_path / "pine"), Hub("")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), make_handler(own, found))
+    found.address = f"http://127.0.0.1:{server.server_port}"
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    result = run(found, tmp_path / "home", "plan", REPO, "--layers", "last:1", "--json", "--trust-remote-code")
+    server.shutdown()
+    server.server_close()
+    assert result.returncode == 0, result.stderr
+    assert (
+        json.loads(result.stdout)["architecture"]["own_code"]["AutoModelForCausalLM"] == "modeling_pine.PineForCausalLM"
+    )
+    assert list((tmp_path / "home").rglob("*.safetensors")) == []
 
 
 def test_an_expansion_downloads_once_and_records_the_commit(hub: Hub, base: Path, tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ def text(rows: int = 6, length: int = 12, vocabulary: int = 97) -> Sequences:
 
 def run(path, settings=SETTINGS, model=None):
     model = model or load(path, dtype="auto")
-    return model, run_pilot(model, open_checkpoint(path), text(), settings, settings.steps, CPU, no_track)
+    return model, run_pilot(model, read_base(open_checkpoint(path)), text(), settings, settings.steps, CPU, no_track)
 
 
 def changed(path, model) -> set[str]:

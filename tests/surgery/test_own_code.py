@@ -1,0 +1,232 @@
+"""Bases whose classes lie in their own folder: expanded where their user trusts that code, and never run otherwise."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from scale_surgery import (
+    Request,
+    RunOptions,
+    TrainingSettings,
+    apply,
+    expand,
+    extract,
+    load_expansion,
+    plan,
+    route_export,
+    strip,
+    train,
+    verify,
+)
+from scale_surgery.biographies import SHIPPED_MODEL
+from scale_surgery.checkpoint.folder import open_checkpoint
+from scale_surgery.deriving.inspect import inspect
+from scale_surgery.errors import CheckpointError, PlanError, SurgeryError, UnsupportedFamilyError
+from scale_surgery.planning.architecture import CODE_FILES, OWN_CODE_FILE
+from scale_surgery.surgery.merge import merge
+from tests.conftest import digests
+from tests.own_code import save_pine
+
+IDS = torch.arange(1, 12)[None]
+TRUSTED = RunOptions(device="cpu", trust_remote_code=True)
+ADAPT = Request("last:2", variant="adapt")
+
+
+def load(path: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True).eval()
+
+
+@torch.no_grad()
+def answers(model: Any) -> list[torch.Tensor]:
+    return [model(IDS).logits, model.generate(IDS, max_new_tokens=6, do_sample=False, pad_token_id=0)]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path, Path]]:
+    known: dict[Any, tuple[Path, Path]] = {}
+
+    def make(dtype: torch.dtype = torch.float32, **changes: Any) -> tuple[Path, Path]:
+        key = (dtype, *changes.items())
+        if key not in known:
+            place = tmp_path_factory.mktemp("pine")
+            base = save_pine(place / "base", dtype=dtype, **changes)
+            known[key] = base, expand(base, ADAPT, place / "wide", run=TRUSTED).path
+        return known[key]
+
+    return make
+
+
+def test_no_code_runs_without_the_flag(tmp_path: Path) -> None:
+    marker = tmp_path / "ran"
+    base = save_pine(tmp_path / "base", marker=marker, vocab_size=1152)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(SHIPPED_MODEL / file, base)
+    untrusted = RunOptions(device="cpu")
+    calls: list[Callable[[], object]] = [
+        lambda: inspect(base),
+        lambda: plan(base, ADAPT),
+        lambda: expand(base, ADAPT, tmp_path / "wide", run=untrusted),
+    ]
+    for call in calls:
+        with pytest.raises(UnsupportedFamilyError, match="Its own code says what it is: read it, then"):
+            call()
+    assert not marker.exists() and not (tmp_path / "wide").exists()
+    wide = expand(base, ADAPT, tmp_path / "wide", run=TRUSTED).path
+    assert marker.exists()
+    marker.unlink()
+    # the code was imported once in this process: another shows that nothing imports it there
+    program = (
+        "import sys; from scale_surgery import *; from pathlib import Path\n"
+        "wide, out, run = Path(sys.argv[1]), Path(sys.argv[2]), RunOptions(device='cpu')\n"
+        "found = verify(wide, run=run, record=False); print(found.passed, found.not_run)\n"
+        "extract(wide, out / 'extract'); strip(wide, out / 'strip'); route_export(wide, out / 'routed')\n"
+        "apply(out / 'extract', out / 'applied', wide.parent / 'base')\n"
+        "try: evaluate([wide], [out / 'text.txt'], run=run)\n"
+        "except CheckpointError as error: print(error)\n"
+    )
+    (tmp_path / "text.txt").write_text("one line\n")
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(wide), str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "True the base has code of its own; --trust-remote-code runs it" in done.stdout
+    assert "--trust-remote-code lets it run its own code." in done.stdout
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("has_own_attention", (False, True))
+def test_the_output_is_the_base_s(made: Any, dtype: torch.dtype, has_own_attention: bool) -> None:
+    base, wide = made(dtype, has_own_attention=has_own_attention)
+    treatment = {block.treatment for block in plan(base, ADAPT, run=TRUSTED).architecture.kinds[0].blocks}
+    assert treatment == ({"edges", "split"} if has_own_attention else {"split"})
+    stock, expanded = load(base), load(wide)
+    assert all(map(torch.equal, answers(stock), answers(expanded)))
+    new = {name for name in open_checkpoint(wide).tensors if name not in open_checkpoint(base).tensors}
+    assert {name for name, own in expanded.named_parameters() if own.requires_grad} == new
+    found = verify(wide, base, run=TRUSTED, record=False)
+    assert found.passed and found.numbers is not None
+    with torch.no_grad():
+        for name, own in expanded.named_parameters():
+            own.normal_() if name.endswith(".w12") else None
+    assert not torch.equal(answers(stock)[0], answers(expanded)[0])
+    with expanded.expansion_disabled():
+        assert all(map(torch.equal, answers(stock), answers(expanded)))
+
+
+def test_somebody_with_transformers_alone_loads_and_saves_it(made: Any, tmp_path: Path) -> None:
+    base, wide = made()
+    program = (
+        "import sys, torch; from pathlib import Path; from transformers import AutoConfig, AutoModelForCausalLM\n"
+        "ids, out = torch.arange(1, 12)[None], Path(sys.argv[2])\n"
+        "model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True).eval()\n"
+        "model.save_pretrained(out / 'once')\n"
+        "again = AutoModelForCausalLM.from_pretrained(out / 'once', trust_remote_code=True).eval()\n"
+        "print(type(again).__name__, type(again.config).__name__)\n"
+        "with torch.no_grad(): torch.save([own(ids).logits for own in (model, again)], out / 'logits.pt')\n"
+        "assert 'scale_surgery' not in sys.modules\n"
+    )
+    environment = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules"), "PYTHONPATH": ""}
+    command = [sys.executable, "-c", program, str(wide), str(tmp_path)]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["ScalePineForCausalLM", "ScalePineConfig"]
+    wanted = answers(load(base))[0]
+    assert all(torch.equal(own, wanted) for own in torch.load(tmp_path / "logits.pt"))
+    code = {*CODE_FILES, OWN_CODE_FILE, "configuration_pine.py", "modeling_pine.py", "needles.py"}
+    assert {file.name for file in (tmp_path / "once").glob("*.py")} == code
+
+
+def test_the_base_comes_back_and_the_expansion_travels(made: Any, tmp_path: Path) -> None:
+    base, wide = made()
+    assert digests(strip(wide, tmp_path / "stripped").path) == digests(base)
+    taken = extract(wide, tmp_path / "extract").path
+    assert digests(apply(taken, tmp_path / "applied", base).path) == digests(wide)
+    with pytest.raises(PlanError, match="was made on a model with code of its own, whose classes"):
+        load_expansion(base, taken)
+    other = save_pine(tmp_path / "other", num_attention_heads=8)
+    with pytest.raises(CheckpointError, match=r"config\.json: num_attention_heads is not that of the base"):
+        apply(taken, tmp_path / "no", other)
+
+
+def test_routed_fused_and_duplicated(made: Any, tmp_path: Path) -> None:
+    base, wide = made()
+    routed = route_export(wide, tmp_path / "routed").path
+    assert verify(routed, run=TRUSTED, record=False).passed
+    fused = merge(wide, tmp_path / "fused", run=TRUSTED).path
+    assert verify(fused, base, run=TRUSTED, record=False).passed
+    deep = expand(base, Request("last:1", method="depth"), tmp_path / "deep", run=TRUSTED).path
+    assert verify(deep, run=TRUSTED, record=False).passed
+    assert all(map(torch.equal, answers(load(base)), answers(load(deep))))
+    assert inspect(wide, run=TRUSTED).family == "pine"
+
+
+def test_it_trains_and_the_base_stream_stays(tmp_path: Path) -> None:
+    base = save_pine(tmp_path / "base", vocab_size=1152)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(SHIPPED_MODEL / file, base)
+    (tmp_path / "text.txt").write_text("Ada was born in London. " * 40)
+    wide = expand(base, Request("last:2"), tmp_path / "wide", run=TRUSTED).path
+    settings = TrainingSettings(steps=3, sequence_length=16, batch_size=2)
+    with pytest.raises(SurgeryError, match="--trust-remote-code"):
+        train(wide, [tmp_path / "text.txt"], tmp_path / "no", settings, run=RunOptions(device="cpu"))
+    trained = train(wide, [tmp_path / "text.txt"], tmp_path / "trained", settings, run=TRUSTED).path
+    found = verify(trained, base, run=TRUSTED, record=False)
+    assert found.passed and found.state == "trained"
+    held = {promise.name: promise.holds for promise in found.promises if promise.claimed}
+    assert held["base_stream_always"] and held["recoverable"]
+
+
+def test_its_code_file_is_checked(made: Any, tmp_path: Path) -> None:
+    wide = tmp_path / "wide"
+    shutil.copytree(made()[1], wide)
+    own = [line for line in verify(wide, probes=None, record=False).warnings if OWN_CODE_FILE in line]
+    assert not own
+    with (wide / OWN_CODE_FILE).open("a") as file:
+        file.write("print('anything')\n")
+    found = verify(wide, probes=None, record=False)
+    assert any(OWN_CODE_FILE in line for line in found.warnings) and not found.passed
+    assert any(line.startswith(f"{OWN_CODE_FILE}: is not the code that the expansion wrote") for line in found.problems)
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    (
+        ("modeling_pine.Pine\nimport os", "expected module.Class"),
+        ("..modeling_pine.PineForCausalLM", "expected module.Class"),
+        ("modeling_pine.class", "expected module.Class"),
+        ("someone/repo--modeling_pine.PineForCausalLM", "code of another repository. Put its files into"),
+        ("modeling_oak.OakForCausalLM", "found no modeling_oak.py in"),
+        ("modeling_pine.Layer", "modeling_pine.Layer: is no PreTrainedModel"),
+        ("modeling_pine.PineModel", "modeling_pine.PineModel: does not inherit GenerationMixin"),
+        ("modeling_pine.Nothing", "its code cannot be imported"),
+    ),
+)
+def test_names_that_are_none_of_a_model(tmp_path: Path, name: str, wanted: str) -> None:
+    base = save_pine(tmp_path / "base")
+    config = json.loads((base / "config.json").read_text())
+    config["auto_map"]["AutoModelForCausalLM"] = name
+    (base / "config.json").write_text(json.dumps(config))
+    with pytest.raises(SurgeryError) as caught:
+        expand(base, ADAPT, tmp_path / "wide", run=TRUSTED)
+    assert wanted in str(caught.value) and not (tmp_path / "wide").exists()
+
+
+def test_a_model_type_that_transformers_has_is_taken_from_there(tmp_path: Path, llama_base: Path) -> None:
+    (llama_base / "modeling_pine.py").write_text("raise RuntimeError('ran')\n")
+    config = json.loads((llama_base / "config.json").read_text())
+    config["auto_map"] = {"AutoModelForCausalLM": "modeling_pine.PineForCausalLM"}
+    (llama_base / "config.json").write_text(json.dumps(config))
+    made = expand(llama_base, ADAPT, tmp_path / "wide", run=TRUSTED)
+    assert made.plan.architecture.own_code == {} and OWN_CODE_FILE not in made.plan.code_files
