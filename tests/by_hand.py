@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ class Names:
     model_type: str
     config_class: str
     classes: Mapping[str, str]
+    own_code: Mapping[str, str] = field(default_factory=dict)
 
 
 def save_base(path: Path, model: Any, dtype: torch.dtype = torch.float32) -> Path:

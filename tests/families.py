@@ -177,6 +177,11 @@ class Family:
         return CODE_FILES
 
     @property
+    def own_code(self) -> Mapping[str, str]:
+        """None of these models has code of its own."""
+        return {}
+
+    @property
     def config_class(self) -> str:
         """Its stock configuration class."""
         return f"{self.stem}Config"

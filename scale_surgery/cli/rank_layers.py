@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from scale_surgery.cli.options import (
+    BASE_CODE,
     TEXTS,
-    TOKENIZER_CODE,
     given,
     options_from,
     output_options,
@@ -68,7 +68,7 @@ EXPANSION_HELPS = {
 @click.option("--revision", help="Branch, tag or commit of a Hub repository.")
 @run_options(
     "device",
-    code=TOKENIZER_CODE,
+    code=BASE_CODE,
 )
 @output_options
 def rank_layers_command(
