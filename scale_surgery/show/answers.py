@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
-from rich.console import Console, ConsoleOptions, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from scale_surgery.show.layout import GAP, sentence
+from scale_surgery.show.layout import GAP, Facts, sentence
 from scale_surgery.show.palette import LIGHT, PLACES, place_of
 from scale_surgery.show.visible import visible_text
+
+if TYPE_CHECKING:
+    from scale_surgery.talking.records import Look
 
 # what stands around tokens of the adapt path where there are no colours
 OPENING, CLOSING = "⟦", "⟧"
@@ -22,17 +25,15 @@ LEAST_COLUMN = 20
 Marking = Literal["colours", "brackets", "nothing"]
 
 
-def choose_marking(console: Console, *, is_routed: bool, paths: bool | None, is_plain: bool = False) -> Marking:
-    """How the paths of tokens are shown.
+def choose_marking(console: Console, look: Look) -> Marking:
+    """How the paths of a routed model's tokens are shown.
 
     Args:
         console: Where.
-        is_routed: Whether the model routes.
-        paths: What was asked for; by default they are shown where there are colours.
-        is_plain: Whether colours are not wanted.
+        look: What was asked for.
     """
-    has_colours = has_colour(console) and not is_plain
-    if not is_routed or paths is False or (paths is None and not has_colours):
+    has_colours = has_colour(console) and not look.is_plain
+    if look.paths is False or (look.paths is None and not has_colours):
         return "nothing"
     return "colours" if has_colours else "brackets"
 
@@ -68,6 +69,12 @@ class Legend:
         yield Text("preserve path ") + Text().join(scale) + Text(" adapt path")
 
 
+def render_opening(name: str, rows: Sequence[tuple[str, str]], marking: Marking) -> RenderableType:
+    """Who answers and how, above a conversation, and what the marks mean."""
+    legend = [] if marking == "nothing" else [Legend(is_plain=marking == "brackets")]
+    return Group(Facts(name, rows), *legend, Text())
+
+
 class Marks(Protocol):
     """Makes visible where tokens came from, one after the other."""
 
@@ -98,7 +105,7 @@ class Coloured:
 
     def mark(self, text: str, weight: float | None) -> Text:
         """The token in its colour; a line break has none, which a terminal would draw to the end of the line."""
-        style = "dim" if weight is None else self.styles[place_of(weight)]
+        style = "" if weight is None else self.styles[place_of(weight)]
         return Text("\n").join(Text(line, style=style) for line in visible_text(text).split("\n"))
 
     def end(self) -> Text:

@@ -35,7 +35,8 @@ class Tokens:
         line = Text(overflow="fold") + text
         marks = make_marks(console, "colours" if has_colour(console) else "brackets")
         for token in self.tokens:
-            line.append_text(marks.mark(_shown(token), token.adapt_weight))
+            part = marks.mark(_shown(token), token.adapt_weight)
+            line.append_text(Text(part.plain, style="dim") if token.adapt_weight is None else part)
         line.append_text(marks.end())
         line.rstrip()
         yield line

@@ -39,6 +39,7 @@ class Conversation:
     def __init__(self, subject: Subject, *, has_template: bool) -> None:
         self.subject, self.has_template = subject, has_template
         self.turns: list[Answer] = []
+        self.before: list[Answer] = []
 
     def read(self, message: str, settings: GenerationSettings) -> Reading:
         """What the model reads for the next message; turns that it has no room for are forgotten.
@@ -51,38 +52,38 @@ class Conversation:
             DataError: If the message alone is too long, or holds no token, or one that the model does not know.
             CheckpointError: If the chat template does not take it.
         """
-        before = len(self.turns)
-        ids = self._encode(message, settings)
-        context = self.subject.context
-        while context is not None and self.turns and len(ids) > context - _left(context, settings):
-            del self.turns[0]
-            ids = self._encode(message, settings)
+        turns, context = list(self.turns), self.subject.context
+        ids = self._encode(turns, message, settings)
+        while context is not None and turns and len(ids) > context - _left(context, settings):
+            del turns[0]
+            ids = self._encode(turns, message, settings)
         check_ids(self.subject, ids)
-        return Reading(tuple(ids), before - len(self.turns))
+        left_out, self.turns = len(self.turns) - len(turns), turns
+        return Reading(tuple(ids), left_out)
 
     def add(self, answer: Answer) -> None:
         """Remember an answer, and what was asked; a text that the model ended does not go on."""
-        self.turns.append(answer)
-        if not self.has_template and answer.ended == "end":
-            self.turns.clear()
+        is_over = answer.ended == "end" and not self.has_template
+        self.before, self.turns = self.turns, [] if is_over else [*self.turns, answer]
 
-    def _encode(self, message: str, settings: GenerationSettings) -> Sequence[int]:
+    def take_back(self) -> None:
+        """Forget the last answer and what was asked."""
+        self.turns = self.before
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.turns = self.before = []
+
+    def _encode(self, turns: Sequence[Answer], message: str, settings: GenerationSettings) -> Sequence[int]:
         from scale_surgery.running.texts import tokenize_prompts
 
         if self.has_template:
-            return self._fill_template(message, settings)
-        return tokenize_prompts([self._text(message)], self.subject.tokenizer)[0]
+            return self._fill_template(turns, message, settings)
+        return tokenize_prompts([_join(turns, message)], self.subject.tokenizer)[0]
 
-    def _text(self, message: str) -> str:
-        """The text so far: what was typed begins a line, and nothing typed lets it go on where it is."""
-        text = ""
-        for prompt, answer in (*((turn.prompt, turn.text) for turn in self.turns), (message, "")):
-            text += "\n" * bool(text and prompt) + prompt + answer
-        return text
-
-    def _fill_template(self, message: str, settings: GenerationSettings) -> list[int]:
+    def _fill_template(self, turns: Sequence[Answer], message: str, settings: GenerationSettings) -> list[int]:
         said = [] if settings.system is None else [("system", settings.system)]
-        for turn in self.turns:
+        for turn in turns:
             said += [("user", turn.prompt), ("assistant", turn.text)]
         messages = [{"role": role, "content": content} for role, content in (*said, ("user", message))]
         tokenizer: Any = self.subject.tokenizer
@@ -90,6 +91,14 @@ class Conversation:
             filled = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
         ids: list[int] = filled["input_ids"]
         return ids
+
+
+def _join(turns: Sequence[Answer], message: str) -> str:
+    """The text so far: what was typed begins a line, and nothing typed lets it go on where it is."""
+    text = ""
+    for prompt, answer in (*((turn.prompt, turn.text) for turn in turns), (message, "")):
+        text += "\n" * bool(text and prompt) + prompt + answer
+    return text
 
 
 def _left(context: int, settings: GenerationSettings) -> int:

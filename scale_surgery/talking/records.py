@@ -66,6 +66,19 @@ class Answer:
 
 
 @dataclass(frozen=True)
+class Look:
+    """How answers are shown.
+
+    Attributes:
+        paths: Whether to show the path of each token; by default where there are colours.
+        is_plain: Whether colours are not wanted.
+    """
+
+    paths: bool | None = None
+    is_plain: bool = False
+
+
+@dataclass(frozen=True)
 class Said:
     """A token, at the moment when it comes.
 

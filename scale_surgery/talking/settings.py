@@ -10,6 +10,11 @@ from scale_surgery.fields import Count, Range, Seed
 # with any of them a model draws at random, unless the temperature is 0
 DRAWING = ("temperature", "top_p", "top_k")
 
+# what transformers takes where neither a model nor who asks it says anything
+USUAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 50, "repetition_penalty": 1.0}
+# values that change nothing
+WITHOUT = {"top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0}
+
 
 @dataclass(frozen=True)
 class GenerationSettings:
@@ -52,8 +57,9 @@ class GenerationSettings:
             own: The model's generation config.
         """
         options = {"do_sample": bool(own.do_sample)} | self.options()
-        names = ("repetition_penalty",) if not options["do_sample"] else (*DRAWING, "repetition_penalty")
+        names = (*DRAWING, "repetition_penalty") if options["do_sample"] else ("repetition_penalty",)
         values = {name: options.get(name, getattr(own, name, None)) for name in names}
-        said = [f"{name.replace('_', '-')} {value:g}" for name, value in values.items() if value is not None]
-        drawn = ["drawn"] if options["do_sample"] else ["the most likely token each time"]
-        return ", ".join([*drawn, *said, f"at most {self.max_new_tokens:,} tokens"])
+        values = {name: USUAL[name] if value is None else value for name, value in values.items()}
+        said = [f"{name.replace('_', '-')} {value:g}" for name, value in values.items() if value != WITHOUT.get(name)]
+        how = "drawn with" if options["do_sample"] else "the most likely token each time,"
+        return f"{how} {', '.join([*said, f'at most {self.max_new_tokens:,} tokens'])}"

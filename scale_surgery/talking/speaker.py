@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from scale_surgery.errors import PlanError
 from scale_surgery.evidence.subjects import Subject, open_subjects
 from scale_surgery.fields import problems_of
 from scale_surgery.planning.routing_specs import Routing, read_routing
+from scale_surgery.progress import Track, no_track
 from scale_surgery.routing.token_texts import TextReader
 from scale_surgery.routing.watched import watched
 from scale_surgery.running.freeze import expansion_disabled
@@ -67,6 +68,17 @@ class Speaker:
     network: Any
     routing: Routing | None
 
+    @property
+    def base_name(self) -> str:
+        """What its base is called."""
+        return self.subject.base or f"{self.subject.name}, expansion disabled"
+
+    @property
+    def description(self) -> str:
+        """What kind of model it is, in one line."""
+        kind = "fused" if self.subject.is_fused else "expanded" if self.subject.is_expanded else "stock"
+        return kind if self.routing is None else f"{kind}, routed: {self.routing.description}"
+
     def speak(
         self,
         prompt: str,
@@ -109,7 +121,7 @@ class Speaker:
 
     @contextmanager
     def as_base(self) -> Iterator[None]:
-        """Let the base answer inside a `with` block, with the random numbers that come next; they are then given back."""
+        """Let the base answer inside a `with` block, with random numbers that the model then draws with too."""
         with self.own_random_numbers(), expansion_disabled(self.network):
             yield
 
@@ -199,12 +211,13 @@ def open_subject(
 
 
 @contextmanager
-def loaded_speaker(subject: Subject, run: RunOptions = RunOptions()) -> Iterator[Speaker]:
+def loaded_speaker(subject: Subject, run: RunOptions = RunOptions(), track: Track = no_track) -> Iterator[Speaker]:
     """Load a model that is to answer; free it afterwards.
 
     Args:
         subject: The model.
         run: How it runs: device, dtype, trust_remote_code.
+        track: Makes a progress bar.
 
     Yields:
         The model in memory.
@@ -213,7 +226,10 @@ def loaded_speaker(subject: Subject, run: RunOptions = RunOptions()) -> Iterator
         CheckpointError: If it cannot be loaded.
     """
     routing = read_routing(open_checkpoint(subject.path).config.get("scale_surgery", {}))
-    with loaded_whole(subject.path, subject.name, run) as network:
+    with ExitStack() as stack:
+        with track("loading", 1) as advance:
+            network = stack.enter_context(loaded_whole(subject.path, subject.name, run))
+            advance(1)
         yield Speaker(subject, network, routing)
 
 
