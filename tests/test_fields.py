@@ -26,6 +26,8 @@ TAKEN = {
     "route-export": (Routing, set()),
     "route-calibrate": (CalibrationSettings, set()),
     "push": (Push, {"check"}),
+    "generate": (GenerationSettings, set()),
+    "chat": (GenerationSettings, set()),
 }
 
 

@@ -22,8 +22,15 @@ from scale_surgery.running.options import RunOptions
 from scale_surgery.talking.records import Answer, Ending, Token
 from scale_surgery.talking.settings import GenerationSettings
 
-# a model's own generation config may ask for what gives several tokens at once, or none to each forward pass
-ONE_BY_ONE = {"num_beams": 1, "num_return_sequences": 1, "prefill_chunk_size": None, "prompt_lookup_num_tokens": None}
+# a model's own generation config may ask for several tokens at once, for none in a forward pass, and for passes that
+# nobody can watch
+ONE_BY_ONE = {
+    "num_beams": 1,
+    "num_return_sequences": 1,
+    "prefill_chunk_size": None,
+    "prompt_lookup_num_tokens": None,
+    "disable_compile": True,
+}
 # tokens before an answer that decide whether it begins with a space
 TOKENS_BEFORE = 8
 
