@@ -26,8 +26,8 @@ class GenerationSettings:
         max_new_tokens: Most tokens of an answer.
         temperature: 0 takes the most likely token each time; the larger, the more is left to chance. Default: the
             model's own.
-        top_p: Draw from the most likely tokens that have this probability together. Default: the model's own.
-        top_k: Draw from so many of the most likely tokens; 0 draws from all. Default: the model's own.
+        top_p: Choose among the most likely tokens that have this probability together. Default: the model's own.
+        top_k: Choose among so many of the most likely tokens; 0 for all of them. Default: the model's own.
         repetition_penalty: Divide the logits of tokens that were there before; 1 does nothing. Default: the model's
             own.
         seed: Seed of what is drawn.
