@@ -105,13 +105,11 @@ class Session:
 
     def open(self) -> None:
         """Say who answers, and how."""
+        reason = "--raw" if self.settings.raw else "no chat template"
         rows = [
             ("model", self.speaker.description),
-            *([("base", self.speaker.base_name)] if len(self.voices) > 1 else []),
-            (
-                "messages",
-                "by its chat template" if self.has_template else "no chat template: it continues what you type",
-            ),
+            *([("base", str(self.speaker.base_name))] if len(self.voices) > 1 else []),
+            ("messages", "by its chat template" if self.has_template else f"{reason}: it continues what you type"),
             ("answers", self.settings.describe(self.speaker.network.generation_config)),
             ("context", _count(self.speaker.subject.context)),
             ("keys", KEYS),

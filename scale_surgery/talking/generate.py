@@ -87,7 +87,7 @@ def summarise(
     """Put answers together with what is known of the model that gave them."""
     return Generation(
         model=speaker.subject.name,
-        base=speaker.subject.base,
+        base=speaker.base_name,
         routing=speaker.routing,
         has_template=has_template(speaker.subject, settings),
         settings=settings,

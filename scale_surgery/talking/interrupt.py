@@ -8,6 +8,10 @@ from contextlib import contextmanager
 from typing import Any
 
 
+class StopAtOnce(KeyboardInterrupt):
+    """Somebody stopped an answer and does not wait for its next token."""
+
+
 class Interrupt:
     """Whether somebody stopped an answer.
 
@@ -26,7 +30,7 @@ class Interrupt:
         """Take a Ctrl-C."""
         self.times += 1
         if self.times > 1 and self.is_speaking:
-            raise KeyboardInterrupt
+            raise StopAtOnce
 
     @contextmanager
     def speaking(self) -> Iterator[None]:

@@ -19,6 +19,7 @@ from scale_surgery.routing.watched import watched
 from scale_surgery.running.freeze import expansion_disabled
 from scale_surgery.running.loading import RUNNING, loaded_whole, translated
 from scale_surgery.running.options import RunOptions
+from scale_surgery.talking.interrupt import StopAtOnce
 from scale_surgery.talking.records import Answer, Ending, Token
 from scale_surgery.talking.settings import GenerationSettings
 
@@ -76,9 +77,11 @@ class Speaker:
     routing: Routing | None
 
     @property
-    def base_name(self) -> str:
-        """What its base is called."""
-        return self.subject.base or f"{self.subject.name}, expansion disabled"
+    def base_name(self) -> str | None:
+        """What its base is called; None where it has none beside it."""
+        if self.subject.manifest is not None:
+            return self.subject.manifest.base_name
+        return f"{self.subject.name}, expansion disabled" if self.subject.is_expanded else None
 
     @property
     def description(self) -> str:
@@ -118,7 +121,7 @@ class Speaker:
             listener = Listener(reader, set(tokenizer.all_special_ids) | ends, weights, tell)
             try:
                 self._generate(ids, most, settings, listener, is_stopped)
-            except KeyboardInterrupt:
+            except StopAtOnce:
                 return Answer(prompt, len(ids), tuple(listener.tokens), "interrupted")
         last = listener.tokens[-1].id if listener.tokens else None
         is_full = len(listener.tokens) >= most

@@ -237,6 +237,7 @@ def test_a_conversation_by_a_chat_template(templated: Path) -> None:
     before = f"[system]S\n[user]Who?\n[assistant]{first['text']}\n[user]Why?\n[assistant]"
     assert second["read"] == len(before.encode()), "an empty line says nothing here"
     assert "by its chat template" in talk(templated).stdout
+    assert "--raw: it continues what you type" in talk(templated, options=("--raw",)).stdout
 
 
 def test_a_context_that_is_full(templated: Path) -> None:

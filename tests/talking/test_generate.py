@@ -113,7 +113,7 @@ def test_the_base_answers_from_the_same_weights(place: Path) -> None:
         assert [ids_of(answer) for answer in found.base_answers[:1]] == [
             ids_of(answer) for answer in generate(place / "base", PROMPTS[:1], settings).answers
         ]
-        assert found.base == "base (base)"
+        assert found.base == "base"
         # it takes no random numbers away
         assert found.answers == generate(place / kind, PROMPTS, settings).answers
         assert ids_of(found.answers[0]) != ids_of(found.base_answers[0])
@@ -214,6 +214,14 @@ def test_the_oldest_turns_are_left_out(templated: Path) -> None:
         conversation.read("x" * 108, settings)
     assert len(conversation.turns) == 2
     assert read_by(conversation, "x" * 60, settings)[1] == 2
+
+
+def test_an_interrupt_ends_all_answers(place: Path) -> None:
+    def interrupt(said: Said) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        generate(place / "posterior", PROMPTS, GREEDY, tell=interrupt)
 
 
 # refusals
