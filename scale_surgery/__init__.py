@@ -46,6 +46,9 @@ from scale_surgery.surgery.load_expansion import load_expansion
 from scale_surgery.surgery.merge import Merged, merge
 from scale_surgery.surgery.route import Routed, route_export, set_routing, unroute
 from scale_surgery.surgery.strip import Stripped, strip
+from scale_surgery.talking.generate import generate
+from scale_surgery.talking.records import Answer, Generation
+from scale_surgery.talking.settings import GenerationSettings
 from scale_surgery.training.pilot_settings import PilotSettings
 from scale_surgery.training.rank_layers import rank_layers
 from scale_surgery.training.ranking import Ranking, RankingRequest
@@ -56,6 +59,7 @@ from scale_surgery.training.train import train
 __version__ = _version("scale-surgery")
 
 __all__ = [
+    "Answer",
     "Applied",
     "Calibration",
     "CalibrationSettings",
@@ -65,6 +69,8 @@ __all__ = [
     "Evaluation",
     "Expansion",
     "Extracted",
+    "Generation",
+    "GenerationSettings",
     "GivenBase",
     "HubError",
     "Inspection",
@@ -99,6 +105,7 @@ __all__ = [
     "expansion_disabled",
     "extract",
     "freeze_base",
+    "generate",
     "inspect",
     "load_expansion",
     "load_plan",

@@ -203,6 +203,8 @@ def test_every_option_is_documented(name):
     described = set(re.findall(r"`(--?[\w-]+)`", "".join(re.findall(r"^\| (`-.*?) \|", page[name], re.MULTILINE))))
     if name == "expand":
         described |= set(re.findall(r"^\| `(--[\w-]+)` \|", page["plan"], re.MULTILINE)) - {"--details"}
+    if name == "chat":
+        described |= set(re.findall(r"`(--[\w-]+)`", page["generate"])) & options_of(name)
     assert described <= options_of(name), "described, but not there"
     assert options_of(name) <= described | shared, "there, but not described"
 

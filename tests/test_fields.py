@@ -11,7 +11,15 @@ from typing import Annotated, Any, Literal
 import click
 import pytest
 
-from scale_surgery import CalibrationSettings, PilotSettings, Push, Request, Routing, TrainingSettings
+from scale_surgery import (
+    CalibrationSettings,
+    GenerationSettings,
+    PilotSettings,
+    Push,
+    Request,
+    Routing,
+    TrainingSettings,
+)
 from scale_surgery.cli.program import main
 from scale_surgery.fields import Range, fields_of, problems_of
 from scale_surgery.planning.methods import METHODS
@@ -26,6 +34,8 @@ TAKEN = {
     "route-export": (Routing, set()),
     "route-calibrate": (CalibrationSettings, set()),
     "push": (Push, {"check"}),
+    "generate": (GenerationSettings, set()),
+    "chat": (GenerationSettings, set()),
 }
 
 

@@ -42,7 +42,7 @@ def apply_command(extract: str, base: str | None, output: Path, out: Output, **o
     Example: scale-surgery apply EXTRACT --base MODEL -o EXPANDED
     """
     from scale_surgery.running.options import RunOptions
-    from scale_surgery.show.tables_extract import render_applied
+    from scale_surgery.show.tables_forms import render_applied
     from scale_surgery.surgery.apply import GivenBase, apply
 
     given = GivenBase(base, options.pop("revision"), options.pop("force"))

@@ -27,7 +27,7 @@ def extract_command(expanded: Path, output: Path, base_weights: Any, overwrite: 
     \b
     Example: scale-surgery extract EXPANDED -o EXTRACT
     """
-    from scale_surgery.show.tables_extract import render_extracted
+    from scale_surgery.show.tables_forms import render_extracted
     from scale_surgery.surgery.extract import extract
 
     done = extract(expanded, output, base_weights=base_weights, overwrite=overwrite, track=out.track)

@@ -38,7 +38,7 @@ def merge_command(expanded: Path, output: Path, to: Any, out: Output, **options:
     Without remote code: scale-surgery merge EXPANDED -o STOCK --to stock
     """
     from scale_surgery.running.options import Probes, RunOptions
-    from scale_surgery.show.tables_merge import render_merged
+    from scale_surgery.show.tables_forms import render_merged
     from scale_surgery.surgery.merge import merge
 
     probes, run = take(Probes, options), take(RunOptions, options)

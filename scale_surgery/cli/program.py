@@ -10,10 +10,12 @@ from typing import Any
 import click
 
 from scale_surgery.cli.apply import apply_command
+from scale_surgery.cli.chat import chat_command
 from scale_surgery.cli.demo import demo_command
 from scale_surgery.cli.evaluate import evaluate_command
 from scale_surgery.cli.expand import expand_command
 from scale_surgery.cli.extract import extract_command
+from scale_surgery.cli.generate import generate_command
 from scale_surgery.cli.inspect import inspect_command
 from scale_surgery.cli.merge import merge_command
 from scale_surgery.cli.plan import plan_command
@@ -72,6 +74,7 @@ def main() -> None:
     scale-surgery evaluate EXPANDED --old general.txt --new domain.jsonl
     scale-surgery report EXPANDED -o report.html
     scale-surgery route-export EXPANDED -o ROUTED
+    scale-surgery chat ROUTED
     scale-surgery merge EXPANDED -o FUSED
     scale-surgery extract EXPANDED -o EXTRACT
     scale-surgery strip EXPANDED -o BASE
@@ -84,10 +87,12 @@ def main() -> None:
 
 for command in (
     apply_command,
+    chat_command,
     demo_command,
     evaluate_command,
     expand_command,
     extract_command,
+    generate_command,
     inspect_command,
     merge_command,
     plan_command,
@@ -106,10 +111,12 @@ for command in (
 # what fits into one line of the list of commands
 SHORT_HELP = {
     "apply": "Put extracted new tensors back on their base model.",
+    "chat": "Talk to a model, and see which path each token came from.",
     "demo": "Run every step on the model that comes with the package.",
     "evaluate": "Measure what models forgot and learned.",
     "expand": "Widen chosen layers; the base's tensors keep their bytes.",
     "extract": "Take the new tensors alone, to share them like an adapter.",
+    "generate": "Answer prompts, for scripts.",
     "inspect": "Describe a checkpoint from its headers.",
     "merge": "Merge each linear layer's blocks into one matrix.",
     "plan": "Show everything that expand would do.",

@@ -60,19 +60,39 @@ def _cut(text: str, offsets: Sequence[tuple[int, int]]) -> list[str]:
 
 
 def _by_decoding(ids: Sequence[int], tokenizer: Any) -> list[str]:
-    """Decode token by token, each behind the one before it, which decides about spaces."""
+    reader = TextReader(tokenizer)
+    return [reader.read(id_, is_last=place + 1 == len(ids)) for place, id_ in enumerate(ids)]
 
-    def decode(start: int, end: int) -> str:
-        some = list(ids[start:end])
-        return str(tokenizer.decode(some, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
-    texts, before, done = [], 0, 0
-    for place in range(len(ids)):
-        known, now = decode(before, done), decode(before, place + 1)
+class TextReader:
+    """Decodes token by token, each behind the one before it, which decides about spaces."""
+
+    def __init__(self, tokenizer: Any, before: Sequence[int] = ()) -> None:
+        """Begin a text.
+
+        Args:
+            tokenizer: The model's tokenizer.
+            before: Token ids that were read before.
+        """
+        self.tokenizer, self.ids = tokenizer, list(before)
+        self.start, self.done = 0, len(self.ids)
+
+    def read(self, id_: int, *, is_last: bool = False) -> str:
+        """What the next token reads as; empty where it is a part of a character that a later token ends.
+
+        Args:
+            id_: The token.
+            is_last: Whether none follows it, so that nothing is waited for.
+        """
+        self.ids.append(id_)
+        known, now = self._decode(self.done), self._decode(len(self.ids))
         # some tokenizers show a character that has only begun as a replacement, others not at all
-        is_part = (now.endswith(REPLACEMENT) or now == known) and place + 1 - done < MOST_BYTES
-        is_part = is_part and place + 1 < len(ids)
-        texts.append("" if is_part else now[len(known) :])
-        if not is_part:
-            before, done = done, place + 1
-    return texts
+        is_part = (now.endswith(REPLACEMENT) or now == known) and len(self.ids) - self.done < MOST_BYTES
+        if is_part and not is_last:
+            return ""
+        self.start, self.done = self.done, len(self.ids)
+        return now[len(known) :]
+
+    def _decode(self, end: int) -> str:
+        some = self.ids[self.start : end]
+        return str(self.tokenizer.decode(some, skip_special_tokens=False, clean_up_tokenization_spaces=False))

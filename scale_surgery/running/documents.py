@@ -22,6 +22,10 @@ from scale_surgery.errors import DataError, shorten
 
 QUESTION = ("question", "answer")
 FIELDS = (("text",), QUESTION, ("prompt", "completion"))
+PROMPTS = ("prompt", "question")
+# what a blank line of JSONL is read as
+BLANK = {"text": ""}
+EXPECTED_PROMPT = 'expected {"prompt"} or {"question"}, a text'
 EXPECTED = 'expected {"text"}, {"question", "answer"} or {"prompt", "completion"}, each a text'
 
 
@@ -47,13 +51,56 @@ def read_documents(paths: Sequence[Path]) -> Iterator[Document]:
         DataError: If a file cannot be read or has other fields; every problem of the file is named.
     """
     for path in paths:
-        if path.is_dir():
-            yield from _from_rows(_read_dataset(path), f"{path}, row")
-        elif path.suffix in (".jsonl", ".json"):
-            rows = _read_array(path) if path.suffix == ".json" else None
-            yield from _from_rows(rows, f"{path}, entry") if rows else _from_rows(_read_lines(path), f"{path}, line")
+        if (rows := _rows_of(path)) is not None:
+            yield from _from_rows(*rows)
         else:
             yield from _documents([_read_text(path)], str(path))
+
+
+def read_prompts(paths: Sequence[Path]) -> list[str]:
+    """Read what is to be answered; the answers in data to train on are not read.
+
+    Args:
+        paths: Files: a prompt in each line, or objects with a field "prompt" or "question" as .jsonl or .json.
+
+    Returns:
+        The prompts, in order.
+
+    Raises:
+        DataError: If a file cannot be read, has other fields or holds no prompt; every problem of the file is named.
+    """
+    found = []
+    for path in paths:
+        prompts = list(_prompts_of(path))
+        if not prompts:
+            raise DataError(f"{path}: holds no prompt, expected one a line.")
+        found += prompts
+    return found
+
+
+def _prompts_of(path: Path) -> Iterator[str]:
+    if (rows := _rows_of(path)) is None:
+        yield from filter(str.strip, _read_text(path).split("\n"))
+        return
+    problems, (objects, where) = [], rows
+    for number, row in enumerate(objects, start=1):
+        own = [row[name] for name in PROMPTS if _is_text(row.get(name))] if isinstance(row, Mapping) else []
+        if own:
+            yield own[0]
+        elif row != BLANK:
+            problems.append(f"{where} {number}: {_problem(row, EXPECTED_PROMPT)}.")
+    if problems:
+        raise DataError.from_problems(shorten(problems))
+
+
+def _rows_of(path: Path) -> tuple[Iterable[Any], str] | None:
+    """The objects of a file or of a saved dataset, and what their numbers follow; None for plain text."""
+    if path.is_dir():
+        return _read_dataset(path), f"{path}, row"
+    if path.suffix not in (".jsonl", ".json"):
+        return None
+    rows = _read_array(path) if path.suffix == ".json" else None
+    return (rows, f"{path}, entry") if rows else (_read_lines(path), f"{path}, line")
 
 
 def _read_text(path: Path) -> str:
@@ -79,7 +126,7 @@ def _read_lines(path: Path) -> Iterator[Any]:
         # texts in JSON may hold other line ends, which end no line here
         for line in stream:
             try:
-                yield json.loads(line.removesuffix("\n")) if line.strip() else {"text": ""}
+                yield json.loads(line.removesuffix("\n")) if line.strip() else BLANK
             except UnicodeDecodeError:
                 raise
             except (ValueError, RecursionError) as error:
@@ -141,14 +188,14 @@ def _has_half_characters(text: str) -> bool:
     return HALF_A_CHARACTER.search(text) is not None
 
 
-def _problem(row: Any) -> str:
+def _problem(row: Any, expected: str = EXPECTED) -> str:
     if isinstance(row, ValueError):
         return f"is not JSON ({row})"
     if not isinstance(row, Mapping):
-        return f"found {type(row).__name__}, {EXPECTED}"
+        return f"found {type(row).__name__}, {expected}"
     if any(isinstance(value, str) and _has_half_characters(value) for value in row.values()):
         return "holds half a character (a lone surrogate), expected Unicode text"
-    return f"has the fields {', '.join(map(str, row)) or 'none'}; {EXPECTED}"
+    return f"has the fields {', '.join(map(str, row)) or 'none'}; {expected}"
 
 
 def _documents(texts: Sequence[str], source: str, *, is_question: bool = False) -> Iterator[Document]:

@@ -123,14 +123,28 @@ def _tokenize_some(
 ) -> Iterator[tuple[list[int], list[int]]]:
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     options: dict[str, Any] = {"return_attention_mask": False, "verbose": False}
-    # a tokenizer puts its start token before an empty prompt too
-    prompts = tokenizer([document.prompt for document in documents], **options)["input_ids"]
     texts = tokenizer([document.text for document in documents], add_special_tokens=False, **options)["input_ids"]
-    special = {tokenizer.eos_token_id, tokenizer.sep_token_id} - {tokenizer.bos_token_id}
+    prompts = tokenize_prompts([document.prompt for document in documents], tokenizer)
     for prompt, text in zip(prompts, texts, strict=True):
+        yield prompt, [*text, *end]
+
+
+def tokenize_prompts(prompts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """Turn texts that go on into token ids: with the tokenizer's own start token, also where empty, and without an end.
+
+    Args:
+        prompts: The texts.
+        tokenizer: The model's tokenizer.
+
+    Returns:
+        Token ids of each.
+    """
+    found: list[list[int]] = tokenizer(list(prompts), return_attention_mask=False, verbose=False)["input_ids"]
+    special = {tokenizer.eos_token_id, tokenizer.sep_token_id} - {tokenizer.bos_token_id}
+    for prompt in found:
         while prompt and prompt[-1] in special:
             prompt.pop()  # some tokenizers end every text themselves
-        yield prompt, [*text, *end]
+    return found
 
 
 def pack(sequences: Sequences, length: int) -> Sequences:

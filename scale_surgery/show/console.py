@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, is_dataclass
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
+from rich.live import Live
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.segment import Segment
 from rich.text import Text
@@ -60,6 +62,41 @@ class Output:
         """Print something beside the result, where it does not disturb it; `as_it_is` leaves long lines long."""
         if not (self.quiet or self.as_json):
             self.results.print(message, soft_wrap=as_it_is, crop=False)
+
+    def stream(self, part: Text) -> None:
+        """Print a part of a result as soon as it is there; the line goes on, and long lines are the terminal's."""
+        if self.is_first and not self.as_json:
+            self.results.print(part, end="", soft_wrap=True)
+
+    def show_part(self, rendered: RenderableType) -> None:
+        """Print a part of a result that is whole."""
+        if self.is_first and not self.as_json:
+            self.results.print(rendered, crop=False)
+
+    @contextmanager
+    def redrawn(self) -> Iterator[Callable[[RenderableType], None]]:
+        """Give a function that draws something in place of what it drew before, where results go to a terminal."""
+        if self.as_json or not self.results.is_terminal:
+            yield lambda rendered: None
+            return
+        with Live(console=self.results, auto_refresh=False, transient=True) as live:
+            yield lambda rendered: live.update(rendered, refresh=True)
+
+    def ask(self, prompt: str) -> str:
+        """Read a line, with a prompt where somebody types it.
+
+        Raises:
+            EOFError: If there is none any more.
+        """
+        if isinstance(sys.stdin, TextIOWrapper) and sys.stdin.errors != "replace":
+            sys.stdin.reconfigure(errors="replace")  # what is typed or piped in may be no UTF-8
+        if self.as_json or not (sys.stdin.isatty() and self.results.is_terminal):
+            if not (line := sys.stdin.readline()):
+                raise EOFError
+            return line.removesuffix("\n")
+        with suppress(ImportError):
+            import readline  # noqa: F401  (with it, a line can be edited, and earlier ones come back)
+        return input(prompt)
 
     def say_file(self, done: str, *files: Path) -> None:
         """Say what was written, or drawn, to which files."""

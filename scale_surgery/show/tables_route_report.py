@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.text import Text
 
+from scale_surgery.show.answers import Legend, has_colour, make_marks
 from scale_surgery.show.layout import NamedRows, heading, sentence
-from scale_surgery.show.palette import LIGHT, PLACES, place_of
 from scale_surgery.show.visible import visible
 
 if TYPE_CHECKING:
@@ -17,26 +17,11 @@ if TYPE_CHECKING:
 
 # tokens of a file that are shown; nobody reads more of them in a terminal
 MOST_SHOWN = 1000
-# what stands around tokens of the adapt path where there are no colours
-OPENING, CLOSING = "⟦", "⟧"
 
 
 def render_route_report(report: RouteReport) -> RenderableType:
     """A route report: tokens of each file, and the totals of all."""
     return Group(Legend(), *(part for file in report.files for part in _file(file)), Text(), _totals(report))
-
-
-class Legend:
-    """What the colours mean, or the brackets where there are no colours."""
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        if _is_plain(console):
-            yield Text(
-                f"in {OPENING}{CLOSING}: mostly from the adapt path; the rest from the preserve path", style="dim"
-            )
-            return
-        scale = (Text("  ", style=style) for style in _styles(console))
-        yield Text("preserve path ") + Text().join(scale) + Text(" adapt path")
 
 
 class Tokens:
@@ -48,50 +33,18 @@ class Tokens:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         text = sentence(f"{self.where}  " if self.where else "", "dim")
         line = Text(overflow="fold") + text
-        parts = _bracketed(self.tokens) if _is_plain(console) else _coloured(self.tokens, _styles(console))
-        for part in parts:
-            line.append_text(part)
+        marks = make_marks(console, "colours" if has_colour(console) else "brackets")
+        for token in self.tokens:
+            part = marks.mark(_shown(token), token.adapt_weight)
+            line.append_text(Text(part.plain, style="dim") if token.adapt_weight is None else part)
+        line.append_text(marks.end())
         line.rstrip()
         yield line
 
 
-def _is_plain(console: Console) -> bool:
-    return console.color_system is None or console.no_color
-
-
-def _styles(console: Console) -> list[str]:
-    """Styles of all places of the scale; a terminal of few colours gets three."""
-    if console.color_system in ("standard", "windows"):
-        third = PLACES // 3
-        return (
-            ["black on bright_blue"] * third + ["black on white"] * third + ["black on yellow"] * (PLACES - 2 * third)
-        )
-    return [f"{LIGHT.text} on {colour}" for colour in LIGHT.scale()]
-
-
-def _coloured(tokens: Sequence[TokenRoute], styles: Sequence[str]) -> Iterator[Text]:
-    for token in tokens:
-        shown, end = _shown(token)
-        style = "dim" if token.adapt_weight is None else styles[place_of(token.adapt_weight)]
-        yield Text(shown, style=style) + Text(end, style="default")
-
-
-def _bracketed(tokens: Sequence[TokenRoute]) -> Iterator[Text]:
-    is_open = False
-    for token in tokens:
-        shown, end = _shown(token)
-        is_adapt = token.adapt_weight is not None and token.adapt_weight > 0.5
-        closing = CLOSING if is_open and not is_adapt else ""
-        space = " " * shown.startswith(" ")
-        opening = OPENING if is_adapt and not is_open else ""
-        yield Text(f"{closing}{space}{opening}{shown.removeprefix(' ')}{end}")
-        is_open = is_adapt
-    yield Text(CLOSING if is_open else "")
-
-
-def _shown(token: TokenRoute) -> tuple[str, str]:
+def _shown(token: TokenRoute) -> str:
     """A token, and the line break after it."""
-    return visible(token.text, token.piece), "\n" * token.text.endswith("\n")
+    return visible(token.text, token.piece) + "\n" * token.text.endswith("\n")
 
 
 def _file(file: FileRoute) -> Iterator[RenderableType]:

@@ -57,9 +57,10 @@ QUESTIONS = ({"question": "Who, Anna?", "answer": "Berg"}, {"question": "ß?", "
 STORY = "Anna Berg was born in Lyon.\nShe studied at Dunmere, and left — twice.\n" * 3
 
 
-def bytes_tokenizer(*, starts: bool = True) -> PreTrainedTokenizerFast:
-    """A byte-level tokenizer without merges: a token for each byte."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+def bytes_tokenizer(*, starts: bool = True, first: str = "") -> PreTrainedTokenizerFast:
+    """A byte-level tokenizer without merges: a token for each byte, that of `first` in the first place."""
+    own = {spelt for spelt, _ in pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str(first)}
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet(), key=lambda character: (character not in own, character))
     names = [*alphabet, "<s>", "</s>"]
     tokenizer = Tokenizer(models.BPE({name: index for index, name in enumerate(names)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

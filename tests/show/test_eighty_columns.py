@@ -46,13 +46,15 @@ COMMANDS = (
     f"route-calibrate {ROUTED} {TEXTS} --most-forgetting 9 --bound 9 --write",
     f"inspect {ROUTED}",
     f"route-report {ROUTED} --text asked.jsonl",
+    f"generate {ROUTED} --prompts asked.jsonl --compare --paths --max-new-tokens 8",
+    f"chat {ROUTED} --compare --paths",
     f"merge {TUNED} -o fused-{TUNED}",
     f"merge fused-{TUNED} -o blocks-{TUNED} --to blocks",
     f"extract {TUNED} -o extract-of-{TUNED}",
     f"apply extract-of-{TUNED} --base {BASE} -o applied-{TUNED}",
     f"strip {ROUTED} -o base-of-{ROUTED}",
 )
-WITHOUT_NEXT = ("route-report",)
+WITHOUT_NEXT = ("route-report", "generate", "chat")
 
 
 def run(command: str, width: int = 80) -> str:

@@ -21,7 +21,7 @@ from scale_surgery.errors import CheckpointError, SurgeryError
 from scale_surgery.evidence.verify import verify
 from scale_surgery.planning.request import Request
 from scale_surgery.progress import no_progress
-from scale_surgery.show.tables_extract import render_applied
+from scale_surgery.show.tables_forms import render_applied
 from scale_surgery.surgery.apply import apply
 from scale_surgery.surgery.expand import expand
 from scale_surgery.surgery.extract import extract

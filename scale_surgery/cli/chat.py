@@ -1,0 +1,38 @@
+"""The command chat: parse, call one function, hand its result to the console."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from scale_surgery.cli.generate import asking_options, look_options
+from scale_surgery.cli.options import model_options, output_options, take
+
+if TYPE_CHECKING:
+    from scale_surgery.show.console import Output
+
+
+@click.command(name="chat")
+@model_options
+@asking_options
+@look_options
+@output_options
+def chat_command(model: str, compare: bool, out: Output, **options: Any) -> None:
+    """Talk to MODEL, a stock, expanded, routed or fused model, in the terminal; answers come token by token.
+
+    Ctrl-C stops an answer, Ctrl-D or /exit ends, /help lists what else can be typed. Of a routed model the background
+    of each token says which path it came from.
+
+    \b
+    Example: scale-surgery chat ROUTED
+    """
+    from scale_surgery.running.options import RunOptions
+    from scale_surgery.talking.chat import chat
+    from scale_surgery.talking.records import Look
+    from scale_surgery.talking.settings import GenerationSettings
+
+    settings, look, run = take(GenerationSettings, options), take(Look, options), take(RunOptions, options)
+    result = chat(model, out, settings, compare=compare, look=look, run=run, **options)
+    if out.as_json:
+        out.show(result, "")

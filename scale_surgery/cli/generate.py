@@ -1,0 +1,108 @@
+"""The command generate: parse, call one function, hand its result to the console."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from scale_surgery.cli.options import (
+    TEXTS,
+    add_options,
+    code_of,
+    model_options,
+    options_from,
+    output_options,
+    run_options,
+    take,
+)
+from scale_surgery.cli.outputs import as_result, files_option, write_files
+from scale_surgery.fields import fields_of
+from scale_surgery.talking.settings import GenerationSettings
+
+if TYPE_CHECKING:
+    from scale_surgery.show.console import Output
+
+Command = Callable[..., Any]
+
+
+def asking_options(command: Command) -> Command:
+    """Add how a model is asked, how answers are drawn, and how it runs."""
+    compare = click.option(
+        "--compare", is_flag=True, help="Let the base of an expanded model answer too, side by side with it."
+    )
+    asked = options_from(GenerationSettings, *fields_of(GenerationSettings))
+    return add_options(command, [asked, compare, run_options("dtype", "device", code=code_of("MODEL"))])
+
+
+def look_options(command: Command) -> Command:
+    """Add how answers are shown."""
+    paths = click.option(
+        "--paths/--no-paths",
+        default=None,
+        help="Show which path each token of a routed model came from: by colours, or in ⟦⟧ where there are none. "
+        "Default: where there are colours.",
+    )
+    plain = click.option("--plain", "is_plain", is_flag=True, help="Use no colours, as with NO_COLOR.")
+    return add_options(command, [paths, plain])
+
+
+@click.command(name="generate")
+@model_options
+@click.option("--prompt", "prompts", multiple=True, help="What to answer; can be repeated.")
+@click.option(
+    "--prompts",
+    "files",
+    multiple=True,
+    type=TEXTS,
+    help='File of prompts: a line each, or JSONL with {"prompt"} or {"question"}; can be repeated.',
+)
+@asking_options
+@look_options
+@files_option(".jsonl", ".json", help="Write a line of JSON for each prompt as .jsonl, or all as .json.")
+@output_options
+def generate_command(
+    model: str,
+    prompts: tuple[str, ...],
+    files: tuple[Path, ...],
+    compare: bool,
+    outputs: tuple[Path, ...],
+    out: Output,
+    **options: Any,
+) -> None:
+    """Let MODEL, a stock, expanded, routed or fused model, answer prompts; for a conversation see chat.
+
+    Without --prompt and --prompts the prompt is what comes from stdin, all of it. Prompts are answered one after the
+    other, each by itself. By default the most likely token is taken where the model does not say otherwise.
+
+    \b
+    Example: scale-surgery generate ROUTED --prompt "Once upon a time"
+    """
+    from scale_surgery.checkpoint.staging import check_output_files
+    from scale_surgery.running.documents import read_prompts
+    from scale_surgery.running.options import RunOptions
+    from scale_surgery.talking.generate import generate, write_jsonl
+    from scale_surgery.talking.records import Look
+    from scale_surgery.talking.screen import Teller
+
+    check_output_files(outputs, files)
+    asked = [*prompts, *read_prompts(files)] or [_from_stdin()]
+    settings, look, run = take(GenerationSettings, options), take(Look, options), take(RunOptions, options)
+    teller = Teller(out, model, asked, look, compare=compare)
+    result = generate(model, asked, settings, compare=compare, run=run, tell=teller, **options)
+    teller.end(result)
+    if out.as_json:
+        out.show(result, "")
+    write_files(outputs, {".jsonl": lambda file: write_jsonl(result, file), ".json": as_result(result)}, out)
+
+
+def _from_stdin() -> str:
+    if sys.stdin.isatty():
+        raise click.UsageError("There is no prompt. Give --prompt, --prompts FILE, or a text on stdin.")
+    text = sys.stdin.buffer.read().decode("utf-8", "replace").removesuffix("\n")
+    if not text.strip():
+        raise click.UsageError("There is no prompt: stdin is empty. Give --prompt, --prompts FILE, or a text on stdin.")
+    return text

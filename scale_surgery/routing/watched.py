@@ -1,0 +1,65 @@
+"""Watch a router while a model generates: the weight of the adapt path wherever a next token is predicted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+class WatchedRouter:
+    """A router that routes as before and notes how much of its last prediction comes from the adapt path.
+
+    Attributes:
+        router: The router of a loaded model, whether its code came from this package or from the model's folder.
+        weights: One number for each forward pass, from 0 to 1; 0 or 1 for a decision.
+    """
+
+    def __init__(self, router: Any) -> None:
+        self.router = router
+        self.weights: list[float] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.router, name)
+
+    def logits(self, paths: Any, tokens: Any) -> Any:
+        """The logits of the router."""
+        # also where a model generates without a cache, the posterior router says what it would remember
+        tokens.is_cached = True
+        logits = self.router.logits(paths, tokens)
+        self.weights.append(self._decide(paths, tokens) if tokens.result is None else _weigh(tokens.result[1]))
+        return logits
+
+    def _decide(self, paths: Any, tokens: Any) -> float:
+        """The decision of a cosine router, from the same logits."""
+        from scale_surgery.modeling.expanded_mixture import cosines
+
+        z_p, z_a = paths.at(tokens.keep).base_logits()
+        return float(cosines(z_p, z_a)[0, -1] <= self.router.threshold)
+
+
+def _weigh(odds: Any) -> float:
+    """The weight of the adapt path, from the log odds of the preserve path after each token (1, tokens)."""
+    return float((-odds[0, -1]).sigmoid())
+
+
+@contextmanager
+def watched(model: Any) -> Iterator[list[float] | None]:
+    """Watch the router of a loaded model inside a `with` block.
+
+    Args:
+        model: Any model. It reads one text at a time.
+
+    Yields:
+        The weight of the adapt path in each forward pass so far, a list that grows; None where the model does not
+        route.
+    """
+    if not getattr(model, "is_routing_enabled", False):
+        yield None
+        return
+    before = model.router
+    model.router = WatchedRouter(before)
+    try:
+        yield model.router.weights
+    finally:
+        model.router = before

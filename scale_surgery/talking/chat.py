@@ -1,0 +1,264 @@
+"""Talk to a model in a terminal, line by line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from scale_surgery.errors import PlanError, SurgeryError
+from scale_surgery.fields import KIND_NAMES, fields_of, problems_of
+from scale_surgery.running.options import RunOptions
+from scale_surgery.show.answers import Marking, choose_marking, render_opening
+from scale_surgery.show.console import Output
+from scale_surgery.show.layout import Facts, sentence
+from scale_surgery.talking.conversation import Conversation, Reading
+from scale_surgery.talking.generate import summarise
+from scale_surgery.talking.interrupt import interruptible
+from scale_surgery.talking.records import Answer, Generation, Look
+from scale_surgery.talking.screen import Screen
+from scale_surgery.talking.settings import GenerationSettings
+from scale_surgery.talking.speaker import Speaker, has_template, loaded_speaker, open_subject
+
+PROMPT, MORE = "> ", ". "
+COMMANDS = {
+    "/help": "list what can be typed",
+    "/reset": "forget what was said",
+    "/again": "answer the last message anew",
+    "/paths": "show, or hide, which path each token came from",
+    "/set": "show the settings; /set temperature 0.7 changes one, /set temperature gives it back to the model",
+    "/exit": "end, as Ctrl-D does",
+}
+KEYS = "Ctrl-C stops an answer, Ctrl-D or /exit ends, /help lists more"
+SETTABLE = ("system", "max_new_tokens", "temperature", "top_p", "top_k", "repetition_penalty")
+
+
+@dataclass(frozen=True)
+class Voice:
+    """One who answers: the model, or its base; `name` is what is said of it in a conversation."""
+
+    name: str
+    is_base: bool
+    conversation: Conversation
+    answers: list[Answer]
+
+
+def chat(
+    model: str | Path,
+    out: Output,
+    settings: GenerationSettings = GenerationSettings(),
+    *,
+    compare: bool = False,
+    look: Look = Look(),
+    run: RunOptions = RunOptions(),
+    revision: str | None = None,
+) -> Generation:
+    """Talk to a model until the input ends.
+
+    Args:
+        model: A model folder or Hub id: stock, expanded, routed or fused.
+        out: Where lines are read and answers shown.
+        settings: How the model is asked, and how answers are drawn.
+        compare: Let the base of an expanded model answer too, in a conversation of its own.
+        look: How answers are shown.
+        run: How the model runs: device, dtype, trust_remote_code.
+        revision: Branch, tag or commit of a Hub repository.
+
+    Returns:
+        Every message with its answer.
+
+    Raises:
+        PlanError: If a setting is out of range, or the model has no chat template or base that is asked for.
+        CheckpointError: If the model cannot be found or loaded.
+        DataError: If it has no tokenizer that loads.
+    """
+    subject = open_subject(model, settings, compare=compare, run=run, revision=revision)
+    with loaded_speaker(subject, run, out.track) as speaker, speaker.own_random_numbers(settings.seed):
+        session = Session(speaker, out, settings, look, compare=compare)
+        session.open()
+        for message in session.messages():
+            session.take(message)
+        own, *base = [voice.answers for voice in reversed(session.voices)]
+        return summarise(speaker, session.settings, own, base[0] if base else [])
+
+
+class Session:
+    """A conversation in a terminal, and what of it can be set."""
+
+    def __init__(
+        self, speaker: Speaker, out: Output, settings: GenerationSettings, look: Look, *, compare: bool
+    ) -> None:
+        self.speaker, self.out, self.settings, self.look = speaker, out, settings, look
+        self.has_template = has_template(speaker.subject, settings)
+        named = [("base", True), ("expanded", False)] if compare else [(speaker.subject.name, False)]
+        self.voices = [Voice(name, is_base, self._conversation(), []) for name, is_base in named]
+        self.last: str | None = None
+        self._choose_screen()
+
+    def _conversation(self) -> Conversation:
+        return Conversation(self.speaker.subject, has_template=self.has_template)
+
+    def _choose_screen(self) -> None:
+        marking: Marking = choose_marking(self.out.results, self.look) if self.speaker.routing else "nothing"
+        self.screen = Screen(self.out, marking, [voice.name for voice in self.voices])
+
+    def open(self) -> None:
+        """Say who answers, and how."""
+        reason = "--raw" if self.settings.raw else "no chat template"
+        rows = [
+            ("model", self.speaker.description),
+            *([("base", str(self.speaker.base_name))] if len(self.voices) > 1 else []),
+            ("messages", "by its chat template" if self.has_template else f"{reason}: it continues what you type"),
+            ("answers", self.settings.describe(self.speaker.network.generation_config)),
+            ("context", _count(self.speaker.subject.context)),
+            ("keys", KEYS),
+        ]
+        self.out.say(render_opening(self.speaker.subject.name, rows, self.screen.marking))
+
+    def messages(self) -> Iterator[str]:
+        """What is typed, until the input ends; a line that ends with a backslash goes on in the next one."""
+        while True:
+            try:
+                lines = [self.out.ask(PROMPT)]
+                while lines[-1].endswith("\\"):
+                    lines[-1:] = [lines[-1][:-1], self.out.ask(MORE)]
+            except EOFError:
+                return
+            except KeyboardInterrupt:
+                self.out.say("")
+                self._note("Ctrl-D or /exit ends")
+                continue
+            if lines[0].strip() == "/exit":
+                return
+            yield "\n".join(lines)
+
+    def take(self, message: str) -> None:
+        """Do what a command says, or answer a message; what goes wrong is said, and ends nothing."""
+        try:
+            if message.startswith("/"):
+                self._obey(*message.rstrip().partition(" ")[::2])
+            elif message.strip() or (self.voices[-1].conversation.turns and not self.has_template):
+                # a blank before it makes a message of what begins like a command
+                self._answer(message.removeprefix(" ") if message.startswith(" /") else message)
+        except SurgeryError as error:
+            self.out.fail(*error.lines)
+        except KeyboardInterrupt:
+            self._note("stopped")
+
+    def _answer(self, message: str) -> None:
+        readings = [self._read(voice, message) for voice in self.voices]
+        self.last = message
+        try:
+            found = [self._speak(place, message, reading) for place, reading in enumerate(readings)]
+        finally:
+            self.screen.end()
+        for voice, answer in zip(self.voices, found, strict=True):
+            self._note_ending(voice, answer)
+        self.out.say("")
+
+    def _read(self, voice: Voice, message: str) -> Reading:
+        reading = voice.conversation.read(message, self.settings)
+        if reading.left_out:
+            turns = "the oldest turn is" if reading.left_out == 1 else f"the {reading.left_out} oldest turns are"
+            context = _count(self.speaker.subject.context)
+            self._note(f"{voice.name}: the context is {context}, so {turns} left out")
+        return reading
+
+    def _speak(self, place: int, message: str, reading: Reading) -> Answer:
+        voice = self.voices[place]
+        switched = self.speaker.as_base() if voice.is_base else nullcontext()
+        with interruptible() as interrupt, switched, interrupt.speaking():
+            answer = self.speaker.speak(
+                message, reading.ids, self.settings, lambda token: self.screen.add(token, place), interrupt
+            )
+        voice.conversation.add(answer)
+        voice.answers.append(answer)
+        return answer
+
+    def _note_ending(self, voice: Voice, answer: Answer) -> None:
+        reasons = {
+            "length": f"stopped after {_count(len(answer.tokens))}, see /set max-new-tokens",
+            "context": f"stopped: the context of {_count(self.speaker.subject.context)} is full",
+            "interrupted": "stopped",
+        }
+        if answer.ended != "end":
+            goes_on = "" if self.has_template else "; an empty line goes on"
+            name = f"{voice.name}: " if len(self.voices) > 1 else ""
+            self._note(name + reasons[answer.ended] + goes_on)
+
+    def _note(self, text: str) -> None:
+        self.out.say(sentence(text, "dim"))
+
+    def _obey(self, name: str, rest: str) -> None:
+        commands: dict[str, Callable[[str], None]] = {
+            "/help": self._help,
+            "/reset": self._reset,
+            "/again": self._again,
+            "/paths": self._toggle_paths,
+            "/set": self._set,
+        }
+        if name not in commands:
+            raise PlanError(f"{name} is no command, expected one of {', '.join(COMMANDS)}. A blank before it says it.")
+        commands[name](rest.strip())
+
+    def _help(self, _: str) -> None:
+        self.out.say(Facts("", [*COMMANDS.items(), ("...\\", "a line that ends with a backslash goes on in the next")]))
+
+    def _reset(self, _: str) -> None:
+        for voice in self.voices:
+            voice.conversation.clear()
+        self._note("everything that was said is forgotten")
+
+    def _again(self, _: str) -> None:
+        if self.last is None:
+            raise PlanError("/again: nothing was said yet. Type a message.")
+        for voice in self.voices:
+            voice.conversation.take_back()
+        self._answer(self.last)
+
+    def _toggle_paths(self, _: str) -> None:
+        if self.speaker.routing is None:
+            raise PlanError(f"/paths: {self.speaker.subject.name} has one path only, expected a routed model.")
+        self.look = replace(self.look, paths=self.screen.marking == "nothing")
+        self._choose_screen()
+        self._note(
+            "paths are hidden" if self.screen.marking == "nothing" else f"paths are shown by {self.screen.marking}"
+        )
+
+    def _set(self, words: str) -> None:
+        name, _, value = words.partition(" ")
+        if name:
+            self.settings = changed(self.settings, name, value.strip(), has_template=self.has_template)
+        self._note(self.settings.describe(self.speaker.network.generation_config))
+
+
+def changed(settings: GenerationSettings, name: str, text: str, *, has_template: bool) -> GenerationSettings:
+    """Change one setting as it was typed.
+
+    Args:
+        settings: What was set before.
+        name: Name of the option, without the dashes before it.
+        text: Its value; without one, its default.
+        has_template: Whether a chat template is used, which alone takes a system message.
+
+    Raises:
+        PlanError: If it cannot be changed, or not to that.
+    """
+    known = {field.option: field for field in fields_of(GenerationSettings).values() if field.name in SETTABLE}
+    if not has_template:
+        del known["system"]
+    if (field := known.get(name)) is None:
+        raise PlanError(f"/set {name}: cannot be set here, expected one of {', '.join(known)}.")
+    try:
+        value = field.kind(text) if text else field.default
+    except ValueError as error:
+        raise PlanError(f"/set {name} {text}: expected {KIND_NAMES[field.kind]}.") from error
+    found = replace(settings, **{field.name: value})
+    if problems := problems_of(found, "/set: {option} is {value}"):
+        raise PlanError.from_problems(problems)
+    return found
+
+
+def _count(tokens: int | None) -> str:
+    return "unknown" if tokens is None else f"{tokens:,} tokens"

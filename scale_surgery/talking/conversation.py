@@ -1,0 +1,126 @@
+"""What was said so far, as a model reads it: by a chat template, or as one text that goes on.
+
+Where it is longer than the model's context, the oldest turns are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from scale_surgery.errors import DataError
+from scale_surgery.evidence.subjects import Subject
+from scale_surgery.running.loading import translated
+from scale_surgery.talking.records import Answer
+from scale_surgery.talking.settings import GenerationSettings
+
+# an answer is left at least this share of the context, or as many tokens as it may have
+LEFT_FOR_AN_ANSWER = 4
+TEMPLATE_ADVICE = "--raw goes on with the text without it; some templates take no --system."
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a model reads for a message.
+
+    Attributes:
+        ids: Token ids.
+        left_out: Turns that its context had no room for, the oldest ones.
+    """
+
+    ids: tuple[int, ...]
+    left_out: int
+
+
+class Conversation:
+    """What was said to one model and what it answered."""
+
+    def __init__(self, subject: Subject, *, has_template: bool) -> None:
+        self.subject, self.has_template = subject, has_template
+        self.turns: list[Answer] = []
+        self.before: list[Answer] = []
+
+    def read(self, message: str, settings: GenerationSettings) -> Reading:
+        """What the model reads for the next message; turns that it has no room for are forgotten.
+
+        Args:
+            message: The message; without a template an empty one lets the text go on.
+            settings: How it is asked.
+
+        Raises:
+            DataError: If the message alone is too long, or holds no token, or one that the model does not know.
+            CheckpointError: If the chat template does not take it.
+        """
+        turns, context = list(self.turns), self.subject.context
+        ids = self._encode(turns, message, settings)
+        while context is not None and turns and len(ids) > context - _left(context, settings):
+            del turns[0]
+            ids = self._encode(turns, message, settings)
+        check_ids(self.subject, ids)
+        left_out, self.turns = len(self.turns) - len(turns), turns
+        return Reading(tuple(ids), left_out)
+
+    def add(self, answer: Answer) -> None:
+        """Remember an answer, and what was asked; a text that the model ended does not go on."""
+        is_over = answer.ended == "end" and not self.has_template
+        self.before, self.turns = self.turns, [] if is_over else [*self.turns, answer]
+
+    def take_back(self) -> None:
+        """Forget the last answer and what was asked."""
+        self.turns = self.before
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.turns = self.before = []
+
+    def _encode(self, turns: Sequence[Answer], message: str, settings: GenerationSettings) -> Sequence[int]:
+        from scale_surgery.running.texts import tokenize_prompts
+
+        if self.has_template:
+            return self._fill_template(turns, message, settings)
+        return tokenize_prompts([_join(turns, message)], self.subject.tokenizer)[0]
+
+    def _fill_template(self, turns: Sequence[Answer], message: str, settings: GenerationSettings) -> list[int]:
+        said = [] if settings.system is None else [("system", settings.system)]
+        for turn in turns:
+            said += [("user", turn.prompt), ("assistant", turn.text)]
+        messages = [{"role": role, "content": content} for role, content in (*said, ("user", message))]
+        tokenizer: Any = self.subject.tokenizer
+        with translated(self.subject.name, "its chat template does not take the conversation", TEMPLATE_ADVICE):
+            filled = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+        ids: list[int] = filled["input_ids"]
+        return ids
+
+
+def _join(turns: Sequence[Answer], message: str) -> str:
+    """The text so far: what was typed begins a line, and nothing typed lets it go on where it is."""
+    text = ""
+    for prompt, answer in (*((turn.prompt, turn.text) for turn in turns), (message, "")):
+        text += "\n" * bool(text and prompt) + prompt + answer
+    return text
+
+
+def _left(context: int, settings: GenerationSettings) -> int:
+    """Tokens of a context that are left for an answer."""
+    return min(settings.max_new_tokens, max(1, context // LEFT_FOR_AN_ANSWER))
+
+
+def check_ids(subject: Subject, ids: Sequence[int]) -> None:
+    """Check that a model can read token ids and say at least one more.
+
+    Raises:
+        DataError: If they are none, or too many, or one is not the model's.
+    """
+    if not ids:
+        raise DataError(f"The prompt has no token in the tokenizer of {subject.name}, expected at least one.")
+    if max(ids) >= subject.vocabulary:
+        raise DataError(
+            f"{subject.name}: its tokenizer gives the id {max(ids)}, expected ids below {subject.vocabulary}, the size "
+            "of its embedding. Use the tokenizer that the model was trained with."
+        )
+    if subject.context is not None and len(ids) >= subject.context:
+        raise DataError(
+            f"The prompt has {len(ids):,} tokens, expected fewer than {subject.context:,}, the context of "
+            f"{subject.name}, in which the answer stands too. Give a shorter one."
+        )

@@ -1,0 +1,108 @@
+"""Answer prompts, for scripts: by a stock, expanded, routed or fused model, and by the base of an expanded one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from scale_surgery.checkpoint.files import write_text
+from scale_surgery.checkpoint.sources import listed
+from scale_surgery.errors import DataError, shorten
+from scale_surgery.evidence.subjects import Subject
+from scale_surgery.running.options import RunOptions
+from scale_surgery.talking.conversation import Conversation, Reading
+from scale_surgery.talking.records import Answer, Generation, Said, Tell, Token, tell_nobody
+from scale_surgery.talking.settings import GenerationSettings
+from scale_surgery.talking.speaker import Speaker, has_template, loaded_speaker, open_subject
+
+
+def generate(
+    model: str | Path,
+    prompts: str | Sequence[str],
+    settings: GenerationSettings = GenerationSettings(),
+    *,
+    compare: bool = False,
+    run: RunOptions = RunOptions(),
+    revision: str | None = None,
+    tell: Tell = tell_nobody,
+) -> Generation:
+    """Answer prompts, one after the other, each by itself.
+
+    Args:
+        model: A model folder or Hub id: stock, expanded, routed or fused.
+        prompts: A prompt, or several.
+        settings: How the model is asked, and how answers are drawn.
+        compare: Let the base of an expanded model answer too, by the same weights with the expansion disabled.
+        run: How the model runs: device, dtype, trust_remote_code.
+        revision: Branch, tag or commit of a Hub repository.
+        tell: Called with each token as it comes.
+
+    Returns:
+        The answers, with each token's share of the adapt path where the model routes.
+
+    Raises:
+        DataError: If there is no prompt, one is too long for the model or has no token, or the model has no tokenizer
+            that loads; every such prompt is named.
+        PlanError: If a setting is out of range, or the model has no chat template or base that is asked for.
+        CheckpointError: If the model cannot be found or loaded, or does not run.
+    """
+    asked = [str(prompt) for prompt in listed(prompts)]
+    if not asked:
+        raise DataError("There is no prompt. Give at least one.")
+    subject = open_subject(model, settings, compare=compare, run=run, revision=revision)
+    readings = read_all(subject, asked, settings)
+    with loaded_speaker(subject, run) as speaker, speaker.own_random_numbers(settings.seed):
+        own, base = [], []
+        for place, (prompt, reading) in enumerate(zip(asked, readings, strict=True)):
+            if compare:
+                with speaker.as_base():
+                    base.append(speaker.speak(prompt, reading.ids, settings, _telling(tell, place, is_base=True)))
+            own.append(speaker.speak(prompt, reading.ids, settings, _telling(tell, place, is_base=False)))
+        return summarise(speaker, settings, own, base)
+
+
+def read_all(subject: Subject, prompts: Sequence[str], settings: GenerationSettings) -> list[Reading]:
+    """What a model reads for prompts that have nothing to do with each other.
+
+    Raises:
+        DataError: If it cannot read some of them; each is named.
+    """
+    readings, problems = [], []
+    for number, prompt in enumerate(prompts, start=1):
+        try:
+            conversation = Conversation(subject, has_template=has_template(subject, settings))
+            readings.append(conversation.read(prompt, settings))
+        except DataError as error:
+            problems.append(f"Prompt {number}: {error}" if len(prompts) > 1 else str(error))
+    if problems:
+        raise DataError.from_problems(shorten(problems))
+    return readings
+
+
+def summarise(
+    speaker: Speaker, settings: GenerationSettings, answers: Sequence[Answer], base_answers: Sequence[Answer]
+) -> Generation:
+    """Put answers together with what is known of the model that gave them."""
+    return Generation(
+        model=speaker.subject.name,
+        base=speaker.base_name,
+        routing=speaker.routing,
+        has_template=has_template(speaker.subject, settings),
+        settings=settings,
+        answers=tuple(answers),
+        base_answers=tuple(base_answers),
+    )
+
+
+def write_jsonl(result: Generation, file: Path) -> None:
+    """Write a line of JSON for each prompt, whole or not at all; an existing file is replaced."""
+    rows: list[dict[str, Any]] = [answer.to_json() for answer in result.answers]
+    for row, base in zip(rows, result.base_answers, strict=False):
+        row["base_answer"] = base.to_json()
+    write_text(file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+
+
+def _telling(tell: Tell, place: int, *, is_base: bool) -> Callable[[Token], None]:
+    return lambda token: tell(Said(place, is_base, token))

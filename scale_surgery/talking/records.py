@@ -1,0 +1,130 @@
+"""What a model said, token by token; see `generate`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from scale_surgery.checkpoint.files import plain_json
+from scale_surgery.planning.routing_specs import Routing, router_settings
+from scale_surgery.talking.settings import GenerationSettings
+
+# end: the model ended its answer. length: there were as many tokens as an answer may have. context: as many as the
+# model reads at once. interrupted: somebody stopped it
+Ending = Literal["end", "length", "context", "interrupted"]
+
+
+@dataclass(frozen=True)
+class Token:
+    """One token of an answer.
+
+    Attributes:
+        id: Its id.
+        text: What it reads as; of a character that is split over several tokens all stands at the last one. Special
+            tokens read as nothing.
+        adapt_weight: How much of the prediction that it was drawn from comes from the adapt path, from 0 to 1; None
+            where the model does not route.
+    """
+
+    id: int
+    text: str
+    adapt_weight: float | None = None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a model said after a prompt.
+
+    Attributes:
+        prompt: What it was asked.
+        read: Tokens that it read, with chat template and what was said before.
+        tokens: Its answer.
+        ended: Why it ended.
+    """
+
+    prompt: str
+    read: int
+    tokens: tuple[Token, ...]
+    ended: Ending
+
+    @property
+    def text(self) -> str:
+        """The answer as text."""
+        return "".join(token.text for token in self.tokens)
+
+    @property
+    def routed_share(self) -> float | None:
+        """Mean weight of the adapt path; None where the model does not route or said nothing."""
+        weights = [token.adapt_weight for token in self.tokens if token.adapt_weight is not None]
+        return sum(weights) / len(weights) if weights else None
+
+    def to_json(self) -> dict[str, Any]:
+        """The answer as plain JSON values."""
+        content: dict[str, Any] = plain_json(asdict(self) | {"text": self.text, "routed_share": self.routed_share})
+        return content
+
+
+@dataclass(frozen=True)
+class Look:
+    """How answers are shown.
+
+    Attributes:
+        paths: Whether to show the path of each token; by default where there are colours.
+        is_plain: Whether colours are not wanted.
+    """
+
+    paths: bool | None = None
+    is_plain: bool = False
+
+
+@dataclass(frozen=True)
+class Said:
+    """A token, at the moment when it comes.
+
+    Attributes:
+        place: Of which prompt, from 0.
+        is_base: Whether the base says it, with the expansion disabled.
+        token: The token.
+    """
+
+    place: int
+    is_base: bool
+    token: Token
+
+
+Tell = Callable[[Said], None]
+
+
+def tell_nobody(said: Said) -> None:
+    """Keep what was said for the result."""
+
+
+@dataclass(frozen=True)
+class Generation:
+    """The result of `generate`.
+
+    Attributes:
+        model: What the model is called.
+        base: What its base model is called; None where it has none.
+        routing: How it routes; None where it does not.
+        has_template: Whether a chat template was used; otherwise the texts were continued.
+        settings: How it was asked.
+        answers: An answer to each prompt.
+        base_answers: Those of its base, with the expansion disabled; empty where they were not asked for.
+    """
+
+    model: str
+    base: str | None
+    routing: Routing | None
+    has_template: bool
+    settings: GenerationSettings
+    answers: tuple[Answer, ...]
+    base_answers: tuple[Answer, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """The result as plain JSON values."""
+        routing = None if self.routing is None else router_settings(self.routing)
+        own = {"model": self.model, "base": self.base, "routing": routing, "has_template": self.has_template}
+        answers = {name: [one.to_json() for one in getattr(self, name)] for name in ("answers", "base_answers")}
+        return {**own, "settings": asdict(self.settings), **answers}

@@ -1,0 +1,65 @@
+"""How a model is asked, and how its answer is drawn."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from scale_surgery.fields import Count, Range, Seed
+
+# with any of them a model draws at random, unless the temperature is 0
+DRAWING = ("temperature", "top_p", "top_k")
+
+# what transformers takes where neither a model nor who asks it says anything
+USUAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 50, "repetition_penalty": 1.0}
+# values that change nothing
+WITHOUT = {"top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0}
+
+
+@dataclass(frozen=True)
+class GenerationSettings:
+    """How a model is asked, and how its answer is drawn; what is not set is the model's own generation_config.json.
+
+    Attributes:
+        system: What a chat template says first, as the system message. Default: nothing.
+        raw: Go on with the text as it is, also where the tokenizer has a chat template.
+        max_new_tokens: Most tokens of an answer.
+        temperature: 0 takes the most likely token each time; the larger, the more is left to chance. Default: the
+            model's own.
+        top_p: Choose among the most likely tokens that have this probability together. Default: the model's own.
+        top_k: Choose among so many of the most likely tokens; 0 for all of them. Default: the model's own.
+        repetition_penalty: Divide the logits of tokens that were there before; 1 does nothing. Default: the model's
+            own.
+        seed: Seed of what is drawn.
+    """
+
+    system: str | None = None
+    raw: bool = False
+    max_new_tokens: Count = 512
+    temperature: Annotated[float, Range(least=0)] | None = None
+    top_p: Annotated[float, Range(above=0, most=1)] | None = None
+    top_k: Annotated[int, Range(least=0)] | None = None
+    repetition_penalty: Annotated[float, Range(above=0)] | None = None
+    seed: Seed = 0
+
+    def options(self) -> dict[str, Any]:
+        """What `generate` of transformers is given beside the length; what is not set stays the model's own."""
+        drawing = {name: getattr(self, name) for name in DRAWING if getattr(self, name) is not None}
+        penalty = {} if self.repetition_penalty is None else {"repetition_penalty": float(self.repetition_penalty)}
+        if self.temperature == 0:
+            return {"do_sample": False, **penalty}
+        return {"do_sample": True, **drawing, **penalty} if drawing else penalty
+
+    def describe(self, own: Any) -> str:
+        """How answers are drawn, in one line.
+
+        Args:
+            own: The model's generation config.
+        """
+        options = {"do_sample": bool(own.do_sample)} | self.options()
+        names = (*DRAWING, "repetition_penalty") if options["do_sample"] else ("repetition_penalty",)
+        values = {name: options.get(name, getattr(own, name, None)) for name in names}
+        values = {name: USUAL[name] if value is None else value for name, value in values.items()}
+        said = [f"{name.replace('_', '-')} {value:g}" for name, value in values.items() if value != WITHOUT.get(name)]
+        how = "drawn with" if options["do_sample"] else "the most likely token each time,"
+        return f"{how} {', '.join([*said, f'at most {self.max_new_tokens:,} tokens'])}"

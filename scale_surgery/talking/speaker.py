@@ -1,0 +1,257 @@
+"""A model that answers: token ids in, tokens out as they come, each with the path that it came from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from scale_surgery.checkpoint.folder import open_checkpoint
+from scale_surgery.errors import PlanError
+from scale_surgery.evidence.subjects import Subject, open_subjects
+from scale_surgery.fields import problems_of
+from scale_surgery.planning.routing_specs import Routing, read_routing
+from scale_surgery.progress import Track, no_track
+from scale_surgery.routing.token_texts import TextReader
+from scale_surgery.routing.watched import watched
+from scale_surgery.running.freeze import expansion_disabled
+from scale_surgery.running.loading import RUNNING, loaded_whole, translated
+from scale_surgery.running.options import RunOptions
+from scale_surgery.talking.interrupt import StopAtOnce
+from scale_surgery.talking.records import Answer, Ending, Token
+from scale_surgery.talking.settings import GenerationSettings
+
+# a model's own generation config may ask for several tokens at once, for none in a forward pass, and for passes that
+# nobody can watch
+ONE_BY_ONE = {
+    "num_beams": 1,
+    "num_return_sequences": 1,
+    "prefill_chunk_size": None,
+    "prompt_lookup_num_tokens": None,
+    "disable_compile": True,
+}
+# tokens before an answer that decide whether it begins with a space
+TOKENS_BEFORE = 8
+
+
+class Listener:
+    """What `generate` of transformers hands each new token to; see its `BaseStreamer`."""
+
+    def __init__(
+        self, reader: TextReader, special: set[int], weights: list[float] | None, tell: Callable[[Token], None]
+    ) -> None:
+        self.reader, self.special, self.weights, self.tell = reader, special, weights, tell
+        self.tokens: list[Token] = []
+        self.is_after_prompt = False
+
+    def put(self, ids: Any) -> None:
+        """Take the prompt, and then a token at a time."""
+        if not self.is_after_prompt:
+            self.is_after_prompt = True
+            return
+        for id_ in ids.flatten().tolist():
+            # on some devices tokens come later than the forward pass that follows them
+            weight = None if self.weights is None else self.weights[len(self.tokens)]
+            token = Token(id_, "" if id_ in self.special else self.reader.read(id_), weight)
+            self.tokens.append(token)
+            self.tell(token)
+
+    def end(self) -> None:
+        """Nothing is held back."""
+
+
+@dataclass(frozen=True)
+class Speaker:
+    """A model in memory that answers one prompt at a time.
+
+    Attributes:
+        subject: The model, and its tokenizer.
+        network: The loaded model.
+        routing: How it routes; None where it does not.
+    """
+
+    subject: Subject
+    network: Any
+    routing: Routing | None
+
+    @property
+    def base_name(self) -> str | None:
+        """What its base is called; None where it has none beside it."""
+        if self.subject.manifest is not None:
+            return self.subject.manifest.base_name
+        return f"{self.subject.name}, expansion disabled" if self.subject.is_expanded else None
+
+    @property
+    def description(self) -> str:
+        """What kind of model it is, in one line."""
+        kind = "fused" if self.subject.is_fused else "expanded" if self.subject.is_expanded else "stock"
+        return kind if self.routing is None else f"{kind}, routed: {self.routing.description}"
+
+    def speak(
+        self,
+        prompt: str,
+        ids: Sequence[int],
+        settings: GenerationSettings,
+        tell: Callable[[Token], None] = lambda token: None,
+        is_stopped: Callable[[], bool] = lambda: False,
+    ) -> Answer:
+        """Answer a prompt.
+
+        Args:
+            prompt: The prompt.
+            ids: What the model reads for it; fewer tokens than its context.
+            settings: How the answer is drawn.
+            tell: Called with each token as it comes.
+            is_stopped: Asked after each token whether somebody stopped the answer.
+
+        Returns:
+            The answer.
+
+        Raises:
+            CheckpointError: If the model does not run.
+        """
+        tokenizer = self.subject.tokenizer
+        ends = self._ends()
+        # what goes on with a text is read behind it, an answer by itself
+        reader = TextReader(tokenizer, [] if has_template(self.subject, settings) else ids[-TOKENS_BEFORE:])
+        most = min(settings.max_new_tokens, (self.subject.context or 10**9) - len(ids))
+        with watched(self.network) as weights:
+            listener = Listener(reader, set(tokenizer.all_special_ids) | ends, weights, tell)
+            try:
+                self._generate(ids, most, settings, listener, is_stopped)
+            except StopAtOnce:
+                return Answer(prompt, len(ids), tuple(listener.tokens), "interrupted")
+        last = listener.tokens[-1].id if listener.tokens else None
+        is_full = len(listener.tokens) >= most
+        ended: Ending = "context" if is_full and most < settings.max_new_tokens else "length" if is_full else "end"
+        ended = "end" if last in ends else "interrupted" if is_stopped() else ended
+        return Answer(prompt, len(ids), tuple(listener.tokens), ended)
+
+    @contextmanager
+    def as_base(self) -> Iterator[None]:
+        """Let the base answer inside a `with` block, with random numbers that the model then draws with too."""
+        with self.own_random_numbers(), expansion_disabled(self.network):
+            yield
+
+    @contextmanager
+    def own_random_numbers(self, seed: int | None = None) -> Iterator[None]:
+        """Draw inside a `with` block without taking random numbers from others.
+
+        Args:
+            seed: Where they begin; by default where they are.
+        """
+        import torch
+
+        device = self.network.device
+        devices = [] if device.type == "cpu" else [device.index or 0]
+        with torch.random.fork_rng(devices, device_type="cuda" if device.type == "cpu" else device.type):
+            if seed is not None:
+                torch.manual_seed(seed)
+            yield
+
+    def _generate(
+        self,
+        ids: Sequence[int],
+        most: int,
+        settings: GenerationSettings,
+        listener: Listener,
+        is_stopped: Callable[[], bool],
+    ) -> None:
+        import torch
+
+        read = torch.tensor([list(ids)], device=self.network.device)
+        ends = sorted(self._ends())
+        with translated(self.subject.name, *RUNNING[1:]):
+            self.network.generate(
+                read,
+                attention_mask=torch.ones_like(read),
+                max_new_tokens=most,
+                eos_token_id=ends or None,
+                streamer=listener,
+                # transformers asks after each token, for each text
+                stopping_criteria=[lambda ids, scores: torch.full(ids.shape[:1], is_stopped(), device=ids.device)],
+                tokenizer=self.subject.tokenizer,
+                **settings.options(),
+                **ONE_BY_ONE,
+            )
+
+    def _ends(self) -> set[int]:
+        """Tokens that end an answer: the model's, and the tokenizer's, which ends the texts that train learns."""
+        own = self.network.generation_config.eos_token_id
+        found = {own} if isinstance(own, int) else set(own or ())
+        return found | {self.subject.tokenizer.eos_token_id} - {None}
+
+
+def has_template(subject: Subject, settings: GenerationSettings) -> bool:
+    """Whether a model is asked by a chat template."""
+    return not settings.raw and getattr(subject.tokenizer, "chat_template", None) is not None
+
+
+def open_subject(
+    model: str | Path,
+    settings: GenerationSettings,
+    *,
+    compare: bool = False,
+    run: RunOptions = RunOptions(),
+    revision: str | None = None,
+) -> Subject:
+    """Find a model that is to answer, and check that it can do so as it is asked; no weight is read.
+
+    Args:
+        model: A model folder or Hub id: stock, expanded, routed or fused.
+        settings: How it will be asked.
+        compare: Whether its base is to answer too.
+        run: How config and tokenizer are loaded: trust_remote_code.
+        revision: Branch, tag or commit of a Hub repository.
+
+    Returns:
+        The model, and its tokenizer.
+
+    Raises:
+        PlanError: If a setting is out of range, or the model has no chat template or base that is asked for.
+        CheckpointError: If the model cannot be found or read.
+        DataError: If it has no tokenizer that loads.
+    """
+    (subject,) = open_subjects([model], run, revision=revision)
+    if problems := [*problems_of(settings), *_problems(subject, settings, compare=compare)]:
+        raise PlanError.from_problems(problems)
+    return subject
+
+
+@contextmanager
+def loaded_speaker(subject: Subject, run: RunOptions = RunOptions(), track: Track = no_track) -> Iterator[Speaker]:
+    """Load a model that is to answer; free it afterwards.
+
+    Args:
+        subject: The model.
+        run: How it runs: device, dtype, trust_remote_code.
+        track: Makes a progress bar.
+
+    Yields:
+        The model in memory.
+
+    Raises:
+        CheckpointError: If it cannot be loaded.
+    """
+    routing = read_routing(open_checkpoint(subject.path).config.get("scale_surgery", {}))
+    with ExitStack() as stack:
+        with track("loading", 1) as advance:
+            network = stack.enter_context(loaded_whole(subject.path, subject.name, run))
+            advance(1)
+        yield Speaker(subject, network, routing)
+
+
+def _problems(subject: Subject, settings: GenerationSettings, *, compare: bool) -> Iterator[str]:
+    """What of a model is asked for that it does not have."""
+    if settings.system is not None and not has_template(subject, settings):
+        reason = "--raw uses none" if settings.raw else f"the tokenizer of {subject.name} has none"
+        yield f"--system needs a chat template, and {reason}. Put what it says into the prompt."
+    if compare and subject.is_fused:
+        yield (
+            f"--compare: {subject.name} is fused, base weights and blocks are one matrix, so its base cannot answer. "
+            "Write its blocks again: scale-surgery merge FUSED --to blocks."
+        )
+    elif compare and not subject.is_expanded:
+        yield f"--compare: {subject.name} is not expanded, so it has no base beside it. Give an expanded model."

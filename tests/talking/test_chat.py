@@ -1,0 +1,296 @@
+"""Conversations: in a terminal of their own, with keys pressed while a model answers, and line by line from a pipe."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import select
+import signal
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from fcntl import ioctl
+from io import StringIO
+from pathlib import Path
+from termios import TIOCSWINSZ
+
+import pytest
+from click.testing import CliRunner, Result
+from rich.console import Console
+from rich.text import Text
+
+from scale_surgery import GenerationSettings, PlanError, generate
+from scale_surgery.biographies import SHIPPED_MODEL, people, questions
+from scale_surgery.cli.program import main
+from scale_surgery.evidence.subjects import open_subjects
+from scale_surgery.show.answers import SideBySide, choose_marking
+from scale_surgery.talking.chat import changed
+from scale_surgery.talking.conversation import Conversation
+from scale_surgery.talking.interrupt import interruptible
+from scale_surgery.talking.records import Look
+from scale_surgery.talking.speaker import loaded_speaker
+
+SECONDS = 90
+QUESTION = questions(people(1)[0])[1].prompt
+GREEDY = GenerationSettings(temperature=0, max_new_tokens=12)
+# of the background of a token, from the preserve path to the adapt path
+COLOUR = re.compile(r"\x1b\[38;2;22;24;29;48;2;\d+;\d+;\d+m")
+# a pseudo-terminal becomes that of a new session, so that Ctrl-C is the signal that it is
+OWN_TERMINAL = (
+    "import fcntl, runpy, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+    "runpy.run_module('scale_surgery', run_name='__main__', alter_sys=True)"
+)
+
+
+class Terminal:
+    """Somebody at a terminal."""
+
+    def __init__(self, handle: int) -> None:
+        self.handle, self.text, self.done = handle, "", 0
+
+    def type(self, keys: str) -> None:
+        os.write(self.handle, keys.encode())
+
+    def wait_for(self, pattern: str) -> str:
+        """What comes until something is there that was not there before."""
+        until = time.monotonic() + SECONDS
+        while not (found := re.search(pattern, self.text[self.done :])):
+            assert time.monotonic() < until, f"{pattern!r} does not come: {self.text[self.done :]!r}"
+            if select.select([self.handle], [], [], 0.5)[0]:
+                try:
+                    self.text += os.read(self.handle, 65536).decode("utf-8", "replace")
+                except OSError:  # the other end is closed
+                    pytest.fail(f"{pattern!r} does not come: {self.text[self.done :]!r}")
+        start, self.done = self.done, self.done + found.end()
+        return self.text[start : self.done]
+
+    def ask(self, message: str) -> str:
+        """What comes after a line until the next prompt."""
+        self.type(f"{message}\n")
+        return self.wait_for(r"\n(?:\x1b\[\?2004h)?> ")
+
+
+@contextmanager
+def chatting(*arguments: object, **environment: str) -> Iterator[tuple[Terminal, subprocess.Popen[bytes]]]:
+    """A chat in a pseudo-terminal of 80 columns."""
+    ours, theirs = pty.openpty()
+    ioctl(theirs, TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    own = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "COLUMNS", "LINES")}
+    command = [sys.executable, "-c", OWN_TERMINAL, "chat", *map(str, arguments)]
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), theirs)
+    child = subprocess.Popen(command, **streams, start_new_session=True, env=own | environment)
+    os.close(theirs)
+    terminal = Terminal(ours)
+    try:
+        terminal.wait_for("> ")
+        yield terminal, child
+    finally:
+        child.kill()
+        child.wait()
+        os.close(ours)
+
+
+def test_a_conversation_in_a_terminal(place: Path) -> None:
+    settings = ("--max-new-tokens", "1500", "--temperature", "0")
+    with chatting(place / "posterior", *settings, TERM="xterm-256color", COLORTERM="truecolor") as (terminal, child):
+        assert "Ctrl-C stops an answer" in terminal.text and "adapt path" in terminal.text
+        # it streams: a token is there long before the last one
+        terminal.type("Anna\n")
+        terminal.wait_for(COLOUR.pattern)
+        terminal.type("\x03")
+        stopped = terminal.wait_for("> ")
+        assert "stopped; an empty line goes on" in stopped
+        assert len(COLOUR.findall(stopped)) < 1400
+        # at the prompt, Ctrl-C ends nothing
+        terminal.type("\x03")
+        assert "Ctrl-D or /exit ends" in terminal.wait_for(r"\n[^\n]*> ")
+        # another question, in the colours of its paths
+        terminal.ask("/reset")
+        terminal.ask("/set max-new-tokens 12")
+        answer = terminal.ask("Anna")
+        wanted = generate(place / "posterior", "Anna", GREEDY).answers[0]
+        assert len(COLOUR.findall(answer)) == sum(bool(token.text.strip("\n")) for token in wanted.tokens)
+        terminal.type("\x04")
+        assert child.wait(SECONDS) == 0
+
+
+def test_a_terminal_without_colours(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = pty.openpty()
+    ioctl(theirs, TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    for name, value in {"TERM": "xterm-256color", "NO_COLOR": "1"}.items():
+        monkeypatch.setenv(name, value)
+    os.write(ours, b"Anna\n/paths\n/reset\nAnna\n\x04")
+    with os.fdopen(os.dup(theirs)) as typed, os.fdopen(theirs, "w") as shown, monkeypatch.context() as patch:
+        for name, stream in {"stdin": typed, "stdout": shown, "stderr": shown}.items():
+            patch.setattr(sys, name, stream)
+        main(["chat", str(place / "posterior"), "--max-new-tokens", "12", "--temperature", "0"], standalone_mode=False)
+        text = Terminal(ours).wait_for(r"(?s)forgotten.*\n.*\n.*goes on").replace("\r\n", "\n")
+    os.close(ours)
+    assert not re.search(r"\x1b\[[\d;]*[34]8;", text), "no colours"
+    plain, marked = (found[1] for found in re.finditer(r"> (.*?)\n\S*stopped after", text, re.DOTALL))
+    assert "⟦" in marked and "⟦" not in plain and "paths are shown by brackets" in text
+    assert marked.replace("⟦", "").replace("⟧", "").endswith(plain)
+
+
+def press(times: int) -> None:
+    for _ in range(times):
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.parametrize(("times", "tokens"), [(1, 2), (2, 1)], ids=("after the next token", "at once"))
+def test_an_interrupt_ends_an_answer_and_nothing_else(place: Path, times: int, tokens: int) -> None:
+    (subject,), before = open_subjects([place / "posterior"]), signal.getsignal(signal.SIGINT)
+    wanted = generate(place / "posterior", "Anna", GREEDY).answers[0]
+    ids = Conversation(subject, has_template=False).read("Anna", GREEDY).ids
+    with loaded_speaker(subject) as speaker:
+        with interruptible() as interrupt:
+            press(2)  # before anything is said, it waits
+            assert interrupt()
+            interrupt.times = 0
+            with interrupt.speaking():
+                answer = speaker.speak("Anna", ids, GREEDY, lambda token: press(times), interrupt)
+        assert (answer.tokens, answer.ended) == (wanted.tokens[:tokens], "interrupted")
+        assert signal.getsignal(signal.SIGINT) == before
+        # it goes on routing as if nothing had been
+        assert speaker.speak("Anna", ids, GREEDY) == wanted
+
+
+# line by line
+
+
+def talk(folder: Path, *lines: str, options: tuple[str, ...] = (), code: int = 0) -> Result:
+    runner = CliRunner(env={"COLUMNS": "80", "TERM": "dumb", "NO_COLOR": "1"})
+    own = ["--temperature", "0", "--max-new-tokens", "12", *options]
+    result = runner.invoke(main, ["chat", str(folder), *own], input="".join(f"{line}\n" for line in lines))
+    assert result.exit_code == code, result.output
+    return result
+
+
+def said(folder: Path, *lines: str, options: tuple[str, ...] = ()) -> list[dict]:
+    return list(json.loads(talk(folder, *lines, options=("--json", *options)).stdout)["answers"])
+
+
+def test_questions_and_answers() -> None:
+    first, second = QUESTION.split("\n")
+    shown = talk(SHIPPED_MODEL, f"{first}\\", second, "/exit", "never asked").stdout
+    assert shown.splitlines() == [
+        "biographies",
+        "model     stock",
+        "messages  no chat template: it continues what you type",
+        "answers   the most likely token each time, at most 12 tokens",
+        "context   256 tokens",
+        "keys      Ctrl-C stops an answer, Ctrl-D or /exit ends, /help lists more",
+        "",
+        " Fresno",
+        "",
+    ]
+
+
+def test_a_text_goes_on_where_nothing_is_typed(place: Path) -> None:
+    once, more, new = said(place / "wide", "Anna", "", "Berg")
+    assert once["ended"] == "length" and more["read"] == once["read"] + len(f"{once['text']}".encode())
+    joined = generate(place / "wide", f"Anna{once['text']}", GREEDY).answers[0]
+    assert more["text"] == joined.text
+    assert new["read"] == more["read"] + len(f"{more['text']}\nBerg".encode())
+
+
+def test_commands(place: Path) -> None:
+    once, again, anew = said(place / "wide", "", "Anna", "/again", "/reset", "Anna")
+    assert once == again == anew
+    (space,) = said(place / "wide", " /help me")
+    assert space["prompt"] == "/help me"
+    shown = talk(place / "wide", "/help", "/set top-p 0.5", "/set", "/reset")
+    for line in ("/again  answer the last message anew", "everything that was said is forgotten"):
+        assert line in shown.stdout
+    assert shown.stderr == ""
+    # what is wrong ends nothing
+    wrong = talk(place / "wide", "/paths", "/again", "/wat", "/set seed 1", "/set top-k many", "/set top-p 2", "Anna")
+    assert [line for line in wrong.stderr.replace("\n", " ").split("error: ") if line] == [
+        "/paths: wide has one path only, expected a routed model. ",
+        "/again: nothing was said yet. Type a message. ",
+        "/wat is no command, expected one of /help, /reset, /again, /paths, /set, /exit. A blank before it says it. ",
+        "/set seed: cannot be set here, expected one of max-new-tokens, temperature, top-p, top-k, repetition-penalty."
+        " ",
+        "/set top-k many: expected a whole number. ",
+        "/set: top-p is 2.0, expected more than 0 and at most 1. ",
+    ]
+    assert "stopped after 12 tokens, see /set max-new-tokens; an empty line goes on" in wrong.stdout
+
+
+def test_settings_are_changed_one_by_one() -> None:
+    found = changed(GREEDY, "temperature", "0.5", has_template=False)
+    assert found == replace(GREEDY, temperature=0.5)
+    assert changed(found, "temperature", "", has_template=False) == replace(GREEDY, temperature=None)
+    assert changed(GREEDY, "system", "Be brief.", has_template=True).system == "Be brief."
+    with pytest.raises(PlanError, match="/set system: cannot be set here"):
+        changed(GREEDY, "system", "Be brief.", has_template=False)
+
+
+def test_a_conversation_by_a_chat_template(templated: Path) -> None:
+    first, second = said(templated, "Who?", "", "Why?", options=("--system", "S"))
+    before = f"[system]S\n[user]Who?\n[assistant]{first['text']}\n[user]Why?\n[assistant]"
+    assert second["read"] == len(before.encode()), "an empty line says nothing here"
+    assert "by its chat template" in talk(templated).stdout
+    assert "--raw: it continues what you type" in talk(templated, options=("--raw",)).stdout
+
+
+def test_a_context_that_is_full(templated: Path) -> None:
+    shown = talk(templated, "x" * 180, "y" * 100, "z" * 300, "Who?", options=("--raw",))
+    notes = " ".join(shown.stdout.split())
+    assert notes.count("templated: the context is 256 tokens, so the oldest turn is left out") == 1
+    assert "The prompt has 300 tokens, expected fewer than 256, the context of templated" in " ".join(
+        shown.stderr.split()
+    )
+    full = talk(templated, "x" * 250, options=("--raw",)).stdout
+    assert "stopped: the context of 256 tokens is full; an empty line goes on" in full
+
+
+def test_base_and_model_answer_side_by_side(place: Path) -> None:
+    content = json.loads(talk(place / "posterior", "Anna", "Berg", options=("--json", "--compare")).stdout)
+    for kind, name in (("posterior", "answers"), ("base", "base_answers")):
+        assert [answer["text"] for answer in content[name]] == [
+            answer["text"] for answer in said(place / kind, "Anna", "Berg")
+        ], "each in a conversation of its own"
+    shown = talk(place / "posterior", "Anna", options=("--compare", "--paths")).stdout
+    assert re.search(r"(?m)^base +expanded *$", shown) and "⟦" in shown
+    assert max(map(len, shown.splitlines())) <= 80
+
+
+def test_columns_fit_the_terminal() -> None:
+    texts = (Text("one two three four five six seven"), Text("東京" * 20 + "\nx"))
+
+    def lines(width: int, **options: bool) -> list[str]:
+        console = Console(file=StringIO(), width=width, height=6, color_system=None)
+        console.print(SideBySide(["base", "a [bold] name"], texts, **options))
+        return console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+
+    wide = lines(50)
+    assert wide[0].split(maxsplit=1) == ["base", "a [bold] name" + " " * 11]
+    assert "".join(line[26:].strip() for line in wide[1:]) == "東京" * 20 + "x"
+    # of what is still being said, the last lines
+    assert len(lines(50, is_growing=True)) == 4 and "x" in lines(50, is_growing=True)[-1]
+    assert lines(30)[0] == "base" and "a [bold] name" in lines(30), "one below the other"
+
+
+def test_paths_are_shown_where_there_are_colours_or_when_asked_for() -> None:
+    coloured, plain = (Console(file=StringIO(), color_system=colours) for colours in ("truecolor", None))
+    refusing = Console(file=StringIO(), color_system="truecolor", no_color=True)
+    assert choose_marking(coloured, Look()) == "colours"
+    assert choose_marking(coloured, Look(paths=False)) == "nothing"
+    for console, look in ((plain, Look()), (refusing, Look()), (coloured, Look(is_plain=True))):
+        assert choose_marking(console, look) == "nothing"
+        assert choose_marking(console, replace(look, paths=True)) == "brackets"
+
+
+def test_refusals_come_before_anything_is_loaded(place: Path) -> None:
+    failed = talk(place / "base", "Anna", options=("--compare", "--top-p", "2"), code=1)
+    assert failed.stdout == "" and " ".join(failed.stderr.split()) == (
+        "error: --top-p is 2.0, expected more than 0 and at most 1. --compare: base is not expanded, so it has no base "
+        "beside it. Give an expanded model."
+    )

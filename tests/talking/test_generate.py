@@ -1,0 +1,363 @@
+"""Answers against transformers' own `generate`, the path of each token against whole texts, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from transformers import AutoTokenizer, GenerationConfig
+
+from scale_surgery import CheckpointError, DataError, GenerationSettings, PlanError, RunOptions, SurgeryError, generate
+from scale_surgery.biographies import SHIPPED_MODEL, people, questions
+from scale_surgery.cli.program import main
+from scale_surgery.evidence.subjects import open_subjects
+from scale_surgery.routing.token_texts import TextReader
+from scale_surgery.talking.conversation import Conversation
+from scale_surgery.talking.records import Answer, Said, Token
+from scale_surgery.talking.settings import USUAL
+from tests.conftest import load
+from tests.routing.test_report import bytes_tokenizer
+
+KINDS = ("base", "wide", "posterior", "cosine", "fused", "deep")
+ROUTED = ("posterior", "cosine", "fused")
+PROMPTS = ("Anna Berg", "naïve 東京?")
+GREEDY = GenerationSettings(temperature=0, max_new_tokens=24)
+DRIFT = 2e-3  # of a weight; cached and uncached runs multiply matrices of other shapes
+
+
+def ids_of(answer: Answer) -> list[int]:
+    return [token.id for token in answer.tokens]
+
+
+def by_transformers(folder: Path, prompt: str, **options: Any) -> list[int]:
+    read = AutoTokenizer.from_pretrained(folder)(prompt, return_tensors="pt")["input_ids"]
+    ends = {"eos_token_id": [2, 257], "pad_token_id": 0}
+    written = load(folder).generate(read, attention_mask=torch.ones_like(read), **ends, **options)
+    return list(written[0, read.shape[1] :].tolist())
+
+
+# what transformers gives
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_answers_are_those_of_transformers(place: Path, kind: str) -> None:
+    found = generate(place / kind, PROMPTS, GREEDY)
+    for prompt, answer in zip(PROMPTS, found.answers, strict=True):
+        assert ids_of(answer) == by_transformers(place / kind, prompt, do_sample=False, max_new_tokens=24)
+        assert (answer.prompt, answer.read) == (prompt, 1 + len(prompt.encode()))
+        assert [token.adapt_weight is not None for token in answer.tokens] == [kind in ROUTED] * len(answer.tokens)
+    assert (found.model, found.base_answers) == (kind, ())
+
+
+def test_the_kinds_differ(place: Path) -> None:
+    """The control of the test above."""
+    answers = {
+        tuple(ids_of(generate(place / kind, PROMPTS[0], GREEDY).answers[0])) for kind in ("base", "wide", "deep")
+    }
+    assert len(answers) == 3
+
+
+@pytest.mark.parametrize("kind", ("base", "posterior"))
+def test_drawn_answers_are_those_of_transformers_with_that_seed(place: Path, kind: str) -> None:
+    settings = GenerationSettings(
+        temperature=0.9, top_p=0.95, top_k=40, repetition_penalty=1.2, max_new_tokens=12, seed=7
+    )
+    before = torch.random.get_rng_state()
+    first, again = (generate(place / kind, PROMPTS, settings).answers for _ in range(2))
+    assert torch.equal(torch.random.get_rng_state(), before), "random numbers are the caller's"
+    assert first == again
+    assert first != generate(place / kind, PROMPTS, replace(settings, seed=8)).answers
+    torch.manual_seed(7)
+    options = {"temperature": 0.9, "top_p": 0.95, "top_k": 40, "repetition_penalty": 1.2, "max_new_tokens": 12}
+    for prompt, answer in zip(PROMPTS, first, strict=True):
+        assert ids_of(answer) == by_transformers(place / kind, prompt, do_sample=True, **options)
+    torch.random.set_rng_state(before)
+
+
+def test_options_of_drawing() -> None:
+    assert GenerationSettings().options() == {}
+    assert GenerationSettings(temperature=0, top_p=0.5).options() == {"do_sample": False}
+    assert GenerationSettings(top_k=0).options() == {"do_sample": True, "top_k": 0}
+    own = GenerationConfig(do_sample=True, temperature=0.6)
+    assert GenerationSettings(top_p=0.9).describe(own) == (
+        "drawn with temperature 0.6, top-p 0.9, top-k 50, at most 512 tokens"
+    )
+    assert GenerationSettings(temperature=0).describe(own) == "the most likely token each time, at most 512 tokens"
+    known = GenerationConfig._get_default_generation_params()
+    assert {name: known[name] for name in USUAL} == USUAL
+
+
+# paths
+
+
+@pytest.mark.parametrize("kind", ("posterior", "cosine"))
+def test_weights_are_those_of_the_whole_text(place: Path, kind: str) -> None:
+    (answer,) = generate(place / kind, PROMPTS[0], replace(GREEDY, max_new_tokens=64)).answers
+    read = AutoTokenizer.from_pretrained(place / kind)(PROMPTS[0], return_tensors="pt")["input_ids"]
+    scores = load(place / kind).score_tokens(torch.cat((read, torch.tensor([ids_of(answer)])), 1))
+    found = torch.tensor([token.adapt_weight for token in answer.tokens])
+    torch.testing.assert_close(found, scores.weight[0, read.shape[1] - 1 :], atol=DRIFT, rtol=0)
+    assert found.max() - found.min() > 100 * DRIFT, "the control: they are not all alike"
+    assert answer.routed_share == pytest.approx(float(found.mean()))
+
+
+def test_the_base_answers_from_the_same_weights(place: Path) -> None:
+    settings = replace(GREEDY, temperature=0.8, max_new_tokens=12)
+    for kind in ("wide", "posterior", "deep"):
+        found = generate(place / kind, PROMPTS, settings, compare=True)
+        assert [ids_of(answer) for answer in found.base_answers[:1]] == [
+            ids_of(answer) for answer in generate(place / "base", PROMPTS[:1], settings).answers
+        ]
+        assert found.base == "base"
+        # it takes no random numbers away
+        assert found.answers == generate(place / kind, PROMPTS, settings).answers
+        assert ids_of(found.answers[0]) != ids_of(found.base_answers[0])
+
+
+def test_code_of_the_folder_gives_the_same(place: Path) -> None:
+    for kind in ("posterior", "cosine"):
+        found = generate(place / kind, PROMPTS[0], GREEDY, run=RunOptions(trust_remote_code=True))
+        assert found.answers == generate(place / kind, PROMPTS[0], GREEDY).answers
+
+
+# tokens and texts
+
+
+def test_each_token_is_told_when_it_comes(place: Path) -> None:
+    told: list[Said] = []
+    found = generate(place / "posterior", PROMPTS, replace(GREEDY, max_new_tokens=4), compare=True, tell=told.append)
+    wanted = [
+        Said(place_, is_base, token)
+        for place_ in range(2)
+        for is_base, answers in ((True, found.base_answers), (False, found.answers))
+        for token in answers[place_].tokens
+    ]
+    assert told == wanted
+
+
+def test_an_answer_reads_on_from_its_prompt() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(SHIPPED_MODEL)
+    question = questions(people(1)[0])[1]
+    (answer,) = generate(SHIPPED_MODEL, question.prompt, GREEDY).answers
+    assert answer.text == f" {question.answer}"
+    assert (answer.ended, answer.tokens[-1]) == ("end", Token(tokenizer.eos_token_id, ""))
+    assert tokenizer.decode(ids_of(answer), skip_special_tokens=True) == answer.text
+
+
+def test_a_character_stands_at_its_last_token() -> None:
+    tokenizer = bytes_tokenizer()
+    ids = tokenizer("a東", add_special_tokens=False)["input_ids"]
+    reader = TextReader(tokenizer, ids[:1])
+    assert [reader.read(id_) for id_ in ids[1:]] == ["", "", "東"]
+
+
+def test_answers_end_where_there_is_no_room(templated: Path) -> None:
+    prompt = "x" * 200
+    (answer,) = generate(templated, prompt, GenerationSettings(temperature=0)).answers
+    assert answer.ended == "context" and answer.read + len(answer.tokens) == 256
+    (answer,) = generate(templated, prompt, GREEDY).answers
+    assert answer.ended == "length" and len(answer.tokens) == 24
+
+
+def test_a_chat_template_is_filled(templated: Path) -> None:
+    def read(settings: GenerationSettings) -> str:
+        (answer,) = generate(templated, "Who?", replace(settings, max_new_tokens=1)).answers
+        return "x" * answer.read
+
+    assert len(read(GREEDY)) == len("[user]Who?\n[assistant]")
+    assert len(read(replace(GREEDY, system="Be brief."))) == len("[system]Be brief.\n[user]Who?\n[assistant]")
+    assert len(read(replace(GREEDY, raw=True))) == len("Who?")
+
+
+# conversations
+
+
+def answer_of(prompt: str, text: str, ended: Any = "length") -> Answer:
+    return Answer(prompt, 1, (Token(5, text),), ended)
+
+
+def read_by(conversation: Conversation, message: str, settings: GenerationSettings = GREEDY) -> tuple[str, int]:
+    reading = conversation.read(message, settings)
+    return conversation.subject.tokenizer.decode(reading.ids, skip_special_tokens=True), reading.left_out
+
+
+def test_a_text_goes_on(place: Path) -> None:
+    (subject,) = open_subjects([place / "base"])
+    conversation = Conversation(subject, has_template=False)
+    assert read_by(conversation, "Once") == ("Once", 0)
+    conversation.add(answer_of("Once", " upon"))
+    assert read_by(conversation, "Twice") == ("Once upon\nTwice", 0)
+    assert read_by(conversation, "") == ("Once upon", 0), "nothing typed lets it go on"
+    conversation.add(answer_of("", " a time", "end"))
+    assert read_by(conversation, "Then") == ("Then", 0), "the model ended the text"
+    conversation.take_back()
+    assert read_by(conversation, "") == ("Once upon", 0)
+
+
+def test_the_oldest_turns_are_left_out(templated: Path) -> None:
+    (subject,) = open_subjects([templated])
+    subject = replace(subject, context=110)
+    conversation = Conversation(subject, has_template=True)
+    settings = replace(GREEDY, system="S")
+    for number in range(3):
+        conversation.add(answer_of(f"m{number}", f"a{number}"))
+    assert read_by(conversation, "x" * 10, settings) == (
+        "[system]S\n[user]m1\n[assistant]a1\n[user]m2\n[assistant]a2\n[user]xxxxxxxxxx\n[assistant]", 1,
+    )  # fmt: skip
+    # what does not fit alone takes nothing away
+    with pytest.raises(DataError, match="The prompt has 136 tokens, expected fewer than 110, the context of templated"):
+        conversation.read("x" * 108, settings)
+    assert len(conversation.turns) == 2
+    assert read_by(conversation, "x" * 60, settings)[1] == 2
+
+
+def test_an_interrupt_ends_all_answers(place: Path) -> None:
+    def interrupt(said: Said) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        generate(place / "posterior", PROMPTS, GREEDY, tell=interrupt)
+
+
+# refusals
+
+
+def refusal(*args: Any, error: type[SurgeryError] = PlanError, **options: Any) -> list[str]:
+    with pytest.raises(error) as found:
+        generate(*args, **options)
+    return list(found.value.lines)
+
+
+def test_all_that_is_wrong_with_settings_is_said(place: Path, templated: Path) -> None:
+    wrong = GenerationSettings(
+        system="S", max_new_tokens=0, temperature=-1.0, top_p=1.5, top_k=-1, repetition_penalty=0.0, seed=-1
+    )
+    assert refusal(place / "base", "x", wrong, compare=True) == [
+        "--max-new-tokens is 0, expected at least 1.",
+        "--temperature is -1.0, expected at least 0.",
+        "--top-p is 1.5, expected more than 0 and at most 1.",
+        "--top-k is -1, expected at least 0.",
+        "--repetition-penalty is 0.0, expected more than 0.",
+        "--seed is -1, expected from 0 to 4294967295.",
+        "--system needs a chat template, and the tokenizer of base has none. Put what it says into the prompt.",
+        "--compare: base is not expanded, so it has no base beside it. Give an expanded model.",
+    ]
+    assert refusal(templated, "x", GenerationSettings(system="S", raw=True)) == [
+        "--system needs a chat template, and --raw uses none. Put what it says into the prompt."
+    ]
+    assert refusal(place / "fused", "x", compare=True) == [
+        "--compare: fused is fused, base weights and blocks are one matrix, so its base cannot answer. Write its "
+        "blocks again: scale-surgery merge FUSED --to blocks."
+    ]
+
+
+def test_prompts_that_cannot_be_read_are_all_named(place: Path, templated: Path) -> None:
+    assert refusal(place / "base", [], error=DataError) == ["There is no prompt. Give at least one."]
+    long = "x" * 300
+    message = "expected fewer than 256, the context of templated, in which the answer stands too. Give a shorter one."
+    assert refusal(templated, ["", long], GenerationSettings(raw=True), error=DataError) == [
+        "Prompt 1: The prompt has no token in the tokenizer of templated, expected at least one.",
+        f"Prompt 2: The prompt has 300 tokens, {message}",
+    ]
+    assert refusal(templated, long, GenerationSettings(raw=True), error=DataError) == [
+        f"The prompt has 300 tokens, {message}"
+    ]
+
+
+def test_a_chat_template_that_refuses(templated: Path, tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(templated)
+    tokenizer.chat_template = "{{ raise_exception('no system message') }}"
+    own = tmp_path / "picky"
+    own.mkdir()
+    for file in templated.iterdir():
+        (own / file.name).write_bytes(file.read_bytes())
+    tokenizer.save_pretrained(own)
+    (line,) = refusal(own, "x", error=CheckpointError)
+    assert line.startswith("picky: its chat template does not take the conversation (TemplateError: no system message)")
+
+
+def test_no_such_model() -> None:
+    assert refusal("nowhere", "x", error=CheckpointError) == [
+        "nowhere: not found. Give a model folder or a Hub id such as org/name."
+    ]
+
+
+# the command
+
+
+def run(*arguments: object, code: int = 0, text: str | bytes = "") -> Result:
+    runner = CliRunner(env={"COLUMNS": "80", "TERM": "dumb", "NO_COLOR": "1"})
+    result = runner.invoke(main, ["generate", *map(str, arguments)], input=text)
+    assert result.exit_code == code, result.output
+    return result
+
+
+def test_command_prints_the_answer_and_nothing_else(place: Path) -> None:
+    prompt = questions(people(1)[0])[1].prompt
+    assert run(SHIPPED_MODEL, "--prompt", prompt).stdout == " Fresno\n"
+    assert run(SHIPPED_MODEL, text=f"{prompt}\n").stdout == " Fresno\n"
+    assert run(SHIPPED_MODEL, "--prompt", prompt).stderr == ""
+
+
+def test_command_marks_paths_where_it_is_asked_to(place: Path) -> None:
+    (answer,) = generate(place / "posterior", "Anna", GREEDY).answers
+    asked = (place / "posterior", "--prompt", "Anna", "--temperature", "0", "--max-new-tokens", "24")
+    plain, marked = run(*asked).stdout, run(*asked, "--paths").stdout
+    text, _, legend = marked.rpartition("\n\n")
+    assert "⟦" not in plain and plain == run(*asked, "--no-paths").stdout
+    assert f"{text}\n".replace("⟦", "").replace("⟧", "") == plain
+    assert legend == "in ⟦⟧: mostly from the adapt path; the rest from the preserve path\n"
+    weights = [token.adapt_weight or 0 for token in answer.tokens if token.text]
+    assert ("⟦" in text) == any(weight > 0.5 for weight in weights)
+    assert any(weight > 0.5 for weight in weights) and any(weight < 0.5 for weight in weights), "both are there"
+
+
+def test_command_takes_prompts_from_files(place: Path, tmp_path: Path) -> None:
+    (tmp_path / "lines.txt").write_text("Anna\n\n naïve \n")
+    (tmp_path / "rows.jsonl").write_text('{"question": "Who?", "answer": "Berg"}\n\n{"prompt": "a\\nb", "n": 1}\n')
+    asked = ("--prompt", "first", "--prompts", tmp_path / "lines.txt", "--prompts", tmp_path / "rows.jsonl")
+    own = ("--temperature", "0", "--max-new-tokens", "3")
+    content = json.loads(run(place / "wide", *asked, *own, "--json").stdout)
+    prompts = ["first", "Anna", " naïve ", "Who?", "a\nb"]
+    assert [answer["prompt"] for answer in content["answers"]] == prompts
+    assert content == generate(place / "wide", prompts, GenerationSettings(temperature=0.0, max_new_tokens=3)).to_json()
+    files = (tmp_path / "a.jsonl", tmp_path / "a.json")
+    shown = run(place / "wide", *asked, *own, "--compare", "-o", files[0], "-o", files[1]).stdout
+    assert "a↵b" in shown and shown.count("base") == 5
+    rows = [json.loads(line) for line in files[0].read_text().splitlines()]
+    assert [row["text"] for row in rows] == [answer["text"] for answer in content["answers"]]
+    assert [row["base_answer"]["text"] for row in rows] == [
+        answer["text"] for answer in json.loads(files[1].read_text())["base_answers"]
+    ]
+
+
+def test_what_moves_a_cursor_is_shown_by_signs(escaping: Path) -> None:
+    (answer,) = generate(escaping, "x", GREEDY).answers
+    assert answer.text == "\x1b" * 24
+    assert run(escaping, "--prompt", "x", "--max-new-tokens", "24").stdout == "␛" * 24 + "\n"
+    assert run(escaping, "--prompt", "x", "--max-new-tokens", "1", "--json").stdout.count("\\u001b") == 2
+
+
+def test_wrong_prompts_of_the_command(place: Path, tmp_path: Path) -> None:
+    message = "There is no prompt: stdin is empty. Give --prompt, --prompts FILE, or a text on stdin."
+    assert message in " ".join(run(place / "base", code=2).stderr.split())
+    wrong = tmp_path / "wrong.jsonl"
+    wrong.write_text('{"text": "x"}\n7\n{\n')
+    lines = " ".join(run(place / "base", "--prompts", wrong, code=1).stderr.split())
+    for part in (
+        f'error: {wrong}, line 1: has the fields text; expected {{"prompt"}} or {{"question"}}, a text.',
+        f'{wrong}, line 2: found int, expected {{"prompt"}} or {{"question"}}, a text.',
+        f"{wrong}, line 3: is not JSON",
+    ):
+        assert part in lines
+    (tmp_path / "empty.txt").write_text("\n \n")
+    assert "empty.txt: holds no prompt, expected one a line." in run(
+        place / "base", "--prompts", tmp_path / "empty.txt", code=1
+    ).stderr.replace("\n", " ")
+    assert "there is no such file" in run(place / "base", "--prompts", tmp_path / "none", code=1).stderr
+    assert "Invalid value for '--top-k'" in run(place / "base", "--prompt", "x", "--top-k", "many", code=2).stderr
