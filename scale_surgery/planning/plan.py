@@ -83,6 +83,12 @@ class Plan:
         return get_method(self.request.method)
 
     @property
+    def origin(self) -> dict[str, Any]:
+        """Base and request, as config.json keeps them: a trainer that saves the model keeps config.json alone."""
+        named = {"base_name": self.base_name, "base_revision": self.base_revision}
+        return {**named, "request": asdict(self.request)}
+
+    @property
     def code_files(self) -> tuple[str, ...]:
         """Names of the Python files that the expanded checkpoint carries."""
         return code_files(self.method)

@@ -238,7 +238,7 @@ def _write_code_and_config(plan: Plan, checkpoint: Checkpoint, partial: Path, ru
     for file in plan.code_files:
         write_text(partial / file, modeling.code_text(file))
     dtype = str(TORCH_DTYPES[checkpoint.running_dtype]).removeprefix("torch.")
-    write_json(partial / CONFIG_FILE, expanded_config(checkpoint.config, plan.specs, plan.architecture, dtype))
+    write_json(partial / CONFIG_FILE, expanded_config(checkpoint.config, plan, dtype))
     return pin_tokenizer_class(checkpoint.path, partial, run)
 
 
