@@ -13,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from scale_surgery.checkpoint.foreign import refuse_foreign
 from scale_surgery.checkpoint.headers import FLOAT_DTYPES, TensorInfo, read_header
 from scale_surgery.checkpoint.listing import is_left_link, links_that_are_no_files, list_files, refuse_extract
 from scale_surgery.checkpoint.names import (
@@ -117,11 +118,12 @@ def read_config(file: Path) -> dict[str, Any]:
     return config
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
+def open_checkpoint(path: Path, config: Mapping[str, Any] | None = None) -> Checkpoint:
     """Read config, index and headers of a checkpoint, and check them against each other.
 
     Args:
         path: Folder with config.json and safetensors weights.
+        config: What counts as its config.json where it has none, as what trainers put together of their shares.
 
     Returns:
         The checkpoint; no weight has been read.
@@ -133,7 +135,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
     files = list_files(path)
     stamps = take_stamps(path / file for file in files)
     refuse_extract(path, files)
-    config = read_config(path / CONFIG_FILE)
+    refuse_foreign(path, files)
+    config = config if config is not None and CONFIG_FILE not in files else read_config(path / CONFIG_FILE)
     _refuse_other_specs(path, config)
     shards, declared = _find_shards(path, files)
     tensors, problems = _read_shards(path, shards)

@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from scale_surgery.cli.adopt import adopt_command
 from scale_surgery.cli.apply import apply_command
 from scale_surgery.cli.demo import demo_command
 from scale_surgery.cli.evaluate import evaluate_command
@@ -69,6 +70,7 @@ def main() -> None:
     scale-surgery expand MODEL --layers last:4 -o EXPANDED
     scale-surgery verify EXPANDED
     scale-surgery train EXPANDED --data domain.jsonl
+    scale-surgery adopt SAVED --expanded EXPANDED -o TRAINED
     scale-surgery evaluate EXPANDED --old general.txt --new domain.jsonl
     scale-surgery report EXPANDED -o report.html
     scale-surgery route-export EXPANDED -o ROUTED
@@ -83,6 +85,7 @@ def main() -> None:
 
 
 for command in (
+    adopt_command,
     apply_command,
     demo_command,
     evaluate_command,
@@ -105,6 +108,7 @@ for command in (
 
 # what fits into one line of the list of commands
 SHORT_HELP = {
+    "adopt": "Make an expanded model of what another trainer saved.",
     "apply": "Put extracted new tensors back on their base model.",
     "demo": "Run every step on the model that comes with the package.",
     "evaluate": "Measure what models forgot and learned.",

@@ -22,13 +22,13 @@ from typing import Any, Literal
 from scale_surgery.checkpoint.files import as_json, write_json
 from scale_surgery.checkpoint.folder import open_checkpoint, read_json
 from scale_surgery.checkpoint.hashes import hash_file
+from scale_surgery.checkpoint.licence import LICENCE_KEYS
 from scale_surgery.checkpoint.listing import is_left_link, list_files, stays_behind
 from scale_surgery.checkpoint.names import EXTRACT_FILE, MANIFEST_FILE, OTHER_WEIGHT_SUFFIXES
 from scale_surgery.checkpoint.reading import parse_json, read_bytes
 from scale_surgery.checkpoint.schema import in_one_line, known_misfits
 from scale_surgery.errors import CheckpointError
 from scale_surgery.surgery.extract_folder import record_problems
-from scale_surgery.surgery.licence import LICENCE_KEYS
 from scale_surgery.surgery.record import STOCK_RECORD_FILE as MERGE_FILE
 from scale_surgery.surgery.record import Manifest, read_manifest, refuse_linked
 from scale_surgery.surgery.record_schema import StockRecord

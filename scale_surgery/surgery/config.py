@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from scale_surgery import modeling
@@ -11,6 +12,7 @@ from scale_surgery.checkpoint.folder import Checkpoint, read_text
 from scale_surgery.checkpoint.names import CONFIG_FILE, SINGLE_FILE
 from scale_surgery.checkpoint.numbering import CONFIG_KEY, ORIGIN_KEY, stored_name
 from scale_surgery.checkpoint.reading import differing_keys, parse_json
+from scale_surgery.planning.architecture import Architecture
 from scale_surgery.planning.depth import deepened_config
 from scale_surgery.planning.plan import Plan
 from scale_surgery.planning.routing_specs import build_routing
@@ -39,7 +41,7 @@ def expanded_config(config: Mapping[str, Any], plan: Plan, dtype: str) -> dict[s
     Returns:
         The new config.
     """
-    specs, architecture = {**plan.specs, ORIGIN_KEY: plan.origin}, plan.architecture
+    specs, architecture = {**plan.specs, ORIGIN_KEY: asdict(plan.origin)}, plan.architecture
     if plan.numbering is not None:
         edited = deepened_config(config, specs, architecture)
     else:

@@ -25,8 +25,8 @@ from scale_surgery.planning.base import fingerprint
 from scale_surgery.progress import Track
 from scale_surgery.running.options import RunOptions
 from scale_surgery.running.tokenizer import TOKENIZER_CONFIG_FILE
+from scale_surgery.surgery.around import running_dtype, take_over_shards
 from scale_surgery.surgery.config import blocks_config, make_index, stored_shard, written_config
-from scale_surgery.surgery.expand import take_over_shards
 from scale_surgery.surgery.extract_folder import Extract, name_in_extract
 from scale_surgery.surgery.record import BaseFile, Manifest, tool_versions
 from scale_surgery.surgery.renumbered import renumbered_shards
@@ -104,7 +104,7 @@ def rebase(extract: Extract, base: ComparedBase, folder: Path, how: BaseWeights,
         for name, file in taken.items():
             take_over(file, folder / name, how)
             advance(file.stat().st_size)
-    dtype = _torch_dtype(base.checkpoint)
+    dtype = running_dtype(base.checkpoint)
     _write_config(extract, base, folder, dtype, run)
     _write_index(extract, base.checkpoint, folder)
     write_json(folder / MANIFEST_FILE, asdict(_manifest(extract, base, folder, places, dtype)))
@@ -122,12 +122,6 @@ def _base_places(extract: Extract, base: ComparedBase) -> dict[str, str]:
     places = {shard: stored_shard(shard) for shard in base.checkpoint.shards}
     side_files = (file for file in base.checkpoint.side_files if file not in WRITTEN)
     return places | {file: recorded.get(file, file) for file in side_files}
-
-
-def _torch_dtype(checkpoint: Checkpoint) -> str:
-    from scale_surgery.surgery.initialise import TORCH_DTYPES
-
-    return str(TORCH_DTYPES[checkpoint.running_dtype]).removeprefix("torch.")
 
 
 def _write_config(extract: Extract, base: ComparedBase, folder: Path, dtype: str, run: RunOptions) -> None:
