@@ -218,7 +218,7 @@ def _find_shards(path: Path, files: list[str]) -> tuple[list[str], dict[str, str
 
 
 def _no_weights(path: Path, files: list[str]) -> str:
-    pickles = [file for file in files if file.endswith((".bin", ".pt", ".pth", ".ckpt"))]
+    pickles = sorted((own for own in files if own.endswith((".bin", ".pt", ".pth", ".ckpt"))), key=_depth)
     if pickles:
         return (
             f"{path}: found only pickled weights ({pickles[0]}), expected {SINGLE_FILE} or {INDEX_FILE}. "
@@ -226,6 +226,11 @@ def _no_weights(path: Path, files: list[str]) -> str:
             "AutoModelForCausalLM.from_pretrained(OLD).save_pretrained(NEW)."
         )
     return f"{path}: no weights, expected {SINGLE_FILE} or {INDEX_FILE}."
+
+
+def _depth(file: str) -> int:
+    """How deep a file lies in its folder: what lies inside belongs to something else, as a training run."""
+    return file.count("/")
 
 
 def _refuse_escapes(weight_map: Mapping[str, str]) -> None:

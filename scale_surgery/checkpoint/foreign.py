@@ -24,7 +24,7 @@ FSDP_PICKLE = re.compile(r"pytorch_model_fsdp\w*\.bin")
 PICKLED_MODEL = re.compile(r"pytorch_model.*\.bin")
 
 
-def adopt_line(path: Path, config: Mapping[str, Any]) -> str:
+def adopt_line(path: str | Path, config: Mapping[str, Any]) -> str:
     """The command that makes an expanded folder of what a trainer saved.
 
     Args:

@@ -101,11 +101,11 @@ def open_saved(saved: str | Path, expanded: Mapping[str, Any] | None) -> Saved:
         CheckpointError: If it holds no weights that can be read, or is something else; the message says what it is.
     """
     source = find_source(saved)
-    has_config = (source.path / CONFIG_FILE).is_file()
-    checkpoint = open_checkpoint(source.path, expanded)
-    _refuse_other(source.name, checkpoint)
-    config = checkpoint.config if has_config else {}
-    return Saved(str(saved), checkpoint, config, read_left_behind(source.path))
+    checkpoint = open_checkpoint(source.path, expanded or {})
+    if not (source.path / CONFIG_FILE).is_file():
+        return Saved(str(saved), checkpoint, {}, read_left_behind(source.path))
+    _refuse_other(str(saved), checkpoint)
+    return Saved(str(saved), checkpoint, checkpoint.config, read_left_behind(source.path))
 
 
 def _refuse_other(name: str, checkpoint: Checkpoint) -> None:
@@ -228,14 +228,20 @@ def other_settings(saved: Saved, trained: Trained) -> Iterator[str]:
     if not saved.config:
         return
     with translated(f"{saved.name}: {CONFIG_FILE}", "transformers does not read it", "Restore it."):
-        found, wanted = (config_of(config).to_dict() for config in (saved.config, trained.config))
+        found, wanted = (dict(_settings(config_of(own).to_dict())) for own in (saved.config, trained.config))
     for key in differing_keys(found, wanted):
-        if key not in UNIMPORTANT:
-            yield f"{key} is {_short(found.get(key))} in what was saved, {_short(wanted.get(key))} stays"
+        yield f"{key} is {_short(found.get(key))} in what was saved, {_short(wanted.get(key))} stays"
     mine, theirs = (specs.get("routing") for specs in _both(saved, trained))
     if mine is not None and theirs != mine:
         stays = "its router's numbers stay" if theirs is not None else "OUT has none: route-export gives it one"
         yield f"the saved model routes in another way than {trained.name}, {stays}"
+
+
+def _settings(config: Mapping[str, Any], place: str = "") -> Iterator[tuple[str, Any]]:
+    """Values of a config, those of its parts too, without what does not matter."""
+    for key, value in config.items():
+        if key not in UNIMPORTANT:
+            yield from _settings(value, f"{place}{key}.") if isinstance(value, dict) else [(f"{place}{key}", value)]
 
 
 def _short(value: object) -> str:

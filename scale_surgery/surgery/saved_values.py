@@ -28,7 +28,10 @@ FROZEN = (
     "Only the new tensors may train: from_pretrained freezes all others, scale_surgery.freeze_base does it again, and "
     "for a model of --method depth it does it at all. Train the expanded model again."
 )
-ROUNDED = "Its base was loaded in another dtype, so the blocks learned beside another base. Load it as it is stored."
+ROUNDED = (
+    "The base was cast before it was trained with, so the new tensors learned beside another base. Train again with "
+    'the base as it is stored: from_pretrained(..., dtype="auto").'
+)
 
 
 class Values:
