@@ -13,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from scale_surgery import modeling
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
 from scale_surgery.checkpoint.headers import TensorInfo
 from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE
@@ -62,9 +63,7 @@ class Trained:
 
     def skeleton(self) -> Skeleton:
         """The model without weights."""
-        with translated(f"{self.name}: {CONFIG_FILE}", "transformers does not read it", "Restore the file."):
-            config = config_of(self.config)
-        return make_skeleton(config, self.name, self.plan.architecture.base_model)
+        return make_skeleton(_read(self.config, self.name), self.name, self.plan.architecture.base_model)
 
 
 @dataclass(frozen=True)
@@ -227,14 +226,21 @@ def other_settings(saved: Saved, trained: Trained) -> Iterator[str]:
     """
     if not saved.config:
         return
-    with translated(f"{saved.name}: {CONFIG_FILE}", "transformers does not read it", "Restore it."):
-        found, wanted = (dict(_settings(config_of(own).to_dict())) for own in (saved.config, trained.config))
+    both = ((saved.config, saved.name), (trained.config, trained.name))
+    found, wanted = (dict(_settings(_read(*own).to_dict())) for own in both)
     for key in differing_keys(found, wanted):
         yield f"{key} is {_short(found.get(key))} in what was saved, {_short(wanted.get(key))} stays"
     mine, theirs = (specs.get("routing") for specs in _both(saved, trained))
     if mine is not None and theirs != mine:
         stays = "its router's numbers stay" if theirs is not None else "OUT has none: route-export gives it one"
         yield f"the saved model routes in another way than {trained.name}, {stays}"
+
+
+def _read(config: Mapping[str, Any], name: str) -> Any:
+    """What transformers makes of a parsed config.json of an expanded model."""
+    modeling.register()
+    with translated(f"{name}: {CONFIG_FILE}", "transformers does not read it", "Restore it from where you got it."):
+        return config_of(config)
 
 
 def _settings(config: Mapping[str, Any], place: str = "") -> Iterator[tuple[str, Any]]:
