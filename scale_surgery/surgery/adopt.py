@@ -132,22 +132,21 @@ def adopt(
     check_target(target, [found.checkpoint.path, trained.checkpoint.path], overwrite=overwrite)
     check_specs(found, trained)
     match = fit(found, trained)
-    compared = compare_base(found, trained, match, track)
+    base_hashes = hash_base(trained.checkpoint, track) if wide is None else wide.manifest.base_tensors
+    compared = compare_base(found, trained, match, base_hashes, track)
     settings = tuple(other_settings(found, trained))
     if wide is not None:
         refuse_damaged(wide.checkpoint, wide.manifest, track)
     check_space(target, _needed_bytes(trained, wide, base_weights))
-    state = {"adopt": trained.plan.to_json(), "base": dict(trained.base_hashes), "base_weights": base_weights}
+    state = {"adopt": trained.plan.to_json(), "base": dict(base_hashes), "base_weights": base_weights}
     stamps = {**found.checkpoint.stamps, **trained.checkpoint.stamps}
     with staged(target, state, stamps, overwrite=overwrite) as partial:
         _write_new(found, trained, match, partial, track)
-        if wide is not None:
-            written, manifest = (
-                take_over_around(wide.checkpoint, wide.manifest, partial, base_weights, track),
-                wide.manifest,
-            )
-        else:
+        if wide is None:
             written, manifest = _write_again(found, trained, partial, base_weights, run, track)
+        else:
+            manifest = wide.manifest
+            written = take_over_around(wide.checkpoint, manifest, partial, base_weights, track)
         changed = _changed(manifest, partial)
         _write_records(found, manifest, changed, partial)
     return Adopted(
@@ -181,7 +180,7 @@ def _open_expanded(expanded: str | Path) -> _Wide:
     refuse_fused(path, manifest)
     refuse_linked(path, manifest)
     check_numbering(checkpoint, manifest)
-    trained = Trained(str(expanded), checkpoint, manifest.plan, manifest.base_tensors, checkpoint.config)
+    trained = Trained(str(expanded), checkpoint, manifest.plan, frozenset(manifest.base_tensors), checkpoint.config)
     missing = [
         f"{name}: is missing from {expanded}." for name in manifest.base_tensors if name not in checkpoint.tensors
     ]
@@ -204,7 +203,7 @@ def _again(saved: Saved, base: str | Path | None, run: RunOptions, track: Track)
     check_clashes(checkpoint, plan)
     load_base_config(source.path, source.name, run)
     config = expanded_config(checkpoint.config, plan, running_dtype(checkpoint))
-    return Trained(str(base or source.name), checkpoint, plan, hash_base(checkpoint, track), plain_json(config))
+    return Trained(str(base or source.name), checkpoint, plan, frozenset(checkpoint.tensors), plain_json(config))
 
 
 def _find_base(saved: Saved, origin: Origin, base: str | Path | None) -> Source:

@@ -45,20 +45,20 @@ class Trained:
         name: What it is called.
         checkpoint: Holds the base's tensors.
         plan: How it was expanded.
-        base_hashes: sha256 of each of the base's tensors.
+        base_tensors: Names of the base's tensors.
         config: Its config.json.
     """
 
     name: str
     checkpoint: Checkpoint
     plan: Plan
-    base_hashes: Mapping[str, str]
+    base_tensors: frozenset[str]
     config: Mapping[str, Any]
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of all tensors."""
-        base = {name: tuple(self.checkpoint.tensors[name].shape) for name in self.base_hashes}
+        base = {name: tuple(self.checkpoint.tensors[name].shape) for name in self.base_tensors}
         return base | {tensor.name: tuple(tensor.shape) for tensor in self.plan.tensors}
 
     def skeleton(self) -> Skeleton:
@@ -180,8 +180,8 @@ def fit(saved: Saved, trained: Trained) -> Match:
         unexpected=found.unexpected,
         skeleton=found.skeleton,
     )
-    has_base = any(pair.wanted in trained.base_hashes for pair in match.pairs)
-    missing = [name for name in match.missing if has_base or name not in trained.base_hashes]
+    has_base = any(pair.wanted in trained.base_tensors for pair in match.pairs)
+    missing = [name for name in match.missing if has_base or name not in trained.base_tensors]
     problems = [*_shape_problems(saved, trained, match), *(f"{name}: was not saved." for name in missing)]
     problems += [f"{name}: is not in {trained.name}." for name in match.unexpected]
     if problems:
@@ -215,7 +215,7 @@ def _advice(saved: Saved, trained: Trained, match: Match) -> str:
 
 
 def _base_infos(trained: Trained) -> Iterable[TensorInfo]:
-    return (trained.checkpoint.tensors[name] for name in trained.base_hashes)
+    return (trained.checkpoint.tensors[name] for name in trained.base_tensors)
 
 
 def other_settings(saved: Saved, trained: Trained) -> Iterator[str]:

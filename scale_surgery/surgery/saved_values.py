@@ -65,13 +65,16 @@ class Compared:
     widened: Mapping[str, int]
 
 
-def compare_base(saved: Saved, trained: Trained, match: Match, track: Track) -> Compared:
+def compare_base(
+    saved: Saved, trained: Trained, match: Match, base_hashes: Mapping[str, str], track: Track
+) -> Compared:
     """Compare every base tensor that was saved with the base's.
 
     Args:
         saved: What was saved.
         trained: What was trained.
         match: Which tensor is which.
+        base_hashes: sha256 of each of the base's tensors.
         track: Makes progress bars.
 
     Returns:
@@ -80,13 +83,13 @@ def compare_base(saved: Saved, trained: Trained, match: Match, track: Track) -> 
     Raises:
         CheckpointError: If one is not; all are counted, the first are named with what differs.
     """
-    pairs = [pair for pair in match.pairs if pair.wanted in trained.base_hashes]
+    pairs = [pair for pair in match.pairs if pair.wanted in trained.base_tensors]
     kinds = {pair: _other_dtype(saved, trained, pair) for pair in pairs}
     as_stored = [pair for pair in pairs if pair.part is None and not kinds[pair]]
     values, changed, widened = Values(saved, match), list[Pair](), dict[str, int]()
     with track("base tensors", sum(trained.checkpoint.tensors[pair.wanted].bytes for pair in pairs)) as advance:
         hashes = hash_tensors(saved.checkpoint, list(dict.fromkeys(pair.saved for pair in as_stored)), advance)
-        changed += [pair for pair in as_stored if hashes[pair.saved] != trained.base_hashes[pair.wanted]]
+        changed += [pair for pair in as_stored if hashes[pair.saved] != base_hashes[pair.wanted]]
         for pair in (pair for pair in pairs if pair.part is not None or kinds[pair]):
             if _difference(values, trained, pair) is not None:
                 changed.append(pair)
