@@ -39,6 +39,7 @@ from scale_surgery.routing.records import RouteReport
 from scale_surgery.routing.report import route_report
 from scale_surgery.running.freeze import expansion_disabled, freeze_base
 from scale_surgery.running.options import Probes, RunOptions
+from scale_surgery.surgery.adopt import Adopted, adopt
 from scale_surgery.surgery.apply import Applied, GivenBase, apply
 from scale_surgery.surgery.expand import Expansion, expand
 from scale_surgery.surgery.extract import Extracted, extract
@@ -59,6 +60,7 @@ from scale_surgery.training.train import train
 __version__ = _version("scale-surgery")
 
 __all__ = [
+    "Adopted",
     "Answer",
     "Applied",
     "Calibration",
@@ -99,6 +101,7 @@ __all__ = [
     "UnsupportedFamilyError",
     "Verification",
     "__version__",
+    "adopt",
     "apply",
     "evaluate",
     "expand",

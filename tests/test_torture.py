@@ -10,7 +10,10 @@ from tests.interrupted_steps import Disturbance
 from tests.torture import VERBS, Torture, torture
 
 # each takes a fraction of a second; what loads models is left to the long run
-CHEAP = ("expand --overwrite", "expand --method depth", "strip --overwrite", "route-export", "set_routing", "apply")
+CHEAP = (
+    *("expand --overwrite", "expand --method depth", "strip --overwrite", "route-export", "set_routing", "apply"),
+    "adopt",
+)
 
 
 @pytest.fixture(scope="module")

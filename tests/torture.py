@@ -23,14 +23,15 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from scale_surgery import register
 from scale_surgery.biographies import SHIPPED_MODEL, biography, people
-from tests.conftest import digests
+from tests.conftest import digests, load
 from tests.interrupted_steps import Disturbance, run_apart, run_disturbed
 from tests.tiny import save_tiny
 
 KINDS = {"kill": 5, "alarm": 2, "error": 2, "full": 1}
 UNDISTURBED = Disturbance()
-# of a training run: times and dates
+# of a training run, and of what another trainer saved: times and dates
 TIMED = ("surgery.json", "training/log.jsonl", "training/curves.png")
 ADAPT = ("--layers", "1-2", "--variant", "adapt", "--collaborate", "both")
 TRAIN = (
@@ -72,6 +73,8 @@ VERBS = {
     "extract": Verb(["extract", "IN/adapt", "-o", "OUT"]),
     "apply": Verb(["apply", "IN/extract", "--base", "IN/base", "-o", "OUT"]),
     "apply, to other shards": Verb(["apply", "IN/extract", "--base", "IN/resharded", "-o", "OUT"]),
+    "adopt": Verb(["adopt", "IN/saved", "--expanded", "IN/adapt", "-o", "OUT"]),
+    "adopt, of its base": Verb(["adopt", "IN/saved", "--base", "IN/base", "-o", "OUT"]),
     "merge --to fused": Verb(["merge", "IN/narrow", "-o", "OUT", "--to", "fused"], weight=2),
     "merge --to stock": Verb(["merge", "IN/narrow", "-o", "OUT", "--to", "stock"], weight=2),
     "merge --to blocks": Verb(["merge", "IN/fused", "-o", "OUT", "--to", "blocks"]),
@@ -86,6 +89,8 @@ def make_inputs(place: Path) -> None:
     save_tiny(made / "base", "llama", shard_size="30KB", tie_word_embeddings=True)
     save_tiny(made / "resharded", "llama", shard_size="1GB", tie_word_embeddings=True)
     _do(place, ["expand", "IN/base", "-o", "IN/adapt", *ADAPT])
+    register()
+    load(made / "adapt").save_pretrained(made / "saved", max_shard_size="50KB")
     _do(place, ["expand", "IN/base", "-o", "IN/narrow", *ADAPT, "--up-width", "0"])
     _do(place, ["expand", "IN/base", "-o", "IN/grown", "--layers", "0", "--method", "grow"])
     _do(place, ["expand", "IN/base", "-o", "IN/deep", "--layers", "0,2", "--method", "depth"])
@@ -215,7 +220,8 @@ def _content(target: Path) -> dict[str, str]:
     if target.is_file():
         return {"": target.read_text()}
     found = digests(target)
-    is_trained = "training/settings.json" in found
+    record = target / "surgery.json"
+    is_trained = record.is_file() and bool(json.loads(record.read_text())["training"])
     return {name: digest for name, digest in found.items() if not (is_trained and name in TIMED)}
 
 

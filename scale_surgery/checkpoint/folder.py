@@ -13,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from scale_surgery.checkpoint.foreign import refuse_foreign
 from scale_surgery.checkpoint.headers import FLOAT_DTYPES, TensorInfo, read_header
 from scale_surgery.checkpoint.listing import is_left_link, links_that_are_no_files, list_files, refuse_extract
 from scale_surgery.checkpoint.names import (
@@ -117,11 +118,12 @@ def read_config(file: Path) -> dict[str, Any]:
     return config
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
+def open_checkpoint(path: Path, config: Mapping[str, Any] | None = None) -> Checkpoint:
     """Read config, index and headers of a checkpoint, and check them against each other.
 
     Args:
         path: Folder with config.json and safetensors weights.
+        config: What counts as its config.json where it has none, as what trainers put together of their shares.
 
     Returns:
         The checkpoint; no weight has been read.
@@ -133,7 +135,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
     files = list_files(path)
     stamps = take_stamps(path / file for file in files)
     refuse_extract(path, files)
-    config = read_config(path / CONFIG_FILE)
+    refuse_foreign(path, files)
+    config = config if config is not None and CONFIG_FILE not in files else read_config(path / CONFIG_FILE)
     _refuse_other_specs(path, config)
     shards, declared = _find_shards(path, files)
     tensors, problems = _read_shards(path, shards)
@@ -215,7 +218,7 @@ def _find_shards(path: Path, files: list[str]) -> tuple[list[str], dict[str, str
 
 
 def _no_weights(path: Path, files: list[str]) -> str:
-    pickles = [file for file in files if file.endswith((".bin", ".pt", ".pth", ".ckpt"))]
+    pickles = sorted((own for own in files if own.endswith((".bin", ".pt", ".pth", ".ckpt"))), key=_depth)
     if pickles:
         return (
             f"{path}: found only pickled weights ({pickles[0]}), expected {SINGLE_FILE} or {INDEX_FILE}. "
@@ -223,6 +226,11 @@ def _no_weights(path: Path, files: list[str]) -> str:
             "AutoModelForCausalLM.from_pretrained(OLD).save_pretrained(NEW)."
         )
     return f"{path}: no weights, expected {SINGLE_FILE} or {INDEX_FILE}."
+
+
+def _depth(file: str) -> int:
+    """How deep a file lies in its folder: what lies inside belongs to something else, as a training run."""
+    return file.count("/")
 
 
 def _refuse_escapes(weight_map: Mapping[str, str]) -> None:

@@ -22,6 +22,8 @@ from typing import Any
 from scale_surgery.errors import CheckpointError
 
 CONFIG_KEY = "scale_surgery"
+# under it: the base, and what was asked for, for a folder that has lost its surgery.json
+ORIGIN_KEY = "origin"
 AFTER = "after."
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from scale_surgery.cli.adopt import adopt_command
 from scale_surgery.cli.apply import apply_command
 from scale_surgery.cli.chat import chat_command
 from scale_surgery.cli.demo import demo_command
@@ -71,6 +72,7 @@ def main() -> None:
     scale-surgery expand MODEL --layers last:4 -o EXPANDED
     scale-surgery verify EXPANDED
     scale-surgery train EXPANDED --data domain.jsonl
+    scale-surgery adopt SAVED --expanded EXPANDED -o TRAINED
     scale-surgery evaluate EXPANDED --old general.txt --new domain.jsonl
     scale-surgery report EXPANDED -o report.html
     scale-surgery route-export EXPANDED -o ROUTED
@@ -86,6 +88,7 @@ def main() -> None:
 
 
 for command in (
+    adopt_command,
     apply_command,
     chat_command,
     demo_command,
@@ -110,6 +113,7 @@ for command in (
 
 # what fits into one line of the list of commands
 SHORT_HELP = {
+    "adopt": "Make an expanded model of what another trainer saved.",
     "apply": "Put extracted new tensors back on their base model.",
     "chat": "Talk to a model, and see which path each token came from.",
     "demo": "Run every step on the model that comes with the package.",

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from scale_surgery.checkpoint.folder import Checkpoint
+from scale_surgery.checkpoint.foreign import adopt_line
 from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE
-from scale_surgery.checkpoint.numbering import AFTER, CONFIG_KEY, numbering_of
+from scale_surgery.checkpoint.numbering import AFTER, CONFIG_KEY, ORIGIN_KEY, numbering_of
 from scale_surgery.checkpoint.schema import in_one_line, known_misfits
 from scale_surgery.checkpoint.sources import open_model
 from scale_surgery.deriving.base import base_config, code_folder, derive_config
@@ -48,6 +49,7 @@ class ExpansionSummary:
         is_fused: Whether base weights and blocks are one matrix for each linear, so that nothing trains.
         verified: Date of the last verification that passed or failed, with its result, or None.
         changed_since: What is known to have changed since then, tensors or the router's numbers; None where nothing is.
+        adopt: The command that makes an expanded folder of what another trainer saved; None where it is one.
     """
 
     method: str
@@ -67,6 +69,7 @@ class ExpansionSummary:
     is_fused: bool
     verified: str | None
     changed_since: str | None = None
+    adopt: str | None = None
 
 
 @dataclass(frozen=True)
@@ -149,7 +152,7 @@ def inspect(model: str | Path, *, revision: str | None = None, run: RunOptions =
         parameters_unique=stored - _tied_copy(checkpoint, architecture, sizes),
         bytes=sum(shards.values()),
         left_out=checkpoint.left_out,
-        expansion=_summarise(checkpoint) if "scale_surgery" in checkpoint.config else None,
+        expansion=_summarise(checkpoint, str(model)) if CONFIG_KEY in checkpoint.config else None,
     )
 
 
@@ -158,28 +161,28 @@ def _tied_copy(checkpoint: Checkpoint, architecture: Architecture, sizes: Sizes)
     return 0 if copy is None else copy.elements
 
 
-def _summarise(checkpoint: Checkpoint) -> ExpansionSummary:
-    specs = checkpoint.config["scale_surgery"]
+def _summarise(checkpoint: Checkpoint, title: str) -> ExpansionSummary:
+    specs = checkpoint.config[CONFIG_KEY]
     try:
         if problems := spec_problems(specs, CONFIG_KEY):
             raise PlanError(in_one_line(problems))
-        return _read_summary(checkpoint, specs)
+        return _read_summary(checkpoint, specs, title)
     except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, StopIteration, PlanError) as error:
         raise CheckpointError(
             f"{checkpoint.path / CONFIG_FILE}: scale_surgery is incomplete ({error}). Restore it from where you got it."
         ) from error
 
 
-def _read_summary(checkpoint: Checkpoint, specs: Mapping[str, Any]) -> ExpansionSummary:
-    manifest = _read_record(checkpoint)
+def _read_summary(checkpoint: Checkpoint, specs: Mapping[str, Any], title: str) -> ExpansionSummary:
+    manifest, origin = _read_record(checkpoint), specs.get(ORIGIN_KEY) or {}
     numbering = numbering_of(specs)
     widths = specs.get("widths") or asdict(Widths(0, 0, 0))
     collaborative = specs.get("collaborative") or {"layers": (), "groups": ()}
     return ExpansionSummary(
         method=method_of_variant(specs["variant"]).name,
         variant=specs["variant"],
-        base_name=manifest.base_name,
-        base_revision=manifest.base_revision,
+        base_name=manifest.base_name or origin.get("base_name"),
+        base_revision=manifest.base_revision or origin.get("base_revision"),
         layers=tuple(specs["expanded_layers"]),
         new_layers=() if numbering is None else numbering.new,
         collaborative_layers=tuple(collaborative["layers"]),
@@ -193,6 +196,7 @@ def _read_summary(checkpoint: Checkpoint, specs: Mapping[str, Any]) -> Expansion
         is_fused=specs.get("fused", False),
         verified=_verified(manifest.verification),
         changed_since=None if manifest.verification is None else _changed_since(manifest, manifest.verification),
+        adopt=adopt_line(title, checkpoint.config) if checkpoint.manifest is None else None,
     )
 
 
@@ -243,7 +247,8 @@ def _verified(verification: Mapping[str, Any] | None) -> str | None:
 def _changed_since(record: _Record, verification: Mapping[str, Any]) -> str | None:
     """What the records tell to be newer than a verification; no tensor is read."""
     # dates in UTC, written in one way, are ordered as texts
-    is_trained = any(str(run.get("begun", "")) >= str(verification.get("date")) for run in record.training)
+    dates = (str(run.get("begun") or run.get("adopted", "")) for run in record.training)
+    is_trained = any(date >= str(verification.get("date")) for date in dates)
     numbers = (record.routing or {}).get("settings")
     is_routed_otherwise = numbers != verification.get("routing", numbers)
     changed = ["tensors (by training)"] * is_trained + ["the router's numbers"] * is_routed_otherwise

@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from scale_surgery.checkpoint.files import plain_json
-from scale_surgery.checkpoint.names import MANIFEST_FILE
+from scale_surgery.checkpoint.folder import read_json
+from scale_surgery.checkpoint.foreign import adopt_line
+from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE
 from scale_surgery.checkpoint.sources import listed
 from scale_surgery.errors import DataError
 from scale_surgery.evidence.subjects import Subject, choose_lengths, open_subjects, read_texts
@@ -269,7 +271,8 @@ def _notes(subjects: Sequence[Subject], rows: Sequence[Row]) -> Iterator[str]:
         if subject.is_expanded and subject.manifest is None:
             yield (
                 f"{subject.name}: has no {MANIFEST_FILE}, so its base cannot be given back as files; it is compared "
-                "with itself, expansion disabled."
+                "with itself, expansion disabled. Make an expanded folder of it: "
+                f"{adopt_line(subject.path, read_json(subject.path / CONFIG_FILE))}"
             )
     first, *others = rows
     for other in others:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from scale_surgery.checkpoint.licence import read_licence
 from scale_surgery.checkpoint.names import MANIFEST_FILE
 from scale_surgery.checkpoint.reading import read_bytes
 from scale_surgery.errors import CheckpointError, HubError
@@ -19,7 +20,6 @@ from scale_surgery.hub.card_sections import CardFacts, body
 from scale_surgery.hub.client import Remote, read_text
 from scale_surgery.hub.repository import CARD_FILE, _marked, is_written_card, read_card
 from scale_surgery.planning.routing_specs import Routing
-from scale_surgery.surgery.licence import read_licence
 from scale_surgery.surgery.record import STOCK_RECORD_FILE
 
 if TYPE_CHECKING:

@@ -144,16 +144,23 @@ def _trained(facts: CardFacts) -> str:
     rows = [
         (
             number,
-            run["steps"],
+            run.get("steps", "–"),
             f"{run['trained_parameters']:,}",
-            f"{run['settings']['learning_rate']:g}",
-            run["begun"][:10],
+            _learning_rate(run),
+            (run.get("begun") or run["adopted"])[:10],
         )
         for number, run in enumerate(facts.training, 1)
     ]
     head = "| run | steps | parameters trained | learning rate | begun |\n|---|--:|--:|--:|---|"
+    adopted = [str(number) for number, run in enumerate(facts.training, 1) if "adopted" in run]
+    others = f" Another trainer made run {', '.join(adopted)}, adopted on that date." if adopted else ""
     curves = "\n\n![Curves of the last run](training/curves.png)" if facts.has_curves else ""
-    return f"## Training\n\nOnly new tensors were trained, none of the base.\n\n{table(head, rows)}{curves}"
+    return f"## Training\n\nOnly new tensors were trained, none of the base.{others}\n\n{table(head, rows)}{curves}"
+
+
+def _learning_rate(run: Mapping[str, Any]) -> str:
+    rate = (run.get("settings") or {}).get("learning_rate")
+    return "–" if rate is None else f"{rate:g}"
 
 
 def _evaluated(facts: CardFacts) -> str:

@@ -21,14 +21,16 @@ from typing import Any, Literal
 
 from scale_surgery.checkpoint.files import as_json, write_json
 from scale_surgery.checkpoint.folder import open_checkpoint, read_json
+from scale_surgery.checkpoint.foreign import saved_elsewhere
 from scale_surgery.checkpoint.hashes import hash_file
+from scale_surgery.checkpoint.licence import LICENCE_KEYS
 from scale_surgery.checkpoint.listing import is_left_link, list_files, stays_behind
-from scale_surgery.checkpoint.names import EXTRACT_FILE, MANIFEST_FILE, OTHER_WEIGHT_SUFFIXES
+from scale_surgery.checkpoint.names import CONFIG_FILE, EXTRACT_FILE, MANIFEST_FILE, OTHER_WEIGHT_SUFFIXES
+from scale_surgery.checkpoint.numbering import CONFIG_KEY
 from scale_surgery.checkpoint.reading import parse_json, read_bytes
 from scale_surgery.checkpoint.schema import in_one_line, known_misfits
 from scale_surgery.errors import CheckpointError
 from scale_surgery.surgery.extract_folder import record_problems
-from scale_surgery.surgery.licence import LICENCE_KEYS
 from scale_surgery.surgery.record import STOCK_RECORD_FILE as MERGE_FILE
 from scale_surgery.surgery.record import Manifest, read_manifest, refuse_linked
 from scale_surgery.surgery.record_schema import StockRecord
@@ -232,6 +234,8 @@ def _find_form(path: Path, names: list[str]) -> Form:
     for file, form in forms.items():
         if file in names:
             return form
+    if CONFIG_FILE in names and CONFIG_KEY in (config := read_json(path / CONFIG_FILE)):
+        raise CheckpointError(saved_elsewhere(path, config))
     raise CheckpointError(
         f"{path}: has neither {MANIFEST_FILE}, {EXTRACT_FILE} nor {MERGE_FILE}, expected a folder that scale-surgery "
         "expand, train, route-export, merge or extract made. Another model is pushed by hf upload."

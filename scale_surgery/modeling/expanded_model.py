@@ -399,6 +399,16 @@ class ExpandedPreTrainedModel:
         """
         return False
 
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        """Whether experts run by kernels that can be chosen, as the stock model's do; transformers 5 alone asks.
+
+        It looks for a word in the source of a class's module, and ours is another: experts would be added up in another
+        order than the base's, unless a stock model was made before.
+        """
+        stock: Any = next(own for own in cls.__mro__ if not issubclass(own, ExpandedPreTrainedModel))
+        return stock._can_set_experts_implementation()
+
     @torch.no_grad()
     def initialize_weights(self):
         """Initialise as the stock model does; expansion tensors that no file gave are zero.

@@ -32,6 +32,21 @@ SHARD_BYTES = 512 * 1024 * 1024
 
 
 @dataclass(frozen=True)
+class Origin:
+    """Base and request, of which a plan can be made again: a trainer that saves a model keeps config.json alone.
+
+    Attributes:
+        base_name: Hub id, or name of the base model's folder.
+        base_revision: Commit of the Hub repository, where known.
+        request: What was asked for.
+    """
+
+    base_name: str
+    base_revision: str | None
+    request: Request
+
+
+@dataclass(frozen=True)
 class Plan:
     """Everything that `expand` will do.
 
@@ -81,6 +96,11 @@ class Plan:
     def method(self) -> Method:
         """How the model grows."""
         return get_method(self.request.method)
+
+    @property
+    def origin(self) -> Origin:
+        """What config.json keeps of it."""
+        return Origin(self.base_name, self.base_revision, self.request)
 
     @property
     def code_files(self) -> tuple[str, ...]:

@@ -9,10 +9,12 @@ from typing import Any
 from scale_surgery.checkpoint.files import write_json
 from scale_surgery.checkpoint.folder import read_json
 from scale_surgery.checkpoint.headers import FLOAT_DTYPES
+from scale_surgery.checkpoint.names import CONFIG_FILE
+from scale_surgery.checkpoint.numbering import CONFIG_KEY, ORIGIN_KEY
 from scale_surgery.checkpoint.schema import build, in_one_line, misfits
 from scale_surgery.errors import CheckpointError, PlanError
 from scale_surgery.planning.base import sizes_of_blocks
-from scale_surgery.planning.plan import Plan
+from scale_surgery.planning.plan import Origin, Plan
 from scale_surgery.planning.request import Request
 from scale_surgery.planning.spec_schema import spec_problems
 from scale_surgery.planning.tensors import TensorPlan
@@ -120,6 +122,28 @@ def saved_request(file: Path) -> Request:
         raise PlanError(f"{file}: {missing}is not a plan of scale-surgery{found}. Make one with plan -o.") from error
     request: Request = build(content["request"], Request)
     return request
+
+
+def saved_origin(config: Mapping[str, Any], title: str) -> Origin:
+    """Read what a config.json keeps of a plan.
+
+    Args:
+        config: Parsed config.json of an expanded model.
+        title: What the model is called.
+
+    Raises:
+        PlanError: If it keeps nothing, or a value is of the wrong kind.
+    """
+    plain = config[CONFIG_KEY].get(ORIGIN_KEY)
+    if plain is None:
+        raise PlanError(
+            f"{title}: its {CONFIG_FILE} does not say how it was expanded, as that of the first releases. Give the "
+            "expanded model that was trained: --expanded EXPANDED."
+        )
+    if problems := list(misfits(plain, Origin, f"{CONFIG_KEY}.{ORIGIN_KEY}")):
+        raise PlanError(f"{title}: {CONFIG_FILE}: {in_one_line(problems)}. Restore it from where you got it.")
+    origin: Origin = build(plain, Origin)
+    return origin
 
 
 def check_same(plan: Plan, file: Path) -> None:

@@ -62,6 +62,7 @@ class StoredSpecs:
     enter: str = ""
     groups: Mapping[str, str] | None = None
     routing: Mapping[str, Any] | None = None
+    origin: Mapping[str, Any] | None = None
     fused: bool = False
     fused_head: bool = False
 

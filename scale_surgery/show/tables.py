@@ -85,7 +85,8 @@ def render_inspection(found: Inspection, model: str | None = None) -> Renderable
         planned = [] if model is None else [(NEXT, command("plan", model, "--layers", last))]
         return facts(found.name, rows + planned)
     is_current = (found.expansion.verified or "").startswith("passed") and not found.expansion.changed_since
-    checked = [] if model is None or is_current else [(NEXT, command("verify", model))]
+    then = found.expansion.adopt or ("" if model is None or is_current else command("verify", model))
+    checked = [(NEXT, then)] if then else []
     return Group(facts(found.name, rows), Text(), _render_summary(found.expansion, checked))
 
 

@@ -1,8 +1,9 @@
-"""Other forms of a model in a terminal: merged, extracted, put back on its base; see `tables`."""
+"""Other forms of a model in a terminal: merged, extracted, put back on its base, adopted; see `tables`."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from rich.console import RenderableType
@@ -14,6 +15,7 @@ from scale_surgery.show.tables import facts, format_bytes
 
 if TYPE_CHECKING:
     from scale_surgery.running.drift import Drift
+    from scale_surgery.surgery.adopt import Adopted
     from scale_surgery.surgery.apply import Applied
     from scale_surgery.surgery.extract import Extracted
     from scale_surgery.surgery.merge import Merged
@@ -97,3 +99,33 @@ def render_applied(done: Applied) -> RenderableType:
 
 def _base(name: str, revision: str | None) -> str:
     return f"{name} at {revision}" if revision else name
+
+
+def render_adopted(done: Adopted) -> RenderableType:
+    """What `adopt` wrote."""
+    steps = "" if done.steps is None else f", after {done.steps:,} steps"
+    rows = [
+        ("written", str(done.path)),
+        ("base", done.base_name),
+        ("its tensors", _compared(done)),
+        ("new tensors", f"{done.trained_tensors} of {done.expansion_tensors} were trained{steps}"),
+    ]
+    rows += [("rounded", f"once, as train does: {_counted(done.rounded)}")] if done.rounded else []
+    rows += [("config.json", text) for text in done.other_settings]
+    rows += [("recorded", f"numbers of {name_some(done.read)}")] if done.read else []
+    rows += [("not read", name_some(done.not_read))] if done.not_read else []
+    rows += [("shards", f"{format_bytes(done.bytes_written)} written"), (NEXT, command("verify", done.path))]
+    return facts("adopted", rows)
+
+
+def _compared(done: Adopted) -> str:
+    if not done.base_tensors:
+        return "none was saved, so none could be compared"
+    equal = f"{done.base_tensors} compared by sha256, all equal"
+    if not done.widened:
+        return equal
+    return f"{done.base_tensors} compared, all the same numbers; saved in another dtype: {_counted(done.widened)}"
+
+
+def _counted(kinds: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {kind}" for kind, count in kinds.items())

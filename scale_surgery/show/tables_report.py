@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -83,6 +83,11 @@ def describe_measured(report: Report) -> Iterator[tuple[str, str]]:
             yield change, f"{report.measured[change]:+.4f} nats per token on {side} text, to {loss:.4f}"
 
 
+def _run(run: Mapping[str, Any]) -> str:
+    steps = f"{run['steps']:,} steps" if "steps" in run else "steps not known"
+    return f"{steps} of another trainer" if "adopted" in run else steps
+
+
 def _facts(report: Report) -> RenderableType:
     count = len({tensor.name for tensor in report.tensors})
     trained = len({tensor.name for tensor in report.tensors if tensor.is_trained})
@@ -93,7 +98,7 @@ def _facts(report: Report) -> RenderableType:
         ("changed", f"{trained} of {count} expansion tensors ({format_count(report.parameters)} parameters in all)"),
     ]
     if report.runs:
-        rows.append(("training", f"{', '.join(format(run.get('steps', 0), ',') for run in report.runs)} steps"))
+        rows.append(("training", "; ".join(map(_run, report.runs))))
     for name, norms in collaboration(report):
         word = "norm" if norms.start_norm == 0 else "change"
         rows.append((name, f"{word} {format_norm(norms.change)}, {format_share(norms.change_of_base)} of W's norm"))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from scale_surgery import modeling
 from scale_surgery.checkpoint.folder import Checkpoint, read_text
 from scale_surgery.checkpoint.names import CONFIG_FILE, SINGLE_FILE
-from scale_surgery.checkpoint.numbering import numbering_of, stored_name
+from scale_surgery.checkpoint.numbering import CONFIG_KEY, ORIGIN_KEY, stored_name
 from scale_surgery.checkpoint.reading import differing_keys, parse_json
 from scale_surgery.planning.architecture import Architecture
 from scale_surgery.planning.depth import deepened_config
@@ -26,31 +27,29 @@ def stored_shard(shard: str) -> str:
     return NUMBERED_SINGLE_FILE if shard == SINGLE_FILE else shard
 
 
-def expanded_config(
-    config: Mapping[str, Any], specs: Mapping[str, Any], architecture: Architecture, dtype: str
-) -> dict[str, Any]:
+def expanded_config(config: Mapping[str, Any], plan: Plan, dtype: str) -> dict[str, Any]:
     """Edit a base model's config.json: own model type and classes, our plan, everything else as it was.
 
     A model with duplicated layers is a stock one of more layers: see `deepened_config`.
 
     Args:
         config: Parsed config.json of the base.
-        specs: Module specifications of the plan.
-        architecture: Facts of the architecture.
+        plan: The plan.
         dtype: Dtype of the base model, written where the config names none, since the first shard that a
             loader opens may now be one of ours.
 
     Returns:
         The new config.
     """
-    if numbering_of(specs) is not None:
+    specs, architecture = {**plan.specs, ORIGIN_KEY: asdict(plan.origin)}, plan.architecture
+    if plan.numbering is not None:
         edited = deepened_config(config, specs, architecture)
     else:
         edited = dict(config) | {
             "architectures": modeling.architectures(architecture),
             "model_type": architecture.expanded_type,
             "auto_map": {**(config.get("auto_map") or {}), **modeling.auto_map(architecture)},
-            "scale_surgery": dict(specs),
+            CONFIG_KEY: specs,
         }
     if not {"dtype", "torch_dtype"}.intersection(config):
         edited["torch_dtype"] = dtype
@@ -86,7 +85,7 @@ def blocks_config(manifest: Manifest, base: Mapping[str, Any], dtype: str) -> di
         dtype: Dtype of the base, for a config that names none.
     """
     architecture = manifest.plan.architecture
-    written = expanded_config(base, manifest.plan.specs, architecture, dtype)
+    written = expanded_config(base, manifest.plan, dtype)
     if manifest.code_files == manifest.plan.code_files:
         return written
     names = modeling.first_names(architecture)
@@ -139,6 +138,8 @@ def written_config(manifest: Manifest, base: Mapping[str, Any], dtype: str) -> d
 def config_problems(manifest: Manifest, config: Mapping[str, Any]) -> list[str]:
     """Keys of config.json that are not what was written, a line each."""
     written = written_config(manifest, parse_json(manifest.replaced[CONFIG_FILE]), config.get("torch_dtype", ""))
+    if ORIGIN_KEY not in config.get(CONFIG_KEY, {}):
+        del written[CONFIG_KEY][ORIGIN_KEY]  # the first folders do not have it
     return [f"{CONFIG_FILE}: {key} is not what the expansion wrote." for key in differing_keys(written, config)]
 
 

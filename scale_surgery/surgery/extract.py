@@ -15,6 +15,7 @@ from typing import Any
 from scale_surgery.checkpoint.files import BaseWeights, take_over, write_json
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
 from scale_surgery.checkpoint.hashes import hash_files
+from scale_surgery.checkpoint.licence import read_licence
 from scale_surgery.checkpoint.listing import stays_behind
 from scale_surgery.checkpoint.names import EXTRACT_FILE, MANIFEST_FILE
 from scale_surgery.checkpoint.reading import read_bytes
@@ -29,7 +30,6 @@ from scale_surgery.surgery.extract_folder import (
     name_in_extract,
 )
 from scale_surgery.surgery.intact import refuse_damaged
-from scale_surgery.surgery.licence import read_licence
 from scale_surgery.surgery.record import Manifest, read_manifest, refuse_fused, refuse_linked, tool_versions
 
 # expansion tensors are made from base tensors, so the terms of the base go with them

@@ -25,8 +25,8 @@ from scale_surgery.planning.base import fingerprint
 from scale_surgery.progress import Track
 from scale_surgery.running.options import RunOptions
 from scale_surgery.running.tokenizer import TOKENIZER_CONFIG_FILE
+from scale_surgery.surgery.around import running_dtype, take_over_shards
 from scale_surgery.surgery.config import blocks_config, make_index, stored_shard, written_config
-from scale_surgery.surgery.expand import take_over_shards
 from scale_surgery.surgery.extract_folder import Extract, name_in_extract
 from scale_surgery.surgery.record import BaseFile, Manifest, tool_versions
 from scale_surgery.surgery.renumbered import renumbered_shards
@@ -104,7 +104,7 @@ def rebase(extract: Extract, base: ComparedBase, folder: Path, how: BaseWeights,
         for name, file in taken.items():
             take_over(file, folder / name, how)
             advance(file.stat().st_size)
-    dtype = _torch_dtype(base.checkpoint)
+    dtype = running_dtype(base.checkpoint)
     _write_config(extract, base, folder, dtype, run)
     _write_index(extract, base.checkpoint, folder)
     write_json(folder / MANIFEST_FILE, asdict(_manifest(extract, base, folder, places, dtype)))
@@ -124,19 +124,11 @@ def _base_places(extract: Extract, base: ComparedBase) -> dict[str, str]:
     return places | {file: recorded.get(file, file) for file in side_files}
 
 
-def _torch_dtype(checkpoint: Checkpoint) -> str:
-    from scale_surgery.surgery.initialise import TORCH_DTYPES
-
-    return str(TORCH_DTYPES[checkpoint.running_dtype]).removeprefix("torch.")
-
-
 def _write_config(extract: Extract, base: ComparedBase, folder: Path, dtype: str, run: RunOptions) -> None:
     from scale_surgery.running.tokenizer import pin_tokenizer_class
 
-    if CONFIG_FILE not in base.other_files:
-        take_over(extract.path / CONFIG_FILE, folder / CONFIG_FILE, "copy")
-    else:
-        write_json(folder / CONFIG_FILE, written_config(extract.manifest, base.checkpoint.config, dtype))
+    # it names the base
+    write_json(folder / CONFIG_FILE, written_config(_named(extract.manifest, base), base.checkpoint.config, dtype))
     if TOKENIZER_CONFIG_FILE in base.other_files:
         pin_tokenizer_class(base.checkpoint.path, folder, run)
 
@@ -150,12 +142,7 @@ def _write_index(extract: Extract, base: Checkpoint, folder: Path) -> None:
 
 def _manifest(extract: Extract, base: ComparedBase, folder: Path, places: Mapping[str, str], dtype: str) -> Manifest:
     """surgery.json for this base."""
-    before, given = extract.manifest, base.checkpoint
-    identity: dict[str, Any] = {
-        "base_name": base.source.name,
-        "base_revision": base.source.revision,
-        "base_fingerprint": fingerprint(given),
-    }
+    before, given = _named(extract.manifest, base), base.checkpoint
     renumbered = renumbered_shards(given, before.plan.numbering)
     replaced = {
         name: _text(given.path / name)
@@ -168,18 +155,26 @@ def _manifest(extract: Extract, base: ComparedBase, folder: Path, places: Mappin
     }
     return replace(
         before,
-        **identity,
         base_files=files,
         base_tensors={name: base.tensors[name] for name in given.tensors},
         left_out=given.left_out,
         replaced=replaced,
-        plan=replace(before.plan, **identity),
         tool=tool_versions(),
         verification=None,
-        routing=_routing(extract, base, dtype),
-        forced_base=_forced(before, base) if base.differing else before.forced_base,
+        routing=_routing(before, base, dtype),
+        forced_base=_forced(extract.manifest, base) if base.differing else before.forced_base,
         renumbered={places[shard]: header for shard, header in renumbered.items()},
     )
+
+
+def _named(manifest: Manifest, base: ComparedBase) -> Manifest:
+    """A record that names this base, in its plan too."""
+    identity: dict[str, Any] = {
+        "base_name": base.source.name,
+        "base_revision": base.source.revision,
+        "base_fingerprint": fingerprint(base.checkpoint),
+    }
+    return replace(manifest, **identity, plan=replace(manifest.plan, **identity))
 
 
 def _text(file: Path) -> str:
@@ -192,11 +187,10 @@ def _text(file: Path) -> str:
         ) from error
 
 
-def _routing(extract: Extract, base: ComparedBase, dtype: str) -> dict[str, Any] | None:
+def _routing(manifest: Manifest, base: ComparedBase, dtype: str) -> dict[str, Any] | None:
     """What un-routing gives back: the unrouted model's config.json, made from this base's."""
-    manifest = extract.manifest
-    if manifest.routing is None or CONFIG_FILE not in base.other_files:
-        return None if manifest.routing is None else dict(manifest.routing)
+    if manifest.routing is None:
+        return None
     text = as_json(blocks_config(manifest, base.checkpoint.config, dtype))
     before = manifest.routing["before"]
     changed = {"files": {**before["files"], CONFIG_FILE: text}, "verification": None}

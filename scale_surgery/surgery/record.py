@@ -15,6 +15,7 @@ from typing import Any
 
 from scale_surgery.checkpoint.files import plain_json
 from scale_surgery.checkpoint.folder import Checkpoint, read_json
+from scale_surgery.checkpoint.foreign import saved_elsewhere
 from scale_surgery.checkpoint.listing import check_folder, is_left_link
 from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE, is_inside
 from scale_surgery.checkpoint.numbering import CONFIG_KEY, Numbering, numbering_of
@@ -118,10 +119,7 @@ def read_manifest(path: Path) -> Manifest:
             f"expand {path} --layers LAYERS -o EXPANDED."
         )
     if path.is_dir() and not file.is_file():
-        raise CheckpointError(
-            f"{path}: has no {MANIFEST_FILE}, expected a model made by scale-surgery expand. A trainer does not save "
-            "it: docs/commands.md, Other trainers, says how to bring trained blocks back."
-        )
+        raise CheckpointError(saved_elsewhere(path, read_json(path / CONFIG_FILE)))
     content = read_json(file)
     if content.get("format") != MANIFEST_FORMAT:
         raise CheckpointError(

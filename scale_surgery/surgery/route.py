@@ -120,13 +120,25 @@ def route_export(
             "scale_surgery.set_routing in Python; for another router take this one away first: --router none."
         )
     _check_paths(manifest, routing)
+    changed, texts = with_router(checkpoint, manifest, routing)
+    return _write(checkpoint, manifest, Path(output), changed, texts, Taking(base_weights, overwrite, track))
+
+
+def with_router(checkpoint: Checkpoint, manifest: Manifest, routing: Routing) -> tuple[Manifest, dict[str, str]]:
+    """What a router changes of an expanded checkpoint: its record, and the texts of its config and code.
+
+    Args:
+        checkpoint: The expanded checkpoint, without a router.
+        manifest: Its surgery.json.
+        routing: How to route.
+
+    Returns:
+        The new record, and texts by the names of files.
+    """
     code = carried_code(checkpoint, manifest)
     record = {"settings": asdict(routing), "before": _before(checkpoint, manifest, code)}
-    hashes = hash_texts(code)
-    changed = replace(manifest, routing=record, code=hashes, verification=None)
-    config = as_json(routed_config(checkpoint.config, changed))
-    take = Taking(base_weights, overwrite, track)
-    return _write(checkpoint, manifest, Path(output), changed, {**code, CONFIG_FILE: config}, take)
+    changed = replace(manifest, routing=record, code=hash_texts(code), verification=None)
+    return changed, {**code, CONFIG_FILE: as_json(routed_config(checkpoint.config, changed))}
 
 
 def unroute(

@@ -336,7 +336,8 @@ def test_a_trainer_s_folder_is_compared_with_itself(place: Path, tmp_path: Path)
     ]
     assert found.notes == (
         "saved: has no surgery.json, so its base cannot be given back as files; it is compared with itself, "
-        "expansion disabled.",
+        "expansion disabled. Make an expanded folder of it: "
+        f"scale-surgery adopt {tmp_path}/saved --expanded EXPANDED -o OUT",
     )
     wanted = evaluate([place / "wide"], [place / "old.txt"])
     assert found.scores[0].forgetting == row(wanted, "wide").forgetting

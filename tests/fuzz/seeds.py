@@ -15,9 +15,11 @@ from scale_surgery import (
     extract,
     merge,
     plan,
+    register,
     route_export,
 )
 from scale_surgery.planning.saved import save_plan
+from tests.conftest import load
 from tests.interrupted_steps import run_apart, train_and_die_at_the_end
 from tests.running.test_texts import letters
 from tests.tiny import save_tiny
@@ -37,6 +39,8 @@ def make_seeds(place: Path) -> None:
     expand(base, Request("0", method="grow"), place / "grown")
     expand(sharded, Request("0", method="depth"), place / "deep")
     route_export(place / "expanded", place / "routed", Routing())
+    register()
+    load(place / "expanded").save_pretrained(place / "saved")
     merge(place / "expanded", place / "fused", probes=Probes(new_tokens=0))
     merge(place / "grown", place / "stock", to="stock", probes=Probes(new_tokens=0))
     extract(place / "expanded", place / "extract")

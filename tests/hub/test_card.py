@@ -12,6 +12,7 @@ import pytest
 from huggingface_hub import ModelCard
 
 from scale_surgery import Routing
+from scale_surgery.checkpoint.licence import read_licence
 from scale_surgery.errors import CheckpointError
 from scale_surgery.evidence.verify import verify
 from scale_surgery.hub.card import current_certificate, make_card, metadata_problem
@@ -19,7 +20,6 @@ from scale_surgery.hub.repository import is_written_card, read_contents
 from scale_surgery.planning.request import Request
 from scale_surgery.surgery.expand import expand
 from scale_surgery.surgery.extract import extract
-from scale_surgery.surgery.licence import read_licence
 from scale_surgery.surgery.merge import merge
 from scale_surgery.surgery.route import route_export
 from tests.conftest import REQUESTS, shake

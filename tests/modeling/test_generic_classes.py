@@ -310,6 +310,18 @@ def test_the_package_saves_its_code_along(made, tmp_path):
     assert json.loads((tmp_path / "saved" / "config.json").read_text())["auto_map"] == wanted
 
 
+@pytest.mark.parametrize("name", ("Mixtral", "Llama"))
+def test_experts_run_as_in_the_stock_model_whichever_is_made_first(name, monkeypatch):
+    """transformers looks for a word in the source of a class, and remembers for it and all below what it found."""
+    stock = getattr(transformers, f"{name}ForCausalLM")
+    own = modeling_scale.model_of(stock, stock.config_class)
+    for known in (stock, own):
+        if "_can_set_experts_implementation_cached_value" in vars(known):
+            monkeypatch.delattr(known, "_can_set_experts_implementation_cached_value")
+    assert own._can_set_experts_implementation() is (name == "Mixtral")
+    assert stock._can_set_experts_implementation() is own._can_set_experts_implementation()
+
+
 def test_a_type_that_transformers_does_not_know_is_not_ours(tmp_path):
     assert "scale_llama" in transformers.CONFIG_MAPPING and "scale_no_such" not in transformers.CONFIG_MAPPING
     (tmp_path / "config.json").write_text('{"model_type": "scale_no_such"}')

@@ -735,7 +735,7 @@ def test_models_that_are_refused(place: Path, tmp_path: Path) -> None:
     bare = Path(shutil.copytree(place / "posterior", tmp_path / "bare"))
     (bare / "surgery.json").unlink()
     assert refusal(bare, *texts, CalibrationSettings(write=True)).startswith(
-        f"{bare}: has no surgery.json, expected a model made by"
+        f"{bare}: has no surgery.json, another trainer saved it."
     )
 
 

@@ -1,0 +1,114 @@
+"""Folders that other programs wrote: what each is, and the line to type that makes of it what this program takes.
+
+Nothing in them is opened but JSON: their states and arguments are pickles, which can run code when they are read.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from scale_surgery.checkpoint.names import INDEX_FILE, MANIFEST_FILE, SINGLE_FILE
+from scale_surgery.checkpoint.numbering import CONFIG_KEY, ORIGIN_KEY
+from scale_surgery.errors import CheckpointError
+
+DEEPSPEED_SCRIPT = "zero_to_fp32.py"
+DEEPSPEED = re.compile(rf"(.*/)?(\w*zero_pp_rank_\w+\.pt|mp_rank_\w+_model_states\.pt|{re.escape(DEEPSPEED_SCRIPT)})")
+DISTRIBUTED_SUFFIX = ".distcp"
+ADAPTER_CONFIG = "adapter_config.json"
+RUN_CHECKPOINT = re.compile(r"(checkpoint-(\d+))/.+")
+FSDP_PICKLE = re.compile(r"pytorch_model_fsdp\w*\.bin")
+PICKLED_MODEL = re.compile(r"pytorch_model.*\.bin")
+
+
+def adopt_line(path: str | Path, config: Mapping[str, Any]) -> str:
+    """The command that makes an expanded folder of what a trainer saved.
+
+    Args:
+        path: What it saved.
+        config: Its parsed config.json, which may name a base that can be looked up.
+    """
+    specs = config.get(CONFIG_KEY)
+    origin = specs.get(ORIGIN_KEY) if isinstance(specs, dict) else None
+    is_found = isinstance(origin, dict) and origin.get("base_revision") is not None
+    words = ["scale-surgery", "adopt", str(path), *([] if is_found else ["--expanded", "EXPANDED"]), "-o", "OUT"]
+    return shlex.join(words)
+
+
+def saved_elsewhere(path: Path, config: Mapping[str, Any]) -> str:
+    """What to say of a folder that a trainer saved, wherever an expanded one is needed."""
+    return (
+        f"{path}: has no {MANIFEST_FILE}, another trainer saved it. Make an expanded folder of it first: "
+        f"{adopt_line(path, config)}"
+    )
+
+
+def refuse_foreign(path: Path, files: Sequence[str]) -> None:
+    """Refuse a folder whose weights lie there in a form that only another program reads.
+
+    Args:
+        path: The folder.
+        files: Names of its files.
+
+    Raises:
+        CheckpointError: If it is one that is known; the message says what it is, and how to make safetensors of it.
+    """
+    if SINGLE_FILE in files or INDEX_FILE in files:
+        return
+    for find in (_adapter, _run, _deepspeed, _distributed, _pickled):
+        if (found := find(path, files)) is not None:
+            raise CheckpointError(f"{path}: {found}")
+
+
+def _adapter(path: Path, files: Sequence[str]) -> str | None:
+    if ADAPTER_CONFIG not in files:
+        return None
+    return (
+        "is an adapter of PEFT, which lies beside a model and is none, expected a model. Merge it in Python: "
+        "PeftModel.from_pretrained(MODEL, ADAPTER).merge_and_unload().save_pretrained(MERGED). Merged into an expanded "
+        "model it changes the base; expansion blocks train without PEFT."
+    )
+
+
+def _run(path: Path, files: Sequence[str]) -> str | None:
+    """The folder of a run of the Trainer, whose checkpoints lie inside; one of other files is named by these."""
+    found = {match[1]: int(match[2]) for file in files if (match := RUN_CHECKPOINT.fullmatch(file))}
+    if not found or any(map(PICKLED_MODEL.fullmatch, files)):
+        return None
+    last = max(found, key=lambda name: found[name])
+    return f"holds checkpoints of a training run and no model beside them, expected one model. Give one: {path / last}"
+
+
+def _deepspeed(path: Path, files: Sequence[str]) -> str | None:
+    if not any(DEEPSPEED.fullmatch(file) for file in files):
+        return None
+    script = [str(path / DEEPSPEED_SCRIPT)] if DEEPSPEED_SCRIPT in files else ["-m", "deepspeed.utils.zero_to_fp32"]
+    line = shlex.join(["python", *script, str(path), "WHOLE", "--safe_serialization"])
+    return f"is a checkpoint of DeepSpeed, in shares of its processes, expected safetensors. {_then_adopt(line)}"
+
+
+def _distributed(path: Path, files: Sequence[str]) -> str | None:
+    shares = sorted(file for file in files if file.endswith(DISTRIBUTED_SUFFIX))
+    if not shares:
+        return None
+    # beside the model's folder lies that of the optimizer
+    folders = dict.fromkeys((path / file).parent for file in shares)
+    folder = next((own for own in folders if "optim" not in own.name), path)
+    line = shlex.join(["accelerate", "merge-weights", str(folder), "WHOLE"])
+    return f"is a checkpoint of FSDP, in shares of its processes, expected safetensors. {_then_adopt(line)}"
+
+
+def _pickled(path: Path, files: Sequence[str]) -> str | None:
+    """The whole state of FSDP; pickled weights of transformers have other names, and are known where they are read."""
+    found = next((file for file in files if FSDP_PICKLE.fullmatch(file)), None)
+    if found is None:
+        return None
+    line = f"save_file(torch.load({str(path / found)!r}, weights_only=True), 'WHOLE/{SINGLE_FILE}')"
+    return f"holds pickled weights of FSDP ({found}), expected safetensors. {_then_adopt(f'in Python, {line}')}"
+
+
+def _then_adopt(line: str) -> str:
+    return f"Put them together: {line}; then: {adopt_line(Path('WHOLE'), {})}"

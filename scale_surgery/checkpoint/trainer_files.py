@@ -1,0 +1,82 @@
+"""What a trainer leaves beside a model that it saves: numbers out of JSON, and the names of what is not read.
+
+trainer_state.json     steps, epochs, and a log of losses (transformers, TRL)
+training_args.json     settings, where somebody wrote them as JSON
+training_args.bin      a pickle, which can run code when it is read: named and never opened
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from scale_surgery.checkpoint.folder import read_json
+from scale_surgery.errors import CheckpointError
+
+STATE_FILE = "trainer_state.json"
+ARGUMENTS_FILE = "training_args.json"
+# arguments in another form, and states of optimizer, schedule, scaler and random generators
+NOT_READ = re.compile(r"training_args\.(?!json$)\w+|(optimizer|scheduler|scaler|rng_state|random_states)\w*\.\w+")
+STEP = "global_step"
+
+
+@dataclass(frozen=True)
+class LeftBehind:
+    """What a trainer left.
+
+    Attributes:
+        state: Numbers of its state, such as global_step and epoch.
+        settings: Numbers of its arguments.
+        log: What it logged, numbers alone, in order.
+        read: Files that were read.
+        not_read: Files that were not.
+    """
+
+    state: Mapping[str, float] = field(default_factory=dict)
+    settings: Mapping[str, float] = field(default_factory=dict)
+    log: tuple[Mapping[str, float], ...] = ()
+    read: tuple[str, ...] = ()
+    not_read: tuple[str, ...] = ()
+
+    @property
+    def steps(self) -> int | None:
+        """Optimizer steps, where it says so."""
+        return int(self.state[STEP]) if STEP in self.state else None
+
+
+def read_left_behind(path: Path) -> LeftBehind:
+    """Read what a trainer left in a folder; a file that is no JSON is not read, and does not matter."""
+    found = {name: content for name in (STATE_FILE, ARGUMENTS_FILE) if (content := _read(path / name)) is not None}
+    state = found.get(STATE_FILE, {})
+    history = state.get("log_history")
+    log = (_numbers(entry) for entry in history if isinstance(entry, dict)) if isinstance(history, list) else ()
+    unreadable = [name for name in (STATE_FILE, ARGUMENTS_FILE) if (path / name).is_file() and name not in found]
+    others = sorted(file.name for file in path.iterdir() if NOT_READ.fullmatch(file.name))
+    return LeftBehind(
+        state=_numbers(state),
+        settings=_numbers(found.get(ARGUMENTS_FILE, {})),
+        log=tuple(entry for entry in log if "step" in entry),
+        read=tuple(found),
+        not_read=(*unreadable, *others),
+    )
+
+
+def _read(file: Path) -> dict[str, Any] | None:
+    try:
+        return read_json(file) if file.is_file() else None
+    except CheckpointError:
+        return None
+
+
+def _numbers(content: Mapping[str, Any]) -> dict[str, float]:
+    return dict(_finite(content))
+
+
+def _finite(content: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    for name, value in content.items():
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+            yield name, value

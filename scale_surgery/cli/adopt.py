@@ -1,0 +1,47 @@
+"""The command adopt: parse, call one function, hand its result to the console."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from scale_surgery.cli.options import TOKENIZER_CODE, output_options, overwrite_options, run_options, take
+from scale_surgery.cli.outputs import OUTPUT_FOLDER
+
+if TYPE_CHECKING:
+    from scale_surgery.show.console import Output
+
+
+@click.command(name="adopt")
+@click.argument("saved")
+@click.option(
+    "--expanded",
+    help="The expanded model that was trained, a folder or a Hub id. Default: it is made again from its base.",
+)
+@click.option(
+    "--base",
+    help="Base model, a folder or a Hub id. Default: the Hub repository that SAVED names, at the same commit.",
+)
+@click.option("-o", "--output", type=OUTPUT_FOLDER, help="Folder to write. Default: ./<name>-adopted.")
+@overwrite_options
+@run_options("device", code=TOKENIZER_CODE)
+@output_options
+def adopt_command(
+    saved: str, expanded: str | None, output: Path | None, base: str | None, out: Output, **options: Any
+) -> None:
+    """Make an expanded model of SAVED: what another trainer saved of one, a folder or a Hub id.
+
+    Trainer, TRL, accelerate and plain loops save all tensors in shards of their own, and no surgery.json. Every base
+    tensor of SAVED is compared with the base's; one that differs is named, and nothing is written.
+
+    \b
+    Example: scale-surgery adopt SAVED --expanded EXPANDED -o OUT
+    """
+    from scale_surgery.running.options import RunOptions
+    from scale_surgery.show.tables_extract import render_adopted
+    from scale_surgery.surgery.adopt import adopt
+
+    done = adopt(saved, expanded, output, base, run=take(RunOptions, options), track=out.track, **options)
+    out.show(done, render_adopted(done))

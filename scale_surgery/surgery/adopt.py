@@ -1,0 +1,286 @@
+"""Make an expanded folder of what another trainer saved: its new tensors in the layout of `expand`.
+
+With the expanded folder that was trained:
+
+expanded folder  --as files, compared by hash-->  base shards, config, code, everything else
+saved folder     --tensor by tensor-->            expansion-*.safetensors
+
+Without it, its base and what config.json says of the request make all but the new tensors again, as `expand` would.
+Every base tensor that was saved is compared with the base's first; one that differs ends it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+from scale_surgery.checkpoint.files import BaseWeights, plain_json, write_json, write_text
+from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
+from scale_surgery.checkpoint.hashes import hash_tensors
+from scale_surgery.checkpoint.names import CONFIG_FILE, LOG_FILE, MANIFEST_FILE, TRAINING_FOLDER
+from scale_surgery.checkpoint.shards import tensor_bytes, write_shard
+from scale_surgery.checkpoint.sources import Source, find_source
+from scale_surgery.checkpoint.staging import check_space, check_target, staged
+from scale_surgery.deriving.planned import make_plan
+from scale_surgery.errors import CheckpointError, PlanError, shorten
+from scale_surgery.planning.plan import Origin
+from scale_surgery.planning.routing_specs import read_routing
+from scale_surgery.planning.saved import saved_origin
+from scale_surgery.progress import Track, no_track
+from scale_surgery.running.loading import load_base_config
+from scale_surgery.running.matching import Match
+from scale_surgery.running.options import RunOptions
+from scale_surgery.surgery.around import base_shards, running_dtype, take_over_around, write_around
+from scale_surgery.surgery.config import expanded_config
+from scale_surgery.surgery.expand import check_clashes, needed_bytes
+from scale_surgery.surgery.intact import refuse_damaged
+from scale_surgery.surgery.record import (
+    Manifest,
+    check_numbering,
+    read_manifest,
+    refuse_fused,
+    refuse_linked,
+    tool_versions,
+)
+from scale_surgery.surgery.route import with_router
+from scale_surgery.surgery.same_base import hash_base
+from scale_surgery.surgery.saved import Saved, Trained, check_specs, fit, open_saved, other_settings
+from scale_surgery.surgery.saved_values import compare_base, new_entries, rounded_dtypes
+
+
+@dataclass(frozen=True)
+class Adopted:
+    """What `adopt` did.
+
+    Attributes:
+        path: The expanded checkpoint.
+        base_name: What its base model is called.
+        base_tensors: Base tensors that were saved, each compared with the base's; 0 where none was saved.
+        widened: Those that were saved in another dtype with the same numbers, such as "F32 for BF16", each counted.
+        expansion_tensors: Number of new tensors.
+        trained_tensors: Those that are not as the expansion began.
+        rounded: New tensors that were rounded to the dtype of the plan, such as "F32 to BF16", each counted.
+        steps: Optimizer steps, where the trainer left their number.
+        read: Files of the trainer of which numbers were recorded.
+        not_read: Files of the trainer that were not read.
+        other_settings: What the saved config.json has otherwise; what the trained model had stays.
+        bytes_written: Bytes of shards that were written.
+    """
+
+    path: Path
+    base_name: str
+    base_tensors: int
+    widened: Mapping[str, int]
+    expansion_tensors: int
+    trained_tensors: int
+    rounded: Mapping[str, int]
+    steps: int | None
+    read: tuple[str, ...]
+    not_read: tuple[str, ...]
+    other_settings: tuple[str, ...]
+    bytes_written: int
+
+
+def default_output(saved: str | Path) -> Path:
+    """Where an adopted model goes when nothing is said: `<name>-adopted` in the current folder."""
+    return Path(f"{find_source(saved).name.rsplit('/', 1)[-1]}-adopted")
+
+
+def adopt(
+    saved: str | Path,
+    expanded: str | Path | None = None,
+    output: str | Path | None = None,
+    base: str | Path | None = None,
+    *,
+    base_weights: BaseWeights = "auto",
+    overwrite: bool = False,
+    run: RunOptions = RunOptions(),
+    track: Track = no_track,
+) -> Adopted:
+    """Make an expanded checkpoint of what another trainer saved of one.
+
+    Args:
+        saved: What it saved: a folder with safetensors weights, or a Hub id.
+        expanded: The expanded model that was trained, a folder or a Hub id. Default: it is made again from its base.
+        output: Folder to be; default `<name>-adopted` in the current folder.
+        base: The base model, a folder or a Hub id. Default: the Hub repository that config.json names, at its commit.
+        base_weights: How base shards are taken over: "auto", "copy" or "link".
+        overwrite: Whether an existing output folder may be replaced.
+        run: Where the start of the new tensors is computed, and how the base's tokenizer is loaded, without `expanded`:
+            device, trust_remote_code.
+        track: Makes progress bars.
+
+    Returns:
+        What was done.
+
+    Raises:
+        CheckpointError: If a base tensor is not the base's, a tensor is missing, unexpected or of another shape, the
+            weights lie there in a form that only their trainer reads, or the output cannot be written; nothing is
+            written then.
+        PlanError: If both an expanded model and a base are given, or the base cannot be expanded as it was.
+    """
+    if expanded is not None and base is not None:
+        raise PlanError("--base with --expanded: an expanded model holds its base. Leave out one of the two.")
+    wide, run = None if expanded is None else _open_expanded(expanded), run.placed()
+    found = open_saved(saved, None if wide is None else wide.checkpoint.config)
+    trained = _again(found, base, run, track) if wide is None else wide.trained
+    target = Path(output) if output is not None else default_output(saved)
+    check_target(target, [found.checkpoint.path, trained.checkpoint.path], overwrite=overwrite)
+    check_specs(found, trained)
+    match = fit(found, trained)
+    base_hashes = hash_base(trained.checkpoint, track) if wide is None else wide.manifest.base_tensors
+    compared = compare_base(found, trained, match, base_hashes, track)
+    settings = tuple(other_settings(found, trained))
+    if wide is not None:
+        refuse_damaged(wide.checkpoint, wide.manifest, track)
+    check_space(target, _needed_bytes(trained, wide, base_weights))
+    state = {"adopt": trained.plan.to_json(), "base": dict(base_hashes), "base_weights": base_weights}
+    stamps = {**found.checkpoint.stamps, **trained.checkpoint.stamps}
+    with staged(target, state, stamps, overwrite=overwrite) as partial:
+        _write_new(found, trained, match, partial, track)
+        if wide is None:
+            written, manifest = _write_again(found, trained, partial, base_weights, run, track)
+        else:
+            manifest = wide.manifest
+            written = take_over_around(wide.checkpoint, manifest, partial, base_weights, track)
+        changed = _changed(manifest, partial)
+        _write_records(found, manifest, changed, partial)
+    return Adopted(
+        path=target,
+        base_name=manifest.base_name,
+        base_tensors=compared.equal + sum(compared.widened.values()),
+        widened=compared.widened,
+        expansion_tensors=len(trained.plan.tensors),
+        trained_tensors=len(changed),
+        rounded=rounded_dtypes(found, trained, match),
+        steps=found.left.steps,
+        read=found.left.read,
+        not_read=found.left.not_read,
+        other_settings=settings,
+        bytes_written=written + trained.plan.costs.bytes_added,
+    )
+
+
+@dataclass(frozen=True)
+class _Wide:
+    """The expanded folder that was trained."""
+
+    checkpoint: Checkpoint
+    manifest: Manifest
+    trained: Trained
+
+
+def _open_expanded(expanded: str | Path) -> _Wide:
+    path = find_source(expanded).path
+    checkpoint, manifest = open_checkpoint(path), read_manifest(path)
+    refuse_fused(path, manifest)
+    refuse_linked(path, manifest)
+    check_numbering(checkpoint, manifest)
+    trained = Trained(str(expanded), checkpoint, manifest.plan, frozenset(manifest.base_tensors), checkpoint.config)
+    missing = [
+        f"{name}: is missing from {expanded}." for name in manifest.base_tensors if name not in checkpoint.tensors
+    ]
+    if missing:
+        raise CheckpointError.from_problems([*shorten(missing), "Restore its shard."])
+    return _Wide(checkpoint, manifest, trained)
+
+
+def _again(saved: Saved, base: str | Path | None, run: RunOptions, track: Track) -> Trained:
+    """What was trained, planned again from its base and what config.json says of the request."""
+    if not saved.config:
+        raise CheckpointError(
+            f"{saved.name}: has no {CONFIG_FILE}, as what is put together of shares, so that nothing names its base. "
+            "Give the expanded model that was trained: --expanded EXPANDED."
+        )
+    origin = saved_origin(saved.config, saved.name)
+    source = _find_base(saved, origin, base)
+    checkpoint = open_checkpoint(source.path)
+    plan = make_plan(checkpoint, origin.request, name=source.name, revision=source.revision, run=run, track=track)
+    check_clashes(checkpoint, plan)
+    load_base_config(source.path, source.name, run)
+    config = expanded_config(checkpoint.config, plan, running_dtype(checkpoint))
+    return Trained(str(base or source.name), checkpoint, plan, frozenset(checkpoint.tensors), plain_json(config))
+
+
+def _find_base(saved: Saved, origin: Origin, base: str | Path | None) -> Source:
+    if base is not None:
+        return find_source(base, origin.base_revision if str(base) == origin.base_name else None)
+    if origin.base_revision is None:
+        raise CheckpointError(
+            f"{saved.name}: was made from a folder called {origin.base_name}, which cannot be looked up. Give the "
+            "expanded model that was trained, --expanded EXPANDED, or that folder, --base MODEL."
+        )
+    return find_source(origin.base_name, origin.base_revision)
+
+
+def _needed_bytes(trained: Trained, wide: _Wide | None, how: BaseWeights) -> int:
+    if wide is None:
+        return needed_bytes(trained.checkpoint, trained.plan, how)
+    shards = base_shards(wide.checkpoint, wide.manifest) if how == "copy" else []
+    sizes = ((wide.checkpoint.path / shard).stat().st_size for shard in shards)
+    return sum(sizes) + trained.plan.costs.bytes_added
+
+
+def _write_new(saved: Saved, trained: Trained, match: Match, partial: Path, track: Track) -> None:
+    """Write the shards of new tensors; one that is there already, from an interrupted run, stays."""
+    with track("new tensors", trained.plan.costs.bytes_added) as advance:
+        for shard, entries in new_entries(saved, trained, match).items():
+            if not (partial / shard).exists():
+                write_shard(partial / shard, entries, advance)
+
+
+def _write_again(
+    saved: Saved, trained: Trained, partial: Path, how: BaseWeights, run: RunOptions, track: Track
+) -> tuple[int, Manifest]:
+    """Write what `expand` and `route_export` would, but the new tensors; their start is recorded as they made it."""
+    written, _ = write_around(trained.plan, trained.checkpoint, partial, how, run, track)
+    manifest = replace(read_manifest(partial), expansion_tensors=_starts(trained, run, track))
+    write_json(partial / MANIFEST_FILE, asdict(manifest))
+    if (routing := read_routing(saved.specs)) is None:
+        return written, manifest
+    changed, texts = with_router(open_checkpoint(partial), manifest, routing)
+    for file, text in texts.items():
+        write_text(partial / file, text)
+    return written, changed
+
+
+def _starts(trained: Trained, run: RunOptions, track: Track) -> dict[str, str]:
+    """sha256 of each new tensor as `expand` makes it."""
+    from scale_surgery.surgery.initialise import make_tensor
+
+    plan, found = trained.plan, dict[str, str]()
+    with track("their start", plan.costs.parameters_added) as advance:
+        for tensor in plan.tensors:
+            made = make_tensor(plan, tensor, trained.checkpoint, run.device)
+            found[tensor.name] = hashlib.sha256(tensor_bytes(made)).hexdigest()
+            advance(tensor.elements)
+    return found
+
+
+def _changed(manifest: Manifest, partial: Path) -> list[str]:
+    """New tensors that are not as they began."""
+    hashes = hash_tensors(open_checkpoint(partial), [tensor.name for tensor in manifest.plan.tensors])
+    return [name for name, digest in hashes.items() if manifest.expansion_tensors.get(name) != digest]
+
+
+def _write_records(saved: Saved, manifest: Manifest, changed: Collection[str], partial: Path) -> None:
+    """Write what the trainer logged, and what surgery.json keeps of the run."""
+    left = saved.left
+    if left.log:
+        write_text(partial / TRAINING_FOLDER / LOG_FILE, "".join(json.dumps(entry) + "\n" for entry in left.log))
+    entry = {
+        "by": "another trainer",
+        "adopted": datetime.now(UTC).isoformat(timespec="seconds"),
+        **({} if left.steps is None else {"steps": left.steps}),
+        "trained_parameters": sum(tensor.elements for tensor in manifest.plan.tensors if tensor.name in changed),
+        "settings": dict(left.settings),
+        "state": dict(left.state),
+        "measured": {},
+        "not_read": list(left.not_read),
+        "tool": tool_versions(),
+    }
+    write_json(partial / MANIFEST_FILE, asdict(replace(manifest, training=(*manifest.training, entry))))

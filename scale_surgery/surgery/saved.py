@@ -1,0 +1,255 @@
+"""What a trainer saved of an expanded model, beside the model that it was given: the same expansion, tensor by tensor.
+
+config.json     --compared-->  the same expansion; what else differs is told
+names, shapes   --matched-->   which tensor is which; none is missing, unexpected or of another shape
+values                         see `saved_values`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from scale_surgery import modeling
+from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
+from scale_surgery.checkpoint.headers import TensorInfo
+from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE
+from scale_surgery.checkpoint.numbering import CONFIG_KEY, ORIGIN_KEY
+from scale_surgery.checkpoint.reading import differing_keys
+from scale_surgery.checkpoint.sources import find_source
+from scale_surgery.checkpoint.trainer_files import LeftBehind, read_left_behind
+from scale_surgery.deriving.configs import config_of
+from scale_surgery.errors import CheckpointError, shorten
+from scale_surgery.planning.plan import Plan
+from scale_surgery.running.loading import translated
+from scale_surgery.running.matching import Match, Pair, match_names
+from scale_surgery.running.skeleton import Skeleton, make_skeleton
+
+# what a config says of how it was saved and how it is run, and what the expansion wrote
+UNIMPORTANT = {
+    *("architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "model_type", "use_cache"),
+    *("_name_or_path", CONFIG_KEY),
+}
+# of config.json's key: where the model is from, and a router, which is no part of the blocks
+APART = (ORIGIN_KEY, "routing")
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The expanded model that a trainer was given: its folder, or its base and a plan.
+
+    Attributes:
+        name: What it is called.
+        checkpoint: Holds the base's tensors.
+        plan: How it was expanded.
+        base_tensors: Names of the base's tensors.
+        config: Its config.json.
+    """
+
+    name: str
+    checkpoint: Checkpoint
+    plan: Plan
+    base_tensors: frozenset[str]
+    config: Mapping[str, Any]
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of all tensors."""
+        base = {name: tuple(self.checkpoint.tensors[name].shape) for name in self.base_tensors}
+        return base | {tensor.name: tuple(tensor.shape) for tensor in self.plan.tensors}
+
+    def skeleton(self) -> Skeleton:
+        """The model without weights."""
+        return make_skeleton(_read(self.config, self.name), self.name, self.plan.architecture.base_model)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a trainer saved.
+
+    Attributes:
+        name: What it is called.
+        checkpoint: Its tensors.
+        config: Its config.json; empty where it has none.
+        left: What else the trainer left there.
+    """
+
+    name: str
+    checkpoint: Checkpoint
+    config: Mapping[str, Any]
+    left: LeftBehind
+
+    @property
+    def specs(self) -> Mapping[str, Any]:
+        """What its config.json says of the expansion; empty where it has none."""
+        found: Mapping[str, Any] = self.config.get(CONFIG_KEY, {})
+        return found
+
+
+def open_saved(saved: str | Path, expanded: Mapping[str, Any] | None) -> Saved:
+    """Read what a trainer saved; no tensor is read.
+
+    Args:
+        saved: A folder or a Hub id.
+        expanded: config.json of the model that was trained, where it is given.
+
+    Raises:
+        CheckpointError: If it holds no weights that can be read, or is something else; the message says what it is.
+    """
+    source = find_source(saved)
+    checkpoint = open_checkpoint(source.path, expanded or {})
+    if not (source.path / CONFIG_FILE).is_file():
+        return Saved(str(saved), checkpoint, {}, read_left_behind(source.path))
+    _refuse_other(str(saved), checkpoint)
+    return Saved(str(saved), checkpoint, checkpoint.config, read_left_behind(source.path))
+
+
+def _refuse_other(name: str, checkpoint: Checkpoint) -> None:
+    specs = checkpoint.config.get(CONFIG_KEY)
+    if specs is None:
+        raise CheckpointError(
+            f"{name}: its {CONFIG_FILE} says nothing of an expansion (model_type "
+            f"{checkpoint.config.get('model_type')!r}), expected what a trainer saved of an expanded model."
+        )
+    if specs.get("fused"):
+        raise CheckpointError(
+            f"{name}: is fused, and nothing of it trains; expected blocks of their own. Train the model that it was "
+            "merged from."
+        )
+    files = (checkpoint.manifest or {}).get("base_files")
+    stored = [own.get("stored_as") for own in files.values()] if isinstance(files, dict) else []
+    # one that a trainer wrote into an expanded folder has another layout than its surgery.json
+    if set(checkpoint.shards).intersection(map(str, stored)):
+        raise CheckpointError(
+            f"{name}: has a {MANIFEST_FILE} and the layout of an expanded model: there is nothing to adopt. Use it as "
+            "it is."
+        )
+
+
+def check_specs(saved: Saved, trained: Trained) -> None:
+    """Check that a saved model names the expansion that it is compared with, where it names one.
+
+    Raises:
+        CheckpointError: If it names another; every key is listed.
+    """
+    if not saved.config:
+        return
+    mine, theirs = ({key: own for key, own in specs.items() if key not in APART} for specs in _both(saved, trained))
+    keys = [f"{CONFIG_KEY}.{key}" for key in differing_keys(mine, theirs)]
+    asked, wanted = ((specs.get(ORIGIN_KEY) or {}).get("request") for specs in _both(saved, trained))
+    # folders of the first releases do not say what was asked for
+    if not keys and asked and wanted:
+        keys = [f"{CONFIG_KEY}.{ORIGIN_KEY}.request.{key}" for key in differing_keys(asked, wanted)]
+    if keys:
+        head = f"{saved.name}: was saved from another expansion than {trained.name}."
+        lines = [f"{CONFIG_FILE}: {key} is another." for key in keys]
+        raise CheckpointError.from_problems([head, *shorten(lines), _give(trained)])
+
+
+def _both(saved: Saved, trained: Trained) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    return saved.specs, trained.config[CONFIG_KEY]
+
+
+def _give(trained: Trained) -> str:
+    return f"Give the expanded model that was trained: --expanded EXPANDED, not {trained.name}."
+
+
+def fit(saved: Saved, trained: Trained) -> Match:
+    """Find out which saved tensor is which, by names and shapes.
+
+    Args:
+        saved: What was saved.
+        trained: What was trained.
+
+    Returns:
+        Each with its name in this package; of the base everything was saved, or nothing.
+
+    Raises:
+        CheckpointError: If a tensor is missing, unexpected or of another shape; the first are listed.
+    """
+    numbering = trained.plan
+    stored = {info.stored_as or name: name for name, info in saved.checkpoint.tensors.items()}
+    wanted = {numbering.stored_name(name): name for name in trained.shapes}
+    found = match_names(stored, wanted, trained.plan.architecture.unread, trained.skeleton)
+    match = Match(
+        pairs=tuple(Pair(stored[pair.saved], wanted[pair.wanted], pair.part) for pair in found.pairs),
+        missing=tuple(wanted[name] for name in found.missing),
+        unexpected=found.unexpected,
+        skeleton=found.skeleton,
+    )
+    has_base = any(pair.wanted in trained.base_tensors for pair in match.pairs)
+    missing = [name for name in match.missing if has_base or name not in trained.base_tensors]
+    problems = [*_shape_problems(saved, trained, match), *(f"{name}: was not saved." for name in missing)]
+    problems += [f"{name}: is not in {trained.name}." for name in match.unexpected]
+    if problems:
+        head = f"{saved.name}: {len(problems)} tensors do not fit {trained.name}."
+        raise CheckpointError.from_problems([head, *shorten(problems), _advice(saved, trained, match)])
+    return match
+
+
+def _shape_problems(saved: Saved, trained: Trained, match: Match) -> Iterator[str]:
+    for pair in match.pairs:
+        found, expected = tuple(saved.checkpoint.tensors[pair.saved].shape), trained.shapes[pair.wanted]
+        if pair.part is None and found != expected:
+            yield f"{pair.wanted}: shape {list(found)}, expected {list(expected)}."
+
+
+def _advice(saved: Saved, trained: Trained, match: Match) -> str:
+    embedding = f"{trained.plan.prefix}{trained.plan.architecture.embedding}.weight"
+    found = next((saved.checkpoint.tensors[pair.saved] for pair in match.pairs if pair.wanted == embedding), None)
+    rows = trained.shapes[embedding][0]
+    if found is not None and found.shape[:1] != (rows,):
+        return (
+            f"Its vocabulary was changed, from {rows} tokens to {found.shape[0]}, and an expansion keeps that of its "
+            "base. Resize the embedding of the base model, save that, expand it, and train again."
+        )
+    if any(info.dtype.startswith(("U8", "I8", "F8")) for info in _base_infos(trained)):
+        return (
+            "The base is quantised, and a trainer that saves it writes other tensors, which cannot be compared with "
+            "it. Train with scale-surgery train."
+        )
+    return _give(trained)
+
+
+def _base_infos(trained: Trained) -> Iterable[TensorInfo]:
+    return (trained.checkpoint.tensors[name] for name in trained.base_tensors)
+
+
+def other_settings(saved: Saved, trained: Trained) -> Iterator[str]:
+    """Say what a saved config.json has otherwise, beside the expansion: what the trained model had stays.
+
+    Yields:
+        A line for each key.
+    """
+    if not saved.config:
+        return
+    both = ((saved.config, saved.name), (trained.config, trained.name))
+    found, wanted = (dict(_settings(_read(*own).to_dict())) for own in both)
+    for key in differing_keys(found, wanted):
+        yield f"{key} is {_short(found.get(key))} in what was saved, {_short(wanted.get(key))} stays"
+    mine, theirs = (specs.get("routing") for specs in _both(saved, trained))
+    if mine is not None and theirs != mine:
+        stays = "its router's numbers stay" if theirs is not None else "OUT has none: route-export gives it one"
+        yield f"the saved model routes in another way than {trained.name}, {stays}"
+
+
+def _read(config: Mapping[str, Any], name: str) -> Any:
+    """What transformers makes of a parsed config.json of an expanded model."""
+    modeling.register()
+    with translated(f"{name}: {CONFIG_FILE}", "transformers does not read it", "Restore it from where you got it."):
+        return config_of(config)
+
+
+def _settings(config: Mapping[str, Any], place: str = "") -> Iterator[tuple[str, Any]]:
+    """Values of a config, those of its parts too, without what does not matter."""
+    for key, value in config.items():
+        if key not in UNIMPORTANT:
+            yield from _settings(value, f"{place}{key}.") if isinstance(value, dict) else [(f"{place}{key}", value)]
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else "another"
