@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +106,8 @@ def _check_kinds(base: Base, made: Plan) -> None:
     order = [layer for layer in range(base.sizes.layers) for _ in range(2 if layer in made.layers else 1)]
     _check_lists(base.checkpoint.config, deep, order, made.request.layers)
     for position, layer in enumerate(order):
-        if found.kind(position) != base.architecture.kind(layer):
+        # names on disk are those of a checkpoint
+        if found.kind(position) != replace(base.architecture.kind(layer), stored_as={}):
             raise PlanError(
                 f"--layers {made.request.layers}: config.json says by their numbers of what kind layers are, and layer "
                 f"{layer} would come to stand at {position}, where it were of another. Duplicate higher layers, or use "
