@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from copy import deepcopy
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -89,12 +90,16 @@ class BaseInMemory:
                 yield from ((name, saved[other]) for name, other in zip(own, theirs, strict=True))
 
 
-def is_kept_whole(model: Any, name: str) -> bool:
-    """Whether a model's class keeps a tensor in float32 whatever the dtype of the others.
+def kept_in_float32(model: Any) -> set[str]:
+    """Names in memory of tensors that a model's class keeps in float32, whatever the dtype of the others."""
+    import torch
 
-    Args:
-        model: The model.
-        name: Name of the tensor in memory.
-    """
-    kept = {*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())}
-    return any(re.search(pattern.replace("*", ".*"), name) for pattern in kept)
+    with torch.device("meta"):
+        made = type(model)._from_config(deepcopy(model.config), dtype=model.dtype).state_dict()
+    patterns = {*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())}
+    asked = [re.compile(pattern.replace("*", ".*")) for pattern in patterns]
+    return {
+        name
+        for name, own in made.items()
+        if own.dtype == torch.float32 or any(pattern.search(name) for pattern in asked)
+    }

@@ -7,7 +7,7 @@ stays as it is.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 from scale_surgery import modeling
 from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.checkpoint.headers import FLOAT_DTYPES
+from scale_surgery.checkpoint.names import CONFIG_FILE
+from scale_surgery.checkpoint.reading import parse_json
 from scale_surgery.checkpoint.shards import tensor_bytes
 from scale_surgery.checkpoint.sources import find_source
 from scale_surgery.errors import CheckpointError, PlanError
@@ -22,10 +24,17 @@ from scale_surgery.planning.methods import refuse
 from scale_surgery.progress import Track, no_track
 from scale_surgery.running.loading import auto_class_of, translated
 from scale_surgery.running.stored_names import reading_of
-from scale_surgery.surgery.base_in_memory import BaseInMemory, is_kept_whole
+from scale_surgery.surgery.base_in_memory import BaseInMemory, kept_in_float32
 from scale_surgery.surgery.config import written_config
 from scale_surgery.surgery.extract_folder import Extract, check_own_files, open_extract
-from scale_surgery.surgery.same_base import check_fit, check_sizes, find_differing, hash_base, refuse_differing
+from scale_surgery.surgery.same_base import (
+    base_title,
+    check_fit,
+    check_sizes,
+    find_differing,
+    hash_base,
+    refuse_differing,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -117,22 +126,38 @@ def _check_model(extract: Extract, model: Any, track: Track, *, check: bool) -> 
         )
     base = BaseInMemory(model, extract.base_tensors)
     headers = dict(base.tensors(only_headers=True))
+    if (unfed := base.unfed) and _is_quantised(extract):
+        _refuse_dequantised(extract, unfed, check=check)
+        unfed = {}
     shapes = {name: extract.base_tensors[name].shape for name in base.places}
-    given = {name: tuple(tensor.shape) for name, tensor in {**headers, **base.unfed}.items()}
+    given = {name: tuple(tensor.shape) for name, tensor in {**headers, **unfed}.items()}
     check_sizes(extract, model.config.to_dict(), shapes, given, "model")
     if check:
         _check_dtypes(extract, base, headers)
         _check_values(extract, base, sum(tensor.nbytes for tensor in headers.values()), track)
 
 
+def _is_quantised(extract: Extract) -> bool:
+    """Whether the files of the base hold quantised tensors, such as the experts of gpt-oss."""
+    return "quantization_config" in parse_json(extract.manifest.replaced[CONFIG_FILE])
+
+
+def _refuse_dequantised(extract: Extract, found: Collection[str], *, check: bool) -> None:
+    """Refuse what was made of quantised tensors, unless its files were compared, or nothing is to be."""
+    if check:
+        raise CheckpointError(
+            f"model: {len(found)} of its tensors, such as {next(iter(found))}, were dequantised while it was loaded, "
+            f"and cannot be compared with those of {base_title(extract.manifest)}. Give its folder or Hub id; or "
+            "check=False, and no promise is made."
+        )
+
+
 def _check_dtypes(extract: Extract, base: BaseInMemory, headers: Mapping[str, Tensor]) -> None:
     """Refuse a model that was cast; what its class keeps in float32 is compared by its value."""
-    cast = {
-        name: _stored_dtype(tensor)
-        for name, tensor in headers.items()
-        if _stored_dtype(tensor) != extract.base_tensors[name].dtype
-        and not (_stored_dtype(tensor) == "F32" and is_kept_whole(base.model, base.places[name].name))
-    }
+    found = {name: _stored_dtype(tensor) for name, tensor in headers.items()}
+    other = {name: dtype for name, dtype in found.items() if dtype != extract.base_tensors[name].dtype}
+    kept = kept_in_float32(base.model) if other else ()
+    cast = {name: dtype for name, dtype in other.items() if dtype != "F32" or base.places[name].name not in kept}
     if cast:
         name, dtype = next(iter(cast.items()))
         raise CheckpointError(
