@@ -38,7 +38,7 @@ def written_architecture(config: Mapping[str, Any]) -> Architecture:
         padded=(family.position_embedding,) if family.position_embedding else (),
         transposed=family.transposed,
         softcap=family.softcap,
-        keys={name: family.key(name) for name in vars(sizes) if name not in ("epsilon", "is_tied")},
+        keys={name: family.key(name) for name in vars(sizes) if name not in ("epsilon", "is_tied", "unpredicted")},
         layer_types=tuple(types or ()),
         fixed_heads=family.fixed_heads or "",
         heads_divide_hidden=family.heads_divide_hidden,

@@ -40,7 +40,7 @@ def adopt_command(
     Example: scale-surgery adopt SAVED --expanded EXPANDED -o OUT
     """
     from scale_surgery.running.options import RunOptions
-    from scale_surgery.show.tables_extract import render_adopted
+    from scale_surgery.show.tables_forms import render_adopted
     from scale_surgery.surgery.adopt import adopt
 
     done = adopt(saved, expanded, output, base, run=take(RunOptions, options), track=out.track, **options)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,9 +42,30 @@ def read_base(checkpoint: Checkpoint, run: RunOptions = RunOptions()) -> Base:
         UnsupportedFamilyError: If its architecture cannot be expanded; the message names what stands in the way.
         CheckpointError: If config.json is none of a language model, or promises more layers than there are.
     """
-    code = code_folder(checkpoint, run)
-    found = derive_config(checkpoint.config, str(checkpoint.path), len(checkpoint.tensors), code)
-    return make_base(checkpoint, found.architecture, found.sizes, found.proof)
+    found = derive_stored(checkpoint.config, str(checkpoint.path), checkpoint.tensors, code_folder(checkpoint, run))
+    places = found.reading.places(checkpoint.tensors)
+    in_memory = {name: place.name for name, place in places.items() if place.name != name}
+    return make_base(checkpoint, found.architecture, found.sizes, found.proof, in_memory)
+
+
+def derive_stored(config: Mapping[str, Any], place: str, names: Collection[str], code: Path | None = None) -> Derived:
+    """Derive facts from a parsed config.json and the names of its model's tensors, names on disk included.
+
+    Args:
+        config: Of a base model.
+        place: What the model is called.
+        names: Names of its tensors.
+        code: Folder of the model, if its own code may run.
+
+    Raises:
+        UnsupportedFamilyError: If the architecture cannot be expanded.
+        CheckpointError: If transformers makes nothing of it.
+    """
+    from scale_surgery.deriving.disk import with_stored_names
+
+    found = derive_config(config, place, len(names), code)
+    architecture = with_stored_names(found.architecture, found.reading, found.reading.places(names))
+    return replace(found, architecture=architecture)
 
 
 def code_folder(checkpoint: Checkpoint, run: RunOptions) -> Path | None:
@@ -74,7 +96,7 @@ def _check_counts(config: Mapping[str, Any], tensors: int) -> None:
 
 
 def derive_config(config: Mapping[str, Any], place: str, tensors: int, code: Path | None = None) -> Derived:
-    """Derive facts from a parsed config.json.
+    """Derive facts from a parsed config.json alone; modules have the names that they have in memory.
 
     Args:
         config: Of a base model.

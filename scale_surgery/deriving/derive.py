@@ -33,6 +33,7 @@ from scale_surgery.deriving.stock_form import inner_key, stock_heads
 from scale_surgery.errors import SurgeryError, UnsupportedFamilyError
 from scale_surgery.planning.architecture import Architecture, Sizes
 from scale_surgery.running.loading import quiet_transformers
+from scale_surgery.running.stored_names import Reading, reading_of
 
 # keys of a config that say nothing of a model's parts
 INDECISIVE = ("dtype", "torch_dtype", "architectures", "transformers_version", "_name_or_path", "auto_map")
@@ -49,6 +50,7 @@ class Derived:
         sizes: Sizes of the model.
         twins: Configs of the two twins.
         proof: What was proved, on what, and with what, as plain JSON values.
+        reading: How transformers reads its files.
         seconds: How long it took.
     """
 
@@ -56,6 +58,7 @@ class Derived:
     sizes: Sizes
     twins: tuple[dict[str, Any], dict[str, Any]]
     proof: Mapping[str, Any]
+    reading: Reading
     seconds: float
 
 
@@ -118,7 +121,8 @@ def _derive(config: PreTrainedConfig) -> Derived:
             f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
         ) from error
     configs = (twins[0].to_dict(), twins[1].to_dict())
-    return Derived(architecture, sizes, configs, _record(configs, checks), time.perf_counter() - start)
+    proof = _record(configs, checks)
+    return Derived(architecture, sizes, configs, proof, reading_of(real.model), time.perf_counter() - start)
 
 
 def _record(twins: tuple[dict[str, Any], dict[str, Any]], checks: list[str]) -> dict[str, Any]:

@@ -1,56 +1,158 @@
-"""What modules of a layer are called in files, where transformers converts names while it loads."""
+"""What modules are called in the files of a checkpoint, where transformers renames them while it loads.
+
+The names are those of this checkpoint: transformers may read several for one module, and write yet another.
+"""
 
 from __future__ import annotations
 
-import hashlib
 import re
-import tempfile
-from collections.abc import Iterator
-from pathlib import Path
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
-import torch
-from safetensors.torch import load_file
-from torch import Tensor
 from transformers import PreTrainedModel
 
-from scale_surgery.deriving.build import Place
-from scale_surgery.running.loading import quiet_transformers
+from scale_surgery import modeling
+from scale_surgery.errors import UnsupportedFamilyError
+from scale_surgery.planning.architecture import Architecture
+from scale_surgery.running.stored_names import Place, Reading
 
 # what transformers passes over in files of any model that turns queries and keys
 OLD_FREQUENCIES = r"rotary_emb\.inv_freq"
 
 
-def stored_children(model: PreTrainedModel, place: Place) -> dict[str, str]:
-    """Find what the parts of a layer are called on disk.
+@dataclass(frozen=True)
+class _Tensor:
+    """A tensor of a file: name on disk and name once modules are renamed, each in two parts.
+
+    Attributes:
+        around: Path of its layer, or of the base model.
+        inside: The rest of its name.
+        own_around: As `around`, renamed.
+        own_inside: As `inside`, renamed.
+    """
+
+    around: str
+    inside: str
+    own_around: str
+    own_inside: str
+
+
+def with_stored_names(architecture: Architecture, reading: Reading, places: Mapping[str, Place]) -> Architecture:
+    """Add what modules are called in the files of a checkpoint.
 
     Args:
-        model: A twin, no two of whose tensors are equal.
-        place: Where its layers are.
+        architecture: Facts of the architecture.
+        reading: How transformers reads its files.
+        places: Where it puts the tensors of this one, by name.
 
     Returns:
-        Name of a part in the model to its name on disk, such as `mlp` to `block_sparse_moe`; those that differ.
+        The facts; layers of one kind whose names differ become several kinds.
+
+    Raises:
+        UnsupportedFamilyError: If transformers reads a module, but nothing that would stand beside it.
     """
-    own = {_digest(value): name for name, value in model.state_dict().items()}
-    found: dict[str, str] = {}
-    for name, value in _saved(model):
-        inside = own.get(_digest(value), "").partition(f"{place.layers}.")[2].partition(".")[2]
-        stored = name.partition(f"{place.layers}.")[2].partition(".")[2]
-        part, _, rest = inside.partition(".")
-        # the same inside a part that is called otherwise
-        if rest and stored.endswith(f".{rest}") and (other := stored.removesuffix(f".{rest}")) != part:
-            found[part] = other
-    return found
+    layers = _in_layers(architecture, places)
+    names = _Names(reading)
+    found = {layer: names.of(architecture.kind(layer).modules, own) for layer, own in sorted(layers.items())}
+    outside = names.of(architecture.modules, list(_around_layers(architecture, places, layers)))
+    return replace(_with_kinds(architecture, found), stored_as=_differing(outside))
 
 
-def _saved(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    with tempfile.TemporaryDirectory() as folder, quiet_transformers():
-        model.save_pretrained(folder)
-        for file in sorted(Path(folder).glob("*.safetensors")):
-            yield from load_file(file).items()
+def _in_layers(architecture: Architecture, places: Mapping[str, Place]) -> dict[int, list[_Tensor]]:
+    """The tensors of each layer."""
+    found, path = defaultdict(list), f"{architecture.layers_path}."
+    for name, place in places.items():
+        number = place.name.removeprefix(path).partition(".")[0]
+        if not (place.name.startswith(path) and number.isdecimal() and int(number) < len(architecture.kind_of_layer)):
+            continue
+        layer = f"{architecture.layers}.{number}."
+        before, mark, inside = name.partition(layer)
+        own_before, own_mark, own_inside = place.renamed.partition(layer)
+        # some tensors of layers are stored together, elsewhere
+        if mark and own_mark:
+            found[int(number)].append(_Tensor(before + layer, inside, own_before + layer, own_inside))
+    return dict(found)
 
 
-def _digest(value: Tensor) -> str:
-    return hashlib.sha256(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+def _around_layers(
+    architecture: Architecture, places: Mapping[str, Place], layers: Mapping[int, list[_Tensor]]
+) -> Iterator[_Tensor]:
+    """The tensors of the base model that lie in no layer."""
+    if not layers:
+        return
+    number, own = next(iter(layers.items()))
+    prefix = own[0].around.removesuffix(f"{architecture.layers}.{number}.")
+    base = f"{architecture.base_model}." if architecture.base_model else ""
+    for name, place in places.items():
+        if place.name.startswith(base) and name.startswith(prefix):
+            is_whole = place.renamed.startswith(base)
+            own_inside = place.renamed.removeprefix(base)
+            yield _Tensor(prefix, name.removeprefix(prefix), base if is_whole else "", own_inside)
+
+
+@dataclass
+class _Names:
+    """Finds names of modules, and whether what would stand beside them is read back into them."""
+
+    reading: Reading
+    known: dict[tuple[str, str], bool] = field(default_factory=dict)
+
+    def of(self, modules: Iterable[str], tensors: list[_Tensor]) -> dict[str, str]:
+        """Names on disk of modules that hold some of the tensors."""
+        found = {}
+        for module in modules:
+            held = [own for own in tensors if own.own_inside.startswith(f"{module}.")]
+            stored = (self._name(module, own) for own in held)
+            if held:
+                found[module] = next((name for name in stored if name is not None), module)
+        return found
+
+    def _name(self, module: str, tensor: _Tensor) -> str | None:
+        """Name on disk of a module by one of its tensors; None where it says nothing of the module itself."""
+        rest = tensor.own_inside.removeprefix(module)
+        stored = tensor.inside.removesuffix(rest)
+        if stored == tensor.inside:
+            return None
+        if self._is_read_back(module, stored, tensor):
+            return stored
+        if rest == ".weight":
+            raise UnsupportedFamilyError(
+                f"{tensor.around}{tensor.inside}: transformers reads it as {tensor.own_around}{tensor.own_inside}, but "
+                "not a tensor that stands beside it. Supported are modules that are renamed as a whole."
+            )
+        return None
+
+    def _is_read_back(self, module: str, stored: str, tensor: _Tensor) -> bool:
+        """Whether new tensors of a name are read as those of a module."""
+        if (module, stored) not in self.known:
+            names = {
+                f"{tensor.around}{stored}.{block}": f"{tensor.own_around}{module}.{block}"
+                for block in modeling.expansion_names()
+            }
+            places = self.reading.places(names)
+            self.known[module, stored] = all(places[name].renamed == own for name, own in names.items())
+        return self.known[module, stored]
+
+
+def _with_kinds(architecture: Architecture, found: Mapping[int, Mapping[str, str]]) -> Architecture:
+    """Write names into the kinds of layers."""
+    kinds, numbers = [], list[int]()
+    for layer, number in enumerate(architecture.kind_of_layer):
+        same = [names for other, names in found.items() if architecture.kind_of_layer[other] == number]
+        # a layer that lacks a tensor has its name from the others
+        together = {name: own for names in same for name, own in names.items()}
+        is_agreed = all(together[name] == own for names in same for name, own in names.items())
+        stored = together if is_agreed else found.get(layer, {})
+        kind = replace(architecture.kinds[number], stored_as=_differing(stored))
+        if kind not in kinds:
+            kinds.append(kind)
+        numbers.append(kinds.index(kind))
+    return replace(architecture, kinds=tuple(kinds), kind_of_layer=tuple(numbers))
+
+
+def _differing(names: Mapping[str, str]) -> dict[str, str]:
+    return {name: stored for name, stored in names.items() if stored != name}
 
 
 def unread_names(model: PreTrainedModel) -> tuple[str, ...]:

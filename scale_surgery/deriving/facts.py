@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from scale_surgery.deriving.build import Place, build_twin, find_place, read, stock_classes, text_config, token_ids
-from scale_surgery.deriving.disk import stored_children, unread_names
+from scale_surgery.deriving.disk import unread_names
 from scale_surgery.deriving.layer import Layer, derive_layer
 from scale_surgery.deriving.mute import find_mutes
 from scale_surgery.deriving.norms import epsilon
@@ -99,7 +99,6 @@ def derive_architecture(real: Real, first: Twin, second: Twin) -> Architecture:
         softcap=find_softcap(first.model),
         keys={name: key for name, common in CONFIG_KEYS.items() if (key := _key(config, common)) is not None},
         layer_types=_layer_types(config),
-        stored_as=stored_children(first.model, first.place),
         unread=unread_names(real.model),
         weightless=_weightless(real, kinds, kind_of_layer, outside),
     )
@@ -118,11 +117,13 @@ def derive_sizes(real: Real, architecture: Architecture) -> Sizes:
     whole: Any = real.model
     head, embedding = whole.get_output_embeddings(), whole.get_input_embeddings()
     base = real.model.get_submodule(architecture.base_model)
+    vocabulary = head.weight.shape[0]
     return Sizes(
         hidden=head.weight.shape[1],
         layers=real.place.count,
         **sizes_of_blocks(architecture),
-        vocabulary=embedding.weight.shape[0],
+        vocabulary=vocabulary,
+        unpredicted=embedding.weight.shape[0] - vocabulary,
         epsilon=epsilon(base.get_submodule(architecture.final_norm.name)),
         is_tied=bool(read(real.config, "tie_word_embeddings")),
     )
@@ -164,7 +165,7 @@ def _agree_outside(one: Outside, other: Outside) -> Outside:
 def _agreed_kinds(first: Twin, second: Twin) -> dict[int, Kind]:
     """The kinds of the first twin, where the second gives the same but for the numbers."""
     heads = read(text_config(second.model), "num_attention_heads") or 1
-    mutes = find_mutes(first.model, first.layers)
+    mutes = find_mutes(first.model, first.place.path, first.layers)
     found = {}
     for number, layer in first.layers.items():
         module = second.model.get_submodule(f"{second.place.path}.{number}")

@@ -1,20 +1,16 @@
-"""Which tensors have to be zero for a block to add nothing, by their names on disk."""
+"""Which tensors have to be zero for a block to add nothing."""
 
 from __future__ import annotations
 
-import re
-import tempfile
 from collections.abc import Mapping
-from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from scale_surgery.deriving.layer import Layer
 from scale_surgery.deriving.part import Part
-from scale_surgery.running.loading import quiet_transformers
+from scale_surgery.planning.architecture import numberless
 
 
 def find_mute(part: Part, *, adds_itself: bool = False) -> list[Tensor]:
@@ -64,59 +60,20 @@ def _is_silent(part: Part) -> bool:
     return gave is not None and not bool(gave.any())
 
 
-def names_on_disk(model: PreTrainedModel, muted: list[Tensor]) -> set[str]:
-    """Names under which a twin saves parameters.
-
-    Args:
-        model: The twin.
-        muted: Some of its parameters.
-
-    Returns:
-        The names of all tensors on disk that come from them, the only ones there that are all zero.
-    """
-    kept = [own.detach().clone() for own in muted]
-    with torch.no_grad(), tempfile.TemporaryDirectory() as folder, quiet_transformers():
-        for own in muted:
-            own.zero_()
-        model.save_pretrained(folder)
-        for own, value in zip(muted, kept, strict=True):
-            own.copy_(value)
-        files = [load_file(file) for file in Path(folder).glob("*.safetensors")]
-    return {name for tensors in files for name, own in tensors.items() if own.is_floating_point() and not own.any()}
-
-
-def ends_of(names: set[str], layer: int) -> tuple[str, ...]:
-    """Ends of names of tensors of one layer; one end for all experts."""
-    inside = {rest for name in names for number, rest in [_split_number(name)] if number == layer}
-    return tuple(sorted({_split_number(rest)[1] or rest for rest in inside}))
-
-
-def _split_number(name: str) -> tuple[int | None, str]:
-    """The first number of a name, and what follows it: first that of the layer, then that of the expert."""
-    match = re.match(r"(?:.*?\.)??(\d+)\.(.*)", name)
-    return (int(match[1]), match[2]) if match else (None, "")
-
-
-def find_mutes(model: PreTrainedModel, layers: Mapping[int, Layer]) -> dict[int, list[tuple[str, ...]]]:
+def find_mutes(model: PreTrainedModel, path: str, layers: Mapping[int, Layer]) -> dict[int, list[tuple[str, ...]]]:
     """Find what mutes each block of some layers.
 
     Args:
         model: The twin.
+        path: Path of its list of layers.
         layers: Its layers, by number.
 
     Returns:
-        For each layer the ends of names, block by block.
+        For each layer the names inside it, block by block; one for all experts.
     """
-    always = names_on_disk(model, [])
-    found: dict[int, list[tuple[str, ...]]] = {number: [] for number in layers}
-    for place in range(max(len(own.parts) for own in layers.values())):
-        parts = {number: own.parts[place] for number, own in layers.items() if place < len(own.parts)}
-        muted = [
-            tensor
-            for number, part in parts.items()
-            for tensor in find_mute(part, adds_itself=part.name in layers[number].adding)
-        ]
-        names = names_on_disk(model, muted) - always if muted else set()
-        for number in parts:
-            found[number].append(ends_of(names, number))
+    found: dict[int, list[tuple[str, ...]]] = {}
+    for number, layer in layers.items():
+        names = {id(own): name for name, own in model.get_submodule(f"{path}.{number}").named_parameters()}
+        muted = (find_mute(part, adds_itself=part.name in layer.adding) for part in layer.parts)
+        found[number] = [tuple(sorted({numberless(names[id(own)]) for own in tensors})) for tensors in muted]
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,8 @@ def _check_kinds(base: Base, made: Plan, code: Path | None) -> None:
     before, after = (config_of(own, code).to_dict() for own in (base.checkpoint.config, deep))
     _check_lists(before, after, order, made.request.layers)
     for position, layer in enumerate(order):
-        if found.kind(position) != base.architecture.kind(layer):
+        # names on disk are those of a checkpoint
+        if found.kind(position) != replace(base.architecture.kind(layer), stored_as={}):
             raise PlanError(
                 f"--layers {made.request.layers}: config.json says by their numbers of what kind layers are, and layer "
                 f"{layer} would come to stand at {position}, where it were of another. Duplicate higher layers, or use "

@@ -13,7 +13,7 @@ from scale_surgery.checkpoint.files import plain_json
 from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE
 from scale_surgery.checkpoint.reading import differing_keys, parse_json
-from scale_surgery.deriving.base import code_folder, derive_config
+from scale_surgery.deriving.base import code_folder, derive_stored
 from scale_surgery.errors import CheckpointError, PlanError
 from scale_surgery.planning.architecture import Architecture
 from scale_surgery.running.options import RunOptions
@@ -56,10 +56,11 @@ def fact_problems(checkpoint: Checkpoint, manifest: Manifest, run: RunOptions = 
 
 def _derived(checkpoint: Checkpoint, manifest: Manifest, run: RunOptions) -> Derived:
     config = parse_json(manifest.replaced.get(CONFIG_FILE, "{}"))
-    return derive_config(config, str(checkpoint.path), len(manifest.base_tensors), code_folder(checkpoint, run))
+    return derive_stored(config, str(checkpoint.path), manifest.base_tensors, code_folder(checkpoint, run))
 
 
 def _facts(architecture: Architecture) -> Mapping[str, Any]:
     """Facts that are one in every release; how a block is treated is what was proved there and then."""
     facts: dict[str, Any] = plain_json(asdict(architecture))
-    return {name: facts[name] for name in LASTING}
+    names = [architecture.kind(layer).stored_as for layer in range(len(architecture.kind_of_layer))]
+    return {name: facts[name] for name in LASTING} | {"kinds": names}

@@ -138,7 +138,7 @@ class Comparison:
         """Name of the base weight beside a tensor; a tied head has none of its own and is the embedding."""
         if tensor.source in self.checkpoint.tensors or tensor.layer is not None:
             return tensor.source
-        return f"{self.plan.prefix}{self.plan.architecture.embedding}.weight"
+        return f"{self.plan.prefix}{self.plan.architecture.embedding_weight}"
 
 
 def find_linear(plan: Plan, tensor: TensorPlan) -> Found | None:
@@ -152,7 +152,7 @@ def _place_of(plan: Plan, tensor: TensorPlan) -> str:
         return "beside"
     if len(tensor.shape) < 2:
         return "norm"
-    is_embedding = tensor.source == f"{plan.prefix}{plan.architecture.embedding}.weight"
+    is_embedding = tensor.source == f"{plan.prefix}{plan.architecture.embedding_weight}"
     return "embedding" if is_embedding else "head"
 
 

@@ -209,8 +209,10 @@ class ExpandedPreTrainedModel:
         if "routing" in plan:
             route_layers(base_model, plan)
         if plan["dtype"] == "float32":
-            # new tensors that were asked for in float32 stay so when the base is loaded in half precision
-            self._keep_in_fp32_modules_strict = set(self.expansion_names())
+            # new tensors that were asked for in float32 stay so when the base is loaded in half precision, as does what
+            # the stock class keeps
+            kept = self._keep_in_fp32_modules_strict or ()
+            self._keep_in_fp32_modules_strict = {*kept, *self.expansion_names()}
         # without a head there is nothing to route: then the model is the adapt path
         self.switches = {"expansion": True, "routing": "routing" in plan and head is not None}
         self.apply_switches()

@@ -8,6 +8,7 @@ modules, inside their layer or inside the base model.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -59,6 +60,11 @@ STREAMS: Mapping[Role, tuple[Stream, Stream]] = {
     "read": ("residual", "private"),
     "write": ("private", "residual"),
 }
+
+
+def numberless(name: str) -> str:
+    """A name inside a layer with a star for each number: one for all experts."""
+    return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
 
 
 @dataclass(frozen=True)
@@ -136,7 +142,7 @@ class Block:
         attributes: Attributes that split attention reads from itself, each to query_heads, key_value_heads or
             query_features.
         config: The same of what it reads from its config.
-        mute: Ends of names of tensors on disk, inside the layer: if they are zero, the block adds nothing.
+        mute: Names of tensors in memory, inside the layer and `numberless`: if they are zero, the block adds nothing.
     """
 
     name: str
@@ -170,12 +176,27 @@ class Kind:
         pre_norms: Norms that read the residual stream.
         post_norms: Norms whose output is added to the residual stream.
         direct: Linears that read the residual stream without a norm before them, where others have one.
+        stored_as: Modules that have another name in the checkpoint's files, such as `mlp` to `block_sparse_moe`; both
+            inside the layer.
     """
 
     blocks: tuple[Block, ...]
     pre_norms: tuple[Norm, ...] = ()
     post_norms: tuple[Norm, ...] = ()
     direct: tuple[str, ...] = ()
+    stored_as: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Modules beside which something may be added: norms, linears, and blocks that run as they are."""
+        norms = (norm.name for norm in (*self.pre_norms, *self.post_norms))
+        inner = (norm.name for block in self.blocks for norm in block.inner_norms)
+        whole = (block.name for block in self.blocks if block.treatment == "block")
+        return tuple(dict.fromkeys([*norms, *inner, *(linear.name for linear in self.linears), *whole]))
+
+    def on_disk(self, name: str) -> str:
+        """Name of a module inside its layer, as it is in files."""
+        return self.stored_as.get(name, name)
 
     @property
     def linears(self) -> Iterator[Linear]:
@@ -207,7 +228,8 @@ class Architecture:
         keys: Our names of sizes to their keys in config.json.
         layer_types: Type of each layer where they differ and the config derives them; otherwise empty.
         weightless: Norms that have no weight: "layers.0.input_layernorm", or "norm".
-        stored_as: Parts of a layer that have another name on disk, such as `mlp` to `block_sparse_moe`.
+        stored_as: Modules around the layers that have another name in the checkpoint's files; both inside the base
+            model.
         unread: Patterns of names of tensors that old files hold, and of which the stock class makes nothing.
         fixed_heads: Why the stock class has no form with more heads, all else equal; empty where it has one.
         heads_divide_hidden: Whether the stock config wants a number of query heads that divides the hidden size.
@@ -262,10 +284,19 @@ class Architecture:
         """What a layer is made of."""
         return self.kinds[self.kind_of_layer[layer]]
 
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Modules around the layers beside which something may be added."""
+        return (self.embedding, *self.padded, *(norm.name for norm in self.first_norms), self.final_norm.name)
+
     def on_disk(self, name: str) -> str:
-        """Name of a module inside its layer, as it is in files."""
-        part, dot, rest = name.partition(".")
-        return f"{self.stored_as.get(part, part)}{dot}{rest}"
+        """Name of a module around the layers, as it is in files; those of a layer are asked of their kind."""
+        return self.stored_as.get(name, name)
+
+    @property
+    def embedding_weight(self) -> str:
+        """Name of the embedding's weight in files, inside the base model."""
+        return f"{self.on_disk(self.embedding)}.weight"
 
     @property
     def mute_gain(self) -> int:
@@ -288,7 +319,7 @@ class Architecture:
             return None
         kind = self.kind(int(number))
         linears = ((block, one) for block in kind.blocks for one in block.linears)
-        return next((found for found in linears if self.on_disk(found[1].name) == name), None)
+        return next((found for found in linears if kind.on_disk(found[1].name) == name), None)
 
     @property
     def is_uniform(self) -> bool:
@@ -301,6 +332,10 @@ class Sizes:
     """Sizes of a base model, in features, heads, layers or tokens; 0 where it has no such thing.
 
     Heads and inner features are those of the first block that has any.
+
+    Attributes:
+        vocabulary: Tokens that the head predicts.
+        unpredicted: Tokens that are embedded beside them.
     """
 
     hidden: int
@@ -312,6 +347,12 @@ class Sizes:
     vocabulary: int
     epsilon: float
     is_tied: bool
+    unpredicted: int = 0
+
+    @property
+    def embedded(self) -> int:
+        """Rows of the embedding."""
+        return self.vocabulary + self.unpredicted
 
     @property
     def queries_per_key_value(self) -> int:

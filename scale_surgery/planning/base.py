@@ -13,26 +13,28 @@ from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.headers import FLOAT_DTYPES
 from scale_surgery.errors import CheckpointError
 from scale_surgery.planning.architecture import Architecture, Sizes
-from scale_surgery.planning.specs import expected_shapes, find_prefix, layer_path
+from scale_surgery.planning.specs import expected_shapes, find_prefix, module_path
 
 
 @dataclass(frozen=True)
 class Base:
-    """A base model as planning sees it: facts and their proof, sizes, what stands before its names, and its headers."""
+    """A base model as planning sees it: facts and their proof, sizes, what stands before its names, and its headers.
+
+    `in_memory` is what transformers calls tensors when it has loaded them, where that is not their name on disk.
+    """
 
     architecture: Architecture
     sizes: Sizes
     prefix: str
     checkpoint: Checkpoint
     proof: Mapping[str, Any] = field(default_factory=dict)
+    in_memory: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def head(self) -> str:
         """Name of the head on disk; releases of transformers name some otherwise, and a tied one is not stored."""
-        embedding, shape = (
-            f"{self.prefix}{self.architecture.embedding}.weight",
-            (self.sizes.vocabulary, self.sizes.hidden),
-        )
+        embedding = f"{self.prefix}{self.architecture.embedding_weight}"
+        shape = (self.sizes.vocabulary, self.sizes.hidden)
         layers = f"{self.prefix}{self.architecture.layers}."
         found = [
             name.removesuffix(".weight")
@@ -57,21 +59,26 @@ def sizes_of_blocks(architecture: Architecture) -> dict[str, int]:
 
 
 def make_base(
-    checkpoint: Checkpoint, architecture: Architecture, sizes: Sizes, proof: Mapping[str, Any] | None = None
+    checkpoint: Checkpoint,
+    architecture: Architecture,
+    sizes: Sizes,
+    proof: Mapping[str, Any],
+    in_memory: Mapping[str, str],
 ) -> Base:
     """Put together what planning has to know of a base model.
 
     Args:
         checkpoint: Its config and headers.
-        architecture: Facts of its architecture.
+        architecture: Facts of its architecture, names on disk included.
         sizes: Its sizes, by its config.
         proof: What was proved of these facts.
+        in_memory: What transformers calls tensors, where it renames them.
 
     Raises:
         CheckpointError: If config.json promises more layers than there are.
     """
     check_layers(architecture, sizes.layers, checkpoint.tensors)
-    return Base(architecture, sizes, find_prefix(architecture, checkpoint.tensors), checkpoint, proof or {})
+    return Base(architecture, sizes, find_prefix(architecture, checkpoint.tensors), checkpoint, proof, in_memory)
 
 
 def check_layers(architecture: Architecture, layers: int, names: Iterable[str]) -> None:
@@ -164,8 +171,7 @@ def _missing_biases(base: Base) -> list[str]:
         modules = [linear.name for linear in kind.linears]
         modules += [norm.name for norm in (*kind.pre_norms, *kind.post_norms)]
         for module in modules:
-            stored = architecture.on_disk(module)
-            names = [f"{layer_path(architecture, base.prefix, layer)}{stored}.bias" for layer in layers]
+            names = [f"{module_path(architecture, base.prefix, layer, module)}.bias" for layer in layers]
             missing = [name for name in names if name not in tensors]
             if 0 < len(missing) < len(names):
                 problems += [

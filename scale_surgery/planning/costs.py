@@ -127,7 +127,7 @@ def _forward_factor(base: Base, tensors: Sequence[TensorPlan]) -> float:
     before = sum(info.elements for info in matrices) + base.sizes.vocabulary * base.sizes.hidden
     # a trained copy takes the place of a base product
     others = [tensor for tensor in tensors if len(tensor.shape) == 2 and tensor.block not in REPLACING]
-    is_product = [tensor for tensor in others if not tensor.source.endswith(f"{base.architecture.embedding}.weight")]
+    is_product = [tensor for tensor in others if not tensor.source.endswith(base.architecture.embedding_weight)]
     return (before + sum(tensor.elements for tensor in is_product)) / before
 
 

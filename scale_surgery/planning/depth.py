@@ -12,9 +12,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from scale_surgery.checkpoint.headers import TensorInfo
 from scale_surgery.checkpoint.numbering import AFTER, CONFIG_KEY, Numbering
-from scale_surgery.planning.architecture import Architecture, Kind
+from scale_surgery.planning.architecture import Architecture, Kind, numberless
 from scale_surgery.planning.base import Base
 from scale_surgery.planning.costs import Costs, estimate_depth
 from scale_surgery.planning.duplicable import binding_problems, check_depth_config, per_layer_lists
@@ -77,7 +76,7 @@ class Depth(Method):
 
     def new_tensors(self, base: Base, specs: Spec) -> Iterator[NewTensor]:
         """Every tensor of every copy."""
-        return depth_tensors(base.architecture, specs["expanded_layers"], base.prefix, base.checkpoint.tensors)
+        return depth_tensors(base, specs["expanded_layers"])
 
     def costs(self, base: Base, request: Request, specs: Spec, tensors: Sequence[TensorPlan]) -> Costs:
         """Nothing is decomposed, and training reaches down to the lowest copy."""
@@ -165,43 +164,40 @@ def _groups(architecture: Architecture) -> dict[str, str]:
 
 
 def mute_tensors(kind: Kind) -> tuple[str, ...]:
-    """Ends of names of a layer's tensors that give zeros at the start of a copy: the last before the residual stream.
+    """Names in memory, inside a layer, of tensors that give zeros at the start of a copy.
 
-    That is the output projections of attention and MLP (LLaMA Pro, arXiv 2401.02415, section 3.2). Where a norm comes
-    after them, it is this norm (ours): it would make an output projection that has left zero by however little as
-    large as any other in one step.
+    They are the last before the residual stream: the output projections of attention and MLP (LLaMA Pro, arXiv
+    2401.02415, section 3.2). Where a norm comes after them, it is this norm (ours): it would make an output projection
+    that has left zero by however little as large as any other in one step.
     """
     if kind.post_norms:
         return tuple(f"{norm.name}.{part}" for norm in kind.post_norms for part in ("weight", "bias"))
     return tuple(name for block in kind.blocks for name in block.mute)
 
 
-def depth_tensors(
-    architecture: Architecture, layers: Sequence[int], prefix: str, tensors: Mapping[str, TensorInfo]
-) -> Iterator[NewTensor]:
+def depth_tensors(base: Base, layers: Sequence[int]) -> Iterator[NewTensor]:
     """List the tensors of every copy: what writes into the residual stream begins mute, all else is copied.
 
     Args:
-        architecture: Facts of the architecture.
-        layers: Base layers that get a copy.
-        prefix: What stands before the base model's names on disk.
-        tensors: Tensors of the base.
+        base: The base model.
+        layers: Its layers that get a copy.
 
     Yields:
         The new tensors; see numbering.py for their names.
     """
+    architecture, tensors = base.architecture, base.checkpoint.tensors
     for layer in layers:
-        path, kind = layer_path(architecture, prefix, layer), architecture.kind(layer)
-        norms = {norm.name for norm in (*kind.pre_norms, *kind.post_norms)}
-        norms |= {norm.name for block in kind.blocks for norm in block.inner_norms}
-        norms = {architecture.on_disk(name) for name in norms}
-        mute = tuple(f".{end}" for end in mute_tensors(kind))
+        path, kind = layer_path(architecture, base.prefix, layer), architecture.kind(layer)
+        inner = (norm.name for block in kind.blocks for norm in block.inner_norms)
+        norms = {kind.on_disk(name) for name in (*(norm.name for norm in (*kind.pre_norms, *kind.post_norms)), *inner)}
+        place, mute = f"{architecture.layers}.{layer}.", mute_tensors(kind)
         for source in (
             info for name, info in tensors.items() if name.startswith(path) and _is_read(name, architecture)
         ):
             inside = source.name.removeprefix(path)
             module, _, block = inside.rpartition(".")
-            is_copy = not f".{inside}".endswith(mute)
+            _, _, in_memory = base.in_memory.get(source.name, source.name).partition(place)
+            is_copy = numberless(in_memory) not in mute
             sort = "norm" if module in norms else "linear"
             yield NewTensor(f"{path}{AFTER}{inside}", source.shape, block, sort, layer, source.name, is_copy=is_copy)
 

@@ -18,7 +18,7 @@ from scale_surgery.planning.specs import (
     Spec,
     Widths,
     build_specs,
-    layer_path,
+    module_path,
     specs_of_layer,
 )
 from scale_surgery.planning.tensors import TensorPlan
@@ -96,7 +96,7 @@ class Grow(Method):
         """Copies of the linears of each chosen MLP."""
         for layer in specs["expanded_layers"]:
             for name, spec in specs_of_layer(specs, layer)["expanded"].items():
-                path = f"{layer_path(base.architecture, base.prefix, layer)}{base.architecture.on_disk(name)}"
+                path = module_path(base.architecture, base.prefix, layer, name)
                 if spec["kind"] == "grown":
                     yield from _grown_tensors(spec, path, layer, base.checkpoint.tensors)
 

@@ -120,7 +120,8 @@ class Plan:
     @property
     def head_parts(self) -> tuple[TensorPlan, ...]:
         """Up parts of the head: what stands neither in a layer nor in a module of the base model."""
-        inside = tuple(f"{self.prefix}{part}." for part in (self.architecture.layers, *self.specs.get("model", ())))
+        around = map(self.architecture.on_disk, self.specs.get("model", ()))
+        inside = tuple(f"{self.prefix}{part}." for part in (self.architecture.layers, *around))
         return tuple(tensor for tensor in self.tensors if not tensor.name.startswith(inside))
 
     def stored_name(self, name: str) -> str:
@@ -180,7 +181,7 @@ def _place(
 ) -> tuple[tuple[TensorPlan, ...], tuple[str, ...]]:
     # a tied head has no tensor of its own on disk: it lies with the embedding
     stored = base.checkpoint.tensors
-    embedding = stored[f"{base.prefix}{base.architecture.embedding}.weight"]
+    embedding = stored[f"{base.prefix}{base.architecture.embedding_weight}"]
     # and what stands beside quantised tensors is of the dtype of those that are not
     beside = [_float_dtype(stored.get(tensor.source, embedding), embedding) for tensor in found]
     dtypes = [FLOAT_DTYPES[request.dtype] for _ in found] if request.dtype else beside

@@ -112,7 +112,7 @@ def find_prefix(architecture: Architecture, names: Collection[str]) -> str:
     Returns:
         `model.` or longer, or nothing where the base model was saved alone.
     """
-    embedding, first = f"{architecture.embedding}.weight", f"{architecture.layers}.0."
+    embedding, first = architecture.embedding_weight, f"{architecture.layers}.0."
     for name in sorted(names, key=len):
         prefix = name.removesuffix(embedding)
         is_whole = name.endswith(embedding) and (not prefix or prefix.endswith("."))
@@ -124,6 +124,11 @@ def find_prefix(architecture: Architecture, names: Collection[str]) -> str:
 def layer_path(architecture: Architecture, prefix: str, layer: int) -> str:
     """What names of tensors of a layer begin with."""
     return f"{prefix}{architecture.layers}.{layer}."
+
+
+def module_path(architecture: Architecture, prefix: str, layer: int, name: str) -> str:
+    """Name on disk of a module of a layer."""
+    return f"{layer_path(architecture, prefix, layer)}{architecture.kind(layer).on_disk(name)}"
 
 
 def expected_shapes(architecture: Architecture, sizes: Sizes, prefix: str) -> dict[str, tuple[int, ...]]:
@@ -138,26 +143,24 @@ def expected_shapes(architecture: Architecture, sizes: Sizes, prefix: str) -> di
         Shapes by name; norms that have no weight are among them.
     """
     hidden = (sizes.hidden,)
-    shapes: dict[str, tuple[int, ...]] = {f"{prefix}{architecture.embedding}.weight": (sizes.vocabulary, sizes.hidden)}
-    shapes[f"{prefix}{architecture.final_norm.name}.weight"] = hidden
+    shapes: dict[str, tuple[int, ...]] = {
+        f"{prefix}{architecture.embedding_weight}": (sizes.embedded, sizes.hidden),
+        f"{prefix}{architecture.on_disk(architecture.final_norm.name)}.weight": hidden,
+    }
     for layer in range(sizes.layers):
-        path, kind = layer_path(architecture, prefix, layer), architecture.kind(layer)
-        norms = (*kind.pre_norms, *kind.post_norms)
-        shapes |= {f"{path}{architecture.on_disk(norm.name)}.weight": hidden for norm in norms}
+        kind = architecture.kind(layer)
+        inside: dict[str, tuple[int, ...]] = {norm.name: hidden for norm in (*kind.pre_norms, *kind.post_norms)}
         for block in kind.blocks:
-            inner = _inner_norm_sizes(block)
-            shapes |= {f"{path}{architecture.on_disk(name)}.weight": (size,) for name, size in inner.items()}
-            shapes |= linear_shapes(architecture, block, path)
+            inside |= {name: (size,) for name, size in _inner_norm_sizes(block).items()}
+            inside |= {linear.name: _linear_shape(architecture, linear) for linear in block.linears}
+        shapes |= {f"{module_path(architecture, prefix, layer, name)}.weight": own for name, own in inside.items()}
     return shapes
 
 
-def linear_shapes(architecture: Architecture, block: Block, path: str) -> dict[str, tuple[int, ...]]:
-    """Shapes on disk of the linears of a block whose layer's names begin with `path`."""
-    shapes = {linear.name: (sum(linear.outputs), linear.inputs) for linear in block.linears}
-    return {
-        f"{path}{architecture.on_disk(name)}.weight": shape[::-1] if architecture.transposed else shape
-        for name, shape in shapes.items()
-    }
+def _linear_shape(architecture: Architecture, linear: Linear) -> tuple[int, ...]:
+    """Shape on disk of the weight of a linear."""
+    shape = (sum(linear.outputs), linear.inputs)
+    return shape[::-1] if architecture.transposed else shape
 
 
 def _inner_norm_sizes(block: Block) -> dict[str, int]:
@@ -352,12 +355,12 @@ def new_tensors(
     final = architecture.final_norm.name
     for name, spec in specs["model"].items():
         if spec["kind"] in ("embedding", "norm") and name != final:
-            yield from _module_tensors(prefix + name, spec, None, names, sizes.vocabulary)
+            yield from _module_tensors(prefix + architecture.on_disk(name), spec, None, names, sizes.embedded)
     collaborative = specs["collaborative"]
     for layer in specs["expanded_layers"]:
         groups = collaborative["groups"] if layer in collaborative["layers"] else ()
         for name, spec in specs_of_layer(specs, layer)["expanded"].items():
-            path = f"{layer_path(architecture, prefix, layer)}{architecture.on_disk(name)}"
+            path = module_path(architecture, prefix, layer, name)
             has_w12 = spec.get("group") in groups
             if spec["kind"] == "linear":
                 yield from _linear_tensors(spec, path, layer, names, has_w12=has_w12)
@@ -366,7 +369,7 @@ def new_tensors(
             elif spec["kind"] == "norm":
                 yield from _module_tensors(path, spec, layer, names)
     if final in specs["model"]:
-        yield from _module_tensors(prefix + final, specs["model"][final], None, names)
+        yield from _module_tensors(prefix + architecture.on_disk(final), specs["model"][final], None, names)
     if specs["head"]:
         yield from _module_tensors(head, specs["head"], None, names, sizes.vocabulary)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from scale_surgery.planning.architecture import Architecture, Linear, Sizes
-from scale_surgery.planning.specs import LinearWidths, Widths, find_prefix, layer_path
+from scale_surgery.planning.specs import LinearWidths, Widths, find_prefix, module_path
 
 
 @dataclass(frozen=True)
@@ -93,11 +93,10 @@ def _linear_shapes(architecture: Architecture, sizes: Sizes, names: Collection[s
     shapes: dict[str, tuple[int, ...]] = {}
     prefix = find_prefix(architecture, names)
     for layer in range(sizes.layers):
-        path = layer_path(architecture, prefix, layer)
         for linear in architecture.kind(layer).linears:
             wide = linear_streams(linear, sizes)
             shape = (sum(size for size, _ in wide.outputs), wide.inputs[0])
-            name = f"{path}{architecture.on_disk(linear.name)}"
+            name = module_path(architecture, prefix, layer, linear.name)
             shapes[f"{name}.weight"] = shape[::-1] if architecture.transposed else shape
             if (bias := f"{name}.bias") in names:
                 shapes[bias] = shape[:1]

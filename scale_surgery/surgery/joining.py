@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from scale_surgery.checkpoint.folder import Checkpoint
-from scale_surgery.planning.specs import layer_path
+from scale_surgery.planning.specs import module_path
 from scale_surgery.surgery.record import Manifest
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def joined_tensors(manifest: Manifest) -> Iterator[Joined]:
     is_transposed = plan.architecture.transposed
     for layer in plan.layers:
         for name, spec in plan.expanded_linears(layer).items():
-            path = f"{layer_path(plan.architecture, plan.prefix, layer)}{plan.architecture.on_disk(name)}"
+            path = module_path(plan.architecture, plan.prefix, layer, name)
             base_in, up_in = spec["in_features"]
             sections = tuple((base, up) for base, up in spec["out_features"])
             share = spec.get("share", 1.0)

@@ -7,7 +7,7 @@ stays as it is.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,15 +15,26 @@ from typing import TYPE_CHECKING, Any
 from scale_surgery import modeling
 from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.checkpoint.headers import FLOAT_DTYPES
+from scale_surgery.checkpoint.names import CONFIG_FILE
+from scale_surgery.checkpoint.reading import parse_json
 from scale_surgery.checkpoint.shards import tensor_bytes
 from scale_surgery.checkpoint.sources import find_source
 from scale_surgery.errors import CheckpointError, PlanError
 from scale_surgery.planning.methods import refuse
 from scale_surgery.progress import Track, no_track
 from scale_surgery.running.loading import auto_class_of, translated
+from scale_surgery.running.stored_names import reading_of
+from scale_surgery.surgery.base_in_memory import BaseInMemory, kept_in_float32
 from scale_surgery.surgery.config import written_config
 from scale_surgery.surgery.extract_folder import Extract, check_own_files, open_extract
-from scale_surgery.surgery.same_base import check_fit, check_sizes, find_differing, hash_base, refuse_differing
+from scale_surgery.surgery.same_base import (
+    base_title,
+    check_fit,
+    check_sizes,
+    find_differing,
+    hash_base,
+    refuse_differing,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -118,52 +129,79 @@ def _check_model(extract: Extract, model: Any, track: Track, *, check: bool) -> 
             "model: lies on several devices or is offloaded, expected all of it on one. Load it without a device_map "
             "that splits it."
         )
-    tensors = dict(model.named_parameters())
-    names = _names_in_memory(extract, extract.base_tensors, model)
-    shapes = {own: extract.base_tensors[name].shape for name, own in names.items()}
-    given = {own: tuple(tensor.shape) for own, tensor in tensors.items()}
+    base = BaseInMemory(model, extract.base_tensors)
+    headers = dict(base.tensors(only_headers=True))
+    if (unfed := base.unfed) and _is_quantised(extract):
+        _refuse_dequantised(extract, unfed, check=check)
+        unfed = {}
+    shapes = {name: extract.base_tensors[name].shape for name in base.places}
+    given = {name: tuple(tensor.shape) for name, tensor in {**headers, **unfed}.items()}
     check_sizes(extract, model.config.to_dict(), shapes, given, "model")
     if check:
-        _check_values(extract, {name: tensors[own] for name, own in names.items()}, track)
+        _check_dtypes(extract, base, headers)
+        _check_values(extract, base, sum(tensor.nbytes for tensor in headers.values()), track)
 
 
-def _names_in_memory(extract: Extract, disk_names: Iterable[str], model: Any) -> dict[str, str]:
-    """Names that tensors have in a loaded model, by their names on disk; what the model has no place for is left out.
-
-    A base may have been saved without its head, with names that lack the prefix of the whole model, and may be loaded
-    without it.
-    """
-    prefix = f"{extract.manifest.plan.architecture.base_model}."
-    found: dict[str, str] = {}
-    present = dict(model.named_parameters())
-    for name, own in modeling.names_in_memory(model, disk_names).items():
-        forms = [form for form in (own, prefix + own, own.removeprefix(prefix)) if form in present]
-        found |= {name: forms[0]} if forms else {}
-    return found
+def _is_quantised(extract: Extract) -> bool:
+    """Whether the files of the base hold quantised tensors, such as the experts of gpt-oss."""
+    return "quantization_config" in parse_json(extract.manifest.replaced[CONFIG_FILE])
 
 
-def _check_values(extract: Extract, tensors: Mapping[str, Tensor], track: Track) -> None:
-    """Compare dtype and bytes of tensors, given by their names on disk."""
-    cast = [name for name, tensor in tensors.items() if _stored_dtype(tensor) != extract.base_tensors[name].dtype]
-    if cast:
-        wanted = extract.base_tensors[cast[0]].dtype
+def _refuse_dequantised(extract: Extract, found: Collection[str], *, check: bool) -> None:
+    """Refuse what was made of quantised tensors, unless its files were compared, or nothing is to be."""
+    if check:
         raise CheckpointError(
-            f"model: {len(cast)} of {len(tensors)} tensors were cast, {cast[0]} is {_stored_dtype(tensors[cast[0]])}, "
-            f"expected {wanted} as it is stored. Load it without a dtype; or give its folder or Hub id, and the dtype."
+            f"model: {len(found)} of its tensors, such as {next(iter(found))}, were dequantised while it was loaded, "
+            f"and cannot be compared with those of {base_title(extract.manifest)}. Give its folder or Hub id; or "
+            "check=False, and no promise is made."
         )
+
+
+def _check_dtypes(extract: Extract, base: BaseInMemory, headers: Mapping[str, Tensor]) -> None:
+    """Refuse a model that was cast; what its class keeps in float32 is compared by its value."""
+    found = {name: _stored_dtype(tensor) for name, tensor in headers.items()}
+    other = {name: dtype for name, dtype in found.items() if dtype != extract.base_tensors[name].dtype}
+    kept = kept_in_float32(base.model) if other else ()
+    cast = {name: dtype for name, dtype in other.items() if dtype != "F32" or base.places[name].name not in kept}
+    if cast:
+        name, dtype = next(iter(cast.items()))
+        raise CheckpointError(
+            f"model: {len(cast)} of {len(headers)} tensors were cast, {name} is {dtype}, expected "
+            f"{extract.base_tensors[name].dtype} as it is stored. Load it without a dtype; or give its folder or Hub "
+            "id, and the dtype."
+        )
+
+
+def _check_values(extract: Extract, base: BaseInMemory, total: int, track: Track) -> None:
+    """Compare the bytes of tensors with the hashes of those that the expansion was made on."""
     differing = {}
-    with track("base tensors", sum(tensor.nbytes for tensor in tensors.values())) as advance:
-        for name, tensor in tensors.items():
-            if hashlib.sha256(tensor_bytes(tensor)).hexdigest() != extract.manifest.base_tensors[name]:
+    with track("base tensors", total) as advance:
+        for name, tensor in base.tensors():
+            stored = _as_stored(tensor, extract.base_tensors[name].dtype)
+            if (
+                stored is None
+                or hashlib.sha256(tensor_bytes(stored)).hexdigest() != extract.manifest.base_tensors[name]
+            ):
                 differing[name] = "its bytes differ."
             advance(tensor.nbytes)
-    refuse_differing(extract, "model", differing, len(tensors), LOAD_IT)
+    refuse_differing(extract, "model", differing, len(base.places), LOAD_IT)
 
 
 def _stored_dtype(tensor: Tensor) -> str:
     """Dtype of a tensor in safetensors' name."""
     name = str(tensor.dtype).removeprefix("torch.")
-    return FLOAT_DTYPES.get(name, name)
+    return FLOAT_DTYPES.get(name, name.replace("uint", "U").replace("int", "I").upper())
+
+
+def _as_stored(tensor: Tensor, dtype: str) -> Tensor | None:
+    """A tensor in the dtype in which it is stored; None where it holds more than that can."""
+    import torch
+
+    if _stored_dtype(tensor) == dtype:
+        return tensor
+    names = {stored: name for name, stored in FLOAT_DTYPES.items()}
+    stored = tensor.to(getattr(torch, names[dtype]))
+    return stored if torch.equal(stored.to(tensor.dtype), tensor) else None
 
 
 def _expand(extract: Extract, model: Any, expanded_class: Any) -> Any:
@@ -175,8 +213,7 @@ def _expand(extract: Extract, model: Any, expanded_class: Any) -> Any:
     )
     # transformers' way of giving a dtype and an attention kernel to a model that is not loaded from files
     with torch.device("meta"):
-        attention = model.config._attn_implementation
-        expanded = expanded_class._from_config(config, dtype=model.dtype, attn_implementation=attention)
+        expanded = expanded_class._from_config(config, dtype=model.dtype, **_kernels(model.config))
     base = model.state_dict()
     own = dict(_own_tensors(extract, expanded, base))
     missing, unexpected = expanded.load_state_dict(base | own, strict=False, assign=True)
@@ -195,12 +232,21 @@ def _expand(extract: Extract, model: Any, expanded_class: Any) -> Any:
     return expanded.train(model.training)
 
 
+def _kernels(config: Any) -> dict[str, Any]:
+    """How a model computes attention, and what its experts do where there are any."""
+    asked = ("attn_implementation", "experts_implementation")
+    found = {name: getattr(config, f"_{name}", None) for name in asked}
+    return {name: own for name, own in found.items() if own is not None}
+
+
 def _own_tensors(extract: Extract, expanded: Any, base: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Expansion tensors by their names in memory, each where the stock weight beside it lies, in its dtype."""
     import torch
     from safetensors import safe_open
 
-    names = _names_in_memory(extract, extract.tensors, expanded)
+    places = reading_of(expanded).places(extract.tensors)
+    known = set(expanded.state_dict())
+    names = {name: place.name for name, place in places.items() if place.name in known}
     # what was asked for in float32 stays so, also in a model in half precision
     kept = torch.float32 if extract.manifest.plan.request.dtype == "float32" else None
     for shard in sorted({info.file for info in extract.tensors.values()}):

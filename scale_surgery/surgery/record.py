@@ -21,7 +21,7 @@ from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE, is_inside
 from scale_surgery.checkpoint.numbering import CONFIG_KEY, Numbering, numbering_of
 from scale_surgery.checkpoint.reading import parse_json
 from scale_surgery.checkpoint.schema import build, in_one_line, misfits
-from scale_surgery.deriving.base import derive_config
+from scale_surgery.deriving.base import derive_stored
 from scale_surgery.errors import CheckpointError, PlanError
 from scale_surgery.modeling import first_code_files, is_ours
 from scale_surgery.planning.architecture import CODE_FILES
@@ -197,7 +197,7 @@ def _with_facts(content: dict[str, Any], path: Path) -> dict[str, Any]:
     plan, config = content.get("plan"), parse_json(content.get("replaced", {}).get(CONFIG_FILE, "null"))
     if not isinstance(plan, dict) or "architecture" in plan or not isinstance(config, dict):
         return content
-    facts = plain_json(asdict(derive_config(config, str(path), len(content["base_tensors"])).architecture))
+    facts = plain_json(asdict(derive_stored(config, str(path), content["base_tensors"]).architecture))
     return content | {"plan": plan | {"architecture": facts}}
 
 

@@ -198,7 +198,7 @@ def _shape_problems(saved: Saved, trained: Trained, match: Match) -> Iterator[st
 
 
 def _advice(saved: Saved, trained: Trained, match: Match) -> str:
-    embedding = f"{trained.plan.prefix}{trained.plan.architecture.embedding}.weight"
+    embedding = f"{trained.plan.prefix}{trained.plan.architecture.embedding_weight}"
     found = next((saved.checkpoint.tensors[pair.saved] for pair in match.pairs if pair.wanted == embedding), None)
     rows = trained.shapes[embedding][0]
     if found is not None and found.shape[:1] != (rows,):

@@ -13,7 +13,7 @@ from scale_surgery.checkpoint.folder import Checkpoint, read_tensor
 from scale_surgery.errors import TrainingError
 from scale_surgery.planning.architecture import Block, Linear, Role
 from scale_surgery.planning.base import Base
-from scale_surgery.planning.specs import layer_path
+from scale_surgery.planning.specs import module_path
 from scale_surgery.progress import Progress
 from scale_surgery.surgery.initialise import split_roles
 from scale_surgery.training.update_scores import Update, measure_update
@@ -36,11 +36,10 @@ def find_matrices(model: Any, base: Base, groups: tuple[str, ...]) -> list[Matri
     layers = enumerate(model.get_submodule(facts.layers_path))
     found = []
     for number, layer in layers:
-        path = layer_path(facts, base.prefix, number)
         for block in (block for block in facts.kind(number).blocks if block.group in groups):
             for linear in block.linears:
                 own = layer.get_submodule(linear.name)
-                stored = f"{path}{facts.on_disk(linear.name)}.weight"
+                stored = f"{module_path(facts, base.prefix, number, linear.name)}.weight"
                 found.append(Matrix(number, block, linear, own, stored))
     return found
 

@@ -217,6 +217,18 @@ def test_the_output_is_the_base_s(made, name, dtype):
         assert same_generation(base, expanded)
 
 
+@pytest.mark.parametrize("auto_class", (AutoModel, AutoModelForCausalLM))
+def test_what_a_class_keeps_in_float32_stays_so(tmp_path, auto_class):
+    """Where new tensors are asked for in float32, too; an answer of the base may hang on it."""
+    base = make_base(tmp_path / "base", DEEPSEEK, torch.bfloat16)
+    specs = CASES["deepseek_v3"]().specs | {"dtype": "float32"}
+    path = write_expanded(base, tmp_path / "expanded", specs, names_of(DEEPSEEK))
+    stock, expanded = (auto_class.from_pretrained(own).state_dict() for own in (base, path))
+    assert {torch.float32, torch.bfloat16} == {own.dtype for own in stock.values()}
+    assert {name: expanded[name].dtype for name in stock} == {name: own.dtype for name, own in stock.items()}
+    assert {own.dtype for name, own in expanded.items() if is_new(name)} == {torch.float32}
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_every_new_tensor_is_alive_and_nothing_else_trains(made, name):
     base, expanded = map(load, made(name))

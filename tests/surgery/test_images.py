@@ -9,9 +9,10 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
-from scale_surgery import Request, expand, strip, verify
+from scale_surgery import Request, expand, extract, load_expansion, strip, verify
 from scale_surgery.deriving.derive import derive
-from tests.conftest import digests
+from scale_surgery.errors import CheckpointError
+from tests.conftest import digests, shake
 
 ROWS = 9
 
@@ -94,3 +95,15 @@ def test_with_an_image_and_without(tmp_path, name, dtype):
     assert (made.path / "preprocessor_config.json").is_file()
     assert verify(made.path, base).passed
     assert digests(strip(made.path, tmp_path / "stripped").path) == digests(base)
+    # on the base in memory, too, once something is learned; what looks at images is of the base as well
+    extracted = extract(shake(made.path), tmp_path / "extract").path
+    found = load_expansion(stock, extracted)
+    assert torch.equal(logits(found, **prompt), logits(load(made.path), **prompt))
+    assert not torch.equal(logits(found, **prompt), seen)
+    with torch.no_grad():
+        changed = next(
+            own for own_name, own in stock.named_parameters() if "vision" in own_name or "visual" in own_name
+        )
+        changed.view(-1)[0] += 1
+    with pytest.raises(CheckpointError, match=r"^model: 1 of \d+ tensors differ from those of base, on which this exp"):
+        load_expansion(stock, extracted)

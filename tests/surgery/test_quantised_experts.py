@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GptOssConfig
 
-from scale_surgery import Request, expand, plan, strip, verify
+from scale_surgery import Request, expand, extract, load_expansion, plan, strip, verify
 from scale_surgery.checkpoint.folder import open_checkpoint
-from tests.conftest import digests
+from scale_surgery.errors import CheckpointError
+from tests.conftest import digests, shake
 
 HIDDEN, INNER, EXPERTS, LAYERS = 64, 96, 4, 3
 GROUP = 32  # values that share a scale
@@ -61,11 +63,13 @@ def base(tmp_path) -> Path:
     return folder
 
 
-def logits(path: Path) -> torch.Tensor:
-    model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True).eval()
+def logits(model: Any) -> torch.Tensor:
+    """Logits of a folder, or of a model in memory."""
+    if isinstance(model, Path):
+        model = AutoModelForCausalLM.from_pretrained(model, trust_remote_code=True)
     ids = torch.randint(3, 100, (2, 11), generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
-        found: torch.Tensor = model(ids).logits
+        found: torch.Tensor = model.eval()(ids).logits
     return found
 
 
@@ -95,3 +99,25 @@ def test_a_changed_nibble_is_noticed(base, tmp_path):
 def test_each_block_says_how_it_is_treated(base):
     (kind,) = plan(base, Request("all")).architecture.kinds
     assert [(block.name, block.treatment) for block in kind.blocks] == [("self_attn", "edges"), ("mlp", "block")]
+
+
+def test_an_expansion_goes_onto_them_in_memory(base, tmp_path):
+    """Where a loaded model was dequantised its files are what can be compared."""
+    made = expand(base, Request("1-2", variant="adapt", collaborate="both"), tmp_path / "expanded")
+    extracted = extract(shake(made.path), tmp_path / "extract").path
+    expected = logits(made.path)
+    assert torch.equal(logits(load_expansion(base, extracted)), expected)
+    model = AutoModelForCausalLM.from_pretrained(base)
+    with pytest.raises(CheckpointError) as error:
+        load_expansion(model, extracted)
+    assert str(error.value) == (
+        "model: 6 of its tensors, such as model.layers.0.mlp.experts.gate_up_proj, were dequantised while it was "
+        "loaded, and cannot be compared with those of base. Give its folder or Hub id; or check=False, and no promise "
+        "is made."
+    )
+    assert torch.equal(logits(load_expansion(model, extracted, check=False)), expected)
+    tensors = load_file(base / "model.safetensors")
+    tensors["model.layers.1.mlp.experts.down_proj_scales"][2, 0, 0] += 1
+    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"model\.layers\.1\.mlp\.experts\.down_proj_scales: its bytes differ\."):
+        load_expansion(base, extracted)

@@ -1,0 +1,191 @@
+"""load_expansion on mixtures of experts, which transformers stores and keeps in memory under other names."""
+
+from __future__ import annotations
+
+import functools
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from scale_surgery import Request, apply, expand, extract, load_expansion
+from scale_surgery.checkpoint.folder import open_checkpoint, read_tensor
+from scale_surgery.errors import CheckpointError
+from scale_surgery.surgery.base_in_memory import BaseInMemory
+from tests.by_hand import save_base
+from tests.conftest import digests, load, shake
+from tests.routed import random_ids
+from tests.surgery.test_load_expansion import assert_same
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_experts_per_tok": 2,
+    "tie_word_embeddings": False,
+    "pad_token_id": 0,
+}
+CONFIGS = {
+    # experts lie apart, and are called otherwise, on disk
+    "mixtral": lambda: transformers.MixtralConfig(**SMALL, intermediate_size=24, num_local_experts=4),
+    # experts lie apart, beside a layer without any
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
+        **SMALL, intermediate_size=40, moe_intermediate_size=24, num_experts=4, mlp_only_layers=[0]
+    ),
+    # experts are one tensor on disk, too
+    "gpt_oss": lambda: transformers.GptOssConfig(**SMALL, intermediate_size=24, num_local_experts=4, sliding_window=8),
+}
+
+
+@dataclass(frozen=True)
+class Made:
+    """A base, an expansion of it that has learned, and its extract."""
+
+    base: Path
+    expanded: Path
+    extracted: Path
+
+
+def expand_it(base: Path, folder: Path) -> Made:
+    request = Request("all", variant="adapt", collaborate="both", init_w22="random")
+    expanded = shake(expand(base, request, folder / "expanded").path)
+    return Made(base, expanded, extract(expanded, folder / "extract").path)
+
+
+@pytest.fixture(scope="module")
+def made_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Made]:
+    @functools.cache
+    def make(name: str, dtype: torch.dtype = torch.float32) -> Made:
+        folder = tmp_path_factory.mktemp(name)
+        model = load(save_base(folder / "whole", transformers.AutoModelForCausalLM.from_config(CONFIGS[name]())))
+        # an expert's tensors lie in several files
+        model.to(dtype).save_pretrained(folder / "base", max_shard_size="20KB")
+        assert len(list((folder / "base").glob("*.safetensors"))) > 3
+        return expand_it(folder / "base", folder)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("mixtral", torch.bfloat16), ("qwen3_moe", torch.float32), ("gpt_oss", torch.float32)]
+)
+def test_it_is_what_the_folder_gives(made_of, tmp_path, name, dtype):
+    made = made_of(name, dtype)
+    folder = apply(made.extracted, tmp_path / "applied", made.base).path
+    base, expected = load(made.base), load(folder)
+    before = base(random_ids(2, 9)).logits
+    ids = random_ids(2, 5)
+    for found in (load_expansion(base, made.extracted), load_expansion(made.base, made.extracted).eval()):
+        assert_same(found, expected)
+        options = {"max_new_tokens": 5, "do_sample": False}
+        assert torch.equal(found.generate(ids, **options), expected.generate(ids, **options))
+        assert not torch.equal(found(random_ids(2, 9)).logits, before), "the negative control: the expansion speaks"
+        with found.expansion_disabled():
+            assert torch.equal(found(random_ids(2, 9)).logits, before)
+    assert torch.equal(base(random_ids(2, 9)).logits, before)
+    own = load_expansion(base, made.extracted)
+    shared = {parameter.data_ptr() for parameter in base.parameters()}
+    assert {one.data_ptr() for one in own.parameters() if not one.requires_grad} == shared, "not a copy"
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_what_is_in_memory_is_taken_apart_as_it_is_stored(made_of, name):
+    checkpoint = open_checkpoint(made_of(name).base)
+    base = BaseInMemory(load(made_of(name).base), checkpoint.tensors)
+    found = dict(base.tensors())
+    assert found.keys() == checkpoint.tensors.keys() and not base.unfed
+    assert all(torch.equal(tensor, read_tensor(checkpoint, own)) for own, tensor in found.items())
+    headers = dict(base.tensors(only_headers=True))
+    assert {own: tensor.shape for own, tensor in headers.items()} == {own: each.shape for own, each in found.items()}
+    assert all(tensor.is_meta for tensor in headers.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "parameter", "rows", "stored"),
+    [
+        # gate and up of an expert are one tensor in memory, gate first
+        ("mixtral", "experts.gate_up_proj", 24, "model.layers.1.block_sparse_moe.experts.2.w3.weight"),
+        ("mixtral", "experts.gate_up_proj", 0, "model.layers.1.block_sparse_moe.experts.2.w1.weight"),
+        ("qwen3_moe", "experts.down_proj", 0, "model.layers.1.mlp.experts.2.down_proj.weight"),
+        ("gpt_oss", "experts.down_proj", 0, "model.layers.1.mlp.experts.down_proj"),
+    ],
+)
+def test_one_changed_weight_of_an_expert_is_named(made_of, tmp_path, name, parameter, rows, stored):
+    made = made_of(name)
+    base = load(made.base)
+    with torch.no_grad():
+        base.get_parameter(f"model.layers.1.mlp.{parameter}")[2, rows, 3] += 1e-3
+    count = len(open_checkpoint(made.base).tensors)
+    lines = [
+        f"1 of {count} tensors differ from those of {made.base.name}, on which this expansion was made.",
+        f"{stored}: its bytes differ.",
+        "Load that base as it is stored; or give check=False, and no promise is made.",
+    ]
+    with pytest.raises(CheckpointError) as error:
+        load_expansion(base, made.extracted)
+    assert str(error.value).splitlines() == [f"model: {lines[0]}", *lines[1:]]
+    base.save_pretrained(tmp_path / "changed")
+    with pytest.raises(CheckpointError) as error:
+        load_expansion(tmp_path / "changed", made.extracted)
+    assert str(error.value).splitlines() == [f"{tmp_path / 'changed'}: {lines[0]}", *lines[1:]]
+    # unless any values are taken
+    found = load_expansion(base, made.extracted, check=False)
+    with found.expansion_disabled():
+        assert torch.equal(found(random_ids(1, 5)).logits, base(random_ids(1, 5)).logits)
+
+
+def test_another_base_is_refused(made_of):
+    made = made_of("mixtral")
+    config = transformers.AutoConfig.from_pretrained(made.base)
+    torch.manual_seed(5)
+    with pytest.raises(CheckpointError, match=r"^model: 41 of 41 tensors differ from those of base"):
+        load_expansion(transformers.AutoModelForCausalLM.from_config(config), made.extracted)
+    config.num_local_experts = 5
+    with pytest.raises(CheckpointError) as error:
+        load_expansion(transformers.AutoModelForCausalLM.from_config(config), made.extracted, check=False)
+    assert str(error.value).splitlines()[:2] == [
+        "model: does not fit, this expansion was made on base.",
+        "model.layers.0.block_sparse_moe.experts.0.w1.weight: no such tensor in this base.",
+    ]
+    with pytest.raises(CheckpointError, match=r"^model: is a Qwen3MoeForCausalLM, expected MixtralForCausalLM or Mix"):
+        load_expansion(load(made_of("qwen3_moe").base), made.extracted)
+
+
+def test_a_model_without_a_head(made_of):
+    made = made_of("mixtral")
+    found = load_expansion(transformers.AutoModel.from_pretrained(made.base), made.extracted)
+    expected = transformers.AutoModel.from_pretrained(made.expanded)
+    ids = random_ids(2, 5)
+    assert torch.equal(found(ids).last_hidden_state, expected(ids).last_hidden_state)
+
+
+def test_experts_are_run_as_the_base_runs_them(made_of):
+    made = made_of("mixtral")
+    found = load_expansion(load(made.base, experts_implementation="eager"), made.extracted)
+    assert found.config._experts_implementation == "eager"
+
+
+def test_names_that_transformers_reads_and_does_not_write(made_of, tmp_path):
+    """Mixtral with its modules called on disk as in memory: read, but saved otherwise."""
+    base = shutil.copytree(made_of("mixtral").base, tmp_path / "base")
+    (base / "model.safetensors.index.json").unlink()
+    tensors = {}
+    for file in base.glob("*.safetensors"):
+        tensors |= {name.replace("block_sparse_moe", "mlp"): own for name, own in load_file(file).items()}
+        file.unlink()
+    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+    made = expand_it(base, tmp_path)
+    assert "model.layers.0.mlp.w21" in open_checkpoint(made.expanded).tensors
+    assert_same(load_expansion(load(base), made.extracted), load(made.expanded))
+    with_usual_names = open_checkpoint(made_of("mixtral").expanded).tensors
+    assert "model.layers.0.block_sparse_moe.w21" in with_usual_names
+    assert digests(apply(made.extracted, tmp_path / "applied", base).path) == digests(made.expanded)
