@@ -24,9 +24,9 @@ from scale_surgery.surgery.expand import expand
 from scale_surgery.surgery.route import route_export
 from tests import routed
 from tests.conftest import load
+from tests.each import each_way
 from tests.modeling.test_modeling import FRESH, run_fresh
 from tests.routed import REQUESTS, Trio, padded, random_ids, train
-from tests.tiny import FAMILIES
 
 trio_of = routed.trio_of
 DRIFT = 2e-4  # float32: cached and uncached runs multiply matrices of other shapes
@@ -594,7 +594,7 @@ def test_several_threads_are_answered_each_for_itself(trio_of: Callable[..., Tri
     assert model.get_output_embeddings().answers == {}, "nothing is left behind"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@each_way
 def test_the_signature_is_the_stock_one(trio_of: Callable[..., Trio], family: str) -> None:
     """Trainers and generate learn from it what a model takes; positional calls work as before."""
     model, base = trio_of(family).routed(), load(trio_of(family).base_path)
