@@ -131,7 +131,7 @@ def test_a_plan_downloads_headers_only(here: Hub, base: Path, tmp_path: Path) ->
     inspected, local = (run("inspect", model, "--json").stdout for model in (REPO, str(base)))
     assert json.loads(inspected) | {"name": "tiny"} == json.loads(local)
     shards = {file.name: file.stat().st_size for file in base.glob("*.safetensors")}
-    assert len(shards) > 1 and all(0 < here.sent[name] for name in shards), "headers come by range"
+    assert len(shards) > 1 and all(here.sent[name] > 0 for name in shards), "headers come by range"
 
 
 def test_an_expansion_downloads_once_and_records_the_commit(hub: Hub, base: Path, tmp_path: Path) -> None:
