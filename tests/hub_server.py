@@ -100,6 +100,8 @@ class Handler(BaseHTTPRequestHandler):
     """One request: find its route, look for a fault, answer."""
 
     protocol_version = "HTTP/1.1"
+    # heads and bodies are two writes: the second is not held back until the client's kernel has confirmed the first
+    disable_nagle_algorithm = True
     hub: Hub
 
     def handle(self) -> None:

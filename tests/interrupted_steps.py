@@ -46,7 +46,7 @@ from scale_surgery.training.train import train
 # several shards, so that an interruption can fall between two
 SHARD_BYTES = 40_000
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload([__name__])
+FORKS.set_forkserver_preload([__name__, "tests.interrupted_warm"])
 
 
 def die(*ignored: Any, **also_ignored: Any) -> None:

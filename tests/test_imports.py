@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import ast
+import json
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import transformers
 from transformers.dynamic_module_utils import get_relative_imports
 
-from scale_surgery import modeling
+from scale_surgery import Request, modeling, plan
 from scale_surgery.planning.architecture import CODE_FILES
+from scale_surgery.planning.saved import save_plan
 from tests.conftest import REQUESTS
 from tests.families import FAMILIES
 
@@ -24,41 +25,73 @@ LIGHT = [
 ] + [f"deriving.{name}" for name in ("base", "inspect", "planned")]
 
 
-def heavy_imports(modules: Sequence[str]) -> set[str]:
-    """Which of the slow libraries a fresh process has imported after importing our modules."""
-    names = ["scale_surgery", *(f"scale_surgery.{name}" for name in modules)]
-    script = (
-        f"import sys, {', '.join(names)}; print(*(name for name in ('torch', 'transformers') if name in sys.modules))"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    return set(done.stdout.split())
+# what a process has imported of the slow libraries, step by step
+STEPS = f"""
+import importlib, json, sys
+from pathlib import Path
+expanded, base, saved, output = sys.argv[1:]
+found = {{}}
+def note(step):
+    slow = ("torch", "transformers", "transformers.models.llama.modeling_llama")
+    found[step] = [name for name in slow if name in sys.modules]
 
-
-def test_planning_imports_neither_torch_nor_transformers():
-    assert heavy_imports(LIGHT) == set()
-
-
-def test_the_test_above_can_fail():
-    assert heavy_imports(["surgery.blocks"]) == {"torch"}
-
-
-def test_torch_is_imported_when_facts_are_derived_and_not_before(base_of, pair_of):
-    """Facts come from the stock model itself; what is refused before they are asked for costs no import."""
-    script = """
-import sys
-from scale_surgery import CheckpointError, Request, plan
-heavy, base, expanded = {"torch", "transformers"}, *sys.argv[1:]
+from scale_surgery import CheckpointError, Request, plan, register
+for name in {LIGHT}:
+    importlib.import_module("scale_surgery." + name)
+note("planning")
 try:
     plan(expanded, Request("last:2"))
-except CheckpointError as error:
-    assert not heavy & set(sys.modules), error
-    print(plan(base, Request("last:2")).costs.parameters_added)
-assert heavy <= set(sys.modules)
+except CheckpointError:
+    note("a plan that is refused")
+from scale_surgery.surgery import blocks
+note("blocks")
+from scale_surgery.planning.saved import read_plan
+from scale_surgery.surgery.expand import expand
+expand(base, read_plan(json.loads(Path(saved).read_text())), output)
+note("an expansion that was planned before")
+plan(base, Request("last:2"))
+note("a plan")
+register()
+from transformers import AutoModelForCausalLM
+print(json.dumps([found, type(AutoModelForCausalLM.from_pretrained(expanded)).__module__]))
 """
-    command = [sys.executable, "-c", script, str(base_of("llama")), str(pair_of("llama", "adapt").path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def said(base_of, pair_of, tmp_path_factory) -> tuple[dict[str, list[str]], str]:
+    """What a process has imported after each step, and whose class it loads at the end."""
+    place = tmp_path_factory.mktemp("steps")
+    base, expanded = base_of("llama"), pair_of("llama", "adapt").path
+    save_plan(plan(base, Request("0")), place / "plan.json")
+    words = [sys.executable, "-c", STEPS, str(expanded), str(base), str(place / "plan.json"), str(place / "out")]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) > 1000
+    return json.loads(done.stdout)
+
+
+def test_planning_imports_neither_torch_nor_transformers(said):
+    assert said[0]["planning"] == []
+
+
+def test_torch_is_imported_when_facts_are_derived_and_not_before(said):
+    """Facts come from the stock model itself; what is refused before they are asked for costs no import."""
+    assert said[0]["a plan that is refused"] == []
+    assert said[0]["a plan"] == ["torch", "transformers", "transformers.models.llama.modeling_llama"]
+
+
+def test_expanding_needs_no_transformers_model_class(said):
+    """Peak memory is that of tensors, not of a model: once it is planned, no stock modeling module is imported."""
+    assert said[0]["an expansion that was planned before"][:1] == ["torch"]
+    assert "transformers.models.llama.modeling_llama" not in said[0]["an expansion that was planned before"]
+
+
+def test_the_tests_above_can_fail(said):
+    assert said[0]["blocks"] == ["torch"]
+    assert len(said[0]["a plan"]) == 3
+
+
+def test_registration_replaces_remote_code(said):
+    assert said[1] == "scale_surgery.modeling.modeling_scale"
 
 
 @pytest.mark.parametrize("file", CODE_FILES)
@@ -101,7 +134,7 @@ def test_the_modeling_file_imports_every_file_itself():
     assert {f"{name}.py" for name in own} == {configuration_file, *shared}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ("llama", "gpt2"))
 def test_code_in_a_checkpoint_is_the_package_s(pair_of, family):
     for request in REQUESTS:
         folder: Path = pair_of(family, request).path

@@ -23,8 +23,7 @@ from scale_surgery.deriving.build import (
     usual_torch,
     without_quantisation,
 )
-from scale_surgery.deriving.facts import Twin as WatchedTwin
-from scale_surgery.deriving.facts import derive_architecture, derive_sizes, watch_twin
+from scale_surgery.deriving.facts import Agreed, agree_twins, derive_architecture, derive_sizes, watch_twin
 from scale_surgery.deriving.prove import Twin, checks_of
 from scale_surgery.deriving.proved import prove
 from scale_surgery.deriving.shrink import least_depth, shrink
@@ -98,10 +97,10 @@ def _derive(config: PreTrainedConfig) -> Derived:
         with quiet_transformers(), usual_torch():
             real = read_real(config)
             twins = shrink(real, 0), shrink(real, 1)
-            watched = watch_twin(twins[0]), watch_twin(twins[1])
-            twin = _twin_of(twins[0], *watched)
+            agreed = agree_twins(watch_twin(twins[0]), watch_twin(twins[1]))
+            twin = _twin_of(twins[0], agreed)
             checks = checks_of(twin)
-            architecture = prove(derive_architecture(real, *watched), twin)
+            architecture = prove(derive_architecture(real, agreed), twin)
             architecture = replace(
                 architecture,
                 alters_logits=alters_logits(twin.stock, architecture.softcap),
@@ -132,10 +131,10 @@ def _record(twins: tuple[dict[str, Any], dict[str, Any]], checks: list[str]) -> 
     return {"checks": checks, "twins": numbers, "versions": versions}
 
 
-def _twin_of(config: PreTrainedConfig, first: WatchedTwin, second: WatchedTwin) -> Twin:
+def _twin_of(config: PreTrainedConfig, agreed: Agreed) -> Twin:
     """The first twin with the facts in its own numbers."""
     real = read_real(config)
-    architecture = derive_architecture(real, first, second)
+    architecture = derive_architecture(real, agreed)
     # a model that was watched may keep what it computed
     return Twin(build_twin(config), architecture, derive_sizes(real, architecture))
 

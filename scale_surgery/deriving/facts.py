@@ -44,6 +44,21 @@ class Twin:
     outside: Outside
 
 
+@dataclass(frozen=True)
+class Agreed:
+    """What holds in two twins, all of whose sizes differ.
+
+    Attributes:
+        outside: What they do around their layers.
+        kinds: Kinds of layers, in the numbers of the first twin, by the number of a layer of that kind.
+        softcap: Key of the config that caps the logits, and its value, where there is one.
+    """
+
+    outside: Outside
+    kinds: dict[int, Kind]
+    softcap: tuple[str, float | None] | None
+
+
 def watch_twin(config: PreTrainedConfig) -> Twin:
     """Build a twin, run it, and derive what it is made of.
 
@@ -61,22 +76,38 @@ def watch_twin(config: PreTrainedConfig) -> Twin:
     return Twin(model, place, layers, derive_outside(trace, model, place))
 
 
-def derive_architecture(real: Real, first: Twin, second: Twin) -> Architecture:
-    """Put together what holds in both twins, with the numbers of the real model.
+def agree_twins(first: Twin, second: Twin) -> Agreed:
+    """Put together what holds in both twins.
 
     Args:
-        real: The real model.
         first: One twin.
         second: The other, all of whose sizes differ.
 
     Returns:
-        The facts.
+        What holds, in the numbers of the first.
 
     Raises:
         UnsupportedFamilyError: If the twins are made in different ways.
     """
-    config, outside = text_config(real.config), _agree_outside(first.outside, second.outside)
-    kinds, kind_of_layer = _real_kinds(real, _agreed_kinds(first, second))
+    return Agreed(
+        outside=_agree_outside(first.outside, second.outside),
+        kinds=_agreed_kinds(first, second),
+        softcap=find_softcap(first.model),
+    )
+
+
+def derive_architecture(real: Real, agreed: Agreed) -> Architecture:
+    """Say what holds in two twins of a model with its own numbers.
+
+    Args:
+        real: The real model.
+        agreed: What holds in its twins.
+
+    Returns:
+        The facts.
+    """
+    config, outside = text_config(real.config), agreed.outside
+    kinds, kind_of_layer = _real_kinds(real, agreed.kinds)
     stock = stock_classes(real.config)
     classes = {name: own.__name__ for name, own in stock.items()}
     enters = "embedding" if outside.is_plain and "AutoModelForImageTextToText" not in classes else "hook"
@@ -96,7 +127,7 @@ def derive_architecture(real: Real, first: Twin, second: Twin) -> Architecture:
         first_norms=outside.first_norms if enters == "embedding" else (),
         enters=enters,  # type: ignore[arg-type]
         transposed=any(is_transposed(own) for own in real.model.modules()),
-        softcap=find_softcap(first.model),
+        softcap=agreed.softcap,
         keys={name: key for name, common in CONFIG_KEYS.items() if (key := _key(config, common)) is not None},
         layer_types=_layer_types(config),
         unread=unread_names(real.model),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,8 @@ from scale_surgery.surgery.record_schema import header_problems, part_problems
 MANIFEST_FORMAT = 1
 # what a stock export holds in place of surgery.json
 STOCK_RECORD_FILE = "merge.json"
+# a package's record is read once: what was imported stays what it is
+_version = cache(version)
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,7 @@ class Manifest:
 def tool_versions() -> dict[str, str]:
     """Versions of this program and of what it stands on."""
     names = ("scale-surgery", "torch", "transformers", "safetensors")
-    return {name: version(name) for name in names} | {"python": platform.python_version()}
+    return {name: _version(name) for name in names} | {"python": platform.python_version()}
 
 
 def read_manifest(path: Path) -> Manifest:

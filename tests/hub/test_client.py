@@ -13,8 +13,13 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import huggingface_hub
 import pytest
+from click.testing import CliRunner, Result
+from huggingface_hub import constants
 
+from scale_surgery import Request, expand, plan, strip
+from scale_surgery.cli.program import main
 from tests.conftest import digests
 from tests.own_code import save_pine
 from tests.tiny import save_tiny
@@ -33,6 +38,8 @@ class Hub:
 
 def make_handler(folder: Path, hub: Hub) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
+        disable_nagle_algorithm = True
+
         def do_HEAD(self) -> None:
             self.answer(with_body=False)
 
@@ -91,30 +98,41 @@ def hub(base: Path) -> Iterator[Hub]:
     found = Hub("")
     server = ThreadingHTTPServer(("127.0.0.1", 0), make_handler(base, found))
     found.address = f"http://127.0.0.1:{server.server_port}"
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     yield found
     server.shutdown()
     server.server_close()
 
 
-def run(hub: Hub, home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run the command line with its Hub at the server and an empty cache."""
-    own = {"HF_ENDPOINT": hub.address, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_TELEMETRY": "1"}
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")} | own
-    command = [sys.executable, "-m", "scale_surgery", *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+@pytest.fixture
+def here(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """The Hub that this process asks, as if it had been started with that address, and an empty cache."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    template = constants.HUGGINGFACE_CO_URL_TEMPLATE
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template.replace(constants.ENDPOINT, hub.address))
+    monkeypatch.setattr(constants, "ENDPOINT", hub.address)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "home" / "hub"))
+    huggingface_hub.close_session()
+    yield hub
+    huggingface_hub.close_session()
 
 
-def test_a_plan_downloads_headers_only(hub: Hub, base: Path, tmp_path: Path) -> None:
-    result = run(hub, tmp_path, "plan", REPO, "--layers", "last:1", "--json")
-    assert result.returncode == 0, result.stderr
+def run(*arguments: str, code: int = 0) -> Result:
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == code, result.output
+    return result
+
+
+def test_a_plan_downloads_headers_only(here: Hub, base: Path, tmp_path: Path) -> None:
+    result = run("plan", REPO, "--layers", "last:1", "--json")
     plan = json.loads(result.stdout)
     assert (plan["base_name"], plan["base_revision"], plan["layers"]) == (REPO, COMMIT, [2])
     downloaded = list(tmp_path.rglob("*.safetensors"))
     assert downloaded == [] and result.stderr == ""
-    inspected = run(hub, tmp_path, "inspect", REPO, "--json")
-    local = run(hub, tmp_path, "inspect", str(base), "--json")
-    assert json.loads(inspected.stdout) | {"name": "tiny"} == json.loads(local.stdout)
+    inspected, local = (run("inspect", model, "--json").stdout for model in (REPO, str(base)))
+    assert json.loads(inspected) | {"name": "tiny"} == json.loads(local)
+    shards = {file.name: file.stat().st_size for file in base.glob("*.safetensors")}
+    assert len(shards) > 1 and all(here.sent[name] > 0 for name in shards), "headers come by range"
 
 
 def test_a_plan_of_a_model_with_code_of_its_own(tmp_path: Path) -> None:
@@ -133,22 +151,29 @@ def test_a_plan_of_a_model_with_code_of_its_own(tmp_path: Path) -> None:
 
 
 def test_an_expansion_downloads_once_and_records_the_commit(hub: Hub, base: Path, tmp_path: Path) -> None:
-    result = run(hub, tmp_path / "home", "expand", REPO, "--layers", "last:1", "-o", str(tmp_path / "e"), "--json")
-    assert result.returncode == 0, result.stderr
+    """In a process of its own, which finds the Hub and its cache by the variables of the environment."""
+    own = {"HF_ENDPOINT": hub.address, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0"}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")} | own
+    words = ["expand", REPO, "--layers", "last:1", "-o", str(tmp_path / "e"), "--json"]
+    command = [sys.executable, "-m", "scale_surgery", *words]
+    environment["HF_HUB_DISABLE_TELEMETRY"] = "1"
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
     manifest = json.loads((tmp_path / "e" / "surgery.json").read_text())
     assert (manifest["base_name"], manifest["base_revision"]) == (REPO, COMMIT)
-    again = run(hub, tmp_path / "home", "plan", REPO, "--layers", "last:1", "--json")
-    assert again.returncode == 0, again.stderr
-    assert json.loads(again.stdout)["tensors"] == manifest["plan"]["tensors"]
-    stripped = run(hub, tmp_path / "home", "strip", str(tmp_path / "e"), "-o", str(tmp_path / "back"))
-    assert stripped.returncode == 0, stripped.stderr
-    assert digests(tmp_path / "back") == digests(base)
+    assert digests(strip(tmp_path / "e", tmp_path / "back").path) == digests(base)
 
 
-def test_a_repository_that_is_not_there(hub: Hub, tmp_path: Path) -> None:
+def test_what_was_downloaded_is_not_asked_for_again(here: Hub, tmp_path: Path) -> None:
+    expanded = expand(REPO, Request("last:1"), tmp_path / "e")
+    sent = dict(here.sent)
+    assert plan(REPO, Request("last:1")).tensors == expanded.plan.tensors
+    assert here.sent == sent != {}
+
+
+def test_a_repository_that_is_not_there(here: Hub) -> None:
     for verb in ("plan", "expand"):
-        result = run(hub, tmp_path, verb, "org/none", "--layers", "0")
-        message = " ".join(result.stderr.split())
-        assert result.returncode == 1 and "Traceback" not in message
+        message = " ".join(run(verb, "org/none", "--layers", "0", code=1).stderr.split())
+        assert "Traceback" not in message
         assert message.startswith("error: org/none: no such folder, and the Hub does not give it (")
         assert "Check the name, your access (hf auth login), the network, and HF_HUB_OFFLINE." in message

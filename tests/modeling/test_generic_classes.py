@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
-import subprocess
-import sys
-import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -43,7 +39,6 @@ from tests.by_hand import (
 from tests.tiny import LLAMA_LIKE, TOKENS
 
 D, INNER, IMAGE = 40, 52, 90
-OLD = Path(__file__).parents[1] / "data" / "release-0.1.0.tar.gz"
 LLAMA_NORMS = ("input_layernorm", "post_attention_layernorm")
 GEMMA_PRE, GEMMA_POST = (
     ("input_layernorm", "pre_feedforward_layernorm"),
@@ -250,57 +245,6 @@ def test_a_vision_language_model_under_its_other_names(made):
         assert torch.equal(same(**with_image()).logits, whole(**with_image()).logits)
 
 
-# run far from the repository, as by somebody who has transformers only
-FRESH = """
-import json, pickle, shutil, sys, torch
-from pathlib import Path
-import transformers
-from transformers.utils import logging
-logging.disable_progress_bar()
-out, ids, report = Path(sys.argv[1]), torch.tensor(json.loads(sys.argv[2])), {}
-for folder, auto in zip(sys.argv[3::2], sys.argv[4::2]):
-    auto, name = getattr(transformers, auto), Path(folder).name
-    model = auto.from_pretrained(folder, trust_remote_code=True)
-    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=True)
-    transformers.AutoModel.from_pretrained(folder, trust_remote_code=True)
-    once, twice = out / name / "once", out / name / "twice"
-    model.save_pretrained(once)
-    again = auto.from_pretrained(once, trust_remote_code=True)
-    again.save_pretrained(twice)
-    shutil.rmtree(once)
-    last = auto.from_pretrained(twice, trust_remote_code=True).eval()
-    assert pickle.loads(pickle.dumps(type(last))) is type(last)
-    with torch.no_grad():
-        torch.save([own.eval()(ids).logits for own in (model, last)], out / f"{name}.pt")
-    report[name] = [type(config).__name__, type(model).__name__, type(last).__module__.split(".")[0]]
-assert "scale_surgery" not in sys.modules
-(out / "report.json").write_text(json.dumps(report))
-"""
-
-
-def test_somebody_with_transformers_alone_loads_saves_and_loads_again(made, tmp_path):
-    autos = {"internlm3": AutoModelForCausalLM, "smollm3": AutoModelForCausalLM, "gemma3": AutoModelForImageTextToText}
-    given = [part for name, auto in autos.items() for part in (str(made(name)[1]), auto.__name__)]
-    command = [sys.executable, "-c", FRESH, str(tmp_path), json.dumps(IDS.tolist()), *given]
-    environment = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules"), "PYTHONPATH": ""}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert json.loads((tmp_path / "report.json").read_text()) == {
-        "internlm3": ["ScaleInternLM3Config", "ScaleLlamaForCausalLM_of_InternLM3Config", "transformers_modules"],
-        "smollm3": ["ScaleSmolLM3Config", "ScaleSmolLM3ForCausalLM", "transformers_modules"],
-        "gemma3": ["ScaleGemma3Config", "ScaleGemma3ForConditionalGeneration", "transformers_modules"],
-    }
-    for name, auto in autos.items():
-        base = auto.from_pretrained(made(name)[0]).eval()
-        with torch.no_grad():
-            assert all(torch.equal(own, base(IDS).logits) for own in torch.load(tmp_path / f"{name}.pt"))
-        saved = tmp_path / name / "twice"
-        assert {file.name for file in saved.glob("*.py")} == set(CODE_FILES)
-        names = set().union(*(load_file(file) for file in saved.glob("*.safetensors")))
-        stored = set().union(*(load_file(file) for file in made(name)[1].glob("*.safetensors")))
-        assert names == stored
-
-
 def test_the_package_saves_its_code_along(made, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(made("smollm3")[1])
     model.save_pretrained(tmp_path / "saved")
@@ -327,34 +271,3 @@ def test_a_type_that_transformers_does_not_know_is_not_ours(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "scale_no_such"}')
     with pytest.raises(ValueError, match="scale_no_such"):
         AutoConfig.from_pretrained(tmp_path)
-
-
-@pytest.fixture(scope="module")
-def old(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folders of release 0.1.0."""
-    folder = tmp_path_factory.mktemp("old")
-    with tarfile.open(OLD) as archive:
-        archive.extractall(folder, filter="data")
-    return folder / "release-0.1.0"
-
-
-def test_a_folder_of_the_first_release_loads_by_its_own_code_and_by_the_package(old, tmp_path):
-    base = AutoModelForCausalLM.from_pretrained(old / "base").eval()
-    model = AutoModelForCausalLM.from_pretrained(old / "expanded").eval()
-    assert type(model) is modeling_scale.ScaleLlamaForCausalLM
-    ids = torch.tensor([[5, 6, 7], [8, 9, 5]])
-    assert same_logits(base, model, input_ids=ids)
-    script = """
-import sys, torch
-from transformers import AutoModelForCausalLM
-model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True).eval()
-torch.save(model(torch.tensor([[5, 6, 7]])).logits.detach(), sys.argv[2])
-print(type(model).__module__)
-"""
-    command = [sys.executable, "-c", script, str(old / "trained"), str(tmp_path / "found.pt")]
-    environment = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules"), "PYTHONPATH": ""}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-    assert done.stdout.strip().endswith("modeling_scale_llama"), done.stderr
-    trained = AutoModelForCausalLM.from_pretrained(old / "trained").eval()
-    assert torch.equal(torch.load(tmp_path / "found.pt"), trained(torch.tensor([[5, 6, 7]])).logits)
-    assert not same_logits(base, trained, input_ids=ids)

@@ -11,8 +11,8 @@ from scale_surgery import Request, expand
 from scale_surgery.modeling.expanded_modules import ExpandedModule
 from scale_surgery.planning.scale import idle_tensors
 from tests.conftest import load
+from tests.each import each_way
 from tests.families import FAMILIES as FAMILY_FACTS
-from tests.tiny import FAMILIES
 
 
 def gradients(model: Any) -> tuple[dict[str, torch.Tensor], int]:
@@ -38,7 +38,7 @@ def set_detached(model: Any, value: dict[str, bool] | bool) -> dict[str, bool]:
     return before
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@each_way
 @pytest.mark.parametrize("request_name", ["preserve", "adapt"])
 def test_detaching_changes_no_gradient_and_keeps_less(pair_of: Any, family: str, request_name: str) -> None:
     model = pair_of(family, request_name, "float32", True).load()
@@ -80,7 +80,7 @@ def test_the_base_part_of_a_preservation_layer_needs_no_gradient(pair_of: Any) -
     assert not base.requires_grad and up.requires_grad
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@each_way
 @pytest.mark.parametrize("layers", ["1-2", "0-1"])
 def test_what_never_learns_is_what_the_plan_says(base_of: Any, tmp_path: Any, family: str, layers: str) -> None:
     request = Request(layers, variant="adapt", collaborate="both")

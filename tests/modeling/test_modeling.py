@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,7 +19,7 @@ from scale_surgery.modeling.expanded_streams import join_streams, streams_of
 from scale_surgery.planning.request import Request
 from scale_surgery.surgery.expand import expand
 from tests.conftest import Pair, load
-from tests.tiny import FAMILIES, save_tiny
+from tests.tiny import save_tiny
 
 
 def join_blocks(weight: torch.Tensor, w12: torch.Tensor, w21: torch.Tensor, w22: torch.Tensor) -> torch.Tensor:
@@ -32,110 +28,6 @@ def join_blocks(weight: torch.Tensor, w12: torch.Tensor, w21: torch.Tensor, w22:
 
 
 IDS = torch.arange(3, 16).repeat(2, 1)
-
-# run far from the repository, as by somebody who has transformers only
-FRESH = """
-import json, shutil, sys, torch
-from pathlib import Path
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
-from transformers.utils import logging
-logging.disable_progress_bar()
-out, ids, report = Path(sys.argv[1]), torch.tensor(json.loads(sys.argv[2])), {}
-for folder in sys.argv[3:]:
-    name = Path(folder).name
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
-    model, info = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, output_loading_info=True)
-    alone = AutoModel.from_pretrained(folder, trust_remote_code=True).eval()
-    once, twice = out / name / "once", out / name / "twice"
-    with torch.no_grad():
-        torch.save({"logits": model.eval()(ids).logits, "hidden": alone(ids)[0]}, out / f"{name}.pt")
-        model.save_pretrained(once)
-        again = AutoModelForCausalLM.from_pretrained(once, trust_remote_code=True).eval()
-        again.save_pretrained(twice)
-        shutil.rmtree(once)
-        last = AutoModelForCausalLM.from_pretrained(twice, trust_remote_code=True).eval()
-        report[name] = {
-            "config": config.model_type,
-            "class": type(model).__name__,
-            "info": {key: sorted(map(str, value)) for key, value in info.items()},
-            "saved_twice": torch.equal(model(ids).logits, last(ids).logits),
-            "trainable": sorted(name for name, p in model.named_parameters() if p.requires_grad),
-            "trainable_saved": sorted(name for name, p in last.named_parameters() if p.requires_grad),
-        }
-    try:
-        AutoModelForCausalLM.from_pretrained(folder)
-        report[name]["refused"] = None
-    except Exception as error:
-        report[name]["refused"] = [type(error).__name__, str(error)]
-assert "scale_surgery" not in sys.modules
-(out / "report.json").write_text(json.dumps(report))
-"""
-
-
-def run_fresh(script: str, *arguments: object, cwd: Path) -> subprocess.CompletedProcess:
-    """Run a script in a process of its own, from a folder outside the repository."""
-    command = [sys.executable, "-c", script, *map(str, arguments)]
-    environment = os.environ | {"HF_MODULES_CACHE": str(cwd / "modules"), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        command, cwd=cwd, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
-    )
-
-
-@pytest.fixture(scope="module")
-def fresh(pair_of, tmp_path_factory) -> tuple[Path, dict[str, Any]]:
-    """What a fresh process found in an expansion of each family, and in one whose folder has an awkward name."""
-    out = tmp_path_factory.mktemp("fresh")
-    folders = [pair_of(family, "preserve" if family != "llama" else "adapt").path for family in FAMILIES]
-    awkward = Path(shutil.copytree(pair_of("llama", "adapt").path, out / "tiny-llama.v1.0-scale"))
-    done = run_fresh(FRESH, out, json.dumps(IDS.tolist()), *folders, awkward, cwd=out)
-    assert done.returncode == 0, done.stderr
-    return out, json.loads((out / "report.json").read_text())
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_loads_in_a_fresh_process(fresh, pair_of, family):
-    pair = pair_of(family, "preserve" if family != "llama" else "adapt")
-    out, reports = fresh
-    report = reports[pair.path.name]
-    assert report["config"] == f"scale_{family}"
-    assert report["class"] == type(pair.expanded).__name__
-    assert report["class"].startswith("Scale")
-    assert not any(report["info"].values()), "no key missing, unexpected or mismatched"
-    assert report["saved_twice"]
-    trainable = sorted(name for name, p in pair.expanded.named_parameters() if p.requires_grad)
-    assert report["trainable"] == report["trainable_saved"] == trainable
-    found = torch.load(out / f"{pair.path.name}.pt")
-    with torch.no_grad():
-        wanted = pair.base(IDS, output_hidden_states=True)
-    assert torch.equal(found["logits"], wanted.logits)
-    width = pair.base.config.hidden_size
-    assert found["hidden"].shape[-1] == width + pair.expansion.plan.widths.up_width
-    assert torch.equal(found["hidden"][..., :width], wanted.hidden_states[-1])
-
-
-def test_a_folder_name_with_dot_and_hyphen_loads(fresh):
-    assert fresh[1]["tiny-llama.v1.0-scale"]["class"] == "ScaleLlamaForCausalLM"
-
-
-def test_without_remote_code_it_refuses(fresh):
-    for name, report in fresh[1].items():
-        error, message = report["refused"]
-        assert error == "ValueError", name
-        assert "trust_remote_code=True" in message
-
-
-def test_registration_replaces_remote_code(pair_of, tmp_path):
-    script = """
-import sys
-import scale_surgery
-assert "transformers" not in sys.modules and "torch" not in sys.modules
-scale_surgery.register()
-from transformers import AutoModelForCausalLM
-model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
-print(type(model).__module__)
-"""
-    done = run_fresh(script, pair_of("llama", "adapt").path, cwd=tmp_path)
-    assert done.stdout.strip() == "scale_surgery.modeling.modeling_scale", done.stderr
 
 
 @pytest.mark.parametrize("family", ("llama", "gpt_neox", "gpt2"))

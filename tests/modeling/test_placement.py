@@ -16,8 +16,8 @@ from scale_surgery.planning.request import Request
 from scale_surgery.surgery.expand import expand
 from tests import routed
 from tests.conftest import REQUESTS, Pair, load
+from tests.each import each_way
 from tests.routed import Trio
-from tests.tiny import FAMILIES
 
 trio_of = routed.trio_of
 VALUES = {"item": 1, "__bool__": True, "__int__": 1}
@@ -49,13 +49,13 @@ def run_everywhere(model: Any) -> None:
 
 
 @pytest.mark.parametrize("request_name", REQUESTS)
-@pytest.mark.parametrize("family", FAMILIES)
+@each_way
 def test_expanded(pair_of: Callable[..., Pair], family: str, request_name: str) -> None:
     run_everywhere(pair_of(family, request_name).load())
 
 
 @pytest.mark.parametrize("routing", ("posterior", "cosine", "strict"))
-@pytest.mark.parametrize("family", FAMILIES)
+@each_way
 def test_routed(trio_of: Callable[..., Trio], family: str, routing: str) -> None:
     run_everywhere(load(trio_of(family, "adapt", routing).path))
 

@@ -16,16 +16,12 @@ from scale_surgery.planning.request import Request
 from scale_surgery.surgery.expand import expand
 from scale_surgery.surgery.strip import strip
 from tests.conftest import REQUESTS, Pair, digests, load
-from tests.tiny import FAMILIES, save_tiny
+from tests.each import DTYPES, WAYS, each_dtype, each_family, each_form, each_way
+from tests.tiny import save_tiny
 
-DTYPES = ("float32", "bfloat16")
 # batch and length: kernels choose their path by strides and alignment, and a vector's tail is treated apart
 SHAPES = ((3, 13), (1, 13), (2, 7), (1, 7), (3, 1), (1, 1))
 CACHE_DRIFT = 1e-4  # float32: cached and uncached runs multiply matrices of other shapes
-
-each_family = pytest.mark.parametrize("family", FAMILIES)
-each_dtype = pytest.mark.parametrize("dtype", DTYPES)
-each_layout = pytest.mark.parametrize("tied", (False, True), ids=("untied_single_file", "tied_sharded"))
 
 
 def prompts(device: torch.device | str = "cpu") -> list[dict[str, torch.Tensor]]:
@@ -78,8 +74,7 @@ def base_bytes(base: Any, model: Any) -> list[str]:
     ]
 
 
-@each_layout
-@each_dtype
+@each_form
 @each_family
 @pytest.mark.parametrize("request_name", REQUESTS)
 def test_output_at_init(pair_of, family, request_name, dtype, tied):
@@ -89,7 +84,7 @@ def test_output_at_init(pair_of, family, request_name, dtype, tied):
     assert base_bytes(pair.base, pair.expanded) == []
 
 
-@each_family
+@each_way
 @pytest.mark.parametrize("dtype", (*DTYPES, "float16"))
 def test_output_at_init_with_eager_attention(tmp_path, family, dtype):
     """As many key/value heads as query heads, so that eager attention multiplies what it is given, uncopied."""
@@ -122,7 +117,7 @@ def test_output_at_init_with_several_threads(pair_of, dtype):
 
 
 @each_dtype
-@each_family
+@each_way
 @pytest.mark.parametrize("beams", (1, 3), ids=("greedy", "beams"))
 def test_output_at_init_in_generation(pair_of, family, dtype, beams):
     for name in REQUESTS:
@@ -135,8 +130,7 @@ def test_output_at_init_in_generation(pair_of, family, dtype, beams):
             assert all(map(torch.equal, wanted.logits, found.logits)), name
 
 
-@each_layout
-@each_dtype
+@each_form
 @each_family
 def test_base_stream_always(pair_of, family, dtype, tied):
     pair = pair_of(family, "preserve", dtype, tied)
@@ -169,7 +163,7 @@ def check_base_stream(pair: Pair, model: Any, prompt: dict[str, torch.Tensor]) -
     assert torch.equal(base_logits, stock_head(wanted.hidden_states[-1]))
 
 
-@each_family
+@each_way
 def test_base_stream_of_adapt_changes_from_the_first_collaborative_layer(tmp_path, base_of, family):
     """The negative control of base_stream_always, and the meaning of the preserved depth."""
     request = Request("1-2", variant="adapt", collaborative_layers="2", collaborate="both")
@@ -185,11 +179,11 @@ def test_base_stream_of_adapt_changes_from_the_first_collaborative_layer(tmp_pat
     assert equal == [True, True, True, False]
 
 
-@each_layout
+@each_form
 @each_family
-def test_recoverable(pair_of, tmp_path, family, tied):
+def test_recoverable(pair_of, tmp_path, family, dtype, tied):
     """Also of a trained model that save_pretrained wrote: the base tensors keep their bytes."""
-    pair = pair_of(family, "adapt", "bfloat16", tied)
+    pair = pair_of(family, "adapt", dtype, tied)
     strip(pair.path, tmp_path / "stripped")
     assert digests(tmp_path / "stripped") == digests(pair.base_path)
     model = pair.load()
@@ -204,7 +198,7 @@ def test_recoverable(pair_of, tmp_path, family, tied):
     assert len(saved.tensors) == len(base.tensors) + len(pair.expansion.plan.tensors)
 
 
-@each_family
+@each_way
 def test_cached_equals_uncached_with_a_trained_up_stream(pair_of, family):
     model = pair_of(family, "adapt").load()
     train(model)
@@ -288,7 +282,7 @@ def test_attention_on_joined_heads_breaks_the_bits(pair_of, monkeypatch):
 
 
 def check_some_family_breaks(pair_of) -> None:
-    if not any(unequal(pair.base, pair.expanded) for pair in (pair_of(family, "adapt") for family in FAMILIES)):
+    if not any(unequal(pair.base, pair.expanded) for pair in (pair_of(family, "adapt") for family in WAYS)):
         pytest.skip(
             "the kernels of this machine round the same in every lane: what is guarded against is not seen here"
         )

@@ -24,9 +24,8 @@ from scale_surgery.surgery.expand import expand
 from scale_surgery.surgery.route import route_export
 from tests import routed
 from tests.conftest import load
-from tests.modeling.test_modeling import FRESH, run_fresh
+from tests.each import each_way
 from tests.routed import REQUESTS, Trio, padded, random_ids, train
-from tests.tiny import FAMILIES
 
 trio_of = routed.trio_of
 DRIFT = 2e-4  # float32: cached and uncached runs multiply matrices of other shapes
@@ -375,33 +374,6 @@ def test_a_pipeline_writes_text(stories: Path, tmp_path: Path, routing: str) -> 
     assert alone[0] == tokenizer.decode(model.generate(ids, **options)[0], skip_special_tokens=True)
 
 
-def test_it_loads_in_a_fresh_process(trio_of: Callable[..., Trio], tmp_path: Path) -> None:
-    """Trained and saved there and here: the same logits; its code is what the folder holds."""
-    wanted, folders, ids = {}, [], random_ids(2, 13)
-    for family, routing in (("llama", "posterior"), ("gemma2", "cosine")):
-        trio = trio_of(family, "deep", routing)
-        model = train(load(trio.path))
-        folder = Path(shutil.copytree(trio.path, tmp_path / f"{family}_{routing}"))
-        model.save_pretrained(folder)
-        folders.append(folder)
-        wanted[folder.name] = (model, logits(model, {"input_ids": ids}))
-        assert (logits(load(trio.path), {"input_ids": ids}) - wanted[folder.name][1]).abs().max() > 0.1, "the control"
-    out = tmp_path / "out"
-    out.mkdir()
-    done = run_fresh(FRESH, out, json.dumps(ids.tolist()), *folders, cwd=out)
-    assert done.returncode == 0, done.stderr
-    report = json.loads((out / "report.json").read_text())
-    for name, (model, expected) in wanted.items():
-        found = torch.load(out / f"{name}.pt")
-        assert torch.equal(found["logits"], expected)
-        assert not any(report[name]["info"].values()), "no key missing, unexpected or mismatched"
-        assert report[name]["saved_twice"]
-        assert report[name]["trainable"] == sorted(key for key, p in model.named_parameters() if p.requires_grad)
-        # without a head there is nothing to route: the adapt path
-        with model.routing_disabled(), torch.no_grad():
-            assert torch.equal(found["hidden"], model.get_decoder()(ids)[0])
-
-
 def test_without_a_head_it_is_the_adapt_path(trio_of: Callable[..., Trio]) -> None:
     trio, ids = trio_of("llama", "adapt", "cosine"), random_ids(2, 9)
     alone, unrouted = (train(AutoModel.from_pretrained(path).eval()) for path in (trio.path, trio.expanded_path))
@@ -594,7 +566,7 @@ def test_several_threads_are_answered_each_for_itself(trio_of: Callable[..., Tri
     assert model.get_output_embeddings().answers == {}, "nothing is left behind"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@each_way
 def test_the_signature_is_the_stock_one(trio_of: Callable[..., Trio], family: str) -> None:
     """Trainers and generate learn from it what a model takes; positional calls work as before."""
     model, base = trio_of(family).routed(), load(trio_of(family).base_path)

@@ -24,6 +24,7 @@ from scale_surgery.surgery.expand import expand
 from scale_surgery.surgery.route import route_export
 from tests import routed
 from tests.conftest import load
+from tests.each import each_way
 from tests.routed import REQUESTS, ROUTINGS, Trio, between, padded, prompts, random_ids, train
 from tests.tiny import FAMILIES
 
@@ -77,7 +78,7 @@ def check_paths(trio: Trio, **options: Any) -> None:
 
 
 @pytest.mark.parametrize("routing", ("posterior", "cosine", "strict"))
-@pytest.mark.parametrize("family", FAMILIES)
+@each_way
 def test_each_path_is_its_model_bit_for_bit(trio_of: Callable[..., Trio], family: str, routing: str) -> None:
     request = (OTHER_REQUEST_OF if routing == "cosine" else REQUEST_OF)[family]
     check_paths(trio_of(family, request, routing))

@@ -9,7 +9,7 @@ import torch
 
 from scale_surgery.modeling.expanded_modules import ExpandedModule
 from tests.conftest import load
-from tests.tiny import FAMILIES
+from tests.each import each_way
 
 IDS = torch.arange(3, 29).reshape(2, 13)
 # kernels take other paths for other shapes
@@ -38,7 +38,7 @@ def generated(model: Any, **options: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("request_name", ["preserve", "adapt", "adapt_without_up_stream"])
-@pytest.mark.parametrize("family", FAMILIES)
+@each_way
 def test_disabled_is_the_base_bit_for_bit(pair_of: Any, family: str, request_name: str, dtype: str) -> None:
     pair = pair_of(family, request_name, dtype)
     model = trained(pair)

@@ -22,8 +22,9 @@ from scale_surgery.planning.request import Request
 from scale_surgery.surgery.expand import expand
 from tests.conftest import load
 from tests.dense_reference import dense_gradients
+from tests.each import each_way
 from tests.modeling.test_gradients import set_detached
-from tests.tiny import FAMILIES, save_tiny
+from tests.tiny import save_tiny
 
 # largest relative error of one tensor's gradient, norm over norm; the largest found in float32 is 1.2e-5
 ALLOWED = 1e-4
@@ -173,7 +174,7 @@ def check_noise(found: Gradients, wanted: Gradients, noise: dict[str, float]) ->
 
 
 @pytest.mark.parametrize("request_name", REQUESTS)
-@pytest.mark.parametrize("family", FAMILIES)
+@each_way
 def test_plain(model_of: Any, wanted_of: Any, family: str, request_name: str) -> None:
     model, wanted = model_of(family, request_name), wanted_of(family, request_name)
     assert wanted.keys() == {name for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -295,7 +296,7 @@ def weights_kept(model: Any, context: Any = None) -> set[str]:
     return {name for address, name in names.items() if address in kept}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@each_way
 def test_below_the_first_collaborative_layer_nothing_passes_through_the_base(model_of: Any, family: str) -> None:
     assert weights_kept(model_of(family, "preserve")) == set()
     kept = weights_kept(model_of(family, "adapt"))

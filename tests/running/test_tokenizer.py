@@ -14,7 +14,7 @@ from scale_surgery.running.tokenizer import load_tokenizer
 from scale_surgery.surgery.expand import expand
 from scale_surgery.surgery.strip import strip
 from tests.conftest import digests
-from tests.modeling.test_modeling import run_fresh
+from tests.modeling.test_alone import run_fresh
 from tests.tiny import save_tiny
 
 TEXTS = ("Hello, world! It's 2024.", "  two  spaces\n\nand lines\t", "caf\u00e9 \u4f60\u597d \U0001f600", "")

@@ -35,8 +35,9 @@ from scale_surgery.surgery.strip import strip
 from scale_surgery.training.settings import GROUPS, TrainingSettings
 from scale_surgery.training.train import train
 from tests.conftest import digests, load, shake
+from tests.each import each_way
 from tests.families import FAMILIES as FACTS
-from tests.tiny import FAMILIES, save_tiny
+from tests.tiny import save_tiny
 
 FREEZE = Request("0,2", method="grow")
 TRAIN = Request("0,2", method="grow", variant="grow-train")
@@ -59,7 +60,7 @@ def promise(result: Verification, name: str) -> Any:
 
 @pytest.mark.parametrize("request_", [FREEZE, TRAIN], ids=["freeze", "train"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", FAMILIES)
+@each_way
 def test_output_at_init(
     family: str, dtype: str, request_: Request, grown_of: Callable[..., Path], base_of: Callable[..., Path]
 ) -> None:
@@ -252,7 +253,7 @@ def test_a_spoiled_number_of_copies_is_noticed(copies: Any, reason: str, grown_o
 
 
 @pytest.mark.parametrize("request_", [FREEZE, TRAIN], ids=["freeze", "train"])
-@pytest.mark.parametrize("family", FAMILIES)
+@each_way
 def test_strip_extract_apply(
     family: str, request_: Request, grown_of: Callable[..., Path], base_of: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -268,7 +269,7 @@ def test_strip_extract_apply(
 
 
 @pytest.mark.parametrize(("variant", "copies"), [("grow-freeze", 3), ("grow-train", 2)])
-@pytest.mark.parametrize("family", FAMILIES)
+@each_way
 def test_stock_form(family: str, variant: Any, copies: int, grown_of: Callable[..., Path], tmp_path: Path) -> None:
     grown = shake(grown_of(family, Request("0,2", method="grow", variant=variant, copies=copies)))
     done = merge(grown, tmp_path / "stock", "stock")
@@ -299,7 +300,7 @@ def test_wrong_share_is_noticed_by_the_merge(grown_of: Callable[..., Path], tmp_
     assert not (tmp_path / "stock").exists()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@each_way
 @pytest.mark.parametrize(
     "routing", [Routing("posterior", switch_rate=0), Routing("cosine")], ids=lambda one: one.router
 )

@@ -33,12 +33,12 @@ from scale_surgery.surgery.merge_stock import check_stock, stock_config, stock_c
 from scale_surgery.surgery.record import Manifest, read_manifest
 from scale_surgery.surgery.route import route_export
 from tests.conftest import digests, load, shake
+from tests.each import FORMS, each_family, each_way
 from tests.families import FAMILIES, read_sizes
 from tests.routed import prompts, random_ids
 from tests.tiny import tiny_config
 from tests.written import written_architecture, written_sizes
 
-each_family = pytest.mark.parametrize("family", FAMILIES)
 INNER = Request("0,2", variant="adapt", up_width=0, up_kv_heads=0, up_inner_width=12)
 BOTH = Request("1", variant="adapt", up_width=0, up_kv_heads=1, up_inner_width=8)
 HEADS = Request("1-2", variant="adapt", up_width=0, up_kv_heads=1, up_inner_width=0)
@@ -86,8 +86,8 @@ def plain(family: str) -> Any:
     return transformers.AutoModelForCausalLM._model_mapping[type(tiny_config(family))]
 
 
-@each_family
-@pytest.mark.parametrize(("dtype", "tied"), (("float32", False), ("bfloat16", True)))
+@each_way
+@pytest.mark.parametrize(("dtype", "tied"), FORMS)
 def test_the_stock_class_computes_what_the_expanded_model_does(stock_of, family, dtype, tied):
     base, expanded, path = stock_of(family, None, dtype, tied)
     model, info = plain(family).from_pretrained(path, output_loading_info=True)
@@ -104,7 +104,7 @@ def test_the_stock_class_computes_what_the_expanded_model_does(stock_of, family,
         assert generated[0] == generated[1]
 
 
-@each_family
+@each_way
 def test_every_file_but_weights_config_and_index_is_the_base_s_own(stock_of, family):
     base, expanded, path = stock_of(family, None, "bfloat16", True)
     before, after = digests(base), digests(path)

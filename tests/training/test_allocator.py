@@ -14,12 +14,13 @@ import pytest
 from click.testing import CliRunner
 
 from benchmarks import allocator as benchmark
-from scale_surgery import Request, expand
+from scale_surgery import Request, RunOptions, TrainingSettings, expand, train
 from scale_surgery.biographies import SHIPPED_MODEL
 from scale_surgery.training import allocator
 from scale_surgery.training.allocator import CHOSEN_BY_USER, is_glibc, keep_freed_memory
 from tests.conftest import digests
 
+CPU = RunOptions(device="cpu")
 pytestmark = pytest.mark.skipif(not is_glibc(), reason="this system has another malloc")
 
 # takes a block of 48 MiB again and again, and says how many pages the system had to hand out for it
@@ -41,15 +42,14 @@ for _ in range(4):
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
-TRAIN_TWICE = """
+TRAIN = """
 import sys
 from scale_surgery import RunOptions, TrainingSettings, train
 from scale_surgery.training.allocator import keep_freed_memory
 expanded, text, output = sys.argv[1:]
-for name in ("one", "two"):
-    settings = TrainingSettings(steps=4, sequence_length=32, batch_size=2, log_every=1)
-    train(expanded, [text], f"{output}/{name}", settings, run=RunOptions(device="cpu"))
-print(keep_freed_memory(), keep_freed_memory.cache_info().misses)
+settings = TrainingSettings(steps=4, sequence_length=32, batch_size=2, log_every=1)
+train(expanded, [text], output, settings, run=RunOptions(device="cpu"))
+print(keep_freed_memory())
 """
 
 
@@ -71,18 +71,20 @@ def test_a_block_that_comes_again_costs_no_new_pages() -> None:
     assert int(pages) < 100 < 4 * 48 * 2**20 / os.sysconf("SC_PAGE_SIZE") <= int(pages_as_it_is)
 
 
-def test_training_sets_it_once_and_no_number_changes(tmp_path: Path) -> None:
+def test_training_sets_it_once_and_no_number_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here, where it is kept, and in a process whose user said that it is not."""
     text = tmp_path / "text.jsonl"
     text.write_text("".join(f'{{"text": "Person {n} was born in Rome and lives in Oslo."}}\n' for n in range(40)))
     expanded = expand(SHIPPED_MODEL, Request("2-3", variant="adapt"), tmp_path / "wide").path
-    said = {}
-    for name, environment in (("kept", {}), ("as_it_is", AS_IT_IS)):
-        (tmp_path / name).mkdir()
-        said[name] = run(TRAIN_TWICE, expanded, text, tmp_path / name, **environment)
-    assert said == {"kept": ["True", "1"], "as_it_is": ["False", "1"]}
-    shards = {name: _shards(tmp_path / name / "one") for name in said}
-    assert shards["kept"] == shards["as_it_is"] and shards["kept"] != _shards(expanded)
-    assert _losses(tmp_path / "kept" / "one") == _losses(tmp_path / "as_it_is" / "one")
+    settings = TrainingSettings(steps=4, sequence_length=32, batch_size=2, log_every=1)
+    for name in CHOSEN_BY_USER:
+        monkeypatch.delenv(name, raising=False)
+    keep_freed_memory.cache_clear()
+    kept, _ = (train(expanded, [text], tmp_path / name, settings, run=CPU).path for name in ("kept", "again"))
+    assert keep_freed_memory() and keep_freed_memory.cache_info().misses == 1
+    assert run(TRAIN, expanded, text, tmp_path / "as_it_is", **AS_IT_IS) == ["False"]
+    assert _shards(kept) == _shards(tmp_path / "as_it_is") != _shards(expanded)
+    assert _losses(kept) == _losses(tmp_path / "as_it_is")
 
 
 def _shards(folder: Path) -> dict[str, str]:

@@ -39,7 +39,8 @@ from scale_surgery.checkpoint.hashes import hash_tensors
 from scale_surgery.running.freeze import expansion_disabled, expansion_parts, train_in_float32
 from scale_surgery.surgery.record import read_manifest
 from tests.conftest import Pair, digests, load, shake
-from tests.modeling.test_promises import base_bytes, each_family, prompts, unequal
+from tests.each import each_way
+from tests.modeling.test_promises import base_bytes, prompts, unequal
 from tests.modeling.test_promises import train as take_steps
 from tests.tiny import save_tiny
 from tests.training.test_train import SETTINGS, SHORT, ask, stopping_at, write_lines
@@ -47,7 +48,7 @@ from tests.training.test_train import SETTINGS, SHORT, ask, stopping_at, write_l
 Deep = Callable[..., Pair]
 
 
-@each_family
+@each_way
 def test_only_the_copies_train(deep_of: Deep, family: str) -> None:
     pair = deep_of(family)
     model = freeze_base(pair.load())

@@ -41,8 +41,8 @@ from scale_surgery.cli.program import main
 from scale_surgery.surgery.record import read_manifest
 from scale_surgery.training.run_folder import module_names, publish_tensors
 from tests.conftest import digests, load
+from tests.each import each_way
 from tests.interrupted_steps import FORKS, run_apart, run_command, train_and_die_at_the_end
-from tests.tiny import FAMILIES
 
 SHORT = {"sequence_length": 32, "batch_size": 2, "learning_rate": 3e-3, "log_every": 1}
 SETTINGS = TrainingSettings(steps=6, save_every=2, eval_every=3, **SHORT)
@@ -499,7 +499,7 @@ def test_an_output_that_exists_is_refused(place: Path, trained: Path) -> None:
 # names and shards
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@each_way
 def test_trained_tensors_find_their_names_on_disk(pair_of: Any, tmp_path: Path, family: str) -> None:
     pair = pair_of(family, "adapt", "float32", False)
     shutil.copytree(pair.path, tmp_path / "out")
