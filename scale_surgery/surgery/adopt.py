@@ -180,12 +180,13 @@ def _open_expanded(expanded: str | Path) -> _Wide:
     refuse_fused(path, manifest)
     refuse_linked(path, manifest)
     check_numbering(checkpoint, manifest)
-    trained = Trained(str(expanded), checkpoint, manifest.plan, frozenset(manifest.base_tensors), checkpoint.config)
     missing = [
         f"{name}: is missing from {expanded}." for name in manifest.base_tensors if name not in checkpoint.tensors
     ]
     if missing:
         raise CheckpointError.from_problems([*shorten(missing), "Restore its shard."])
+    base = {name: info for name, info in checkpoint.tensors.items() if name in manifest.base_tensors}
+    trained = Trained(str(expanded), checkpoint, manifest.plan, base, checkpoint.config)
     return _Wide(checkpoint, manifest, trained)
 
 
@@ -203,7 +204,7 @@ def _again(saved: Saved, base: str | Path | None, run: RunOptions, track: Track)
     check_clashes(checkpoint, plan)
     load_base_config(source.path, source.name, run)
     config = expanded_config(checkpoint.config, plan, running_dtype(checkpoint))
-    return Trained(str(base or source.name), checkpoint, plan, frozenset(checkpoint.tensors), plain_json(config))
+    return Trained(str(base or source.name), checkpoint, plan, checkpoint.tensors, plain_json(config))
 
 
 def _find_base(saved: Saved, origin: Origin, base: str | Path | None) -> Source:

@@ -7,7 +7,7 @@ values                         see `saved_values`
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -45,20 +45,20 @@ class Trained:
         name: What it is called.
         checkpoint: Holds the base's tensors.
         plan: How it was expanded.
-        base_tensors: Names of the base's tensors.
+        base_tensors: The base's tensors, in the order of their files.
         config: Its config.json.
     """
 
     name: str
     checkpoint: Checkpoint
     plan: Plan
-    base_tensors: frozenset[str]
+    base_tensors: Mapping[str, TensorInfo]
     config: Mapping[str, Any]
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of all tensors."""
-        base = {name: tuple(self.checkpoint.tensors[name].shape) for name in self.base_tensors}
+        base = {name: tuple(info.shape) for name, info in self.base_tensors.items()}
         return base | {tensor.name: tuple(tensor.shape) for tensor in self.plan.tensors}
 
     def skeleton(self) -> Skeleton:
@@ -206,16 +206,12 @@ def _advice(saved: Saved, trained: Trained, match: Match) -> str:
             f"Its vocabulary was changed, from {rows} tokens to {found.shape[0]}, and an expansion keeps that of its "
             "base. Resize the embedding of the base model, save that, expand it, and train again."
         )
-    if any(info.dtype.startswith(("U8", "I8", "F8")) for info in _base_infos(trained)):
+    if any(info.dtype.startswith(("U8", "I8", "F8")) for info in trained.base_tensors.values()):
         return (
             "The base is quantised, and a trainer that saves it writes other tensors, which cannot be compared with "
             "it. Train with scale-surgery train."
         )
     return _give(trained)
-
-
-def _base_infos(trained: Trained) -> Iterable[TensorInfo]:
-    return (trained.checkpoint.tensors[name] for name in trained.base_tensors)
 
 
 def other_settings(saved: Saved, trained: Trained) -> Iterator[str]:

@@ -176,6 +176,8 @@ def test_the_folder_is_a_stock_checkpoint(deep_of, family):
     before, after = (json.loads((path / "config.json").read_text()) for path in (pair.base_path, pair.path))
     key = get_family(family).key("layers")
     assert (before.pop(key), after.pop(key)) == (3, 5)
+    origin = after["scale_surgery"].pop("origin")
+    assert (origin["base_name"], origin["request"]["layers"]) == (pair.base_path.name, "0,2")
     assert after.pop("scale_surgery") == {
         "format": 1,
         "method": "depth",
