@@ -34,6 +34,7 @@ from scale_surgery.errors import CheckpointError
 from scale_surgery.planning.request import Request
 from scale_surgery.planning.routing_specs import Routing
 from scale_surgery.running import drift  # noqa: F401
+from scale_surgery.show import console  # noqa: F401
 from scale_surgery.surgery import rebase  # noqa: F401
 from scale_surgery.surgery.expand import expand
 from scale_surgery.surgery.route import set_routing

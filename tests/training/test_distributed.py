@@ -24,7 +24,6 @@ from scale_surgery.biographies import SHIPPED_MODEL, biography, people
 from tests.conftest import load
 from tests.dense_reference import dense_gradients
 from tests.distributed_steps import WRAPPERS, batch, load_moved, step
-from tests.each import each_way
 from tests.modeling.test_training_modes import NO_DROPOUT, REQUESTS, autocast, check_noise, errors
 from tests.tiny import save_tiny
 
@@ -163,7 +162,7 @@ def test_the_base_is_unchanged_and_still_there(done: Path, paths: Any, model: st
         assert torch.equal(found["base_logits"], base(batch()).logits)
 
 
-@each_way
+@pytest.mark.parametrize("family", ("llama", "gpt2", "gpt_neox"))
 def test_fsdp2_yaml_makes_a_unit_of_each_decoder_layer(
     base_of: Any, pair_of: Any, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
