@@ -17,7 +17,7 @@ EXPECTED = {
     "llama": ["split split"],
     "gemma3_text": ["split split"],
     "gemma4_text": ["split split edges", "split split edges"],
-    "granitemoehybrid": ["edges block split"],
+    "granitemoehybrid": ["edges block split", "split block split"],
     "gptj": ["edges split"],
     "stablelm": ["split split"],
     "starcoder2": ["split split"],

@@ -15,7 +15,7 @@ A base model needs no entry here: facts about its architecture are derived from 
 proved on tiny twins ([how](concepts.md#any-decoder)). This is what became of every type that the installed transformers
 knows as a causal language model. A type passes if an expansion of it, in float32 and in bfloat16, loaded in a new
 process, gives the logits and the tokens of its base bit for bit, if three training steps change the new tensors and
-nothing else, and if `verify`, `strip`, `extract` and `apply` keep their promises.
+nothing else, and if `verify`, `strip`, `extract`, `apply` and `load_expansion` keep their promises.
 
 How a block is expanded ([equations](concepts.md#treatments), [what works with
 it](concepts.md#what-works-with-which-treatment)):

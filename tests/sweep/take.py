@@ -14,29 +14,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from scale_surgery import (
-    Request,
-    SurgeryError,
-    apply,
-    expand,
-    extract,
-    merge,
-    plan,
-    register,
-    route_export,
-    strip,
-    verify,
-)
+from scale_surgery import Request, SurgeryError, expand, merge, plan, register, route_export
 from scale_surgery.modeling.expanded_modules import EXPANSION_NAMES
 from tests.deriving.configs import OPTIONS
+from tests.sweep.files import BrokenError, check_files
 from tests.sweep.reader import Reader, ids_of
 
 STEPS = 3
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-class BrokenError(AssertionError):
-    """Something does not hold of a model type."""
 
 
 @dataclass
@@ -178,32 +163,6 @@ def check_training(path: Path) -> None:
 def hash_of(tensor: nn.Parameter) -> str:
     """sha256 of the bytes of a tensor."""
     return hashlib.sha256(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
-
-
-def check_files(base: Path, expanded: Path, folder: Path) -> None:
-    """The program's own promises, and that the base comes out, and the expansion goes out and in, byte for byte.
-
-    Raises:
-        BrokenError: If not.
-    """
-    found = verify(expanded, base)
-    if not found.passed:
-        failed = [f"{one.name}: {one.evidence}" for one in found.promises if one.holds is False]
-        raise BrokenError("; ".join([*failed, *found.problems]))
-    stripped = strip(expanded, folder / "stripped").path
-    if files_of(stripped) != files_of(base):
-        raise BrokenError("strip does not give the base's files")
-    taken = extract(expanded, folder / "extract").path
-    applied = apply(taken, folder / "applied", base).path
-    differing = files_of(expanded).items() ^ files_of(applied).items()
-    if unequal := {name for name, _ in differing} - {"surgery.json"}:
-        raise BrokenError(f"apply gives other files: {sorted(unequal)}")
-
-
-def files_of(path: Path) -> dict[str, str]:
-    """sha256 of every file of a folder."""
-    files = (file for file in path.rglob("*") if file.is_file())
-    return {str(file.relative_to(path)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
 def tried(work: Callable[[Path, Reader], None], folder: Path, reader: Reader) -> str:
