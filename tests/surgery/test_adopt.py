@@ -151,7 +151,9 @@ def test_blocks_are_those_that_were_saved_and_all_else_is_the_expanded_folder(
     assert (done.base_tensors, done.trained_tensors) == (len(read_manifest(pair.path).base_tensors), len(own_new(pair)))
     assert done.base_name == pair.base_path.name and not done.widened and not done.rounded
     assert verify(done.path, probes=None).state == "trained"
-    # and without the expanded folder, from the base and config.json
+    if family not in ("gpt_neox", "gpt2", "phi3"):
+        return
+    # and without the expanded folder, from the base and config.json; facts are derived, which takes a second
     again = adopt(saved, None, tmp_path / "again", pair.base_path)
     assert without(digests(again.path), "surgery.json") == without(digests(done.path), "surgery.json")
     assert read_manifest(again.path).expansion_tensors == read_manifest(pair.path).expansion_tensors
