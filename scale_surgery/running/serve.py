@@ -13,11 +13,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.checkpoint.sources import find_source
 from scale_surgery.errors import CheckpointError, ServingError
+from scale_surgery.fields import Range, problems_of
 from scale_surgery.running.loading import LOADING_ADVICE, model_class, translated
 from scale_surgery.running.options import RunOptions
 from scale_surgery.running.tokenizer import need_tokenizer
@@ -36,7 +37,7 @@ class Address:
     """
 
     host: str = "127.0.0.1"
-    port: int = 8000
+    port: Annotated[int, Range(least=1, most=65535, noun="a port")] = 8000
 
     @property
     def url(self) -> str:
@@ -113,10 +114,12 @@ def _name_for_server(model: str | Path, revision: str | None) -> str:
 
 def _need_free(address: Address) -> None:
     """Ask for the address before a model is loaded for nothing."""
+    if problems := problems_of(address, "{option}: {value}"):
+        raise ServingError.from_problems(problems)
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
     try:
         socket.create_server((address.host, address.port), family=family).close()
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         raise ServingError(
             f"{address.host}, port {address.port}: cannot listen there ({error}). Give an address of this machine by "
             "--host, and a port that no other program has by --port."

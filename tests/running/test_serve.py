@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.util
 import json
 import shutil
@@ -23,14 +24,14 @@ import pytest
 import transformers
 from click.testing import CliRunner
 
-from scale_surgery import Request, Routing, ServingError, expand, merge, route_export, serve
+from scale_surgery import Probes, Request, Routing, ServingError, expand, merge, route_export, serve
 from scale_surgery.biographies import people, questions
 from scale_surgery.cli.program import main
 from scale_surgery.errors import CheckpointError
 from scale_surgery.running import serve as serving
 from scale_surgery.running.options import RunOptions
 from tests.conftest import shake
-from tests.test_docs import SHIPPED
+from tests.test_docs import ROOT, SHIPPED, blocks, run_python
 
 needs_server = pytest.mark.skipif(
     any(importlib.util.find_spec(package) is None for package in serving.NEEDED),
@@ -41,7 +42,7 @@ CHAT = "{% for message in messages %}Q: {{ message.content }}\n{% endfor %}A:"
 QUESTIONS = [question.prompt for person in people(3) for question in questions(person)]
 ASKED = [(QUESTIONS[0], 5), ("\n".join(QUESTIONS[:4]), 40), (QUESTIONS[1], 24), ("Q:", 60), (QUESTIONS[2], 12)]
 # never ends by itself
-ENDLESS = {"generation_config": json.dumps({"max_new_tokens": 10**7, "do_sample": False})}
+ENDLESS = {"generation_config": json.dumps({"min_new_tokens": 10**7, "max_new_tokens": 10**7, "do_sample": False})}
 
 
 @pytest.fixture(scope="module")
@@ -49,17 +50,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """An expanded model with tensors that differ from the base's, the same with a router, and that fused."""
     place = tmp_path_factory.mktemp("served")
     wide = shake(expand(SHIPPED, Request("last:2", variant="adapt", collaborate="both"), place / "expanded").path)
-    route_export(wide, Routing("posterior", switch_rate=0.05), place / "routed")
-    merge(place / "routed", place / "fused", probes=serving_probes())
+    route_export(wide, place / "routed", Routing("posterior", switch_rate=0.05))
+    merge(place / "routed", place / "fused", probes=Probes(new_tokens=0))
     (place / "routed" / "chat_template.jinja").write_text(CHAT)
     shutil.copytree(SHIPPED, place / "stock")
     return lambda form: place / form
-
-
-def serving_probes() -> Any:
-    from scale_surgery import Probes
-
-    return Probes(new_tokens=0)
 
 
 # ---- what needs no server ------------------------------------------------------------------------------------------
@@ -69,20 +64,23 @@ def serving_probes() -> Any:
 def test_the_loader_of_transformers_server_loads_what_is_made_known(
     form: str, folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # what pytest imports first is another object than the one that modules of transformers find
+    known = importlib.import_module("transformers")
     from transformers.cli.serving.model_manager import ModelManager
 
     folder = folders(form)
     name = json.loads((folder / "config.json").read_text())["architectures"][0]
     if form != "stock":
-        monkeypatch.setattr(transformers, name, None, raising=False)  # taken away afterwards
-        monkeypatch.delattr(transformers, name)
+        monkeypatch.setattr(known, name, None, raising=False)  # taken away afterwards
+        monkeypatch.delattr(known, name)
         with pytest.raises(AttributeError, match=name):
             ModelManager(device="cpu", force_model=str(folder))
     serving._make_known(folder, RunOptions())
     manager = ModelManager(device="cpu", force_model=str(folder))
     (loaded,) = manager.loaded_models.values()
     assert type(loaded.model).__name__ == name
-    assert getattr(transformers, name) in (transformers.AutoModelForCausalLM, type(loaded.model))
+    # a class of transformers' own stays what it is
+    assert (getattr(known, name) is type(loaded.model)) is (form == "stock")
     manager.shutdown()
 
 
@@ -98,7 +96,7 @@ def test_a_taken_port_is_found_before_anything_is_loaded() -> None:
         port = taken.getsockname()[1]
         with pytest.raises(ServingError, match=rf"^127\.0\.0\.1, port {port}: cannot listen there .* --port\.$"):
             serve("nowhere", serving.Address(port=port))
-    with pytest.raises(ServingError, match=r"port 70000: cannot listen there"):
+    with pytest.raises(ServingError, match=r"^port: 70000, expected a port, from 1 to 65535"):
         serve("nowhere", serving.Address(port=70000))
 
 
@@ -199,6 +197,17 @@ def test_answers_alone_streamed_and_at_once_are_those_of_generate(server: Runnin
     with ThreadPoolExecutor(len(ASKED)) as pool:
         assert list(pool.map(server.answer, ASKED)) == expected
         assert list(pool.map(server.streamed, ASKED)) == expected
+
+
+@needs_server
+def test_the_example_of_the_documentation(server: Running, capsys: pytest.CaptureFixture[str]) -> None:
+    (example,) = [body for body in blocks(ROOT / "docs" / "serving.md", "text") if "from openai import" in body]
+    url, model = "http://127.0.0.1:8000/v1", 'model="routed"'
+    assert url in example and model in example
+    run_python(example.replace(url, server.served["url"]).replace(model, f"model={server.served['model']!r}"))
+    question = "Q: What is the birth city of Hugo Pickett?\nA:"
+    assert question.replace("\n", "\\n") in example
+    assert capsys.readouterr().out == server.alone((question, 8))[0] != ""
 
 
 @needs_server
