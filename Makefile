@@ -6,7 +6,7 @@ COMPAT := .venv-compat
 # also read by pip for what builds the package
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 
-.PHONY: help install demo lint types test test-fast test-slow torture fuzz test-gpu bench-gpu test-families test-compat test-recipes \
+.PHONY: help install demo lint types test test-fast test-slow torture fuzz test-gpu bench-gpu test-families test-compat test-recipes test-serve \
 	docs demo-model clean
 
 help:  ## show this list
@@ -83,6 +83,10 @@ test-compat: install  ## load exported checkpoints under transformers 4.57, in a
 test-recipes: install  ## the training recipes in the documentation, that for TRL included
 	$(BIN)/pip install --quiet --editable '.[recipes]'
 	$(BIN)/python -m pytest tests/test_site.py
+
+test-serve: install  ## transformers' own server with expanded, routed and fused models, asked by the client of OpenAI
+	$(BIN)/pip install --quiet --editable '.[serve]'
+	$(BIN)/python -m pytest tests/running/test_serve.py
 
 docs: install  ## build the documentation, strictly, into site/; to read it: python3 -m http.server -d site
 	$(BIN)/pip install --quiet --editable '.[docs]'

@@ -19,6 +19,7 @@ from scale_surgery.errors import (
     DataError,
     HubError,
     PlanError,
+    ServingError,
     SurgeryError,
     TrainingError,
     UnsupportedFamilyError,
@@ -39,6 +40,7 @@ from scale_surgery.routing.records import RouteReport
 from scale_surgery.routing.report import route_report
 from scale_surgery.running.freeze import expansion_disabled, freeze_base
 from scale_surgery.running.options import Probes, RunOptions
+from scale_surgery.running.serve import Address, Served, serve
 from scale_surgery.surgery.adopt import Adopted, adopt
 from scale_surgery.surgery.apply import Applied, GivenBase, apply
 from scale_surgery.surgery.expand import Expansion, expand
@@ -60,6 +62,7 @@ from scale_surgery.training.train import train
 __version__ = _version("scale-surgery")
 
 __all__ = [
+    "Address",
     "Adopted",
     "Answer",
     "Applied",
@@ -92,6 +95,8 @@ __all__ = [
     "Routed",
     "Routing",
     "RunOptions",
+    "Served",
+    "ServingError",
     "Stripped",
     "SurgeryError",
     "Training",
@@ -121,6 +126,7 @@ __all__ = [
     "route_calibrate",
     "route_export",
     "route_report",
+    "serve",
     "set_routing",
     "strip",
     "train",

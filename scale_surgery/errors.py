@@ -6,7 +6,8 @@
     ├── CheckpointError              files missing, unreadable, inconsistent, or the target exists
     ├── DataError                    texts to train on or to measure with: empty, wrong fields, too long
     ├── TrainingError                training cannot begin, cannot be resumed, or had to stop
-    └── HubError                     the Hub cannot be reached, or refuses
+    ├── HubError                     the Hub cannot be reached, or refuses
+    └── ServingError                 a server cannot begin: packages missing, address taken
 
 A broken promise is no error: it is the result of `verify`.
 
@@ -63,6 +64,10 @@ class TrainingError(SurgeryError):
 
 class HubError(SurgeryError):
     """The Hub cannot be reached, or refuses what was to be pushed."""
+
+
+class ServingError(SurgeryError):
+    """A server cannot begin: its packages are missing, or its address cannot be had."""
 
 
 def shorten(lines: Sequence[str], most: int = MOST_LINES, ending: str = ".") -> list[str]:

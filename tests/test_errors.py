@@ -14,6 +14,7 @@ from scale_surgery.errors import (
     DataError,
     HubError,
     PlanError,
+    ServingError,
     SurgeryError,
     TrainingError,
     UnsupportedFamilyError,
@@ -26,7 +27,7 @@ PACKAGE = Path(errors.__file__).parent
 
 def test_the_tree_is_the_one_that_is_drawn():
     assert UnsupportedFamilyError.__bases__ == (PlanError,)
-    for error in (PlanError, CheckpointError, DataError, TrainingError, HubError):
+    for error in (PlanError, CheckpointError, DataError, TrainingError, HubError, ServingError):
         assert error.__bases__ == (SurgeryError,)
     assert SurgeryError.__bases__ == (Exception,)
     classes = {name for name, value in vars(errors).items() if inspect.isclass(value) and issubclass(value, Exception)}
@@ -34,7 +35,9 @@ def test_the_tree_is_the_one_that_is_drawn():
     assert drawn == classes
 
 
-@pytest.mark.parametrize("kind", (SurgeryError, PlanError, CheckpointError, DataError, TrainingError, HubError))
+@pytest.mark.parametrize(
+    "kind", (SurgeryError, PlanError, CheckpointError, DataError, TrainingError, HubError, ServingError)
+)
 def test_several_problems_are_one_error_of_the_same_kind(kind):
     error = kind.from_problems(iter(["one: a.", "two: b."]))
     assert type(error) is kind

@@ -26,6 +26,7 @@ from scale_surgery.cli.report import report_command
 from scale_surgery.cli.route_calibrate import route_calibrate_command
 from scale_surgery.cli.route_export import route_export_command
 from scale_surgery.cli.route_report import route_report_command
+from scale_surgery.cli.serve import serve_command
 from scale_surgery.cli.strip import strip_command
 from scale_surgery.cli.train import train_command
 from scale_surgery.cli.verify import verify_command
@@ -78,6 +79,7 @@ def main() -> None:
     scale-surgery route-export EXPANDED -o ROUTED
     scale-surgery chat ROUTED
     scale-surgery merge EXPANDED -o FUSED
+    scale-surgery serve ROUTED
     scale-surgery extract EXPANDED -o EXTRACT
     scale-surgery strip EXPANDED -o BASE
     scale-surgery push EXPANDED user/name
@@ -105,6 +107,7 @@ for command in (
     route_calibrate_command,
     route_export_command,
     route_report_command,
+    serve_command,
     strip_command,
     train_command,
     verify_command,
@@ -130,6 +133,7 @@ SHORT_HELP = {
     "route-calibrate": "Find the best settings for a router, and store them.",
     "route-export": "Add a router that picks the base or the new path by token.",
     "route-report": "Show which path each token of a text came from.",
+    "serve": "Serve a model with OpenAI's endpoints.",
     "strip": "Get the base model back, every file byte for byte.",
     "train": "Train the new tensors; the base stays frozen.",
     "verify": "Check which promises hold, with numbers.",

@@ -1,4 +1,4 @@
-"""What a push looks like; see `tables`."""
+"""What leaves for others looks like, pushed or served; see `tables`."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from scale_surgery.show.layout import NamedRows, heading, sentence
+from scale_surgery.show.layout import Facts, NamedRows, heading, sentence
 from scale_surgery.show.tables import facts, format_bytes
 
 if TYPE_CHECKING:
     from scale_surgery.hub.push import Pushed
+    from scale_surgery.running.serve import Served
 
 ORIGINS = {"base": "the base's, as it is", "model": "", "written": "written for the repository"}
 FORMS = {"expanded": "expanded model", "extract": "expansion without its base", "stock": "stock checkpoint"}
@@ -51,3 +52,10 @@ def render_pushed(found: Pushed) -> RenderableType:
     pushed = "nothing to push: the Hub has it all" if found.is_unchanged else "pushed"
     title = pushed if found.commit is not None else "would be pushed"
     return Group(facts(title, rows), *(sentence(f"note: {note}", "yellow") for note in found.notes))
+
+
+def render_served(served: Served) -> RenderableType:
+    """Where a model is served, and by which name."""
+    requests = "chat, responses, completions" if served.has_chat_template else "completions; it has no chat template"
+    rows = [("model", served.model), ("base URL", served.url), ("requests", requests), ("stop", "Ctrl-C")]
+    return Facts("serving", rows)

@@ -22,9 +22,9 @@ from scale_surgery.checkpoint.sources import find_source
 from scale_surgery.errors import CheckpointError, PlanError
 from scale_surgery.planning.methods import refuse
 from scale_surgery.progress import Track, no_track
+from scale_surgery.running.base_in_memory import BaseInMemory, kept_in_float32
 from scale_surgery.running.loading import auto_class_of, translated
 from scale_surgery.running.stored_names import reading_of
-from scale_surgery.surgery.base_in_memory import BaseInMemory, kept_in_float32
 from scale_surgery.surgery.config import written_config
 from scale_surgery.surgery.extract_folder import Extract, check_own_files, open_extract
 from scale_surgery.surgery.same_base import (

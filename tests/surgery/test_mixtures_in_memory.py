@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from scale_surgery import Request, apply, expand, extract, load_expansion
 from scale_surgery.checkpoint.folder import open_checkpoint, read_tensor
 from scale_surgery.errors import CheckpointError
-from scale_surgery.surgery.base_in_memory import BaseInMemory
+from scale_surgery.running.base_in_memory import BaseInMemory
 from tests.by_hand import save_base
 from tests.conftest import digests, load, shake
 from tests.routed import random_ids

@@ -1,0 +1,37 @@
+"""The command serve: parse, and call one function."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from scale_surgery.cli.options import code_of, model_options, output_options, run_options, take, usual_options
+from scale_surgery.running.serve import Address
+
+if TYPE_CHECKING:
+    from scale_surgery.show.console import Output
+
+
+@click.command(name="serve")
+@model_options
+@usual_options(Address(), "host", "port")
+@run_options("device", "dtype", code=code_of("MODEL"))
+@output_options
+def serve_command(model: str, out: Output, **options: Any) -> None:
+    """Serve MODEL with OpenAI's endpoints, by transformers' own server, until Ctrl-C.
+
+    MODEL may be stock, expanded, routed or fused. The server needs pip install 'scale-surgery[serve]'.
+
+    \b
+    Example: scale-surgery serve ROUTED --port 8000
+    """
+    from scale_surgery.running.loading import quiet_transformers
+    from scale_surgery.running.options import RunOptions
+    from scale_surgery.running.serve import serve
+    from scale_surgery.show.tables_push import render_served
+
+    address, run = take(Address, options), take(RunOptions, options)
+    with quiet_transformers() if out.quiet else nullcontext():
+        serve(model, address, run=run, ready=lambda served: out.show(served, render_served(served)), **options)

@@ -1,0 +1,151 @@
+"""Serve a model by transformers' own server, whose endpoints are OpenAI's; no part of a server is ours.
+
+The server reads a model's config by its type and looks up its class among the names of `transformers`. `register` tells
+of the one, an attribute of the other. It computes one request after the other, each as `generate` alone would; batches
+of several requests (its continuous batching) need an attention that expanded models do not have, and stay off.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any
+
+from scale_surgery.checkpoint.folder import open_checkpoint
+from scale_surgery.checkpoint.sources import find_source
+from scale_surgery.errors import CheckpointError, ServingError
+from scale_surgery.fields import Range, problems_of
+from scale_surgery.running.loading import LOADING_ADVICE, model_class, translated
+from scale_surgery.running.options import RunOptions
+from scale_surgery.running.tokenizer import need_tokenizer
+
+# what transformers' server imports beside transformers
+NEEDED = ("fastapi", "openai", "pydantic", "uvicorn")
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a server listens.
+
+    Attributes:
+        host: Address to listen on. The usual one is reached from this machine alone; clients need no key.
+        port: Port to listen on.
+    """
+
+    host: str = "127.0.0.1"
+    port: Annotated[int, Range(least=1, most=65535, noun="a port")] = 8000
+
+    @property
+    def url(self) -> str:
+        """What clients are given as base URL."""
+        return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}/v1"
+
+
+@dataclass(frozen=True)
+class Served:
+    """A model that is loaded and about to be served.
+
+    Attributes:
+        model: What requests name as their model.
+        url: Base URL for clients.
+        has_chat_template: Whether the tokenizer can write a conversation, as /v1/chat/completions needs.
+    """
+
+    model: str
+    url: str
+    has_chat_template: bool
+
+
+def serve(
+    model: str | Path,
+    address: Address = Address(),
+    *,
+    revision: str | None = None,
+    run: RunOptions = RunOptions(),
+    ready: Callable[[Served], None] = lambda served: None,
+) -> None:
+    """Serve a model with OpenAI's endpoints by transformers' own server, until it is interrupted.
+
+    Args:
+        model: A folder or a Hub id: a stock, expanded, routed or fused model. Requests name it as it is given here.
+        address: Where to listen.
+        revision: Branch, tag or commit of a Hub repository.
+        run: How the model runs: device, dtype, trust_remote_code.
+        ready: Called once the model is loaded.
+
+    Raises:
+        ServingError: If the server's packages are missing, or the address cannot be had.
+        CheckpointError: If the model cannot be loaded.
+        DataError: If it has no tokenizer that loads.
+    """
+    name = _name_for_server(model, revision)
+    _need_free(address)
+    _need_packages()
+    source = find_source(model, revision)
+    tokenizer = need_tokenizer(source.path, source.name, run)
+    _make_known(source.path, run)
+    served = Served(name, address.url, bool(getattr(tokenizer, "chat_template", None)))
+    options = {"device": run.placed().device, "dtype": run.dtype or "auto", "trust_remote_code": run.trust_remote_code}
+    with translated(source.name, "cannot be served", LOADING_ADVICE):
+        _server_class(lambda: ready(served))(name, host=address.host, port=address.port, non_blocking=True, **options)
+
+
+def _need_packages() -> None:
+    if missing := [package for package in NEEDED if find_spec(package) is None]:
+        raise ServingError(
+            f"transformers' server needs packages that are not installed: {', '.join(missing)}. "
+            "Install them by pip install 'scale-surgery[serve]'."
+        )
+
+
+def _name_for_server(model: str | Path, revision: str | None) -> str:
+    """The name by which the server finds a model, and by which requests name it."""
+    if "@" in str(model):
+        raise CheckpointError(
+            f"{model}: transformers' server reads what follows @ as a revision. Give a path without @, such as one "
+            "relative to a folder further in; a Hub repository's revision is given by --revision."
+        )
+    return str(model) if revision is None else f"{model}@{revision}"
+
+
+def _need_free(address: Address) -> None:
+    """Ask for the address before a model is loaded for nothing."""
+    if problems := problems_of(address, "{option}: {value}"):
+        raise ServingError.from_problems(problems)
+    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+    try:
+        socket.create_server((address.host, address.port), family=family).close()
+    except OSError as error:
+        raise ServingError(
+            f"{address.host}, port {address.port}: cannot listen there ({error}). Give an address of this machine by "
+            "--host, and a port that no other program has by --port."
+        ) from error
+
+
+def _make_known(path: Path, run: RunOptions) -> None:
+    """Put what loads an expanded model where transformers' server looks for a class of that name."""
+    import transformers
+
+    checkpoint = open_checkpoint(path)
+    for name in checkpoint.config.get("architectures") or ():
+        if not hasattr(transformers, name):
+            setattr(transformers, name, model_class(checkpoint, run))
+
+
+def _server_class(ready: Callable[[], None]) -> Any:
+    """The server of transformers, which runs nobody else's code once it has the model, and ends quietly by Ctrl-C."""
+    from transformers.cli.serve import Serve
+
+    class Server(Serve):  # type: ignore[misc]
+        def start_server(self) -> None:
+            # a request to /load_model may name any model; its code was not trusted
+            self._model_manager.trust_remote_code = False
+            ready()
+            with suppress(KeyboardInterrupt):
+                self.server.run()
+
+    return Server

@@ -1,0 +1,273 @@
+"""transformers' own server, with an expanded model that it knows: `make test-serve` installs what the server needs."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import json
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic, sleep
+from typing import Any
+
+import pytest
+import transformers
+from click.testing import CliRunner
+
+from scale_surgery import Probes, Request, Routing, ServingError, expand, merge, route_export, serve
+from scale_surgery.biographies import people, questions
+from scale_surgery.cli.program import main
+from scale_surgery.errors import CheckpointError
+from scale_surgery.running import serve as serving
+from scale_surgery.running.options import RunOptions
+from tests.conftest import shake
+from tests.test_docs import ROOT, SHIPPED, blocks, run_python
+
+needs_server = pytest.mark.skipif(
+    any(importlib.util.find_spec(package) is None for package in serving.NEEDED),
+    reason="what transformers' server needs is not installed: make test-serve",
+)
+CHAT = "{% for message in messages %}Q: {{ message.content }}\n{% endfor %}A:"
+# prompts of different lengths, each with the number of tokens to generate
+QUESTIONS = [question.prompt for person in people(3) for question in questions(person)]
+ASKED = [(QUESTIONS[0], 5), ("\n".join(QUESTIONS[:4]), 40), (QUESTIONS[1], 24), ("Q:", 60), (QUESTIONS[2], 12)]
+# never ends by itself
+ENDLESS = {"generation_config": json.dumps({"min_new_tokens": 10**7, "max_new_tokens": 10**7, "do_sample": False})}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """An expanded model with tensors that differ from the base's, the same with a router, and that fused."""
+    place = tmp_path_factory.mktemp("served")
+    wide = shake(expand(SHIPPED, Request("last:2", variant="adapt", collaborate="both"), place / "expanded").path)
+    route_export(wide, place / "routed", Routing("posterior", switch_rate=0.05))
+    merge(place / "routed", place / "fused", probes=Probes(new_tokens=0))
+    (place / "routed" / "chat_template.jinja").write_text(CHAT)
+    shutil.copytree(SHIPPED, place / "stock")
+    return lambda form: place / form
+
+
+# ---- what needs no server ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ("expanded", "routed", "fused", "stock"))
+def test_the_loader_of_transformers_server_loads_what_is_made_known(
+    form: str, folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # what pytest imports first is another object than the one that modules of transformers find
+    known = importlib.import_module("transformers")
+    from transformers.cli.serving.model_manager import ModelManager
+
+    folder = folders(form)
+    name = json.loads((folder / "config.json").read_text())["architectures"][0]
+    if form != "stock":
+        monkeypatch.setattr(known, name, None, raising=False)  # taken away afterwards
+        monkeypatch.delattr(known, name)
+        with pytest.raises(AttributeError, match=name):
+            ModelManager(device="cpu", force_model=str(folder))
+    serving._make_known(folder, RunOptions())
+    manager = ModelManager(device="cpu", force_model=str(folder))
+    (loaded,) = manager.loaded_models.values()
+    assert type(loaded.model).__name__ == name
+    # a class of transformers' own stays what it is
+    assert (getattr(known, name) is type(loaded.model)) is (form == "stock")
+    manager.shutdown()
+
+
+def test_a_path_with_a_revision_in_it_is_refused() -> None:
+    with pytest.raises(
+        CheckpointError, match=r"^models@home/wide: .* reads what follows @ as a revision\. Give a path"
+    ):
+        serve("models@home/wide")
+
+
+def test_a_taken_port_is_found_before_anything_is_loaded() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ServingError, match=rf"^127\.0\.0\.1, port {port}: cannot listen there .* --port\.$"):
+            serve("nowhere", serving.Address(port=port))
+    with pytest.raises(ServingError, match=r"^port: 70000, expected a port, from 1 to 65535"):
+        serve("nowhere", serving.Address(port=70000))
+
+
+def test_missing_packages_are_named_with_how_to_get_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "NEEDED", ("json", "fastapi_of_nowhere", "uvicorn_of_nowhere"))
+    result = CliRunner().invoke(main, ["serve", "nowhere", "--port", str(free_port())])
+    assert result.exit_code == 1
+    assert "not installed: fastapi_of_nowhere, uvicorn_of_nowhere. " in result.output.replace("\n", " ")
+    assert "pip install 'scale-surgery[serve]'" in result.output
+
+
+def test_urls_of_both_kinds_of_address() -> None:
+    assert serving.Address().url == "http://127.0.0.1:8000/v1"
+    assert serving.Address("::1", 80).url == "http://[::1]:80/v1"
+
+
+# ---- what needs one ------------------------------------------------------------------------------------------------
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        return int(found.getsockname()[1])
+
+
+@dataclass(frozen=True)
+class Running:
+    """A server in a process of its own, with a client, and the same model alone in this process."""
+
+    process: subprocess.Popen[str]
+    folder: Path
+    served: dict[str, Any]
+    client: Any
+
+    def complete(self, prompt: str, tokens: int = 1, **options: Any) -> Any:
+        return self.client.completions.create(
+            model=self.served["model"], prompt=prompt, max_tokens=tokens, temperature=0, **options
+        )
+
+    def answer(self, asked: tuple[str, int]) -> str:
+        return str(self.complete(*asked).choices[0].text)
+
+    def streamed(self, asked: tuple[str, int]) -> str:
+        return "".join(part.choices[0].text for part in self.complete(*asked, stream=True))
+
+    def alone(self, *asked: tuple[str, int]) -> list[str]:
+        """What `generate` gives without a server."""
+        tokenizer = transformers.AutoTokenizer.from_pretrained(self.folder)
+        model = transformers.AutoModelForCausalLM.from_pretrained(self.folder).eval()
+        found = []
+        for prompt, tokens in asked:
+            inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+            made = model.generate(**inputs, max_new_tokens=tokens, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+            found.append(tokenizer.decode(made, skip_special_tokens=True))
+        return found
+
+
+@contextlib.contextmanager
+def running(folder: Path, *options: str) -> Iterator[Running]:
+    import openai
+
+    command = [sys.executable, "-m", "scale_surgery", "serve", str(folder), "--port", str(free_port()), "--json"]
+    with (
+        (folder.parent / f"{folder.name}.log").open("w+") as log,
+        subprocess.Popen([*command, *options], stdout=log, stderr=subprocess.STDOUT, text=True) as process,
+    ):
+        try:
+            url = f"http://127.0.0.1:{command[6]}"
+            wait_for(f"{url}/health", process, Path(log.name))
+            text = Path(log.name).read_text()
+            served = json.JSONDecoder().raw_decode(text[text.index("{\n") :])[0]
+            client = openai.OpenAI(base_url=served["url"], api_key="none", max_retries=0, timeout=120)
+            yield Running(process, folder, served, client)
+        finally:
+            process.kill()
+
+
+def wait_for(url: str, process: subprocess.Popen[str], log: Path) -> None:
+    end = monotonic() + 120
+    while monotonic() < end and process.poll() is None:
+        with contextlib.suppress(OSError), urllib.request.urlopen(url):
+            return
+        sleep(0.2)
+    raise AssertionError(log.read_text())
+
+
+@pytest.fixture(scope="module", params=("routed", "fused", "expanded"))
+def server(request: pytest.FixtureRequest, folders: Callable[[str], Path]) -> Iterator[Running]:
+    # one by the code in its folder
+    with running(folders(request.param), *(["--trust-remote-code"] if request.param == "expanded" else [])) as made:
+        yield made
+
+
+@needs_server
+def test_answers_alone_streamed_and_at_once_are_those_of_generate(server: Running) -> None:
+    expected = server.alone(*ASKED)
+    assert len(set(expected)) == len(ASKED)  # an answer to another request would be seen
+    assert [server.answer(asked) for asked in ASKED] == expected
+    with ThreadPoolExecutor(len(ASKED)) as pool:
+        assert list(pool.map(server.answer, ASKED)) == expected
+        assert list(pool.map(server.streamed, ASKED)) == expected
+
+
+@needs_server
+def test_the_example_of_the_documentation(server: Running, capsys: pytest.CaptureFixture[str]) -> None:
+    (example,) = [body for body in blocks(ROOT / "docs" / "serving.md", "text") if "from openai import" in body]
+    url, model = "http://127.0.0.1:8000/v1", 'model="routed"'
+    assert url in example and model in example
+    run_python(example.replace(url, server.served["url"]).replace(model, f"model={server.served['model']!r}"))
+    question = "Q: What is the birth city of Hugo Pickett?\nA:"
+    assert question.replace("\n", "\\n") in example
+    assert capsys.readouterr().out == server.alone((question, 8))[0] != ""
+
+
+@needs_server
+def test_a_cancelled_request_ends_and_leaves_nothing_behind(server: Running) -> None:
+    (expected,) = server.alone(ASKED[1])
+    stream = server.client.completions.create(
+        model=server.served["model"], prompt="Q:", stream=True, extra_body=ENDLESS
+    )
+    parts = [part.choices[0].text for part, _ in zip(stream, range(20), strict=False)]
+    assert len(parts) == 20
+    stream.close()
+    # it would wait for the other one's ten million tokens
+    assert server.answer(ASKED[1]) == expected
+
+
+@needs_server
+def test_conversations_need_a_chat_template(server: Running) -> None:
+    import openai
+
+    question = QUESTIONS[0].removeprefix("Q: ").removesuffix("\nA:")
+
+    def converse() -> str:
+        messages = [{"role": "user", "content": question}]
+        made = server.client.chat.completions.create(model=server.served["model"], messages=messages, max_tokens=5)
+        return str(made.choices[0].message.content)
+
+    assert server.served["has_chat_template"] is (server.folder.name == "routed")
+    if server.served["has_chat_template"]:
+        assert converse() == server.alone((QUESTIONS[0], 5))[0]
+    else:
+        with pytest.raises(openai.InternalServerError):
+            converse()
+
+
+@needs_server
+def test_another_models_code_is_not_run(server: Running, folders: Callable[[str], Path], tmp_path: Path) -> None:
+    stranger, mark = tmp_path / "stranger", tmp_path / "was-run"
+    shutil.copytree(folders("stock"), stranger)
+    config = json.loads((stranger / "config.json").read_text())
+    config |= {"model_type": "strange", "auto_map": {"AutoConfig": "strange.Strange"}}
+    (stranger / "config.json").write_text(json.dumps(config))
+    code = f"import pathlib, transformers\npathlib.Path({str(mark)!r}).touch()\n"
+    (stranger / "strange.py").write_text(
+        f"{code}class Strange(transformers.LlamaConfig):\n    model_type = 'strange'\n"
+    )
+    body = json.dumps({"model": str(stranger)}).encode()
+    url = server.served["url"].replace("/v1", "/load_model")
+    request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as reply:
+        assert '"error"' in reply.read().decode()
+    assert not mark.exists()
+    # with trust it is
+    transformers.AutoConfig.from_pretrained(stranger, trust_remote_code=True)
+    assert mark.exists()
+
+
+@needs_server
+def test_ctrl_c_ends_it_without_an_error(folders: Callable[[str], Path]) -> None:
+    with running(folders("stock")) as server:
+        assert server.answer(ASKED[0]) == server.alone(ASKED[0])[0]
+        server.process.send_signal(signal.SIGINT)
+        assert server.process.wait(60) == 0
+    assert "Traceback" not in (folders("stock").parent / "stock.log").read_text()
