@@ -1,4 +1,4 @@
-"""What the forks of `interrupted_steps` begin with: facts about the tiny llama, derived once and not in each of them."""
+"""What forks of `interrupted_steps` begin with: facts about the tiny llama, derived once and not in each of them."""
 
 from __future__ import annotations
 
