@@ -96,7 +96,7 @@ def _derive(config: PreTrainedConfig) -> Derived:
     try:
         with quiet_transformers(), usual_torch():
             real = read_real(config)
-            twins = shrink(real, 0), shrink(real, 1)
+            twins = shrink(real)
             agreed = agree_twins(watch_twin(twins[0]), watch_twin(twins[1]))
             twin = _twin_of(twins[0], agreed)
             checks = checks_of(twin)

@@ -6,6 +6,8 @@ of how the model is made, and not because two of its sizes happen to be equal.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -45,34 +47,46 @@ def least_depth(model: PreTrainedModel, place: Place) -> int:
     return min(place.count, max(LEAST_LAYERS, last_new + 1))
 
 
-def shrink(real: Real, scale: int) -> PreTrainedConfig:
-    """Make the config of a tiny twin.
+def shrink(real: Real) -> tuple[PreTrainedConfig, PreTrainedConfig]:
+    """Make the configs of two tiny twins.
 
     Args:
-        real: What it is to resemble.
-        scale: Which of the two twins.
+        real: What they are to resemble.
 
     Returns:
-        A config of the same class; its model has the same kinds of layers and has been run once.
+        Two configs of the same class; their models have the same kinds of layers and have been run once.
 
     Raises:
         UnsupportedFamilyError: If no way leads to a model that runs; the message says what went wrong in the last.
     """
-    problem = ""
-    for way in ways(scale):
-        config, problem = _attempt(real, way, shrink_values(real, way))
+    first, way = _shrink(real, ways(0))
+    # what does not do for one twin hardly does for the other
+    second, _ = _shrink(real, (replace(way, scale=1), *ways(1)))
+    return first, second
+
+
+def _shrink(real: Real, tried: Iterable[Way]) -> tuple[PreTrainedConfig, Way]:
+    """The first config whose model runs, and the way in which it was made."""
+    problem, scale, known = "", 0, set[str]()
+    for way in tried:
+        values, scale = shrink_values(real, way), way.scale
+        # many ways differ in what this config has not
+        if (text := repr(values)) in known:
+            continue
+        known.add(text)
+        config, problem = _attempt(real, values)
         if config is not None:
-            return config
+            return config, way
     config = _repair(real, Way(scale))
     if config is not None:
-        return config
+        return config, Way(scale)
     raise UnsupportedFamilyError(
         f"config.json: no small twin of {real.config.model_type!r} could be built and run: {problem}. "
         "Facts are derived from one; is this config complete?"
     )
 
 
-def _attempt(real: Real, way: Way, values: Values) -> tuple[PreTrainedConfig | None, str]:
+def _attempt(real: Real, values: Values) -> tuple[PreTrainedConfig | None, str]:
     """A config from values, or why it will not do."""
     try:
         config = type(real.config).from_dict(values)
@@ -104,7 +118,7 @@ def _repair(real: Real, way: Way) -> PreTrainedConfig | None:
     """Give back one key after the other what the user's config says, until the twin runs."""
     stated, small = real.config.to_dict(), shrink_values(real, way)
     for key in [key for key, value in stated.items() if small.get(key) != value]:
-        config, _ = _attempt(real, way, small | {key: stated[key]})
+        config, _ = _attempt(real, small | {key: stated[key]})
         if config is not None:
             return config
     return None

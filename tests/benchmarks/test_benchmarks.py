@@ -80,6 +80,7 @@ def test_new_bytes_leaves_out_hard_links_only(tmp_path: Path) -> None:
     assert pipeline.new_bytes(made, base) == (base / shard).stat().st_size
 
 
+@pytest.mark.slow  # three processes that import torch; how one is measured is tested above
 def test_pipeline_measures_reports_and_cleans_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base, work, output = make_tiny(tmp_path / "base"), tmp_path / "work", tmp_path / "numbers.json"
     every = pipeline.commands

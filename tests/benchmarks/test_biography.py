@@ -277,6 +277,7 @@ def test_joined_texts_are_scored_by_the_path_that_knows_each_half(examination: E
     assert set(other.tolist()) == {-1.0, 0.0}
 
 
+@pytest.mark.slow  # seconds of training, and what it is made of has tests of its own
 def test_routers_are_compared_on_one_model(tmp_path: Path) -> None:
     arguments = ["--quick", "--method", "preserve", "-o", str(tmp_path / "found.json")]
     done = CliRunner().invoke(biography_routers.main, arguments, catch_exceptions=False)

@@ -151,6 +151,7 @@ def test_pilots_run_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert read_proposals(file) == kept
 
 
+@pytest.mark.slow  # seconds of training, and what it is made of has tests of its own
 def test_quick_runs_are_tabulated_and_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(biography_layers, "NORM_RATES", (3e-3,))

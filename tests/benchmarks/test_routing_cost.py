@@ -51,7 +51,19 @@ def costs_of(routed: list[float]) -> list[Cost]:
     return [Cost("forward", name, 10, taken, taken) for name, taken in seconds.items()]
 
 
-def test_all_is_measured_and_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_is_measured_and_written(
+    tmp_path: Path, folder: Path, variants: dict[str, Variant], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    # models take seconds to write: those of the other tests serve here too
+    def link_models(target: Path, shape: Any, settings: Settings, depths: list[int]) -> list[Variant]:
+        asked.append(depths)
+        for model in folder.iterdir():
+            (target / model.name).symlink_to(model)
+        return list(variants.values())
+
+    monkeypatch.setattr(routing_cost, "make_models", link_models)
     # processes of their own take seconds to start; another test measures peaks
     monkeypatch.setattr(routing_cost, "measure_peaks", lambda _: ([BASE, ADAPT, ROUTED], peaks_of(2.0)))
     output = tmp_path / "numbers.json"
@@ -63,7 +75,8 @@ def test_all_is_measured_and_written(tmp_path: Path, monkeypatch: pytest.MonkeyP
     report = json.loads(output.read_text())
     names = [variant["name"] for variant in report["variants"]]
     routers = ("", " posterior", " cosine", " strict")
-    adapt = [f"L_fp {depth}{router}" for depth in (0, 2, 3) for router in routers]
+    adapt = [f"L_fp {depth}{router}" for depth in (0, 2) for router in routers]
+    assert asked == [[0, 2, 3]]
     assert names == ["base", *adapt, "preserve", "preserve posterior"]
     cases = list(dict.fromkeys(cost["case"] for cost in report["costs"]))
     assert [(cost["case"], cost["variant"]) for cost in report["costs"]] == [(c, n) for c in cases for n in names]

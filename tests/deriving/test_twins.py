@@ -52,7 +52,7 @@ def test_sizes_of_twins_differ():
 @pytest.mark.parametrize("model_type", MIXED)
 def test_twins_show_every_kind_of_layer(model_type):
     real = read_real(CONFIG_MAPPING[model_type]())
-    twin = build_twin(shrink(real, 0))
+    twin = build_twin(shrink(real)[0])
     place = find_place(twin)
     assert place is not None and place.count == real.depth < real.place.count
     assert set(signatures(twin, place)) == set(signatures(real.model, real.place))
@@ -65,7 +65,7 @@ def test_a_kind_that_comes_late_is_among_the_first_layers_of_a_twin():
 
 
 def test_the_same_config_gives_the_same_twins():
-    one, other = (shrink(read_real(LLAMA), 0) for _ in range(2))
+    one, other = (shrink(read_real(LLAMA))[0] for _ in range(2))
     assert one.to_dict() == other.to_dict()
     first, second = (build_twin(own)(input_ids=token_ids(own)).logits for own in (one, other))
     assert torch.equal(first, second)
@@ -162,7 +162,7 @@ def test_norms_of_unknown_formulas_have_no_style():
 def test_what_mutes_a_block_mutes_it():
     """In a twin of DeepSeek, which has experts, shared experts and MLPs."""
     real = read_real(CONFIG_MAPPING["deepseek_v3"]())
-    twin = watch_twin(shrink(real, 0))
+    twin = watch_twin(shrink(real)[0])
     kind = derive(real.config).architecture.kinds[1]
     part = twin.layers[3].parts[1]
     with torch.no_grad():

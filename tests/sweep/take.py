@@ -81,13 +81,18 @@ def check_all(row: Row, folder: Path, reader: Reader) -> None:
     check_files(folder / "base-float32", folder / "adapt-float32", folder)
 
 
-def twin_config(model_type: str) -> Any:
-    """A tiny config of a type, made of its default one."""
+def default_config(model_type: str) -> Any:
+    """The default config of a type, completed where it lacks something."""
     from transformers import CONFIG_MAPPING
 
+    return CONFIG_MAPPING[model_type](**OPTIONS.get(model_type, {}))
+
+
+def twin_config(model_type: str) -> Any:
+    """A tiny config of a type, made of its default one."""
     from scale_surgery.deriving.derive import derive
 
-    config = CONFIG_MAPPING[model_type](**OPTIONS.get(model_type, {}))
+    config = default_config(model_type)
     return type(config).from_dict(dict(derive(config).twins[0]))
 
 

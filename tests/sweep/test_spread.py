@@ -8,8 +8,10 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from scale_surgery import expand
+from scale_surgery.deriving.derive import derive
+from tests.each import mostly
 from tests.sweep.reader import Reader
-from tests.sweep.take import take_through
+from tests.sweep.take import blocks_of, default_config, take_through
 
 # a type for each way of being made: experts, latents, sinks, state spaces, positions, biases, parallel and scaled parts
 SPREAD = {
@@ -36,6 +38,18 @@ SPREAD = {
 }
 
 
+# of types that are made alike the default run takes one the whole way, and of the others proves facts on their twins
+WHOLE = {
+    "bloom", "deepseek_v3", "falcon_h1", "glm4", "gpt_oss", "lfm2", "mamba2", "mpt", "olmo3", "opt", "qwen3_moe"
+}  # fmt: skip
+REASONS = {
+    "deepseek_v3": "keys and values are made from a latent: self_attn.kv_b_proj reads what another linear wrote",
+    "gpt_oss": "it has parameters of its own: sinks",
+    "mamba2": "it does not hand queries, keys and values to transformers' attention interface",
+    "bloom": "it does not hand queries, keys and values to transformers' attention interface",
+}
+
+
 @pytest.fixture(scope="module")
 def reader() -> Iterator[Reader]:
     made = Reader()
@@ -43,12 +57,32 @@ def reader() -> Iterator[Reader]:
     made.close()
 
 
-@pytest.mark.parametrize("model_type", SPREAD)
+def treatments(blocks):
+    return tuple(" ".join(dict.fromkeys(one.split()[0] for one in blocks[group])) for group in ("attn", "ffn"))
+
+
+@pytest.mark.parametrize("model_type", mostly(SPREAD, WHOLE.__contains__))
 def test_a_type_goes_the_whole_way(reader, model_type):
     row = take_through(model_type, reader, beside=False)
     assert not row.broken
-    found = tuple(" ".join(dict.fromkeys(one.split()[0] for one in row.blocks[group])) for group in ("attn", "ffn"))
-    assert found == SPREAD[model_type]
+    assert treatments(row.blocks) == SPREAD[model_type]
+
+
+@pytest.mark.parametrize("model_type", sorted(SPREAD.keys() - WHOLE))
+def test_facts_about_a_type_are_proved_on_its_twin(model_type):
+    assert treatments(blocks_of(derive(default_config(model_type)))) == SPREAD[model_type]
+
+
+@pytest.mark.parametrize("model_type", REASONS)
+def test_reasons(model_type):
+    assert derive(default_config(model_type)).architecture.kinds[0].blocks[0].reason == REASONS[model_type]
+
+
+def test_kinds_of_layers_follow_the_real_depth():
+    config = default_config("deepseek_v3")
+    about = derive(config).architecture
+    assert about.kind_of_layer == (0,) * 3 + (1,) * 58
+    assert about.kinds[0].blocks[1].inner == config.intermediate_size
 
 
 def test_what_breaks_is_said(reader, monkeypatch):
@@ -66,4 +100,6 @@ def test_what_breaks_is_said(reader, monkeypatch):
 
 
 def test_what_is_not_supported_is_said(reader):
-    assert "UnsupportedFamilyError" in take_through("doge", reader, beside=False).broken
+    said = take_through("doge", reader, beside=False).broken
+    assert said.startswith("UnsupportedFamilyError: ") and "Supported are" in said
+    assert "its own parameters scale the residual stream: input_residual, post_attention_residual" in said
