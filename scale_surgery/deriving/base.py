@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.numbering import CONFIG_KEY
 from scale_surgery.errors import CheckpointError
+from scale_surgery.planning.architecture import Architecture
 from scale_surgery.planning.base import Base, make_base
 from scale_surgery.running.loading import translated
 from scale_surgery.running.options import RunOptions
@@ -42,10 +43,11 @@ def read_base(checkpoint: Checkpoint, run: RunOptions = RunOptions()) -> Base:
         UnsupportedFamilyError: If its architecture cannot be expanded; the message names what stands in the way.
         CheckpointError: If config.json is none of a language model, or promises more layers than there are.
     """
-    found = derive_stored(checkpoint.config, str(checkpoint.path), checkpoint.tensors, code_folder(checkpoint, run))
-    places = found.reading.places(checkpoint.tensors)
-    in_memory = {name: place.name for name, place in places.items() if place.name != name}
-    return make_base(checkpoint, found.architecture, found.sizes, found.proof, in_memory)
+    found = derive_config(
+        checkpoint.config, str(checkpoint.path), len(checkpoint.tensors), code_folder(checkpoint, run)
+    )
+    architecture, in_memory = _with_names(found, checkpoint.tensors)
+    return make_base(checkpoint, architecture, found.sizes, found.proof, in_memory)
 
 
 def derive_stored(config: Mapping[str, Any], place: str, names: Collection[str], code: Path | None = None) -> Derived:
@@ -61,11 +63,17 @@ def derive_stored(config: Mapping[str, Any], place: str, names: Collection[str],
         UnsupportedFamilyError: If the architecture cannot be expanded.
         CheckpointError: If transformers makes nothing of it.
     """
+    found = derive_config(config, place, len(names), code)
+    return replace(found, architecture=_with_names(found, names)[0])
+
+
+def _with_names(found: Derived, names: Collection[str]) -> tuple[Architecture, dict[str, str]]:
+    """Facts with names on disk, and names in memory where they are others."""
     from scale_surgery.deriving.disk import with_stored_names
 
-    found = derive_config(config, place, len(names), code)
-    architecture = with_stored_names(found.architecture, found.reading, found.reading.places(names))
-    return replace(found, architecture=architecture)
+    places = found.reading.places(names)
+    in_memory = {name: place.name for name, place in places.items() if place.name != name}
+    return with_stored_names(found.architecture, found.reading, places), in_memory
 
 
 def code_folder(checkpoint: Checkpoint, run: RunOptions) -> Path | None:

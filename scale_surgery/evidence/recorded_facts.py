@@ -44,7 +44,9 @@ def fact_problems(checkpoint: Checkpoint, manifest: Manifest, run: RunOptions = 
     plan = manifest.plan
     differing = {
         "sizes": differing_keys(plain_json(asdict(plan.sizes)), plain_json(asdict(found.sizes))),
-        "architecture": differing_keys(_facts(plan.architecture), _facts(found.architecture)),
+        "architecture": differing_keys(
+            _facts(plan.architecture, found.architecture), _facts(found.architecture, plan.architecture)
+        ),
     }
     return tuple(
         f"{MANIFEST_FILE}: plan.{part}.{key} is not what the base's {CONFIG_FILE} gives. Restore it from where you got "
@@ -59,8 +61,10 @@ def _derived(checkpoint: Checkpoint, manifest: Manifest, run: RunOptions) -> Der
     return derive_stored(config, str(checkpoint.path), manifest.base_tensors, code_folder(checkpoint, run))
 
 
-def _facts(architecture: Architecture) -> Mapping[str, Any]:
+def _facts(architecture: Architecture, other: Architecture) -> Mapping[str, Any]:
     """Facts that are one in every release; how a block is treated is what was proved there and then."""
     facts: dict[str, Any] = plain_json(asdict(architecture))
-    names = [architecture.kind(layer).stored_as for layer in range(len(architecture.kind_of_layer))]
+    layers = range(min(len(architecture.kind_of_layer), len(other.kind_of_layer)))
+    pairs = [(architecture.kind(layer), other.kind(layer)) for layer in layers]
+    names = [{name: own.on_disk(name) for name in own.modules if name in its.modules} for own, its in pairs]
     return {name: facts[name] for name in LASTING} | {"kinds": names}

@@ -140,7 +140,7 @@ def _server_class(ready: Callable[[], None]) -> Any:
     """The server of transformers, which runs nobody else's code once it has the model, and ends quietly by Ctrl-C."""
     from transformers.cli.serve import Serve
 
-    class Server(Serve):  # type: ignore[misc]
+    class Server(Serve):
         def start_server(self) -> None:
             # a request to /load_model may name any model; its code was not trusted
             self._model_manager.trust_remote_code = False

@@ -22,7 +22,7 @@ from scale_surgery.checkpoint.sources import find_source
 from scale_surgery.errors import CheckpointError, PlanError
 from scale_surgery.planning.methods import refuse
 from scale_surgery.progress import Track, no_track
-from scale_surgery.running.base_in_memory import BaseInMemory, kept_in_float32
+from scale_surgery.running.in_memory import InMemory, kept_in_float32
 from scale_surgery.running.loading import auto_class_of, translated
 from scale_surgery.running.stored_names import reading_of
 from scale_surgery.surgery.config import written_config
@@ -129,8 +129,8 @@ def _check_model(extract: Extract, model: Any, track: Track, *, check: bool) -> 
             "model: lies on several devices or is offloaded, expected all of it on one. Load it without a device_map "
             "that splits it."
         )
-    base = BaseInMemory(model, extract.base_tensors)
-    headers = dict(base.tensors(only_headers=True))
+    base = InMemory(model, extract.base_tensors)
+    headers = base.headers()
     if (unfed := base.unfed) and _is_quantised(extract):
         _refuse_dequantised(extract, unfed, check=check)
         unfed = {}
@@ -157,7 +157,7 @@ def _refuse_dequantised(extract: Extract, found: Collection[str], *, check: bool
         )
 
 
-def _check_dtypes(extract: Extract, base: BaseInMemory, headers: Mapping[str, Tensor]) -> None:
+def _check_dtypes(extract: Extract, base: InMemory, headers: Mapping[str, Tensor]) -> None:
     """Refuse a model that was cast; what its class keeps in float32 is compared by its value."""
     found = {name: _stored_dtype(tensor) for name, tensor in headers.items()}
     other = {name: dtype for name, dtype in found.items() if dtype != extract.base_tensors[name].dtype}
@@ -172,7 +172,7 @@ def _check_dtypes(extract: Extract, base: BaseInMemory, headers: Mapping[str, Te
         )
 
 
-def _check_values(extract: Extract, base: BaseInMemory, total: int, track: Track) -> None:
+def _check_values(extract: Extract, base: InMemory, total: int, track: Track) -> None:
     """Compare the bytes of tensors with the hashes of those that the expansion was made on."""
     differing = {}
     with track("base tensors", total) as advance:

@@ -8,9 +8,9 @@ from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.hashes import hash_tensors
 from scale_surgery.errors import TrainingError
 from scale_surgery.running.freeze import expansion_parts, freeze_base, train_in_float32
+from scale_surgery.running.in_memory import InMemory
 from scale_surgery.running.options import RunOptions
 from scale_surgery.surgery.record import Manifest
-from scale_surgery.training.run_folder import module_names
 from scale_surgery.training.settings import TrainingSettings
 
 
@@ -59,8 +59,13 @@ def load_to_train(checkpoint: Checkpoint, settings: TrainingSettings, run: RunOp
     return model
 
 
-def check_reach(model: Any, checkpoint: Checkpoint, manifest: Manifest) -> None:
+def check_reach(stored: InMemory, checkpoint: Checkpoint, manifest: Manifest) -> None:
     """Refuse to train copies of layers where what begins mute stays so: nothing would reach the output.
+
+    Args:
+        stored: The model that would train, as the checkpoint that it was loaded from.
+        checkpoint: That checkpoint.
+        manifest: Its surgery.json.
 
     Raises:
         TrainingError: If it would stay so.
@@ -71,9 +76,8 @@ def check_reach(model: Any, checkpoint: Checkpoint, manifest: Manifest) -> None:
     hashes = hash_tensors(checkpoint, mute)
     if any(hashes[name] != manifest.expansion_tensors[name] for name in mute):
         return
-    parts = {part.name: part for part in expansion_parts(model)}
-    names = module_names([manifest.plan.stored_name(name) for name in mute], list(parts), {})
-    ways_out = [parts[name] for name in names.values()]
+    parts = {part.name: part for part in expansion_parts(stored.model)}
+    ways_out = [parts[stored.places[manifest.plan.stored_name(name)].name] for name in mute]
     if not any(part.parameter.requires_grad for part in ways_out):
         needed = " or ".join(sorted({part.group for part in ways_out}))
         raise TrainingError(

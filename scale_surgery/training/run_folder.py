@@ -26,6 +26,7 @@ from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint, read_js
 from scale_surgery.checkpoint.names import INDEX_FILE, LOG_FILE, MANIFEST_FILE, TRAINING_FOLDER
 from scale_surgery.checkpoint.staging import remove_unfinished, staged
 from scale_surgery.errors import TrainingError
+from scale_surgery.running.in_memory import InMemory
 from scale_surgery.surgery.record import read_manifest
 
 SETTINGS_FILE = "settings.json"
@@ -73,25 +74,6 @@ def refuse_unfinished(target: Path) -> None:
         )
 
 
-def module_names(disk_names: Sequence[str], present: Sequence[str], renamed: Mapping[str, str]) -> dict[str, str]:
-    """Names that expansion tensors have in a loaded model, by their names on disk.
-
-    Args:
-        disk_names: Names on disk.
-        present: Names in the model.
-        renamed: What transformers calls those whose modules it renamed, by their names on disk.
-
-    Returns:
-        Names in the model, by names on disk.
-    """
-    found = {}
-    for name in disk_names:
-        own = renamed.get(name, name)
-        # a base that was saved without its head has names without the prefix of the whole model
-        found[name] = next(known for known in present if known == own or known.endswith(f".{own}"))
-    return found
-
-
 @dataclass(frozen=True)
 class TrainingRun:
     """A training run and its folder.
@@ -101,14 +83,14 @@ class TrainingRun:
         checkpoint: The expanded checkpoint that is trained.
         decisive: What decides the result; a resumed run must have the same.
         record: What surgery.json is to say of the run, beside its log.
-        renamed: See `module_names`.
+        stored: The model that is trained, as the checkpoint that it was loaded from.
     """
 
     target: Path
     checkpoint: Checkpoint
     decisive: Mapping[str, Any]
     record: Mapping[str, Any]
-    renamed: Mapping[str, str]
+    stored: InMemory
 
     @property
     def folder(self) -> Path:
@@ -151,7 +133,7 @@ class TrainingRun:
             log: Log of the run so far.
         """
         write_json(saved / COMPLETE_FILE, {"step": self.step_of(saved)})
-        publish_tensors(self.target, saved / EXPANSION_FILE, f"expansion-step-{self.step_of(saved)}-", self.renamed)
+        publish_tensors(self.target, saved / EXPANSION_FILE, f"expansion-step-{self.step_of(saved)}-", self.stored)
         self.write(log)
         for other in self.folder.glob("checkpoint-*"):
             if other.name != saved.name:
@@ -180,7 +162,7 @@ class TrainingRun:
 
     def finish(self, log: Log) -> None:
         """Give the shards their names without a step, write the log to its end; what a resumed run needs goes."""
-        publish_tensors(self.target, self.whole_checkpoints()[-1] / EXPANSION_FILE, "expansion-", self.renamed)
+        publish_tensors(self.target, self.whole_checkpoints()[-1] / EXPANSION_FILE, "expansion-", self.stored)
         self.write(log)
         self.draw(log)
         write_json(self.folder / SETTINGS_FILE, {**self.decisive, "finished": True})
@@ -194,7 +176,7 @@ def last_measured(log: Log) -> dict[str, float]:
     return {name: measured[-1][name] for name in measured[-1] if name != "epoch"} if measured else {}
 
 
-def publish_tensors(target: Path, trained: Path, prefix: str, renamed: Mapping[str, str]) -> None:
+def publish_tensors(target: Path, trained: Path, prefix: str, model: InMemory) -> None:
     """Make trained tensors those of a folder: new shards, then the index, then the old shards go.
 
     Tensors are cast once, to the dtype that they have in the folder.
@@ -203,7 +185,7 @@ def publish_tensors(target: Path, trained: Path, prefix: str, renamed: Mapping[s
         target: Folder of the run.
         trained: Safetensors file with the trained tensors, under their names in the model.
         prefix: How the names of their shards begin, in place of "expansion-".
-        renamed: See `module_names`.
+        model: The model that was trained, as the checkpoint that it was loaded from.
     """
     from safetensors import safe_open
 
@@ -211,16 +193,15 @@ def publish_tensors(target: Path, trained: Path, prefix: str, renamed: Mapping[s
 
     checkpoint = open_checkpoint(target)
     plan = read_manifest(target).plan
-    stored = {tensor.name: plan.stored_name(tensor.name) for tensor in plan.tensors}
     index = read_json(target / INDEX_FILE)
     with safe_open(trained, framework="pt") as file:
-        names = module_names(list(stored.values()), list(file.keys()), renamed)
         for shard in plan.shards:
-            own = {stored[tensor.name]: tensor.name for tensor in plan.tensors if tensor.shard == shard}
-            dtypes = {own_name: TORCH_DTYPES[checkpoint.tensors[name].dtype] for own_name, name in own.items()}
+            own = [tensor.name for tensor in plan.tensors if tensor.shard == shard]
+            dtypes = {plan.stored_name(name): TORCH_DTYPES[checkpoint.tensors[name].dtype] for name in own}
+            tensors = {name: tensor.to(dtypes[name]) for name, tensor in model.tensors(file.get_tensor, dtypes)}
             published = shard.replace("expansion-", prefix)
-            write_tensors(target / published, {name: file.get_tensor(names[name]).to(dtypes[name]) for name in own})
-            index["weight_map"] |= dict.fromkeys(own, published)
+            write_tensors(target / published, {name: tensors[name] for name in dtypes})
+            index["weight_map"] |= dict.fromkeys(dtypes, published)
     write_json(target / INDEX_FILE, index)
     for written in target.glob("expansion-*.safetensors"):
         if written.name not in index["weight_map"].values():

@@ -16,7 +16,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from scale_surgery import modeling
 from scale_surgery.checkpoint.beside import locked
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
 from scale_surgery.checkpoint.hashes import hash_tensors
@@ -25,6 +24,7 @@ from scale_surgery.errors import CheckpointError, TrainingError
 from scale_surgery.evidence.integrity import Integrity, bytes_to_check, check_files
 from scale_surgery.progress import Track, no_track
 from scale_surgery.running.context import choose_length, context_of
+from scale_surgery.running.in_memory import InMemory
 from scale_surgery.running.options import RunOptions
 from scale_surgery.running.tokenizer import need_tokenizer
 from scale_surgery.surgery.record import (
@@ -138,13 +138,14 @@ def train(
         if start.resume:
             check_resumable(target, decisive)
         model = load_to_train(checkpoint, settings, run)
-        check_reach(model, checkpoint, manifest)
+        stored = InMemory(model, [info.stored_as or name for name, info in checkpoint.tensors.items()])
+        check_reach(stored, checkpoint, manifest)
         training = TrainingRun(
             target,
             checkpoint,
             decisive,
             _record(model, settings, decisive),
-            modeling.names_in_memory(model, checkpoint.tensors),
+            stored,
         )
         if not start.resume and processes.is_main_process:
             training.begin(start.base_weights, overwrite=start.overwrite)

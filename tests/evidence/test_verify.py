@@ -334,6 +334,14 @@ def test_a_recorded_fact_that_was_edited_is_named(copy, place: str) -> None:
     assert not result.passed and expected in result.problems
 
 
+def test_a_recorded_name_on_disk_that_was_edited_is_named(copy) -> None:
+    path, renamed = copy("preserve"), {"stored_as": {"input_layernorm": "other"}}
+    edit_record(path, lambda manifest: manifest["plan"]["architecture"]["kinds"][0].update(renamed))
+    result = verify(path, probes=None, record=False)
+    assert not result.passed
+    assert any(line.startswith("surgery.json: plan.architecture.kinds is not what") for line in result.problems)
+
+
 @pytest.mark.parametrize("change", ({"mute": []}, {"reason": "said in other words"}))
 def test_how_a_block_is_treated_is_what_was_proved_there_and_then(copy, change: dict[str, object]) -> None:
     path = copy("preserve")

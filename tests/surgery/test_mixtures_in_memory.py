@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from scale_surgery import Request, apply, expand, extract, load_expansion
 from scale_surgery.checkpoint.folder import open_checkpoint, read_tensor
 from scale_surgery.errors import CheckpointError
-from scale_surgery.running.base_in_memory import BaseInMemory
+from scale_surgery.running.in_memory import InMemory
 from tests.by_hand import save_base
 from tests.conftest import digests, load, shake
 from tests.routed import random_ids
@@ -100,11 +100,11 @@ def test_it_is_what_the_folder_gives(made_of, tmp_path, name, dtype):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_what_is_in_memory_is_taken_apart_as_it_is_stored(made_of, name):
     checkpoint = open_checkpoint(made_of(name).base)
-    base = BaseInMemory(load(made_of(name).base), checkpoint.tensors)
+    base = InMemory(load(made_of(name).base), checkpoint.tensors)
     found = dict(base.tensors())
     assert found.keys() == checkpoint.tensors.keys() and not base.unfed
     assert all(torch.equal(tensor, read_tensor(checkpoint, own)) for own, tensor in found.items())
-    headers = dict(base.tensors(only_headers=True))
+    headers = base.headers()
     assert {own: tensor.shape for own, tensor in headers.items()} == {own: each.shape for own, each in found.items()}
     assert all(tensor.is_meta for tensor in headers.values())
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig
 
 from scale_surgery import (
     CheckpointError,
@@ -38,6 +39,7 @@ from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.checkpoint.hashes import hash_tensors
 from scale_surgery.running.freeze import expansion_disabled, expansion_parts, train_in_float32
 from scale_surgery.surgery.record import read_manifest
+from tests.by_hand import save_base
 from tests.conftest import Pair, digests, load, shake
 from tests.each import each_way
 from tests.modeling.test_promises import base_bytes, prompts, unequal
@@ -281,3 +283,30 @@ def test_what_makes_no_sense_for_copies_is_refused(deep_of: Deep, tmp_path: Path
     with pytest.raises(PlanError, match=r"on its base on disk \(scale-surgery apply\), and load that folder"):
         load_expansion(pair.base, tmp_path / "extract")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["extract"]
+
+
+def test_copies_of_a_mixture_s_layers_train(place: Path, tmp_path: Path) -> None:
+    """Experts are one tensor in memory, and lie apart on disk, where each copied tensor is of its own."""
+    shipped = AutoConfig.from_pretrained(SHIPPED_MODEL)
+    tokens = {name: getattr(shipped, name) for name in ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")}
+    sizes = {"hidden_size": 32, "intermediate_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = MixtralConfig(**tokens, **sizes, num_hidden_layers=2, num_local_experts=4)
+    base = save_base(tmp_path / "base", AutoModelForCausalLM.from_config(config))
+    for file in SHIPPED_MODEL.glob("tokenizer*"):
+        shutil.copy(file, base)
+    deep = expand(base, Request("0", method="depth"), tmp_path / "deep").path
+    done = train(deep, [place / "texts.jsonl"], tmp_path / "out", SETTINGS)
+    result = verify(done.path, base)
+    assert result.passed and result.state == "trained"
+    # every tensor of the copy learned, each expert's own among them, if a token went there
+    before, after = open_checkpoint(deep), open_checkpoint(done.path)
+    new = [name for name in after.tensors if ".after." in name]
+    assert sum(".experts." in name for name in new) == 12
+    one, other = hash_tensors(before, new), hash_tensors(after, new)
+    assert sum(one[name] != other[name] for name in new) == result.trained_tensors == len(new)
+    assert digests(strip(done.path, tmp_path / "stripped").path) == digests(base)
+    with pytest.raises(
+        TrainingError, match=r"nothing would be learned: its copied layers start with an output of zero"
+    ):
+        settings = TrainingSettings(steps=1, groups=("norms",), **SHORT)
+        train(deep, [place / "texts.jsonl"], tmp_path / "none", settings)

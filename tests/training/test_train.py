@@ -29,7 +29,6 @@ from scale_surgery import (
     TrainingSettings,
     TrainingStart,
     expand,
-    modeling,
     strip,
     train,
     verify,
@@ -38,8 +37,9 @@ from scale_surgery.biographies import SHIPPED_MODEL, biography, people, question
 from scale_surgery.checkpoint.beside import locked
 from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.cli.program import main
+from scale_surgery.running.in_memory import InMemory
 from scale_surgery.surgery.record import read_manifest
-from scale_surgery.training.run_folder import module_names, publish_tensors
+from scale_surgery.training.run_folder import publish_tensors
 from tests.conftest import digests, load
 from tests.each import each_way
 from tests.interrupted_steps import FORKS, run_apart, run_command, train_and_die_at_the_end
@@ -511,8 +511,8 @@ def test_trained_tensors_find_their_names_on_disk(pair_of: Any, tmp_path: Path, 
     save_file(tensors, tmp_path / "trained.safetensors")
     # what a kill leaves in the middle of a shard
     (tmp_path / "out" / "expansion-step-3-00001-of-00001.safetensors.tmp").write_bytes(b"half")
-    names = modeling.names_in_memory(model, open_checkpoint(pair.path).tensors)
-    publish_tensors(tmp_path / "out", tmp_path / "trained.safetensors", "expansion-step-7-", names)
+    stored = InMemory(model, open_checkpoint(pair.path).tensors)
+    publish_tensors(tmp_path / "out", tmp_path / "trained.safetensors", "expansion-step-7-", stored)
     ids = torch.arange(3, 12)[None]
     with torch.no_grad():
         assert torch.equal(load(tmp_path / "out")(ids).logits, model(ids).logits)
@@ -521,9 +521,11 @@ def test_trained_tensors_find_their_names_on_disk(pair_of: Any, tmp_path: Path, 
     ]
 
 
-def test_names_without_the_prefix_of_the_whole_model() -> None:
-    found = module_names(["layers.1.w21", "layers.11.w21"], ["model.layers.11.w21", "model.layers.1.w21"], {})
-    assert found == {"layers.1.w21": "model.layers.1.w21", "layers.11.w21": "model.layers.11.w21"}
+def test_names_without_the_prefix_of_the_whole_model(pair_of: Any) -> None:
+    model = pair_of("llama", "adapt", "float32", False).expanded
+    names = ("layers.0.self_attn.q_proj.w21", "embed_tokens.up_weight", "layers.9.self_attn.q_proj.w21")
+    places = InMemory(model, names).places
+    assert {name: place.name for name, place in places.items()} == {name: f"model.{name}" for name in names[:2]}
 
 
 # the command

@@ -1,21 +1,21 @@
-"""The tensors of a base in memory as they are stored: by their names on disk, and apart where loading joins them."""
+"""The tensors of a model in memory as they are stored: by their names on disk, and apart where loading joins them."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from copy import deepcopy
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from scale_surgery.running.stored_names import Place, Reading, reading_of
+from scale_surgery.running.stored_names import Place, reading_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class BaseInMemory:
-    """A loaded stock model, seen as the checkpoint that it was loaded from.
+class InMemory:
+    """A loaded model, seen as a checkpoint that it may be loaded from; it holds on to no tensor.
 
     Attributes:
         model: The model.
@@ -27,51 +27,59 @@ class BaseInMemory:
         """See where a model has what a checkpoint holds.
 
         Args:
-            model: The model.
+            model: The model, stock or expanded.
             names: Names of the checkpoint's tensors.
         """
-        self.model = model
-        self._reading: Reading = reading_of(model)
-        self._tensors: dict[str, Tensor] = model.state_dict(keep_vars=True)
+        self.model, self._reading = model, reading_of(model)
         found = self._reading.places(names)
-        self.places: Mapping[str, Place] = {name: own for name, own in found.items() if own.name in self._tensors}
+        self.places: Mapping[str, Place] = {
+            name: own for name, own in found.items() if own.name in self._reading.tensors
+        }
 
     @property
     def unfed(self) -> dict[str, Tensor]:
         """Parameters that no tensor of the checkpoint gives, by their names in memory."""
-        fed = {id(self._tensors[name]) for place in self.places.values() for name in self._targets(place)}
+        tensors = self.model.state_dict(keep_vars=True)
+        fed = {id(tensors[name]) for place in self.places.values() for name in self._targets(place)}
         return {name: own for name, own in self.model.named_parameters() if id(own) not in fed}
 
-    def tensors(self, *, only_headers: bool = False) -> Iterator[tuple[str, Tensor]]:
+    def tensors(
+        self, get: Callable[[str], Tensor] | None = None, only: Collection[str] | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
         """Each tensor as it is stored, by its name on disk; those that are joined in memory one after the other.
 
         Args:
-            only_headers: Whether shapes and dtypes are enough: then nothing is copied.
+            get: Gives a tensor by its name in memory; by default the model's own.
+            only: Names on disk of those that are asked for; by default all.
         """
-        joined = sorted((place.name, name) for name, place in self.places.items() if place.part is not None)
-        for name, place in self.places.items():
+        get = get or self.model.state_dict().__getitem__
+        asked = self.places if only is None else {name: self.places[name] for name in only if name in self.places}
+        for name, place in asked.items():
             if place.part is None:
-                yield name, self._tensor(place.name, only_headers=only_headers)
-        for _, names in groupby(joined, key=lambda pair: pair[0]):
-            yield from self._apart([name for _, name in names], only_headers=only_headers)
+                yield name, get(place.name)
+        joined = {place.name for place in asked.values() if place.part is not None}
+        parts = sorted((place.name, name) for name, place in self.places.items() if place.name in joined)
+        for _, names in groupby(parts, key=lambda pair: pair[0]):
+            found = self._apart([name for _, name in names], get)
+            yield from ((name, tensor) for name, tensor in found if name in asked)
 
-    def _tensor(self, name: str, *, only_headers: bool) -> Tensor:
+    def headers(self) -> dict[str, Tensor]:
+        """The tensors as `tensors` gives them, without values."""
         import torch
 
-        own = self._tensors[name].detach()
-        return torch.empty_like(own, device="meta") if only_headers else own
+        own = self.model.state_dict()
+        return dict(self.tensors(lambda name: torch.empty_like(own[name], device="meta")))
 
     def _targets(self, place: Place) -> list[str]:
         """Names of the tensors in memory that a tensor of the checkpoint goes into."""
         if place.part is None:
             return [place.name]
-        first, *others = next(
-            own for own in self._reading.conversions if place.part in own.source_patterns
-        ).target_patterns
+        conversion = next(own for own in self._reading.conversions if place.part in own.source_patterns)
+        first, *others = conversion.target_patterns
         names = [place.name, *(place.name.replace(first, other) for other in others)]
-        return [name for name in names if name in self._tensors]
+        return [name for name in names if name in self._reading.tensors]
 
-    def _apart(self, names: list[str], *, only_headers: bool) -> Iterator[tuple[str, Tensor]]:
+    def _apart(self, names: list[str], get: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Take apart what loading joined of some tensors, as transformers does when it saves.
 
         It may save them under other names; those of one part are read in their order. Where it makes more or fewer of
@@ -79,8 +87,7 @@ class BaseInMemory:
         """
         from transformers.core_model_loading import dot_natural_key, revert_weight_conversion
 
-        targets = self._targets(self.places[names[0]])
-        whole = {name: self._tensor(name, only_headers=only_headers) for name in targets}
+        whole = {name: get(name) for name in self._targets(self.places[names[0]])}
         saved = revert_weight_conversion(self.model, whole)
         places = self._reading.places(saved)
         for part in dict.fromkeys(self.places[name].part for name in names):
