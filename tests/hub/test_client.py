@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -93,10 +94,11 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny(tmp_path_factory.mktemp("repository") / "tiny", "llama", shard_size="40KB")
 
 
-@pytest.fixture
-def hub(base: Path) -> Iterator[Hub]:
+@contextmanager
+def served(model: Path) -> Iterator[Hub]:
+    """A Hub with one repository."""
     found = Hub("")
-    server = ThreadingHTTPServer(("127.0.0.1", 0), make_handler(base, found))
+    server = ThreadingHTTPServer(("127.0.0.1", 0), make_handler(model, found))
     found.address = f"http://127.0.0.1:{server.server_port}"
     threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     yield found
@@ -105,16 +107,29 @@ def hub(base: Path) -> Iterator[Hub]:
 
 
 @pytest.fixture
-def here(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    """The Hub that this process asks, as if it had been started with that address, and an empty cache."""
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+def hub(base: Path) -> Iterator[Hub]:
+    with served(base) as found:
+        yield found
+
+
+@contextmanager
+def asked(hub: Hub, home: Path) -> Iterator[None]:
+    """Let this process ask a Hub, as if it had been started with that address, and an empty cache."""
     template = constants.HUGGINGFACE_CO_URL_TEMPLATE
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template.replace(constants.ENDPOINT, hub.address))
-    monkeypatch.setattr(constants, "ENDPOINT", hub.address)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "home" / "hub"))
-    huggingface_hub.close_session()
-    yield hub
-    huggingface_hub.close_session()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(constants, "HF_HUB_OFFLINE", False)
+        patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template.replace(constants.ENDPOINT, hub.address))
+        patch.setattr(constants, "ENDPOINT", hub.address)
+        patch.setattr(constants, "HF_HUB_CACHE", str(home / "hub"))
+        huggingface_hub.close_session()
+        yield
+        huggingface_hub.close_session()
+
+
+@pytest.fixture
+def here(hub: Hub, tmp_path: Path) -> Iterator[Hub]:
+    with asked(hub, tmp_path / "home"):
+        yield hub
 
 
 def run(*arguments: str, code: int = 0) -> Result:
@@ -136,18 +151,11 @@ def test_a_plan_downloads_headers_only(here: Hub, base: Path, tmp_path: Path) ->
 
 
 def test_a_plan_of_a_model_with_code_of_its_own(tmp_path: Path) -> None:
-    own, found = save_pine(tmp_path / "pine"), Hub("")
-    server = ThreadingHTTPServer(("127.0.0.1", 0), make_handler(own, found))
-    found.address = f"http://127.0.0.1:{server.server_port}"
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    result = run(found, tmp_path / "home", "plan", REPO, "--layers", "last:1", "--json", "--trust-remote-code")
-    server.shutdown()
-    server.server_close()
-    assert result.returncode == 0, result.stderr
-    assert (
-        json.loads(result.stdout)["architecture"]["own_code"]["AutoModelForCausalLM"] == "modeling_pine.PineForCausalLM"
-    )
-    assert list((tmp_path / "home").rglob("*.safetensors")) == []
+    with served(save_pine(tmp_path / "pine")) as own, asked(own, tmp_path / "own"):
+        result = run("plan", REPO, "--layers", "last:1", "--json", "--trust-remote-code")
+    classes = json.loads(result.stdout)["architecture"]["own_code"]
+    assert classes["AutoModelForCausalLM"] == "modeling_pine.PineForCausalLM"
+    assert list(tmp_path.rglob("own/**/*.safetensors")) == []
 
 
 def test_an_expansion_downloads_once_and_records_the_commit(hub: Hub, base: Path, tmp_path: Path) -> None:

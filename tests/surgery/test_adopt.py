@@ -17,7 +17,6 @@ import transformers
 from click.testing import CliRunner
 from rich.console import Console
 from safetensors.torch import load_file, save_file
-from scale_surgery.show.tables_extract import render_adopted
 
 from scale_surgery import (
     Adopted,
@@ -48,6 +47,7 @@ from scale_surgery.cli.program import main
 from scale_surgery.hub.card import make_card
 from scale_surgery.hub.repository import read_contents
 from scale_surgery.progress import no_progress
+from scale_surgery.show.tables_forms import render_adopted
 from scale_surgery.surgery.config import stored_shard
 from scale_surgery.surgery.record import read_manifest
 from scale_surgery.training.settings import TrainingSettings
