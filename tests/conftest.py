@@ -32,6 +32,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from accelerate.utils import other
 from safetensors.torch import load_file, save_file
 
 from scale_surgery import modeling
@@ -104,6 +105,14 @@ def nothing_waits_for_the_disk() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def nobody_installs_deepspeed_meanwhile() -> Iterator[None]:
+    """accelerate looks through the whole path for it whenever a model is saved."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(other, "is_deepspeed_available", functools.cache(other.is_deepspeed_available))
+        yield
+
+
 @pytest.fixture(scope="session")
 def begun() -> Iterator[int]:
     """Counts the tests of a session."""
@@ -116,6 +125,7 @@ def out_of_the_collectors_sight(begun: Iterator[int]) -> None:
     if next(begun) % 10 == 1:
         gc.collect()
         gc.freeze()
+        gc.set_threshold(10_000, 20, 20)
         gc.enable()
 
 

@@ -9,6 +9,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ from scale_surgery.running.in_memory import InMemory
 from scale_surgery.surgery.record import read_manifest
 from scale_surgery.training.run_folder import publish_tensors
 from tests.conftest import digests, load
-from tests.each import each_way
+from tests.each import each_way, mostly
 from tests.interrupted_steps import FORKS, run_apart, run_command, train_and_die_at_the_end
 
 SHORT = {"sequence_length": 32, "batch_size": 2, "learning_rate": 3e-3, "log_every": 1}
@@ -294,8 +295,10 @@ def test_checkpoints_hold_the_expansion_and_nothing_of_the_base(place: Path, tmp
     assert verify(tmp_path / "out", record=False).passed
 
 
-@pytest.mark.parametrize("variant", ["preserve", "adapt"])
-@pytest.mark.parametrize("stop", [1, 3, 5])
+@pytest.mark.parametrize(
+    ("variant", "stop"),
+    mostly(product(("preserve", "adapt"), (1, 3, 5)), {("preserve", 1), ("adapt", 3), ("adapt", 5)}.__contains__),
+)
 def test_resume_gives_the_same_weights(
     place: Path, trained_whole: Callable[[str], Training], tmp_path: Path, variant: str, stop: int
 ) -> None:
