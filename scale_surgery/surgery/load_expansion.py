@@ -131,8 +131,10 @@ def _check_model(extract: Extract, model: Any, track: Track, *, check: bool) -> 
         )
     base = InMemory(model, extract.base_tensors)
     headers = base.headers()
-    if (unfed := base.unfed) and _is_quantised(extract):
-        _refuse_dequantised(extract, unfed, check=check)
+    unfed = base.unfed
+    if unfed and _is_quantised(extract):
+        if check:
+            _refuse_dequantised(extract, unfed)
         unfed = {}
     shapes = {name: extract.base_tensors[name].shape for name in base.places}
     given = {name: tuple(tensor.shape) for name, tensor in {**headers, **unfed}.items()}
@@ -147,14 +149,13 @@ def _is_quantised(extract: Extract) -> bool:
     return "quantization_config" in parse_json(extract.manifest.replaced[CONFIG_FILE])
 
 
-def _refuse_dequantised(extract: Extract, found: Collection[str], *, check: bool) -> None:
-    """Refuse what was made of quantised tensors, unless its files were compared, or nothing is to be."""
-    if check:
-        raise CheckpointError(
-            f"model: {len(found)} of its tensors, such as {next(iter(found))}, were dequantised while it was loaded, "
-            f"and cannot be compared with those of {base_title(extract.manifest)}. Give its folder or Hub id; or "
-            "check=False, and no promise is made."
-        )
+def _refuse_dequantised(extract: Extract, found: Collection[str]) -> None:
+    """Refuse what was made of quantised tensors: it is not what the files hold."""
+    raise CheckpointError(
+        f"model: {len(found)} of its tensors, such as {next(iter(found))}, were dequantised while it was loaded, and "
+        f"cannot be compared with those of {base_title(extract.manifest)}. Give its folder or Hub id; or check=False, "
+        "and no promise is made."
+    )
 
 
 def _check_dtypes(extract: Extract, base: InMemory, headers: Mapping[str, Tensor]) -> None:
@@ -199,8 +200,10 @@ def _as_stored(tensor: Tensor, dtype: str) -> Tensor | None:
 
     if _stored_dtype(tensor) == dtype:
         return tensor
-    names = {stored: name for name, stored in FLOAT_DTYPES.items()}
-    stored = tensor.to(getattr(torch, names[dtype]))
+    name = next((own for own, stored in FLOAT_DTYPES.items() if stored == dtype), None)
+    if name is None:
+        return None
+    stored = tensor.to(getattr(torch, name))
     return stored if torch.equal(stored.to(tensor.dtype), tensor) else None
 
 
