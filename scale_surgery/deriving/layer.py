@@ -66,7 +66,10 @@ def derive_layer(trace: Trace, path: str, layer: nn.Module) -> Layer:
         raise UnsupportedFamilyError(f"{path}: this layer is not run on the residual stream. {SUPPORTED}.")
     found = _look_through(trace, path, layer, call.before)
     _check_sum(path, call, found, trace.inside(path))
-    blocks = tuple(plain(derive_block(part, adds_itself=part.name in found.adding)) for part in found.parts)
+    blocks = tuple(
+        replace(plain(derive_block(part, adds_itself=part.name in found.adding)), norm=_norm_before(part, found))
+        for part in found.parts
+    )
     kind = Kind(blocks, tuple(found.pre_norms), tuple(found.post_norms), _direct(found))
     return Layer(kind, tuple(found.parts), frozenset(found.adding))
 
@@ -93,12 +96,13 @@ def _direct(found: _Found) -> tuple[str, ...]:
     """Linears that read the residual stream as it is, in a layer in which others read what a norm gives."""
     if not found.pre_norms:
         return ()
-    return tuple(own.name for part in found.parts for own in part.readers if not _is_normed(part, found))
+    return tuple(own.name for part in found.parts for own in part.readers if not _norm_before(part, found))
 
 
-def _is_normed(part: Part, found: _Found) -> bool:
-    outputs = [own for own in found.norm_outputs.values() if own.numel() == part.entry.numel()]
-    return any(is_combination(part.entry, [own]) is not None for own in outputs)
+def _norm_before(part: Part, found: _Found) -> str:
+    """The norm whose output a part reads; empty where it reads the residual stream as it is."""
+    same = {name: own for name, own in found.norm_outputs.items() if own.numel() == part.entry.numel()}
+    return next((name for name, own in same.items() if is_combination(part.entry, [own]) is not None), "")
 
 
 def _outermost(calls: list[Call]) -> Iterator[Call]:

@@ -35,8 +35,9 @@ def _can_be_by_head(linear: Linear) -> bool:
 
 def _edges(block: Block, reason: str) -> Block:
     """Only what reads or writes the residual stream; nothing is said any more about what lies between."""
+    linears = tuple(map(_edge, block.linears))
     return Block(
-        block.name, block.kind, block.group, "edges", reason, tuple(map(_edge, block.linears)), mute=block.mute
+        block.name, block.kind, block.group, "edges", reason, linears, mute=block.mute, norm=block.norm
     )
 
 

@@ -134,6 +134,7 @@ class Block:
             query_features.
         config: The same of what it reads from its config.
         mute: Ends of names of tensors on disk, inside the layer: if they are zero, the block adds nothing.
+        norm: Norm of the layer whose output it reads; empty where it reads the residual stream as it is.
     """
 
     name: str
@@ -151,6 +152,7 @@ class Block:
     attributes: Mapping[str, str] = field(default_factory=dict)
     config: Mapping[str, str] = field(default_factory=dict)
     mute: tuple[str, ...] = ()
+    norm: str = ""
 
     @property
     def queries_per_key_value(self) -> int:

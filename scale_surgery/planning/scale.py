@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from scale_surgery.errors import PlanError
 from scale_surgery.fields import Range
-from scale_surgery.planning.architecture import Kind, Sizes
+from scale_surgery.planning.architecture import Block, Kind, Sizes
 from scale_surgery.planning.base import Base
 from scale_surgery.planning.method import Method, Resolved
 from scale_surgery.planning.selection import format_layers, select_layers
@@ -162,10 +162,18 @@ def idle_tensors(plan: Plan) -> tuple[TensorPlan, ...]:
     styles = {norm.style for norm in (*kind.pre_norms, *kind.post_norms)}
     if (first == 0 and plan.architecture.enters == "embedding") or not plan.widths.up_width or "layer" in styles:
         return ()
-    readers = [linear.name for linear in kind.blocks[0].linears if linear.reads == "residual"]
+    reading = _first_blocks(kind)
+    readers = [linear.name for block in reading for linear in block.linears if linear.reads == "residual"]
     blocks = {f".{first}.{name}.{block}" for name in readers for block in ("w12", "w22")}
-    blocks |= {f".{first}.{norm.name}.up_weight" for norm in kind.pre_norms[:1]}
+    blocks |= {f".{first}.{block.name}.w22" for block in reading if block.treatment == "block"}
+    blocks |= {f".{first}.{norm.name}.up_weight" for norm in kind.pre_norms if norm.name == kind.blocks[0].norm}
     return tuple(tensor for tensor in plan.tensors if tensor.name.endswith(tuple(blocks)))
+
+
+def _first_blocks(kind: Kind) -> list[Block]:
+    """The blocks that read what enters a layer: the first, and those that read the same norm."""
+    first = kind.blocks[0]
+    return [first, *(block for block in kind.blocks[1:] if block.norm and block.norm == first.norm)]
 
 
 def _resolve_widths(sizes: Sizes, request: Request) -> Widths:
