@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import re
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from scale_surgery.checkpoint.files import scratch_folder
 from scale_surgery.deriving.build import Place
 from scale_surgery.running.loading import quiet_transformers
 
@@ -43,9 +42,9 @@ def stored_children(model: PreTrainedModel, place: Place) -> dict[str, str]:
 
 
 def _saved(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    with tempfile.TemporaryDirectory() as folder, quiet_transformers():
+    with scratch_folder() as folder, quiet_transformers():
         model.save_pretrained(folder)
-        for file in sorted(Path(folder).glob("*.safetensors")):
+        for file in sorted(folder.glob("*.safetensors")):
             yield from load_file(file).items()
 
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
-import tempfile
 from collections.abc import Mapping
-from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from scale_surgery.checkpoint.files import scratch_folder
 from scale_surgery.deriving.layer import Layer
 from scale_surgery.deriving.part import Part
 from scale_surgery.running.loading import quiet_transformers
@@ -75,13 +74,13 @@ def names_on_disk(model: PreTrainedModel, muted: list[Tensor]) -> set[str]:
         The names of all tensors on disk that come from them, the only ones there that are all zero.
     """
     kept = [own.detach().clone() for own in muted]
-    with torch.no_grad(), tempfile.TemporaryDirectory() as folder, quiet_transformers():
+    with torch.no_grad(), scratch_folder() as folder, quiet_transformers():
         for own in muted:
             own.zero_()
         model.save_pretrained(folder)
         for own, value in zip(muted, kept, strict=True):
             own.copy_(value)
-        files = [load_file(file) for file in Path(folder).glob("*.safetensors")]
+        files = [load_file(file) for file in folder.glob("*.safetensors")]
     return {name for tensors in files for name, own in tensors.items() if own.is_floating_point() and not own.any()}
 
 
