@@ -11,6 +11,7 @@ import errno
 import json
 import os
 import re
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -25,6 +26,8 @@ BaseWeights = Literal["auto", "copy", "link"]
 ENDING = b".tmp"
 # of a file in a folder
 MAX_NAME_BYTES = 255
+# a disk is full, or a quota or a limit is reached, or nothing may be written
+UNWRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO)
 FICLONE = 0x40049409  # Linux ioctl: share the blocks of another file until one of the two is written
 
 
@@ -114,10 +117,37 @@ def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
         try:
             save_file(dict(tensors), temporary, metadata={"format": "pt"})
         except SafetensorError as error:
-            # it tells of a full disk, or of any other error of the system, in its text only
-            found = re.search(r"os error (\d+)", str(error))
-            number = int(found[1]) if found else errno.EIO
+            number = _system_error(error) or errno.EIO
             raise OSError(number, os.strerror(number), str(file)) from error
+
+
+def _system_error(error: Exception) -> int | None:
+    """Number of an error of the system, such as a full disk; safetensors tells of it in its text only."""
+    if isinstance(error, OSError):
+        return error.errno
+    found = re.search(r"os error (\d+)", str(error)) if type(error).__name__ == "SafetensorError" else None
+    return int(found[1]) if found else None
+
+
+@contextlib.contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """A folder for files that are read again at once; it is taken away afterwards.
+
+    Raises:
+        CheckpointError: If the system does not let a file be written there, such as where the disk is full.
+    """
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            yield Path(folder)
+    except Exception as error:
+        number = _system_error(error)
+        # without a folder that can be written to there is no name of one
+        if number not in UNWRITTEN and not (isinstance(error, OSError) and tempfile.tempdir is None):
+            raise
+        raise CheckpointError(
+            f"{tempfile.tempdir or 'temporary files'}: not written, {os.strerror(number or errno.EIO)}. Free some "
+            "space there, or set TMPDIR to a folder on another disk."
+        ) from error
 
 
 def take_over(source: Path, file: Path, how: BaseWeights, passing: Passing = unseen) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,7 +11,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from scale_surgery.deriving.build import find_place, token_ids
-from scale_surgery.deriving.shrink import signatures
 from scale_surgery.deriving.watch import first_tensor, is_same
 
 
@@ -33,11 +33,12 @@ def alters_logits(model: PreTrainedModel, softcap: tuple[str, float | None] | No
 
 
 @torch.no_grad()
-def is_numbered(model: PreTrainedModel) -> bool:
+def is_numbered(model: PreTrainedModel, kinds: Sequence[int]) -> bool:
     """Find whether layers compute with their number: two of one kind with equal weights, given the same, differ.
 
     Args:
         model: A twin.
+        kinds: Of each layer the number of its kind.
 
     Returns:
         Whether a pair differs; False where no two layers are of one kind.
@@ -45,7 +46,7 @@ def is_numbered(model: PreTrainedModel) -> bool:
     own: Any = copy.deepcopy(model)
     place = find_place(own)
     assert place is not None
-    kinds, layers = signatures(own, place), own.get_submodule(place.path)
+    layers = own.get_submodule(place.path)
     pairs = ((one, other) for other in range(place.count) for one in range(other) if kinds[one] == kinds[other])
     pair = next(pairs, None)
     if pair is None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from scale_surgery.checkpoint.files import scratch_folder
 from scale_surgery.checkpoint.names import CONFIG_FILE
 from scale_surgery.deriving.own_code import own_config_class
 from scale_surgery.errors import UnsupportedFamilyError
@@ -31,8 +31,8 @@ def config_of(config: Mapping[str, Any], code: Path | None = None) -> Any:
     """
     made = _config_class(config, code)
     # as from a folder: numbers that JSON does not have are spelled out in it
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / CONFIG_FILE).write_text(json.dumps(_without_kernels(config)), encoding="utf-8")
+    with scratch_folder() as folder:
+        (folder / CONFIG_FILE).write_text(json.dumps(_without_kernels(config)), encoding="utf-8")
         return made.from_pretrained(folder)
 
 

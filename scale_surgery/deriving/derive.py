@@ -6,6 +6,7 @@ import hashlib
 import json
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from threading import Lock
 from typing import Any
@@ -24,10 +25,9 @@ from scale_surgery.deriving.build import (
     without_quantisation,
 )
 from scale_surgery.deriving.facts import Agreed, agree_twins, derive_architecture, derive_sizes, watch_twin
-from scale_surgery.deriving.prove import Twin, checks_of
+from scale_surgery.deriving.prove import Twin, checks_of, given_by, refuse_without_states
 from scale_surgery.deriving.proved import prove
-from scale_surgery.deriving.shrink import least_depth, shrink
-from scale_surgery.deriving.small_values import Real
+from scale_surgery.deriving.shrink import Real, resemblance, selected, shrink
 from scale_surgery.deriving.stock_form import inner_key, stock_heads
 from scale_surgery.errors import SurgeryError, UnsupportedFamilyError
 from scale_surgery.planning.architecture import Architecture, Sizes
@@ -95,16 +95,15 @@ def _derive(config: PreTrainedConfig) -> Derived:
     start = time.perf_counter()
     try:
         with quiet_transformers(), usual_torch():
-            real = read_real(config)
-            twins = shrink(real)
-            agreed = agree_twins(watch_twin(twins[0]), watch_twin(twins[1]))
-            twin = _twin_of(twins[0], agreed)
-            checks = checks_of(twin)
-            architecture = prove(derive_architecture(real, agreed), twin)
+            real, *twins = find_twins(read_real(config))
+            agreed = agree_twins(*(watch_twin(own, real.shown) for own in twins))
+            twin = twin_of(twins[0], real.twin_kinds, agreed)
+            refuse_without_states(twin)
+            architecture, twin = prove(derive_architecture(real, agreed), twin)
             architecture = replace(
                 architecture,
                 alters_logits=alters_logits(twin.stock, architecture.softcap),
-                is_numbered=is_numbered(twin.stock),
+                is_numbered=is_numbered(twin.stock, twin.kinds),
             )
             sizes = derive_sizes(real, architecture)
             fixed, divides = stock_heads(real.config, architecture, sizes)
@@ -120,7 +119,7 @@ def _derive(config: PreTrainedConfig) -> Derived:
             f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
         ) from error
     configs = (twins[0].to_dict(), twins[1].to_dict())
-    proof = _record(configs, checks)
+    proof = _record(configs, checks_of(twin))
     return Derived(architecture, sizes, configs, proof, reading_of(real.model), time.perf_counter() - start)
 
 
@@ -131,12 +130,21 @@ def _record(twins: tuple[dict[str, Any], dict[str, Any]], checks: list[str]) -> 
     return {"checks": checks, "twins": numbers, "versions": versions}
 
 
-def _twin_of(config: PreTrainedConfig, agreed: Agreed) -> Twin:
+def find_twins(real: Real) -> tuple[Real, PreTrainedConfig, PreTrainedConfig]:
+    """Two twins, and what they resemble: a few layers of the model where that can be, otherwise all the first."""
+    if (few := selected(real)) is not None:
+        with suppress(UnsupportedFamilyError):
+            return few, *shrink(few)
+    return real, *shrink(real)
+
+
+def twin_of(config: PreTrainedConfig, kinds: tuple[int, ...], agreed: Agreed) -> Twin:
     """The first twin with the facts in its own numbers."""
-    real = read_real(config)
+    real = replace(read_real(config), kinds=kinds, chosen=tuple(range(len(kinds))))
     architecture = derive_architecture(real, agreed)
     # a model that was watched may keep what it computed
-    return Twin(build_twin(config), architecture, derive_sizes(real, architecture))
+    stock = build_twin(config)
+    return Twin(stock, architecture, derive_sizes(real, architecture), kinds, given_by(stock))
 
 
 def read_real(config: PreTrainedConfig) -> Real:
@@ -158,4 +166,4 @@ def read_real(config: PreTrainedConfig) -> Real:
             f"{type(model).__name__}: no module holds the token embedding and a list of layers. "
             "Supported are decoders of transformers that do."
         )
-    return Real(config, model, place, least_depth(model, place))
+    return resemblance(config, model, place)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,15 +17,12 @@ from scale_surgery.deriving.numbers import number_kind
 from scale_surgery.deriving.outside import Outside, derive_outside, find_softcap
 from scale_surgery.deriving.own_code import own_code_of
 from scale_surgery.deriving.part import is_transposed
-from scale_surgery.deriving.shrink import signatures
-from scale_surgery.deriving.small_values import Real
+from scale_surgery.deriving.shrink import Real
 from scale_surgery.deriving.watch import watch
-from scale_surgery.deriving.weaken import weaker_block
+from scale_surgery.deriving.weaken import STRENGTH, weaker_block
 from scale_surgery.errors import UnsupportedFamilyError
 from scale_surgery.planning.architecture import CONFIG_KEYS, Architecture, Block, Kind, Sizes
 from scale_surgery.planning.base import sizes_of_blocks
-
-STRENGTH = ("split", "edges", "block")
 
 
 @dataclass(frozen=True)
@@ -59,8 +57,12 @@ class Agreed:
     softcap: tuple[str, float | None] | None
 
 
-def watch_twin(config: PreTrainedConfig) -> Twin:
+def watch_twin(config: PreTrainedConfig, shown: Mapping[int, int]) -> Twin:
     """Build a twin, run it, and derive what it is made of.
+
+    Args:
+        config: Its config.
+        shown: Layers to look at, one of each kind, with the numbers that errors call them by.
 
     Raises:
         UnsupportedFamilyError: If it does something that cannot be expanded.
@@ -68,10 +70,10 @@ def watch_twin(config: PreTrainedConfig) -> Twin:
     model = build_twin(config)
     place = find_place(model)
     assert place is not None
-    trace, kinds = watch(model, token_ids(config), place.path), signatures(model, place)
+    trace = watch(model, token_ids(config), place.path)
     layers = {
-        number: derive_layer(trace, path := f"{place.path}.{number}", model.get_submodule(path))
-        for number in sorted({kinds.index(own) for own in kinds})
+        number: derive_layer(trace, path := f"{place.path}.{number}", model.get_submodule(path), f"{place.path}.{name}")
+        for number, name in shown.items()
     }
     return Twin(model, place, layers, derive_outside(trace, model, place))
 
@@ -243,10 +245,10 @@ def _agree_block(block: Block, expected: Block, found: Block) -> Block:
 def _real_kinds(real: Real, kinds: dict[int, Kind]) -> tuple[tuple[Kind, ...], tuple[int, ...]]:
     """The kinds of the real model's layers; those that are the same are one."""
     found, numbers = list[Kind](), list[int]()
-    shapes, heads = signatures(real.model, real.place), read(text_config(real.config), "num_attention_heads") or 1
+    heads = read(text_config(real.config), "num_attention_heads") or 1
     layers = real.model.get_submodule(real.place.path)
-    for own, layer in zip(shapes, layers.children(), strict=True):
-        kind = number_kind(kinds[shapes.index(own)], layer, heads)
+    for first, layer in zip(real.kinds, layers.children(), strict=True):
+        kind = number_kind(kinds[real.chosen.index(first)], layer, heads)
         if kind not in found:
             found.append(kind)
         numbers.append(found.index(kind))

@@ -47,13 +47,14 @@ class Layer:
     adding: frozenset[str]
 
 
-def derive_layer(trace: Trace, path: str, layer: nn.Module) -> Layer:
+def derive_layer(trace: Trace, path: str, layer: nn.Module, called: str) -> Layer:
     """Derive what a layer is made of.
 
     Args:
         trace: One forward of a twin.
         path: Path of the layer.
         layer: The layer.
+        called: What errors call it, the path of the layer of the real model that it stands for.
 
     Returns:
         Its kind and its parts.
@@ -63,15 +64,18 @@ def derive_layer(trace: Trace, path: str, layer: nn.Module) -> Layer:
     """
     call = trace.of(path)
     if call is None or call.before is None or call.after is None:
-        raise UnsupportedFamilyError(f"{path}: this layer is not run on the residual stream. {SUPPORTED}.")
-    found = _look_through(trace, path, layer, call.before)
-    _check_sum(path, call, found, trace.inside(path))
-    blocks = tuple(plain(derive_block(part, adds_itself=part.name in found.adding)) for part in found.parts)
+        raise UnsupportedFamilyError(f"{called}: this layer is not run on the residual stream. {SUPPORTED}.")
+    found = _look_through(trace, path, layer, call.before, called)
+    _check_sum(called, call, found, trace.inside(path))
+    blocks = tuple(
+        replace(plain(derive_block(part, adds_itself=part.name in found.adding)), norm=_norm_before(part, found))
+        for part in found.parts
+    )
     kind = Kind(blocks, tuple(found.pre_norms), tuple(found.post_norms), _direct(found))
     return Layer(kind, tuple(found.parts), frozenset(found.adding))
 
 
-def _look_through(trace: Trace, path: str, layer: nn.Module, stream: Tensor) -> _Found:
+def _look_through(trace: Trace, path: str, layer: nn.Module, stream: Tensor, called: str) -> _Found:
     found, inside, hidden = _Found(), trace.inside(path), stream.shape[-1]
     for call in _outermost(inside):
         if call.before is None or call.after is None or isinstance(call.module, (nn.Dropout, nn.Identity)):
@@ -85,7 +89,7 @@ def _look_through(trace: Trace, path: str, layer: nn.Module, stream: Tensor) -> 
         else:
             _add_part(found, _part_of(trace, path, call, inside), stream)
     if rest := [own.name for own in found.loose if is_linear(own.module)]:
-        raise UnsupportedFamilyError(f"{path}: {', '.join(rest)} writes nothing to the residual stream. {SUPPORTED}.")
+        raise UnsupportedFamilyError(f"{called}: {', '.join(rest)} writes nothing to the residual stream. {SUPPORTED}.")
     return found
 
 
@@ -93,12 +97,13 @@ def _direct(found: _Found) -> tuple[str, ...]:
     """Linears that read the residual stream as it is, in a layer in which others read what a norm gives."""
     if not found.pre_norms:
         return ()
-    return tuple(own.name for part in found.parts for own in part.readers if not _is_normed(part, found))
+    return tuple(own.name for part in found.parts for own in part.readers if not _norm_before(part, found))
 
 
-def _is_normed(part: Part, found: _Found) -> bool:
-    outputs = [own for own in found.norm_outputs.values() if own.numel() == part.entry.numel()]
-    return any(is_combination(part.entry, [own]) is not None for own in outputs)
+def _norm_before(part: Part, found: _Found) -> str:
+    """The norm whose output a part reads; empty where it reads the residual stream as it is."""
+    same = {name: own for name, own in found.norm_outputs.items() if own.numel() == part.entry.numel()}
+    return next((name for name, own in same.items() if is_combination(part.entry, [own]) is not None), "")
 
 
 def _outermost(calls: list[Call]) -> Iterator[Call]:
@@ -173,11 +178,11 @@ def _add_norm(found: _Found, call: Call) -> None:
     found.pre_norms.append(Norm(call.name, style))
 
 
-def _check_sum(path: str, call: Call, found: _Found, inside: list[Call]) -> None:
+def _check_sum(called: str, call: Call, found: _Found, inside: list[Call]) -> None:
     """Check that the layer adds what its parts give to what it reads."""
     problem = _why_no_sum(call, found, inside)
     if problem is not None:
-        raise UnsupportedFamilyError(f"{path} ({type(call.module).__name__}): {problem}. {SUPPORTED}.")
+        raise UnsupportedFamilyError(f"{called} ({type(call.module).__name__}): {problem}. {SUPPORTED}.")
 
 
 def _why_no_sum(call: Call, found: _Found, inside: list[Call]) -> str | None:

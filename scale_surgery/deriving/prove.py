@@ -9,8 +9,9 @@ The real checkpoint is larger, and kernels may take other paths there: `verify` 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from scale_surgery.running.loading import quiet_transformers
 
 DTYPES = (torch.float32, torch.bfloat16)
 # one token more than a prompt is enough to need the cache, and a few make it long
-NEW_TOKENS = 5
+GENERATE: Mapping[str, Any] = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 INNER = 24
 SPREAD = 0.2
 CHECKS = (
@@ -35,10 +36,18 @@ CHECKS = (
     "W12 and the head's up part change the logits as soon as they are not zero",
     "every new tensor that reads what is not zero gets a gradient",
 )
-
-
 # where the stock model generates
 GENERATION = "cached generation gives the base's tokens"
+# of a model that is split alike in all layers the first expansion says all there is to say of the others
+FORMS = "all this with W12 in every expanded layer, with none, and with it in the attention of the upper ones alone"
+
+
+@dataclass(frozen=True)
+class Given:
+    """What the stock twin gives in one dtype: logits of two rows and of one, and tokens where it generates."""
+
+    logits: tuple[Tensor, Tensor]
+    tokens: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -49,11 +58,28 @@ class Twin:
         stock: The model, in float32.
         architecture: The facts with its numbers.
         sizes: Its sizes.
+        kinds: Of each layer the number of the first that is made as it and told the same.
+        given: What it gives, by dtype.
     """
 
     stock: PreTrainedModel
     architecture: Architecture
     sizes: Sizes
+    kinds: tuple[int, ...]
+    given: Mapping[torch.dtype, Given]
+
+
+def given_by(stock: PreTrainedModel) -> dict[torch.dtype, Given]:
+    """What a twin gives before anything is expanded.
+
+    Args:
+        stock: The model, in float32.
+    """
+    models: list[Any] = [copy.deepcopy(stock) for _ in DTYPES]
+    ids = token_ids(stock.config)
+    with quiet_transformers():
+        own = [model.to(dtype=dtype) for model, dtype in zip(models, DTYPES, strict=True)]
+        return {model.dtype: Given(_both_logits(model, ids), _generated(model, ids)) for model in own}
 
 
 def failure_of(twin: Twin) -> str | None:
@@ -62,42 +88,67 @@ def failure_of(twin: Twin) -> str | None:
     Args:
         twin: The twin.
     """
-    specs = expansion_specs(twin)
     with quiet_transformers(), torch.random.fork_rng(devices=[]):
         try:
-            return next(_failures(twin, specs), None)
+            shown = (_failures(twin, specs, in_short=n > 0) for n, specs in enumerate(expansions(twin)))
+            return next(chain.from_iterable(shown), None)
         # a stock forward may stumble over a wider stream in its own way, and that says what is in the way
         except (UnsupportedFamilyError, RuntimeError, ValueError, TypeError, AttributeError, LookupError) as error:
             return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 def checks_of(twin: Twin) -> list[str]:
-    """What is checked of a twin, in words.
+    """What was checked of a twin, in words."""
+    generates = all(own.tokens is not None for own in twin.given.values())
+    return [*CHECKS, *([GENERATION] * generates), *([] if twin.architecture.is_uniform else [FORMS])]
+
+
+def refuse_without_states(twin: Twin) -> None:
+    """Refuse a model without hidden states, which every later check of a real model reads.
 
     Raises:
-        UnsupportedFamilyError: If it gives no hidden states, which every later check of a real model reads.
+        UnsupportedFamilyError: If it gives none.
     """
-    ids, stock = token_ids(twin.stock.config), twin.stock
-    with quiet_transformers():
-        tokens = _generated(stock, ids)
-        with torch.no_grad():
-            output = stock(input_ids=ids, use_cache=False, output_hidden_states=True)
+    with quiet_transformers(), torch.no_grad():
+        output = twin.stock(input_ids=token_ids(twin.stock.config), use_cache=False, output_hidden_states=True)
     if getattr(output, "hidden_states", None) is None:
         raise UnsupportedFamilyError(
-            f"{type(stock).__name__}: gives no hidden states with output_hidden_states=True, expected those of all "
-            "layers, as models of transformers give them."
+            f"{type(twin.stock).__name__}: gives no hidden states with output_hidden_states=True, expected those of "
+            "all layers, as models of transformers give them."
         )
-    return [*CHECKS, *([] if tokens is None else [GENERATION])]
 
 
-def expansion_specs(twin: Twin) -> Spec:
-    """An expansion of a twin in which everything takes part: the first and the last layer, W12 in both groups."""
-    sizes, count = twin.sizes, twin.sizes.layers
-    # where the up stream enters as zeros, a middle layer is left out, and the first is not
-    layers = tuple(sorted({0, *range(2, count)}))
+def expansions(twin: Twin) -> Iterator[Spec]:
+    """Expansions in which each kind of layer has W12, is expanded without it, and lets the up stream pass."""
+    layers = _expanded_layers(twin)
+    yield _expansion(twin, layers, Collaboration(layers, ("attn", "ffn")))
+    if twin.architecture.is_uniform:
+        return
+    yield _expansion(twin, layers, Collaboration())
+    others = _other_layers(twin, layers)
+    yield _expansion(twin, others, Collaboration(others[len(others) // 2 :], ("attn",)))
+
+
+def _expanded_layers(twin: Twin) -> tuple[int, ...]:
+    """All layers but one that has another of its kind, if there is one, and not the first."""
+    kinds = twin.kinds
+    left_out = [layer for layer in range(1, len(kinds)) if kinds.count(kinds[layer]) > 1]
+    return tuple(layer for layer in range(len(kinds)) if layer not in left_out[:1])
+
+
+def _other_layers(twin: Twin, layers: tuple[int, ...]) -> tuple[int, ...]:
+    """All layers but one of each kind of which none was left out; at least one."""
+    kinds, count = twin.architecture.kind_of_layer, twin.sizes.layers
+    passed = {kinds[layer] for layer in range(count) if layer not in layers}
+    left_out = {number: layer for layer, number in enumerate(kinds) if number not in passed}.values()
+    return tuple(layer for layer in range(count) if layer not in left_out) or (0,)
+
+
+def _expansion(twin: Twin, layers: tuple[int, ...], collaboration: Collaboration) -> Spec:
+    sizes = twin.sizes
     widths = Widths(2 * max(8, sizes.head_size), int(bool(sizes.key_value_heads)), INNER)
-    specs = build_specs(twin.architecture, sizes, widths, layers, Collaboration(layers, ("attn", "ffn")))
-    return specs | {"variant": "adapt", "dtype": None}
+    specs = build_specs(twin.architecture, sizes, widths, layers, collaboration)
+    return specs | {"variant": "adapt" if collaboration.layers else "preserve", "dtype": None}
 
 
 def expanded_twin(twin: Twin, specs: Spec) -> Any:
@@ -134,28 +185,34 @@ def head_part(model: Any) -> nn.Parameter | None:
     return found
 
 
-def _failures(twin: Twin, specs: Spec) -> Iterator[str]:
-    ids = token_ids(twin.stock.config)
+def _failures(twin: Twin, specs: Spec, *, in_short: bool) -> Iterator[str]:
+    """What does not hold of one expansion; in short without what another has shown of all."""
+    ids, expanded = token_ids(twin.stock.config), expanded_twin(twin, specs)
     for dtype in DTYPES:
-        base: Any = copy.deepcopy(twin.stock)
-        base = base.to(dtype=dtype)
-        expanded = expanded_twin(twin, specs).to(dtype=dtype)
-        yield from _differences(base, expanded, ids, str(dtype).removeprefix("torch."))
-    expanded = expanded_twin(twin, specs)
+        own = expanded if dtype == torch.float32 else expanded_twin(twin, specs).to(dtype)
+        given = twin.given[dtype]
+        if in_short and dtype != torch.float32:
+            given = replace(given, tokens=None)
+        yield from _differences(given, own, ids, str(dtype).removeprefix("torch."))
     expected = set(expansion_of(expanded))
     if {name for name, own in expanded.named_parameters() if own.requires_grad} != expected:
         yield "other tensors than the new ones train"
-    yield from _dead_parts(expanded, ids, set() if twin.architecture.enters == "embedding" else {0})
+    if not in_short:
+        yield from _dead_parts(expanded, ids)
+    yield from _without_gradient(expanded, ids, specs)
 
 
-def _differences(base: Any, expanded: Any, ids: Tensor, dtype: str) -> Iterator[str]:
-    for rows in (ids, ids[:1, :7]):
-        found = [_logits(model, rows) for model in (base, expanded)]
-        if not torch.equal(*found):
-            yield f"logits of {len(rows)} rows in {dtype} differ by {float((found[0] - found[1]).abs().max()):.1e}"
-    tokens = _generated(base, ids)
-    if tokens is not None and not torch.equal(tokens, expanded.generate(ids, **_options(base))):
+def _differences(given: Given, expanded: Any, ids: Tensor, dtype: str) -> Iterator[str]:
+    for base, found in zip(given.logits, _both_logits(expanded, ids), strict=True):
+        if not torch.equal(base, found):
+            yield f"logits of {len(base)} rows in {dtype} differ by {float((base - found).abs().max()):.1e}"
+    if given.tokens is not None and not torch.equal(given.tokens, expanded.generate(ids, **GENERATE)):
         yield f"cached generation in {dtype} gives other tokens"
+
+
+def _both_logits(model: Any, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Of two rows, and of a shorter one alone: kernels are chosen by shapes."""
+    return _logits(model, ids), _logits(model, ids[:1, :7])
 
 
 @torch.no_grad()
@@ -167,33 +224,40 @@ def _logits(model: Any, ids: Tensor) -> Tensor:
 def _generated(model: Any, ids: Tensor) -> Tensor | None:
     """What a stock model generates; None where it cannot, and then no expanded one has to."""
     try:
-        found: Tensor = model.generate(ids, **_options(model))
+        found: Tensor = model.generate(ids, **GENERATE)
     except Exception:
         return None
     return found
 
 
-def _options(model: Any) -> dict[str, Any]:
-    return {"max_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-
-
-def _dead_parts(model: Any, ids: Tensor, without_stream: set[int]) -> Iterator[str]:
-    """Parts that change nothing, or learn nothing, once nothing is zero any more."""
-    head = head_part(model)
-    w12 = [own for name, own in expansion_of(model).items() if name.endswith(".w12")]
-    groups = {"W12": w12, "the head": [] if head is None else [head]}
-    for title, parameters in groups.items():
+def _dead_parts(model: Any, ids: Tensor) -> Iterator[str]:
+    """Parts that change nothing as soon as they are not zero."""
+    for title, parameters in _zeros(model).items():
         before = _logits(model, ids)
         with torch.no_grad():
             for own in parameters:
                 own.normal_(0, SPREAD / 4)
         if torch.equal(_logits(model, ids), before):
             yield f"{title}: changes nothing"
+
+
+def _zeros(model: Any) -> dict[str, list[nn.Parameter]]:
+    """Parts that begin as zeros."""
+    head = head_part(model)
+    w12 = [own for name, own in expansion_of(model).items() if name.endswith(".w12")]
+    return {"W12": w12, "the head": [] if head is None else [head]}
+
+
+def _without_gradient(model: Any, ids: Tensor, specs: Spec) -> Iterator[str]:
+    """New tensors that get none when nothing is zero, but where an up stream of zeros enters; frozen ones that do."""
+    with torch.no_grad():
+        for own in (own for parameters in _zeros(model).values() for own in parameters):
+            own.normal_(0, SPREAD / 4)
     model(input_ids=ids, use_cache=False).logits.float().pow(2).mean().backward()
-    layers = f"{model.config.scale_surgery['layers']}."
+    is_entered = any(spec["kind"] == "embedding" for spec in specs["model"].values())
+    idle = "" if is_entered else f".{specs['layers']}.{specs['expanded_layers'][0]}."
     for name, own in expansion_of(model).items():
-        number = f".{name}".rpartition(f".{layers}")[2].partition(".")[0]
-        is_idle = number.isdecimal() and int(number) in without_stream
+        is_idle = bool(idle) and idle in f".{name}"
         if not is_idle and (own.grad is None or not own.grad.any()):
             yield f"{name}: gets no gradient"
     if frozen := [name for name, own in model.named_parameters() if own.grad is not None and not own.requires_grad]:

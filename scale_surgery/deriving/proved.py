@@ -29,7 +29,7 @@ class Attempt:
         yield from (Attempt(real, twin) for real, twin in pairs if real is not None and twin is not None)
 
 
-def prove(architecture: Architecture, twin: Twin) -> Architecture:
+def prove(architecture: Architecture, twin: Twin) -> tuple[Architecture, Twin]:
     """Find the strongest treatment of all blocks with which an expansion of a twin keeps its promises.
 
     Args:
@@ -37,7 +37,7 @@ def prove(architecture: Architecture, twin: Twin) -> Architecture:
         twin: Its twin, with the same facts in its numbers.
 
     Returns:
-        The facts that were proved, with the numbers of the real model.
+        The facts that were proved, with the numbers of the real model, and the twin with the same in its own.
 
     Raises:
         UnsupportedFamilyError: If none is proved; the first failure is named.
@@ -46,9 +46,10 @@ def prove(architecture: Architecture, twin: Twin) -> Architecture:
     while waiting and len(seen) < MOST_TRIES:
         attempt = waiting.pop(0)
         seen.append(attempt)
-        failure = failure_of(replace(twin, architecture=attempt.twin))
+        own = replace(twin, architecture=attempt.twin)
+        failure = failure_of(own)
         if failure is None:
-            return attempt.real
+            return attempt.real, own
         first = first or failure
         waiting += [one for one in attempt.weakened() if one not in seen and one not in waiting]
     raise UnsupportedFamilyError(

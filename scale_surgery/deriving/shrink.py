@@ -6,33 +6,145 @@ of how the model is made, and not because two of its sizes happen to be equal.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import replace
-from typing import Any
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from scale_surgery.deriving.build import Place, build, build_twin, find_place, read, text_config, token_ids
-from scale_surgery.deriving.small_values import Real, Values, Way, shrink_values, ways
+from scale_surgery.deriving.small_values import Values, Way, is_per_layer, shrink_values, ways
 from scale_surgery.errors import UnsupportedFamilyError
 
 LEAST_LAYERS = 3
+# a twin of more layers costs seconds, and need not have all that lie below the first of some kind
+MOST_IN_A_ROW = 5
 MOST_PARAMETERS = 16_000_000
+# attributes that number layers or modules
+COUNTS = re.compile(r"(^|_)(idx|id|index|number|seed)$")
+# what torch says of strides that its grouped products do not take
+KERNEL = "multiple of"
+PLAIN = (str, bool, int, float, type(None))
 
 
-def signatures(model: PreTrainedModel, place: Place) -> list[tuple[Any, ...]]:
-    """Say of each layer what it is made of: its modules, their classes and parameters, and its type in the config."""
+class Form(NamedTuple):
+    """What a layer is made of, and what its modules are told, in values that can be compared."""
+
+    made_of: tuple[Any, ...]
+    settings: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Real:
+    """What the twins are to resemble.
+
+    Attributes:
+        config: The user's config.
+        model: Its model, on the meta device.
+        place: Where its layers are.
+        forms: Of each layer what it is made of.
+        kinds: Of each layer the number of the first that is made as it and told the same.
+        chosen: Layers that show every kind, the twins' layers in their order.
+    """
+
+    config: PreTrainedConfig
+    model: PreTrainedModel
+    place: Place
+    forms: Sequence[Form]
+    kinds: tuple[int, ...]
+    chosen: tuple[int, ...]
+
+    @property
+    def depth(self) -> int:
+        """Number of layers of a twin."""
+        return len(self.chosen)
+
+    @property
+    def twin_kinds(self) -> tuple[int, ...]:
+        """Of each layer of a twin the number of its first that is of the same kind."""
+        shown = [self.kinds[layer] for layer in self.chosen]
+        return tuple(map(shown.index, shown))
+
+    @property
+    def shown(self) -> dict[int, int]:
+        """The first layer of each kind by its number in a twin, with its number in the model."""
+        return {number: self.chosen[number] for number in dict.fromkeys(self.twin_kinds)}
+
+    @property
+    def dimensions(self) -> set[int]:
+        """All sizes of parameters."""
+        return {size for own in self.model.parameters() for size in own.shape}
+
+
+def resemblance(config: PreTrainedConfig, model: PreTrainedModel, place: Place) -> Real:
+    """Say what the twins of a model are to resemble: its first layers, so many that every kind of layer is shown.
+
+    One kind is shown twice where that is possible: what passes by a layer can be proved beside what goes through it.
+
+    Args:
+        config: The user's config.
+        model: Its model, on the meta device.
+        place: Where its layers are.
+    """
+    forms, values = layer_forms(model, place), text_config(config).to_dict()
+    lists = [value for key, value in values.items() if is_per_layer(key, value, place.count)]
+    found = [(form, [_sort(own[layer]) for own in lists]) for layer, form in enumerate(forms)]
+    kinds = tuple(map(found.index, found))
+    depth = max(LEAST_LAYERS, max(kinds) + 1)
+    depth += len(set(kinds[:depth])) == depth
+    return Real(config, model, place, forms, kinds, tuple(range(min(place.count, depth))))
+
+
+def selected(real: Real) -> Real | None:
+    """The same with a few layers of each kind in place of all the first, where some kind comes late; else None."""
+    if real.depth <= MOST_IN_A_ROW:
+        return None
+    first = sorted(set(real.kinds))
+    more = [layer for layer in range(real.place.count) if layer not in first]
+    missing = max(LEAST_LAYERS - len(first), 1)
+    return replace(real, chosen=tuple(sorted([*first, *more[:missing]])))
+
+
+def layer_forms(model: PreTrainedModel, place: Place) -> list[Form]:
+    """Say of each layer what it is made of, and what its modules are told.
+
+    Args:
+        model: A model.
+        place: Where its layers are.
+    """
     types = read(text_config(model), "layer_types") or [None] * place.count
     layers = model.get_submodule(place.path)
     return [
-        (
-            types[i] if i < len(types) else None,
-            *((name, type(own).__name__) for name, own in layer.named_modules() if not _is_numbered(name)),
-            *(name for name, _ in layer.named_parameters() if not _is_numbered(name)),
-        )
+        Form(_made_of(layer, types[i] if i < len(types) else None), _settings(layer))
         for i, layer in enumerate(layers.children())
     ]
+
+
+def _made_of(layer: nn.Module, layer_type: str | None) -> tuple[Any, ...]:
+    """Its modules, their classes and parameters, and its type in the config."""
+    modules = ((name, type(own).__name__) for name, own in layer.named_modules() if not _is_numbered(name))
+    return layer_type, *modules, *(name for name, _ in layer.named_parameters() if not _is_numbered(name))
+
+
+def _settings(layer: nn.Module) -> tuple[tuple[str, str, Any], ...]:
+    """What its modules keep in plain attributes, such as whether positions turn queries; no numbers."""
+    modules = ((name, own) for name, own in layer.named_modules() if not _is_numbered(name))
+    return tuple(
+        (name, key, _sort(value))
+        for name, module in modules
+        for key, value in vars(module).items()
+        if isinstance(value, PLAIN) and not key.startswith("_") and not COUNTS.search(key)
+    )
+
+
+def _sort(value: Any) -> Any:
+    """Of which sort a value is: a word as it is, a number by whether it is zero."""
+    if isinstance(value, str):
+        return None if re.search(r"\d", value) else value
+    return bool(value) if isinstance(value, PLAIN) else None
 
 
 def _is_numbered(name: str) -> bool:
@@ -40,15 +152,8 @@ def _is_numbered(name: str) -> bool:
     return any(part.isdigit() and part != "0" for part in name.split("."))
 
 
-def least_depth(model: PreTrainedModel, place: Place) -> int:
-    """Count the first layers that show every kind of layer, at least three."""
-    found = signatures(model, place)
-    last_new = max(found.index(own) for own in found)
-    return min(place.count, max(LEAST_LAYERS, last_new + 1))
-
-
 def shrink(real: Real) -> tuple[PreTrainedConfig, PreTrainedConfig]:
-    """Make the configs of two tiny twins.
+    """Make the configs of two tiny twins, all of whose sizes differ.
 
     Args:
         real: What they are to resemble.
@@ -60,26 +165,27 @@ def shrink(real: Real) -> tuple[PreTrainedConfig, PreTrainedConfig]:
         UnsupportedFamilyError: If no way leads to a model that runs; the message says what went wrong in the last.
     """
     first, way = _shrink(real, ways(0))
-    # what does not do for one twin hardly does for the other
-    second, _ = _shrink(real, (replace(way, scale=1), *ways(1)))
+    # in the way of the first, most of them, and none is tried in vain
+    second, _ = _shrink(real, [replace(way, scale=1), *ways(1)])
     return first, second
 
 
 def _shrink(real: Real, tried: Iterable[Way]) -> tuple[PreTrainedConfig, Way]:
     """The first config whose model runs, and the way in which it was made."""
-    problem, scale, known = "", 0, set[str]()
+    problem, way, known = "", Way(), set[str]()
     for way in tried:
-        values, scale = shrink_values(real, way), way.scale
-        # many ways differ in what this config has not
-        if (text := repr(values)) in known:
+        values = shrink_values(real, way)
+        # many ways differ in what this config has not; where a kernel wants sizes that its vectors divide, others are
+        # tried in vain
+        if (text := repr(values)) in known or not (way.is_round or KERNEL not in problem):
             continue
         known.add(text)
         config, problem = _attempt(real, values)
         if config is not None:
             return config, way
-    config = _repair(real, Way(scale))
+    config = _repair(real, Way(way.scale))
     if config is not None:
-        return config, Way(scale)
+        return config, Way(way.scale)
     raise UnsupportedFamilyError(
         f"config.json: no small twin of {real.config.model_type!r} could be built and run: {problem}. "
         "Facts are derived from one; is this config complete?"
@@ -101,9 +207,9 @@ def _problem(real: Real, config: PreTrainedConfig) -> str | None:
         model = build(config)
     place = find_place(model)
     if sum(own.numel() for own in (*model.parameters(), *model.buffers())) > MOST_PARAMETERS:
-        return "it would be large"
-    if place is None or signatures(model, place) != signatures(real.model, real.place)[: real.depth]:
-        return "its layers are not of the same kinds"
+        return f"it would be large: layer {max(real.kinds)} is the first of its kind, and it has {real.depth} layers"
+    if (layer := _other_layer(real, model, place)) is not None:
+        return f"it has none that is made as layer {layer}"
     twin: Any = build_twin(config)
     # some kernels of half precision want sizes that their vectors divide
     for dtype in (torch.float32, torch.bfloat16):
@@ -112,6 +218,16 @@ def _problem(real: Real, config: PreTrainedConfig) -> str | None:
         if not torch.isfinite(logits).all():
             return "its logits are not finite"
     return None
+
+
+def _other_layer(real: Real, model: PreTrainedModel, place: Place | None) -> int | None:
+    """The first layer that a twin has in another form, or like one of another kind; None where it has all."""
+    if place is None or place.count != real.depth:
+        return real.chosen[-1]
+    made, wanted = layer_forms(model, place), [real.forms[layer] for layer in real.chosen]
+    alike = [wanted[made.index(own)] for own in made]
+    places = zip(real.chosen, made, alike, wanted, strict=True)
+    return next((layer for layer, own, like, form in places if own.made_of != form.made_of or like != form), None)
 
 
 def _repair(real: Real, way: Way) -> PreTrainedConfig | None:

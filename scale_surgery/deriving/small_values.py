@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
-from scale_surgery.deriving.build import Place, read, text_config
+from scale_surgery.deriving.build import read, text_config
+
+if TYPE_CHECKING:
+    from scale_surgery.deriving.shrink import Real
 
 Values = dict[str, Any]
 
@@ -52,29 +55,8 @@ STATE = re.compile(r"state(_size)?$")
 WINDOW = re.compile(r"(?<!max_)window(?!_layers|_pattern)|chunk")
 INNER = re.compile(r"intermediate|ffn|inner|ff_dim|dff|dim_ff|feed_forward")
 POSITIONS = re.compile(r"positions?(_embeddings)?$|max_seq_len|max_length|n_ctx|context_length")
+LAYER = re.compile(r"layer|first|last|start|(^|_)end|offset")
 TOKEN = re.compile(r"token(_id|_index)$|_id$")
-
-
-@dataclass(frozen=True)
-class Real:
-    """What the twins are to resemble.
-
-    Attributes:
-        config: The user's config.
-        model: Its model, on the meta device.
-        place: Where its layers are.
-        depth: So many of the first layers show every kind of layer.
-    """
-
-    config: PreTrainedConfig
-    model: PreTrainedModel
-    place: Place
-    depth: int
-
-    @property
-    def dimensions(self) -> set[int]:
-        """All sizes of parameters."""
-        return {size for own in self.model.parameters() for size in own.shape}
 
 
 @dataclass(frozen=True)
@@ -133,26 +115,33 @@ def shrink_values(real: Real, way: Way) -> Values:
         if part is text:
             values[key] = _shrink_text(real, way, value, part)
         elif isinstance(part, PreTrainedConfig):
-            values[key] = _Shrinking(real, way, part, dict(value)).all(others_depth=2)
+            values[key] = _Shrinking(real, way, part, dict(value), (0, 1)).all()
         elif TOKEN.search(key) and isinstance(value, int):
             values[key] = value % 40 + 3
     return values
 
 
 def _shrink_text(real: Real, way: Way, values: Values, config: PreTrainedConfig) -> Values:
-    return _Shrinking(real, way, config, dict(values)).all()
+    return _Shrinking(real, way, config, dict(values), real.chosen).all()
+
+
+def is_per_layer(key: str, value: Any, layers: int) -> bool:
+    """Whether a value of a config is a list of one entry for each of so many layers."""
+    is_long = isinstance(value, (list, tuple)) and len(value) >= layers
+    return is_long and not TOKEN.search(key) and ("rope" not in key or "layer" in key)
 
 
 class _Shrinking:
     """One config on its way to being small."""
 
-    def __init__(self, real: Real, way: Way, config: PreTrainedConfig, values: Values) -> None:
+    def __init__(self, real: Real, way: Way, config: PreTrainedConfig, values: Values, shown: tuple[int, ...]) -> None:
         self.real, self.way, self.values, self.config = real, way, values, config
         self.names = dict(config.attribute_map)
         common = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
         self.old = {name: self._old(name) for name in common}
         self.others, self.given = iter(way.sizes.others), dict[Any, int]()
         self.dimensions, self.layers = real.dimensions, real.place.count
+        self.shown = tuple(own for own in shown if own < self.layers)
         self.heads, self.groups = self._new_heads()
         self.hidden = way.sizes.hidden if self._is_hidden_free() else self.heads * self._head_size()
 
@@ -184,37 +173,43 @@ class _Shrinking:
         is_text = self.config is text_config(self.real.config)
         return share if self.way.keeps_share and is_text and share else self.way.sizes.head
 
-    def all(self, others_depth: int | None = None) -> Values:
+    def all(self) -> Values:
         """The values, made small."""
-        depth = min(others_depth or self.real.depth, self.layers)
         for key, value in self.values.items():
-            self.values[key] = self._small(key, value, depth)
+            self.values[key] = self._small(key, value)
         self._fit_products()
         return self.values
 
-    def _small(self, key: str, value: Any, depth: int) -> Any:
+    def _small(self, key: str, value: Any) -> Any:
         if isinstance(value, dict):
-            return value if "rope" in key else self._small_dict(value, depth)
+            return value if "rope" in key else self._small_dict(value)
         if isinstance(value, (list, tuple)):
-            return self._small_list(key, list(value), depth)
+            return self._small_list(key, list(value))
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             return value
-        return self._number(key, value, depth)
+        return self._number(key, value)
 
-    def _small_dict(self, value: Values, depth: int) -> Values:
-        """What is said of single layers is left out for those that are not there."""
-        there = {own: other for own, other in value.items() if not str(own).isdigit() or int(own) < depth}
-        return {own: self._small(str(own), other, depth) for own, other in there.items()}
+    def _small_dict(self, value: Values) -> Values:
+        """What is said of single layers is said of those that are shown."""
+        there = {own: other for own, other in value.items() if not str(own).isdigit() or int(own) in self.shown}
+        return {
+            type(own)(self.shown.index(int(own))) if str(own).isdigit() else own: self._small(str(own), other)
+            for own, other in there.items()
+        }
 
-    def _small_list(self, key: str, value: list[Any], depth: int) -> list[Any]:
-        """A list of one entry a layer ends with the last layer; a list of layers names those that are left."""
+    def _small_list(self, key: str, value: list[Any]) -> list[Any]:
+        """A list of one entry a layer has those of the layers that are shown; a list of layers names these."""
         if TOKEN.search(key):
             return [min(2, own) if isinstance(own, int) else own for own in value]
-        if len(value) >= self.layers and "rope" not in key:
-            return [self._small(key, own, depth) if self._is_size(key, own) else own for own in value[:depth]]
+        if is_per_layer(key, value, self.layers):
+            shown = [value[layer] for layer in self.shown]
+            return [self._small(key, own) if self._is_size(key, own) else own for own in shown]
         if re.search("layer|idx|ids", key):
-            return [own for own in value if not isinstance(own, int) or own < depth]
+            return [self._renumbered(own) for own in value if type(own) is not int or own < 0 or own in self.shown]
         return value
+
+    def _renumbered(self, layer: Any) -> Any:
+        return self.shown.index(layer) if type(layer) is int and layer >= 0 else layer
 
     @staticmethod
     def _is_size(key: str, value: Any) -> bool:
@@ -222,14 +217,14 @@ class _Shrinking:
             isinstance(value, int) and not isinstance(value, bool) and value > 1 and "layer" not in key.split("_per")[0]
         )
 
-    def _number(self, key: str, value: int, depth: int) -> int:
-        for rule in (self._token, self._depth, self._stream, self._expert, self._head, self._limit):
-            found = rule(key, value, depth)
+    def _number(self, key: str, value: int) -> int:
+        for rule in (self._token, self._layer, self._depth, self._stream, self._expert, self._head, self._limit):
+            found = rule(key, value)
             if found is not None:
                 return found
         return self._other(key, value)
 
-    def _token(self, key: str, value: int, depth: int) -> int | None:
+    def _token(self, key: str, value: int) -> int | None:
         if TOKEN.search(key):
             names = [name for name in self.values if TOKEN.search(name)]
             return names.index(key) if key in names else len(names)
@@ -237,19 +232,33 @@ class _Shrinking:
             return self.way.sizes.vocabulary
         return None
 
-    def _depth(self, key: str, value: int, depth: int) -> int | None:
-        if self.config is not text_config(self.real.config):
-            return min(value, depth) if re.search("layers?$|blocks?$|depth$", key) else None
-        is_count = re.search("layers?$|blocks?$|layers_per_stack", key) and value % self.layers == 0
-        return depth * (value // self.layers) if is_count else None
+    def _layer(self, key: str, value: int) -> int | None:
+        """The number of a layer that is shown at another place, or a number of last layers, counted among them."""
+        if not LAYER.search(key) or HEADS.search(key):
+            return None
+        # or that of the last before one, where a range ends
+        for layer in (value, value + 1):
+            if layer in self.shown:
+                moved = self.shown.index(layer) - (layer - value)
+                return moved if moved != value else None
+        start = self.layers - value
+        # the number of all layers is none of these
+        is_count = "layers" in key and start > 0 and start in self.shown
+        return sum(layer >= start for layer in self.shown) if is_count else None
 
-    def _stream(self, key: str, value: int, depth: int) -> int | None:
+    def _depth(self, key: str, value: int) -> int | None:
+        if self.config is not text_config(self.real.config):
+            return min(value, len(self.shown)) if re.search("layers?$|blocks?$|depth$", key) else None
+        is_count = re.search("layers?$|blocks?$|layers_per_stack", key) and value % self.layers == 0
+        return len(self.shown) * (value // self.layers) if is_count else None
+
+    def _stream(self, key: str, value: int) -> int | None:
         if key == self._key("hidden_size"):
             return self.hidden
         is_inner = INNER.search(key)
         return self.hidden if value == self.old["hidden_size"] and not is_inner and value > 64 else None
 
-    def _expert(self, key: str, value: int, depth: int) -> int | None:
+    def _expert(self, key: str, value: int) -> int | None:
         if re.search("experts_per|moe_k$|moe_top_?k$|top_k_experts|shared_experts$", key):
             return min(value, 2)
         if re.search("topk_group$", key):
@@ -258,7 +267,7 @@ class _Shrinking:
             return min(value, 2)
         return min(value, self.way.sizes.experts) if re.search("experts$|expert_num$", key) else None
 
-    def _head(self, key: str, value: int, depth: int) -> int | None:
+    def _head(self, key: str, value: int) -> int | None:
         if HEAD_SIZE.search(key):
             return value if self.way.keeps_heads or value <= 16 else self.way.sizes.head
         if not HEADS.search(key):
@@ -268,7 +277,7 @@ class _Shrinking:
             return self.heads
         return self.groups if value == groups else max(1, value * self.heads // (heads or value))
 
-    def _limit(self, key: str, value: int, depth: int) -> int | None:
+    def _limit(self, key: str, value: int) -> int | None:
         """What bounds something, and is no size of a parameter."""
         if STATE.search(key):
             return min(value, 8 if self.way.scale == 0 else 16)

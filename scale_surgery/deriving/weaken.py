@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from scale_surgery.planning.architecture import STREAMS, Architecture, Block, Kind, Linear
 
+STRENGTH = ("split", "edges", "block")
 NOT_PROVED = "the stronger treatment did not pass its proof on a twin"
 
 
@@ -35,9 +36,8 @@ def _can_be_by_head(linear: Linear) -> bool:
 
 def _edges(block: Block, reason: str) -> Block:
     """Only what reads or writes the residual stream; nothing is said any more about what lies between."""
-    return Block(
-        block.name, block.kind, block.group, "edges", reason, tuple(map(_edge, block.linears)), mute=block.mute
-    )
+    linears = tuple(map(_edge, block.linears))
+    return Block(block.name, block.kind, block.group, "edges", reason, linears, mute=block.mute, norm=block.norm)
 
 
 def _edge(linear: Linear) -> Linear:
@@ -56,7 +56,10 @@ def weaker(architecture: Architecture, kind: str, reason: str = NOT_PROVED) -> A
     Returns:
         The architecture; None where these blocks have no weaker treatment.
     """
-    kinds = tuple(_weaker_kind(own, kind, reason) for own in architecture.kinds)
+    blocks = [block for own in architecture.kinds for block in own.blocks if block.kind == kind]
+    # what is treated in a weaker way already in some layers waits for the others
+    strongest = min((STRENGTH.index(block.treatment) for block in blocks), default=0)
+    kinds = tuple(_weaker_kind(own, kind, STRENGTH[strongest], reason) for own in architecture.kinds)
     if None in kinds or kinds == architecture.kinds:
         return None
     return replace(architecture, kinds=kinds)  # type: ignore[arg-type]
@@ -69,6 +72,7 @@ def hooked(architecture: Architecture) -> Architecture | None:
     return replace(architecture, enters="hook", padded=(), first_norms=())
 
 
-def _weaker_kind(own: Kind, kind: str, reason: str) -> Kind | None:
-    blocks = [weaker_block(block, reason) if block.kind == kind else block for block in own.blocks]
+def _weaker_kind(own: Kind, kind: str, treatment: str, reason: str) -> Kind | None:
+    asked = [block.kind == kind and block.treatment == treatment for block in own.blocks]
+    blocks = [weaker_block(block, reason) if is_it else block for is_it, block in zip(asked, own.blocks, strict=True)]
     return None if None in blocks else replace(own, blocks=tuple(block for block in blocks if block))

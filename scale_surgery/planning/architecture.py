@@ -143,6 +143,7 @@ class Block:
             query_features.
         config: The same of what it reads from its config.
         mute: Names of tensors in memory, inside the layer and `numberless`: if they are zero, the block adds nothing.
+        norm: Norm of the layer whose output it reads; empty where it reads the residual stream as it is.
     """
 
     name: str
@@ -160,6 +161,7 @@ class Block:
     attributes: Mapping[str, str] = field(default_factory=dict)
     config: Mapping[str, str] = field(default_factory=dict)
     mute: tuple[str, ...] = ()
+    norm: str = ""
 
     @property
     def queries_per_key_value(self) -> int:

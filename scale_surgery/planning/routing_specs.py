@@ -97,7 +97,7 @@ def build_routing(
                 block.name: _attention(block, widths, keeps_up=keeps_up) for block in kind.blocks if block.query_heads
             },
         }
-        for kind, own in zip(architecture.kinds, specs.get("kinds", [specs]), strict=True)
+        for kind, own in zip(_kinds_of(architecture, specs), specs.get("kinds", [specs]), strict=True)
     ]
     return router_settings(routing) | {
         "softcap": softcap,
@@ -107,6 +107,12 @@ def build_routing(
         "last": {final: {} if final in specs["model"] else _stock()},
         **({"kinds": kinds} if "kinds" in specs else kinds[0]),
     }
+
+
+def _kinds_of(architecture: Architecture, specs: Mapping[str, Any]) -> list[Kind]:
+    """The kind of layer of which each part of the specifications speaks."""
+    numbers = specs.get("kind_of_layer", (0,))
+    return [architecture.kind(numbers.index(number)) for number in sorted(set(numbers))]
 
 
 def path_problems(architecture: Architecture, fork: int | None) -> list[str]:

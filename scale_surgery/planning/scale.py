@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 
 from scale_surgery.errors import PlanError
 from scale_surgery.fields import Range
-from scale_surgery.planning.architecture import Kind, Sizes
+from scale_surgery.planning.architecture import Block, Kind, Sizes
 from scale_surgery.planning.base import Base
+from scale_surgery.planning.collaboration import resolve_collaboration
 from scale_surgery.planning.method import Method, Resolved
 from scale_surgery.planning.selection import format_layers, select_layers
-from scale_surgery.planning.specs import Collaboration, NewTensor, Spec, Widths, build_specs, new_tensors
+from scale_surgery.planning.specs import NewTensor, Spec, Widths, build_specs, new_tensors
 from scale_surgery.planning.tensors import TensorPlan
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ class Scale(Method):
         widths = _resolve_widths(sizes, request)
         problems += _width_problems(sizes, request, widths)
         problems += _sealed_layers(base, layers, widths)
-        collaboration, found = _resolve_collaboration(sizes, request, layers, widths)
+        collaboration, found = resolve_collaboration(base.architecture, request, layers, widths)
         problems += found
         if problems:
             raise PlanError.from_problems(problems)
@@ -162,10 +163,18 @@ def idle_tensors(plan: Plan) -> tuple[TensorPlan, ...]:
     styles = {norm.style for norm in (*kind.pre_norms, *kind.post_norms)}
     if (first == 0 and plan.architecture.enters == "embedding") or not plan.widths.up_width or "layer" in styles:
         return ()
-    readers = [linear.name for linear in kind.blocks[0].linears if linear.reads == "residual"]
+    reading = _first_blocks(kind)
+    readers = [linear.name for block in reading for linear in block.linears if linear.reads == "residual"]
     blocks = {f".{first}.{name}.{block}" for name in readers for block in ("w12", "w22")}
-    blocks |= {f".{first}.{norm.name}.up_weight" for norm in kind.pre_norms[:1]}
+    blocks |= {f".{first}.{block.name}.w22" for block in reading if block.treatment == "block"}
+    blocks |= {f".{first}.{norm.name}.up_weight" for norm in kind.pre_norms if norm.name == kind.blocks[0].norm}
     return tuple(tensor for tensor in plan.tensors if tensor.name.endswith(tuple(blocks)))
+
+
+def _first_blocks(kind: Kind) -> list[Block]:
+    """The blocks that read what enters a layer: the first, and those that read the same norm."""
+    first = kind.blocks[0]
+    return [first, *(block for block in kind.blocks[1:] if block.norm and block.norm == first.norm)]
 
 
 def _resolve_widths(sizes: Sizes, request: Request) -> Widths:
@@ -236,13 +245,17 @@ def _width_problems(sizes: Sizes, request: Request, widths: Widths) -> list[str]
 
 
 def _sealed_layers(base: Base, layers: tuple[int, ...], widths: Widths) -> list[str]:
-    """Without an up stream only heads and inner features can be added, and a layer may have neither."""
-    if widths.up_width or not any(asdict(widths).values()):
+    """Layers that would get nothing, for want of heads and inner features, or of an MLP beside blocks that stay."""
+    if not any(asdict(widths).values()):
         return []
-    architecture = base.architecture
-    closed = tuple(layer for layer in layers if not _is_open(architecture.kind(layer), widths))
+    closed = tuple(layer for layer in layers if not _is_open(base.architecture.kind(layer), widths))
     if not closed:
         return []
+    if widths.up_width:
+        return [
+            f"--up-inner-width is 0: all of layers {format_layers(closed)} stays as it is, as mixtures do, and beside "
+            "it there is nothing to add. Give an --up-inner-width, or other --layers."
+        ]
     return [
         f"--up-width is 0: layers {format_layers(closed)} have neither attention that can be given new heads nor an "
         "MLP that can be made wider, so there is nothing to add. Give an --up-width, or other --layers."
@@ -250,80 +263,8 @@ def _sealed_layers(base: Base, layers: tuple[int, ...], widths: Widths) -> list[
 
 
 def _is_open(kind: Kind, widths: Widths) -> bool:
+    if widths.up_width:
+        return bool(widths.up_inner_width) or any(block.treatment != "block" for block in kind.blocks)
     return any(
         (block.query_heads and widths.up_kv_heads) or (block.inner and widths.up_inner_width) for block in kind.blocks
     )
-
-
-def _resolve_collaboration(
-    sizes: Sizes, request: Request, layers: tuple[int, ...], widths: Widths
-) -> tuple[Collaboration, list[str]]:
-    if request.variant == "preserve":
-        return Collaboration((), ()), _preserve_problems(request, widths)
-    problems: list[str] = []
-    chosen = layers
-    if request.collaborative_layers is not None:
-        try:
-            chosen = select_layers(request.collaborative_layers, sizes.layers, "--collaborative-layers")
-        except PlanError as error:
-            problems.append(str(error))
-    groups = _resolve_groups(request, widths)
-    outside = sorted(set(chosen) - set(layers))
-    if layers and outside:
-        problems.append(
-            f"--collaborative-layers {request.collaborative_layers}: {', '.join(map(str, outside))} not among the "
-            f"expanded layers, which are {format_layers(layers)}. Choose among those, or add to --layers."
-        )
-    problems += _sealed_problems(layers, chosen, groups, widths)
-    return Collaboration(chosen, groups), problems
-
-
-def _resolve_groups(request: Request, widths: Widths) -> tuple[str, ...]:
-    if request.collaborate == "both":
-        return ("attn", "ffn")
-    if request.collaborate is not None:
-        return (request.collaborate,)
-    if widths.up_width:
-        return ("attn",)
-    # without an up stream W12 is the only way out of what is added
-    return _needed_groups(widths)
-
-
-def _needed_groups(widths: Widths) -> tuple[str, ...]:
-    return (("attn",) if widths.up_kv_heads else ()) + (("ffn",) if widths.up_inner_width else ())
-
-
-def _preserve_problems(request: Request, widths: Widths) -> list[str]:
-    problems = []
-    if widths.up_width == 0:
-        problems.append(
-            "--up-width is 0 with --variant preserve: without an up stream, W12 is the only way out of the new "
-            "heads and the new inner features, and preserve has none. Use --variant adapt, or an --up-width."
-        )
-    for option, value in (
-        ("--collaborative-layers", request.collaborative_layers),
-        ("--collaborate", request.collaborate),
-    ):
-        if value is not None:
-            problems.append(f"{option} {value} with --variant preserve: it has no W12. Use --variant adapt.")
-    return problems
-
-
-def _sealed_problems(
-    layers: tuple[int, ...], chosen: tuple[int, ...], groups: tuple[str, ...], widths: Widths
-) -> list[str]:
-    if widths.up_width:
-        return []
-    problems = []
-    if set(layers) - set(chosen):
-        problems.append(
-            f"--up-width is 0: --collaborative-layers names {format_layers(chosen)}, expected every expanded layer, "
-            f"{format_layers(layers)}. Leave the option out."
-        )
-    missing = [group for group in _needed_groups(widths) if group not in groups]
-    if missing:
-        problems.append(
-            f"--up-width is 0 and --collaborate leaves out {' and '.join(missing)}: what is added there would have "
-            "no way out. Use --collaborate both, or add nothing there."
-        )
-    return problems

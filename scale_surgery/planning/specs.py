@@ -186,8 +186,8 @@ def build_specs(
     Returns:
         The module specifications as plain JSON values; where layers are of several kinds, a list of those of each.
     """
-    kinds = [_kind_specs(kind, sizes, widths, has_w12=bool(collaboration.layers)) for kind in architecture.kinds]
-    several = {"kinds": kinds, "kind_of_layer": list(architecture.kind_of_layer)}
+    kinds, kind_of_layer = _layer_kinds(architecture, sizes, widths, layers, collaboration)
+    several = {"kinds": kinds, "kind_of_layer": kind_of_layer}
     return {
         "format": FORMAT,
         "base_model": architecture.base_model,
@@ -200,6 +200,22 @@ def build_specs(
         **(kinds[0] if len(kinds) == 1 else several),
         **({"enter": "hook"} if architecture.enters == "hook" and widths.up_width else {}),
     }
+
+
+def _layer_kinds(
+    architecture: Architecture, sizes: Sizes, widths: Widths, layers: tuple[int, ...], collaboration: Collaboration
+) -> tuple[list[Spec], list[int]]:
+    """What is said of layers of each kind, and which of it of each layer: those of one kind may have W12 or not."""
+    w12 = dict.fromkeys(layers, ()) | dict.fromkeys(collaboration.layers, collaboration.groups)
+    # of a layer that is not expanded nothing is said that another of its kind does not say
+    asked = [(number, w12.get(layer, collaboration.groups)) for layer, number in enumerate(architecture.kind_of_layer)]
+    found: list[tuple[int, Spec]] = []
+    places: dict[tuple[int, tuple[str, ...]], int] = {}
+    for number, groups in sorted(set(asked)):
+        own = number, _kind_specs(architecture.kinds[number], sizes, widths, groups)
+        found += [own] * (own not in found)
+        places[number, groups] = found.index(own)
+    return [own for _, own in found], [places[key] for key in asked]
 
 
 def specs_of_layer(specs: Mapping[str, Any], layer: int) -> Mapping[str, Any]:
@@ -232,15 +248,16 @@ def _model_specs(architecture: Architecture, sizes: Sizes, up: int, *, is_embedd
     return specs | last | {name: {"kind": "padding", "up": up} for name in architecture.padded}
 
 
-def _kind_specs(kind: Kind, sizes: Sizes, widths: Widths, *, has_w12: bool) -> Spec:
+def _kind_specs(kind: Kind, sizes: Sizes, widths: Widths, groups: tuple[str, ...]) -> Spec:
     blocks = [_block_specs(block, sizes, widths) for block in kind.blocks]
     expanded: Spec = {name: spec for own in blocks for name, spec in own.items() if spec["kind"] in ("linear", "block")}
     if widths.up_width:
         norms = (*kind.pre_norms, *kind.post_norms)
         expanded |= {norm.name: _norm_spec(norm, sizes, sizes.hidden, widths.up_width) for norm in norms}
     expanded |= {name: spec for own in blocks for name, spec in own.items() if name not in expanded}
-    if widths.up_width and not has_w12:
-        expanded = {name: spec for name, spec in (expanded | _unread(kind, sizes)).items() if spec}
+    if widths.up_width:
+        idle = _unread(kind, sizes, widths, groups) | _unwritten(kind, sizes, widths)
+        expanded = {name: spec for name, spec in (expanded | idle).items() if spec}
     heads = [block for block in kind.blocks if block.query_heads] if widths.up_kv_heads else []
     attention = {block.name: _attention_spec(block, widths) for block in heads}
     return {
@@ -250,23 +267,40 @@ def _kind_specs(kind: Kind, sizes: Sizes, widths: Widths, *, has_w12: bool) -> S
     }
 
 
-def _unread(kind: Kind, sizes: Sizes) -> Spec:
-    """Where W12 does not exist, nothing inside a block of edges reads the up stream: nor do its norm and readers."""
-    if len(kind.pre_norms) != len(kind.blocks):
-        return {}
+def _unread(kind: Kind, sizes: Sizes, widths: Widths, groups: tuple[str, ...]) -> Spec:
+    """Norms whose up part nothing would read: they and what follows them see the base stream alone."""
     specs: Spec = {}
-    for norm, block in zip(kind.pre_norms, kind.blocks, strict=True):
-        if block.treatment == "edges":
+    for norm in kind.pre_norms:
+        readers = [block for block in kind.blocks if block.norm == norm.name]
+        if readers and not any(_reads_up(block, widths, has_w12=block.group in groups) for block in readers):
             specs[norm.name] = {"kind": "passing", "base": sizes.hidden, "up": 0}
-            specs |= {linear.name: {} for linear in block.linears if linear.reads == "residual"}
+            linears = (linear for block in readers for linear in block.linears)
+            specs |= {linear.name: {} for linear in linears if linear.reads == "residual"}
     return specs
+
+
+def _reads_up(block: Block, widths: Widths, *, has_w12: bool) -> bool:
+    """Whether anything in a block reads the up stream: W12 of its edges, or what makes new heads or inner features."""
+    if block.treatment == "block":
+        return bool(widths.up_inner_width)
+    linears = [linear_widths(block, linear, widths) for linear in block.linears if linear.reads == "residual"]
+    return has_w12 or any(up for linear in linears for _, up in linear.outputs)
+
+
+def _unwritten(kind: Kind, sizes: Sizes, widths: Widths) -> Spec:
+    """Norms of what blocks give that run as they are, with no MLP beside them: the up part of that is zero."""
+    if widths.up_inner_width or len(kind.post_norms) != len(kind.blocks):
+        return {}
+    pairs = zip(kind.post_norms, kind.blocks, strict=True)
+    whole = [norm.name for norm, block in pairs if block.treatment == "block"]
+    return {name: {"kind": "passing", "base": sizes.hidden, "up": widths.up_width} for name in whole}
 
 
 def _block_specs(block: Block, sizes: Sizes, widths: Widths) -> Spec:
     up = widths.up_streams(block)
     if block.treatment == "block":
         own = {"kind": "block", "base": sizes.hidden, "up": widths.up_width, "inner": widths.up_inner_width}
-        return {block.name: {**own, "group": block.group}} if widths.up_width and widths.up_inner_width else {}
+        return {block.name: {**own, "group": block.group}} if widths.up_width else {}
     specs: Spec = {}
     for linear in block.linears:
         wide = linear_widths(block, linear, widths)

@@ -12,13 +12,14 @@ import torch
 from transformers import CONFIG_MAPPING, LlamaConfig
 
 from scale_surgery.deriving.build import build_twin, find_place, token_ids
-from scale_surgery.deriving.derive import derive, read_real
+from scale_surgery.deriving.derive import derive, find_twins, read_real
 from scale_surgery.deriving.facts import agree, watch_twin
 from scale_surgery.deriving.norms import norm_style
 from scale_surgery.deriving.numbers import number_kind
-from scale_surgery.deriving.shrink import shrink, signatures
+from scale_surgery.deriving.shrink import layer_forms, shrink
 from scale_surgery.deriving.watch import attention_noted, is_combination
 from scale_surgery.deriving.weaken import hooked, weaker, weaker_block
+from scale_surgery.errors import UnsupportedFamilyError
 from scale_surgery.planning.architecture import Linear, numberless
 
 LLAMA = LlamaConfig(
@@ -55,13 +56,17 @@ def test_twins_show_every_kind_of_layer(model_type):
     twin = build_twin(shrink(real)[0])
     place = find_place(twin)
     assert place is not None and place.count == real.depth < real.place.count
-    assert set(signatures(twin, place)) == set(signatures(real.model, real.place))
+    made = [own.made_of for own in layer_forms(twin, place)]
+    assert made == [real.forms[layer].made_of for layer in real.chosen]
+    assert set(made) == {own.made_of for own in real.forms}
 
 
-def test_a_kind_that_comes_late_is_among_the_first_layers_of_a_twin():
+def test_a_kind_that_comes_late_is_among_the_layers_of_a_twin():
     """Bamba has three layers of attention among those of a state space, and its stock class runs with one at least."""
     real = read_real(CONFIG_MAPPING["bamba"](attn_layer_indices=[9, 18, 27]))
-    assert real.depth == 10 and len(set(signatures(real.model, real.place)[:10])) == 2
+    few = find_twins(real)[0]
+    assert len({own.made_of for own in real.forms}) == 2
+    assert {few.forms[layer].made_of for layer in few.chosen} == {own.made_of for own in real.forms}
 
 
 def test_the_same_config_gives_the_same_twins():
@@ -75,8 +80,8 @@ def test_equal_sizes_make_a_false_fact_that_a_second_twin_unmasks():
     """Where key/value heads are as many as query heads, an attribute of either fits; with fewer it is told apart."""
     config = CONFIG_MAPPING["phi3"]
     common = {"hidden_size": 64, "intermediate_size": 52, "num_hidden_layers": 1, "vocab_size": 131, "pad_token_id": 0}
-    deceived = watch_twin(config(**common, num_attention_heads=4, num_key_value_heads=4)).layers[0].kind
-    honest = watch_twin(config(**common, num_attention_heads=8, num_key_value_heads=2))
+    deceived = watch_twin(config(**common, num_attention_heads=4, num_key_value_heads=4), {0: 0}).layers[0].kind
+    honest = watch_twin(config(**common, num_attention_heads=8, num_key_value_heads=2), {0: 0})
     spoiled = replace(deceived.blocks[0], attributes={"num_key_value_heads": "query_heads"})
     kind = replace(deceived, blocks=(spoiled, deceived.blocks[1]))
     layer = honest.model.model.layers[0]
@@ -162,7 +167,7 @@ def test_norms_of_unknown_formulas_have_no_style():
 def test_what_mutes_a_block_mutes_it():
     """In a twin of DeepSeek, which has experts, shared experts and MLPs."""
     real = read_real(CONFIG_MAPPING["deepseek_v3"]())
-    twin = watch_twin(shrink(real)[0])
+    twin = watch_twin(shrink(real)[0], real.shown)
     kind = derive(real.config).architecture.kinds[1]
     part = twin.layers[3].parts[1]
     with torch.no_grad():
@@ -198,3 +203,56 @@ def test_an_architecture_steps_down_one_class_at_a_time():
     assert weaker(about, "NoSuchClass") is None
     hook = hooked(about)
     assert hook is not None and hook.enters == "hook" and hooked(hook) is None
+
+
+# what is said of single layers, where each kind comes later than a few layers, and the twin that shows all of it
+LATE: dict[str, tuple[str, dict[str, object], tuple[int, ...]]] = {
+    "a period of six": ("gemma3_text", {}, (0, 1, 5)),
+    "a number of first layers": ("deepseek_v3", {"first_k_dense_replace": 5}, (0, 1, 5)),
+    "the same, so many that a twin of all would be slow": ("deepseek_v3", {"first_k_dense_replace": 30}, (0, 1, 30)),
+    "the number of a last layer": ("ernie4_5_moe", {"moe_layer_start_index": 0, "moe_layer_end_index": 20}, (0, 1, 21)),
+    "a number of last layers": ("gemma4_text", {"num_kv_shared_layers": 10}, (0, 1, 5, 17, 19, 20, 23)),
+    "a list of types": ("qwen3_next", {"layer_types": (["linear_attention"] * 7 + ["full_attention"]) * 6}, (0, 1, 7)),
+    "a list of numbers": ("lfm2", {"full_attn_idxs": [7, 10], "num_hidden_layers": 16}, (0, 1, 7)),
+    "a list of layers without experts": ("qwen3_moe", {"mlp_only_layers": [20]}, (0, 1, 20)),
+    # what layers are told, and not what they are made of
+    "layers without rope": ("smollm3", {}, (0, 1, 2, 3)),
+    "a list of numbers that are zero": ("granite_swa", {"layer_rope_theta": [1e4] * 9 + [0.0] * 15}, (0, 1, 2, 9, 12)),
+}
+
+
+@pytest.mark.parametrize("title", LATE)
+def test_a_kind_that_comes_late_is_shown(title):
+    model_type, values, shown = LATE[title]
+    real, *twins = find_twins(read_real(CONFIG_MAPPING[model_type](**values)))
+    assert real.chosen == shown and set(real.kinds) <= set(shown)
+    for config in twins:
+        twin = read_real(config)
+        assert [own.made_of for own in twin.forms] == [real.forms[layer].made_of for layer in shown]
+        assert len({(own, kind) for own, kind in zip(twin.kinds, real.twin_kinds, strict=True)}) == len(set(twin.kinds))
+        assert set(real.shown) <= set(range(twin.place.count))
+
+
+def test_layers_that_are_told_the_same_are_of_one_kind():
+    kinds = [read_real(CONFIG_MAPPING[name]()).kinds for name in ("gpt_neo", "diffllama", "llama")]
+    assert [set(own) for own in kinds] == [{0, 1}, {0}, {0}]
+
+
+def test_a_layer_that_no_twin_shows_is_named():
+    real = read_real(CONFIG_MAPPING["llama"](num_hidden_layers=4))
+    forms = [*real.forms[:2], real.forms[2]._replace(made_of=("another",)), real.forms[3]]
+    with pytest.raises(UnsupportedFamilyError, match="could be built and run: it has none that is made as layer 2"):
+        shrink(replace(real, forms=forms))
+
+
+def test_a_layer_for_which_a_twin_would_be_large_is_named(monkeypatch):
+    real = read_real(CONFIG_MAPPING["smollm3"]())
+    monkeypatch.setattr("scale_surgery.deriving.shrink.MOST_PARAMETERS", 1000)
+    with pytest.raises(UnsupportedFamilyError, match="large: layer 3 is the first of its kind, and it has 4 layers"):
+        shrink(real)
+
+
+def test_layers_are_called_by_their_numbers_in_the_model():
+    """The last layer of this model alone has a bias after attention, which is not in what its part gives."""
+    with pytest.raises(UnsupportedFamilyError, match=r"^gpt_neox_japanese\.layers\.31 "):
+        derive(CONFIG_MAPPING["gpt_neox_japanese"]())

@@ -13,6 +13,7 @@ from scale_surgery.planning.scale import idle_tensors
 from tests.conftest import load
 from tests.each import each_way
 from tests.families import FAMILIES as FAMILY_FACTS
+from tests.sweep.take import twin_config, write_base
 
 
 def gradients(model: Any) -> tuple[dict[str, torch.Tensor], int]:
@@ -99,3 +100,18 @@ def test_what_never_learns_is_what_the_plan_says(base_of: Any, tmp_path: Any, fa
         assert idle == set(), "nothing is said of norms with biases"
     else:
         assert idle == same and bool(idle) == (layers == "1-2")
+
+
+def test_what_never_learns_where_two_blocks_read_one_norm(tmp_path: Any) -> None:
+    """State space and attention stand side by side behind one norm, and both read an up stream that is zero."""
+    base = write_base(twin_config("falcon_h1"), torch.float32, tmp_path / "base")
+    expansion = expand(base, Request("1-2", variant="adapt", collaborate="both"), tmp_path / "wide")
+    model = load(expansion.path)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * 0.05)
+    learning = {name for name, gradient in gradients(model)[0].items() if gradient.any()}
+    idle = {tensor.name for tensor in idle_tensors(expansion.plan)}
+    assert {tensor.name for tensor in expansion.plan.tensors} - learning == idle
+    assert {name.split(".")[3] for name in idle} == {"mamba", "self_attn", "input_layernorm"}

@@ -21,6 +21,7 @@ from scale_surgery.planning.saved import read_plan, save_plan
 from scale_surgery.planning.specs import Widths
 from scale_surgery.show.tables_plan import plan_rows
 from scale_surgery.surgery.record import read_manifest
+from tests.sweep.take import twin_config, write_base
 
 
 @pytest.fixture
@@ -384,3 +385,25 @@ def test_costs_are_those_of_what_is_written(pair_of):
         assert costs.parameters_added == sum(info.elements for key, info in stored.items() if key in new)
         assert costs.parameters_before == sum(p.numel() for p in pair.base.parameters())
         assert costs.forward_factor > 1
+
+
+@pytest.fixture(scope="module")
+def nemotron(tmp_path_factory):
+    """Four layers, one each of a state space, a mixture, attention and an MLP."""
+    return write_base(twin_config("nemotron_h"), torch.float32, tmp_path_factory.mktemp("nemotron") / "base")
+
+
+def test_layers_to_which_nothing_would_be_added_are_named(nemotron):
+    with pytest.raises(PlanError, match="--up-inner-width is 0: all of layers 1 stays as it is, as mixtures do"):
+        plan(nemotron, Request("0-2", up_inner_width=0))
+    assert plan(nemotron, Request("0,2", up_inner_width=0)).layers == (0, 2)
+
+
+def test_an_adaptation_that_could_write_nothing_is_refused(nemotron):
+    with pytest.raises(PlanError) as error:
+        plan(nemotron, Request("1,3", variant="adapt"))
+    assert str(error.value) == (
+        "--collaborate attn: layers 1,3 have nothing of that kind in which W12 could stand, so nothing would be "
+        "written into the base stream. Use --collaborate ffn, other --collaborative-layers, or --variant preserve."
+    )
+    assert plan(nemotron, Request("1,3", variant="adapt", collaborate="ffn")).collaboration.layers == (1, 3)

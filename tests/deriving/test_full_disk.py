@@ -1,0 +1,70 @@
+"""Where a temporary file cannot be written, that is said, and not that the model is unsupported."""
+
+from __future__ import annotations
+
+import errno
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from transformers import LlamaConfig
+
+from scale_surgery.checkpoint.files import scratch_folder
+from scale_surgery.cli.program import main
+from scale_surgery.deriving.configs import config_of
+from scale_surgery.deriving.derive import derive
+from scale_surgery.errors import CheckpointError, UnsupportedFamilyError
+from tests.tiny import save_tiny, tiny_config
+
+WORDS = "not written, .*Free some space there, or set TMPDIR to a folder on another disk"
+
+
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """Let the system refuse to write more than so many bytes into any file, as where a disk is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_config_that_cannot_be_written():
+    config = tiny_config("llama").to_dict()
+    with largest_file(10), pytest.raises(CheckpointError, match=WORDS) as error:
+        config_of(config)
+    assert not isinstance(error.value, UnsupportedFamilyError)
+
+
+def test_a_twin_that_cannot_be_written():
+    """What safetensors says of the system is in its text only."""
+    config = LlamaConfig(hidden_size=256, num_attention_heads=4, num_hidden_layers=7)
+    with largest_file(10_000), pytest.raises(CheckpointError, match=WORDS) as error:
+        derive(config)
+    assert not isinstance(error.value, UnsupportedFamilyError)
+    # and nothing is remembered of it
+    assert derive(config).architecture.is_uniform
+
+
+def test_the_command_ends_as_for_other_errors(tmp_path):
+    base = save_tiny(tmp_path / "base", "llama", num_hidden_layers=5)
+    with largest_file(10_000):
+        result = CliRunner().invoke(main, ["plan", str(base), "--layers", "1"])
+    assert result.exit_code == 1 and "Traceback" not in result.output
+    assert "Free some space" in " ".join(result.output.split()) and "not supported" not in result.output
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no /dev/full")
+def test_a_full_disk():
+    with pytest.raises(CheckpointError, match="No space left on device"), scratch_folder():
+        Path("/dev/full").write_text("x")
+
+
+def test_another_error_stays_what_it_is(tmp_path):
+    with pytest.raises(FileNotFoundError) as error, scratch_folder():
+        (tmp_path / "none").read_text()
+    assert error.value.errno == errno.ENOENT

@@ -1,0 +1,141 @@
+"""What is proved on a twin: each kind of layer with W12, without it and passed by, before a plan relies on it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING
+
+from scale_surgery.deriving.derive import derive, find_twins, read_real, twin_of
+from scale_surgery.deriving.facts import watch_twin
+from scale_surgery.deriving.prove import FORMS, Twin, expanded_twin, expansion_of, expansions, failure_of
+from scale_surgery.planning.architecture import Architecture
+from scale_surgery.planning.specs import Collaboration, Widths, build_specs
+
+# edges and a block; norms that several blocks read; several kinds; every layer of another kind
+SHAPES = ("gpt_oss", "granitemoehybrid", "deepseek_v3", "nemotron_h")
+SMALL = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 128}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "granitemoehybrid": SMALL
+    | {"shared_intermediate_size": 96, "num_local_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 4}
+    | {"mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_state": 16},
+    "flex_olmo": SMALL | {"num_hidden_layers": 3, "num_experts": 4, "num_experts_per_tok": 2},
+    "llama": SMALL | {"num_hidden_layers": 3},
+}
+
+
+def config_of(model_type: str) -> Any:
+    return CONFIG_MAPPING[model_type](**CONFIGS.get(model_type, {}))
+
+
+@cache
+def twin(model_type: str) -> Twin:
+    """A twin with the facts that are proved on it."""
+    config = config_of(model_type)
+    real, *twins = find_twins(read_real(config))
+    found = twin_of(twins[0], real.twin_kinds, *(watch_twin(own, real.shown) for own in twins))
+    proved = derive(config).architecture
+    # the treatments are those of the proof, the numbers the twin's
+    assert [treatments(found.architecture), found.architecture.enters] == [treatments(proved), proved.enters]
+    return found
+
+
+def treatments(architecture: Architecture) -> list[list[str]]:
+    return [[block.treatment for block in kind.blocks] for kind in architecture.kinds]
+
+
+def states(specs: dict[str, Any]) -> list[str]:
+    """What each layer is in an expansion."""
+    layers = range(len(specs.get("kind_of_layer", (0, 0, 0))))
+    w12 = specs["collaborative"]["layers"]
+    return [
+        "passing" if own not in specs["expanded_layers"] else "with W12" if own in w12 else "without" for own in layers
+    ]
+
+
+@pytest.mark.parametrize("model_type", SHAPES)
+def test_each_kind_of_layer_is_proved_in_every_state(model_type):
+    own = twin(model_type)
+    kinds, made = own.architecture.kind_of_layer, list(expansions(own))
+    assert [specs["variant"] for specs in made] == ["adapt", "preserve", "adapt"]
+    found = {(number, state) for specs in made for number, state in zip(kinds, states(specs), strict=True)}
+    # where no two layers are of one kind, the first is passed by in no expansion
+    alone = {(0, "passing")} if len(set(kinds)) == len(kinds) else set()
+    assert found | alone == {(number, state) for number in kinds for state in ("passing", "with W12", "without")}
+    assert bool(alone) or {"with W12", "without"} <= set(states(made[2]))
+    assert FORMS in derive(config_of(model_type)).proof["checks"]
+
+
+def test_where_every_layer_is_split_alike_one_expansion_says_all():
+    own = twin("llama")
+    assert len(list(expansions(own))) == 1 and FORMS not in derive(config_of("llama")).proof["checks"]
+
+
+def test_a_layer_of_every_sort_is_expanded():
+    """In a twin of two kinds by turns the second stands where a layer used to be left out."""
+    own = twin("gpt_oss")
+    assert own.kinds == (0, 1, 0)
+    assert next(expansions(own))["expanded_layers"] == [0, 1]
+
+
+def without_norms(own: Twin, *treatment: str) -> Twin:
+    """The same twin with facts that do not say which norm a block reads."""
+    kinds = tuple(
+        replace(
+            kind,
+            blocks=tuple(replace(block, norm="") if block.treatment in treatment else block for block in kind.blocks),
+        )
+        for kind in own.architecture.kinds
+    )
+    return replace(own, architecture=replace(own.architecture, kinds=kinds))
+
+
+@pytest.mark.parametrize("model_type", ("gpt_oss", "granitemoehybrid"))
+def test_what_fails_without_w12_alone_fails(model_type):
+    """With W12 a norm before edges learns; where it is expanded without, its gain never does."""
+    own = twin(model_type)
+    assert failure_of(own) is None
+    failure = failure_of(without_norms(own, "edges"))
+    assert failure is not None and failure.endswith("input_layernorm.up_weight: gets no gradient")
+
+
+def test_what_fails_in_a_layer_that_is_passed_by_alone_fails():
+    """A mixture is passed by where another expansion than the first leaves its layer out."""
+    own = twin("deepseek_v3")
+    assert states(next(expansions(own)))[-1] == "with W12"
+    dense, sparse = own.architecture.kinds
+    # what is said of layers that are passed by is made of these, and of no others
+    spoiled = replace(sparse, direct=("mlp.shared_experts.down_proj",))
+    failure = failure_of(replace(own, architecture=replace(own.architecture, kinds=(dense, spoiled))))
+    assert failure is not None
+
+
+WIDTHS = {"all": {}, "the stream alone": {"up_kv_heads": 0, "up_inner_width": 0}}
+
+
+@pytest.mark.parametrize("widths", WIDTHS)
+@pytest.mark.parametrize("variant", ("preserve", "upper", "attention", "ffn"))
+@pytest.mark.parametrize("model_type", ("llama", "granitemoehybrid", "flex_olmo"))
+def test_no_tensor_is_made_that_nothing_reads(model_type, variant, widths):
+    own = twin(model_type)
+    every = tuple(range(own.sizes.layers))
+    collaboration = {
+        "preserve": Collaboration(),
+        "upper": Collaboration(every[1:], ("attn", "ffn")),
+        "attention": Collaboration(every, ("attn",)),
+        "ffn": Collaboration(every[:1], ("ffn",)),
+    }[variant]
+    width = replace(Widths(2 * max(8, own.sizes.head_size), int(bool(own.sizes.key_value_heads)), 24), **WIDTHS[widths])
+    specs = build_specs(own.architecture, own.sizes, width, every, collaboration) | {"variant": "", "dtype": None}
+    model = expanded_twin(own, specs)
+    with torch.no_grad():
+        for parameter in expansion_of(model).values():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    ids = torch.randint(3, 90, (2, 9), generator=torch.Generator().manual_seed(0))
+    model(input_ids=ids, use_cache=False).logits.float().pow(2).mean().backward()
+    idle = [name for name, own in expansion_of(model).items() if own.grad is None or not own.grad.any()]
+    assert not idle
