@@ -11,7 +11,7 @@ import torch
 from transformers import CONFIG_MAPPING
 
 from scale_surgery.deriving.derive import derive, find_twins, read_real, twin_of
-from scale_surgery.deriving.facts import watch_twin
+from scale_surgery.deriving.facts import agree_twins, watch_twin
 from scale_surgery.deriving.prove import FORMS, Twin, expanded_twin, expansion_of, expansions, failure_of
 from scale_surgery.planning.architecture import Architecture
 from scale_surgery.planning.specs import Collaboration, Widths, build_specs
@@ -37,7 +37,7 @@ def twin(model_type: str) -> Twin:
     """A twin with the facts that are proved on it."""
     config = config_of(model_type)
     real, *twins = find_twins(read_real(config))
-    found = twin_of(twins[0], real.twin_kinds, *(watch_twin(own, real.shown) for own in twins))
+    found = twin_of(twins[0], real.twin_kinds, agree_twins(*(watch_twin(own, real.shown) for own in twins)))
     proved = derive(config).architecture
     # the treatments are those of the proof, the numbers the twin's
     assert [treatments(found.architecture), found.architecture.enters] == [treatments(proved), proved.enters]
