@@ -69,9 +69,23 @@ def expand_layer(layer: nn.Module, specs: dict[str, dict], collaborative_groups:
         expand_module(find_module(layer, name), **sizes)
 
 
+def separate(layers: nn.Module) -> None:
+    """Give every layer an activation of its own where one serves several: two paths may pass through some of them."""
+    seen: set[nn.Module] = set()
+    for name, module in list(layers.named_modules(remove_duplicate=False)):
+        if module in seen and not (module._modules or module._parameters or module._buffers):
+            parent, _, last = name.rpartition(".")
+            own = module.__class__.__new__(module.__class__)
+            parts = {key: part.copy() if isinstance(part, dict) else part for key, part in vars(module).items()}
+            own.__dict__.update(parts)
+            setattr(layers.get_submodule(parent), last, own)
+        seen.add(module)
+
+
 def expand_layers(base_model: nn.Module, plan: dict[str, Any]) -> None:
     """Expand the chosen layers, and let the up stream pass through the others."""
     collaborative = plan["collaborative"]
+    separate(base_model.get_submodule(plan["layers"]))
     for index, layer in enumerate(base_model.get_submodule(plan["layers"])):
         own = specs_of(plan, plan, index)
         if index not in plan["expanded_layers"]:

@@ -18,6 +18,7 @@ from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM
 
 from scale_surgery.modeling.expanded_modules import ExpandedModule, expand_module
+from scale_surgery.modeling.modeling_scale import model_of
 from scale_surgery.planning.architecture import Block, Sizes
 from scale_surgery.planning.routing_specs import Routing, build_routing
 from scale_surgery.planning.specs import Collaboration, Widths, build_specs
@@ -381,6 +382,47 @@ def test_an_activation_that_layers_share_is_expanded_once():
     assert torch.equal(activation(torch.ones(1, 6)), torch.nn.functional.gelu(torch.ones(1, 6)))
     with pytest.raises(ValueError, match="expands one GELU in two ways"):
         expand_module(activation, "activation", base=5)
+
+
+class OneActivation(transformers.LlamaForCausalLM):
+    """A stock model all of whose layers call one activation, as older ones do."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        for layer in self.model.layers[1:]:
+            layer.mlp.act_fn = self.model.layers[0].mlp.act_fn
+
+
+def routed_llama(stock: type, layers: tuple[int, ...], fork: tuple[int, ...], router: str) -> Any:
+    """A routed expansion of a stock class, of random weights."""
+    config = transformers.LlamaConfig(**SMALL)
+    specs = build_specs(LLAMA, SIZES, Widths(20, 1, 4), layers, Collaboration(fork, ("attn", "ffn"))) | {"dtype": None}
+    specs["routing"] = build_routing(LLAMA, SIZES, specs, Routing(router), None)
+    own = model_of(stock, transformers.LlamaConfig)
+    plain = config.to_dict() | {"scale_surgery": specs}
+    del plain["model_type"]
+    torch.manual_seed(0)
+    return shaken(own._from_config(own.config_class.from_dict(plain)).eval(), "w12", "w21", "w22", "up_weight")
+
+
+@pytest.mark.parametrize("router", ("posterior", "cosine"))
+@pytest.mark.parametrize(("layers", "fork"), (((0, 1, 2), (2,)), ((0, 2), (2,)), ((1,), (1,))))
+def test_two_paths_pass_through_layers_that_share_an_activation(layers, fork, router):
+    """One path below the fork, two above it, and one activation for all: what is computed is what each alone gives."""
+    plain, shared = (routed_llama(own, layers, fork, router) for own in (transformers.LlamaForCausalLM, OneActivation))
+    shared.load_state_dict(plain.state_dict())
+    assert same_logits(plain, shared) and same_generation(plain, shared)
+    with plain.expansion_disabled(), shared.expansion_disabled():
+        assert same_logits(plain, shared)
+    with torch.no_grad():
+        preserve, adapt = shared.path_logits(IDS)
+        assert not torch.equal(preserve, adapt)
+    gradients = []
+    for model in (plain, shared):
+        model(IDS, use_cache=False).logits.float().pow(2).mean().backward()
+        gradients.append({name: own.grad for name, own in model.named_parameters() if own.grad is not None})
+    assert gradients[0].keys() == gradients[1].keys()
+    assert all(torch.equal(own, gradients[1][name]) for name, own in gradients[0].items())
 
 
 @pytest.mark.parametrize("style", ("layer_plus_one", "rms_plus_one"))
