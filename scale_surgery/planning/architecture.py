@@ -76,7 +76,8 @@ class Linear:
         roles: What it computes; several roles are one fused projection.
         inputs: Features that it reads.
         outputs: Features that it writes, for each role.
-        fused_by: Rows of fused roles: all of q, then all of k, ... (`section`), or q, k, v head by head (`head`).
+        fused_by: Rows of fused roles: all of q, then all of k, ... (`section`), or head by head: the queries that share
+            a key, the key, its value (`head`).
     """
 
     name: str

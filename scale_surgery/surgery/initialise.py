@@ -125,15 +125,24 @@ def _linear_of(plan: Plan, tensor: TensorPlan) -> tuple[Block, Linear]:
 
 def split_roles(weight: Tensor, linear: Linear, head_size: int, rows: Sequence[int] | None = None) -> list[Tensor]:
     """Take a fused projection apart: one matrix for each role, rows are outputs; as many as the base's or `rows`."""
+    widths = list(rows or linear.outputs)
     if linear.fused_by == "section" or len(linear.roles) == 1:
-        return list(torch.split(weight, list(rows or linear.outputs)))
-    by_head = weight.view(-1, len(linear.roles), head_size, weight.shape[1])
-    return [part.reshape(-1, weight.shape[1]) for part in by_head.unbind(1)]
+        return list(torch.split(weight, widths))
+    groups = _groups(widths, head_size)
+    by_group = weight.view(groups, -1, weight.shape[1])
+    parts = torch.split(by_group, [width // groups for width in widths], dim=1)
+    return [part.reshape(-1, weight.shape[1]) for part in parts]
 
 
 def join_roles(parts: list[Tensor], linear: Linear, head_size: int) -> Tensor:
     """Put the matrices of fused roles together in the order of rows that the base projection has."""
     if linear.fused_by == "section" or len(parts) == 1:
         return torch.cat(parts)
-    by_head = torch.stack([part.view(-1, head_size, part.shape[1]) for part in parts], dim=1)
-    return by_head.reshape(-1, parts[0].shape[1])
+    groups = _groups([len(part) for part in parts], head_size)
+    by_group = torch.cat([part.view(groups, -1, part.shape[1]) for part in parts], dim=1)
+    return by_group.reshape(-1, parts[0].shape[1])
+
+
+def _groups(widths: Sequence[int], head_size: int) -> int:
+    """Groups of rows head by head: a key, a value, and the queries that share them; so many as the fewest heads."""
+    return min(widths) // head_size

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,7 +12,9 @@ from scale_surgery.checkpoint.folder import open_checkpoint, read_tensor
 from scale_surgery.demo import SHIPPED_MODEL
 from scale_surgery.deriving.planned import plan
 from scale_surgery.errors import CheckpointError
+from scale_surgery.planning.architecture import Linear
 from scale_surgery.planning.request import Request
+from scale_surgery.planning.specs import Widths
 from scale_surgery.surgery import blocks
 from scale_surgery.surgery.blocks import check_finite, seeded_generator, svd_embedding, svd_w21, svd_w22
 from scale_surgery.surgery.initialise import join_roles, make_tensor, split_roles
@@ -361,3 +365,48 @@ def test_each_role_is_decomposed_by_itself(base_of, name, fused):
         assert (row_space(up) - row_space(right)).abs().max() < 1e-4
         whole = torch.linalg.svd(weight.double(), full_matrices=False).Vh[: len(up)]
         assert (row_space(up) - row_space(whole)).abs().max() > 0.01
+
+
+# rows of a projection whose keys and values are shared: the queries of a key, the key, the value, and so on
+GROUPED = Linear("attention.query_key_value", ("q", "k", "v"), 40, (80, 20, 20), "head")
+
+
+def rows_by_hand(groups: int) -> list[list[int]]:
+    """Rows of q, k and v where each key/value head of size 10 stands behind its four query heads."""
+    found: list[list[int]] = [[], [], []]
+    row = 0
+    for _ in range(groups):
+        for role, heads in enumerate((4, 1, 1)):
+            found[role] += range(row, row + heads * 10)
+            row += heads * 10
+    return found
+
+
+@pytest.mark.parametrize("groups", (1, 2, 3))
+def test_groups_of_heads_are_taken_apart_and_put_together(groups):
+    weight = torch.arange(groups * 60)[:, None]
+    parts = split_roles(weight, GROUPED, 10, [groups * 40, groups * 10, groups * 10])
+    assert [part.flatten().tolist() for part in parts] == rows_by_hand(groups)
+    assert torch.equal(join_roles(parts, GROUPED, 10), weight)
+
+
+@pytest.mark.parametrize("groups", (1, 2))
+def test_grouped_heads_are_decomposed_by_role(base_of, groups):
+    """The same rows as of the tiny GPT-NeoX, read as 8 query heads that share 2 keys and values."""
+    base = base_of("gpt_neox")
+    made = plan(base, Request("1", svd="exact"))
+    kind, checkpoint = made.architecture.kinds[0], open_checkpoint(base)
+    facts = {"query_heads": 8, "key_value_heads": 2, "head_size": 10}
+    block = replace(kind.blocks[0], linears=(GROUPED, kind.blocks[0].linears[1]), **facts)
+    architecture = replace(made.architecture, kinds=(replace(kind, blocks=(block, *kind.blocks[1:])),))
+    grouped = replace(made, architecture=architecture, widths=Widths(40, groups, 8))
+    tensor = next(own for own in made.tensors if own.name.endswith("query_key_value.w21"))
+    found = make_tensor(grouped, replace(tensor, shape=(groups * 60, 40)), checkpoint)
+    weight = read_tensor(checkpoint, tensor.source)
+    for old, new in zip(rows_by_hand(2), rows_by_hand(groups), strict=True):
+        right = torch.linalg.svd(weight[old].double(), full_matrices=False)
+        expected = right.S[: len(new), None] * right.Vh[: len(new)]
+        scaled = expected * (weight[old].double().norm(dim=1).mean() / expected.norm(dim=1).mean())
+        own = found[new[: len(expected)]].double()
+        signs = (own * scaled).sum(1, keepdim=True).sign()
+        torch.testing.assert_close(own, scaled * signs, rtol=1e-4, atol=1e-5)
