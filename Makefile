@@ -6,7 +6,7 @@ COMPAT := .venv-compat
 # also read by pip for what builds the package
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 
-.PHONY: help install demo lint types test test-fast test-slow torture fuzz test-gpu bench-gpu test-families test-compat test-recipes test-serve \
+.PHONY: help install demo lint types test pytest test-fast test-slow torture fuzz test-gpu bench-gpu test-families test-compat test-recipes test-serve \
 	docs demo-model clean
 
 help:  ## show this list
@@ -14,10 +14,12 @@ help:  ## show this list
 
 install: $(VENV)/.installed  ## make the virtual environment and install the package with its test tools
 
+# pip would compile one file after the other; some files of packages are for other releases of Python
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11 ...")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --editable '.[test]'
+	$(BIN)/pip install --quiet --no-compile --editable '.[test]'
+	@$(BIN)/python -W ignore -m compileall -qq -j 0 $(VENV)/lib || true
 	@touch $@
 
 demo: install  ## run the whole job on the shipped model
@@ -30,9 +32,13 @@ lint: install  ## ruff, lint and format
 types: install  ## mypy on the package
 	$(BIN)/mypy
 
+# types are checked while tests begin; both are told, whichever fails
+test: lint  ## lint, types and tests
+	$(MAKE) --jobs 2 --keep-going types pytest
+
 # two processes: each test file runs in one of them, so that what its tests share is made once
-test: lint types  ## lint, types and tests
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+pytest: install
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 # what says soonest that a change broke something; in files that go through the families, the first of them alone
 FAST := tests/test_rooms.py tests/test_imports.py tests/test_errors.py tests/test_public_names.py \
@@ -44,7 +50,7 @@ test-fast: install  ## under a minute, for work in progress: rooms, planning, an
 	$(BIN)/ruff check .
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(FAST) -k 'not ($(OTHER_FAMILIES))'
 
-test-slow: install  ## the tests that take minutes: torch.compile on more families, several processes
+test-slow: install  ## what make test leaves out: more families, types and forms, torch.compile, several processes
 	$(BIN)/python -m pytest -m slow
 
 COUNT ?= 100

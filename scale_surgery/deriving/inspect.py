@@ -247,7 +247,8 @@ def _verified(verification: Mapping[str, Any] | None) -> str | None:
 def _changed_since(record: _Record, verification: Mapping[str, Any]) -> str | None:
     """What the records tell to be newer than a verification; no tensor is read."""
     # dates in UTC, written in one way, are ordered as texts
-    dates = (str(run.get("begun") or run.get("adopted", "")) for run in record.training)
+    # what another trainer made is no longer verified when it is adopted
+    dates = (str(run.get("begun", "")) for run in record.training)
     is_trained = any(date >= str(verification.get("date")) for date in dates)
     numbers = (record.routing or {}).get("settings")
     is_routed_otherwise = numbers != verification.get("routing", numbers)

@@ -284,4 +284,6 @@ def _write_records(saved: Saved, manifest: Manifest, changed: Collection[str], p
         "not_read": list(left.not_read),
         "tool": tool_versions(),
     }
-    write_json(partial / MANIFEST_FILE, asdict(replace(manifest, training=(*manifest.training, entry))))
+    # what was verified is what was expanded
+    written = replace(manifest, training=(*manifest.training, entry), verification=None)
+    write_json(partial / MANIFEST_FILE, asdict(written))
