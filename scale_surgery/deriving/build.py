@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
+from scale_surgery.modeling import is_part
 from scale_surgery.running.loading import quiet_transformers
 
 SEED = 0
@@ -58,9 +59,7 @@ def stock_classes(config: PreTrainedConfig) -> dict[str, type[PreTrainedModel]]:
         mappings["AutoModelForImageTextToText"] = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     found: dict[str, Any] = {name: mapping.get(type(config), default=None) for name, mapping in mappings.items()}
     classes = {name: own[0] if isinstance(own, tuple) else own for name, own in found.items() if own is not None}
-    # the language model of a model that sees images may be listed for it, and has another config
-    parts = config.sub_configs.values()
-    return {name: own for name, own in classes.items() if getattr(own, "config_class", None) not in parts}
+    return {name: own for name, own in classes.items() if not is_part(own, type(config))}
 
 
 def build(config: PreTrainedConfig) -> PreTrainedModel:

@@ -197,6 +197,16 @@ class _ExpandedConfigs(dict[str, Any]):
         return self[key]
 
 
+def is_part(stock: Any, stock_config: Any) -> bool:
+    """Whether a class is that of the language model inside a larger one, for which transformers lists it all the same.
+
+    Args:
+        stock: Class of a stock model, such as Qwen3_5ForCausalLM.
+        stock_config: Configuration class of the larger model, such as Qwen3_5Config.
+    """
+    return getattr(stock, "config_class", None) in stock_config.sub_configs.values()
+
+
 def _register_type(base_type: str) -> Any:
     """Register the expanded form of each stock class that loads models of a type; returns that of the configuration."""
     from transformers import CONFIG_MAPPING, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
@@ -208,8 +218,7 @@ def _register_type(base_type: str) -> Any:
     config.register_for_auto_class("AutoConfig")
     for auto_class in (AutoModel, AutoModelForImageTextToText, AutoModelForCausalLM):
         stock = auto_class._model_mapping.get(stock_config, None)
-        # the language model of a vision-language model is no model of that type
-        if stock is None or getattr(stock, "config_class", None) in (None, *stock_config.sub_configs.values()):
+        if stock is None or getattr(stock, "config_class", None) is None or is_part(stock, stock_config):
             continue
         model = modeling.model_of(stock, stock_config)
         model.register_for_auto_class(auto_class.__name__)

@@ -184,13 +184,16 @@ def auto_class_of(config: Mapping[str, Any]) -> Any:
     Args:
         config: Parsed config.json, of a base model or an expanded one.
     """
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.models.auto import modeling_auto
 
     model_type = str(config.get("model_type")).removeprefix(modeling.EXPANDED)
-    is_known = model_type in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    sees = model_type in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-    return AutoModelForImageTextToText if sees and not is_known else AutoModelForCausalLM
+    if model_type not in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
+        return AutoModelForCausalLM
+    stock_config = CONFIG_MAPPING[model_type]
+    known = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING.get(stock_config, None)
+    is_whole = known is not None and not modeling.is_part(known, stock_config)
+    return AutoModelForCausalLM if is_whole else AutoModelForImageTextToText
 
 
 def _leniently(checkpoint: Checkpoint, auto_class: Any) -> dict[str, bool]:

@@ -107,3 +107,13 @@ def test_with_an_image_and_without(tmp_path, name, dtype):
         changed.view(-1)[0] += 1
     with pytest.raises(CheckpointError, match=r"^model: 1 of \d+ tensors differ from those of base, on which this exp"):
         load_expansion(stock, extracted)
+
+
+def test_a_model_whose_language_model_transformers_lists_alone_is_taken_whole(tmp_path):
+    """AutoModelForCausalLM would make another model of this type: the language model inside, which has other names."""
+    config = CONFIG_MAPPING["llama4"]()
+    base = write_base(type(config).from_dict(dict(derive(config).twins[0])), torch.float32, tmp_path / "base")
+    made = expand(base, Request("last:1"), tmp_path / "expanded")
+    found = verify(made.path, base)
+    assert found.passed and found.numbers is not None
+    assert type(load(made.path)).__name__ == "ScaleLlama4ForConditionalGeneration"
