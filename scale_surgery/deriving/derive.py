@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from threading import Lock
 from typing import Any
 
@@ -126,7 +127,13 @@ def _derive(config: PreTrainedConfig) -> Derived:
 def _record(twins: tuple[dict[str, Any], dict[str, Any]], checks: list[str]) -> dict[str, Any]:
     """What a plan and surgery.json say of the proof."""
     numbers = [{key: value for key, value in twin.items() if type(value) is int} for twin in twins]
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    # kernels are chosen by what the processor can do
+    versions = {
+        "scale-surgery": version("scale-surgery"),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "processor": torch.backends.cpu.get_cpu_capability(),
+    }
     return {"checks": checks, "twins": numbers, "versions": versions}
 
 

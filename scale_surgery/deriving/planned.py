@@ -14,12 +14,13 @@ from scale_surgery.deriving.base import code_folder, derive_config, read_base
 from scale_surgery.deriving.configs import config_of
 from scale_surgery.errors import PlanError
 from scale_surgery.planning.base import Base, refuse_expanded
+from scale_surgery.planning.compared import check_same
 from scale_surgery.planning.depth import deepened_config
 from scale_surgery.planning.duplicable import per_layer_lists
 from scale_surgery.planning.methods import METHODS
 from scale_surgery.planning.plan import Plan, plan_expansion
 from scale_surgery.planning.request import Request
-from scale_surgery.planning.saved import check_same, saved_request
+from scale_surgery.planning.saved import saved_request
 from scale_surgery.progress import Track, no_track
 from scale_surgery.running.options import RunOptions
 
@@ -152,7 +153,7 @@ def load_plan(
         The plan.
 
     Raises:
-        PlanError: If the file is no plan, or this base model and this release would make another.
+        PlanError: If the file is no plan, or another would be made of this base model here; what differs is named.
         CheckpointError: If the model cannot be read.
     """
     request = saved_request(file)

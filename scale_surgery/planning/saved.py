@@ -19,10 +19,6 @@ from scale_surgery.planning.request import Request
 from scale_surgery.planning.spec_schema import spec_problems
 from scale_surgery.planning.tensors import TensorPlan
 
-# the same model may lie elsewhere and be called otherwise; costs are estimates; facts show in what is planned
-UNDECISIVE = {"costs", "base_name", "architecture", "proof"}
-OF_THE_BASE = {"base_fingerprint", "base_revision", "family", "sizes"}
-
 
 def save_plan(plan: Plan, file: Path) -> None:
     """Write a plan as JSON."""
@@ -144,35 +140,3 @@ def saved_origin(config: Mapping[str, Any], title: str) -> Origin:
         raise PlanError(f"{title}: {CONFIG_FILE}: {in_one_line(problems)}. Restore it from where you got it.")
     origin: Origin = build(plain, Origin)
     return origin
-
-
-def check_same(plan: Plan, file: Path) -> None:
-    """Check that a plan is the one in a file.
-
-    Args:
-        plan: A plan that was made now.
-        file: A plan that `save_plan` wrote, of the same request.
-
-    Raises:
-        PlanError: If it was made for another base model, or by another release.
-    """
-    saved, made = read_json(file), plan.to_json()
-    if isinstance(saved.get("sizes"), Mapping):
-        # the first releases did not write it: their models had none
-        saved["sizes"] = {"unpredicted": 0} | saved["sizes"]
-    differing = {key for key in made if key not in UNDECISIVE and saved.get(key) != made[key]}
-    if differing & OF_THE_BASE:
-        raise PlanError(
-            f"{file}: was made for another base model, {_named(saved)}, found {_named(made)}. Give the model that it "
-            "was made for, or make it again with plan -o."
-        )
-    if differing:
-        raise PlanError(
-            f"{file}: another release of this program made it, and this one would plan other tensors for the same "
-            "request. Make it again with plan -o."
-        )
-
-
-def _named(plain: Mapping[str, Any]) -> str:
-    revision = plain.get("base_revision")
-    return f"{plain.get('base_name')} at {revision}" if revision else str(plain.get("base_name"))

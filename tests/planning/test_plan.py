@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,11 +13,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from scale_surgery.checkpoint.folder import open_checkpoint
+from scale_surgery.deriving.base import read_base
 from scale_surgery.deriving.inspect import inspect
 from scale_surgery.deriving.planned import load_plan, make_plan, plan
+from scale_surgery.deriving.weaken import weaker
 from scale_surgery.errors import CheckpointError, PlanError, UnsupportedFamilyError
 from scale_surgery.evidence.evaluate import evaluate
-from scale_surgery.planning.plan import Plan
+from scale_surgery.planning.base import sizes_of_blocks
+from scale_surgery.planning.plan import Plan, plan_expansion
 from scale_surgery.planning.request import Request
 from scale_surgery.planning.saved import read_plan, save_plan
 from scale_surgery.planning.specs import Widths
@@ -328,12 +333,54 @@ def test_a_saved_plan_gives_its_request_back(base_of, tmp_path):
     content = json.loads(file.read_text())
     assert read_plan(content) == made
     file.write_text(json.dumps(content | {"layers": [0]}))
-    with pytest.raises(PlanError, match=r"another release of this program made it, and this one would plan other tens"):
+    with pytest.raises(PlanError) as error:
         load_plan(base_of("llama"), file)
+    message = str(error.value)
+    assert message.startswith(f"{file}: for the same request another plan is made here: layers. Both were proved with ")
+    assert message.endswith(
+        "Another release of this program made it, or it was changed by hand. Make it again with plan -o."
+    )
     save_plan(made, file)
     wanted = "was made for another base model, llama_float32_untied, found llama_bfloat16_untied. Give the model that"
     with pytest.raises(PlanError, match=wanted):
         load_plan(base_of("llama", "bfloat16"), file)
+
+
+def elsewhere_proved(path, request, versions):
+    """A plan as it is made where the split of attention does not pass its proof."""
+    base = read_base(open_checkpoint(path))
+    facts = weaker(base.architecture, "LlamaAttention")
+    assert facts is not None
+    sizes = replace(base.sizes, **sizes_of_blocks(facts))
+    other = replace(base, architecture=facts, sizes=sizes, proof={**base.proof, "versions": versions})
+    return plan_expansion(other, request, name="tiny")
+
+
+def test_a_plan_that_was_proved_otherwise_says_what_was(base_of, tmp_path):
+    file, versions = tmp_path / "plan.json", {"torch": "2.9.1", "transformers": "5.1.0", "processor": "AVX2"}
+    save_plan(elsewhere_proved(base_of("llama"), Request("1-2"), versions), file)
+    with pytest.raises(PlanError) as error:
+        load_plan(base_of("llama"), file)
+    here = ", ".join(f"{name} {own}" for name, own in plan(base_of("llama"), Request("1-2")).proof["versions"].items())
+    assert str(error.value) == (
+        f"{file}: self_attn of layers 0-2 is treated as edges in the file, and as split here (the stronger treatment "
+        "did not pass its proof on a twin). It was proved with torch 2.9.1, transformers 5.1.0, processor AVX2, here "
+        f"with {here}. What passes its proof may depend on releases and on the processor. Expand where the plan was "
+        "made, or make it again with plan -o, and review it."
+    )
+    assert re.search(r"scale-surgery \S+, torch \S+, transformers \S+, processor \w+$", here)
+
+
+def test_a_plan_of_other_tensors_names_them(base_of, tmp_path):
+    file = tmp_path / "plan.json"
+    save_plan(plan(base_of("llama"), Request("1")), file)
+    content = json.loads(file.read_text())
+    del content["proof"], content["tensors"][0]
+    file.write_text(json.dumps(content))
+    with pytest.raises(
+        PlanError, match=r"here: 1 of the tensors \(model\.layers\.1\.\S+\)\. It was proved with rel"
+    ):
+        load_plan(base_of("llama"), file)
 
 
 def test_a_saved_plan_is_for_the_model_wherever_it_lies(base_of, tmp_path):
