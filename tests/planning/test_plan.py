@@ -377,9 +377,7 @@ def test_a_plan_of_other_tensors_names_them(base_of, tmp_path):
     content = json.loads(file.read_text())
     del content["proof"], content["tensors"][0]
     file.write_text(json.dumps(content))
-    with pytest.raises(
-        PlanError, match=r"here: 1 of the tensors \(model\.layers\.1\.\S+\)\. It was proved with rel"
-    ):
+    with pytest.raises(PlanError, match=r"here: 1 of the tensors \(model\.layers\.1\.\S+\)\. It was proved with rel"):
         load_plan(base_of("llama"), file)
 
 

@@ -70,6 +70,14 @@ class Terminal:
         start, self.done = self.done, self.done + found.end()
         return self.text[start : self.done]
 
+    def interrupt(self, pattern: str) -> str:
+        """What comes after Ctrl-C at a prompt; one that comes while the prompt is being printed has nothing to end."""
+        for _ in range(SECONDS):
+            self.type("\x03")
+            if select.select([self.handle], [], [], 1)[0]:
+                return self.wait_for(pattern)
+        pytest.fail(f"{pattern!r} does not come")
+
     def ask(self, message: str) -> str:
         """What comes after a line until the next prompt."""
         self.type(f"{message}\n")
@@ -108,8 +116,7 @@ def test_a_conversation_in_a_terminal(place: Path) -> None:
         assert "stopped; an empty line goes on" in stopped
         assert len(COLOUR.findall(stopped)) < 1400
         # at the prompt, Ctrl-C ends nothing
-        terminal.type("\x03")
-        assert "Ctrl-D or /exit ends" in terminal.wait_for(r"\n[^\n]*> ")
+        assert "Ctrl-D or /exit ends" in terminal.interrupt(r"\n[^\n]*> ")
         # another question, in the colours of its paths
         terminal.ask("/reset")
         terminal.ask("/set max-new-tokens 12")
