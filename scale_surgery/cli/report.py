@@ -59,7 +59,7 @@ def report_command(
     from scale_surgery.checkpoint.staging import check_output_files
     from scale_surgery.evidence.report import report
     from scale_surgery.show.commands import after_report
-    from scale_surgery.show.page_report import write_page
+    from scale_surgery.show.pages.report import write_page
     from scale_surgery.show.tables_report import render_report
 
     check_output_files(outputs, [expanded, *texts])

@@ -41,7 +41,7 @@ def route_report_command(
     from scale_surgery.checkpoint.staging import check_output_files
     from scale_surgery.routing.report import route_report, write_jsonl
     from scale_surgery.running.options import RunOptions
-    from scale_surgery.show.page_routing import write_page
+    from scale_surgery.show.pages.routing import write_page
     from scale_surgery.show.tables_route_report import render_route_report
 
     check_output_files(outputs, texts)

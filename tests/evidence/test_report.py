@@ -31,7 +31,7 @@ from scale_surgery.biographies import SHIPPED_MODEL
 from scale_surgery.checkpoint.folder import open_checkpoint, read_tensor
 from scale_surgery.evidence.report import report
 from scale_surgery.evidence.report_records import Norms, Report, TensorChange, add_norms, by_layer
-from scale_surgery.show.page_report import render_page
+from scale_surgery.show.pages.report import render_page
 from scale_surgery.show.tables_report import format_norm, format_share
 from tests.conftest import REQUESTS, shake
 from tests.each import WAYS, mostly

@@ -40,7 +40,7 @@ from scale_surgery.routing.report import route_report, write_jsonl
 from scale_surgery.routing.token_texts import token_texts
 from scale_surgery.running.documents import Document
 from scale_surgery.running.texts import tokenize
-from scale_surgery.show.page_routing import render_page, write_page
+from scale_surgery.show.pages.routing import render_page, write_page
 from scale_surgery.show.palette import DARK, LIGHT, PLACES, Palette, parse_colour, place_of
 from scale_surgery.show.tables_route_report import MOST_SHOWN, render_route_report
 from scale_surgery.show.visible import visible, visible_line, visible_text

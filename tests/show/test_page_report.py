@@ -25,8 +25,7 @@ from scale_surgery.cli.program import main
 from scale_surgery.evidence.report_records import Norms, Spectrum, Streams, TensorChange, by_layer
 from scale_surgery.running.probe import Layer
 from scale_surgery.show.figures import BLUE, MOST_MARKERS, VERMILION, Curve
-from scale_surgery.show.inline_svg import inline_svg
-from scale_surgery.show.page_charts import (
+from scale_surgery.show.pages.charts import (
     HEIGHT,
     LINES,
     MOST_TICKS,
@@ -36,8 +35,9 @@ from scale_surgery.show.page_charts import (
     chart_figure,
     render_chart,
 )
-from scale_surgery.show.page_report import render_page, write_page
-from scale_surgery.show.pages import fill
+from scale_surgery.show.pages.filling import fill
+from scale_surgery.show.pages.inline_svg import inline_svg
+from scale_surgery.show.pages.report import render_page, write_page
 from scale_surgery.show.palette import DARK, LIGHT, Palette
 from scale_surgery.show.tables_report import render_report
 from tests.conftest import shake

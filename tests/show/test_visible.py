@@ -20,12 +20,12 @@ from scale_surgery.cli.program import main
 from scale_surgery.errors import CheckpointError
 from scale_surgery.evidence.report import report
 from scale_surgery.planning.request import Request
-from scale_surgery.show import pages
 from scale_surgery.show.console import Output
 from scale_surgery.show.figures import save_figure
-from scale_surgery.show.inline_svg import inline_svg
 from scale_surgery.show.layout import Facts, NamedRows, PlainTable
-from scale_surgery.show.page_report import write_page
+from scale_surgery.show.pages import filling as pages
+from scale_surgery.show.pages.inline_svg import inline_svg
+from scale_surgery.show.pages.report import write_page
 from scale_surgery.show.visible import visible_line, visible_text
 from scale_surgery.surgery.expand import expand
 

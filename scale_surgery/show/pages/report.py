@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from scale_surgery.planning.methods import METHODS
-from scale_surgery.show.heat import HeatTable, heat_tables, matrices
-from scale_surgery.show.page_charts import (
+from scale_surgery.show.pages.charts import (
     LINES,
     STEPS,
     Chart,
@@ -21,7 +20,8 @@ from scale_surgery.show.page_charts import (
     spectrum_charts,
     stream_charts,
 )
-from scale_surgery.show.pages import fill, write
+from scale_surgery.show.pages.filling import fill, write
+from scale_surgery.show.pages.heat import HeatTable, heat_tables, matrices
 from scale_surgery.show.palette import DARK, LIGHT, Palette
 from scale_surgery.show.tables_report import (
     NONE,

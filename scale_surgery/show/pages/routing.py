@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from scale_surgery.show.pages import fill, write
+from scale_surgery.show.pages.filling import fill, write
 from scale_surgery.show.palette import DARK, LIGHT, PLACES, Palette, place_of
 from scale_surgery.show.visible import visible, visible_line, visible_text
 

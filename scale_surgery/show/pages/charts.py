@@ -18,7 +18,7 @@ from scale_surgery.show.figures import (
     draw_curve,
     training_curves,
 )
-from scale_surgery.show.inline_svg import inline_svg
+from scale_surgery.show.pages.inline_svg import inline_svg
 from scale_surgery.show.tables_report import GROUPS
 
 if TYPE_CHECKING:
