@@ -17,7 +17,9 @@ from scale_surgery.cli.evaluate import evaluate_command
 from scale_surgery.cli.expand import expand_command
 from scale_surgery.cli.extract import extract_command
 from scale_surgery.cli.generate import generate_command
+from scale_surgery.cli.hold_out import hold_out_command
 from scale_surgery.cli.inspect import inspect_command
+from scale_surgery.cli.learn import learn_command
 from scale_surgery.cli.merge import merge_command
 from scale_surgery.cli.plan import plan_command
 from scale_surgery.cli.push import push_command
@@ -67,6 +69,10 @@ def main() -> None:
     """Widen a language model so that it can learn without losing what it knows.
 
     \b
+    scale-surgery learn MODEL --data domain.jsonl -o OUT
+
+    \b
+    The same, step by step:
     scale-surgery inspect MODEL
     scale-surgery rank-layers MODEL --data domain.jsonl
     scale-surgery plan MODEL --layers last:4
@@ -98,7 +104,9 @@ for command in (
     expand_command,
     extract_command,
     generate_command,
+    hold_out_command,
     inspect_command,
+    learn_command,
     merge_command,
     plan_command,
     push_command,
@@ -124,7 +132,9 @@ SHORT_HELP = {
     "expand": "Widen chosen layers; the base's tensors keep their bytes.",
     "extract": "Take the new tensors alone, to share them like an adapter.",
     "generate": "Answer prompts, for scripts.",
+    "hold-out": "Set text aside, to set a router by and to measure on.",
     "inspect": "Describe a checkpoint from its headers.",
+    "learn": "Do the whole job: teach a model a text, and keep its base.",
     "merge": "Merge each linear layer's blocks into one matrix.",
     "plan": "Show everything that expand would do.",
     "push": "Push a folder to the Hub, with a model card.",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Collection, Iterator
-from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
+from scale_surgery.fields import fields_of
 from scale_surgery.planning.methods import DEFAULT_METHOD
 from scale_surgery.planning.request import Request, complete
 
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from scale_surgery.planning.architecture import Architecture
     from scale_surgery.planning.plan import Plan
 
+# what switches an option off where that has a name of its own
+NEGATED = {"packing": "--padding"}
+
 
 def command(*words: object) -> str:
     """A command of this program."""
@@ -27,11 +30,16 @@ def command(*words: object) -> str:
 
 def said(options: Any, usual: Any, without: Collection[str] = ()) -> Iterator[str]:
     """Options in which one filled dataclass differs from another of its kind, as they are typed."""
-    for field in fields(options):
-        value = getattr(options, field.name)
-        if field.name not in without and value != getattr(usual, field.name):
-            name = f"--{field.name.replace('_', '-')}"
-            yield from [name] if value is True else [name, str(value)]
+    for name, own in fields_of(type(options)).items():
+        value = getattr(options, name)
+        if name not in without and value not in (None, getattr(usual, name)):
+            yield from _typed(own.option, value)
+
+
+def _typed(option: str, value: Any) -> list[str]:
+    if isinstance(value, bool):
+        return [f"--{option}" if value else NEGATED.get(option, f"--no-{option}")]
+    return [f"--{option}", ",".join(value) if isinstance(value, tuple) else str(value)]
 
 
 def trusting(architecture: Architecture) -> list[str]:

@@ -50,6 +50,15 @@ class Fact:
 
 
 @dataclass(frozen=True)
+class Cells:
+    """A table of texts: its columns, and rows that begin with a name."""
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    is_text: bool = False
+
+
+@dataclass(frozen=True)
 class Section:
     """A part of the page; shown where it has charts, tables or a sentence."""
 
@@ -58,6 +67,23 @@ class Section:
     charts: Sequence[Chart] = ()
     tables: Sequence[HeatTable] = ()
     sentence: str = ""
+    cells: Cells | None = None
+
+    @property
+    def has_content(self) -> bool:
+        """Whether there is anything to show."""
+        return bool(self.charts or self.tables or self.sentence or self.cells)
+
+
+@dataclass(frozen=True)
+class Heading:
+    """What stands above the sections, and sections that come before those of a report."""
+
+    title: str
+    model: str
+    notes: Sequence[str]
+    facts: Sequence[Fact]
+    sections: Sequence[Section] = ()
 
 
 def write_page(report: Report, file: Path) -> None:
@@ -78,17 +104,36 @@ def render_page(report: Report) -> str:
     Returns:
         HTML that refers to no other file.
     """
+    title = f"What training did to {report.path.name}"
+    return render_headed(report, Heading(title, describe_model(report), report.notes, list(_facts(report))))
+
+
+def describe_model(report: Report) -> str:
+    """The base of a model, and how it was made."""
     kind = report.method if report.variant == report.method else f"{report.method}, {report.variant}"
     kind += "" if report.routing is None else f" · router {report.routing.description}"
+    return f"Base {report.base_name} · {kind}"
+
+
+def render_headed(report: Report, heading: Heading) -> str:
+    """Make the page with a heading of its own.
+
+    Args:
+        report: What was found.
+        heading: Title, facts, and sections that come first.
+
+    Returns:
+        HTML that refers to no other file.
+    """
     return fill(
         "report.html",
-        title=f"What training did to {report.path.name}",
-        model=f"Base {report.base_name} · {kind}",
+        title=heading.title,
+        model=heading.model,
         light=_variables(LIGHT, "light"),
         dark=_variables(DARK, "dark"),
-        notes=report.notes,
-        facts=list(_facts(report)),
-        sections=[one for one in _sections(report) if one.charts or one.tables or one.sentence],
+        notes=heading.notes,
+        facts=heading.facts,
+        sections=[one for one in (*heading.sections, *_sections(report)) if one.has_content],
         columns=COLUMNS,
         rows=[(tensor.name, _row(tensor)) for tensor in report.tensors],
         terms=list(_terms(report)),

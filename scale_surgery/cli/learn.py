@@ -1,0 +1,141 @@
+"""The command learn: parse, call one function, hand its result to the console."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from scale_surgery.cli.options import TEXTS, options_from, output_options, run_options
+from scale_surgery.cli.outputs import OUTPUT_FOLDER, OutputFile
+from scale_surgery.planning.request import Request
+from scale_surgery.training.ranking import RankingRequest
+from scale_surgery.training.settings import TrainingSettings
+
+if TYPE_CHECKING:
+    from scale_surgery.show.console import Output
+
+# options that have a name of their own here, by section; every other setting is reached by --set
+EXPANSION, RANKING = ("layers", "method", "variant"), ("budget",)
+TRAINING = ("steps", "epochs", "learning_rate", "sequence_length", "batch_size")
+SHORT = {"expansion": EXPANSION, "ranking": RANKING, "training": TRAINING, "running": ("device", "trust_remote_code")}
+HELPS = {
+    "layers": "Layers to expand, written as for plan; auto lets a pilot choose.  [default: auto]",
+    "budget": "Parameters that the pilot's layers may add: a share of the base's, or a number such as 200M.",
+    "learning_rate": "Highest learning rate, reached after the warm-up.",
+}
+RUN = "Let MODEL run its own code, where transformers has no such model or its tokenizer is a custom one."
+
+
+def read_settings(given: tuple[str, ...]) -> dict[str, Any]:
+    """Read KEY=VALUE of --set; values are written as in YAML."""
+    import yaml
+
+    found: dict[str, Any] = {}
+    for text in given:
+        name, separator, value = text.partition("=")
+        try:
+            found[name.strip().replace("-", "_")] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise click.UsageError(f"--set {text}: the value is no YAML.") from error
+        if not separator:
+            raise click.UsageError(f"--set {text} is not KEY=VALUE, for example training.steps=200.")
+    return found
+
+
+def settings_from(options: dict[str, Any]) -> dict[str, Any]:
+    """Settings of a recipe that were given as options, by their names in it."""
+    found: dict[str, Any] = {}
+    for section, names in SHORT.items():
+        found |= {f"{section}.{name}": value for name in names if (value := options.pop(name)) not in (None, False)}
+    texts = {name: tuple(map(str, options.pop(name))) for name in ("data", "old", "measure_new", "measure_old")}
+    found |= {name: files for name, files in texts.items() if files}
+    found |= {"revision": options.pop("revision")} if options["revision"] else {}
+    options.pop("revision", None)
+    return found | ({"route": False} if options.pop("no_route") else {})
+
+
+@click.command(name="learn")
+@click.argument("model", required=False)
+@click.option("--data", multiple=True, type=TEXTS, help="Text to learn; can be repeated.")
+@click.option("--old", multiple=True, type=TEXTS, help="Text with what MODEL knows; can be repeated.")
+@click.option("-o", "--output", type=OUTPUT_FOLDER, help="Folder of the job. Default: ./<name>-learn.")
+@options_from(Request, *EXPANSION, helps=HELPS)
+@options_from(RankingRequest, *RANKING, helps=HELPS)
+@options_from(TrainingSettings, *TRAINING, helps=HELPS)
+@click.option("--no-route", is_flag=True, help="Give the model no router.")
+@click.option("--measure-new", multiple=True, type=TEXTS, help="Text to measure learning on; can be repeated.")
+@click.option("--measure-old", multiple=True, type=TEXTS, help="Text to measure forgetting on; can be repeated.")
+@click.option("--preset", type=click.Choice(["default", "paper"]), help="Settings to begin with.  [default: default]")
+@click.option("--recipe", type=click.Path(path_type=Path), help="YAML file with settings; options go before it.")
+@click.option(
+    "--set", "given", multiple=True, metavar="KEY=VALUE", help="Any setting of a recipe, such as training.warmup=0.1."
+)
+@click.option("--write-recipe", type=OutputFile(".yaml", ".yml"), help="Write the recipe with all settings, and stop.")
+@click.option("--dry-run", is_flag=True, help="Show what would be done, with every command, and stop.")
+@click.option("--overwrite", is_flag=True, help="Begin anew in a folder that holds another job.")
+@click.option("--revision", help="Branch, tag or commit of a Hub repository.")
+@run_options("device", code=RUN)
+@output_options
+def learn_command(
+    model: str | None,
+    output: Path | None,
+    preset: str | None,
+    recipe: Path | None,
+    given: tuple[str, ...],
+    write_recipe: Path | None,
+    dry_run: bool,
+    overwrite: bool,
+    out: Output,
+    **options: Any,
+) -> None:
+    """Teach MODEL the text of --data, from the choice of layers to a verified model that keeps its base.
+
+    Sets text aside to measure on, chooses layers by a pilot (or takes --layers), plans, expands, trains, gives the
+    model a router and sets it, measures, verifies, and writes one page. Each stage is a command, whose line is shown.
+    With --old, text with what MODEL knows, the router is set by it and forgetting is measured.
+
+    The same line typed again goes on with the stage that was interrupted. All settings can stand in a YAML file.
+
+    \b
+    Example: scale-surgery learn MODEL --data domain.jsonl --old general.txt -o OUT
+    Recipes: scale-surgery learn MODEL --data FILE --write-recipe recipe.yaml
+             scale-surgery learn --recipe recipe.yaml -o OUT
+    """
+    from scale_surgery.learning.learn import Told, default_output, prepare, resolve, run
+    from scale_surgery.learning.recipe_file import PRESET, read_recipe
+    from scale_surgery.learning.recipe_file import write_recipe as write
+    from scale_surgery.show.tables_learn import render_ahead, render_learned, render_lines, render_result, render_stage
+
+    # a scheduler that ends a job is answered like somebody at the keyboard
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    said = {} if recipe is None else read_recipe(recipe)
+    said |= settings_from(options) | read_settings(given)
+    said |= {name: value for name, value in (("model", model), (PRESET, preset)) if value is not None}
+    resolved = resolve(said)
+    if write_recipe is not None:
+        write(resolved, write_recipe)
+        out.say_file("written", write_recipe)
+        return
+    job = prepare(resolved, output or default_output(resolved), overwrite=overwrite, track=out.track)
+    if dry_run:
+        out.show(job.ahead, render_ahead(job.ahead))
+        out.say(render_lines(job.ahead))
+        return
+
+    def ends(name: str, result: Any) -> None:
+        if (shown := render_result(name, result)) is not None:
+            out.say(shown)
+
+    told = Told(
+        ahead=lambda ahead: out.say(render_ahead(ahead)),
+        begins=lambda name, line, number: out.say(render_stage(name, line, number), as_it_is=True),
+        ends=ends,
+    )
+    learned = run(job, overwrite=overwrite, told=told, track=out.track)
+    out.say("")
+    out.show(learned, render_learned(learned))
+    sys.exit(0 if learned.verified else 1)

@@ -1,0 +1,215 @@
+"""Set text aside that is not learned: some to choose the numbers of a router with, some to measure on.
+
+FILES --read twice-->  OUT/learn.jsonl  OUT/calibrate.jsonl  OUT/measure.jsonl
+
+Documents are drawn by a hash of what they say, so equal ones go the same way, and so do all in a second run. Of few
+long documents the ends are set aside.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+from scale_surgery.checkpoint.sources import listed
+from scale_surgery.checkpoint.staging import check_target, staged
+from scale_surgery.checkpoint.stamps import take_stamps
+from scale_surgery.errors import DataError, PlanError
+from scale_surgery.fields import Count, Range, Seed, problems_of
+from scale_surgery.progress import Track, no_track
+from scale_surgery.running.documents import Document, read_documents
+
+LEARN, CALIBRATE, MEASURE = "learn", "calibrate", "measure"
+ASIDE = (CALIBRATE, MEASURE)
+# fewer documents are not drawn from: each is a large share of the text, and its end is set aside
+ENOUGH_DOCUMENTS = 20
+LARGEST_SHARE = 0.5
+# characters of a short document: no more of them are set aside than such ones would be
+USUAL_DOCUMENT = 20
+
+
+@dataclass(frozen=True)
+class HoldOutSettings:
+    """How much text is set aside.
+
+    Attributes:
+        share: Share of the text in each part that is set aside; with 0.5 nothing is left to learn.
+        most_characters: Characters in each part that is set aside, about: to measure takes time.
+        seed: Seed of what is drawn.
+    """
+
+    share: Annotated[float, Range(above=0, most=LARGEST_SHARE, noun="a share")] = 0.1
+    most_characters: Count = 200_000
+    seed: Seed = 0
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """What `hold_out` wrote.
+
+    Attributes:
+        path: The folder, with a file for each part.
+        documents: Documents in each part: "learn", "calibrate", "measure".
+        characters: Characters in each part.
+    """
+
+    path: Path
+    documents: Mapping[str, int]
+    characters: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Which documents are set aside, by their hashes; of others, how much of the end."""
+
+    parts: Mapping[bytes, str]
+    ends: float
+
+
+def part_file(folder: Path, part: str) -> Path:
+    """The file of a part."""
+    return folder / f"{part}.jsonl"
+
+
+def hold_out(
+    data: str | Path | Sequence[str | Path],
+    output: str | Path,
+    settings: HoldOutSettings = HoldOutSettings(),
+    *,
+    track: Track = no_track,
+) -> HeldOut:
+    """Set text aside: some to choose the numbers of a router with, some to measure on; the rest is to be learned.
+
+    Args:
+        data: A file or saved dataset, or several; see `documents.read_documents`. They are only read.
+        output: Folder to be, with learn.jsonl, calibrate.jsonl and measure.jsonl.
+        settings: How much is set aside.
+        track: Makes progress bars.
+
+    Returns:
+        What each part holds.
+
+    Raises:
+        PlanError: If a setting is out of range.
+        DataError: If a file cannot be read, or there is too little text for each part to get some.
+        CheckpointError: If the output exists or cannot be written.
+    """
+    if problems := problems_of(settings):
+        raise PlanError.from_problems(problems)
+    files, target = [Path(file) for file in listed(data)], Path(output)
+    check_target(target, files, overwrite=False)
+    # a file that is not there is said where it is read
+    stamps = take_stamps(file for file in text_files(files) if file.is_file())
+    drawn = _draw(files, settings)
+    with staged(target, {"hold_out": asdict(settings)}, stamps, overwrite=False) as folder, track("texts", 1) as done:
+        counted = _write(files, folder, drawn, settings)
+        done(1)
+    return HeldOut(target, *({part: numbers[part] for part in (LEARN, *ASIDE) if numbers[part]} for numbers in counted))
+
+
+def text_files(given: Sequence[Path]) -> list[Path]:
+    """The files that hold texts: those given, and those of saved datasets."""
+    return [file for path in given for file in (sorted(path.rglob("*.arrow")) if path.is_dir() else [path])]
+
+
+def _draw(files: Sequence[Path], settings: HoldOutSettings) -> Drawn:
+    """Choose what is set aside; of hashes no more are kept than can be chosen."""
+    count, characters = 0, 0
+    most = max(2, len(ASIDE) * settings.most_characters // USUAL_DOCUMENT)
+
+    def hashed() -> Iterator[tuple[bytes, int]]:
+        nonlocal count, characters
+        for document in read_documents(files):
+            size = len(document.prompt) + len(document.text)
+            count, characters = count + 1, characters + size
+            yield _hash(document, settings.seed), size
+
+    lowest = heapq.nsmallest(most, hashed())
+    if not count:
+        raise DataError(f"{', '.join(map(str, files))}: holds no text, expected some to learn and to set aside.")
+    wanted = min(settings.share * characters, settings.most_characters)
+    if count < ENOUGH_DOCUMENTS:
+        return Drawn({}, wanted / characters)
+    return Drawn(_share_out(lowest, wanted, math.ceil(settings.share * count)), 0.0)
+
+
+def _hash(document: Document, seed: int) -> bytes:
+    said = json.dumps([seed, document.prompt, document.text]).encode()
+    return hashlib.blake2b(said, digest_size=16).digest()
+
+
+def _share_out(lowest: Sequence[tuple[bytes, int]], wanted: float, most: int) -> dict[bytes, str]:
+    """Give documents to the parts, in turn, until each has what is wanted, or the most documents; each gets one."""
+    parts: dict[bytes, str] = {}
+    sizes: dict[str, list[int]] = {part: [] for part in ASIDE}
+    short = [(found, size) for found, size in lowest if size <= wanted]
+    for found, size in short or lowest:
+        smallest = min(ASIDE, key=lambda part: sum(sizes[part]))
+        is_enough = sum(sizes[smallest]) + size / 2 > wanted or len(sizes[smallest]) >= most
+        if sizes[smallest] and is_enough:
+            break
+        sizes[parts.setdefault(found, smallest)].append(size)
+    return parts
+
+
+def _write(
+    files: Sequence[Path], folder: Path, drawn: Drawn, settings: HoldOutSettings
+) -> tuple[Counter[str], Counter[str]]:
+    documents: Counter[str] = Counter()
+    characters: Counter[str] = Counter()
+    with ExitStack() as stack:
+        streams = {
+            part: stack.enter_context(part_file(folder, part).open("w", encoding="utf-8")) for part in (LEARN, *ASIDE)
+        }
+        for document in read_documents(files):
+            for part, piece in _pieces(document, drawn, settings):
+                streams[part].write(_line(piece))
+                documents[part] += 1
+                characters[part] += len(piece.prompt) + len(piece.text)
+    if missing := [part for part in ASIDE if not documents[part]]:
+        raise DataError(
+            f"{', '.join(map(str, files))}: {sum(documents.values())} documents leave nothing to "
+            f"{' and to '.join(missing)} with, expected at least {ENOUGH_DOCUMENTS} documents, or a longer one. Give more "
+            "text."
+        )
+    if not documents[LEARN]:
+        part_file(folder, LEARN).unlink()
+    return documents, characters
+
+
+def _line(document: Document) -> str:
+    row = {"prompt": document.prompt, "completion": document.text} if document.prompt else {"text": document.text}
+    return json.dumps(row, ensure_ascii=False) + "\n"
+
+
+def _pieces(document: Document, drawn: Drawn, settings: HoldOutSettings) -> Iterator[tuple[str, Document]]:
+    """The document with its part, or where documents are few, its beginning and its ends with theirs."""
+    if not drawn.ends:
+        part = drawn.parts.get(_hash(document, settings.seed), LEARN)
+        yield part, document
+        return
+    starts = _cut(document.text, drawn.ends)
+    bounds = [0, *starts, len(document.text)]
+    for part, start, end in zip((LEARN, *ASIDE), bounds, bounds[1:], strict=False):
+        if (text := document.text[start:end].strip("\n")).strip():
+            yield part, Document(document.prompt if part == LEARN else "", text, document.source)
+
+
+def _cut(text: str, share: float) -> list[int]:
+    """Where the two ends of a text begin, each about a share of it: between paragraphs, or lines, or words."""
+    size = max(1, math.floor(share * len(text)))
+    wanted = [max(0, len(text) - 2 * size), len(text) - size]
+    for gap in ("\n\n", "\n", " "):
+        first, second = ((text.rfind(gap, 0, place) + len(gap) if place else 0) for place in wanted)
+        # not where an end would be more than twice what was wanted
+        if max(wanted[0] - size, 0) <= first < second:
+            return [first, second]
+    return []

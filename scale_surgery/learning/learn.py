@@ -1,0 +1,323 @@
+"""The whole job: check everything, say what it will take, do one stage after the other, write one page.
+
+    OUT/learn.json      recipe, files that were read, what each stage that is done has kept
+    OUT/recipe.yaml     the recipe, to read and to share
+    OUT/...             a folder or a file for each stage
+    OUT/learn.html      the page
+
+A stage counts when learn.json says so, which is written after its outputs are whole. The same line typed again goes on
+with the first one that does not.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from scale_surgery.checkpoint.beside import locked
+from scale_surgery.checkpoint.files import plain_json, write_json
+from scale_surgery.checkpoint.folder import Checkpoint, read_json
+from scale_surgery.checkpoint.sources import open_model
+from scale_surgery.deriving.planned import make_plan
+from scale_surgery.errors import CheckpointError, DataError, SurgeryError, TrainingError
+from scale_surgery.learning.ahead import Ahead, look_ahead
+from scale_surgery.learning.hold_out import text_files
+from scale_surgery.learning.learned import Learned, StageDone, rows_of, warnings_of
+from scale_surgery.learning.presets import Facts, with_preset
+from scale_surgery.learning.recipe import Recipe, differences, make_recipe, values_of
+from scale_surgery.learning.recipe_file import PRESET, write_recipe
+from scale_surgery.learning.stages import Kept, Stage, Work, chosen_request, stages_of
+from scale_surgery.learning.token_count import count_tokens
+from scale_surgery.planning.methods import METHODS
+from scale_surgery.planning.plan import Plan
+from scale_surgery.planning.routing_specs import path_problems
+from scale_surgery.progress import Track, no_track
+from scale_surgery.running.context import DEFAULT_LENGTH, context_of
+from scale_surgery.running.tokenizer import need_tokenizer
+
+RECORD_FILE, RECIPE_FILE, PAGE_FILE = "learn.json", "recipe.yaml", "learn.html"
+FORMAT = 1
+
+
+@dataclass
+class Record:
+    """What learn.json holds: recipe, files read, what stages kept, and their seconds."""
+
+    file: Path
+    recipe: Mapping[str, Any]
+    read: Mapping[str, Any]
+    kept: dict[str, Kept] = field(default_factory=dict)
+    done: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    def write(self) -> None:
+        """Write it, whole or not at all."""
+        content = {name: getattr(self, name) for name in ("recipe", "read", "kept", "done", "seconds")}
+        write_json(self.file, plain_json({"format": FORMAT, **content}))
+
+
+@dataclass(frozen=True)
+class Told:
+    """Who is told how a job goes on.
+
+    Attributes:
+        ahead: Called once, with what the job will take.
+        begins: Called with the name of each stage before it starts, its line, and its number from 1.
+        ends: Called with the name of each stage and its result.
+    """
+
+    ahead: Callable[[Ahead], None] = lambda ahead: None
+    begins: Callable[[str, str, int], None] = lambda name, line, number: None
+    ends: Callable[[str, Any], None] = lambda name, result: None
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job that was checked and can begin."""
+
+    work: Work
+    stages: tuple[Stage, ...]
+    ahead: Ahead
+    record: Record
+    started: float
+
+
+def default_output(recipe: Recipe) -> Path:
+    """Where a job goes when nothing is said: `<name>-learn` in the current folder."""
+    return Path(f"{Path(recipe.model).name}-learn")
+
+
+def resolve(said: Mapping[str, Any]) -> Recipe:
+    """Make a recipe of what was said, over a preset.
+
+    Args:
+        said: Settings by name, such as "training.steps"; "preset" names the preset, by default "default".
+
+    Returns:
+        The recipe, with every setting.
+
+    Raises:
+        PlanError: If a setting is unknown or has a value that it cannot have, or there is no such preset.
+        DataError: If a text is not there or cannot be read, or the model has no tokenizer.
+        CheckpointError: If the model cannot be found.
+    """
+    own = {name: value for name, value in said.items() if name != PRESET}
+    asked = make_recipe(own)
+    _stamp_texts(asked)
+    return make_recipe(with_preset(said.get(PRESET) or "default", own, _facts(asked)))
+
+
+def _facts(recipe: Recipe) -> Facts:
+    source, checkpoint = open_model(recipe.model, recipe.revision)
+    config = checkpoint.config.get("text_config") or checkpoint.config
+    layers = int(config.get("num_hidden_layers") or config.get("n_layer") or 0)
+    tokenizer = need_tokenizer(checkpoint.path, source.name, recipe.running)
+    return Facts(layers, context_of(config) or DEFAULT_LENGTH, count_tokens(recipe.data, tokenizer))
+
+
+def prepare(recipe: Recipe, output: str | Path, *, overwrite: bool = False, track: Track = no_track) -> Job:
+    """Check everything that a job needs, and estimate what it takes; its arguments and errors are those of `learn`."""
+    started, folder = time.monotonic(), Path(output)
+    _check_alone()
+    _check_folder(folder, recipe, overwrite=overwrite)
+    read = _stamp_texts(recipe)
+    record = Record(folder / RECORD_FILE, values_of(recipe), read)
+    if record.file.is_file() and not overwrite:
+        record = _continue(record, recipe)
+    checkpoint, made = _plan_ahead(recipe, record.kept, track)
+    problems = _route_problems(made) if recipe.route else []
+    work = Work(recipe, folder, recipe.route and not problems)
+    stages = tuple(stages_of(work))
+    notes = [f"no router: {problem}" for problem in problems]
+    return Job(work, stages, look_ahead(work, stages, checkpoint, made, record.kept, notes), record, started)
+
+
+def learn(
+    recipe: Recipe,
+    output: str | Path,
+    *,
+    overwrite: bool = False,
+    told: Told = Told(),
+    track: Track = no_track,
+) -> Learned:
+    """Do the whole job: set text aside, choose layers, expand, train, route, measure, verify, write one page.
+
+    Args:
+        recipe: What is done; see `make_recipe`.
+        output: Folder of the job. One that an earlier run of the same recipe began is continued.
+        overwrite: Whether a folder of another job is replaced.
+        told: Who is told how it goes on.
+        track: Makes progress bars.
+
+    Returns:
+        What the base, the learned and the routed model score, and what was done.
+
+    Raises:
+        PlanError: If the recipe does not fit the model.
+        DataError: If texts cannot be read, or there is too little.
+        CheckpointError: If the model cannot be read, the folder belongs to something else or to another recipe, or the
+            disk has no room.
+        TrainingError: If the job was interrupted, or training had to stop.
+    """
+    return run(prepare(recipe, output, overwrite=overwrite, track=track), overwrite=overwrite, told=told, track=track)
+
+
+def run(job: Job, *, overwrite: bool = False, told: Told = Told(), track: Track = no_track) -> Learned:
+    """Do what `prepare` checked; see `learn`."""
+    work, record = job.work, job.record
+    told.ahead(job.ahead)
+    if overwrite and not record.kept:
+        shutil.rmtree(work.folder, ignore_errors=True)
+    work.folder.mkdir(parents=True, exist_ok=True)
+    with locked(work.folder / "job"):
+        record.write()
+        write_recipe(work.recipe, work.folder / RECIPE_FILE)
+        before, left = record.seconds, [stage for stage in job.stages if stage.name not in record.kept]
+        for number, stage in enumerate(job.stages, start=1):
+            if stage in left:
+                told.begins(stage.name, stage.line(record.kept), number)
+                result = _do(stage, job, track)
+                record.seconds = before + time.monotonic() - job.started
+                record.write()
+                told.ends(stage.name, result)
+    return _describe(job, record.done)
+
+
+def _do(stage: Stage, job: Job, track: Track) -> Any:
+    """Do a stage and keep what it found; what an interrupted one left is taken away first."""
+    record, started = job.record, time.monotonic()
+    line = stage.line(record.kept)
+    if stage.renews:
+        for output in stage.outputs:
+            shutil.rmtree(output) if output.is_dir() else output.unlink(missing_ok=True)
+    try:
+        result, kept = stage.run(record.kept, track)
+        if stage is job.stages[-1]:
+            _write_page(job, stage, result, time.monotonic() - started)
+    except (KeyboardInterrupt, SurgeryError) as error:
+        if isinstance(error, KeyboardInterrupt) or isinstance(error.__cause__, KeyboardInterrupt):
+            raise TrainingError(
+                f"{job.work.folder}: interrupted in the stage {stage.name}. Type the same line again to go on."
+            ) from error
+        raise
+    record.kept[stage.name] = kept
+    record.done[stage.name] = {"line": line, "seconds": time.monotonic() - started}
+    return result
+
+
+def _write_page(job: Job, last: Stage, report: Any, seconds: float) -> None:
+    from scale_surgery.show.pages.learned import write_learned
+
+    done = {last.name: {"line": last.line(job.record.kept), "seconds": seconds}}
+    write_learned(_describe(job, {**job.record.done, **done}), report, job.work.folder / PAGE_FILE)
+
+
+def _describe(job: Job, done: Mapping[str, Mapping[str, Any]]) -> Learned:
+    work, kept = job.work, job.record.kept
+    verification = kept["verify"]
+    return Learned(
+        path=work.folder,
+        model=work.recipe.model,
+        result=work.result,
+        layers=kept["plan"]["layers"],
+        parameters_added=kept["plan"]["parameters_added"],
+        router=kept.get("calibrate", {}).get("router", work.recipe.routing.description) if work.routes else None,
+        rows=rows_of(kept["evaluate"], routed=work.routes),
+        verified=verification["passed"],
+        promises={own["name"]: _promised(own) for own in verification["promises"]},
+        stages=tuple(StageDone(name, own["line"], own["seconds"]) for name, own in done.items()),
+        seconds=job.record.seconds,
+        page=work.folder / PAGE_FILE,
+        warnings=warnings_of(kept, has_old=bool(work.measured("old")), routed=work.routes),
+    )
+
+
+def _promised(promise: Mapping[str, Any]) -> str:
+    if promise["holds"] is None or not promise["claimed"]:
+        return "not claimed"
+    return f"{'holds' if promise['holds'] else 'BROKEN'}: {promise['evidence']}"
+
+
+def _check_alone() -> None:
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise TrainingError(
+            "learn runs in one process, and a launcher started several. Let learn --dry-run print the stages, and "
+            "launch train alone: accelerate launch -m scale_surgery train ..."
+        )
+
+
+def _check_folder(folder: Path, recipe: Recipe, *, overwrite: bool) -> None:
+    """Check that a folder is new, empty or a job's own, and holds nothing that is read."""
+    problems = []
+    if folder.exists() and not folder.is_dir():
+        problems.append(f"{folder}: is a file, expected a folder to be. Choose another with -o.")
+    elif folder.is_dir() and any(folder.iterdir()) and not (folder / RECORD_FILE).is_file():
+        problems.append(f"{folder}: holds other files, no job of learn. Choose another folder with -o.")
+    place = folder.resolve()
+    for given in (recipe.model, *recipe.data, *recipe.old, *recipe.measure_new, *recipe.measure_old):
+        read = Path(given).resolve()
+        if Path(given).exists() and (read == place or read.is_relative_to(place) or place.is_relative_to(read)):
+            problems.append(f"{folder}: lies inside, around or at the input {given}. Choose another folder with -o.")
+    parent = next(own for own in (place, *place.parents) if own.exists())
+    if not os.access(parent, os.W_OK | os.X_OK):
+        problems.append(f"{folder}: {parent} is not a folder you may write to. Choose another with -o.")
+    if problems:
+        raise CheckpointError.from_problems(problems)
+
+
+def _stamp_texts(recipe: Recipe) -> dict[str, list[int]]:
+    """Sizes and times of all texts: a job that goes on has to read what it began with."""
+    given = (*recipe.data, *recipe.old, *recipe.measure_new, *recipe.measure_old)
+    missing = [
+        f"{file}: there is no such file. Give UTF-8 text, JSONL or a saved dataset."
+        for file in given
+        if not Path(file).exists()
+    ]
+    if missing:
+        raise DataError.from_problems(missing)
+    return {
+        str(file): [file.stat().st_size, file.stat().st_mtime_ns] for file in text_files([Path(own) for own in given])
+    }
+
+
+def _continue(record: Record, recipe: Recipe) -> Record:
+    """Take up what an earlier run of the same recipe did."""
+    found = read_json(record.file)
+    problems = []
+    if found.get("format") != FORMAT:
+        problems.append(f"{record.file}: is of another release of this program.")
+    else:
+        changed = list(differences(recipe, found["recipe"]))
+        problems += [f"{record.file.parent}: was begun with {difference}." for difference in changed]
+        problems += [
+            f"{name}: has changed since {record.file.parent} was begun."
+            for name, stamp in record.read.items()
+            if found["read"].get(name) != stamp
+        ]
+    if problems:
+        raise CheckpointError.from_problems(
+            [*problems, "Choose another folder with -o, or begin anew with --overwrite."]
+        )
+    return Record(record.file, record.recipe, record.read, found["kept"], found["done"], found["seconds"])
+
+
+def _plan_ahead(recipe: Recipe, kept: Mapping[str, Kept], track: Track) -> tuple[Checkpoint, Plan]:
+    """The plan, or where a pilot will choose, that of all layers: what does not fit the model is said now."""
+    request = chosen_request(recipe, kept)
+    if recipe.chooses_layers and "layers" not in kept:
+        request = replace(request, layers="all")
+    source, checkpoint = open_model(recipe.model, recipe.revision)
+    given: dict[str, Any] = {"revision": source.revision, "run": recipe.running, "track": track}
+    return checkpoint, make_plan(checkpoint, request, name=source.name, **given)
+
+
+def _route_problems(made: Plan) -> list[str]:
+    """Why an expansion cannot be routed; nothing where it can."""
+    if (reason := METHODS[made.request.method].refused.get("route")) is not None:
+        return [reason]
+    return path_problems(made.architecture, min(made.collaboration.layers, default=None))

@@ -1,0 +1,110 @@
+"""What a job did, made of what it keeps in its folder: so the same is said of a job that was done in several runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+# how rows of an evaluation are called here, by kind: first of a model with a router, then of one without
+NAMES = {
+    True: {"base": "base", "adapt": "learned", "expanded": "routed"},
+    False: {"base": "base", "expanded": "learned"},
+}
+
+
+@dataclass(frozen=True)
+class Side:
+    """What a model scored on old or on new text.
+
+    Attributes:
+        loss: Nats per token.
+        accuracy: Share of questions whose answer begins right; None without questions.
+        change: Forgetting on old text, learning on new, in nats per token against the base; None of the base.
+    """
+
+    loss: float
+    accuracy: float | None
+    change: float | None
+
+
+@dataclass(frozen=True)
+class Row:
+    """A model: the base, what was learned, and that with a router."""
+
+    name: str
+    old: Side | None
+    new: Side | None
+
+
+@dataclass(frozen=True)
+class StageDone:
+    """A stage that is done: its line, and the seconds that it took."""
+
+    name: str
+    line: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Learned:
+    """What `learn` did.
+
+    Attributes:
+        path: The folder of the job.
+        model: The base model, as it was given.
+        result: The model that the job ends with: routed, or trained where it has no router.
+        layers: Layers that were expanded.
+        parameters_added: Parameters that were added.
+        router: How the result routes, or None.
+        rows: What the base, the learned and the routed model score.
+        verified: Whether every promise of the result holds.
+        promises: Result and evidence of each promise, by its name.
+        stages: What was done, in order.
+        seconds: Time of all runs of this job, with what is between its stages.
+        page: The page with all of it.
+        warnings: What may be better.
+    """
+
+    path: Path
+    model: str
+    result: Path
+    layers: str
+    parameters_added: int
+    router: str | None
+    rows: tuple[Row, ...]
+    verified: bool
+    promises: Mapping[str, str]
+    stages: tuple[StageDone, ...]
+    seconds: float
+    page: Path
+    warnings: tuple[str, ...]
+
+
+def rows_of(evaluation: Mapping[str, Any], *, routed: bool) -> tuple[Row, ...]:
+    """The rows of an evaluation that matter here, from what `evaluate` prints as JSON."""
+    names = NAMES[routed]
+    found = {names[score["kind"]]: score for score in evaluation["scores"] if score["kind"] in names}
+    return tuple(
+        Row(name, _side(found[name], "old", "forgetting"), _side(found[name], "new", "learning"))
+        for name in names.values()
+        if name in found
+    )
+
+
+def _side(score: Mapping[str, Any], side: str, change: str) -> Side | None:
+    measured = score.get(side)
+    if measured is None:
+        return None
+    return Side(measured["nats_per_token"], measured["accuracy"], score[change])
+
+
+def warnings_of(kept: Mapping[str, Mapping[str, Any]], *, has_old: bool, routed: bool) -> tuple[str, ...]:
+    """What a user should know of a job beside its numbers."""
+    found = list(kept.get("train", {}).get("warnings", ()))
+    if not has_old:
+        found.append("there was no old text, so nothing is known of what was forgotten. Give some with --old.")
+    if routed and not kept.get("calibrate", {}).get("within", True):
+        found.append("no setting of the router forgets as little as was asked for; it keeps its own.")
+    return tuple(found)

@@ -1,0 +1,95 @@
+"""Presets: settings that go together, by name; a recipe and options say what is to be otherwise.
+
+default  what taught most and forgot least in docs/benchmarks.md: W12 in attention and MLP, and a router; texts that are
+         short are read up to twelve times, in batches that leave a hundred steps
+paper    SCALE-Route as published for English to Korean (arXiv 2511.03270, section 5): all layers, W12 above the lowest
+         three sixteenths, batches of 512 sequences of 8192 tokens, one pass, the cosine router
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from scale_surgery.errors import PlanError
+from scale_surgery.learning.recipe import PresetName
+from scale_surgery.running.context import DEFAULT_LENGTH
+from scale_surgery.training.settings import TrainingSettings
+
+Values = dict[str, Any]
+# of 16 layers, the lowest ones have no W12
+PRESERVED = 3 / 16
+PAPER_LENGTH, PAPER_BATCH, TOGETHER = 8192, 512, 8
+STEPS, MOST_PASSES = 100, 12
+# settings that say how long training is
+LENGTHS = {"training.steps", "training.epochs", "training.batch_size"}
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What presets depend on: layers and context length of the base model, and tokens of the text to learn, about."""
+
+    layers: int
+    context: int
+    tokens: int
+
+
+def _default(facts: Facts) -> Values:
+    length = min(DEFAULT_LENGTH, facts.context)
+    usual = TrainingSettings.batch_size
+    passes = min(MOST_PASSES, max(1, math.ceil(STEPS * usual * length / facts.tokens)))
+    return {
+        "expansion.variant": "adapt",
+        "expansion.collaborate": "both",
+        "training.learning_rate": 2e-3,
+        "training.epochs": float(passes),
+        "training.batch_size": min(usual, max(1, passes * facts.tokens // (STEPS * length))),
+    }
+
+
+def _paper(facts: Facts) -> Values:
+    return {
+        "expansion.layers": "all",
+        "expansion.variant": "adapt",
+        "expansion.collaborate": "both",
+        "expansion.collaborative_layers": f"last:{facts.layers - round(facts.layers * PRESERVED)}",
+        "training.sequence_length": min(PAPER_LENGTH, facts.context),
+        "training.batch_size": TOGETHER,
+        "training.gradient_accumulation": PAPER_BATCH // TOGETHER,
+        "training.epochs": 1.0,
+        "training.learning_rate": 1e-3,
+        "training.schedule": "linear",
+        "training.warmup": 0.06,
+        "routing.router": "cosine",
+    }
+
+
+PRESETS: dict[PresetName, Callable[[Facts], Values]] = {"default": _default, "paper": _paper}
+
+
+def with_preset(name: str, said: Mapping[str, Any], facts: Facts) -> Values:
+    """Put what was said over a preset.
+
+    Of a preset, the expansion does not count where another method or variant was said, nor the length of the training
+    where a part of that was said.
+
+    Args:
+        name: Name of the preset.
+        said: Settings by name.
+        facts: What it depends on.
+
+    Returns:
+        Settings by name.
+
+    Raises:
+        PlanError: If there is no such preset.
+    """
+    if name not in PRESETS:
+        raise PlanError(f"preset is {name!r}, expected one of: {', '.join(PRESETS)}.")
+    values = PRESETS[name](facts)
+    dropped = set(LENGTHS) if said.keys() & LENGTHS else set()
+    if said.keys() & {"expansion.method", "expansion.variant"}:
+        dropped |= {own for own in values if own.startswith("expansion.") and own != "expansion.layers"}
+    return {own: value for own, value in values.items() if own not in dropped} | dict(said)

@@ -1,0 +1,198 @@
+"""A recipe: everything that `learn` does, said in full; and the ways to say it, as one flat mapping.
+
+preset  <  recipe file  <  options      {"training.steps": 200, "expansion.layers": "last:4", ...}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from difflib import get_close_matches
+from typing import Any, Literal
+
+from scale_surgery.checkpoint.files import BaseWeights
+from scale_surgery.errors import PlanError
+from scale_surgery.fields import Field, fields_of
+from scale_surgery.learning.hold_out import HoldOutSettings
+from scale_surgery.planning.request import Request
+from scale_surgery.planning.routing_specs import Routing
+from scale_surgery.routing.choice import CalibrationSettings
+from scale_surgery.running.options import RunOptions
+from scale_surgery.training.pilot_settings import PilotSettings
+from scale_surgery.training.ranking import RankingRequest
+from scale_surgery.training.settings import TrainingSettings
+
+# layers that a pilot chooses
+AUTO = "auto"
+PresetName = Literal["default", "paper"]
+Values = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything that `learn` does.
+
+    Attributes:
+        model: The base model, a folder or a Hub id.
+        data: Text to learn: files, or folders saved by the library datasets.
+        old: Text with what the base knows: it tells where to write into the base's hidden state, sets the router, and
+            measures forgetting. Without it, only learning is measured.
+        measure_new: Text to measure learning on, in place of some that is set aside.
+        measure_old: Text to measure forgetting on, in place of some that is set aside.
+        revision: Branch, tag or commit of a Hub repository.
+        route: Give the model a router, which chooses between the base and what was learned.
+        base_weights: How base shards get from MODEL into the first folder; those in OUT share them by hard links, but
+            for copy.
+        hold_out: Which text is set aside.
+        ranking: What a pilot may spend on layers (layers: auto).
+        pilot: How that pilot trains.
+        expansion: Layers, method and widths; layers: auto lets a pilot choose.
+        training: How the new blocks train.
+        routing: How each token is routed.
+        calibration: What the router may lose.
+        running: Where models run.
+    """
+
+    model: str
+    data: tuple[str, ...] = ()
+    old: tuple[str, ...] = ()
+    measure_new: tuple[str, ...] = ()
+    measure_old: tuple[str, ...] = ()
+    revision: str | None = None
+    route: bool = True
+    base_weights: BaseWeights = "auto"
+    hold_out: HoldOutSettings = HoldOutSettings()
+    ranking: RankingRequest = RankingRequest()
+    pilot: PilotSettings = PilotSettings()
+    expansion: Request = field(default_factory=lambda: Request(AUTO))
+    training: TrainingSettings = TrainingSettings()
+    routing: Routing = Routing()
+    calibration: CalibrationSettings = CalibrationSettings()
+    running: RunOptions = RunOptions()
+
+    @property
+    def chooses_layers(self) -> bool:
+        """Whether a pilot chooses the layers."""
+        return self.expansion.layers == AUTO
+
+
+SECTIONS: dict[str, type] = {
+    "hold_out": HoldOutSettings,
+    "ranking": RankingRequest,
+    "pilot": PilotSettings,
+    "expansion": Request,
+    "training": TrainingSettings,
+    "routing": Routing,
+    "calibration": CalibrationSettings,
+    "running": RunOptions,
+}
+# what a stage fills in by itself
+OWN = {"ranking.expansion", "calibration.write", "calibration.plot", "running.memory_bytes"}
+
+
+def settings() -> dict[str, Field]:
+    """Every setting of a recipe, by its name with that of its section: "training.steps"."""
+    top = {name: own for name, own in fields_of(Recipe).items() if name not in SECTIONS}
+    inner = {f"{section}.{name}": own for section, kind in SECTIONS.items() for name, own in fields_of(kind).items()}
+    return {name: own for name, own in (top | inner).items() if name not in OWN}
+
+
+def values_of(recipe: Recipe) -> dict[str, Any]:
+    """A recipe as a flat mapping."""
+    content = asdict(recipe)
+    found = {name: content[name] for name in content if name not in SECTIONS}
+    found |= {f"{section}.{name}": value for section in SECTIONS for name, value in content[section].items()}
+    return {name: found[name] for name in settings()}
+
+
+def unknown_setting(name: str) -> str:
+    """Say that there is no such setting, and which one may have been meant."""
+    near = get_close_matches(name, settings(), 1, 0.6)
+    last = name.rpartition(".")[2]
+    near = near or [known for known in settings() if known.rpartition(".")[2] == last]
+    advice = f"Did you mean {near[0]}?" if near else "scale-surgery learn --write-recipe lists all."
+    return f"{name} is no setting of a recipe. {advice}"
+
+
+def read_value(name: str, value: Any) -> Any:
+    """Make what was written the value of a setting.
+
+    YAML reads 1e-3 as text, and --layers 4 as a number; several texts may stand in a line, with commas.
+
+    Args:
+        name: A setting.
+        value: What YAML made of it.
+
+    Returns:
+        The value; what it cannot be is said by `problems_of_values`.
+    """
+    setting = settings()[name]
+    if setting.kind is str and isinstance(value, int | float) and not isinstance(value, bool):
+        return str(value)
+    if setting.kind is float and isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    if setting.kind is tuple:
+        parts = value.split(",") if isinstance(value, str) else value
+        return tuple(map(_stripped, parts)) if isinstance(parts, list | tuple) else value
+    return value
+
+
+def _stripped(text: Any) -> Any:
+    return text.strip() if isinstance(text, str) else text
+
+
+def value_problem(name: str, value: Any) -> str | None:
+    """Say what the value of a setting should have been; None where it is fine."""
+    setting = settings()[name]
+    expected = setting.expects(value)
+    if setting.kind is tuple and not setting.choices and expected is not None:
+        expected = "a list of files"
+    return None if expected is None else f"{name} is {value!r}, expected {expected}."
+
+
+def make_recipe(values: Values) -> Recipe:
+    """Make a recipe of settings; those that are missing are as they usually are.
+
+    Args:
+        values: Settings by name, such as "training.steps".
+
+    Returns:
+        The recipe.
+
+    Raises:
+        PlanError: If there is no model or no text, a setting is unknown, or a value cannot be; all are named.
+    """
+    unknown = [unknown_setting(name) for name in values if name not in settings()]
+    known = {name: read_value(name, value) for name, value in values.items() if name in settings()}
+    problems = [*unknown, *filter(None, (value_problem(name, value) for name, value in known.items()))]
+    problems += [_missing(name) for name in ("model", "data") if not known.get(name)]
+    if problems:
+        raise PlanError.from_problems(problems)
+    sections = {section: kind(**_own(known, section)) for section, kind in SECTIONS.items()}
+    return Recipe(**{name: known[name] for name in known if "." not in name}, **sections)
+
+
+def _missing(name: str) -> str:
+    what = {"model": "no base model, give MODEL", "data": "no text to learn, give files with --data"}[name]
+    return f"{name}: there is {what}, or {name} in a recipe."
+
+
+def _own(values: Values, section: str) -> dict[str, Any]:
+    usual = {"layers": AUTO} if section == "expansion" else {}
+    named = {name.partition(".")[2]: value for name, value in values.items() if name.startswith(f"{section}.")}
+    return usual | named
+
+
+def differences(one: Recipe, other: Values) -> Iterator[str]:
+    """Say in which settings a recipe is another than one that was kept as plain values."""
+    for name, value in values_of(one).items():
+        was = other.get(name)
+        if read_value(name, was) != value and not (was is None and value == ()):
+            yield f"{name} {_said(was)}, now {_said(value)}"
+
+
+def _said(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

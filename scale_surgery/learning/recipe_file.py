@@ -1,0 +1,174 @@
+"""Recipes as YAML files: read with the lines of what is wrong, written with comments and defaults."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+from dataclasses import MISSING
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from scale_surgery.checkpoint.files import write_text
+from scale_surgery.checkpoint.reading import read_bytes
+from scale_surgery.errors import PlanError
+from scale_surgery.fields import Field, fields_of
+from scale_surgery.learning.recipe import (
+    SECTIONS,
+    Recipe,
+    Values,
+    read_value,
+    settings,
+    unknown_setting,
+    value_problem,
+    values_of,
+)
+
+PRESET = "preset"
+MOST_BYTES = 1_000_000
+WIDTH = 100
+FORM = "Write it with: scale-surgery learn MODEL --data FILE --write-recipe recipe.yaml"
+
+
+def read_recipe(file: str | Path) -> dict[str, Any]:
+    """Read the settings of a recipe.
+
+    Args:
+        file: A YAML file: settings at the top, others in sections, such as `training:` with `steps: 200` below it.
+
+    Returns:
+        What it says, by the name of the setting: "training.steps"; and "preset", where it names one.
+
+    Raises:
+        PlanError: If it is no YAML, names settings that there are none, or values that cannot be; every problem is
+            named with its line.
+    """
+    path = Path(file)
+    values: dict[str, Any] = {}
+    problems = []
+    for name, node in _entries(path, _parse(path)):
+        where = f"{path}, line {node.start_mark.line + 1}"
+        if name in values:
+            problems.append(f"{where}: {name} stands there twice. Leave one of them.")
+            continue
+        values[name], problem = _read(name, node)
+        if problem is not None:
+            problems.append(f"{where}: {problem}")
+    if problems:
+        raise PlanError.from_problems(problems)
+    return values
+
+
+def _read(name: str, node: yaml.Node) -> tuple[Any, str | None]:
+    """What stands for a setting, and what is wrong with it."""
+    try:
+        value = yaml.SafeLoader("").construct_document(node)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        return None, f"{name}: {_first_line(error)}, expected a plain value."
+    if name == PRESET:
+        return value, None
+    if name in SECTIONS:
+        return value, f"{name} is a section, expected its settings below it."
+    if name not in settings():
+        return value, unknown_setting(name)
+    value = read_value(name, value)
+    return value, value_problem(name, value)
+
+
+def _parse(path: Path) -> yaml.Node | None:
+    try:
+        text = read_bytes(path, most=MOST_BYTES).decode()
+        return yaml.compose(text, Loader=yaml.SafeLoader)
+    except OSError as error:
+        raise PlanError(f"{path}: cannot be read ({error.strerror or error}). {FORM}") from error
+    except (UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
+        raise PlanError(f"{path}: is no YAML ({_first_line(error)}). {FORM}") from error
+
+
+def _first_line(error: Exception) -> str:
+    mark = getattr(error, "problem_mark", None)
+    said = getattr(error, "problem", None) or str(error).partition("\n")[0]
+    return f"line {mark.line + 1}: {said}" if mark is not None else said
+
+
+def _entries(path: Path, node: yaml.Node | None) -> Iterator[tuple[str, yaml.Node]]:
+    """Settings and what stands for them; those of a section bear its name."""
+    if node is None:
+        return
+    if not isinstance(node, yaml.MappingNode):
+        raise PlanError(f"{path}: holds no settings, expected settings, one a line. {FORM}")
+    for key, own in node.value:
+        name = _plain(key)
+        if name in SECTIONS and isinstance(own, yaml.MappingNode):
+            yield from ((f"{name}.{_plain(inner)}", value) for inner, value in own.value)
+        elif not (name in SECTIONS and _is_empty(own)):
+            yield name, own
+
+
+def _is_empty(node: yaml.Node) -> bool:
+    return isinstance(node, yaml.ScalarNode) and node.tag == "tag:yaml.org,2002:null"
+
+
+def _plain(key: yaml.Node) -> str:
+    """A name, with or without dashes, as options are written with."""
+    return str(key.value).replace("-", "_") if isinstance(key, yaml.ScalarNode) else "a list"
+
+
+def write_recipe(recipe: Recipe, file: str | Path) -> None:
+    """Write a recipe with all its settings, whole or not at all; an existing file is replaced.
+
+    Args:
+        recipe: What is to be written.
+        file: YAML file to be.
+
+    Raises:
+        OSError: If it cannot be written.
+    """
+    write_text(Path(file), recipe_text(recipe))
+
+
+def recipe_text(recipe: Recipe) -> str:
+    """A recipe as commented YAML."""
+    return "\n".join(_lines(values_of(recipe))) + "\n"
+
+
+def _lines(values: Values) -> Iterator[str]:
+    yield "# Run it: scale-surgery learn --recipe THIS_FILE -o OUT"
+    yield "# Every setting is here; what is left out is as it usually is."
+    usual = settings()
+    for name in (name for name in values if "." not in name):
+        yield from ("", *_setting(usual[name], values[name]))
+    about = fields_of(Recipe)
+    for section in SECTIONS:
+        yield from ("", *_comment(about[section].help), f"{section}:")
+        for name in (name for name in values if name.startswith(f"{section}.")):
+            yield from textwrap.indent("\n".join(_setting(usual[name], values[name])), "  ").split("\n")
+
+
+def _setting(setting: Field, value: Any) -> Iterator[str]:
+    yield from _comment(setting.help + _extra(setting))
+    plain = list(value) if isinstance(value, tuple) else value
+    said = yaml.safe_dump(plain, default_flow_style=True, allow_unicode=True, width=10**6)
+    # after a bare value YAML ends the document
+    yield f"{setting.name}: {said.removesuffix(chr(10)).removesuffix(chr(10) + '...')}"
+
+
+def _extra(setting: Field) -> str:
+    parts = [
+        f"one of {', '.join(setting.choices)}" if setting.choices and setting.kind is not tuple else "",
+        "" if setting.range is None else setting.range.bounds,
+        "" if setting.default in (None, MISSING, ()) else f"default: {_shown(setting.default)}",
+    ]
+    said = "; ".join(filter(None, parts))
+    return f" [{said}]" if said else ""
+
+
+def _shown(value: Any) -> str:
+    return (
+        ", ".join(value) if isinstance(value, tuple) else str(value).lower() if isinstance(value, bool) else f"{value}"
+    )
+
+
+def _comment(text: str) -> list[str]:
+    return textwrap.wrap(text, WIDTH, initial_indent="# ", subsequent_indent="# ")

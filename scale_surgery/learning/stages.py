@@ -1,0 +1,392 @@
+"""The stages of a job: each is a command of this program, with its line to type and its place in the job's folder.
+
+texts -> layers -> plan -> expand -> train -> route -> calibrate -> evaluate -> verify -> report
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from scale_surgery.checkpoint.files import BaseWeights, write_json
+from scale_surgery.checkpoint.folder import read_json
+from scale_surgery.checkpoint.names import TRAINING_FOLDER
+from scale_surgery.deriving.planned import load_plan, plan
+from scale_surgery.evidence.evaluate import evaluate
+from scale_surgery.evidence.report import report
+from scale_surgery.evidence.verify import verify
+from scale_surgery.learning.hold_out import (
+    CALIBRATE,
+    LARGEST_SHARE,
+    LEARN,
+    MEASURE,
+    HoldOutSettings,
+    hold_out,
+    part_file,
+)
+from scale_surgery.learning.recipe import Recipe
+from scale_surgery.planning.plan import Plan
+from scale_surgery.planning.request import Request
+from scale_surgery.planning.routing_specs import Routing
+from scale_surgery.planning.saved import save_plan
+from scale_surgery.progress import Track
+from scale_surgery.routing.calibrate import route_calibrate
+from scale_surgery.routing.choice import CalibrationSettings
+from scale_surgery.running.options import RunOptions
+from scale_surgery.show.commands import command, said
+from scale_surgery.show.console import to_json
+from scale_surgery.surgery.expand import expand
+from scale_surgery.surgery.route import route_export, set_routing
+from scale_surgery.training.pilot_settings import PilotSettings
+from scale_surgery.training.rank_layers import rank_layers
+from scale_surgery.training.ranking import RankingRequest
+from scale_surgery.training.run_folder import SETTINGS_FILE
+from scale_surgery.training.settings import EvalData, TrainingSettings, TrainingStart
+from scale_surgery.training.train import train
+
+# what a stage leaves for the stages after it and for the page, as plain JSON values
+Kept = Mapping[str, Any]
+CHOSEN = "(chosen by the pilot)"
+
+
+@dataclass(frozen=True)
+class Work:
+    """A job and its folder.
+
+    Attributes:
+        recipe: What is done.
+        folder: Where everything goes.
+        routes: Whether the model gets a router: the recipe may want none, and not every expansion has two paths.
+    """
+
+    recipe: Recipe
+    folder: Path
+    routes: bool
+
+    @property
+    def new(self) -> Path:
+        """New text in parts."""
+        return self.folder / "texts-new"
+
+    @property
+    def old(self) -> Path:
+        """Old text in parts."""
+        return self.folder / "texts-old"
+
+    @property
+    def plan_file(self) -> Path:
+        """The plan."""
+        return self.folder / "plan.json"
+
+    @property
+    def expanded(self) -> Path:
+        """The expanded model, untrained."""
+        return self.folder / "expanded"
+
+    @property
+    def learned(self) -> Path:
+        """The trained model."""
+        return self.folder / "learned"
+
+    @property
+    def routed(self) -> Path:
+        """The trained model with its router."""
+        return self.folder / "routed"
+
+    @property
+    def result(self) -> Path:
+        """What the job ends with."""
+        return self.routed if self.routes else self.learned
+
+    @property
+    def to_learn(self) -> Path:
+        """Text to learn."""
+        return part_file(self.new, LEARN)
+
+    def measured(self, side: str) -> list[Path]:
+        """Text to measure on, "old" or "new"; none where there is no old text."""
+        given = self.recipe.measure_old if side == "old" else self.recipe.measure_new
+        folder, has_any = (self.old, bool(self.recipe.old)) if side == "old" else (self.new, True)
+        return list(map(Path, given)) if given else [part_file(folder, MEASURE)] if has_any else []
+
+    @property
+    def taking(self) -> BaseWeights:
+        """How one folder of the job takes base shards over from another."""
+        return "copy" if self.recipe.base_weights == "copy" else "link"
+
+    def running(self, *names: str) -> list[str]:
+        """Options that say how models run, those that a command has."""
+        without = {"device", "dtype", "trust_remote_code", "memory_bytes", "batch_size"} - set(names)
+        return list(said(self.recipe.running, RunOptions(), without))
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage of a job.
+
+    Attributes:
+        name: What it is called.
+        line: The command to type for it, with what earlier stages found.
+        outputs: Folders and files that it makes.
+        run: Does it, and gives what is shown of it and what is kept.
+        renews: Whether outputs that an interrupted run left are taken away first; train goes on with them.
+    """
+
+    name: str
+    line: Callable[[Kept], str]
+    outputs: Sequence[Path]
+    run: Callable[[Kept, Track], tuple[Any, Kept]]
+    renews: bool = True
+
+
+def stages_of(work: Work) -> Iterator[Stage]:
+    """The stages of a job, in order."""
+    recipe = work.recipe
+    yield _hold_out(work, "texts-new", recipe.data, recipe.hold_out, work.new)
+    if recipe.old:
+        yield _hold_out(work, "texts-old", recipe.old, replace(recipe.hold_out, share=LARGEST_SHARE), work.old)
+    if recipe.chooses_layers:
+        yield _rank_layers(work)
+    yield _plan(work)
+    yield _expand(work)
+    yield _train(work)
+    if work.routes:
+        yield _route(work)
+        if recipe.old:
+            yield _calibrate(work)
+    yield _evaluate(work)
+    yield _verify(work)
+    yield _report(work)
+
+
+def _texts(option: str, files: Sequence[str | Path]) -> Iterator[str]:
+    for file in files:
+        yield from (option, str(file))
+
+
+def _hold_out(work: Work, name: str, files: Sequence[str], settings: HoldOutSettings, output: Path) -> Stage:
+    line = command("hold-out", *files, "-o", output, *said(settings, HoldOutSettings()))
+    return Stage(
+        name, lambda kept: line, [output], lambda kept, track: (hold_out(files, output, settings, track=track), {})
+    )
+
+
+def _rank_layers(work: Work) -> Stage:
+    recipe, file = work.recipe, work.folder / "layers.json"
+    expansion = replace(recipe.expansion, layers="all")
+    # where W12 is worth it is only asked where there is some, and nobody chose its layers
+    asks = expansion.variant == "adapt" and expansion.collaborative_layers is None
+    old = [part_file(work.old, CALIBRATE)] if recipe.old and asks else []
+    line = command(
+        "rank-layers",
+        recipe.model,
+        *_texts("--data", [work.to_learn]),
+        *_texts("--old", old),
+        *said(expansion, Request("all"), {"seed"}),
+        *said(recipe.ranking, RankingRequest(), {"expansion"}),
+        *said(recipe.pilot, PilotSettings()),
+        *_revision(recipe),
+        *work.running("device", "trust_remote_code"),
+        "-o",
+        file,
+    )
+
+    def run(kept: Kept, track: Track) -> tuple[Any, Kept]:
+        wanted = replace(recipe.ranking, expansion=expansion)
+        given: dict[str, Any] = {"old": old, "run": recipe.running, "revision": recipe.revision, "track": track}
+        found = rank_layers(recipe.model, [work.to_learn], recipe.pilot, wanted, **given)
+        write_json(file, to_json(found))
+        collaborative = found.depth.argument if found.depth is not None else None
+        return found, {"layers": found.proposals[0].argument, "collaborative_layers": collaborative}
+
+    return Stage("layers", lambda kept: line, [file], run)
+
+
+def _revision(recipe: Recipe) -> list[str]:
+    return [] if recipe.revision is None else ["--revision", recipe.revision]
+
+
+def chosen_request(recipe: Recipe, kept: Kept) -> Request:
+    """What is to be expanded, with the layers that a pilot chose."""
+    found = kept.get("layers", {})
+    if not recipe.chooses_layers:
+        return recipe.expansion
+    collaborative = recipe.expansion.collaborative_layers or found.get("collaborative_layers")
+    return replace(recipe.expansion, layers=found.get("layers", CHOSEN), collaborative_layers=collaborative)
+
+
+def _plan(work: Work) -> Stage:
+    recipe = work.recipe
+
+    def line(kept: Kept) -> str:
+        request = chosen_request(recipe, kept)
+        options = said(request, Request(request.layers), {"layers"})
+        running = (*_revision(recipe), *work.running("trust_remote_code"))
+        return command("plan", recipe.model, "--layers", request.layers, *options, *running, "-o", work.plan_file)
+
+    def run(kept: Kept, track: Track) -> tuple[Any, Kept]:
+        request = chosen_request(recipe, kept)
+        made = plan(recipe.model, request, revision=recipe.revision, run=recipe.running, track=track)
+        save_plan(made, work.plan_file)
+        return made, {"layers": request.layers, "parameters_added": made.costs.parameters_added}
+
+    return Stage("plan", line, [work.plan_file], run)
+
+
+def _expand(work: Work) -> Stage:
+    recipe = work.recipe
+    given: dict[str, Any] = {"revision": recipe.revision, "run": recipe.running}
+    line = command(
+        "expand",
+        recipe.model,
+        "--plan",
+        work.plan_file,
+        *_revision(recipe),
+        *said(recipe, replace(recipe, base_weights="auto"), _all_but("base_weights")),
+        *work.running("device", "trust_remote_code"),
+        "-o",
+        work.expanded,
+    )
+
+    def run(kept: Kept, track: Track) -> tuple[Any, Kept]:
+        made: Plan = load_plan(recipe.model, work.plan_file, **given, track=track)
+        done = expand(recipe.model, made, work.expanded, base_weights=recipe.base_weights, **given, track=track)
+        return done, {}
+
+    return Stage("expand", lambda kept: line, [work.expanded], run)
+
+
+def _all_but(name: str) -> set[str]:
+    return set(Recipe.__dataclass_fields__) - {name}
+
+
+def _train(work: Work) -> Stage:
+    recipe = work.recipe
+    eval_data = EvalData(old=work.measured("old"), new=work.measured("new"))
+    line = command(
+        "train",
+        work.expanded,
+        *_texts("--data", [work.to_learn]),
+        *(
+            word
+            for side in ("old", "new")
+            for file in work.measured(side)
+            for word in ("--eval-data", f"{side}={file}")
+        ),
+        *said(recipe.training, TrainingSettings()),
+        "--base-weights",
+        work.taking,
+        *work.running("device", "trust_remote_code"),
+        "-o",
+        work.learned,
+    )
+
+    def run(kept: Kept, track: Track) -> tuple[Any, Kept]:
+        if is_trained(work.learned):
+            return None, {}
+        has_begun = (work.learned / TRAINING_FOLDER / SETTINGS_FILE).is_file()
+        start = TrainingStart(resume=has_begun, base_weights=work.taking)
+        given: dict[str, Any] = {"eval_data": eval_data, "start": start, "run": recipe.running, "track": track}
+        done = train(work.expanded, [work.to_learn], work.learned, recipe.training, **given)
+        return done, {"steps": done.steps, "loss": done.loss, "warnings": list(done.warnings)}
+
+    return Stage("train", lambda kept: line, [work.learned], run, renews=False)
+
+
+def _route(work: Work) -> Stage:
+    recipe = work.recipe
+    line = command(
+        "route-export",
+        work.learned,
+        "-o",
+        work.routed,
+        *said(recipe.routing, Routing()),
+        "--base-weights",
+        work.taking,
+    )
+
+    def run(kept: Kept, track: Track) -> tuple[Any, Kept]:
+        return route_export(work.learned, work.routed, recipe.routing, base_weights=work.taking, track=track), {}
+
+    return Stage("route", lambda kept: line, [work.routed], run)
+
+
+def _calibrate(work: Work) -> Stage:
+    recipe, drawn = work.recipe, work.folder / "calibration.png"
+    old, new = ([part_file(folder, CALIBRATE)] for folder in (work.old, work.new))
+    line = command(
+        "route-calibrate",
+        work.routed,
+        *_texts("--old", old),
+        *_texts("--new", new),
+        *said(recipe.calibration, CalibrationSettings(), {"write", "plot"}),
+        *work.running("batch_size", "dtype", "device", "trust_remote_code"),
+        "--write",
+        "-o",
+        drawn,
+    )
+
+    def run(kept: Kept, track: Track) -> tuple[Any, Kept]:
+        settings = replace(recipe.calibration, write=False, plot=drawn)
+        found = route_calibrate(work.routed, old, new, settings, run=recipe.running, track=track)
+        # where no setting forgets as little as was asked for, the router keeps its own
+        if found.is_within and found.proposed.routing is not None:
+            set_routing(work.routed, found.proposed.routing)
+            found = replace(found, written=True)
+        routing = found.proposed.routing if found.written else found.present.routing
+        return found, {"within": found.is_within, "router": "" if routing is None else routing.description}
+
+    return Stage("calibrate", lambda kept: line, [drawn], run)
+
+
+def _evaluate(work: Work) -> Stage:
+    file = work.folder / "evaluation.json"
+    old, new = (work.measured(side) for side in ("old", "new"))
+    line = command(
+        "evaluate",
+        work.result,
+        *_texts("--old", old),
+        *_texts("--new", new),
+        *work.running("batch_size", "dtype", "device", "trust_remote_code"),
+        "-o",
+        file,
+    )
+
+    def run(kept: Kept, track: Track) -> tuple[Any, Kept]:
+        found = evaluate([work.result], old, new, run=work.recipe.running, track=track)
+        write_json(file, to_json(found))
+        return found, to_json(found)
+
+    return Stage("evaluate", lambda kept: line, [file], run)
+
+
+def _verify(work: Work) -> Stage:
+    file = work.folder / "verification.json"
+    line = command("verify", work.result, *work.running("device", "trust_remote_code"), "-o", file)
+
+    def run(kept: Kept, track: Track) -> tuple[Any, Kept]:
+        found = verify(work.result, run=work.recipe.running, track=track)
+        write_json(file, to_json(found))
+        return found, to_json(found)
+
+    return Stage("verify", lambda kept: line, [file], run)
+
+
+def _report(work: Work) -> Stage:
+    file = work.folder / "report.json"
+    line = command("report", work.result, *work.running("device", "trust_remote_code"), "-o", file)
+
+    def run(kept: Kept, track: Track) -> tuple[Any, Kept]:
+        found = report(work.result, run=replace(work.recipe.running, batch_size=None), track=track)
+        write_json(file, to_json(found))
+        return found, {}
+
+    return Stage("report", lambda kept: line, [file], run)
+
+
+def is_trained(folder: Path) -> bool:
+    """Whether a folder holds a training run that ended."""
+    file = folder / TRAINING_FOLDER / SETTINGS_FILE
+    return file.is_file() and bool(read_json(file).get("finished"))

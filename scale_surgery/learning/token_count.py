@@ -1,0 +1,50 @@
+"""About how many tokens texts have: those of their beginnings are counted, and the bytes of all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from scale_surgery.errors import DataError
+from scale_surgery.running.documents import read_documents
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+SAMPLED_DOCUMENTS, SAMPLED_CHARACTERS = 1000, 100_000
+
+
+def count_tokens(files: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> int:
+    """Estimate the tokens of texts.
+
+    Args:
+        files: Files and saved datasets.
+        tokenizer: The model's tokenizer.
+
+    Returns:
+        Their number, about; 0 where there is no file.
+
+    Raises:
+        DataError: If a file cannot be read, or holds no text.
+    """
+    return sum(_count(file, tokenizer) for file in files)
+
+
+def _count(file: str, tokenizer: PreTrainedTokenizerBase) -> int:
+    texts = [document.prompt + document.text for document in islice(read_documents([Path(file)]), SAMPLED_DOCUMENTS)]
+    if not texts:
+        raise DataError(f"{file}: holds no text, expected at least one document.")
+    sample = "\n".join(texts)[:SAMPLED_CHARACTERS]
+    tokens = len(tokenizer(sample, verbose=False)["input_ids"])
+    characters = sum(map(len, texts)) + len(texts) - 1
+    # where there are more documents than were read, they are as long as these, byte by byte
+    bytes_read = sum(len(text.encode()) for text in texts) if len(texts) == SAMPLED_DOCUMENTS else bytes_of(file)
+    return max(1, round(tokens * characters / len(sample) * bytes_of(file) / bytes_read))
+
+
+def bytes_of(file: str) -> int:
+    """Bytes of a file, or of all files in a folder."""
+    path = Path(file)
+    return sum(own.stat().st_size for own in path.rglob("*") if own.is_file()) if path.is_dir() else path.stat().st_size

@@ -1,0 +1,74 @@
+"""The page of a whole job: what was learned and forgotten, the promises, the stages, and below them the report."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from scale_surgery.show.pages.filling import write
+from scale_surgery.show.pages.report import Cells, Fact, Heading, Section, describe_model, render_headed
+from scale_surgery.show.tables import format_count, format_seconds
+from scale_surgery.show.tables_learn import COLUMNS, cells_of
+
+if TYPE_CHECKING:
+    from scale_surgery.evidence.report_records import Report
+    from scale_surgery.learning.learned import Learned
+
+
+def write_learned(learned: Learned, report: Report, file: Path) -> None:
+    """Write the page of a job, whole or not at all; an existing file is replaced.
+
+    Raises:
+        CheckpointError: If it cannot be written.
+    """
+    write(render_learned_page(learned, report), file)
+
+
+def render_learned_page(learned: Learned, report: Report) -> str:
+    """Make the page.
+
+    Args:
+        learned: What the job did.
+        report: What training changed.
+
+    Returns:
+        HTML that refers to no other file.
+    """
+    title = f"What {Path(learned.model).name} learned"
+    notes = (*learned.warnings, *report.notes)
+    return render_headed(
+        report, Heading(title, describe_model(report), notes, list(_facts(learned)), list(_sections(learned)))
+    )
+
+
+def _facts(learned: Learned) -> Iterator[Fact]:
+    last = learned.rows[-1]
+    if last.new is not None and last.new.change is not None:
+        yield Fact("learned", f"{last.new.change:+.4f}", f"nats per token of new text, {last.name}")
+    if last.old is not None and last.old.change is not None:
+        yield Fact("forgotten", f"{last.old.change:+.4f}", f"nats per token of old text, {last.name}")
+    yield Fact("added", format_count(learned.parameters_added), f"parameters, in layers {learned.layers}")
+    yield Fact("verified" if learned.verified else "NOT verified", "yes" if learned.verified else "no")
+    yield Fact("took", format_seconds(learned.seconds))
+
+
+def _sections(learned: Learned) -> Iterator[Section]:
+    yield Section(
+        "What was learned and forgotten",
+        "Losses in nats per token, on text that no stage learned or chose by. Forgetting is the loss on old text minus "
+        "the base's, learning the base's loss on new text minus the model's.",
+        cells=Cells(("", *(f"{side}: {name}" for side in ("old", "new") for name in COLUMNS[side])), cells_of(learned)),
+    )
+    promises = [(name, *text.partition(": ")[::2]) for name, text in learned.promises.items()]
+    yield Section(
+        "Promises",
+        "What verify found of the last model.",
+        cells=Cells(("promise", "result", "evidence"), promises, True),
+    )
+    stages = [(stage.name, format_seconds(stage.seconds), stage.line) for stage in learned.stages]
+    yield Section(
+        "How it was made",
+        "Each stage is a command; typed again, they make the same models.",
+        cells=Cells(("stage", "took", "command"), stages, True),
+    )

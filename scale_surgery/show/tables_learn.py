@@ -1,0 +1,148 @@
+"""What a whole job looks like in a terminal: what it will take, its stages, and what was learned; see `tables`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from scale_surgery.show.commands import command
+from scale_surgery.show.layout import NEXT, NamedRows, heading, sentence
+from scale_surgery.show.tables import (
+    facts,
+    format_bytes,
+    format_count,
+    format_seconds,
+    render_evaluation,
+    render_expansion,
+    render_routed,
+    render_training,
+    render_verification,
+)
+from scale_surgery.show.tables_calibrate import render_calibration
+from scale_surgery.show.tables_demo import render_step
+from scale_surgery.show.tables_plan import render_plan
+from scale_surgery.show.tables_rank_layers import render_ranking
+
+if TYPE_CHECKING:
+    from scale_surgery.learning.ahead import Ahead
+    from scale_surgery.learning.hold_out import HeldOut
+    from scale_surgery.learning.learned import Learned, Row, Side
+
+COLUMNS = {"old": ("loss", "forgetting", "accuracy"), "new": ("loss", "learning", "accuracy")}
+ABOUT = {
+    "texts-new": "Set aside some of the new text",
+    "texts-old": "Set aside old text",
+    "layers": "Choose layers by a pilot",
+    "plan": "Plan",
+    "expand": "Expand",
+    "train": "Train the new blocks",
+    "route": "Give it a router",
+    "calibrate": "Set the router",
+    "evaluate": "Measure",
+    "verify": "Verify",
+    "report": "Look at what changed",
+}
+
+
+def render_ahead(ahead: Ahead) -> RenderableType:
+    """What a job will take, before it starts."""
+    table = NamedRows(["about", "", ""], left={2, 3})
+    for stage in ahead.stages:
+        table.add_row(stage.name, "done" if stage.is_done else format_seconds(stage.seconds), ABOUT[stage.name], "")
+    rows = [
+        ("time", f"about {format_seconds(ahead.seconds)}, within a factor of few"),
+        ("memory", f"about {format_bytes(ahead.memory_bytes)} at most"),
+        ("disk", f"about {format_bytes(ahead.disk_bytes)} at most, {format_bytes(ahead.free_bytes)} are free"),
+        ("to learn", f"about {format_count(ahead.tokens)} tokens"),
+    ]
+    notes = [sentence(f"note: {note}", "yellow") for note in ahead.notes]
+    return Group(heading("to do"), table, Text(), facts("", rows), *notes)
+
+
+def render_lines(ahead: Ahead) -> RenderableType:
+    """The commands of all stages, to type by hand."""
+    lines = [Text(stage.line, no_wrap=True, overflow="ignore") for stage in ahead.stages]
+    return Group(heading("stages"), *lines)
+
+
+def render_stage(name: str, line: str, number: int) -> RenderableType:
+    """The heading of a stage, with its command."""
+    return render_step(number, ABOUT[name], line)
+
+
+def render_result(name: str, result: Any) -> RenderableType | None:
+    """What a stage did, as its command shows it; nothing where an earlier run did it, or the page shows it."""
+    if name in ("texts-new", "texts-old"):
+        return render_held_out(result)
+    renders: dict[str, Callable[[Any], RenderableType]] = {
+        "layers": render_ranking,
+        "plan": lambda made: render_plan(made, tensors=False),
+        "expand": render_expansion,
+        "train": render_training,
+        "route": render_routed,
+        "calibrate": render_calibration,
+        "evaluate": render_evaluation,
+        "verify": render_verification,
+    }
+    return renders[name](result) if result is not None and name in renders else None
+
+
+def render_held_out(done: HeldOut) -> RenderableType:
+    """What text was set aside."""
+    table = NamedRows(["documents", "characters"])
+    for part, count in done.documents.items():
+        table.add_row(f"{done.path / part}.jsonl", f"{count:,}", f"{done.characters[part]:,}")
+    return table
+
+
+def cells_of(learned: Learned) -> list[tuple[str, ...]]:
+    """Rows of the table of what was learned and forgotten."""
+    return [(row.name, *_side(row.old), *_side(row.new)) for row in learned.rows]
+
+
+def _side(side: Side | None) -> tuple[str, str, str]:
+    if side is None:
+        return "", "", ""
+    accuracy = "" if side.accuracy is None else f"{side.accuracy:.1%}"
+    return f"{side.loss:.4f}", "" if side.change is None else f"{side.change:+.4f}", accuracy
+
+
+def render_learned(learned: Learned) -> RenderableType:
+    """The end of a job: who knows what, and what to type next."""
+    parts: list[RenderableType] = []
+    for side in ("old", "new"):
+        parts += list(_render_side(side, learned.rows))
+    word = Text("verified", style="bold green") if learned.verified else Text("NOT verified", style="bold red")
+    rows = [
+        ("result", str(learned.result)),
+        ("added", f"{format_count(learned.parameters_added)} parameters, in layers {learned.layers}"),
+        *([("router", learned.router)] if learned.router is not None else []),
+        ("page", str(learned.page)),
+        ("took", f"{format_seconds(learned.seconds)}; {_between(learned)} of it between the stages"),
+    ]
+    warnings = [sentence(f"warning: {warning}", "yellow") for warning in learned.warnings]
+    after = [(NEXT, command("chat", learned.result))]
+    if not learned.verified:
+        after = [(NEXT, command("verify", learned.result))]
+    return Group(*parts, word, facts("", rows), *warnings, facts("", after))
+
+
+def _between(learned: Learned) -> str:
+    return f"{max(0.0, learned.seconds - sum(stage.seconds for stage in learned.stages)):.1f} s"
+
+
+def _render_side(side: str, rows: Sequence[Row]) -> Iterator[RenderableType]:
+    scored = [(row.name, getattr(row, side)) for row in rows if getattr(row, side) is not None]
+    if not scored:
+        return
+    asked = any(own.accuracy is not None for _, own in scored)
+    yield heading(f"{side} text", "nats per token")
+    table = NamedRows(COLUMNS[side] if asked else COLUMNS[side][:2])
+    for name, own in scored:
+        cells = _side(own)
+        table.add_row(name, *(cells if asked else cells[:2]))
+    yield table
+    yield Text()
