@@ -106,9 +106,7 @@ def measure(name: str) -> dict[str, Any]:
     started = time.process_time()
     found = derive_config(config, name, MANY_TENSORS)
     seconds = time.process_time() - started
-    kinds = [
-        ", ".join(f"{block.name} {block.treatment}" for block in kind.blocks) for kind in found.architecture.kinds
-    ]
+    kinds = [", ".join(f"{block.name} {block.treatment}" for block in kind.blocks) for kind in found.architecture.kinds]
     return {"name": name, "seconds": round(seconds, 2), "kinds": kinds}
 
 

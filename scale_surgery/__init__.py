@@ -30,6 +30,11 @@ from scale_surgery.evidence.report import report
 from scale_surgery.evidence.report_records import Report
 from scale_surgery.evidence.verify import Verification, verify
 from scale_surgery.hub.push import Push, Pushed, push
+from scale_surgery.learning.hold_out import HeldOut, HoldOutSettings, hold_out
+from scale_surgery.learning.learn import learn, resolve_recipe
+from scale_surgery.learning.learned import Learned
+from scale_surgery.learning.recipe import Recipe
+from scale_surgery.learning.recipe_file import read_recipe, write_recipe
 from scale_surgery.modeling import register
 from scale_surgery.planning.plan import Plan
 from scale_surgery.planning.request import Request
@@ -77,8 +82,11 @@ __all__ = [
     "Generation",
     "GenerationSettings",
     "GivenBase",
+    "HeldOut",
+    "HoldOutSettings",
     "HubError",
     "Inspection",
+    "Learned",
     "Merged",
     "PilotSettings",
     "Plan",
@@ -89,6 +97,7 @@ __all__ = [
     "Pushed",
     "Ranking",
     "RankingRequest",
+    "Recipe",
     "Report",
     "Request",
     "RouteReport",
@@ -114,15 +123,19 @@ __all__ = [
     "extract",
     "freeze_base",
     "generate",
+    "hold_out",
     "inspect",
+    "learn",
     "load_expansion",
     "load_plan",
     "merge",
     "plan",
     "push",
     "rank_layers",
+    "read_recipe",
     "register",
     "report",
+    "resolve_recipe",
     "route_calibrate",
     "route_export",
     "route_report",
@@ -132,4 +145,5 @@ __all__ = [
     "train",
     "unroute",
     "verify",
+    "write_recipe",
 ]

@@ -1,4 +1,4 @@
-"""The command learn: parse, call one function, hand its result to the console."""
+"""The commands learn and hold-out: parse, call one function, hand its result to the console."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from scale_surgery.cli.options import TEXTS, options_from, output_options, run_options
+from scale_surgery.cli.options import TEXTS, options_from, output_options, run_options, take
 from scale_surgery.cli.outputs import OUTPUT_FOLDER, OutputFile
+from scale_surgery.fields import fields_of
+from scale_surgery.learning.hold_out import HoldOutSettings
 from scale_surgery.planning.request import Request
 from scale_surgery.training.ranking import RankingRequest
 from scale_surgery.training.settings import TrainingSettings
@@ -105,7 +107,7 @@ def learn_command(
     Recipes: scale-surgery learn MODEL --data FILE --write-recipe recipe.yaml
              scale-surgery learn --recipe recipe.yaml -o OUT
     """
-    from scale_surgery.learning.learn import Told, default_output, prepare, resolve, run
+    from scale_surgery.learning.learn import Told, default_output, prepare, resolve_recipe, run
     from scale_surgery.learning.recipe_file import PRESET, read_recipe
     from scale_surgery.learning.recipe_file import write_recipe as write
     from scale_surgery.show.tables_learn import render_ahead, render_learned, render_lines, render_result, render_stage
@@ -115,7 +117,7 @@ def learn_command(
     said = {} if recipe is None else read_recipe(recipe)
     said |= settings_from(options) | read_settings(given)
     said |= {name: value for name, value in (("model", model), (PRESET, preset)) if value is not None}
-    resolved = resolve(said)
+    resolved = resolve_recipe(said)
     if write_recipe is not None:
         write(resolved, write_recipe)
         out.say_file("written", write_recipe)
@@ -139,3 +141,24 @@ def learn_command(
     out.say("")
     out.show(learned, render_learned(learned))
     sys.exit(0 if learned.verified else 1)
+
+
+@click.command(name="hold-out")
+@click.argument("files", nargs=-1, required=True, type=TEXTS)
+@click.option("-o", "--output", type=OUTPUT_FOLDER, required=True, help="Folder to write.")
+@options_from(HoldOutSettings, *fields_of(HoldOutSettings))
+@output_options
+def hold_out_command(files: tuple[Path, ...], output: Path, out: Output, **options: Any) -> None:
+    """Set some text of FILES aside: calibrate.jsonl for the router, measure.jsonl to measure on.
+
+    The rest is learn.jsonl. Documents are drawn by a hash of what they say, so equal ones go the same way, and a
+    second run draws the same. Of fewer than 20 documents, the ends of long ones are set aside.
+
+    \b
+    Example: scale-surgery hold-out domain.jsonl -o texts
+    """
+    from scale_surgery.learning.hold_out import hold_out
+    from scale_surgery.show.tables_learn import render_held_out
+
+    done = hold_out(files, output, take(HoldOutSettings, options), track=out.track)
+    out.show(done, render_held_out(done))

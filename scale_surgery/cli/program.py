@@ -17,9 +17,8 @@ from scale_surgery.cli.evaluate import evaluate_command
 from scale_surgery.cli.expand import expand_command
 from scale_surgery.cli.extract import extract_command
 from scale_surgery.cli.generate import generate_command
-from scale_surgery.cli.hold_out import hold_out_command
 from scale_surgery.cli.inspect import inspect_command
-from scale_surgery.cli.learn import learn_command
+from scale_surgery.cli.learn import hold_out_command, learn_command
 from scale_surgery.cli.merge import merge_command
 from scale_surgery.cli.plan import plan_command
 from scale_surgery.cli.push import push_command

@@ -92,7 +92,7 @@ def default_output(recipe: Recipe) -> Path:
     return Path(f"{Path(recipe.model).name}-learn")
 
 
-def resolve(said: Mapping[str, Any]) -> Recipe:
+def resolve_recipe(said: Mapping[str, Any]) -> Recipe:
     """Make a recipe of what was said, over a preset.
 
     Args:

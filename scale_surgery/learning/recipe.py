@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from difflib import get_close_matches
+from functools import cache
 from typing import Any, Literal
 
 from scale_surgery.checkpoint.files import BaseWeights
@@ -90,7 +91,8 @@ SECTIONS: dict[str, type] = {
 OWN = {"ranking.expansion", "calibration.write", "calibration.plot", "running.memory_bytes"}
 
 
-def settings() -> dict[str, Field]:
+@cache
+def settings() -> Mapping[str, Field]:
     """Every setting of a recipe, by its name with that of its section: "training.steps"."""
     top = {name: own for name, own in fields_of(Recipe).items() if name not in SECTIONS}
     inner = {f"{section}.{name}": own for section, kind in SECTIONS.items() for name, own in fields_of(kind).items()}

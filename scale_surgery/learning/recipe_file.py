@@ -149,7 +149,9 @@ def _lines(values: Values) -> Iterator[str]:
 def _setting(setting: Field, value: Any) -> Iterator[str]:
     yield from _comment(setting.help + _extra(setting))
     plain = list(value) if isinstance(value, tuple) else value
-    said = yaml.safe_dump(plain, default_flow_style=True, allow_unicode=True, width=10**6)
+    # letters stay as they are; YAML would take some control characters for line ends
+    is_plain = "".join(map(str, plain if isinstance(plain, list) else [plain])).isprintable()
+    said = yaml.safe_dump(plain, default_flow_style=True, allow_unicode=is_plain, width=10**6)
     # after a bare value YAML ends the document
     yield f"{setting.name}: {said.removesuffix(chr(10)).removesuffix(chr(10) + '...')}"
 

@@ -92,10 +92,10 @@ def render_result(name: str, result: Any) -> RenderableType | None:
 
 def render_held_out(done: HeldOut) -> RenderableType:
     """What text was set aside."""
-    table = NamedRows(["documents", "characters"])
-    for part, count in done.documents.items():
-        table.add_row(f"{done.path / part}.jsonl", f"{count:,}", f"{done.characters[part]:,}")
-    return table
+    rows = [
+        (part, f"{count:,} documents, {done.characters[part]:,} characters") for part, count in done.documents.items()
+    ]
+    return facts("set aside", [("written", str(done.path)), *rows])
 
 
 def cells_of(learned: Learned) -> list[tuple[str, ...]]:

@@ -1,0 +1,138 @@
+"""What is set aside: some of each text, equal texts together, the same in a second run, and nothing lost."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from scale_surgery import DataError, HeldOut, HoldOutSettings, PlanError, hold_out
+from scale_surgery.cli.program import main
+from scale_surgery.errors import CheckpointError
+from scale_surgery.learning.hold_out import ASIDE, LEARN, part_file
+from scale_surgery.running.documents import Document, read_documents
+from tests.conftest import digests
+
+QUESTIONS = [{"question": f"Q: {number}?\nA:", "answer": f"A{number % 7}"} for number in range(60)]
+TEXTS = [{"text": f"Text {number} " + "word " * (number % 5)} for number in range(60)]
+BOOK = "\n\n".join(f"Paragraph {number}" + " word" * 20 for number in range(40))
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    file = tmp_path / "new.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in (*QUESTIONS, *TEXTS)))
+    return file
+
+
+def read(done: HeldOut) -> dict[str, list[tuple[str, str]]]:
+    found = {part: part_file(done.path, part) for part in (LEARN, *ASIDE)}
+    return {part: [said(own) for own in read_documents([file])] for part, file in found.items() if file.exists()}
+
+
+def said(document: Document) -> tuple[str, str]:
+    return document.prompt, document.text
+
+
+def test_every_document_is_in_one_part_and_says_what_it_said(data, tmp_path):
+    done = hold_out(data, tmp_path / "out")
+    parts = read(done)
+    whole = Counter(said(own) for own in read_documents([data]))
+    assert Counter(own for part in parts.values() for own in part) == whole
+    assert {part: len(own) for part, own in parts.items()} == done.documents
+    # a tenth of 120 in each
+    assert done.documents == {"learn": 96, "calibrate": 12, "measure": 12}
+    # what is learned stays in its order
+    order = [said(own) for own in read_documents([data])]
+    assert parts["learn"] == [own for own in order if own in parts["learn"]]
+
+
+def test_equal_documents_go_the_same_way(tmp_path):
+    file = tmp_path / "new.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in (*TEXTS, *TEXTS, *TEXTS)))
+    parts = read(hold_out(file, tmp_path / "out"))
+    assert all(parts.values())
+    sets = [set(own) for own in parts.values()]
+    assert sum(map(len, sets)) == len(set.union(*sets))
+
+
+def test_a_second_run_draws_the_same_and_another_seed_does_not(data, tmp_path):
+    one, two = (digests(hold_out(data, tmp_path / name).path) for name in ("one", "two"))
+    assert one == two
+    other = hold_out(data, tmp_path / "three", HoldOutSettings(seed=1))
+    assert digests(other.path) != one
+
+
+def test_of_one_long_text_the_ends_are_set_aside(tmp_path):
+    file = tmp_path / "book.txt"
+    file.write_text(BOOK)
+    parts = read(hold_out(file, tmp_path / "out"))
+    whole = "\n\n".join(own for part in (LEARN, *ASIDE) for _, own in parts[part])
+    assert whole == BOOK.strip()
+    assert all(0.05 < len(parts[part][0][1]) / len(BOOK) < 0.2 for part in ASIDE)
+
+
+def test_a_long_text_among_many_is_not_set_aside(tmp_path):
+    (tmp_path / "book.txt").write_text(BOOK)
+    (tmp_path / "short.jsonl").write_text("".join(json.dumps(row) + "\n" for row in TEXTS))
+    parts = read(hold_out([tmp_path / "book.txt", tmp_path / "short.jsonl"], tmp_path / "out"))
+    assert ("", BOOK) in parts["learn"] and len(parts["learn"]) > 40
+
+
+def test_no_more_is_set_aside_than_was_said(data, tmp_path):
+    done = hold_out(data, tmp_path / "out", HoldOutSettings(most_characters=60))
+    assert all(done.characters[part] <= 90 for part in ASIDE)
+
+
+def test_half_in_each_leaves_nothing_to_learn(data, tmp_path):
+    done = hold_out(data, tmp_path / "out", HoldOutSettings(share=0.5))
+    assert sum(done.documents[part] for part in ASIDE) >= 115
+    book = tmp_path / "book.txt"
+    book.write_text(BOOK)
+    assert set(hold_out(book, tmp_path / "other", HoldOutSettings(share=0.5)).documents) == set(ASIDE)
+
+
+def test_too_little_text_is_refused_and_nothing_is_written(tmp_path):
+    file = tmp_path / "short.txt"
+    file.write_text("one")
+    with pytest.raises(DataError) as refused:
+        hold_out(file, tmp_path / "out")
+    assert str(refused.value) == (
+        f"{file}: 1 documents leave nothing to calibrate and to measure with, expected at least 20 documents, or a "
+        "longer one. Give more text."
+    )
+    assert sorted(path.name for path in tmp_path.iterdir() if not path.name.endswith(".lock")) == ["short.txt"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("", "holds no text, expected some to learn and to set aside"), ('{"txt": 1}\n', "has the fields txt")],
+)
+def test_no_text_is_refused(tmp_path, content, message):
+    file = tmp_path / "new.jsonl"
+    file.write_text(content)
+    with pytest.raises(DataError, match=message):
+        hold_out(file, tmp_path / "out")
+    with pytest.raises(DataError, match="there is no such file"):
+        hold_out(tmp_path / "none.jsonl", tmp_path / "out")
+
+
+def test_settings_and_folders_are_checked(data, tmp_path):
+    with pytest.raises(PlanError, match=r"--share is 0\.6, expected a share, more than 0 and at most 0\.5"):
+        hold_out(data, tmp_path / "out", HoldOutSettings(share=0.6))
+    hold_out(data, tmp_path / "out")
+    with pytest.raises(CheckpointError, match="exists already"):
+        hold_out(data, tmp_path / "out")
+
+
+def test_the_command(data, tmp_path):
+    before = digests(data.parent)
+    result = CliRunner().invoke(main, ["hold-out", str(data), "-o", str(tmp_path / "out"), "--share", "0.2"])
+    assert result.exit_code == 0, result.output
+    lines = [line.split() for line in result.stdout.splitlines()]
+    counts = {line[0]: int(line[1]) for line in lines[2:]}
+    assert sum(counts.values()) == 120 and all(20 < counts[part] < 28 for part in ASIDE)
+    assert {name: own for name, own in digests(data.parent).items() if name in before} == before

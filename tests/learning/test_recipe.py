@@ -1,0 +1,184 @@
+"""Recipes: what is written reads back, what is wrong is said with its line, and what is said last counts."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import settings as limits
+from hypothesis import strategies as st
+
+from scale_surgery import PlanError, read_recipe, resolve_recipe, write_recipe
+from scale_surgery.biographies import SHIPPED_MODEL
+from scale_surgery.cli.program import main
+from scale_surgery.learning.presets import PRESETS, Facts, with_preset
+from scale_surgery.learning.recipe import SECTIONS, make_recipe, settings, values_of
+from scale_surgery.learning.recipe_file import recipe_text
+
+SAID = {"model": "base", "data": "a.txt, b.txt"}
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    file = tmp_path / "new.jsonl"
+    file.write_text("".join(json.dumps({"text": f"A text about {number}."}) + "\n" for number in range(40)))
+    return file
+
+
+def problems(text: str, folder: Path) -> list[str]:
+    file = folder / "recipe.yaml"
+    file.write_text(text)
+    with pytest.raises(PlanError) as refused:
+        make_recipe(read_recipe(file))
+    return [line.replace(str(file), "recipe.yaml") for line in refused.value.lines]
+
+
+def test_what_is_written_reads_back(tmp_path):
+    said = SAID | {
+        "training.learning_rate": "1e-3",
+        "expansion.layers": 4,
+        "training.groups": "w12, w21",
+        "route": False,
+    }
+    recipe = make_recipe(said)
+    assert (recipe.data, recipe.expansion.layers, recipe.training.learning_rate) == (("a.txt", "b.txt"), "4", 1e-3)
+    write_recipe(recipe, tmp_path / "recipe.yaml")
+    assert make_recipe(read_recipe(tmp_path / "recipe.yaml")) == recipe
+    # the negative control: another value is another recipe
+    assert make_recipe(said | {"training.warmup": 0.1}) != recipe
+
+
+@limits(deadline=None, max_examples=30)
+@given(
+    st.text(min_size=1).filter(str.strip),
+    st.floats(min_value=1e-30, max_value=1e30),
+    st.lists(st.text(min_size=1).filter(lambda text: text.strip() and "," not in text), min_size=1),
+)
+def test_any_text_and_number_reads_back(model, rate, files):
+    files = [file.strip() for file in files]
+    recipe = make_recipe({"model": model, "data": files, "training.learning_rate": rate})
+    with tempfile.TemporaryDirectory() as folder:
+        write_recipe(recipe, Path(folder) / "recipe.yaml")
+        assert make_recipe(read_recipe(Path(folder) / "recipe.yaml")) == recipe
+
+
+def test_every_setting_is_written_with_a_comment():
+    lines = recipe_text(make_recipe(SAID)).splitlines()
+    written = [number for number, line in enumerate(lines) if ":" in line and not line.strip().startswith("#")]
+    assert len(written) == len(settings()) + len(SECTIONS)
+    assert all(lines[number - 1].strip().startswith("#") for number in written)
+
+
+def test_everything_that_is_wrong_is_said_with_its_line(tmp_path):
+    text = (
+        "model: base\ndat: [a.txt]\ntraining:\n  stepz: 3\n  steps: many\n  learning-rate: 1e-3\n  steps: 3\n"
+        "routing: {router: best}\npilot:\nhold_out: 3\nexpansion: {ratio: 7}\n"
+    )
+    assert problems(text, tmp_path) == [
+        "recipe.yaml, line 2: dat is no setting of a recipe. Did you mean data?",
+        "recipe.yaml, line 4: training.stepz is no setting of a recipe. Did you mean training.steps?",
+        "recipe.yaml, line 5: training.steps is 'many', expected a whole number.",
+        "recipe.yaml, line 7: training.steps stands there twice. Leave one of them.",
+        "recipe.yaml, line 8: routing.router is 'best', expected one of: posterior, cosine.",
+        "recipe.yaml, line 10: hold_out is a section, expected its settings below it.",
+        "recipe.yaml, line 11: expansion.ratio is 7, expected more than 0 and at most 4.",
+    ]
+
+
+def test_a_setting_of_another_section_is_found(tmp_path):
+    assert problems("model: m\ndata: d\nwarmup: 0.1\n", tmp_path) == [
+        "recipe.yaml, line 3: warmup is no setting of a recipe. Did you mean training.warmup?"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("- a\n", "recipe.yaml: holds no settings, expected settings, one a line"),
+        ("data: [", "recipe.yaml: is no YAML (line 1: "),
+        ("model: &x [*x]\n", "recipe.yaml, line 1: model is [[...]], expected text."),
+        ("model: !!python/object/apply:os.system [ls]\n", "could not determine a constructor"),
+        ("model: 2020-01-01\n", "expected text."),
+        ("model: m\ndata: {a: b}\n", "recipe.yaml, line 2: data is {'a': 'b'}, expected a list of files."),
+        ("? [a, b]\n: 3\n", "a list is no setting of a recipe"),
+        ("", "model: there is no base model, give MODEL, or model in a recipe."),
+    ],
+)
+def test_hostile_files_are_refused(text, message, tmp_path):
+    assert message in "\n".join(problems(text, tmp_path))
+
+
+def test_files_that_cannot_be_read_are_refused(tmp_path):
+    (tmp_path / "latin.yaml").write_bytes(b"model: \xff\n")
+    for name, message in (("none.yaml", "cannot be read"), ("latin.yaml", "is no YAML"), (".", "cannot be read")):
+        with pytest.raises(PlanError, match=message):
+            read_recipe(tmp_path / name)
+
+
+def test_options_go_before_a_recipe_and_a_recipe_before_the_preset(data):
+    said = {"model": str(SHIPPED_MODEL), "data": str(data)}
+    usual = resolve_recipe(said)
+    assert (usual.expansion.variant, usual.expansion.collaborate, usual.training.learning_rate) == (
+        "adapt",
+        "both",
+        2e-3,
+    )
+    assert resolve_recipe(said | {"training.learning_rate": 0.5}).training.learning_rate == 0.5
+    # another method brings its own variant, and said steps their own length
+    grown = resolve_recipe(said | {"expansion.method": "grow", "training.steps": 3})
+    assert (grown.expansion.variant, grown.expansion.collaborate) == (None, None)
+    assert (grown.training.epochs, grown.training.batch_size) == (1.0, 8)
+    with pytest.raises(PlanError, match="preset is 'best', expected one of: default, paper"):
+        resolve_recipe(said | {"preset": "best"})
+
+
+def test_the_paper_is_as_published(data):
+    recipe = resolve_recipe({"model": str(SHIPPED_MODEL), "data": str(data), "preset": "paper"})
+    training = recipe.training
+    assert training.batch_size * training.gradient_accumulation == 512
+    assert (training.learning_rate, training.schedule, training.warmup, training.epochs) == (1e-3, "linear", 0.06, 1)
+    assert (recipe.expansion.layers, recipe.expansion.variant, recipe.routing.router) == ("all", "adapt", "cosine")
+    # L_fp is 3 of 16 layers, and sequences are as long as the model reads
+    values = with_preset("paper", {}, Facts(layers=16, context=131072, tokens=10**9))
+    assert (values["expansion.collaborative_layers"], values["training.sequence_length"]) == ("last:13", 8192)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("tokens", [1, 9_000, 10**6, 10**12])
+def test_presets_make_recipes(name, tokens):
+    recipe = make_recipe(with_preset(name, SAID, Facts(32, 4096, tokens)))
+    if name == "default":
+        assert 1 <= recipe.training.epochs <= 12 and 1 <= recipe.training.batch_size <= 8
+
+
+def test_the_command_writes_a_recipe_and_takes_it(data, tmp_path):
+    file = tmp_path / "recipe.yaml"
+    words = ["learn", str(SHIPPED_MODEL), "--data", str(data), "--set", "training.warmup=1e-1", "--steps", "7"]
+    result = CliRunner().invoke(main, [*words, "--write-recipe", str(file)])
+    assert result.exit_code == 0 and f"written to {file}" in result.output.replace("\n", "")
+    values = values_of(make_recipe(read_recipe(file)))
+    assert (values["training.warmup"], values["training.steps"]) == (0.1, 7)
+    again = CliRunner().invoke(main, ["learn", "--recipe", str(file), "--write-recipe", str(tmp_path / "again.yaml")])
+    assert again.exit_code == 0 and (tmp_path / "again.yaml").read_text() == file.read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--set", "training.step=3"], "training.step is no setting of a recipe. Did you mean training.steps?"),
+        (["--set", "training.steps"], "--set training.steps is not KEY=VALUE"),
+        (["--set", "training.steps=["], "the value is no YAML"),
+        (["--set", "training.warmup=2"], "training.warmup is 2, expected a share of the steps"),
+        (["--data", "none.txt"], "none.txt: there is no such file."),
+    ],
+)
+def test_wrong_options_are_refused(words, message, data, tmp_path):
+    result = CliRunner().invoke(
+        main, ["learn", str(SHIPPED_MODEL), "--data", str(data), "-o", str(tmp_path / "job"), *words]
+    )
+    assert result.exit_code in (1, 2) and message in " ".join(result.output.split())
+    assert not (tmp_path / "job").exists()
