@@ -177,7 +177,7 @@ def _write(
     if missing := [part for part in ASIDE if not documents[part]]:
         raise DataError(
             f"{', '.join(map(str, files))}: {sum(documents.values())} documents leave nothing to "
-            f"{' and to '.join(missing)} with, expected at least {ENOUGH_DOCUMENTS} documents, or a longer one. Give "
+            f"{' and to '.join(missing)} with, expected at least {ENOUGH_DOCUMENTS} that differ, or a longer one. Give "
             "more text."
         )
     if not documents[LEARN]:
