@@ -76,7 +76,24 @@ def check_expanded(model: Any, base: Any, ids: torch.Tensor) -> list[str]:
     names = ("w11", "w12", "w21", "w22", "up_weight", "up_bias", "bias11")
     if any(p.requires_grad != (n.endswith(names) and not is_fused) for n, p in model.named_parameters()):
         problems.append("requires_grad is not that of the variant")
+    if not (is_fused or model.is_routing_enabled):
+        problems += check_whole_head(model, ids)
     return problems
+
+
+def check_whole_head(model: Any, ids: torch.Tensor) -> list[str]:
+    """Problems where a forward in place of the model's own multiplies by the head's weight itself, as in TRL."""
+    own, base_model = model(ids, use_cache=False).logits, model.get_submodule(model.config.scale_surgery["base_model"])
+
+    def forward(ids: torch.Tensor) -> torch.Tensor:
+        hidden, head = base_model(ids, use_cache=False).last_hidden_state, model.get_output_embeddings()
+        cap = getattr(model.config, "final_logit_softcapping", None)
+        logits = torch.nn.functional.linear(hidden, head.weight, head.bias)
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    model.forward = forward
+    drift = float((model(ids) - own).abs().max())
+    return [] if drift <= TOLERANCE else [f"logits by the whole head differ by {drift:.3g}"]
 
 
 def main(folder: Path) -> int:

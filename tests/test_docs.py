@@ -13,9 +13,10 @@ import shlex
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 
 from benchmarks import make_checkpoint, pipeline, svd
 from scale_surgery import Request
@@ -68,18 +69,26 @@ def options_of(name: str) -> set[str]:
     return {option for option in options if option.startswith("-")}
 
 
-def run(command: str) -> str:
-    """What `scale-surgery ...` prints, on both streams, in a terminal of 80 columns."""
+def invoke(command: str) -> Result:
+    """Run `scale-surgery ...` in a terminal of 80 columns."""
     arguments = shlex.split(command, comments=True)
     assert arguments[0] == "scale-surgery", command
     environment = {"COLUMNS": "80", "TERM": "dumb", "NO_COLOR": "1"}
     result = CliRunner(env=environment).invoke(main, arguments[1:])
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-    return "\n".join(line.rstrip() for line in result.output.rstrip().splitlines())
+    return result
 
 
-def run_python(code: str) -> None:
-    exec(compile(code, "<documentation>", "exec"), {"__name__": "documentation"})
+def run(command: str) -> str:
+    """What `scale-surgery ...` prints, on both streams."""
+    return "\n".join(line.rstrip() for line in invoke(command).output.rstrip().splitlines())
+
+
+def run_python(code: str) -> dict[str, Any]:
+    """Run a script; gives its names."""
+    names = {"__name__": "documentation"}
+    exec(compile(code, "<documentation>", "exec"), names)
+    return names
 
 
 def rewrite_examples(page: Path) -> str:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import shutil
 import subprocess
@@ -13,11 +14,15 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import transformers
 
 import scale_surgery
-from tests.test_docs import BLOCK, ROOT, rewrite_examples, run, run_python, without_chance, workplace
+from scale_surgery import adopt
+from tests.test_docs import BLOCK, ROOT, invoke, rewrite_examples, run, run_python, sections, without_chance, workplace
 
 DOCS = ROOT / "docs"
 QUICK_START = DOCS / "quickstart.md"
@@ -33,14 +38,37 @@ ELSEWHERE = re.compile(r"""(?:src|href|srcset|data)\s*=\s*["']?(?:https?:)?//"""
 STYLE_ELSEWHERE = re.compile(r"""(?:url\(\s*["']?|@import\s+["'])(?:https?:)?//""", re.IGNORECASE)
 
 
-def play(page: Path) -> None:
-    """Run the Python blocks of a page and the commands of its shell blocks, in order; TRL has a test of its own."""
-    for language, body in BLOCK.findall(page.read_text(encoding="utf-8")):
-        if language == "python" and "from trl import" not in body:
-            run_python(body)
+def play(text: str) -> list[dict[str, Any]]:
+    """Run the Python blocks of a text and the commands of its shell blocks, in order; gives what each script made."""
+    scripts = []
+    for language, body in BLOCK.findall(text):
+        if language == "python":
+            scripts.append(run_python(body))
         if language == "sh":
             for line in body.splitlines():
-                assert not line.startswith("scale-surgery") or "error" not in run(line), line
+                if line.startswith("scale-surgery"):
+                    done = invoke(line)
+                    assert done.exit_code == 0, done.output
+    return scripts
+
+
+def check_recipe(script: dict[str, Any], adopted: Path) -> None:
+    """What every trainer promises: only what may train is in its optimizer, and shards make no difference."""
+    model = script["model"]
+    optimizer = script["trainer"].optimizer if "trainer" in script else script["optimizer"]
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    assert {id(parameter) for parameter in held} == {id(own) for own in model.parameters() if own.requires_grad}
+    assert 0 < len(held) < len(list(model.parameters()))
+    assert json.loads((adopted / "surgery.json").read_text())["training"][-1]["trained_parameters"] > 0
+    model.save_pretrained("sharded", max_shard_size="500KB")
+    assert len(list(Path("sharded").glob("*.safetensors"))) > 1
+    adopt("sharded", "wide", "of-shards")
+    expansions = [
+        {file.name: file.read_bytes() for file in of.glob("expansion*")} for of in (adopted, Path("of-shards"))
+    ]
+    assert expansions[0] and expansions[0] == expansions[1]
+    shutil.rmtree("sharded")
+    shutil.rmtree("of-shards")
 
 
 def fetched_elsewhere(site: Path) -> list[str]:
@@ -76,7 +104,16 @@ def folder_digests(folder: Path) -> dict[str, bytes]:
 # pin_memory, a default of the data loader, warns where there is no accelerator
 @pytest.mark.filterwarnings("ignore:'pin_memory'")
 def test_the_training_recipes_run(place: Path) -> None:
-    play(DOCS / "training-recipes.md")
+    page, trl = recipes()
+    scripts = [script for script in play(page.replace(trl, "")) if "tokenizer" in script]
+    for script, name in zip(scripts, ("by-trainer", "by-accelerate", "by-loop"), strict=True):
+        check_recipe(script, Path(f"{name}-adopted"))
+
+
+def recipes() -> tuple[str, str]:
+    """The page of training recipes, and its section on TRL."""
+    page = DOCS / "training-recipes.md"
+    return page.read_text(encoding="utf-8"), sections(page)["TRL"]
 
 
 @pytest.mark.parametrize("page", ["api.md", "serving.md", "trust.md"])
@@ -84,20 +121,73 @@ def test_the_scripts_of_a_page_run(page: str, place: Path) -> None:
     if page != "api.md":
         run("scale-surgery expand biographies --layers last:2 -o wide -q")
         shutil.copytree("wide", "STRANGER")
-    play(DOCS / page)
+    play((DOCS / page).read_text(encoding="utf-8"))
 
 
 @needs_trl
-def test_the_trl_recipe_runs(place: Path) -> None:
+@pytest.mark.filterwarnings("ignore")
+def test_the_trl_recipe_runs(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run("scale-surgery expand biographies --layers last:2 -o wide -q")
-    page = (DOCS / "training-recipes.md").read_text(encoding="utf-8")
-    (script,) = [body for language, body in BLOCK.findall(page) if language == "python" and "from trl import" in body]
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert (place / "by-trl" / "model.safetensors").is_file()
-    plain = script.replace("trainer = WholeHeadTrainer(", "trainer = SFTTrainer(")
-    refused = subprocess.run([sys.executable, "-c", plain], capture_output=True, text=True, check=False)
-    assert "mat1 and mat2 shapes cannot be multiplied" in refused.stderr, "the recipe is not needed any more"
+    _, recipe = recipes()
+    (script,) = play(recipe)
+    check_recipe(script, Path("by-trl-adopted"))
+    monkeypatch.setattr("trl.SFTTrainer.compute_loss", transformers.Trainer.compute_loss)
+    (code,) = (body for language, body in BLOCK.findall(recipe) if language == "python")
+    by_head = run_python(code)
+    assert losses(script["trainer"]) == pytest.approx(losses(by_head["trainer"]), rel=1e-5), "the head, called"
+
+
+def losses(trainer: Any) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+# what a row has beside its prompt; nothing for those that generate
+OTHER_TRAINERS: dict[str, dict[str, str]] = {
+    "DPO": {"chosen": " Utrecht.", "rejected": " Bern."},
+    "KTO": {"completion": " Bern."},
+    "GRPO": {},
+    "RLOO": {},
+}
+
+
+def count_letters(completions: list[str], **_: Any) -> list[float]:
+    return [float(len(text)) for text in completions]
+
+
+@needs_trl
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", OTHER_TRAINERS)
+def test_other_trainers_of_trl_run(place: Path, name: str) -> None:
+    import trl
+    from datasets import Dataset
+
+    run("scale-surgery expand biographies --layers last:2 -o wide -q")
+    model = transformers.AutoModelForCausalLM.from_pretrained("wide", trust_remote_code=True)
+    tokenizer = transformers.AutoTokenizer.from_pretrained("wide", trust_remote_code=True)
+    head = model.lm_head.weight.clone()
+    rows = [{"prompt": f"Person {number} was born in", **OTHER_TRAINERS[name]} for number in range(8)]
+    if name == "KTO":
+        rows = [{**row, "label": number % 2 == 0} for number, row in enumerate(rows)]
+    samples = {"num_generations": 4, "per_device_train_batch_size": 4, "max_completion_length": 8}
+    trainer = getattr(trl, f"{name}Trainer")(
+        model,
+        args=getattr(trl, f"{name}Config")(
+            "by-trl",
+            max_steps=3,
+            learning_rate=1e-2,
+            bf16=False,
+            trust_remote_code=True,
+            save_strategy="no",
+            report_to="none",
+            **({} if OTHER_TRAINERS[name] else samples),
+        ),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer,
+        **({} if OTHER_TRAINERS[name] else {"reward_funcs": count_letters}),
+    )
+    trainer.train()
+    assert model.lm_head.up_weight.any(), "the head's up part began as zero"
+    assert torch.equal(model.lm_head.weight, head)
 
 
 def test_every_public_name_is_in_the_reference() -> None:

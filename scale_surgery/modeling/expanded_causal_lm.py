@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from inspect import signature
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from .expanded_model import ExpandedPreTrainedModel, specs_of
@@ -30,11 +30,20 @@ from .expanded_routing import (
 )
 
 
+class WholeHead(NamedTuple):
+    """The head as one matrix [head, head_up] over what the base model gives, [base stream, up stream]."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
 class ExpandedForCausalLM(ExpandedPreTrainedModel):
     """Mixin before a stock language model: routes where `config.scale_surgery` names a router."""
 
     def __init__(self, config, *args, **kwargs):
         super().__init__(config, *args, **kwargs)
+        # threads in which a forward runs that others put in place of the model's own
+        self.replaced_in: set[int] = set()
         routing = config.scale_surgery.get("routing")
         self.router = None if routing is None else make_router(routing)
         if routing is not None:
@@ -53,6 +62,34 @@ class ExpandedForCausalLM(ExpandedPreTrainedModel):
             return self.route(**dict(zip(names, args, strict=False)), **inputs)
 
         cls.forward = forward
+
+    def __call__(self, *args, **inputs):
+        """Run the model; where others replaced its forward, note that it runs: see `get_output_embeddings`."""
+        if "forward" not in vars(self):
+            return super().__call__(*args, **inputs)
+        self.replaced_in.add(own_thread())
+        try:
+            return super().__call__(*args, **inputs)
+        finally:
+            self.replaced_in.discard(own_thread())
+
+    def get_output_embeddings(self) -> nn.Module | WholeHead | None:
+        """The head; to a forward that others put in place of the model's own, one matrix over both streams.
+
+        Stock forwards do not ask for it. The trainers of TRL multiply what the base model gives by its weight, to have
+        no logits of a whole batch in memory.
+        """
+        head = super().get_output_embeddings()
+        if own_thread() not in getattr(self, "replaced_in", ()) or not self.is_expansion_enabled:
+            return head
+        if self.is_routing_enabled:
+            raise ValueError(
+                "This model routes: no weight of a head gives its logits, which a trainer wants to compute itself. "
+                "Train before you route, or train the adapt path alone: model.enable_routing(False)."
+            )
+        if getattr(head, "up_weight", None) is None:
+            return head
+        return WholeHead(torch.cat((head.weight, head.up_weight.to(head.weight.dtype)), dim=1), head.bias)
 
     def route(self, **inputs: Any) -> Any:
         """Run the stock forward, and let the router make its logits where the model routes."""
@@ -100,7 +137,7 @@ class ExpandedForCausalLM(ExpandedPreTrainedModel):
         """Let the head give other than the logits of one path inside a `with` block."""
         if not self.is_routing_enabled:
             raise ValueError("This model does not route now: it has no router, or routing is disabled.")
-        head, is_forked = self.get_output_embeddings(), self.config.scale_surgery["routing"]["fork"] is not None
+        head, is_forked = super().get_output_embeddings(), self.config.scale_surgery["routing"]["fork"] is not None
 
         def answer_features(features: Tensor) -> Tensor:
             if tokens is not None:
