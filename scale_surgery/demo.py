@@ -1,6 +1,6 @@
-"""The whole job on the shipped model, step by step, with the commands to type it by hand.
+"""The whole job on the shipped model, in one command and then step by step, with the commands to type.
 
-inspect -> plan -> expand -> verify -> reload in a fresh process -> train -> route -> evaluate -> verify -> strip
+learn; inspect -> plan -> expand -> verify -> reload in a fresh process -> train -> evaluate -> verify -> strip
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from scale_surgery.deriving.planned import plan
 from scale_surgery.errors import CheckpointError
 from scale_surgery.evidence.evaluate import Evaluation, evaluate
 from scale_surgery.evidence.verify import verify
+from scale_surgery.learning.learn import learn, resolve_recipe
 from scale_surgery.planning.request import Request
 from scale_surgery.running.options import RunOptions
 from scale_surgery.surgery.expand import expand
-from scale_surgery.surgery.route import route_export
 from scale_surgery.surgery.strip import strip
 from scale_surgery.training.settings import TrainingSettings
 from scale_surgery.training.train import train
@@ -41,9 +41,9 @@ LAYERS = "all"
 NEW_PEOPLE, OLD_PEOPLE = 20, 100
 STYLES, UNSEEN = 4, 100_000
 STEPS, SEQUENCE_LENGTH = 120, 128
-LEARNING_RATES = {"preserve": 1e-2, "adapt": 3e-3, "full": 1e-3}
+LEARNING_RATES = {"preserve": 1e-2, "learn": 3e-3, "full": 1e-3}
 # folders that must hold every tensor of the shipped model, and the one that is trained the usual way
-KEEPING, OVERWRITTEN = (SHIPPED_MODEL.name, "trained", "routed"), "fine-tuned"
+KEEPING, OVERWRITTEN = (SHIPPED_MODEL.name, "trained", "job/routed"), "fine-tuned"
 
 # what a stranger does who has never heard of scale-surgery: a fresh process, transformers only
 RELOAD = """
@@ -126,7 +126,8 @@ def demo(folder: Path, out: Output, *, steps: int = STEPS) -> Demo:
     tell = Teller(out)
     base, expanded, trained, stripped = (folder / name for name in ("biographies", "expanded", "trained", "stripped"))
     request = Request(layers=LAYERS)
-    tell(f"inspect {base}", "Look at the model")
+    _learn(folder, steps, out, tell)
+    tell(f"inspect {base}", "The same step by step, and what else can be done: look at the model")
     out.say(tables.render_inspection(inspect(base)))
     tell(f"plan {base} --layers {LAYERS}", "Plan: nothing is written")
     out.say(render_plan(plan(base, request), tensors=False))
@@ -206,12 +207,10 @@ class Teller:
 
 
 def _teach(folder: Path, steps: int, out: Output, tell: Teller) -> Evaluation:
-    """Train on new people in three ways, route one, and ask for old and new people."""
+    """Train on new people in two ways, and ask for old and new people; in a third way `learn` has done it."""
     from scale_surgery.show import tables
-    from scale_surgery.show.tables import render_routed
 
     base, data = folder / "biographies", folder / "new_people.jsonl"
-    _write_people(folder)
     settings = TrainingSettings(steps=steps, sequence_length=SEQUENCE_LENGTH, learning_rate=LEARNING_RATES["preserve"])
     options = f"--steps {steps} --sequence-length {SEQUENCE_LENGTH}"
     tell(
@@ -219,25 +218,38 @@ def _teach(folder: Path, steps: int, out: Output, tell: Teller) -> Evaluation:
         f"Teach it {NEW_PEOPLE} new people: preserve",
     )
     out.say(tables.render_training(train(folder / "expanded", [data], folder / "trained", settings, track=out.track)))
-    adapt = Request(layers=LAYERS, variant="adapt", collaborative_layers="2-3", collaborate="both")
-    expand(base, adapt, folder / "expanded_adapt", track=out.track)
-    settings = replace(settings, learning_rate=LEARNING_RATES["adapt"])
-    tell(
-        f"train {folder / 'expanded_adapt'} --data {data} -o {folder / 'adapt'} {options} --learning-rate 0.003",
-        "The same people: adapt, with W12 in the two upper layers",
-    )
-    done = train(folder / "expanded_adapt", [data], folder / "adapt", settings, track=out.track)
-    out.say(tables.render_training(done))
-    tell(f"route-export {folder / 'adapt'} -o {folder / 'routed'}", "Let every token take the path that knows it")
-    out.say(render_routed(route_export(folder / "adapt", folder / "routed", track=out.track)))
     tell(None, "The same people: full fine-tuning, which overwrites the model", "(the Trainer of transformers)")
     _fine_tune(base, data, folder / OVERWRITTEN, replace(settings, learning_rate=LEARNING_RATES["full"]), out)
-    models = [folder / name for name in ("trained", "routed", OVERWRITTEN)]
+    models = [folder / name for name in ("trained", "job/routed", OVERWRITTEN)]
     old, new = folder / "old_questions.jsonl", folder / "new_questions.jsonl"
     tell(f"evaluate {' '.join(map(str, models))} --old {old} --new {new}", "Ask for old and new people")
     found = evaluate(models, [old], [new], run=RunOptions(batch_size=64), track=out.track)
     out.say(tables.render_evaluation(found))
     return found
+
+
+def _learn(folder: Path, steps: int, out: Output, tell: Teller) -> None:
+    """Do the whole job by the command `learn`."""
+    from scale_surgery.show.tables_learn import render_learned
+
+    _write_people(folder)
+    base, rate = folder / "biographies", LEARNING_RATES["learn"]
+    data, old = folder / "new_people.jsonl", folder / "other_questions.jsonl"
+    options = f"--layers {LAYERS} --steps {steps} --sequence-length {SEQUENCE_LENGTH} --learning-rate {rate:g}"
+    tell(
+        f"learn {base} --data {data} --old {old} {options} -o {folder / 'job'} --quiet",
+        f"The whole job in one command: teach it {NEW_PEOPLE} new people",
+    )
+    said = {
+        "model": str(base),
+        "data": str(data),
+        "old": str(old),
+        "expansion.layers": LAYERS,
+        "training.steps": steps,
+        "training.sequence_length": SEQUENCE_LENGTH,
+        "training.learning_rate": rate,
+    }
+    out.say(render_learned(learn(resolve_recipe(said), folder / "job", track=out.track)))
 
 
 def _write_people(folder: Path) -> None:
@@ -247,6 +259,8 @@ def _write_people(folder: Path) -> None:
         "new_people.jsonl": _ask(new) + texts,
         "new_questions.jsonl": _ask(new),
         "old_questions.jsonl": _ask(people(OLD_PEOPLE)),
+        # to set a router by
+        "other_questions.jsonl": _ask(people(OLD_PEOPLE, start=OLD_PEOPLE)),
         # in styles that no training has seen, for a look at running text
         "new_texts.jsonl": [{"text": biography(person, UNSEEN + index)} for index, person in enumerate(new)],
         "old_texts.jsonl": [

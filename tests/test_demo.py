@@ -18,7 +18,8 @@ from scale_surgery.show.console import Output
 from scale_surgery.show.tables_demo import render_lesson
 from tests.conftest import digests
 
-ROWS = {"base": "biographies", "preserve": "trained", "adapt": "routed", "adapt, routed": "routed"}
+ROUTED = "job/routed"
+ROWS = {"base": "biographies", "preserve": "trained", "learn, without its router": ROUTED, "learn": ROUTED}
 
 
 @pytest.fixture(scope="module")
@@ -68,10 +69,10 @@ def test_the_demo_keeps_every_promise(shown):
     assert result.reloaded.answer == result.reloaded.expected
     assert digests(result.folder / "stripped") == digests(SHIPPED_MODEL)
     for command in (
+        "learn demo/biographies",
         "inspect demo/biographies",
         "expand demo/biographies --layers all",
         "train demo/expanded",
-        "route-export demo/adapt",
         "strip demo/trained",
     ):
         assert f"$ scale-surgery {command}" in text
@@ -81,7 +82,7 @@ def test_the_demo_keeps_every_promise(shown):
 def test_the_table_says_what_was_counted(shown):
     result, text = shown
     assert result.base_tensors == 38
-    assert result.base_tensors_kept == {"biographies": 38, "trained": 38, "routed": 38, "fine-tuned": 0}
+    assert result.base_tensors_kept == {"biographies": 38, "trained": 38, "job/routed": 38, "fine-tuned": 0}
     assert base_bytes(text) == dict.fromkeys(ROWS, "all there") | {"full fine-tuning": "overwritten"}
 
 

@@ -49,8 +49,8 @@ def render_lesson(result: Demo, new_people: int) -> RenderableType:
     rows = (
         ("base", "biographies (base)", "biographies"),
         ("preserve", "trained", "trained"),
-        ("adapt", "routed, routing disabled", "routed"),
-        ("adapt, routed", "routed", "routed"),
+        ("learn, without its router", "routed, routing disabled", "job/routed"),
+        ("learn", "routed", "job/routed"),
         ("full fine-tuning", "fine-tuned", "fine-tuned"),
     )
     table = Table(box=None, pad_edge=False, header_style="dim")
