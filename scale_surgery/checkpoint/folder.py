@@ -19,6 +19,7 @@ from scale_surgery.checkpoint.listing import is_left_link, links_that_are_no_fil
 from scale_surgery.checkpoint.names import (
     CONFIG_FILE,
     INDEX_FILE,
+    JOB_FILE,
     MANIFEST_FILE,
     OTHER_WEIGHT_SUFFIXES,
     SINGLE_FILE,
@@ -93,12 +94,20 @@ def read_json(file: Path) -> dict[str, Any]:
     try:
         content = parse_json(read_bytes(file).decode("utf-8"))
     except FileNotFoundError as error:
-        raise CheckpointError(f"{file}: not found. Is this a model folder?") from error
+        raise CheckpointError(f"{file}: not found. {_what_it_is(file.parent)}") from error
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{file}: not readable as JSON ({error}). Download it again.") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{file}: found {type(content).__name__}, expected a JSON object.")
     return content
+
+
+def _what_it_is(folder: Path) -> str:
+    """Where the models are of a job, which is no model itself."""
+    if not (folder / JOB_FILE).is_file():
+        return "Is this a model folder?"
+    models = [str(file.parent) for file in sorted(folder.glob(f"*/{CONFIG_FILE}"))]
+    return f"This is a job of scale-surgery learn, whose models are: {', '.join(models) or 'none yet'}."
 
 
 def read_config(file: Path) -> dict[str, Any]:

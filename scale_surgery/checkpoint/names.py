@@ -14,6 +14,8 @@ MANIFEST_FILE = "surgery.json"
 EXTRACT_FILE = "extract.json"
 TRAINING_FOLDER = "training"
 LOG_FILE = "log.jsonl"
+# of a job of learn, in whose folder models lie
+JOB_FILE = "learn.json"
 # the same weights in a format that this program does not read; transformers prefers safetensors to them
 OTHER_WEIGHT_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx")
 

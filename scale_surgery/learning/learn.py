@@ -22,6 +22,7 @@ from typing import Any
 from scale_surgery.checkpoint.beside import locked
 from scale_surgery.checkpoint.files import plain_json, write_json
 from scale_surgery.checkpoint.folder import Checkpoint, read_json
+from scale_surgery.checkpoint.names import JOB_FILE
 from scale_surgery.checkpoint.sources import open_model
 from scale_surgery.deriving.planned import make_plan
 from scale_surgery.errors import CheckpointError, DataError, SurgeryError, TrainingError
@@ -40,7 +41,7 @@ from scale_surgery.progress import Track, no_track
 from scale_surgery.running.context import DEFAULT_LENGTH, context_of
 from scale_surgery.running.tokenizer import need_tokenizer
 
-RECORD_FILE, RECIPE_FILE, PAGE_FILE = "learn.json", "recipe.yaml", "learn.html"
+RECIPE_FILE, PAGE_FILE = "recipe.yaml", "learn.html"
 FORMAT = 1
 
 
@@ -126,7 +127,7 @@ def prepare(recipe: Recipe, output: str | Path, *, overwrite: bool = False, trac
     _check_alone()
     _check_folder(folder, recipe, overwrite=overwrite)
     read = _stamp_texts(recipe)
-    record = Record(folder / RECORD_FILE, values_of(recipe), read)
+    record = Record(folder / JOB_FILE, values_of(recipe), read)
     if record.file.is_file() and not overwrite:
         record = _continue(record, recipe)
     checkpoint, made = _plan_ahead(recipe, record.kept, track)
@@ -256,7 +257,7 @@ def _check_folder(folder: Path, recipe: Recipe, *, overwrite: bool) -> None:
     problems = []
     if folder.exists() and not folder.is_dir():
         problems.append(f"{folder}: is a file, expected a folder to be. Choose another with -o.")
-    elif folder.is_dir() and any(folder.iterdir()) and not (folder / RECORD_FILE).is_file():
+    elif folder.is_dir() and any(folder.iterdir()) and not (folder / JOB_FILE).is_file():
         problems.append(f"{folder}: holds other files, no job of learn. Choose another folder with -o.")
     place = folder.resolve()
     for given in (recipe.model, *recipe.data, *recipe.old, *recipe.measure_new, *recipe.measure_old):

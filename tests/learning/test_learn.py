@@ -27,8 +27,9 @@ from scale_surgery import (
     resolve_recipe,
 )
 from scale_surgery.biographies import SHIPPED_MODEL, biography, people, questions
+from scale_surgery.checkpoint.names import JOB_FILE
 from scale_surgery.cli.program import main
-from scale_surgery.learning.learn import PAGE_FILE, RECIPE_FILE, RECORD_FILE, Told, prepare
+from scale_surgery.learning.learn import PAGE_FILE, RECIPE_FILE, Told, prepare
 from scale_surgery.learning.stages import stages_of
 from scale_surgery.progress import Progress, no_progress
 from tests.conftest import digests
@@ -45,7 +46,7 @@ SHORT = {
     "hold_out.most_characters": 1500,
 }
 # times and places differ from run to run; figures hold the release of their library
-UNLIKE = (RECORD_FILE, PAGE_FILE, RECIPE_FILE, "layers.json", ".png", "training/log.jsonl", "surgery.json")
+UNLIKE = (JOB_FILE, PAGE_FILE, RECIPE_FILE, "layers.json", ".png", "training/log.jsonl", "surgery.json")
 
 
 @pytest.fixture(scope="module")
@@ -200,7 +201,7 @@ def test_another_recipe_and_other_texts_are_refused(done, said, recipe, texts, t
     os.utime(texts / "old.jsonl", ns=(0, 0))
     with pytest.raises(CheckpointError, match=f"old.jsonl: has changed since {learned.path} was begun"):
         learn(recipe, learned.path)
-    stamp = json.loads((learned.path / RECORD_FILE).read_text())["read"][str(texts / "old.jsonl")]
+    stamp = json.loads((learned.path / JOB_FILE).read_text())["read"][str(texts / "old.jsonl")]
     os.utime(texts / "old.jsonl", ns=(stamp[1], stamp[1]))
 
 
@@ -297,6 +298,15 @@ def test_the_command_shows_what_it_would_do(said, tmp_path):
     assert result.exit_code == 0, result.output
     assert "about" in result.output and f"scale-surgery expand {said['model']} --plan" in result.output
     assert not (tmp_path / "job").exists()
+
+
+def test_a_command_that_meets_the_folder_of_a_job_says_where_the_models_are(done):
+    folder = done.learned.path
+    result = CliRunner().invoke(main, ["verify", str(folder)])
+    assert result.exit_code == 1 and " ".join(result.output.split()) == (
+        f"error: {folder}/config.json: not found. This is a job of scale-surgery learn, whose models are: "
+        f"{folder}/expanded, {folder}/learned, {folder}/routed."
+    )
 
 
 def test_the_command_goes_on_and_ends_with_a_table(done, said):
