@@ -43,8 +43,9 @@ def test_the_same_line_again_makes_the_same(kind, share, said, whole, tmp_path):
     disturbed = run_apart(
         run_disturbed, words(said, tmp_path / "job"), str(tmp_path), Disturbance(kind, at, errno.ENOSPC), ""
     )
-    assert disturbed.returncode != 0
-    if kind == "error":
+    # some files a job can do without: a state file that is to be removed, say
+    assert disturbed.returncode != 0 or (kind == "error" and not disturbed.stderr)
+    if kind == "error" and disturbed.returncode:
         assert "Traceback" not in disturbed.stderr and "No space left on device" in " ".join(disturbed.stderr.split())
     again = run_apart(run_disturbed, words(said, tmp_path / "job"), str(tmp_path), Disturbance(), str(tmp_path / "r"))
     assert again.returncode == 0, again.stderr
