@@ -42,6 +42,7 @@ from scale_surgery.training.outlook import (
     sample_of,
 )
 from scale_surgery.training.ready import check_reach, load_to_train
+from scale_surgery.training.reports import find_reports, reporting
 from scale_surgery.training.result import Training, describe
 from scale_surgery.training.resume_state import check_state
 from scale_surgery.training.run_folder import (
@@ -104,6 +105,7 @@ def train(
     target = Path(output) if output is not None else default_output(path)
     check_settings(settings)
     check_device(run)
+    reports = find_reports(start.report_to)
     checkpoint, manifest = open_checkpoint(path), read_manifest(path)
     refuse_fused(path, manifest)
     refuse_linked(path, manifest)
@@ -156,7 +158,8 @@ def train(
         )
         with quiet_transformers(), track("training", trainer.args.max_steps) as advance:
             trainer.add_callback(RunReport(advance, training))
-            _run(trainer, training, resume=start.resume)
+            with reporting(trainer, reports, training, is_main=processes.is_main_process, resume=start.resume):
+                _run(trainer, training, resume=start.resume)
         if processes.is_main_process:
             training.finish(trainer.state.log_history)
         processes.wait_for_everyone()
