@@ -29,7 +29,7 @@ PROMPTS = ("prompt", "question")
 EXPECTED_PROMPT = 'expected {"prompt"} or {"question"}, a text'
 EXPECTED = 'expected {"text"}, {"question", "answer"} or {"prompt", "completion"}, each a text'
 # a text of more characters, or a file of more bytes, is read in pieces where that is asked for
-LONG_TEXT = 2**22
+LONG_TEXT = 2**20
 
 
 @dataclass(frozen=True)
