@@ -59,7 +59,7 @@ def _load(source: TextSource) -> Any:
     except DataError:
         raise
     except Exception as error:
-        raise _no_dataset(source, error) from error
+        raise DataError(_why_none(source, error)) from error
     # other columns may hold what needs other libraries, such as images
     return rows.select_columns([source.column]) if source.column in (rows.column_names or ()) else rows
 
@@ -68,7 +68,7 @@ def _saved(source: TextSource, datasets: ModuleType) -> Any:
     try:
         found = datasets.load_from_disk(source.path)
     except Exception as error:
-        raise _no_dataset(source, error) from error
+        raise DataError(_why_none(source, error)) from error
     if not isinstance(found, datasets.DatasetDict):
         return found
     if source.split in found:
@@ -95,7 +95,7 @@ def _builder(source: TextSource, datasets: ModuleType) -> Any:
     try:
         builder = datasets.load_dataset_builder(source.name, source.config, revision=source.revision)
     except Exception as error:
-        raise _no_dataset(source, error) from error
+        raise DataError(_why_none(source, error)) from error
     kind = type(builder).__module__.rpartition(".")[2]
     if kind not in FORMATS:
         raise DataError(
@@ -116,14 +116,14 @@ def _library(source: TextSource) -> ModuleType:
     return module
 
 
-def _no_dataset(source: TextSource, error: Exception) -> DataError:
+def _why_none(source: TextSource, error: Exception) -> str:
     reason = _in_one_line(error)
     if source.path.is_dir():
-        return DataError(
+        return (
             f"{source.name}: is no saved dataset ({reason}). Give a folder that save_to_disk wrote, or one with "
             "JSONL or Parquet files."
         )
-    return DataError(
+    return (
         f"{source.name}: there is no such file or folder, and no such dataset could be opened on the Hub ({reason}). "
         f"Check the name; where a dataset has several configurations, give {source.name},config=NAME."
     )

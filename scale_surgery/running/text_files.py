@@ -115,13 +115,13 @@ def is_array(path: Path) -> bool:
         DataError: If it cannot be read.
     """
     try:
-        return sum(1 for _ in read_array(path)) > 0
+        return sum(1 for _ in _elements(path, no_progress)) > 0
     except (ValueError, RecursionError):
         return False
 
 
 def read_array(path: Path, advance: Progress = no_progress) -> Iterator[Any]:
-    """Read the elements of a file that is one JSON array.
+    """Read the elements of a file that is one JSON array; see `is_array`.
 
     Args:
         path: The file.
@@ -132,10 +132,18 @@ def read_array(path: Path, advance: Progress = no_progress) -> Iterator[Any]:
 
     Raises:
         DataError: If it cannot be read.
-        ValueError: If it is no such array.
     """
+    try:
+        yield from _elements(path, advance)
+    except (ValueError, RecursionError) as error:
+        raise DataError(
+            f"{path}: has changed while it was read ({error}). Start again."
+        ) from error
+
+
+def _elements(path: Path, advance: Progress) -> Iterator[Any]:
     pieces = read_pieces(path, advance)
-    rest = next(pieces, "").lstrip()
+    rest = _more("", pieces)
     if not rest.startswith("["):
         raise ValueError("no array")
     rest = _more(rest[1:], pieces)

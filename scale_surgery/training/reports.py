@@ -6,14 +6,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from scale_surgery.checkpoint.names import REPORTS_FOLDER
 from scale_surgery.errors import TrainingError
 from scale_surgery.training.run_folder import TrainingRun
 
 if TYPE_CHECKING:
     from transformers import Trainer
 
-# where files for TensorBoard lie in the run's folder; what is called so is no part of a model that is passed on
-BOARD_FOLDER = "runs"
+# transformers does not list them among what is installed; they say themselves what they need
+UNLISTED = ("azure_ml", "flyte", "kubeflow")
+# packages that have other names than what they are asked for by
+PACKAGES = {"comet_ml": "comet-ml"}
 
 
 def find_reports(names: Sequence[str]) -> dict[str, Any]:
@@ -31,26 +34,31 @@ def find_reports(names: Sequence[str]) -> dict[str, Any]:
     asked = [name for name in dict.fromkeys(names) if name != "none"]
     if not asked:
         return {}
-    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK as CALLBACKS
 
-    found, problems = {}, []
-    for name in asked:
-        if name not in INTEGRATION_TO_CALLBACK:
-            problems.append(f"--report-to {name}: is unknown, expected some of {', '.join(INTEGRATION_TO_CALLBACK)}.")
-            continue
-        try:
-            found[name] = INTEGRATION_TO_CALLBACK[name]()
-        except (RuntimeError, ImportError) as error:
-            problems.append(f"--report-to {name}: {_advice(name, error)}")
+    unknown = [name for name in asked if name not in CALLBACKS]
+    missing = {name: reason for name in asked if name in CALLBACKS and (reason := _what_is_missing(name))}
+    problems = [
+        *(f"--report-to {name}: is unknown, expected some of {', '.join(CALLBACKS)}." for name in unknown),
+        *(f"--report-to {name}: {reason}" for name, reason in missing.items()),
+    ]
     if problems:
         raise TrainingError.from_problems(problems)
-    return found
+    return {name: CALLBACKS[name]() for name in asked}
 
 
-def _advice(name: str, error: Exception) -> str:
-    reason = " ".join(str(error).split()).rstrip(".")
-    # most of transformers' own messages say how their package is installed
-    return f"{reason}." if "pip install" in reason else f"{reason}. Run `pip install {name}`."
+def _what_is_missing(name: str) -> str | None:
+    """What keeps a callback from being made, in a sentence."""
+    from transformers.integrations import integration_utils
+
+    installed = integration_utils.get_available_reporting_integrations()  # type: ignore[no-untyped-call]
+    if name not in (*installed, *UNLISTED):
+        return f"its package is not installed. Run `pip install {PACKAGES.get(name, name)}`."
+    try:
+        integration_utils.INTEGRATION_TO_CALLBACK[name]()
+    except (RuntimeError, ImportError) as error:
+        return " ".join(str(error).split())
+    return None
 
 
 @contextmanager
@@ -78,7 +86,7 @@ def reporting(
     latest = training.whole_checkpoints()[-1:]
     begin = training.step_of(latest[0]) + 1 if latest else 0
     # what is measured after the last step opens it again
-    board.logging_dir = board.logging_dir or str(training.folder / BOARD_FOLDER)
+    board.logging_dir = board.logging_dir or str(training.target / REPORTS_FOLDER)
     # the callback knows which of two packages is there
     board.tb_writer = board._SummaryWriter(log_dir=board.logging_dir, purge_step=begin if resume else None)
     try:
