@@ -30,6 +30,7 @@ EXPECTED_PROMPT = 'expected {"prompt"} or {"question"}, a text'
 EXPECTED = 'expected {"text"}, {"question", "answer"} or {"prompt", "completion"}, each a text'
 # a text of more characters, or a file of more bytes, is read in pieces where that is asked for
 LONG_TEXT = 2**20
+ROWS_TOLD = 1000
 
 
 @dataclass(frozen=True)
@@ -157,6 +158,8 @@ def _from_rows(source: TextSource, advance: Progress) -> Iterator[Document]:
     problems: list[str] = []
     more = 0
     for number, row in enumerate(rows, start=1):
+        if number % ROWS_TOLD == 0:
+            advance(0, f"{number:,} rows")  # of a dataset nobody knows how many bytes they are
         names = _fields_of(row, source.column)
         if names is not None:
             yield from _documents([row[name] for name in names], f"{where} {number}", is_question=names == QUESTION)

@@ -136,9 +136,7 @@ def read_array(path: Path, advance: Progress = no_progress) -> Iterator[Any]:
     try:
         yield from _elements(path, advance)
     except (ValueError, RecursionError) as error:
-        raise DataError(
-            f"{path}: has changed while it was read ({error}). Start again."
-        ) from error
+        raise DataError(f"{path}: has changed while it was read ({error}). Start again.") from error
 
 
 def _elements(path: Path, advance: Progress) -> Iterator[Any]:

@@ -74,10 +74,20 @@ class StoredSequences(Sequences):
 
 
 def default_cache() -> Path:
-    """Where tokens are kept when nothing is said: beside what other libraries keep in the cache of Hugging Face."""
+    """Where tokens are kept when nothing is said: beside what other libraries keep in the cache of Hugging Face.
+
+    Raises:
+        DataError: If there can be no such folder.
+    """
     from huggingface_hub import cached_assets_path
 
-    return cached_assets_path("scale-surgery", "texts", "tokens")
+    try:
+        return cached_assets_path("scale-surgery", "texts", "tokens")
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"the cache of Hugging Face cannot hold tokens ({' '.join(str(error).split())}). Set HF_HOME, or name "
+            "another folder with --cache-dir."
+        ) from error
 
 
 def key_of(made_of: Mapping[str, Any]) -> str:

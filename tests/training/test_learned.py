@@ -329,6 +329,16 @@ def test_a_cache_that_cannot_be_written(place: Path, tmp_path: Path) -> None:
     )
 
 
+def test_no_cache_of_hugging_face(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr("huggingface_hub.utils._cache_assets.HF_ASSETS_CACHE", str(tmp_path / "file"))
+    monkeypatch.setattr(learned, "LARGE", 1000)
+    with pytest.raises(DataError) as error:
+        read(place, "text.jsonl")
+    assert str(error.value).startswith("the cache of Hugging Face cannot hold tokens (")
+    assert str(error.value).endswith("Set HF_HOME, or name another folder with --cache-dir.")
+
+
 def make_slowly(folder: Path, made: Path, ready: Any) -> None:
     def parts() -> Iterator[Sequences]:
         made.open("a").write("made\n")
