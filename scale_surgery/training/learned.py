@@ -16,7 +16,8 @@ import torch
 from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.hashes import hash_file
 from scale_surgery.checkpoint.reading import open_regular
-from scale_surgery.errors import MOST_LINES, DataError
+from scale_surgery.checkpoint.stamps import Stamps, check_unchanged, take_stamps
+from scale_surgery.errors import MOST_LINES, CheckpointError, DataError
 from scale_surgery.progress import Progress, Track, no_progress
 from scale_surgery.running.context import choose_length, context_of
 from scale_surgery.running.documents import LongText, read_documents, stream_documents
@@ -182,14 +183,26 @@ def _stored(reader: Reader, paths: Sequence[str], cache: Path, processes: Any, t
 
 
 def _make(reader: Reader, paths: Sequence[str], cache: Path, track: Track) -> Path:
-    total = sum(map(_bytes_of, map(parse_source, paths)))
+    sources = [parse_source(path) for path in paths]
+    total = sum(map(_bytes_of, sources))
+    stamps = take_stamps(file for source in sources for file in _files_of(source))
     with track("texts", total) as advance:
-        told = [_digest(parse_source(path), advance) for path in paths]
+        told = [_digest(source, advance) for source in sources]
     folder = cache / key_of({**reader.told, "texts": told})
     if not is_stored(folder):
         with track("tokens", total) as advance:
-            store(folder, reader.read(paths, advance), {**reader.told, "texts": list(paths)})
+            parts = _unless_changed(reader.read(paths, advance), stamps)
+            store(folder, parts, {**reader.told, "texts": list(paths)})
     return folder
+
+
+def _unless_changed(parts: Iterator[Sequences], stamps: Stamps) -> Iterator[Sequences]:
+    """Sequences of files that at their end still are those whose bytes gave the cache its name."""
+    yield from parts
+    try:
+        check_unchanged(stamps)
+    except CheckpointError as error:
+        raise DataError.from_problems(error.lines) from error
 
 
 def _is_large(paths: Sequence[str]) -> bool:
@@ -198,12 +211,13 @@ def _is_large(paths: Sequence[str]) -> bool:
 
 
 def _files_of(source: TextSource) -> list[Path]:
-    return sorted(file for file in source.path.rglob("*") if file.is_file())
+    if source.path.is_dir():
+        return sorted(file for file in source.path.rglob("*") if file.is_file())
+    return [source.path] if source.path.is_file() else []
 
 
 def _bytes_of(source: TextSource) -> int:
-    files = _files_of(source) if source.path.is_dir() else [source.path] if source.path.is_file() else []
-    return sum(file.stat().st_size for file in files)
+    return sum(file.stat().st_size for file in _files_of(source))
 
 
 def _digest(source: TextSource, advance: Progress) -> str:

@@ -314,6 +314,21 @@ def test_what_a_kill_left_is_made_anew_and_so_is_what_was_cut_off(place: Path, t
         assert [again.fingerprint(), again.ids.tolist()] == expected
 
 
+def test_a_text_that_changes_while_it_is_read_is_not_kept(place: Path, tmp_path: Path) -> None:
+    text = Path(shutil.copy(place / "text.jsonl", place / "changing.jsonl"))
+
+    @contextmanager
+    def writing(label: str, total: int) -> Iterator[Callable[..., None]]:
+        with text.open("a") as file:
+            file.write('{"text": "more"}\n' if label == "tokens" else "")
+        yield lambda advance, note="": None
+
+    with pytest.raises(DataError) as error:
+        read(place, text.name, cache=tmp_path / "cache", track=writing)
+    assert "changed while it was read. Run again when nothing writes to it." in str(error.value)
+    assert not any((tmp_path / "cache").iterdir())
+
+
 def test_tokens_that_another_process_does_not_see(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"holds no tokens.*Give --cache-dir, a folder on a disk that all"):
         open_stored(tmp_path / "elsewhere")
