@@ -46,6 +46,7 @@ OTHER_PROGRAMS |= {"--safe_serialization"}  # DeepSpeed's zero_to_fp32.py
 OTHER_PROGRAMS |= {"--model", "--model_args", "--tasks"}  # lm_eval
 OTHER_PROGRAMS |= {"--continuous-batching"}  # transformers serve
 OTHER_PROGRAMS |= {"--outtype", "--outfile", "--local-dir"}  # llama.cpp's converter, hf download
+OTHER_PROGRAMS |= {"--logdir"}  # tensorboard
 OTHER_PROGRAMS |= {option for script in BENCHMARKS for parameter in script.params for option in parameter.opts}
 GROUP = {"--help", "-h", "--version"}
 

@@ -16,6 +16,8 @@ TRAINING_FOLDER = "training"
 LOG_FILE = "log.jsonl"
 # of a job of learn, in whose folder models lie
 JOB_FILE = "learn.json"
+# reports of a run, in files with names of machines in them: no part of a model that is made of the trained one
+REPORTS_FOLDER = f"{TRAINING_FOLDER}/runs"
 # the same weights in a format that this program does not read; transformers prefers safetensors to them
 OTHER_WEIGHT_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx")
 

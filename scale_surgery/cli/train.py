@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from scale_surgery.show.console import Output
 
 
-def read_sides(given: tuple[str, ...]) -> dict[str, list[Path]]:
+def read_sides(given: tuple[str, ...]) -> dict[str, list[str]]:
     """Read `old=FILE` and `new=FILE`."""
-    sides: dict[str, list[Path]] = {"old": [], "new": []}
+    sides: dict[str, list[str]] = {"old": [], "new": []}
     for text in given:
         side, separator, file = text.partition("=")
         if side not in sides or not separator or not file:
             raise click.UsageError(f"--eval-data {text} is not old=FILE or new=FILE.")
-        sides[side].append(Path(file))
+        sides[side].append(file)
     return sides
 
 
@@ -43,8 +43,7 @@ def read_sides(given: tuple[str, ...]) -> dict[str, list[Path]]:
     "--data",
     multiple=True,
     required=True,
-    type=click.Path(path_type=Path),
-    help="Text to learn; can be repeated.",
+    help="Text to learn: a file, a folder or a dataset of the Hub; can be repeated.",
 )
 @click.option("-o", "--output", type=OUTPUT_FOLDER, help="Folder to write. Default: ./<name>-trained.")
 @click.option(
@@ -53,13 +52,26 @@ def read_sides(given: tuple[str, ...]) -> dict[str, list[Path]]:
     help="old=FILE or new=FILE: measure the loss on this text during the run; can be repeated.",
 )
 @options_from(TrainingSettings, *fields_of(TrainingSettings), declared={"packing": "--packing/--padding"})
+@click.option(
+    "--report-to",
+    multiple=True,
+    callback=lambda _, __, given: tuple(name.strip() for names in given for name in names.split(",")),
+    help="Also write the log for tensorboard, wandb, mlflow or whatever else the Trainer of transformers knows; "
+    "several with commas, can be repeated.",
+)
+@click.option(
+    "--cache-dir",
+    type=FOLDER,
+    help="Folder in which the tokens of the texts to learn are kept, so that they are made once. Default: those of "
+    "texts of 64 MiB and more are, in the cache of Hugging Face.",
+)
 @click.option("--resume", is_flag=True, help="Continue an interrupted run in the output folder.")
 @overwrite_options
 @run_options("device", code=code_of("EXPANDED"))
 @output_options
 def train_command(
     expanded: Path,
-    data: tuple[Path, ...],
+    data: tuple[str, ...],
     output: Path | None,
     eval_data: tuple[str, ...],
     out: Output,
@@ -68,7 +80,9 @@ def train_command(
     """Train the new tensors of EXPANDED; the base stays frozen.
 
     Data are text files (one document each), JSONL with "text", or "question" and "answer", or "prompt" and
-    "completion", and folders saved by the library datasets. Of a question, only the answer is learned.
+    "completion", folders saved by the library datasets or full of JSONL or Parquet files, and datasets of the Hub:
+    ORG/NAME. What else is to be known of one follows: ORG/NAME,split=train,column=body. Of a question, only the answer
+    is learned.
 
     \b
     Example: scale-surgery train EXPANDED --data new.txt --eval-data old=old.txt

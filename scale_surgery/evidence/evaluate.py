@@ -30,7 +30,7 @@ from scale_surgery.surgery.parts import link_base
 
 if TYPE_CHECKING:
     from scale_surgery.running.documents import Document
-    from scale_surgery.running.texts import Sequences
+    from scale_surgery.running.sequences import Sequences
 
 Kind = Literal["base", "expanded", "adapt", "disabled", "other"]
 

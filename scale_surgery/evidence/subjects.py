@@ -21,7 +21,7 @@ from scale_surgery.surgery.record import Manifest, check_numbering, read_manifes
 
 if TYPE_CHECKING:
     from scale_surgery.running.documents import Document
-    from scale_surgery.running.texts import Sequences
+    from scale_surgery.running.sequences import Sequences
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ from torch import Tensor
 from scale_surgery.modeling.expanded_routing import Paths, Tokens, TokenScores, score_tokens
 from scale_surgery.progress import Progress, no_progress
 from scale_surgery.running.loss import Measurement
-from scale_surgery.running.texts import PROMPT, Sequences, collate, pad
+from scale_surgery.running.sequences import PROMPT, Sequences
+from scale_surgery.running.texts import collate, pad
 
 
 @dataclass(frozen=True)

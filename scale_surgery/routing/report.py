@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from scale_surgery.running.documents import Document
-    from scale_surgery.running.texts import Sequences
+    from scale_surgery.running.sequences import Sequences
 
 # digits of a number of a token; float32 has no more
 DIGITS = 6
@@ -118,7 +118,8 @@ def _read_routing(model: str | Path, revision: str | None) -> Routing:
 
 
 def _read(subject: Subject, documents: Mapping[str, Sequence[Document]], length: int, step: int) -> list[Reading]:
-    from scale_surgery.running.texts import Sequences, stride
+    from scale_surgery.running.sequences import Sequences
+    from scale_surgery.running.texts import stride
 
     # no document is as long as this, so each is one sequence
     whole = read_texts(subject, documents, sys.maxsize, 1)

@@ -12,7 +12,7 @@ from torch import Tensor
 from scale_surgery.routing.noise import estimate
 from scale_surgery.routing.outcome import ShortPrompt, ShortPrompts
 from scale_surgery.routing.path_scores import PathBatch, Weigh
-from scale_surgery.running.texts import Sequences
+from scale_surgery.running.sequences import Sequences
 
 # tokens of the longest short prompt
 LONGEST = 8

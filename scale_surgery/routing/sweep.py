@@ -24,7 +24,7 @@ from scale_surgery.running.options import RunOptions
 if TYPE_CHECKING:
     from scale_surgery.routing.path_scores import PathBatch, Reading, Weigh
     from scale_surgery.routing.short_prompts import Beginnings
-    from scale_surgery.running.texts import Sequences
+    from scale_surgery.running.sequences import Sequences
 
 # of settings that score the same the first wins, so defaults and round numbers stand first
 PRIORS = (0.5, 0.2, 0.8, 0.05, 0.95, 0.01, 0.99)

@@ -1,32 +1,36 @@
-"""Text to learn from or to measure on: files and saved datasets become documents.
+"""Text to learn from or to measure on: files and datasets become documents.
 
 FILE.jsonl   an object a line: {"text"}, {"question", "answer"} or {"prompt", "completion"}
 FILE.json    the same, or an array of such objects
 FILE.*       any other file is one document of plain text
-FOLDER       a dataset saved by the library `datasets`, with the same fields as columns
+FOLDER       a dataset saved by the library `datasets`, or a folder of data files, with the same fields as columns
+ORG/NAME     a dataset of the Hub, where no such path exists
+
+After a comma stands what else is to be known of it, see `sources`: FILE.jsonl,column=body or ORG/NAME,split=train.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
-from scale_surgery.checkpoint.reading import HALF_A_CHARACTER, open_regular, read_bytes
-from scale_surgery.errors import DataError, shorten
+from scale_surgery.checkpoint.reading import HALF_A_CHARACTER
+from scale_surgery.errors import MOST_LINES, DataError, shorten
+from scale_surgery.progress import Progress, no_progress
+from scale_surgery.running.saved_datasets import read_rows
+from scale_surgery.running.sources import TextSource, parse_source
+from scale_surgery.running.text_files import BLANK, is_array, read_array, read_lines, read_pieces, read_text
 
 QUESTION = ("question", "answer")
 FIELDS = (("text",), QUESTION, ("prompt", "completion"))
 PROMPTS = ("prompt", "question")
-# what a blank line of JSONL is read as
-BLANK = {"text": ""}
 EXPECTED_PROMPT = 'expected {"prompt"} or {"question"}, a text'
 EXPECTED = 'expected {"text"}, {"question", "answer"} or {"prompt", "completion"}, each a text'
+# a text of more characters, or a file of more bytes, is read in pieces where that is asked for
+LONG_TEXT = 2**20
+ROWS_TOLD = 1000
 
 
 @dataclass(frozen=True)
@@ -38,11 +42,20 @@ class Document:
     source: str
 
 
-def read_documents(paths: Sequence[Path]) -> Iterator[Document]:
-    """Read documents from files and from saved datasets.
+@dataclass(frozen=True)
+class LongText:
+    """A document without a prompt that is too long to be tokenized at once; its pieces can be read one time."""
+
+    pieces: Iterable[str]
+    source: str
+
+
+def read_documents(paths: Sequence[str | Path], advance: Progress = no_progress) -> Iterator[Document]:
+    """Read documents from files and from datasets.
 
     Args:
-        paths: Files and folders, in this order.
+        paths: Files, folders and ids, in this order.
+        advance: Called with the bytes of files that were read.
 
     Yields:
         The documents, those without any text left out.
@@ -50,11 +63,34 @@ def read_documents(paths: Sequence[Path]) -> Iterator[Document]:
     Raises:
         DataError: If a file cannot be read or has other fields; every problem of the file is named.
     """
-    for path in paths:
-        if (rows := _rows_of(path)) is not None:
-            yield from _from_rows(*rows)
+    for source in map(parse_source, paths):
+        if _holds_rows(source):
+            yield from _from_rows(source, advance)
         else:
-            yield from _documents([_read_text(path)], str(path))
+            yield from _documents([read_text(source.path, advance)], source.name)
+
+
+def stream_documents(paths: Sequence[str | Path], advance: Progress = no_progress) -> Iterator[Document | LongText]:
+    """Read documents, as `read_documents`, none of which need fit into memory if it is a file of plain text.
+
+    Args:
+        paths: Files, folders and ids, in this order.
+        advance: Called with the bytes of files that were read.
+
+    Yields:
+        The documents, those without any text left out; long ones in pieces.
+
+    Raises:
+        DataError: If a file cannot be read or has other fields; every problem of the file is named.
+    """
+    for path in paths:
+        source = parse_source(path)
+        if _holds_rows(source) or not source.path.is_file() or source.path.stat().st_size <= LONG_TEXT:
+            for document in read_documents([path], advance):
+                is_long = len(document.text) > LONG_TEXT and not document.prompt
+                yield LongText([document.text], document.source) if is_long else document
+        elif any(piece.strip() for piece in read_pieces(source.path)):
+            yield LongText(read_pieces(source.path, advance), source.name)
 
 
 def read_prompts(paths: Sequence[Path]) -> list[str]:
@@ -79,12 +115,15 @@ def read_prompts(paths: Sequence[Path]) -> list[str]:
 
 
 def _prompts_of(path: Path) -> Iterator[str]:
-    if (rows := _rows_of(path)) is None:
-        yield from filter(str.strip, _read_text(path).split("\n"))
+    source = parse_source(path)
+    if not _holds_rows(source):
+        yield from filter(str.strip, read_text(source.path).split("\n"))
         return
-    problems, (objects, where) = [], rows
-    for number, row in enumerate(objects, start=1):
-        own = [row[name] for name in PROMPTS if _is_text(row.get(name))] if isinstance(row, Mapping) else []
+    names = PROMPTS if source.column is None else (source.column,)
+    problems: list[str] = []
+    rows, where = _rows_of(source, no_progress)
+    for number, row in enumerate(rows, start=1):
+        own = [row[name] for name in names if _is_text(row.get(name))] if isinstance(row, Mapping) else []
         if own:
             yield own[0]
         elif row != BLANK:
@@ -93,89 +132,55 @@ def _prompts_of(path: Path) -> Iterator[str]:
         raise DataError.from_problems(shorten(problems))
 
 
-def _rows_of(path: Path) -> tuple[Iterable[Any], str] | None:
-    """The objects of a file or of a saved dataset, and what their numbers follow; None for plain text."""
-    if path.is_dir():
-        return _read_dataset(path), f"{path}, row"
-    if path.suffix not in (".jsonl", ".json"):
-        return None
-    rows = _read_array(path) if path.suffix == ".json" else None
-    return (rows, f"{path}, entry") if rows else (_read_lines(path), f"{path}, line")
+def _holds_rows(source: TextSource) -> bool:
+    """Whether a source holds objects with fields; otherwise it is plain text."""
+    is_dataset = source.path.is_dir() or source.is_on_hub
+    is_rows = is_dataset or source.path.suffix in (".jsonl", ".json")
+    settings = ("split", "config", "revision") if is_rows else ("column", "split", "config", "revision")
+    given = [name for name in settings if getattr(source, name) is not None]
+    if given and not is_dataset:
+        kind = "a file" if is_rows else "plain text"
+        raise DataError(f"{source.name}: is {kind}, which has no {given[0]}. Leave ,{given[0]}= out.")
+    return is_rows
 
 
-def _read_text(path: Path) -> str:
-    with _readable(path):
-        text = read_bytes(path, most=sys.maxsize).decode("utf-8-sig")  # a byte order mark is no text
-        return text.replace("\r\n", "\n").replace("\r", "\n")
+def _rows_of(source: TextSource, advance: Progress) -> tuple[Iterable[Any], str]:
+    """The objects of a file or of a dataset, and what their numbers follow."""
+    if source.path.is_dir() or source.is_on_hub:
+        return read_rows(source), f"{source.name}, row"
+    if source.path.suffix == ".json" and is_array(source.path):
+        return read_array(source.path, advance), f"{source.path}, entry"
+    return read_lines(source.path, advance), f"{source.path}, line"
 
 
-@contextmanager
-def _readable(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except FileNotFoundError as error:
-        raise DataError(f"{path}: there is no such file. Give UTF-8 text, JSONL or a saved dataset.") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(
-            f"{path}: cannot be read as text ({error}). Give UTF-8 text, JSONL or a saved dataset."
-        ) from error
-
-
-def _read_lines(path: Path) -> Iterator[Any]:
-    with _readable(path), TextIOWrapper(open_regular(path), encoding="utf-8-sig", newline="\n") as stream:
-        # texts in JSON may hold other line ends, which end no line here
-        for line in stream:
-            try:
-                yield json.loads(line.removesuffix("\n")) if line.strip() else BLANK
-            except UnicodeDecodeError:
-                raise
-            except (ValueError, RecursionError) as error:
-                yield ValueError(str(error))
-
-
-def _read_array(path: Path) -> list[Any] | None:
-    """The objects of a file that is one JSON array, or None where it is none."""
-    try:
-        found = json.loads(_read_text(path))
-    except (ValueError, RecursionError):
-        return None
-    return found if isinstance(found, list) else None
-
-
-def _read_dataset(path: Path) -> Iterable[Any]:
-    try:
-        import datasets
-    except ImportError as error:
-        raise DataError(
-            f"{path}: a saved dataset needs the library datasets: pip install 'scale-surgery[datasets]'."
-        ) from error
-    try:
-        found = datasets.load_from_disk(path)
-    except Exception as error:  # of datasets, and of pyarrow below it
-        raise DataError(f"{path}: is no saved dataset ({error}). Give a folder that save_to_disk wrote.") from error
-    if isinstance(found, datasets.DatasetDict):
-        raise DataError(
-            f"{path}: holds the splits {', '.join(found)}. Give the folder of one, {path}/{next(iter(found))}."
-        )
-    rows: Iterable[Any] = found
-    return rows
-
-
-def _from_rows(rows: Iterable[Any], where: str) -> Iterator[Document]:
-    problems = []
+def _from_rows(source: TextSource, advance: Progress) -> Iterator[Document]:
+    (rows, where), expected = _rows_of(source, advance), _expected(source)
+    problems: list[str] = []
+    more = 0
     for number, row in enumerate(rows, start=1):
-        names = _fields_of(row)
-        if names is None:
-            problems.append(f"{where} {number}: {_problem(row)}.")
-        else:
+        if number % ROWS_TOLD == 0:
+            advance(0, f"{number:,} rows")  # of a dataset nobody knows how many bytes they are
+        names = _fields_of(row, source.column)
+        if names is not None:
             yield from _documents([row[name] for name in names], f"{where} {number}", is_question=names == QUESTION)
+        elif len(problems) < MOST_LINES:
+            problems.append(f"{where} {number}: {_problem(row, expected)}.")
+        else:
+            more += 1  # as many as there are rows
     if problems:
-        raise DataError.from_problems(shorten(problems))
+        raise DataError.from_problems([*problems, *([f"... and {more} more."] if more else [])])
 
 
-def _fields_of(row: Any) -> tuple[str, ...] | None:
+def _expected(source: TextSource) -> str:
+    return EXPECTED if source.column is None else f'expected {{"{source.column}"}}, a text'
+
+
+def _fields_of(row: Any, column: str | None) -> tuple[str, ...] | None:
     if not isinstance(row, Mapping):
         return None
+    if column is not None:
+        # a blank line of JSONL has no fields at all
+        return ("text",) if row is BLANK else (column,) if _is_text(row.get(column)) else None
     return next((names for names in FIELDS if all(_is_text(row.get(name)) for name in names)), None)
 
 
@@ -188,7 +193,7 @@ def _has_half_characters(text: str) -> bool:
     return HALF_A_CHARACTER.search(text) is not None
 
 
-def _problem(row: Any, expected: str = EXPECTED) -> str:
+def _problem(row: Any, expected: str) -> str:
     if isinstance(row, ValueError):
         return f"is not JSON ({row})"
     if not isinstance(row, Mapping):

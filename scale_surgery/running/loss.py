@@ -13,7 +13,7 @@ from scale_surgery.progress import Progress, no_progress
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from scale_surgery.running.texts import Sequences
+    from scale_surgery.running.sequences import Sequences
 
 # logits that are taken to float32 at a time: 64 MiB, whatever the size of the batch and of the vocabulary
 LOGITS_AT_ONCE = 2**24
@@ -121,7 +121,7 @@ def _measure_tokens(logits: Tensor, labels: Tensor, row: Tensor, column: Tensor)
     """Score the tokens that stand after `column` in `row`; both (tokens,)."""
     from torch.nn import functional
 
-    from scale_surgery.running.texts import PROMPT
+    from scale_surgery.running.sequences import PROMPT
 
     chosen = logits[row.to(logits.device), column.to(logits.device)].float()  # (tokens, v)
     targets = labels[row, column + 1].to(logits.device)

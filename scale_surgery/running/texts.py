@@ -6,76 +6,26 @@ takes eight bytes a token in memory and nothing else.
 
 from __future__ import annotations
 
-import hashlib
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import accumulate, islice, pairwise
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from scale_surgery.errors import DataError, shorten
-from scale_surgery.running.documents import Document
+from scale_surgery.running.documents import Document, LongText
+from scale_surgery.running.long_texts import tokenize_long
+from scale_surgery.running.sequences import IGNORED, NOTHING_SCORED, PROMPT, Sequences, from_arrays, join
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# labels of tokens that are read and not scored: any, as in torch's cross-entropy, and those of a prompt, after which
-# an answer begins; `collate` makes them one
-IGNORED = -100
-PROMPT = -101
 DOCUMENTS_AT_ONCE = 1000
-
-
-@dataclass(frozen=True)
-class Sequences:
-    """Token sequences of any length, one after the other.
-
-    Attributes:
-        ids: Token ids of all sequences, int32, (tokens,).
-        labels: The same, IGNORED or PROMPT where a token is read and not scored, int32, (tokens,).
-        starts: Where each sequence begins, and where the last one ends; (sequences + 1,).
-    """
-
-    ids: Tensor
-    labels: Tensor
-    starts: tuple[int, ...]
-
-    def __len__(self) -> int:
-        return len(self.starts) - 1
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        start, end = self.starts[index], self.starts[index + 1]
-        return {"input_ids": self.ids[start:end].long(), "labels": self.labels[start:end].long()}
-
-    def some(self, most: int) -> Sequences:
-        """At most so many of them, evenly spread."""
-        if len(self) <= most:
-            return self
-        rows = [self[place * len(self) // most] for place in range(most)]
-        ids, labels = (torch.cat([row[name] for row in rows]).int() for name in ("input_ids", "labels"))
-        return Sequences(ids, labels, (0, *accumulate(len(row["input_ids"]) for row in rows)))
-
-    @property
-    def scored(self) -> int:
-        """Tokens that are scored; the first of a sequence never is, since nothing predicts it."""
-        is_scored = self.labels >= 0
-        is_scored[list(self.starts[:-1])] = False
-        return int(is_scored.sum())
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest sequence."""
-        return max(end - start for start, end in pairwise(self.starts))
-
-    def fingerprint(self) -> str:
-        """sha256 of the tokens, the labels and where sequences begin."""
-        digest = hashlib.sha256(self.ids.numpy().tobytes())
-        digest.update(self.labels.numpy().tobytes())
-        digest.update(repr(self.starts).encode())
-        return digest.hexdigest()
+# while a text becomes tokens, each character takes a hundred bytes and more
+CHARACTERS_AT_ONCE = 2**20
+TOO_LONG = "Pack the documents (--packing), raise --sequence-length, or split them."
 
 
 def tokenize(
@@ -94,39 +44,89 @@ def tokenize(
     Raises:
         DataError: If there is no document, or one becomes no token.
     """
-    ids, labels, starts = array("i"), array("i"), [0]
-    for some in _groups(documents):
-        for document, (prompt, text) in zip(some, _tokenize_some(some, tokenizer), strict=True):
-            if not prompt + text:
-                raise DataError(f"{document.source}: has no token in this model's tokenizer. Leave it out.")
-            # without a prompt there is at most a start token
-            read_only = PROMPT if document.prompt else IGNORED
-            ids.extend(prompt + text)
-            labels.extend(prompt if learn_prompts and document.prompt else [read_only] * len(prompt))
-            labels.extend(text)
-            starts.append(len(ids))
-    if not ids:
-        raise DataError("The data hold no text: every file is empty. Give at least one document.")
-    return Sequences(
-        torch.frombuffer(ids, dtype=torch.int32), torch.frombuffer(labels, dtype=torch.int32), tuple(starts)
-    )
+    parts = (tokenize_group(some, tokenizer, learn_prompts=learn_prompts) for some in in_groups(documents))
+    return join(chain.from_iterable(parts))
 
 
-def _groups(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    rest = iter(documents)
-    while some := list(islice(rest, DOCUMENTS_AT_ONCE)):
+def in_groups(documents: Iterable[Document | LongText]) -> Iterator[list[Document] | LongText]:
+    """Put documents into groups that are tokenized at once, in order; a long text stands alone."""
+    some: list[Document] = []
+    size = 0
+    for document in documents:
+        is_long = isinstance(document, LongText)
+        if some and (is_long or len(some) == DOCUMENTS_AT_ONCE or size > CHARACTERS_AT_ONCE):
+            yield some
+            some, size = [], 0
+        if isinstance(document, LongText):
+            yield document
+        else:
+            some.append(document)
+            size += len(document.prompt) + len(document.text)
+    if some:
         yield some
+
+
+def tokenize_group(
+    documents: Sequence[Document] | LongText, tokenizer: PreTrainedTokenizerBase, *, learn_prompts: bool = False
+) -> Iterator[Sequences]:
+    """Turn documents into token sequences, as `tokenize`.
+
+    Args:
+        documents: Documents that are tokenized at once, or a long text.
+        tokenizer: The model's tokenizer.
+        learn_prompts: Whether prompts are scored too.
+
+    Yields:
+        One sequence a document; a long text is in several, one after the other.
+
+    Raises:
+        DataError: If a document becomes no token.
+    """
+    if isinstance(documents, LongText):
+        yield from _tokenize_pieces(documents, tokenizer)
+    else:
+        yield _tokenize_documents(documents, tokenizer, learn_prompts=learn_prompts)
+
+
+def _tokenize_documents(
+    documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase, *, learn_prompts: bool
+) -> Sequences:
+    ids, labels, starts = array("i"), array("i"), [0]
+    for document, (prompt, text) in zip(documents, _tokenize_some(documents, tokenizer), strict=True):
+        if not prompt + text:
+            raise DataError(f"{document.source}: has no token in this model's tokenizer. Leave it out.")
+        # without a prompt there is at most a start token
+        read_only = PROMPT if document.prompt else IGNORED
+        ids.extend(prompt + text)
+        labels.extend(prompt if learn_prompts and document.prompt else [read_only] * len(prompt))
+        labels.extend(text)
+        starts.append(len(ids))
+    return from_arrays(ids, labels, starts)
+
+
+def _tokenize_pieces(text: LongText, tokenizer: PreTrainedTokenizerBase) -> Iterator[Sequences]:
+    (start,), end = tokenize_prompts([""], tokenizer), _end(tokenizer)
+    if start:
+        yield from_arrays(array("i", start), array("i", [IGNORED] * len(start)), [0, len(start)])
+    for ids in chain(tokenize_long(text.pieces, tokenizer), [array("i", end)]):
+        if ids:
+            yield from_arrays(ids, ids[:], [0, len(ids)])
 
 
 def _tokenize_some(
     documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[tuple[list[int], list[int]]]:
-    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    end = _end(tokenizer)
     options: dict[str, Any] = {"return_attention_mask": False, "verbose": False}
     texts = tokenizer([document.text for document in documents], add_special_tokens=False, **options)["input_ids"]
     prompts = tokenize_prompts([document.prompt for document in documents], tokenizer)
     for prompt, text in zip(prompts, texts, strict=True):
         yield prompt, [*text, *end]
+
+
+def _end(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """What follows each document."""
+    return [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
 
 
 def tokenize_prompts(prompts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
@@ -181,14 +181,20 @@ def without_unscored(sequences: Sequences) -> Sequences:
     Raises:
         DataError: If none is left.
     """
+    found = scored_ones(sequences)
+    if not len(found):
+        raise DataError(NOTHING_SCORED)
+    return found
+
+
+def scored_ones(sequences: Sequences) -> Sequences:
+    """As `without_unscored`, where there may be none."""
     starts = torch.tensor(sequences.starts)
     lengths = starts.diff()
     is_scored = sequences.labels >= 0
     is_scored[starts[:-1][lengths > 0]] = False
     before = torch.cat((torch.zeros(1, dtype=torch.long), is_scored.cumsum(0)))
     kept = before[starts[1:]] > before[starts[:-1]]
-    if not kept.any():
-        raise DataError("The data hold nothing to learn: every sequence is a prompt, or one token. Give longer texts.")
     tokens = kept.repeat_interleave(lengths)
     ends = lengths[kept].cumsum(0).tolist()
     return Sequences(sequences.ids[tokens], sequences.labels[tokens], (0, *ends))
@@ -200,15 +206,16 @@ def check_length(sequences: Sequences, documents: Sequence[Document], length: in
     Raises:
         DataError: If one is longer than `length` tokens; every such document is named.
     """
-    sizes = [end - start for start, end in pairwise(sequences.starts)]
-    problems = [
-        f"{document.source}: {size} tokens, expected at most {length}."
-        for document, size in zip(documents, sizes, strict=True)
-        if size > length
-    ]
+    problems = list(too_long(sequences, documents, length))
     if problems:
-        advice = "Pack the documents (--packing), raise --sequence-length, or split them."
-        raise DataError.from_problems([*shorten(problems), advice])
+        raise DataError.from_problems([*shorten(problems), TOO_LONG])
+
+
+def too_long(sequences: Sequences, documents: Sequence[Document | LongText], length: int) -> Iterator[str]:
+    """Say which of the documents do not fit into a sequence of `length` tokens."""
+    for document, (start, end) in zip(documents, pairwise(sequences.starts), strict=True):
+        if end - start > length:
+            yield f"{document.source}: {end - start} tokens, expected at most {length}."
 
 
 def stride(sequences: Sequences, length: int, step: int) -> Sequences:

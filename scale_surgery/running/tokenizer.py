@@ -6,6 +6,8 @@ type of its own. Where that changes the class, the expanded folder's tokenizer_c
 
 from __future__ import annotations
 
+import hashlib
+import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -13,12 +15,19 @@ from typing import Any
 from scale_surgery import modeling
 from scale_surgery.checkpoint.files import write_json
 from scale_surgery.checkpoint.folder import read_config
+from scale_surgery.checkpoint.hashes import hash_file
+from scale_surgery.checkpoint.names import CONFIG_FILE, INDEX_FILE, MANIFEST_FILE
 from scale_surgery.errors import DataError
 from scale_surgery.running.loading import quiet_transformers
 from scale_surgery.running.options import RunOptions
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
+# what a call of a tokenizer leaves behind in it
+CHANGED_BY_CALLS = ("truncation", "padding")
+# files that a tokenizer in Python may be made of, and those among them that are the model's
+TOLD_BY = (".json", ".model", ".txt", ".py")
+MODEL_FILES = (CONFIG_FILE, INDEX_FILE, MANIFEST_FILE)
 # the name that transformers 4 and 5 both know for a tokenizer that is all in tokenizer.json
 PORTABLE_NAMES = {"TokenizersBackend": "PreTrainedTokenizerFast"}
 
@@ -65,6 +74,30 @@ def need_tokenizer(path: Path, name: str, run: RunOptions = RunOptions()) -> Any
             "--trust-remote-code lets one run its own code."
         )
     return tokenizer
+
+
+def digest_tokenizer(tokenizer: Any, path: Path) -> str:
+    """What tells tokenizers apart that give other tokens: all that they know, and the releases that run them.
+
+    Args:
+        tokenizer: The tokenizer.
+        path: The folder that it was loaded from; one that is written in Python is told by the files there.
+
+    Returns:
+        A sha256.
+    """
+    import tokenizers
+    import transformers
+
+    special = [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.sep_token_id]
+    told: list[Any] = [type(tokenizer).__name__, transformers.__version__, tokenizers.__version__, special]
+    if tokenizer.is_fast:
+        known = json.loads(tokenizer.backend_tokenizer.to_str())
+        told.append({name: known[name] for name in known if name not in CHANGED_BY_CALLS})
+    else:
+        files = [file for file in sorted(path.iterdir()) if file.suffix in TOLD_BY and file.name not in MODEL_FILES]
+        told.append([(file.name, hash_file(file)) for file in files])
+    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
 
 
 def pin_tokenizer_class(base: Path, expanded: Path, run: RunOptions = RunOptions()) -> str | None:

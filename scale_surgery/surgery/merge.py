@@ -19,7 +19,7 @@ from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
 from scale_surgery.checkpoint.hashes import hash_files
 from scale_surgery.checkpoint.headers import DTYPE_BYTES
 from scale_surgery.checkpoint.listing import list_files
-from scale_surgery.checkpoint.names import INDEX_FILE, MANIFEST_FILE, TRAINING_FOLDER
+from scale_surgery.checkpoint.names import INDEX_FILE, MANIFEST_FILE, REPORTS_FOLDER, TRAINING_FOLDER
 from scale_surgery.checkpoint.staging import check_space, check_target, staged
 from scale_surgery.errors import CheckpointError, shorten
 from scale_surgery.planning.methods import refuse
@@ -160,9 +160,9 @@ def _write(checkpoint: Checkpoint, manifest: Manifest, partial: Path, to: Merged
 
 
 def _left_out(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Files that do not go along: weights in other formats, and states of a training run that was not finished."""
-    states = tuple(file for file in checkpoint.side_files if file.startswith(f"{TRAINING_FOLDER}/checkpoint-"))
-    return (*checkpoint.left_out, *states)
+    """Files that do not go along: weights in other formats, states of a run that was not finished, and its reports."""
+    places = (f"{TRAINING_FOLDER}/checkpoint-", f"{REPORTS_FOLDER}/")
+    return (*checkpoint.left_out, *(file for file in checkpoint.side_files if file.startswith(places)))
 
 
 def _check_drift(partial: Path, target: Path, drift: Drift) -> None:

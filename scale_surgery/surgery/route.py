@@ -16,7 +16,7 @@ from typing import Any
 
 from scale_surgery.checkpoint.files import BaseWeights, as_json, take_over, write_json, write_text
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint, read_text
-from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE
+from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE, REPORTS_FOLDER
 from scale_surgery.checkpoint.staging import check_space, check_target, staged
 from scale_surgery.errors import CheckpointError, PlanError
 from scale_surgery.fields import problems_of
@@ -259,7 +259,7 @@ def _write(
 ) -> Routed:
     """Write a checkpoint with other texts; every other file is taken over as a file."""
     refuse_linked(checkpoint.path, manifest)
-    files = [*checkpoint.shards, *checkpoint.side_files]
+    files = [file for file in (*checkpoint.shards, *checkpoint.side_files) if not file.startswith(f"{REPORTS_FOLDER}/")]
     kept = [file for file in files if file not in texts and file not in manifest.code]
     sizes = {file: (checkpoint.path / file).stat().st_size for file in kept}
     check_target(target, [checkpoint.path], overwrite=take.overwrite)

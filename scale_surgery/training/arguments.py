@@ -86,7 +86,9 @@ def make_arguments(
         dataloader_pin_memory=not is_cpu(run),
         remove_unused_columns=False,
         disable_tqdm=True,
+        # callbacks are added by name, see `reports`
         report_to="none",
+        run_name=folder.parent.name,
         ddp_find_unused_parameters=False,
         **options,
     )

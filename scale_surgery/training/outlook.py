@@ -11,7 +11,7 @@ from scale_surgery.training.arguments import number_of_steps, warmup_steps
 from scale_surgery.training.settings import TrainingSettings
 
 if TYPE_CHECKING:
-    from scale_surgery.running.texts import Sequences
+    from scale_surgery.running.sequences import Sequences
 
 # AdamW moves a number by about the learning rate a step. Under the default schedule fifty steps can move it by half of
 # 50 x 0.001, which is as large as weights usually are (initializer_range 0.02), and the new blocks begin at zero. A

@@ -23,7 +23,8 @@ from scale_surgery.errors import TrainingError
 from scale_surgery.planning.architecture import Role
 from scale_surgery.planning.base import Base
 from scale_surgery.progress import Track
-from scale_surgery.running.texts import Sequences, collate
+from scale_surgery.running.sequences import Sequences
+from scale_surgery.running.texts import collate
 from scale_surgery.training.pilot_changes import Matrix, find_matrices, measure_updates, relative_changes
 from scale_surgery.training.update_scores import Update
 

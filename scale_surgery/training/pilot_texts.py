@@ -17,7 +17,7 @@ from scale_surgery.running.tokenizer import need_tokenizer
 from scale_surgery.training.pilot_settings import PilotSettings
 
 if TYPE_CHECKING:
-    from scale_surgery.running.texts import Sequences
+    from scale_surgery.running.sequences import Sequences
 
 # a text that is read more often than this is learned by heart, whatever it is
 MOST_PASSES = 50

@@ -53,7 +53,7 @@ from scale_surgery.training.ranking import (
 if TYPE_CHECKING:
     import torch
 
-    from scale_surgery.running.texts import Sequences
+    from scale_surgery.running.sequences import Sequences
     from scale_surgery.training.pilot import PilotRun
 
 

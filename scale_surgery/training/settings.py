@@ -94,12 +94,17 @@ class TrainingStart:
         base_weights: Of a new run, how base shards are taken over: "auto", "copy" or "link".
         overwrite: Whether a new run may replace an existing output folder.
         announce: Called with what the run will do, before its first step.
+        report_to: Where else the log goes, such as tensorboard,wandb: whatever the Trainer of transformers reports to.
+        cache_dir: Folder in which the tokens of the texts to learn are kept. Default: those of large texts are, in the
+            cache of Hugging Face (HF_ASSETS_CACHE).
     """
 
     resume: bool = False
     base_weights: BaseWeights = "auto"
     overwrite: bool = False
     announce: Callable[[Outlook], None] = lambda outlook: None
+    report_to: tuple[str, ...] = ()
+    cache_dir: Path | None = None
 
 
 def check_settings(settings: TrainingSettings) -> None:

@@ -23,10 +23,8 @@ from scale_surgery.checkpoint.staging import check_space, check_target
 from scale_surgery.errors import CheckpointError, TrainingError
 from scale_surgery.evidence.integrity import Integrity, bytes_to_check, check_files
 from scale_surgery.progress import Track, no_track
-from scale_surgery.running.context import choose_length, context_of
 from scale_surgery.running.in_memory import InMemory
 from scale_surgery.running.options import RunOptions
-from scale_surgery.running.tokenizer import need_tokenizer
 from scale_surgery.surgery.record import (
     Manifest,
     check_numbering,
@@ -44,6 +42,7 @@ from scale_surgery.training.outlook import (
     sample_of,
 )
 from scale_surgery.training.ready import check_reach, load_to_train
+from scale_surgery.training.reports import find_reports, reporting
 from scale_surgery.training.result import Training, describe
 from scale_surgery.training.resume_state import check_state
 from scale_surgery.training.run_folder import (
@@ -54,7 +53,7 @@ from scale_surgery.training.run_folder import (
 from scale_surgery.training.settings import EvalData, TrainingSettings, TrainingStart, check_settings
 
 if TYPE_CHECKING:
-    from scale_surgery.running.texts import Sequences
+    from scale_surgery.running.sequences import Sequences
     from scale_surgery.training.trainer import ExpansionTrainer
 
 
@@ -80,7 +79,7 @@ def train(
 
     Args:
         expanded: Folder of the expanded checkpoint; it is not changed.
-        data: Files to learn from; see `data.read_documents`.
+        data: Files, folders and ids of datasets to learn from; see `documents.read_documents`.
         output: Folder to be; default `<name>-trained` in the current folder.
         settings: How to train.
         eval_data: Files on which forgetting and learning are measured during the run.
@@ -99,12 +98,14 @@ def train(
     from accelerate import DistributedType, PartialState
 
     from scale_surgery.running.loading import quiet_transformers
+    from scale_surgery.training.learned import read_texts
     from scale_surgery.training.trainer import RunReport
 
     path, settings = Path(expanded), settings or TrainingSettings()
     target = Path(output) if output is not None else default_output(path)
     check_settings(settings)
     check_device(run)
+    reports = find_reports(start.report_to)
     checkpoint, manifest = open_checkpoint(path), read_manifest(path)
     refuse_fused(path, manifest)
     refuse_linked(path, manifest)
@@ -132,7 +133,7 @@ def train(
     with locked(target) if processes.is_main_process else nullcontext():
         _check_files(checkpoint, manifest, processes, run, track)
         files = {"learn": data, "old": eval_data.old, "new": eval_data.new}
-        texts = _read_texts(checkpoint, files, settings, run)
+        texts = read_texts(checkpoint, files, settings, run, cache=start.cache_dir, processes=processes, track=track)
         outlook = look_ahead(settings, texts["learn"], processes.num_processes)
         decisive = _decisive(settings, checkpoint, manifest, texts, processes.num_processes)
         if start.resume:
@@ -157,7 +158,8 @@ def train(
         )
         with quiet_transformers(), track("training", trainer.args.max_steps) as advance:
             trainer.add_callback(RunReport(advance, training))
-            _run(trainer, training, resume=start.resume)
+            with reporting(trainer, reports, training, is_main=processes.is_main_process, resume=start.resume):
+                _run(trainer, training, resume=start.resume)
         if processes.is_main_process:
             training.finish(trainer.state.log_history)
         processes.wait_for_everyone()
@@ -189,39 +191,6 @@ def _file_problems(checkpoint: Checkpoint, found: Integrity, run: RunOptions) ->
             f"{checkpoint.path}: another release of this program wrote its code. Give --trust-remote-code to run that.",
         )
     return ()
-
-
-def _read_texts(
-    checkpoint: Checkpoint,
-    files: Mapping[str, Sequence[str | Path]],
-    settings: TrainingSettings,
-    run: RunOptions,
-) -> dict[str, Sequences]:
-    """Token sequences to learn from ("learn"), and those to measure on ("old", "new") where files are given."""
-    from scale_surgery.running.documents import read_documents
-    from scale_surgery.running.texts import stride, tokenize
-
-    name = checkpoint.path.name
-    length = choose_length(settings.sequence_length, {name: context_of(checkpoint.config)})
-    tokenizer = need_tokenizer(checkpoint.path, name, run)
-    paths = {side: [Path(file) for file in given] for side, given in files.items() if given}
-    texts = {"learn": _read_learned(paths.pop("learn", []), tokenizer, settings, length)}
-    for side, given in paths.items():
-        texts[side] = stride(tokenize(read_documents(given), tokenizer), length, max(1, length // 2))
-    return texts
-
-
-def _read_learned(paths: Sequence[Path], tokenizer: Any, settings: TrainingSettings, length: int) -> Sequences:
-    from scale_surgery.running.documents import read_documents
-    from scale_surgery.running.texts import check_length, pack, tokenize, without_unscored
-
-    if settings.packing:
-        tokens = tokenize(read_documents(paths), tokenizer, learn_prompts=settings.learn_prompts)
-        return without_unscored(pack(tokens, length))
-    documents = list(read_documents(paths))
-    sequences = tokenize(documents, tokenizer, learn_prompts=settings.learn_prompts)
-    check_length(sequences, documents, length)
-    return without_unscored(sequences)
 
 
 def _decisive(

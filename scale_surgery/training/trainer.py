@@ -23,7 +23,7 @@ from scale_surgery.errors import TrainingError, name_some
 from scale_surgery.progress import Progress
 from scale_surgery.running.freeze import expansion_disabled, expansion_parts
 from scale_surgery.running.loss import Measurement, measure
-from scale_surgery.running.texts import IGNORED, Sequences
+from scale_surgery.running.sequences import IGNORED, Sequences
 from scale_surgery.training.outlook import SAMPLE
 from scale_surgery.training.resume_state import STATE_FILE, reading_state
 from scale_surgery.training.run_folder import EXPANSION_FILE, TrainingRun

@@ -31,7 +31,8 @@ from scale_surgery.progress import Progress, Track
 from scale_surgery.running.loading import loaded_whole
 from scale_surgery.running.loss import LOGITS_AT_ONCE
 from scale_surgery.running.options import RunOptions
-from scale_surgery.running.texts import Sequences, collate
+from scale_surgery.running.sequences import Sequences
+from scale_surgery.running.texts import collate
 from scale_surgery.surgery.config import expanded_config, planned_index, stored_shard
 from scale_surgery.surgery.expand import write_expansion
 from scale_surgery.surgery.initialise import TORCH_DTYPES

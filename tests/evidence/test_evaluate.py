@@ -34,7 +34,8 @@ from scale_surgery.running import loss as measure
 from scale_surgery.running.documents import Document
 from scale_surgery.running.loading import loaded
 from scale_surgery.running.loss import Measurement
-from scale_surgery.running.texts import IGNORED, PROMPT, Sequences, stride, tokenize
+from scale_surgery.running.sequences import IGNORED, PROMPT, Sequences
+from scale_surgery.running.texts import stride, tokenize
 from tests.conftest import load
 from tests.running.test_texts import letters, lines
 from tests.tiny import save_tiny

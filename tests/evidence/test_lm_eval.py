@@ -12,7 +12,8 @@ import pytest
 from scale_surgery import Request, expand
 from scale_surgery.running.documents import Document
 from scale_surgery.running.loss import measure
-from scale_surgery.running.texts import IGNORED, Sequences, tokenize
+from scale_surgery.running.sequences import IGNORED, Sequences
+from scale_surgery.running.texts import tokenize
 from tests.conftest import load
 from tests.evidence.test_evaluate import perturb, with_tokenizer
 from tests.running.test_texts import letters

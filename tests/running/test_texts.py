@@ -17,17 +17,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from scale_surgery.biographies import SHIPPED_MODEL
 from scale_surgery.errors import DataError
 from scale_surgery.running.documents import Document, read_documents
-from scale_surgery.running.texts import (
-    IGNORED,
-    PROMPT,
-    Sequences,
-    check_length,
-    collate,
-    pack,
-    stride,
-    tokenize,
-    without_unscored,
-)
+from scale_surgery.running.sequences import IGNORED, PROMPT, Sequences
+from scale_surgery.running.texts import check_length, collate, pack, stride, tokenize, without_unscored
 
 PAD, START, END, UNKNOWN = range(4)
 ALPHABET = "abcdefghijklmnopqrstuvwxyz ?\n"

@@ -94,6 +94,11 @@ def done(paths: dict[str, Path], place: Path, tmp_path_factory: pytest.TempPathF
     jobs = {
         "steps": {"cases": cases, "out": str(out), "environment": fsdp2 | {"ACCELERATE_USE_FSDP": "false"}},
         "ddp": {"command": command(place, "ddp"), "environment": {}},
+        "kept": {"command": command(place, "kept", "--cache-dir", str(place / "cache")), "environment": {}},
+        "refused": {
+            "command": command(place, "none", "--cache-dir", str(place / "none"), "--data", str(place / "none.jsonl")),
+            "environment": {},
+        },
         "fsdp2": {"command": command(place, "fsdp2"), "environment": fsdp2},
         "deep": {"command": command(place, "deep-fsdp2", model="deep"), "environment": fsdp2},
         "stopped": {"command": command(place, "stopped"), "environment": fsdp2, "stop_at": 3},
@@ -160,6 +165,21 @@ def test_the_base_is_unchanged_and_still_there(done: Path, paths: Any, model: st
         assert torch.equal(found["parameters"][name], parameter), name
     with torch.no_grad():
         assert torch.equal(found["base_logits"], base(batch()).logits)
+
+
+def test_one_process_makes_tokens_and_both_learn_from_them(done: Path, place: Path) -> None:
+    for job in ("ddp", "kept"):
+        check_codes(done, job)
+    shard = "expansion-00001-of-00001.safetensors"
+    assert (place / "kept" / shard).read_bytes() == (place / "ddp" / shard).read_bytes()
+    (folder,) = (place / "cache").iterdir()
+    assert {file.name for file in folder.iterdir()} == {"ids.bin", "labels.bin", "starts.bin", "tokens.json"}
+
+
+def test_both_processes_learn_that_there_are_no_tokens(done: Path, place: Path) -> None:
+    check_codes(done, "refused", wanted=1)
+    said = (done / "log.txt").read_text()
+    assert said.count(f"{place}/none.jsonl: there is no such file") == 2 and not any((place / "none").glob("*"))
 
 
 @pytest.mark.parametrize("family", ("llama", "gpt2", "gpt_neox"))

@@ -21,7 +21,8 @@ from scale_surgery.errors import TrainingError
 from scale_surgery.progress import Progress
 from scale_surgery.running.documents import read_documents
 from scale_surgery.running.loss import measure
-from scale_surgery.running.texts import Sequences, pack, tokenize
+from scale_surgery.running.sequences import Sequences
+from scale_surgery.running.texts import pack, tokenize
 from scale_surgery.running.tokenizer import need_tokenizer
 from scale_surgery.training.outlook import MOST_SAMPLED, LossChange, Outlook, disappointments, look_ahead, sample_of
 from tests.conftest import digests, load

@@ -12,7 +12,7 @@ from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.deriving.base import read_base
 from scale_surgery.errors import TrainingError
 from scale_surgery.progress import no_progress, no_track
-from scale_surgery.running.texts import Sequences
+from scale_surgery.running.sequences import Sequences
 from scale_surgery.training.pilot import batches, choose_precision, run_pilot, share_of_rate, time_step
 from scale_surgery.training.pilot_changes import find_matrices, measure_updates, relative_changes
 from scale_surgery.training.pilot_settings import PilotSettings

@@ -1,0 +1,133 @@
+"""Datasets, read by the library `datasets` row by row: saved ones, folders of data files, and those of the Hub.
+
+No code of a dataset runs, and what may hold pickles is not read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+from scale_surgery.errors import DataError
+from scale_surgery.running.sources import TextSource
+
+# formats of data files that hold rows of text and plain values
+FORMATS = ("json", "parquet", "csv", "text", "arrow")
+# what the library writes beside the rows of a dataset, and of several splits
+SAVED_FILES = ("state.json", "dataset_dict.json")
+
+
+def read_rows(source: TextSource) -> Iterator[Any]:
+    """Read the rows of a dataset, one after the other.
+
+    Args:
+        source: A folder that `save_to_disk` wrote, a folder of JSONL, Parquet, CSV, Arrow or text files, or an id.
+
+    Yields:
+        The rows, by column.
+
+    Raises:
+        DataError: If the library is missing, it is no dataset, or it does not say which split is meant.
+    """
+    rows = _load(source)
+    try:
+        yield from rows
+    except Exception as error:  # of datasets, of pyarrow below it, and of the network
+        raise DataError(f"{source.name}: cannot be read to its end ({_in_one_line(error)}). Try again.") from error
+
+
+def digest_of(source: TextSource) -> str:
+    """What tells one state of a dataset on the Hub from another: its commit, and the files that are read of it.
+
+    Raises:
+        DataError: If the library is missing, or it is no dataset.
+    """
+    builder = _builder(source, _library(source))
+    told = repr((builder.hash, builder.config_id, builder.config.name, source))
+    return hashlib.sha256(told.encode()).hexdigest()
+
+
+def _load(source: TextSource) -> Any:
+    datasets = _library(source)
+    if source.path.is_dir() and any((source.path / name).exists() for name in SAVED_FILES):
+        return _saved(source, datasets)
+    builder = _builder(source, datasets)
+    try:
+        rows = _choose(builder.as_streaming_dataset(), source)
+    except DataError:
+        raise
+    except Exception as error:
+        raise DataError(_why_none(source, error)) from error
+    # other columns may hold what needs other libraries, such as images
+    return rows.select_columns([source.column]) if source.column in (rows.column_names or ()) else rows
+
+
+def _saved(source: TextSource, datasets: ModuleType) -> Any:
+    try:
+        found = datasets.load_from_disk(source.path)
+    except Exception as error:
+        raise DataError(_why_none(source, error)) from error
+    if not isinstance(found, datasets.DatasetDict):
+        return found
+    if source.split in found:
+        return found[source.split]
+    first = next(iter(found))
+    raise DataError(
+        f"{source.name}: holds the splits {', '.join(found)}. Give the folder of one, {source.path}/{first}."
+    )
+
+
+def _choose(splits: Any, source: TextSource) -> Any:
+    if source.split is None and len(splits) == 1:
+        return next(iter(splits.values()))
+    if source.split in splits:
+        return splits[source.split]
+    found = f"has no split {source.split}, it holds" if source.split else "holds the splits"
+    raise DataError(
+        f"{source.name}: {found} {', '.join(map(str, splits))}. Say which is meant: {source.name},split="
+        f"{next(iter(splits))}."
+    )
+
+
+def _builder(source: TextSource, datasets: ModuleType) -> Any:
+    try:
+        builder = datasets.load_dataset_builder(source.name, source.config, revision=source.revision)
+    except Exception as error:
+        raise DataError(_why_none(source, error)) from error
+    kind = type(builder).__module__.rpartition(".")[2]
+    if kind not in FORMATS:
+        raise DataError(
+            f"{source.name}: holds data of the kind {kind}, expected rows of text in one of: {', '.join(FORMATS)}."
+        )
+    return builder
+
+
+def _library(source: TextSource) -> ModuleType:
+    try:
+        import datasets
+    except ImportError as error:
+        found = "there is no such file, and a dataset of the Hub" if source.is_on_hub else "a saved dataset"
+        raise DataError(
+            f"{source.name}: {found} needs the library datasets: pip install 'scale-surgery[datasets]'."
+        ) from error
+    module: ModuleType = datasets
+    return module
+
+
+def _why_none(source: TextSource, error: Exception) -> str:
+    reason = _in_one_line(error)
+    if source.path.is_dir():
+        return (
+            f"{source.name}: is no saved dataset ({reason}). Give a folder that save_to_disk wrote, or one with "
+            "JSONL or Parquet files."
+        )
+    return (
+        f"{source.name}: there is no such file or folder, and no such dataset could be opened on the Hub ({reason}). "
+        f"Check the name; where a dataset has several configurations, give {source.name},config=NAME."
+    )
+
+
+def _in_one_line(error: Exception) -> str:
+    return " ".join(f"{error}".split()) or type(error).__name__

@@ -1,0 +1,99 @@
+"""Token sequences in flat arrays, so that a corpus takes eight bytes a token in memory and nothing else."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from scale_surgery.errors import DataError
+
+# labels of tokens that are read and not scored: any, as in torch's cross-entropy, and those of a prompt, after which
+# an answer begins; `collate` makes them one
+IGNORED = -100
+PROMPT = -101
+NOTHING_SCORED = "The data hold nothing to learn: every sequence is a prompt, or one token. Give longer texts."
+NO_TEXT = "The data hold no text: every file is empty. Give at least one document."
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Token sequences of any length, one after the other.
+
+    Attributes:
+        ids: Token ids of all sequences, int32, (tokens,).
+        labels: The same, IGNORED or PROMPT where a token is read and not scored, int32, (tokens,).
+        starts: Where each sequence begins, and where the last one ends; (sequences + 1,).
+    """
+
+    ids: Tensor
+    labels: Tensor
+    starts: Sequence[int]
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        start, end = self.starts[index], self.starts[index + 1]
+        return {"input_ids": self.ids[start:end].long(), "labels": self.labels[start:end].long()}
+
+    def some(self, most: int) -> Sequences:
+        """At most so many of them, evenly spread."""
+        if len(self) <= most:
+            return self
+        rows = [self[place * len(self) // most] for place in range(most)]
+        ids, labels = (torch.cat([row[name] for row in rows]).int() for name in ("input_ids", "labels"))
+        return Sequences(ids, labels, (0, *accumulate(len(row["input_ids"]) for row in rows)))
+
+    @property
+    def scored(self) -> int:
+        """Tokens that are scored; the first of a sequence never is, since nothing predicts it."""
+        is_scored = self.labels >= 0
+        is_scored[list(self.starts[:-1])] = False
+        return int(is_scored.sum())
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return max(end - start for start, end in pairwise(self.starts))
+
+    def fingerprint(self) -> str:
+        """sha256 of the tokens, the labels and where sequences begin."""
+        digest = hashlib.sha256(self.ids.numpy().tobytes())
+        digest.update(self.labels.numpy().tobytes())
+        digest.update(repr(self.starts).encode())
+        return digest.hexdigest()
+
+
+def from_arrays(ids: array[int], labels: array[int], starts: Iterable[int]) -> Sequences:
+    """Sequences of arrays of 4-byte integers, which are not copied."""
+    return Sequences(
+        torch.frombuffer(ids, dtype=torch.int32), torch.frombuffer(labels, dtype=torch.int32), tuple(starts)
+    )
+
+
+def join(parts: Iterable[Sequences]) -> Sequences:
+    """Put sequences one after the other.
+
+    Args:
+        parts: The sequences, in parts.
+
+    Returns:
+        All of them.
+
+    Raises:
+        DataError: If there is none.
+    """
+    ids, labels, starts = array("i"), array("i"), [0]
+    for part in parts:
+        starts += [len(ids) + start for start in part.starts[1:]]
+        ids.frombytes(part.ids.numpy().tobytes())
+        labels.frombytes(part.labels.numpy().tobytes())
+    if not ids:
+        raise DataError(NO_TEXT)
+    return from_arrays(ids, labels, starts)

@@ -1,0 +1,96 @@
+"""Where a text comes from, as it is named: a file, a folder or a dataset of the Hub, and what of it is read.
+
+NAME[,column=FIELD][,split=SPLIT][,config=CONFIG][,revision=BRANCH, TAG OR COMMIT]
+
+A path that exists is always that path, whatever else its name could mean.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from scale_surgery.errors import DataError
+
+HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*")
+# a name that ends so was meant as a file
+FILE_SUFFIXES = (
+    ".txt",
+    ".text",
+    ".md",
+    ".rst",
+    ".json",
+    ".jsonl",
+    ".parquet",
+    ".csv",
+    ".tsv",
+    ".arrow",
+    ".html",
+    ".gz",
+)
+
+
+@dataclass(frozen=True)
+class TextSource:
+    """A text as it is named.
+
+    Attributes:
+        name: A path, or the id of a dataset on the Hub.
+        column: The field of each row that holds the text, in place of "text", "question" and so on.
+        split: Of a dataset, the split that is read.
+        config: Of a dataset, the configuration, which the Hub also calls a subset.
+        revision: Of a dataset on the Hub, the branch, tag or commit.
+    """
+
+    name: str
+    column: str | None = None
+    split: str | None = None
+    config: str | None = None
+    revision: str | None = None
+
+    @property
+    def path(self) -> Path:
+        """The name as a path."""
+        return Path(self.name)
+
+    @property
+    def is_on_hub(self) -> bool:
+        """Whether a dataset of the Hub is meant, since no path of this name exists."""
+        return not os.path.exists(self.name) and could_be_on_hub(self.name)  # noqa: PTH110, which no name breaks
+
+
+def could_be_on_hub(name: str) -> bool:
+    """Whether a name has the form of a dataset's id, and not that of a file."""
+    return HUB_ID.fullmatch(name) is not None and not name.lower().endswith(FILE_SUFFIXES)
+
+
+def parse_source(text: str | Path) -> TextSource:
+    """Read how a text is named.
+
+    Args:
+        text: What the user gave.
+
+    Returns:
+        The source.
+
+    Raises:
+        DataError: If a setting is unknown, or given twice.
+    """
+    whole = str(text)
+    name, *settings = whole.split(",")
+    is_path = os.path.exists(whole) or not settings  # noqa: PTH110, which no name breaks
+    if is_path or not all(re.match(r"\w+=.", setting) for setting in settings):
+        return TextSource(whole)
+    known = {field.name for field in fields(TextSource)} - {"name"}
+    pairs = [setting.partition("=")[::2] for setting in settings]
+    keys = [key for key, _ in pairs]
+    problems = [
+        f"{whole}: {key} is no setting of a text, expected column, split, config or revision."
+        for key in keys
+        if key not in known
+    ] + [f"{whole}: {key} is given twice." for key in sorted({key for key in keys if keys.count(key) > 1})]
+    if problems:
+        raise DataError.from_problems(problems)
+    return TextSource(name, **dict(pairs))

@@ -1,0 +1,96 @@
+"""Where else the log of a run goes: whatever the Trainer of transformers reports to, by its own callbacks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from scale_surgery.checkpoint.names import REPORTS_FOLDER
+from scale_surgery.errors import TrainingError
+from scale_surgery.training.run_folder import TrainingRun
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+# transformers does not list them among what is installed; they say themselves what they need
+UNLISTED = ("azure_ml", "flyte", "kubeflow")
+# packages that have other names than what they are asked for by
+PACKAGES = {"comet_ml": "comet-ml"}
+
+
+def find_reports(names: Sequence[str]) -> dict[str, Any]:
+    """Find the callbacks that report a run.
+
+    Args:
+        names: What it is reported to, as transformers calls it; "none" is nothing.
+
+    Returns:
+        The callbacks, by name.
+
+    Raises:
+        TrainingError: If one is unknown, or its package is not installed; all are named.
+    """
+    asked = [name for name in dict.fromkeys(names) if name != "none"]
+    if not asked:
+        return {}
+    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK as CALLBACKS
+
+    unknown = [name for name in asked if name not in CALLBACKS]
+    missing = {name: reason for name in asked if name in CALLBACKS and (reason := _what_is_missing(name))}
+    problems = [
+        *(f"--report-to {name}: is unknown, expected some of {', '.join(CALLBACKS)}." for name in unknown),
+        *(f"--report-to {name}: {reason}" for name, reason in missing.items()),
+    ]
+    if problems:
+        raise TrainingError.from_problems(problems)
+    return {name: CALLBACKS[name]() for name in asked}
+
+
+def _what_is_missing(name: str) -> str | None:
+    """What keeps a callback from being made, in a sentence."""
+    from transformers.integrations import integration_utils
+
+    installed = integration_utils.get_available_reporting_integrations()  # type: ignore[no-untyped-call]
+    if name not in (*installed, *UNLISTED):
+        return f"its package is not installed. Run `pip install {PACKAGES.get(name, name)}`."
+    try:
+        integration_utils.INTEGRATION_TO_CALLBACK[name]()
+    except (RuntimeError, ImportError) as error:
+        return " ".join(str(error).split())
+    return None
+
+
+@contextmanager
+def reporting(
+    trainer: Trainer, callbacks: Mapping[str, Any], training: TrainingRun, *, is_main: bool, resume: bool
+) -> Iterator[None]:
+    """Report a run inside a `with` block.
+
+    Files for TensorBoard go into the run's folder, unless TENSORBOARD_LOGGING_DIR says otherwise. A resumed run goes on
+    in the same place, and hides what was logged after the checkpoint that it begins with.
+
+    Args:
+        trainer: The trainer of the run.
+        callbacks: What `find_reports` found.
+        training: The run, whose folder is there.
+        is_main: Whether this is the process that reports.
+        resume: Whether the run is resumed.
+    """
+    for callback in callbacks.values():
+        trainer.add_callback(callback)
+    board = callbacks.get("tensorboard")
+    if board is None or not is_main:
+        yield
+        return
+    latest = training.whole_checkpoints()[-1:]
+    begin = training.step_of(latest[0]) + 1 if latest else 0
+    # what is measured after the last step opens it again
+    board.logging_dir = board.logging_dir or str(training.target / REPORTS_FOLDER)
+    # the callback knows which of two packages is there
+    board.tb_writer = board._SummaryWriter(log_dir=board.logging_dir, purge_step=begin if resume else None)
+    try:
+        yield
+    finally:
+        if board.tb_writer is not None:
+            board.tb_writer.close()

@@ -1,0 +1,237 @@
+"""Where texts come from: paths before ids, settings after commas, and datasets of every kind that holds text."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scale_surgery.errors import DataError
+from scale_surgery.running.documents import LongText, read_documents, read_prompts, stream_documents
+from scale_surgery.running.saved_datasets import digest_of
+from scale_surgery.running.sources import TextSource, parse_source
+from tests.running.test_texts import lines
+
+datasets = pytest.importorskip("datasets", reason="the test extra installs it")
+ROWS = [
+    {"body": "one", "text": "un", "n": 1},
+    {"body": "two", "text": "deux", "n": 2},
+    {"body": " ", "text": "x", "n": 3},
+]
+
+
+def read(*texts: str | Path) -> list[tuple[str, str]]:
+    return [(document.text, document.source) for document in read_documents(texts)]
+
+
+def refusal(*texts: str | Path) -> list[str]:
+    with pytest.raises(DataError) as error:
+        list(read_documents(texts))
+    return list(error.value.lines)
+
+
+# how a text is named
+
+
+def test_settings_follow_after_commas() -> None:
+    assert parse_source("org/name") == TextSource("org/name")
+    assert parse_source("org/name,config=en,split=train[:10],column=body,revision=v1") == TextSource(
+        "org/name", column="body", split="train[:10]", config="en", revision="v1"
+    )
+    assert parse_source(Path("a,b.txt")) == TextSource("a,b.txt"), "a comma in a name"
+    with pytest.raises(DataError) as error:
+        parse_source("org/name,splt=train,column=a,column=b")
+    assert error.value.lines == (
+        "org/name,splt=train,column=a,column=b: splt is no setting of a text, expected column, split, config or "
+        "revision.",
+        "org/name,splt=train,column=a,column=b: column is given twice.",
+    )
+
+
+def test_a_path_that_exists_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert parse_source("org/name").is_on_hub
+    (tmp_path / "org").mkdir()
+    (tmp_path / "org" / "name").write_text("a file")
+    (tmp_path / "org" / "name,split=train").write_text("a file with a strange name")
+    assert not parse_source("org/name").is_on_hub
+    assert read("org/name", "org/name,split=train") == [
+        ("a file", "org/name"),
+        ("a file with a strange name", "org/name,split=train"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "name", ["new.txt", "texts/new.jsonl", "./new", "/tmp/none/new", "a/b/c", "org/", "org/name.CSV"]
+)
+def test_what_looks_like_a_file_is_one(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert not parse_source(name).is_on_hub
+    assert refusal(name)[0].startswith(f"{Path(name)}: there is no such file. Give")
+
+
+# columns
+
+
+def test_a_column_of_lines_and_arrays(tmp_path: Path) -> None:
+    file = lines(tmp_path / "a.jsonl", *ROWS)
+    (tmp_path / "a.json").write_text(json.dumps(ROWS, indent=2))
+    for text, where in ((file, "line"), (tmp_path / "a.json", "entry")):
+        assert read(f"{text},column=body") == [("one", f"{text}, {where} 1"), ("two", f"{text}, {where} 2")]
+        assert [text for text, _ in read(text)] == ["un", "deux", "x"], "without it, the usual field"
+        assert refusal(f"{text},column=n")[0] == (
+            f'{text}, {where} 1: has the fields body, text, n; expected {{"n"}}, a text.'
+        )
+    assert read_prompts([Path(f"{file},column=body")]) == ["one", "two", " "]
+
+
+def test_plain_text_has_no_columns_and_a_file_no_splits(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    file = lines(tmp_path / "a.jsonl", *ROWS)
+    assert refusal(f"{tmp_path}/a.txt,column=body") == [
+        f"{tmp_path}/a.txt: is plain text, which has no column. Leave ,column= out."
+    ]
+    assert refusal(f"{file},split=train") == [f"{file}: is a file, which has no split. Leave ,split= out."]
+
+
+# arrays, piece by piece
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        '[{"text": "a"}]',
+        ' \n[ {"text": "a"} , {"text": "b \\u00e9 \\" ]"},\n{"question": "q", "answer": "12"}]\n ',
+        '[{"text": "' + "long " * 3000 + '"}, {"text": "x", "n": [1, 2, {"m": 12345}]}]',
+    ],
+)
+def test_an_array_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str) -> None:
+    from scale_surgery.running import text_files
+
+    (tmp_path / "a.json").write_text(content)
+    for size in (1, 2, 7, 64, 2**20):
+        monkeypatch.setattr(text_files, "PIECE", size)
+        found = list(text_files.read_array(tmp_path / "a.json"))
+        assert found == json.loads(content), size
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "[", "[]", "[1", "[1,", "[1 2]", "[1]]", '[1] {"text": "b"}', '{"text": "a"}', '["a]', "[tru]", "[" * 5000],
+)
+def test_what_is_no_array(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str) -> None:
+    from scale_surgery.running import text_files
+
+    (tmp_path / "a.json").write_text(content)
+    for size in (1, 3, 2**20):
+        monkeypatch.setattr(text_files, "PIECE", size)
+        assert not text_files.is_array(tmp_path / "a.json"), size
+
+
+# datasets
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder of data files with two splits, as the Hub has them."""
+    data = tmp_path / "data"
+    data.mkdir()
+    datasets.Dataset.from_list(ROWS).to_parquet(data / "train-00000.parquet")
+    lines(data / "test.jsonl", *ROWS[:1])
+    datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path / "saved")
+    return data
+
+
+def test_a_folder_of_parquet(folder: Path) -> None:
+    (folder / "test.jsonl").unlink()
+    assert [text for text, _ in read(folder)] == ["un", "deux", "x"]
+    assert read(f"{folder},column=body,split=train") == [("one", f"{folder}, row 1"), ("two", f"{folder}, row 2")]
+    assert refusal(f"{folder},column=n")[0] == f'{folder}, row 1: has the fields n; expected {{"n"}}, a text.'
+    assert refusal(f"{folder},split=dev") == [
+        f"{folder}: has no split dev, it holds train. Say which is meant: {folder},split=train."
+    ]
+
+
+def test_a_folder_of_lines_with_splits(folder: Path) -> None:
+    (folder / "train-00000.parquet").unlink()
+    lines(folder / "train.jsonl", *ROWS)
+    assert refusal(folder) == [f"{folder}: holds the splits train, test. Say which is meant: {folder},split=train."]
+    assert [text for text, _ in read(f"{folder},split=test", f"{folder},split=train")] == ["un", "un", "deux", "x"]
+
+
+def test_a_split_of_what_was_saved(folder: Path, tmp_path: Path) -> None:
+    rows = datasets.Dataset.from_list(ROWS)
+    datasets.DatasetDict({"train": rows, "test": rows.select([0])}).save_to_disk(tmp_path / "many")
+    assert [text for text, _ in read(f"{tmp_path}/many,split=test,column=body")] == ["one"]
+
+
+def test_other_kinds_of_data_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "page.xml").write_text("<a>text</a>")
+    assert refusal(tmp_path) == [
+        f"{tmp_path}: holds data of the kind xml, expected rows of text in one of: json, parquet, csv, text, arrow."
+    ]
+
+
+def test_a_file_that_breaks_in_the_middle(folder: Path) -> None:
+    (folder / "train-00000.parquet").unlink()
+    (folder / "test.jsonl").write_text('{"text": "a"}\n{"text": \n')
+    assert refusal(f"{folder},split=test")[0].startswith(f"{folder}: ")
+
+
+def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "datasets", None)
+    assert refusal("org/name,split=train") == [
+        "org/name: there is no such file, and a dataset of the Hub needs the library datasets: pip install "
+        "'scale-surgery[datasets]'."
+    ]
+
+
+def test_an_id_that_is_not_there() -> None:
+    (line,) = refusal("org/name")
+    assert line.startswith(
+        "org/name: there is no such file or folder, and no such dataset could be opened on the Hub ("
+    )
+    assert line.endswith("Check the name; where a dataset has several configurations, give org/name,config=NAME.")
+
+
+def test_an_id_is_asked_of_the_hub_and_streamed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no Hub here: the library is sent to a folder for the id, and does everything else itself."""
+    (folder / "test.jsonl").unlink()
+    asked, real = [], datasets.load_dataset_builder
+
+    def send(name: str, config: str | None = None, **options: Any) -> Any:
+        asked.append((name, config, options))
+        return real(str(folder))
+
+    monkeypatch.setattr(datasets, "load_dataset_builder", send)
+    assert read("org/name,config=en,revision=v1,column=body") == [
+        ("one", "org/name, row 1"),
+        ("two", "org/name, row 2"),
+    ]
+    assert asked == [("org/name", "en", {"revision": "v1"})]
+    digests = {digest_of(parse_source(f"org/name,{setting}")) for setting in ("split=train", "column=body")}
+    assert len(digests) == 2 and digest_of(parse_source("org/name,column=body")) in digests
+    datasets.Dataset.from_list(ROWS[:2]).to_parquet(folder / "train-00000.parquet")
+    assert digest_of(parse_source("org/name,column=body")) not in digests, "another state of the same dataset"
+
+
+# long texts
+
+
+def test_long_texts_come_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from scale_surgery.running import documents, text_files
+
+    monkeypatch.setattr(documents, "LONG_TEXT", 10)
+    monkeypatch.setattr(text_files, "PIECE", 8)
+    (tmp_path / "a.txt").write_bytes("\ufeffone\r\ntwo\rthree, 東京\r\n".encode())
+    (tmp_path / "blank.txt").write_text(" \n" * 50)
+    (tmp_path / "short.txt").write_text("short")
+    file = lines(tmp_path / "a.jsonl", {"text": "long " * 9}, {"prompt": "why? " * 9, "completion": "long " * 9})
+    texts = [tmp_path / "a.txt", tmp_path / "blank.txt", tmp_path / "short.txt", file]
+    found = list(stream_documents(texts))
+    assert [isinstance(document, LongText) for document in found] == [True, False, True, False]
+    whole = [document.text for document in read_documents(texts)]
+    joined = ["".join(one.pieces) if isinstance(one, LongText) else one.text for one in found]
+    assert joined == whole == ["one\ntwo\nthree, 東京\n", "short", "long " * 9, "long " * 9]

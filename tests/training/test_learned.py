@@ -1,0 +1,394 @@
+"""Texts to learn from, in memory and in a cache on disk: the same tokens, made once, and never half of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import PartialState
+from transformers import AutoTokenizer
+
+from scale_surgery import (
+    DataError,
+    Request,
+    Training,
+    TrainingError,
+    TrainingSettings,
+    TrainingStart,
+    expand,
+    train,
+)
+from scale_surgery.biographies import SHIPPED_MODEL, biography, people, questions
+from scale_surgery.checkpoint.folder import open_checkpoint
+from scale_surgery.running import documents
+from scale_surgery.running.documents import read_documents
+from scale_surgery.running.options import RunOptions
+from scale_surgery.running.sequences import Sequences
+from scale_surgery.running.texts import check_length, pack, tokenize, without_unscored
+from scale_surgery.running.token_cache import IDS_FILE, StoredSequences, open_stored, store
+from scale_surgery.training import learned
+from scale_surgery.training.learned import read_texts
+from tests.conftest import digests
+from tests.interrupted_steps import FORKS
+
+SHORT: dict[str, Any] = {"sequence_length": 32, "batch_size": 2, "learning_rate": 3e-3, "log_every": 1}
+SETTINGS = TrainingSettings(steps=6, save_every=2, eval_every=3, **SHORT)
+ASKED = [question for person in people(6, start=400) for question in questions(person)]
+# a question is longer than many windows, in which nothing is learned then
+FORMS: dict[str, list[dict[str, Any]]] = {
+    "text": [{"text": biography(person, style)} for person in people(8, start=400) for style in range(3)],
+    "question": [{"question": one.prompt * 5, "answer": one.answer} for one in ASKED],
+    "completion": [{"prompt": one.prompt, "completion": f" {one.answer}"} for one in ASKED],
+}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with texts in every form, and the shipped model expanded."""
+    datasets = pytest.importorskip("datasets")
+    folder = tmp_path_factory.mktemp("learned")
+    for form, rows in FORMS.items():
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        (folder / f"{form}.jsonl").write_text(lines, encoding="utf-8")
+        (folder / f"{form}.json").write_text(json.dumps(rows, indent=1), encoding="utf-8")
+    (folder / "plain.txt").write_text("\n".join(row["text"] for row in FORMS["text"] * 3) + "\r\nend", encoding="utf-8")
+    rows = datasets.Dataset.from_list([{"body": row["text"], "id": 1} for row in FORMS["text"]])
+    rows.rename_column("body", "text").save_to_disk(folder / "saved")
+    for split in ("train", "test"):
+        (folder / "data").mkdir(exist_ok=True)
+        rows.select(range(20 if split == "train" else 4)).to_parquet(folder / "data" / f"{split}.parquet")
+    expand(SHIPPED_MODEL, Request("2-3", variant="adapt", collaborate="both"), folder / "wide")
+    return folder
+
+
+def read(
+    place: Path, *texts: str, cache: Path | None = None, track: Any = None, settings: TrainingSettings = SETTINGS
+) -> Sequences:
+    """What `train` learns from."""
+    files = {"learn": [f"{place}/{text}" for text in texts]}
+    one = PartialState(cpu=True)
+    found = read_texts(
+        open_checkpoint(place / "wide"),
+        files,
+        settings,
+        RunOptions(),
+        cache=cache,
+        processes=one,
+        track=track or Bars(),
+    )
+    return found["learn"]
+
+
+class Bars:
+    """Progress bars that remember what they showed; `stop`: in front of one somebody presses Ctrl-C."""
+
+    def __init__(self, stop: str = "") -> None:
+        self.done: dict[str, int] = {}
+        self.total: dict[str, int] = {}
+        self.stop = stop
+
+    @contextmanager
+    def __call__(self, label: str, total: int) -> Iterator[Callable[..., None]]:
+        self.total[label], self.done[label] = total, 0
+
+        def advance(amount: int, note: str = "") -> None:
+            self.done[label] += amount
+            if label == self.stop:
+                raise KeyboardInterrupt
+
+        yield advance
+
+
+def as_before(place: Path, *texts: str, packing: bool, length: int) -> Sequences:
+    """Everything in memory at once, and cut afterwards."""
+    tokenizer = AutoTokenizer.from_pretrained(place / "wide")
+    read = list(read_documents([f"{place}/{text}" for text in texts]))
+    whole = tokenize(read, tokenizer)
+    if packing:
+        return without_unscored(pack(whole, length))
+    check_length(whole, read, length)
+    return without_unscored(whole)
+
+
+def same(one: Sequences, other: Sequences) -> bool:
+    if len(one) != len(other):
+        return False
+    rows = [(one[row], other[row]) for row in range(len(one))]
+    return (
+        one.fingerprint() == other.fingerprint()
+        and (one.scored, one.longest, list(one.starts)) == (other.scored, other.longest, list(other.starts))
+        and torch.equal(one.ids, other.ids)
+        and torch.equal(one.labels, other.labels)
+        and all(torch.equal(left[name], right[name]) for left, right in rows for name in ("input_ids", "labels"))
+        and one.some(5).fingerprint() == other.some(5).fingerprint()
+    )
+
+
+# the same tokens
+
+
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize(
+    "texts",
+    [
+        *((f"{form}{suffix}",) for form in FORMS for suffix in (".jsonl", ".json")),
+        *(("plain.txt",), ("saved",), ("data,split=train,column=body",)),
+        *(("plain.txt", "question.jsonl", "saved", "plain.txt"),),
+    ],
+)
+def test_in_memory_and_on_disk_are_what_they_were(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, texts: tuple[str, ...], packing: bool
+) -> None:
+    monkeypatch.setattr(documents, "LONG_TEXT", 1000)  # the plain text is read in pieces
+    length = 32 if packing else 8192
+    monkeypatch.setattr(learned, "context_of", lambda config: None)  # longer than this model reads
+    settings = TrainingSettings(packing=packing, sequence_length=length)
+    before = as_before(place, *texts, packing=packing, length=length)
+    assert same(read(place, *texts, settings=settings), before)
+    stored = read(place, *texts, settings=settings, cache=tmp_path)
+    assert isinstance(stored, StoredSequences) and same(stored, before)
+    assert not same(stored, pack(before, length // 2)), "the control"
+
+
+def test_documents_that_do_not_fit_are_named_on_disk_too(place: Path, tmp_path: Path) -> None:
+    settings, texts = TrainingSettings(packing=False, sequence_length=16), ["text.jsonl"]
+    with pytest.raises(DataError) as before:
+        as_before(place, *texts, packing=False, length=16)
+    for cache in (None, tmp_path):
+        with pytest.raises(DataError) as now:
+            read(place, *texts, settings=settings, cache=cache)
+        assert now.value.lines == before.value.lines and len(now.value.lines) == 14
+    assert not any(tmp_path.iterdir())
+
+
+def test_no_text_on_disk_either(place: Path, tmp_path: Path) -> None:
+    (place / "none.jsonl").write_text("")
+    for cache in (None, tmp_path / "cache"):
+        with pytest.raises(DataError, match="The data hold no text"):
+            read(place, "none.jsonl", cache=cache)
+
+
+# made once
+
+
+def test_they_are_made_once(place: Path, tmp_path: Path) -> None:
+    first, second = Bars(), Bars()
+    one = read(place, "text.jsonl", "plain.txt", cache=tmp_path, track=first)
+    (folder,) = tmp_path.iterdir()
+    written = (folder / IDS_FILE).stat()
+    sizes = sum((place / name).stat().st_size for name in ("text.jsonl", "plain.txt"))
+    assert first.total == first.done == {"texts": sizes, "tokens": sizes}
+    other = read(place, "text.jsonl", "plain.txt", cache=tmp_path, track=second)
+    assert second.done.keys() == {"texts"} and (folder / IDS_FILE).stat() == written
+    assert same(one, other)
+    told = json.loads((folder / "tokens.json").read_text())
+    assert told["made_of"]["texts"] == [f"{place}/text.jsonl", f"{place}/plain.txt"]
+    assert told["facts"]["tokens"] == len(one.ids)
+
+
+def test_what_decides_tokens_decides_what_is_found(place: Path, tmp_path: Path) -> None:
+    def made(*texts: str, **options: Any) -> bool:
+        bars = Bars()
+        read(place, *texts, cache=tmp_path, track=bars, settings=TrainingSettings(**{"sequence_length": 32, **options}))
+        return "tokens" in bars.done
+
+    shutil.copy(place / "text.jsonl", place / "copy.jsonl")
+    assert made("text.jsonl") and not made("text.jsonl")
+    assert not made("copy.jsonl"), "the same bytes under another name"
+    assert not made("text.jsonl", learning_rate=1.0, batch_size=3), "what only training needs"
+    assert made("text.jsonl", sequence_length=64) and made("text.jsonl", packing=False, sequence_length=256)
+    assert made("text.jsonl", learn_prompts=True) and made("text.jsonl", "copy.jsonl")
+    with (place / "copy.jsonl").open("a") as file:
+        file.write('{"text": "more"}\n')
+    assert made("copy.jsonl"), "other bytes"
+    assert made("data,split=train,column=body") and made("data,split=test,column=body")
+    assert not made("data,split=train,column=body")
+
+
+def test_another_tokenizer_makes_its_own(place: Path, tmp_path: Path) -> None:
+    read(place, "text.jsonl", cache=tmp_path)
+    other = shutil.copytree(place / "wide", tmp_path / "other" / "wide")
+    shutil.copy(place / "text.jsonl", other.parent)
+    content = json.loads((other / "tokenizer.json").read_text())
+    content["model"]["merges"] = content["model"]["merges"][:50]
+    (other / "tokenizer.json").write_text(json.dumps(content))
+    bars = Bars()
+    few = read(other.parent, "text.jsonl", cache=tmp_path / "other" / "cache", track=bars)
+    assert "tokens" in bars.done and not same(few, read(place, "text.jsonl", cache=tmp_path))
+    both = Bars()
+    read(other.parent, "text.jsonl", cache=tmp_path, track=both)
+    assert "tokens" in both.done, "the same text and the same folder, and not what is there"
+
+
+def test_large_texts_are_kept_without_being_asked(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not isinstance(read(place, "text.jsonl"), StoredSequences)
+    monkeypatch.setattr(learned, "LARGE", 1000)
+    assert isinstance(read(place, "text.jsonl"), StoredSequences)
+    assert learned.default_cache().is_relative_to(os.environ["HF_HOME"]) and any(learned.default_cache().iterdir())
+
+
+# training
+
+
+@pytest.fixture(scope="module")
+def whole(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Training:
+    """A run whose texts were in memory."""
+    return train(place / "wide", [place / "text.jsonl"], tmp_path_factory.mktemp("whole") / "out", SETTINGS)
+
+
+def logs(run: Training) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in run.log.read_text().splitlines()]
+
+
+def test_training_from_disk_is_the_same_bit_for_bit(place: Path, whole: Training, tmp_path: Path) -> None:
+    start = TrainingStart(cache_dir=tmp_path / "cache")
+    done = train(place / "wide", [str(place / "text.jsonl")], tmp_path / "out", SETTINGS, start=start)
+    shard = "expansion-00001-of-00001.safetensors"
+    assert digests(done.path)[shard] == digests(whole.path)[shard] != digests(place / "wide")[shard]
+    assert logs(done) == logs(whole) and done.outlook == whole.outlook
+
+
+def test_a_run_is_resumed_with_what_is_there_and_from_memory_on_disk(
+    place: Path, whole: Training, tmp_path: Path
+) -> None:
+    bars = Bars()
+    with pytest.raises(TrainingError, match="interrupted after step 5; it holds step 4"):
+        train(place / "wide", [place / "text.jsonl"], tmp_path / "out", SETTINGS, track=stopping(5))
+    start = TrainingStart(resume=True, cache_dir=tmp_path / "cache")
+    with pytest.raises(TrainingError, match="interrupted"):
+        train(place / "wide", [place / "text.jsonl"], tmp_path / "out", SETTINGS, start=start, track=stopping(5))
+    done = train(place / "wide", [place / "text.jsonl"], tmp_path / "out", SETTINGS, start=start, track=bars)
+    assert "tokens" not in bars.done and "training" in bars.done
+    assert logs(done) == logs(whole)
+
+
+def stopping(step: int) -> Callable[..., Any]:
+    @contextmanager
+    def track(label: str, total: int) -> Iterator[Callable[..., None]]:
+        done = 0
+
+        def advance(amount: int, note: str = "") -> None:
+            nonlocal done
+            done += amount
+            if label == "training" and done >= step:
+                raise KeyboardInterrupt
+
+        yield advance
+
+    return track
+
+
+# interrupted, damaged, in company
+
+
+@pytest.mark.parametrize("moment", ["texts", "tokens"])
+def test_an_interruption_leaves_nothing(place: Path, tmp_path: Path, moment: str) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        read(place, "text.jsonl", cache=tmp_path, track=Bars(stop=moment))
+    assert not any(tmp_path.iterdir())
+
+
+def test_what_a_kill_left_is_made_anew_and_so_is_what_was_cut_off(place: Path, tmp_path: Path) -> None:
+    whole = read(place, "text.jsonl", cache=tmp_path)
+    expected = [whole.fingerprint(), whole.ids.tolist()]
+    (folder,) = tmp_path.iterdir()
+
+    folder.rename(f"{folder}.partial")  # killed before it got its name; all is there, and not to be trusted
+    (tmp_path / f"{folder.name}.partial" / IDS_FILE).write_bytes(b"half of it")
+    bars = Bars()
+    again = read(place, "text.jsonl", cache=tmp_path, track=bars)
+    assert "tokens" in bars.done and [again.fingerprint(), again.ids.tolist()] == expected
+    assert [path.name for path in tmp_path.iterdir()] == [folder.name]
+
+    for spoil in (lambda: os.truncate(folder / IDS_FILE, 40), (folder / "tokens.json").unlink, lambda: None):
+        spoil()
+        again = read(place, "text.jsonl", cache=tmp_path)
+        assert [again.fingerprint(), again.ids.tolist()] == expected
+
+
+def test_a_text_that_changes_while_it_is_read_is_not_kept(place: Path, tmp_path: Path) -> None:
+    text = Path(shutil.copy(place / "text.jsonl", place / "changing.jsonl"))
+
+    @contextmanager
+    def writing(label: str, total: int) -> Iterator[Callable[..., None]]:
+        with text.open("a") as file:
+            file.write('{"text": "more"}\n' if label == "tokens" else "")
+        yield lambda advance, note="": None
+
+    with pytest.raises(DataError) as error:
+        read(place, text.name, cache=tmp_path / "cache", track=writing)
+    assert "changed while it was read. Run again when nothing writes to it." in str(error.value)
+    assert not any((tmp_path / "cache").iterdir())
+
+
+def test_tokens_that_another_process_does_not_see(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"holds no tokens.*Give --cache-dir, a folder on a disk that all"):
+        open_stored(tmp_path / "elsewhere")
+
+
+def test_a_cache_that_cannot_be_written(place: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(DataError) as error:
+        read(place, "text.jsonl", cache=tmp_path / "file" / "cache")
+    assert str(error.value) == (
+        f"{tmp_path}/file/cache: the tokens of the texts cannot be kept there, Not a directory. They take eight bytes "
+        "each. Free some space, or name another folder with --cache-dir."
+    )
+
+
+def test_no_cache_of_hugging_face(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr("huggingface_hub.utils._cache_assets.HF_ASSETS_CACHE", str(tmp_path / "file"))
+    monkeypatch.setattr(learned, "LARGE", 1000)
+    with pytest.raises(DataError) as error:
+        read(place, "text.jsonl")
+    assert str(error.value).startswith("the cache of Hugging Face cannot hold tokens (")
+    assert str(error.value).endswith("Set HF_HOME, or name another folder with --cache-dir.")
+
+
+def make_slowly(folder: Path, made: Path, ready: Any) -> None:
+    def parts() -> Iterator[Sequences]:
+        made.open("a").write("made\n")
+        ids = torch.arange(40, dtype=torch.int32)
+        ready.set()
+        for _ in range(20):
+            time.sleep(0.05)
+            yield Sequences(ids, ids.clone(), (0, 20, 40))
+
+    store(folder, parts(), {})
+
+
+def test_one_process_makes_them_and_others_wait(tmp_path: Path) -> None:
+    ready = FORKS.Event()
+    runs = [FORKS.Process(target=make_slowly, args=(tmp_path / "key", tmp_path / "made", ready)) for _ in range(3)]
+    for run in runs:
+        run.start()
+    assert ready.wait(60)
+    for run in runs:
+        run.join(60)
+    assert [run.exitcode for run in runs] == [0, 0, 0]
+    assert (tmp_path / "made").read_text() == "made\n"
+    assert open_stored(tmp_path / "key").scored == 40 * 20 - 40
+    assert {path.name for path in tmp_path.iterdir()} == {"key", "made"}
+
+
+def test_killed_while_it_makes_them_the_next_one_does(tmp_path: Path) -> None:
+    ready = FORKS.Event()
+    run = FORKS.Process(target=make_slowly, args=(tmp_path / "key", tmp_path / "made", ready))
+    run.start()
+    assert ready.wait(60)
+    run.kill()
+    run.join(60)
+    assert (tmp_path / "key.partial").is_dir() and not (tmp_path / "key").exists()
+    ids = torch.arange(6, dtype=torch.int32)
+    store(tmp_path / "key", [Sequences(ids, ids, (0, 3, 6))], {})
+    assert open_stored(tmp_path / "key").ids.tolist() == list(range(6))
+    assert {path.name for path in tmp_path.iterdir()} == {"key", "made"}

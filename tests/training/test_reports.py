@@ -1,0 +1,210 @@
+"""Reports: the log goes where the Trainer's own callbacks put it, on resume too, and no command stumbles over it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from scale_surgery import (
+    EvalData,
+    Request,
+    Training,
+    TrainingError,
+    TrainingSettings,
+    TrainingStart,
+    adopt,
+    expand,
+    extract,
+    inspect,
+    merge,
+    route_export,
+    strip,
+    train,
+    verify,
+)
+from scale_surgery.biographies import SHIPPED_MODEL, biography, people
+from scale_surgery.cli.program import main
+from scale_surgery.training.reports import find_reports
+from tests.conftest import digests, load
+
+pytest.importorskip("tensorboard", reason="the test extra installs it")
+
+SETTINGS = TrainingSettings(
+    steps=7, save_every=2, eval_every=3, sequence_length=32, batch_size=2, learning_rate=3e-3, log_every=1
+)
+TO_BOARD = TrainingStart(report_to=("tensorboard",))
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The shipped model expanded, and a text."""
+    folder = tmp_path_factory.mktemp("reports")
+    rows = [json.dumps({"text": biography(person, 3)}) for person in people(12, start=400)]
+    (folder / "text.jsonl").write_text("\n".join(rows), encoding="utf-8")
+    expand(SHIPPED_MODEL, Request("2-3", variant="adapt", collaborate="both"), folder / "wide")
+    return folder
+
+
+def run(place: Path, output: Path, start: TrainingStart = TO_BOARD, **options: Any) -> Training:
+    sides = EvalData(old=[place / "text.jsonl"])
+    return train(place / "wide", [place / "text.jsonl"], output, SETTINGS, eval_data=sides, start=start, **options)
+
+
+@pytest.fixture(scope="module")
+def reported(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Training:
+    return run(place, tmp_path_factory.mktemp("reported") / "out")
+
+
+def read_board(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """What TensorBoard shows of a folder."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = EventAccumulator(str(folder))
+    found.Reload()
+    return {name: [(event.step, event.value) for event in found.Scalars(name)] for name in found.Tags()["scalars"]}
+
+
+def logged(done: Training, name: str) -> list[tuple[int, float]]:
+    entries = [json.loads(line) for line in done.log.read_text().splitlines()]
+    return [(entry["step"], pytest.approx(entry[name])) for entry in entries if name in entry]
+
+
+NAMES = ("loss", "learning_rate", "grad_norm", "old_nats_per_token", "forgetting", "text_nats_per_token")
+
+
+def test_tensorboard_shows_what_the_log_says(reported: Training) -> None:
+    shown = read_board(reported.path / "training" / "runs")
+    for name in NAMES:
+        assert shown[f"train/{name}"] == logged(reported, name), name
+    assert len(shown["train/loss"]) == 7 and [step for step, _ in shown["train/forgetting"]] == [0, 3, 6, 7]
+
+
+def test_nothing_is_reported_unless_asked(place: Path, tmp_path: Path) -> None:
+    for name, asked in (("plain", ()), ("none", ("none",))):
+        done = run(place, tmp_path / name, TrainingStart(report_to=asked))
+        assert {path.name for path in (done.path / "training").iterdir()} == {
+            "settings.json",
+            "log.jsonl",
+            "curves.png",
+        }
+
+
+def test_a_reported_run_learns_the_same(place: Path, reported: Training, tmp_path: Path) -> None:
+    silent = run(place, tmp_path / "out", TrainingStart())
+    shard = "expansion-00001-of-00001.safetensors"
+    assert digests(silent.path)[shard] == digests(reported.path)[shard]
+
+
+@pytest.mark.parametrize("stop", [1, 5])
+def test_a_resumed_run_goes_on_in_the_same_place(place: Path, reported: Training, tmp_path: Path, stop: int) -> None:
+    with pytest.raises(TrainingError, match="interrupted"):
+        run(place, tmp_path / "out", track=stopping(stop))
+    assert read_board(tmp_path / "out" / "training" / "runs")["train/loss"][-1][0] == stop
+    done = run(place, tmp_path / "out", TrainingStart(resume=True, report_to=("tensorboard",)))
+    again, whole = (read_board(one.path / "training" / "runs") for one in (done, reported))
+    assert [again[f"train/{name}"] for name in NAMES] == [whole[f"train/{name}"] for name in NAMES]
+    assert len(list((done.path / "training" / "runs").iterdir())) > 1, "the control: both runs wrote there"
+
+
+def stopping(step: int) -> Callable[..., Any]:
+    """A progress bar in front of which somebody presses Ctrl-C."""
+
+    @contextmanager
+    def track(label: str, total: int) -> Iterator[Callable[..., None]]:
+        done = 0
+
+        def advance(amount: int, note: str = "") -> None:
+            nonlocal done
+            done += amount
+            if label == "training" and done > step:
+                raise KeyboardInterrupt
+
+        yield advance
+
+    return track
+
+
+def test_the_environment_says_where(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "board"))
+    done = run(place, tmp_path / "out")
+    assert len(read_board(tmp_path / "board")["train/loss"]) == 7
+    assert not (done.path / "training" / "runs").exists()
+
+
+def test_every_command_takes_the_folder_and_leaves_the_reports(place: Path, reported: Training, tmp_path: Path) -> None:
+    board = {name for name in digests(reported.path) if "runs" in name}
+    assert board
+    assert inspect(reported.path)
+    assert verify(reported.path, probes=None, record=False).passed
+    strip(reported.path, tmp_path / "base")
+    assert digests(tmp_path / "base") == digests(SHIPPED_MODEL)
+    extract(reported.path, tmp_path / "extract")
+    merge(reported.path, tmp_path / "merged")
+    load(reported.path).save_pretrained(tmp_path / "saved")
+    adopt(tmp_path / "saved", reported.path, tmp_path / "adopted")
+    route_export(reported.path, tmp_path / "routed")
+    for made in ("extract", "merged", "adopted", "routed"):
+        assert not [name for name in digests(tmp_path / made) if "tfevents" in name], made
+    settings = TrainingSettings(steps=1, sequence_length=32, batch_size=2)
+    followed = train(reported.path, [place / "text.jsonl"], tmp_path / "followed", settings)
+    assert not (followed.path / "training" / "runs").exists() and len(digests(followed.path)) > 1
+
+
+# refusals
+
+
+def refusal(*names: str) -> list[str]:
+    with pytest.raises(TrainingError) as error:
+        find_reports(names)
+    return list(error.value.lines)
+
+
+def test_what_is_unknown_is_refused_with_what_is_known() -> None:
+    (line,) = refusal("tensorbord", "tensorboard")
+    assert line.startswith("--report-to tensorbord: is unknown, expected some of ") and "wandb" in line
+
+
+def test_what_is_not_installed_is_refused_with_the_line_to_type() -> None:
+    missing = [name for name in ("wandb", "mlflow", "clearml") if not is_there(name)]
+    assert missing, "none of the tests' packages brings one of them"
+    lines = [f"--report-to {name}: its package is not installed. Run `pip install {name}`." for name in missing]
+    assert refusal(*missing, "tensorboard") == lines
+    for name, package in (("flyte", "flytekit"), ("azure_ml", "azureml-sdk")):
+        (line,) = refusal(name)
+        assert f"Run `pip install {package}`." in line
+
+
+def is_there(name: str) -> bool:
+    try:
+        return __import__(name) is not None
+    except ImportError:
+        return False
+
+
+def test_without_tensorboard_the_line_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.integrations import integration_utils
+
+    monkeypatch.setattr(integration_utils, "is_tensorboard_available", lambda: False)
+    assert refusal("tensorboard") == [
+        "--report-to tensorboard: its package is not installed. Run `pip install tensorboard`."
+    ]
+
+
+def test_the_command_refuses_before_any_work_and_takes_several(place: Path, tmp_path: Path) -> None:
+    command = ["train", str(place / "wide"), "--data", str(place / "text.jsonl"), "-o", str(tmp_path / "out")]
+    found = CliRunner().invoke(main, [*command, "--report-to", "tensorboard, wandbb", "--report-to", "x"])
+    assert found.exit_code == 1 and not (tmp_path / "out").exists()
+    assert "--report-to wandbb: is unknown" in " ".join(found.output.split())
+    assert "--report-to x: is unknown" in " ".join(found.output.split())
+    options = ["--report-to", "tensorboard", "--steps", "1", "--sequence-length", "32", "--warmup", "0", "--quiet"]
+    found = CliRunner().invoke(main, [*command, *options, "--cache-dir", str(tmp_path / "cache")])
+    assert found.exit_code == 0, found.output
+    assert read_board(tmp_path / "out" / "training" / "runs")["train/loss"] and any((tmp_path / "cache").iterdir())
+    assert sys.modules["tensorboard"]
