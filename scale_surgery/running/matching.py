@@ -51,7 +51,7 @@ class Match:
 
 
 def match_names(
-    saved: Collection[str], wanted: Collection[str], unread: Iterable[str], make: Callable[[], Skeleton]
+    saved: Collection[str], wanted: Collection[str], unread: Iterable[str], make: Callable[[], Skeleton | None]
 ) -> Match:
     """Find out which saved tensor is which.
 
@@ -59,24 +59,18 @@ def match_names(
         saved: Names under which tensors were saved.
         wanted: Names of tensors in the files of the model that was trained.
         unread: Patterns of names that files may hold and the model does not have.
-        make: Makes that model, without weights.
+        make: Makes that model, without weights; None where that is not possible, and names alone have to tell.
 
     Returns:
         Pairs of them, and what is left.
     """
-    plain = {WRAPPERS.sub("", name): name for name in saved}
-    if plain.keys() == set(wanted):
-        return Match(tuple(Pair(plain[name], name) for name in wanted))
-    skeleton = make()
-    ours, theirs = skeleton.names(wanted), skeleton.names(plain)
-    pairs = [Pair(plain[name], other) for name, other in _equal(skeleton, theirs, ours)]
-    known = {pair.saved for pair in pairs}
-    left = {name: own for name, own in theirs.items() if plain[name] not in known}
-    by_own = {own: name for name, own in ours.items()}
-    for name, own in left.items():
-        parts = skeleton.names(skeleton.split(own)) if own in skeleton.own else {}
-        if parts and all(other in by_own for other in parts.values()):
-            pairs += [Pair(plain[name], by_own[other], Part(own, part)) for part, other in parts.items()]
+    plain = {name: WRAPPERS.sub("", name) for name in saved}
+    pairs = [Pair(name, own) for name, own in plain.items() if own in wanted]
+    skeleton = None
+    if len(pairs) != len(saved) or {pair.wanted for pair in pairs} != set(wanted):
+        skeleton = make()
+    if skeleton is not None:
+        pairs = _in_memory(plain, wanted, skeleton)
     patterns = tuple(unread)
     return Match(
         tuple(pairs),
@@ -84,6 +78,20 @@ def match_names(
         _without(saved, {pair.saved for pair in pairs}, patterns),
         skeleton,
     )
+
+
+def _in_memory(plain: Mapping[str, str], wanted: Iterable[str], skeleton: Skeleton) -> list[Pair]:
+    """Pairs of saved tensors, each with its name without wrappers, and wanted ones that are one in memory."""
+    ours, found = skeleton.names(wanted), skeleton.names(set(plain.values()))
+    theirs = {name: found[own] for name, own in plain.items()}
+    pairs = [Pair(name, other) for name, other in _equal(skeleton, theirs, ours)]
+    known = {pair.saved for pair in pairs}
+    by_own = {own: name for name, own in ours.items()}
+    for name, own in theirs.items():
+        parts = skeleton.names(skeleton.split(own)) if name not in known and own in skeleton.own else {}
+        if parts and all(other in by_own for other in parts.values()):
+            pairs += [Pair(name, by_own[other], Part(own, part)) for part, other in parts.items()]
+    return pairs
 
 
 def _equal(skeleton: Skeleton, theirs: Mapping[str, str], ours: Mapping[str, str]) -> Iterable[tuple[str, str]]:

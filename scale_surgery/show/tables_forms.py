@@ -111,7 +111,7 @@ def render_adopted(done: Adopted) -> RenderableType:
         ("new tensors", f"{done.trained_tensors} of {done.expansion_tensors} were trained{steps}"),
     ]
     rows += [("rounded", f"once, as train does: {_counted(done.rounded)}")] if done.rounded else []
-    rows += [("config.json", text) for text in done.other_settings]
+    rows += [("settings", text) for text in done.other_settings]
     rows += [("recorded", f"numbers of {name_some(done.read)}")] if done.read else []
     rows += [("not read", name_some(done.not_read))] if done.not_read else []
     rows += [("shards", f"{format_bytes(done.bytes_written)} written"), (NEXT, command("verify", done.path))]

@@ -131,7 +131,9 @@ def new_entries(saved: Saved, trained: Trained, match: Match) -> dict[str, list[
         What `write_shard` takes: at no time more than one tensor is in memory.
     """
     values, plan = Values(saved, match), trained.plan
-    pairs = {pair.wanted: pair for pair in match.pairs}
+    pairs = dict[str, list[Pair]]()
+    for pair in match.pairs:
+        pairs.setdefault(pair.wanted, []).append(pair)
     return {
         shard: [
             computed(
@@ -144,13 +146,24 @@ def new_entries(saved: Saved, trained: Trained, match: Match) -> dict[str, list[
     }
 
 
-def _cast(values: Values, tensor: TensorPlan, pair: Pair) -> Callable[[], Tensor]:
+def _cast(values: Values, tensor: TensorPlan, pairs: Sequence[Pair]) -> Callable[[], Tensor]:
     from scale_surgery.surgery.initialise import TORCH_DTYPES
 
     def read() -> Tensor:
-        value = values.read(pair)
+        value = values.read(pairs[0])
+        if not value.isfinite().all():
+            raise CheckpointError(
+                f"{tensor.name}: holds numbers that are not finite, so this training diverged. Adopt an earlier "
+                "checkpoint of it, or train again with a lower learning rate."
+            )
+        for other in pairs[1:]:
+            if (how := difference(values.read(other), value)) is not None:
+                raise CheckpointError(
+                    f"{tensor.name}: was saved as {pairs[0].saved} and as {other.saved}, expected the same of both: "
+                    f"{how} Save the one alone that trained."
+                )
         cast = value.to(TORCH_DTYPES[tensor.dtype])
-        if value.isfinite().all() and not cast.isfinite().all():
+        if not cast.isfinite().all():
             raise CheckpointError(
                 f"{tensor.name}: holds values up to {value.abs().max().item():.3g}, expected such as {tensor.dtype} "
                 "has, which the plan gives it. Expand with --dtype float32, and train again."

@@ -120,6 +120,13 @@ def change(folder: Path, name: str, edit: Callable[[torch.Tensor], Any]) -> None
     save_file(tensors, file, metadata={"format": "pt"})
 
 
+def replace(folder: Path, name: str, made: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Save another tensor in place of one."""
+    file = folder / open_checkpoint(folder, {}).tensors[name].file
+    tensors = load_file(file)
+    save_file(tensors | {name: made(tensors[name])}, file, metadata={"format": "pt"})
+
+
 def without(found: dict[str, str], *names: str) -> dict[str, str]:
     return {name: digest for name, digest in found.items() if name not in names}
 
@@ -334,6 +341,48 @@ def test_what_the_dtype_of_the_plan_cannot_hold(base_of: Callable[..., Path], tm
     assert f"{name}: holds values up to 1e+06, expected such as F16 has" in refusal(saved, wide, tmp_path / "out")
 
 
+NEW = "model.layers.2.self_attn.q_proj.w21"
+
+
+@pytest.mark.parametrize("name", (NEW, "model.norm.weight"))
+@pytest.mark.parametrize("dtype", (torch.float8_e4m3fn, torch.int8, torch.bool, torch.complex64), ids=str)
+def test_numbers_of_another_kind(pair: Pair, saved: Path, tmp_path: Path, name: str, dtype: torch.dtype) -> None:
+    """Whatever made them, they are not what trained, and are not rounded to it."""
+    replace(saved, name, lambda own: own.to(dtype))
+    message = refusal(saved, pair.path, tmp_path / "out").splitlines()
+    assert message[0] == f"{saved}: 1 tensor does not fit {pair.path}."
+    assert re.fullmatch(rf"{name}: dtype \w+, expected BF16\.", message[1])
+    assert message[-1].startswith("Numbers of such dtypes were made of the trained ones")
+
+
+@pytest.mark.parametrize("value", (float("nan"), float("inf")))
+def test_a_training_that_diverged(pair: Pair, saved: Path, tmp_path: Path, value: float) -> None:
+    change(saved, NEW, lambda own: own[0, 0].fill_(value))
+    assert refusal(saved, pair.path, tmp_path / "out") == (
+        f"{NEW}: holds numbers that are not finite, so this training diverged. Adopt an earlier checkpoint of it, or "
+        "train again with a lower learning rate."
+    )
+
+
+def test_one_tensor_saved_under_two_names(pair: Pair, tmp_path: Path) -> None:
+    """Where both are the same it does not matter; else nobody knows which of them trained."""
+    model, twice = move(pair.load()), tmp_path / "twice"
+    save_flat(model, twice)
+    tensors = load_file(twice / "model.safetensors")
+    part = NEW.removeprefix("model.")
+    save_file(tensors | {part: tensors[NEW].clone()}, twice / "model.safetensors")
+    assert torch.equal(logits(load(adopt(twice, pair.path, tmp_path / "same").path)), logits(model))
+    save_file(tensors | {part: tensors[NEW] + 1}, twice / "model.safetensors")
+    message = refusal(twice, pair.path, tmp_path / "out")
+    assert message.startswith(f"{NEW}: was saved as ") and " values differ, by up to 1" in message
+    # a wrapper's name beside the plain one
+    tensors.pop("lm_head.weight")
+    save_file(tensors | {f"module.{NEW}": tensors[NEW] + 1}, twice / "model.safetensors")
+    assert f"{NEW}: was saved as {NEW} and as module.{NEW}, expected the same" in refusal(
+        twice, pair.path, tmp_path / "out"
+    )
+
+
 @pytest.mark.parametrize("wrapper", ("{}", "module.{}", "module._orig_mod.{}"))
 def test_names_in_memory_and_tied_tensors_twice(pair: Pair, tmp_path: Path, wrapper: str) -> None:
     model = move(pair.load())
@@ -416,6 +465,16 @@ def test_settings_that_were_changed_are_told(pair: Pair, saved: Path, tmp_path: 
     done = adopt(saved, pair.path, tmp_path / "out")
     assert done.other_settings == ("attention_dropout is 0.5 in what was saved, 0.0 stays",)
     assert read_json(done.path / "config.json")["attention_dropout"] == 0.0
+
+
+def test_a_chat_template_that_was_given_is_told(pair: Pair, saved: Path, tmp_path: Path) -> None:
+    """The tokenizer stays the base's, so a model that learned by a template would be asked without it."""
+    write_json(saved / "tokenizer_config.json", {"chat_template": "{{ messages }}"})
+    expected = f"the chat template is another in what was saved, that of {pair.path} stays: it has none"
+    assert adopt(saved, pair.path, tmp_path / "out").other_settings == (expected,)
+    (saved / "tokenizer_config.json").unlink()
+    (saved / "chat_template.jinja").write_text("{{ messages }}")
+    assert adopt(saved, pair.path, tmp_path / "again").other_settings == (expected,)
 
 
 def test_a_vocabulary_that_was_changed(base_of: Callable[..., Path], tmp_path: Path) -> None:

@@ -13,12 +13,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from scale_surgery import (
     Request,
     RunOptions,
     TrainingSettings,
+    adopt,
     apply,
     expand,
     extract,
@@ -123,6 +125,32 @@ def test_the_output_is_the_base_s(made: Any, dtype: torch.dtype, has_own_attenti
     assert not torch.equal(answers(stock)[0], answers(expanded)[0])
     with expanded.expansion_disabled():
         assert all(map(torch.equal, answers(stock), answers(expanded)))
+
+
+def test_what_a_trainer_saved_of_it_is_adopted(made: Any, tmp_path: Path) -> None:
+    """From the expanded folder none of its code has to run; names in memory are only known by running it."""
+    base, wide = made()
+    model = load(wide)
+    with torch.no_grad():
+        for own in model.parameters():
+            own.add_(0.1) if own.requires_grad else None
+    model.save_pretrained(tmp_path / "saved")
+    done = adopt(tmp_path / "saved", wide, tmp_path / "out", run=RunOptions(device="cpu"))
+    assert not done.other_settings and done.trained_tensors == done.expansion_tensors
+    assert all(map(torch.equal, answers(load(done.path)), answers(model)))
+    again = adopt(tmp_path / "saved", None, tmp_path / "again", base, run=TRUSTED)
+    names = ("surgery.json",)
+    assert {**digests(again.path), **dict.fromkeys(names)} == {**digests(done.path), **dict.fromkeys(names)}
+    with pytest.raises(UnsupportedFamilyError, match="read it, then give --trust-remote-code"):
+        adopt(tmp_path / "saved", None, tmp_path / "other", base, run=RunOptions(device="cpu"))
+    config = json.loads((tmp_path / "saved" / "config.json").read_text())
+    (tmp_path / "saved" / "config.json").write_text(json.dumps({**config, "intermediate_size": 7, "unheard": 3.0}))
+    found = adopt(tmp_path / "saved", wide, tmp_path / "third").other_settings
+    assert found == ("intermediate_size is 7 in what was saved, 48 stays",)
+    tensors = load_file(tmp_path / "saved" / "model.safetensors")
+    save_file(tensors | {"other": torch.ones(1)}, tmp_path / "saved" / "model.safetensors")
+    with pytest.raises(CheckpointError, match="Save the trained model by save_pretrained"):
+        adopt(tmp_path / "saved", wide, tmp_path / "other")
 
 
 def test_somebody_with_transformers_alone_loads_and_saves_it(made: Any, tmp_path: Path) -> None:
