@@ -86,8 +86,8 @@ def serve(
     _need_free(address)
     _need_packages()
     source = find_source(model, revision)
-    tokenizer = need_tokenizer(source.path, source.name, run)
     _make_known(source.path, run)
+    tokenizer = need_tokenizer(source.path, source.name, run)
     served = Served(name, address.url, bool(getattr(tokenizer, "chat_template", None)))
     options = {"device": run.placed().device, "dtype": run.dtype or "auto", "trust_remote_code": run.trust_remote_code}
     with translated(source.name, "cannot be served", LOADING_ADVICE):

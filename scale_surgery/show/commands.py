@@ -5,14 +5,17 @@ from __future__ import annotations
 import shlex
 from collections.abc import Collection, Iterator
 from dataclasses import fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from scale_surgery.checkpoint.folder import read_json
+from scale_surgery.checkpoint.foreign import adopt_line
+from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE
+from scale_surgery.planning.architecture import OWN_CODE_FILE
 from scale_surgery.planning.methods import DEFAULT_METHOD
 from scale_surgery.planning.request import Request, complete
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from scale_surgery.evidence.evaluate import Evaluation
     from scale_surgery.evidence.report_records import Report
     from scale_surgery.evidence.verify import Verification
@@ -39,6 +42,11 @@ def trusting(architecture: Architecture) -> list[str]:
     return ["--trust-remote-code"] if architecture.own_code else []
 
 
+def verify_command(path: Path, *options: object) -> str:
+    """The command that checks an expanded folder, with what it needs to run a model of its base's own classes."""
+    return command("verify", path, *options, *["--trust-remote-code"] * (path / OWN_CODE_FILE).is_file())
+
+
 def expand_command(model: str, made: Plan, revision: str | None = None, plan: Path | None = None) -> str:
     """The command that makes what was planned.
 
@@ -60,7 +68,7 @@ def expand_command(model: str, made: Plan, revision: str | None = None, plan: Pa
 def after_verification(result: Verification) -> str:
     """What to do with a model that keeps its promises, and with one that does not."""
     if not result.passed:
-        return command("verify", result.path, "--report", "certificate.json")
+        return verify_command(result.path, "--report", "certificate.json")
     if result.state == "trained" or result.routing is not None:
         return command("evaluate", result.path, "--old", "FILE", "--new", "FILE")
     return command("train", result.path, "--data", "FILE")
@@ -74,6 +82,9 @@ def after_evaluation(result: Evaluation, model: str) -> str:
         return command("route-report", model, *texts)
     if "expanded" not in kinds:
         return command("inspect", model)
+    path = Path(model)
+    if (path / CONFIG_FILE).is_file() and not (path / MANIFEST_FILE).is_file():
+        return adopt_line(path, read_json(path / CONFIG_FILE))
     is_trained = any(score.forgetting or score.learning for score in result.scores if score.kind == "expanded")
     return command("report", model, "-o", "report.html") if is_trained else command("train", model, "--data", "FILE")
 

@@ -100,6 +100,16 @@ def test_a_taken_port_is_found_before_anything_is_loaded() -> None:
         serve("nowhere", serving.Address(port=70000))
 
 
+def test_what_is_no_model_is_told_by_what_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As by every other command; a tokenizer is not what these lack."""
+    monkeypatch.setattr(serving, "NEEDED", ("json",))
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").touch()
+    for name, said in (("empty", "the folder is empty"), ("file", "is a file, expected a model folder")):
+        with pytest.raises(CheckpointError, match=f"{name}: {said}"):
+            serve(tmp_path / name, serving.Address(port=free_port()))
+
+
 def test_missing_packages_are_named_with_how_to_get_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serving, "NEEDED", ("json", "fastapi_of_nowhere", "uvicorn_of_nowhere"))
     result = CliRunner().invoke(main, ["serve", "nowhere", "--port", str(free_port())])

@@ -36,6 +36,7 @@ from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.deriving.inspect import inspect
 from scale_surgery.errors import CheckpointError, PlanError, SurgeryError, UnsupportedFamilyError
 from scale_surgery.planning.architecture import CODE_FILES, OWN_CODE_FILE
+from scale_surgery.show.commands import verify_command
 from scale_surgery.surgery.merge import merge
 from tests.conftest import digests
 from tests.own_code import save_pine
@@ -135,8 +136,11 @@ def test_what_a_trainer_saved_of_it_is_adopted(made: Any, tmp_path: Path) -> Non
         for own in model.parameters():
             own.add_(0.1) if own.requires_grad else None
     model.save_pretrained(tmp_path / "saved")
+    with pytest.raises(CheckpointError, match="another trainer saved it"):
+        inspect(tmp_path / "saved", run=TRUSTED)
     done = adopt(tmp_path / "saved", wide, tmp_path / "out", run=RunOptions(device="cpu"))
     assert not done.other_settings and done.trained_tensors == done.expansion_tensors
+    assert verify_command(done.path) == f"scale-surgery verify {done.path} --trust-remote-code"
     assert all(map(torch.equal, answers(load(done.path)), answers(model)))
     again = adopt(tmp_path / "saved", None, tmp_path / "again", base, run=TRUSTED)
     names = ("surgery.json",)
