@@ -26,7 +26,13 @@ if TYPE_CHECKING:
 )
 @click.option("-o", "--output", type=OUTPUT_FOLDER, help="Folder to write. Default: ./<name>-adopted.")
 @overwrite_options
-@run_options("device", code="Let the base run its own code, where transformers has no such model; without --expanded.")
+@run_options(
+    "device",
+    code="Let the base run its own code, where transformers has no such model; without --expanded.",
+    helps={
+        "device": "Where the start of new tensors is computed, without --expanded: cpu, cuda, ...; auto takes a GPU."
+    },
+)
 @output_options
 def adopt_command(
     saved: str, expanded: str | None, output: Path | None, base: str | None, out: Output, **options: Any

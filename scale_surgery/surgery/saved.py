@@ -24,9 +24,9 @@ from scale_surgery.checkpoint.trainer_files import LeftBehind, chat_template, re
 from scale_surgery.deriving.configs import config_of
 from scale_surgery.errors import CheckpointError, shorten
 from scale_surgery.planning.plan import Plan
+from scale_surgery.running.in_memory import without_weights
 from scale_surgery.running.loading import needs_own_code, translated
 from scale_surgery.running.matching import Match, Pair, match_names
-from scale_surgery.running.skeleton import Skeleton, make_skeleton
 
 # what a config says of how it was saved and how it is run, and what the expansion wrote
 UNIMPORTANT = {
@@ -69,11 +69,9 @@ class Trained:
         base = {name: info.dtype for name, info in self.base_tensors.items()}
         return base | {tensor.name: tensor.dtype for tensor in self.plan.tensors}
 
-    def skeleton(self) -> Skeleton | None:
+    def model(self) -> Any:
         """The model without weights; None where code of the base's own says what it is, which does not run here."""
-        if needs_own_code(self.config):
-            return None
-        return make_skeleton(_read(self.config, self.name), self.name, self.plan.architecture.base_model)
+        return None if needs_own_code(self.config) else without_weights(_read(self.config, self.name), self.name)
 
 
 @dataclass(frozen=True)
@@ -184,12 +182,13 @@ def fit(saved: Saved, trained: Trained) -> Match:
     numbering = trained.plan
     stored = {info.stored_as or name: name for name, info in saved.checkpoint.tensors.items()}
     wanted = {numbering.stored_name(name): name for name in trained.shapes}
-    found = match_names(stored, wanted, trained.plan.architecture.unread, trained.skeleton)
+    found = match_names(stored, wanted, trained.plan.architecture.unread, trained.model)
     match = Match(
         pairs=tuple(Pair(stored[pair.saved], wanted[pair.wanted], pair.part) for pair in found.pairs),
         missing=tuple(wanted[name] for name in found.missing),
         unexpected=found.unexpected,
-        skeleton=found.skeleton,
+        joined={name: stored[own] for name, own in found.joined.items()},
+        model=found.model,
     )
     has_base = any(pair.wanted in trained.base_tensors for pair in match.pairs)
     missing = [name for name in match.missing if has_base or name not in trained.base_tensors]

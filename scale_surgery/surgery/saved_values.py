@@ -38,18 +38,20 @@ class Values:
     """Reads saved tensors one by one; the parts of a merged one are asked for one after the other."""
 
     def __init__(self, saved: Saved, match: Match) -> None:
-        self.checkpoint, self._skeleton = saved.checkpoint, match.skeleton
-        self._split = lru_cache(maxsize=1)(self._parts)
+        self.checkpoint, self._match = saved.checkpoint, match
+        self._apart = lru_cache(maxsize=1)(self._parts)
 
     def read(self, pair: Pair) -> Tensor:
         """The tensor of a pair, as it was saved."""
         if pair.part is None:
             return read_tensor(self.checkpoint, pair.saved)
-        return self._split(pair.saved, pair.part.merged)[pair.part.name]
+        return self._apart(pair.part.joined)[pair.part.name]
 
-    def _parts(self, saved: str, merged: str) -> dict[str, Tensor]:
-        assert self._skeleton is not None  # parts are only found with one
-        return self._skeleton.split(merged, read_tensor(self.checkpoint, saved))
+    def _parts(self, joined: str) -> dict[str, Tensor]:
+        model, saved = self._match.model, self._match.joined
+        assert model is not None  # parts are only found with one
+        names = [name for name, place in model.places.items() if place.part is not None and place.name == joined]
+        return dict(model.tensors(lambda own: read_tensor(self.checkpoint, saved[own]), names))
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,6 @@ from scale_surgery import (
     freeze_base,
     inspect,
     merge,
-    modeling,
     report,
     route_export,
     strip,
@@ -47,6 +46,7 @@ from scale_surgery.cli.program import main
 from scale_surgery.hub.card import make_card
 from scale_surgery.hub.repository import read_contents
 from scale_surgery.progress import no_progress
+from scale_surgery.running.stored_names import reading_of
 from scale_surgery.show.tables_forms import render_adopted
 from scale_surgery.surgery.config import stored_shard
 from scale_surgery.surgery.record import read_manifest
@@ -150,8 +150,8 @@ def test_blocks_are_those_that_were_saved_and_all_else_is_the_expanded_folder(
     assert (digests(saved), digests(pair.path)) == before
     assert without(digests(done.path), EXPANSION, "surgery.json") == without(before[1], EXPANSION, "surgery.json")
     adopted, own = open_checkpoint(done.path), dict(model.named_parameters())
-    for name, in_memory in modeling.names_in_memory(model, own_new(pair)).items():
-        assert torch.equal(read_tensor(adopted, name), own[in_memory])
+    for name, place in reading_of(model).places(own_new(pair)).items():
+        assert torch.equal(read_tensor(adopted, name), own[place.name])
     assert torch.equal(logits(load(done.path)), logits(model))
     # the negative control: the blocks are other than those of the expanded folder
     assert not torch.equal(logits(load(done.path)), logits(pair.expanded))
