@@ -26,6 +26,7 @@ from click.testing import CliRunner
 
 from scale_surgery import Probes, Request, Routing, ServingError, expand, merge, route_export, serve
 from scale_surgery.biographies import people, questions
+from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.cli.program import main
 from scale_surgery.errors import CheckpointError
 from scale_surgery.running import serve as serving
@@ -75,7 +76,7 @@ def test_the_loader_of_transformers_server_loads_what_is_made_known(
         monkeypatch.delattr(known, name)
         with pytest.raises(AttributeError, match=name):
             ModelManager(device="cpu", force_model=str(folder))
-    serving._make_known(folder, RunOptions())
+    serving._make_known(open_checkpoint(folder), RunOptions())
     manager = ModelManager(device="cpu", force_model=str(folder))
     (loaded,) = manager.loaded_models.values()
     assert type(loaded.model).__name__ == name
