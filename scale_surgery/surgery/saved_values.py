@@ -66,6 +66,11 @@ class Compared:
     equal: int
     widened: Mapping[str, int]
 
+    @property
+    def count(self) -> int:
+        """All of them; 0 where none was saved."""
+        return self.equal + sum(self.widened.values())
+
 
 def compare_base(
     saved: Saved, trained: Trained, match: Match, base_hashes: Mapping[str, str], track: Track

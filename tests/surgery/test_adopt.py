@@ -226,6 +226,7 @@ def test_trainer_and_all_that_comes_after(tmp_path: Path) -> None:
     assert inspect(done.path).expansion.changed_since is None, "verified after it was adopted"  # type: ignore[union-attr]
     card = make_card(read_contents(done.path), "lab/wide", None, None, None).text
     assert re.search(r"\| 1 \| 2 \| [\d,]+ \| – \| 20", card) and "Another trainer made run 1, adopted on" in card
+    assert "Only new tensors were trained, none of the base. " in card and "could not be compared" not in card
     assert digests(strip(done.path, tmp_path / "stripped").path) == digests(SHIPPED_MODEL)
     taken = extract(done.path, tmp_path / "extract").path
     assert digests(apply(taken, tmp_path / "applied", SHIPPED_MODEL).path) == digests(done.path)
@@ -498,6 +499,8 @@ def test_new_tensors_alone(pair: Pair, tmp_path: Path) -> None:
     done = adopt(saved, pair.path, tmp_path / "out")
     assert torch.equal(logits(load(done.path)), logits(model))
     assert done.base_tensors == 0 and "none was saved, so none could be compared" in shown(done)
+    card = make_card(read_contents(done.path), "lab/wide", None, None, None).text
+    assert "The base that run 1 had was not saved" in card and "none of the base" not in card
     # but a part of the base is none
     save_file(new | {"model.norm.weight": model.model.norm.weight.detach()}, saved / "model.safetensors")
     assert "49 tensors do not fit" in refusal(saved, pair.path, tmp_path / "other")
