@@ -36,7 +36,7 @@ from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.deriving.inspect import inspect
 from scale_surgery.errors import CheckpointError, PlanError, SurgeryError, UnsupportedFamilyError
 from scale_surgery.planning.architecture import CODE_FILES, OWN_CODE_FILE
-from scale_surgery.show.commands import verify_command
+from scale_surgery.show.commands import after_verification, verify_command
 from scale_surgery.surgery.merge import merge
 from tests.conftest import digests
 from tests.own_code import save_pine
@@ -119,6 +119,7 @@ def test_the_output_is_the_base_s(made: Any, dtype: torch.dtype, has_own_attenti
     new = {name for name in open_checkpoint(wide).tensors if name not in open_checkpoint(base).tensors}
     assert {name for name, own in expanded.named_parameters() if own.requires_grad} == new
     found = verify(wide, base, run=TRUSTED, record=False)
+    assert after_verification(found) == f"scale-surgery train {wide} --data FILE --trust-remote-code"
     assert found.passed and found.numbers is not None
     with torch.no_grad():
         for name, own in expanded.named_parameters():
