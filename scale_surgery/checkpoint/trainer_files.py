@@ -3,6 +3,7 @@
 trainer_state.json     steps, epochs, and a log of losses (transformers, TRL)
 training_args.json     settings, where somebody wrote them as JSON
 training_args.bin      a pickle, which can run code when it is read: named and never opened
+chat_template.jinja    the tokenizer's, where a trainer gave it one
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from scale_surgery.checkpoint.folder import read_json
+from scale_surgery.checkpoint.folder import Checkpoint, read_json, read_text
 from scale_surgery.errors import CheckpointError
 
 STATE_FILE = "trainer_state.json"
 ARGUMENTS_FILE = "training_args.json"
+TEMPLATE_FILE, TOKENIZER_FILE = "chat_template.jinja", "tokenizer_config.json"
 # arguments in another form, and states of optimizer, schedule, scaler and random generators
 NOT_READ = re.compile(r"training_args\.(?!json$)\w+|(optimizer|scheduler|scaler|rng_state|random_states)\w*\.\w+")
 STEP = "global_step"
@@ -63,6 +65,13 @@ def read_left_behind(path: Path) -> LeftBehind:
         read=tuple(found),
         not_read=(*unreadable, *others),
     )
+
+
+def chat_template(checkpoint: Checkpoint) -> Any:
+    """The template by which a tokenizer writes a conversation, as it lies there; None where it has none."""
+    if TEMPLATE_FILE in checkpoint.side_files:
+        return read_text(checkpoint, TEMPLATE_FILE)
+    return (_read(checkpoint.path / TOKENIZER_FILE) or {}).get("chat_template")
 
 
 def _read(file: Path) -> dict[str, Any] | None:

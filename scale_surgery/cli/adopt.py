@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from scale_surgery.cli.options import TOKENIZER_CODE, output_options, overwrite_options, run_options, take
+from scale_surgery.cli.options import output_options, overwrite_options, run_options, take
 from scale_surgery.cli.outputs import OUTPUT_FOLDER
 
 if TYPE_CHECKING:
@@ -26,7 +26,13 @@ if TYPE_CHECKING:
 )
 @click.option("-o", "--output", type=OUTPUT_FOLDER, help="Folder to write. Default: ./<name>-adopted.")
 @overwrite_options
-@run_options("device", code=TOKENIZER_CODE)
+@run_options(
+    "device",
+    code="Let the base run its own code, where transformers has no such model; without --expanded.",
+    helps={
+        "device": "Where the start of new tensors is computed, without --expanded: cpu, cuda, ...; auto takes a GPU."
+    },
+)
 @output_options
 def adopt_command(
     saved: str, expanded: str | None, output: Path | None, base: str | None, out: Output, **options: Any

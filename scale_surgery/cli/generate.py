@@ -88,7 +88,7 @@ def generate_command(
     from scale_surgery.talking.records import Look
     from scale_surgery.talking.screen import Teller
 
-    check_output_files(outputs, files)
+    check_output_files(outputs, [model, *files])
     asked = [*prompts, *read_prompts(files)] or [_from_stdin()]
     settings, look, run = take(GenerationSettings, options), take(Look, options), take(RunOptions, options)
     teller = Teller(out, model, asked, look, compare=compare)

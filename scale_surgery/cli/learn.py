@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from scale_surgery.cli.options import TEXTS, options_from, output_options, run_options, take
+from scale_surgery.cli.options import options_from, output_options, run_options, take
 from scale_surgery.cli.outputs import OUTPUT_FOLDER, OutputFile
 from scale_surgery.fields import fields_of
 from scale_surgery.learning.hold_out import HoldOutSettings
@@ -62,15 +62,15 @@ def settings_from(options: dict[str, Any]) -> dict[str, Any]:
 
 @click.command(name="learn")
 @click.argument("model", required=False)
-@click.option("--data", multiple=True, type=TEXTS, help="Text to learn; can be repeated.")
-@click.option("--old", multiple=True, type=TEXTS, help="Text with what MODEL knows; can be repeated.")
+@click.option("--data", multiple=True, help="Text to learn: a file, a folder or a dataset of the Hub; can be repeated.")
+@click.option("--old", multiple=True, help="Text with what MODEL knows; can be repeated.")
 @click.option("-o", "--output", type=OUTPUT_FOLDER, help="Folder of the job. Default: ./<name>-learn.")
 @options_from(Request, *EXPANSION, helps=HELPS)
 @options_from(RankingRequest, *RANKING, helps=HELPS)
 @options_from(TrainingSettings, *TRAINING, helps=HELPS)
 @click.option("--no-route", is_flag=True, help="Give the model no router.")
-@click.option("--measure-new", multiple=True, type=TEXTS, help="Text to measure learning on; can be repeated.")
-@click.option("--measure-old", multiple=True, type=TEXTS, help="Text to measure forgetting on; can be repeated.")
+@click.option("--measure-new", multiple=True, help="Text to measure learning on; can be repeated.")
+@click.option("--measure-old", multiple=True, help="Text to measure forgetting on; can be repeated.")
 @click.option("--preset", type=click.Choice(["default", "paper"]), help="Settings to begin with.  [default: default]")
 @click.option("--recipe", type=click.Path(path_type=Path), help="YAML file with settings; options go before it.")
 @click.option(
@@ -144,11 +144,11 @@ def learn_command(
 
 
 @click.command(name="hold-out")
-@click.argument("files", nargs=-1, required=True, type=TEXTS)
+@click.argument("files", nargs=-1, required=True)
 @click.option("-o", "--output", type=OUTPUT_FOLDER, required=True, help="Folder to write.")
 @options_from(HoldOutSettings, *fields_of(HoldOutSettings))
 @output_options
-def hold_out_command(files: tuple[Path, ...], output: Path, out: Output, **options: Any) -> None:
+def hold_out_command(files: tuple[str, ...], output: Path, out: Output, **options: Any) -> None:
     """Set some text of FILES aside: calibrate.jsonl for the router, measure.jsonl to measure on.
 
     The rest is learn.jsonl. Documents are drawn by a hash of what they say, so equal ones go the same way, and a

@@ -44,7 +44,7 @@ def route_report_command(
     from scale_surgery.show.pages.routing import write_page
     from scale_surgery.show.tables_route_report import render_route_report
 
-    check_output_files(outputs, texts)
+    check_output_files(outputs, [model, *texts])
     report = route_report(model, texts, run=take(RunOptions, options), track=out.track, **options)
     out.show(report, render_route_report(report))
     pages = {".html": lambda file: write_page(report, file), ".jsonl": lambda file: write_jsonl(report, file)}

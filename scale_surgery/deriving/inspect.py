@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from scale_surgery.checkpoint.folder import Checkpoint
-from scale_surgery.checkpoint.foreign import adopt_line
+from scale_surgery.checkpoint.foreign import adopt_line, saved_elsewhere
 from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE
 from scale_surgery.checkpoint.numbering import AFTER, CONFIG_KEY, ORIGIN_KEY, numbering_of
 from scale_surgery.checkpoint.schema import in_one_line, known_misfits
@@ -23,6 +23,7 @@ from scale_surgery.planning.spec_schema import spec_problems
 from scale_surgery.planning.specs import Widths
 from scale_surgery.planning.treatments import treatment_rows
 from scale_surgery.running.freeze import group_of
+from scale_surgery.running.loading import needs_own_code
 from scale_surgery.running.options import RunOptions
 
 
@@ -130,6 +131,9 @@ def inspect(model: str | Path, *, revision: str | None = None, run: RunOptions =
         UnsupportedFamilyError: If its architecture is not supported.
     """
     source, checkpoint = open_model(model, revision)
+    if CONFIG_KEY in checkpoint.config and checkpoint.manifest is None and needs_own_code(checkpoint.config):
+        # the record alone names the base's classes
+        raise CheckpointError(saved_elsewhere(Path(model), checkpoint.config))
     code = code_folder(checkpoint, run)
     found = derive_config(base_config(checkpoint), str(source.path), len(checkpoint.tensors), code)
     architecture, sizes = found.architecture, found.sizes

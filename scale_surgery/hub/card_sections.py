@@ -154,8 +154,11 @@ def _trained(facts: CardFacts) -> str:
     head = "| run | steps | parameters trained | learning rate | begun |\n|---|--:|--:|--:|---|"
     adopted = [str(number) for number, run in enumerate(facts.training, 1) if "adopted" in run]
     others = f" Another trainer made run {', '.join(adopted)}, adopted on that date." if adopted else ""
+    unseen = [str(number) for number, run in enumerate(facts.training, 1) if run.get("base_compared") == 0]
+    base = f" The base that run {', '.join(unseen)} had was not saved, so it could not be compared." if unseen else ""
     curves = "\n\n![Curves of the last run](training/curves.png)" if facts.has_curves else ""
-    return f"## Training\n\nOnly new tensors were trained, none of the base.{others}\n\n{table(head, rows)}{curves}"
+    said = f"{'' if unseen else 'Only new tensors were trained, none of the base.'}{others}{base}".strip()
+    return f"## Training\n\n{said}\n\n{table(head, rows)}{curves}"
 
 
 def _learning_rate(run: Mapping[str, Any]) -> str:

@@ -26,6 +26,7 @@ from scale_surgery.errors import DataError, PlanError
 from scale_surgery.fields import Count, Range, Seed, problems_of
 from scale_surgery.progress import Track, no_track
 from scale_surgery.running.documents import Document, read_documents
+from scale_surgery.running.sources import parse_source
 
 LEARN, CALIBRATE, MEASURE = "learn", "calibrate", "measure"
 ASIDE = (CALIBRATE, MEASURE)
@@ -89,7 +90,7 @@ def hold_out(
     """Set text aside: some to choose the numbers of a router with, some to measure on; the rest is to be learned.
 
     Args:
-        data: A file or saved dataset, or several; see `documents.read_documents`. They are only read.
+        data: A text, or several: files, folders, datasets; see `documents.read_documents`. They are only read.
         output: Folder to be, with learn.jsonl, calibrate.jsonl and measure.jsonl.
         settings: How much is set aside.
         track: Makes progress bars.
@@ -104,10 +105,12 @@ def hold_out(
     """
     if problems := problems_of(settings):
         raise PlanError.from_problems(problems)
-    files, target = [Path(file) for file in listed(data)], Path(output)
-    check_target(target, files, overwrite=False)
+    files, target = list(map(str, listed(data))), Path(output)
+    check_target(
+        target, [path for path in (parse_source(file).path for file in files) if path.exists()], overwrite=False
+    )
     # a file that is not there is said where it is read
-    stamps = take_stamps(file for file in text_files(files) if file.is_file())
+    stamps = take_stamps(text_files(files))
     drawn = _draw(files, settings)
     with staged(target, {"hold_out": asdict(settings)}, stamps, overwrite=False) as folder, track("texts", 1) as done:
         counted = _write(files, folder, drawn, settings)
@@ -115,12 +118,13 @@ def hold_out(
     return HeldOut(target, *({part: numbers[part] for part in (LEARN, *ASIDE) if numbers[part]} for numbers in counted))
 
 
-def text_files(given: Sequence[Path]) -> list[Path]:
-    """The files that hold texts: those given, and those of saved datasets."""
-    return [file for path in given for file in (sorted(path.rglob("*.arrow")) if path.is_dir() else [path])]
+def text_files(given: Sequence[str]) -> list[Path]:
+    """The files that hold texts: those given, and those in folders; of datasets of the Hub there are none here."""
+    paths = [parse_source(name).path for name in given]
+    return [file for path in paths for file in (sorted(path.rglob("*")) if path.is_dir() else [path]) if file.is_file()]
 
 
-def _draw(files: Sequence[Path], settings: HoldOutSettings) -> Drawn:
+def _draw(files: Sequence[str], settings: HoldOutSettings) -> Drawn:
     """Choose what is set aside; of hashes no more are kept than can be chosen."""
     count, characters = 0, 0
     most = max(2, len(ASIDE) * settings.most_characters // USUAL_DOCUMENT)
@@ -134,7 +138,7 @@ def _draw(files: Sequence[Path], settings: HoldOutSettings) -> Drawn:
 
     lowest = heapq.nsmallest(most, hashed())
     if not count:
-        raise DataError(f"{', '.join(map(str, files))}: holds no text, expected some to learn and to set aside.")
+        raise DataError(f"{', '.join(files)}: holds no text, expected some to learn and to set aside.")
     wanted = min(settings.share * characters, settings.most_characters)
     if count < ENOUGH_DOCUMENTS:
         return Drawn({}, wanted / characters)
@@ -161,7 +165,7 @@ def _share_out(lowest: Sequence[tuple[bytes, int]], wanted: float, most: int) ->
 
 
 def _write(
-    files: Sequence[Path], folder: Path, drawn: Drawn, settings: HoldOutSettings
+    files: Sequence[str], folder: Path, drawn: Drawn, settings: HoldOutSettings
 ) -> tuple[Counter[str], Counter[str]]:
     documents: Counter[str] = Counter()
     characters: Counter[str] = Counter()
@@ -176,7 +180,7 @@ def _write(
                 characters[part] += len(piece.prompt) + len(piece.text)
     if missing := [part for part in ASIDE if not documents[part]]:
         raise DataError(
-            f"{', '.join(map(str, files))}: {sum(documents.values())} documents leave nothing to "
+            f"{', '.join(files)}: {sum(documents.values())} documents leave nothing to "
             f"{' and to '.join(missing)} with, expected at least {ENOUGH_DOCUMENTS} that differ, or a longer one. Give "
             "more text."
         )

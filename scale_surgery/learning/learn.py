@@ -39,6 +39,7 @@ from scale_surgery.planning.plan import Plan
 from scale_surgery.planning.routing_specs import path_problems
 from scale_surgery.progress import Track, no_track
 from scale_surgery.running.context import DEFAULT_LENGTH, context_of
+from scale_surgery.running.sources import parse_source
 from scale_surgery.running.tokenizer import need_tokenizer
 
 RECIPE_FILE, PAGE_FILE = "recipe.yaml", "learn.html"
@@ -261,8 +262,8 @@ def _check_folder(folder: Path, recipe: Recipe, *, overwrite: bool) -> None:
         problems.append(f"{folder}: holds other files, no job of learn. Choose another folder with -o.")
     place = folder.resolve()
     for given in (recipe.model, *recipe.data, *recipe.old, *recipe.measure_new, *recipe.measure_old):
-        read = Path(given).resolve()
-        if Path(given).exists() and (read == place or read.is_relative_to(place) or place.is_relative_to(read)):
+        read = parse_source(given).path.resolve()
+        if read.exists() and (read == place or read.is_relative_to(place) or place.is_relative_to(read)):
             problems.append(f"{folder}: lies inside, around or at the input {given}. Choose another folder with -o.")
     parent = next(own for own in (place, *place.parents) if own.exists())
     if not os.access(parent, os.W_OK | os.X_OK):

@@ -119,7 +119,7 @@ def unknown_setting(name: str) -> str:
 def read_value(name: str, value: Any) -> Any:
     """Make what was written the value of a setting.
 
-    YAML reads 1e-3 as text, and --layers 4 as a number; several texts may stand in a line, with commas.
+    YAML reads 1e-3 as text, and --layers 4 as a number; one text needs no list, and names may be one line with commas.
 
     Args:
         name: A setting.
@@ -137,7 +137,8 @@ def read_value(name: str, value: Any) -> Any:
         except ValueError:
             return value
     if setting.kind is tuple:
-        parts = value.split(",") if isinstance(value, str) else value
+        # the name of a text may hold commas
+        parts = (value.split(",") if setting.choices else [value]) if isinstance(value, str) else value
         return tuple(map(_stripped, parts)) if isinstance(parts, list | tuple) else value
     return value
 

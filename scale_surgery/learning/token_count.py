@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import islice
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from scale_surgery.errors import DataError
+from scale_surgery.learning.hold_out import text_files
 from scale_surgery.running.documents import read_documents
 
 if TYPE_CHECKING:
@@ -33,18 +33,18 @@ def count_tokens(files: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> in
 
 
 def _count(file: str, tokenizer: PreTrainedTokenizerBase) -> int:
-    texts = [document.prompt + document.text for document in islice(read_documents([Path(file)]), SAMPLED_DOCUMENTS)]
+    texts = [document.prompt + document.text for document in islice(read_documents([file]), SAMPLED_DOCUMENTS)]
     if not texts:
         raise DataError(f"{file}: holds no text, expected at least one document.")
     sample = "\n".join(texts)[:SAMPLED_CHARACTERS]
     tokens = len(tokenizer(sample, verbose=False)["input_ids"])
     characters = sum(map(len, texts)) + len(texts) - 1
     # where there are more documents than were read, they are as long as these, byte by byte
-    bytes_read = sum(len(text.encode()) for text in texts) if len(texts) == SAMPLED_DOCUMENTS else bytes_of(file)
-    return max(1, round(tokens * characters / len(sample) * bytes_of(file) / bytes_read))
+    is_all = len(texts) < SAMPLED_DOCUMENTS or not bytes_of(file)
+    more = 1.0 if is_all else bytes_of(file) / sum(len(text.encode()) for text in texts)
+    return max(1, round(tokens * characters / len(sample) * max(1.0, more)))
 
 
 def bytes_of(file: str) -> int:
-    """Bytes of a file, or of all files in a folder."""
-    path = Path(file)
-    return sum(own.stat().st_size for own in path.rglob("*") if own.is_file()) if path.is_dir() else path.stat().st_size
+    """Bytes of a file, or of all files in a folder; 0 for what is not here, such as a dataset of the Hub."""
+    return sum(own.stat().st_size for own in text_files([file]))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Iterable, Mapping
 from functools import cache
 from importlib import import_module
@@ -236,24 +235,3 @@ def register() -> None:
     mapping: Any = CONFIG_MAPPING
     if not isinstance(mapping._extra_content, _ExpandedConfigs):
         mapping._extra_content = _ExpandedConfigs(mapping._extra_content)
-
-
-def names_in_memory(model: Any, names: Iterable[str]) -> dict[str, str]:
-    """Names that tensors have in a loaded model, by their names on disk, where transformers renamed modules.
-
-    What stands before the names of a base model is left as it is, and so are tensors of which it makes one.
-
-    Args:
-        model: A model, stock or expanded.
-        names: Names on disk.
-    """
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightRenaming, rename_source_key
-
-    conversions = get_model_conversion_mapping(model, add_legacy=False)
-    renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
-    found = {name: rename_source_key(name, renamings, [])[0] for name in names}
-    # code of release 0.1.0 says it itself
-    for pattern, word in getattr(model, "renamed_modules", {}).items():
-        found = {name: re.sub(pattern, word, own) for name, own in found.items()}
-    return found

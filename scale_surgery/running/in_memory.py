@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from copy import deepcopy
+from functools import cached_property
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+from scale_surgery import modeling
+from scale_surgery.running.loading import auto_class_of, quiet_transformers, translated
 from scale_surgery.running.stored_names import Place, reading_of
 
 if TYPE_CHECKING:
@@ -19,6 +22,7 @@ class InMemory:
 
     Attributes:
         model: The model.
+        reading: How transformers reads its files.
         places: Where it has the tensors of that checkpoint, by their names on disk; what it has no place for, as a
             model without a head has none for the head, is left out.
     """
@@ -30,17 +34,23 @@ class InMemory:
             model: The model, stock or expanded.
             names: Names of the checkpoint's tensors.
         """
-        self.model, self._reading = model, reading_of(model)
-        found = self._reading.places(names)
+        self.model, self.reading = model, reading_of(model)
+        found = self.reading.places(names)
         self.places: Mapping[str, Place] = {
-            name: own for name, own in found.items() if own.name in self._reading.tensors
+            name: own for name, own in found.items() if own.name in self.reading.tensors
         }
+
+    @cached_property
+    def tied(self) -> Mapping[str, str]:
+        """Names in memory, each to the first name of the same tensor."""
+        first: dict[int, str] = {}
+        return {name: first.setdefault(id(own), name) for name, own in self.model.state_dict(keep_vars=True).items()}
 
     @property
     def unfed(self) -> dict[str, Tensor]:
         """Parameters that no tensor of the checkpoint gives, by their names in memory."""
         tensors = self.model.state_dict(keep_vars=True)
-        fed = {id(tensors[name]) for place in self.places.values() for name in self._targets(place)}
+        fed = {id(tensors[name]) for place in self.places.values() for name in self.targets(place)}
         return {name: own for name, own in self.model.named_parameters() if id(own) not in fed}
 
     def tensors(
@@ -63,21 +73,26 @@ class InMemory:
             found = self._apart([name for _, name in names], get)
             yield from ((name, tensor) for name, tensor in found if name in asked)
 
-    def headers(self) -> dict[str, Tensor]:
+    def headers(self, only: Collection[str] | None = None) -> dict[str, Tensor]:
         """The tensors as `tensors` gives them, without values."""
         import torch
 
         own = self.model.state_dict()
-        return dict(self.tensors(lambda name: torch.empty_like(own[name], device="meta")))
+        return dict(self.tensors(lambda name: torch.empty_like(own[name], device="meta"), only))
 
-    def _targets(self, place: Place) -> list[str]:
+    def held_by(self, joined: Collection[str]) -> list[str]:
+        """Names on disk of what loading joins, where all that it goes into is among some tensors in memory."""
+        parts = [name for name, place in self.places.items() if place.part is not None]
+        return [name for name in parts if all(own in joined for own in self.targets(self.places[name]))]
+
+    def targets(self, place: Place) -> list[str]:
         """Names of the tensors in memory that a tensor of the checkpoint goes into."""
         if place.part is None:
             return [place.name]
-        conversion = next(own for own in self._reading.conversions if place.part in own.source_patterns)
+        conversion = next(own for own in self.reading.conversions if place.part in own.source_patterns)
         first, *others = conversion.target_patterns
         names = [place.name, *(place.name.replace(first, other) for other in others)]
-        return [name for name in names if name in self._reading.tensors]
+        return [name for name in names if name in self.reading.tensors]
 
     def _apart(self, names: list[str], get: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Take apart what loading joined of some tensors, as transformers does when it saves.
@@ -87,14 +102,35 @@ class InMemory:
         """
         from transformers.core_model_loading import dot_natural_key, revert_weight_conversion
 
-        whole = {name: get(name) for name in self._targets(self.places[names[0]])}
+        whole = {name: get(name) for name in self.targets(self.places[names[0]])}
         saved = revert_weight_conversion(self.model, whole)
-        places = self._reading.places(saved)
+        places = self.reading.places(saved)
         for part in dict.fromkeys(self.places[name].part for name in names):
             own = sorted((name for name in names if self.places[name].part == part), key=dot_natural_key)
             theirs = sorted((name for name in saved if places[name].part == part), key=dot_natural_key)
             if len(own) == len(theirs):
                 yield from ((name, saved[other]) for name, other in zip(own, theirs, strict=True))
+
+
+def without_weights(config: Any, name: str) -> Any:
+    """Make a model on the device meta; its tied tensors are tied.
+
+    Args:
+        config: What transformers made of a config.json.
+        name: What the model is called.
+
+    Raises:
+        CheckpointError: If transformers makes no model of the config.
+    """
+    import torch
+
+    modeling.register()
+    advice = "Check config.json, and whether transformers alone loads the model."
+    with translated(name, "transformers makes no model of its config.json", advice), quiet_transformers():
+        with torch.device("meta"):
+            model = auto_class_of({"model_type": config.model_type}).from_config(config)
+        model.tie_weights()
+    return model
 
 
 def kept_in_float32(model: Any) -> set[str]:

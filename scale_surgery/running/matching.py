@@ -9,8 +9,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from scale_surgery.running.skeleton import Skeleton
+from scale_surgery.running.in_memory import InMemory
+from scale_surgery.running.stored_names import Place
 
 # what wrappers around a model or a module put into names: DDP, torch.compile, FSDP, checkpointing of activations
 WRAPPERS = re.compile(r"^module\.|_orig_mod\.|_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.")
@@ -18,9 +20,9 @@ WRAPPERS = re.compile(r"^module\.|_orig_mod\.|_fsdp_wrapped_module\.|_checkpoint
 
 @dataclass(frozen=True)
 class Part:
-    """One of the tensors that transformers made one of: name of that in memory, and its own in files."""
+    """One of the tensors that loading joins: name in memory of what it goes into, of several the first, and on disk."""
 
-    merged: str
+    joined: str
     name: str
 
 
@@ -41,17 +43,19 @@ class Match:
         pairs: Saved tensors with what they are; a tied one may be there more than once.
         missing: Wanted tensors that were not saved.
         unexpected: Saved tensors that are none of those.
-        skeleton: The model, where names alone did not tell.
+        joined: Saved tensors that hold others as parts, by their names in memory.
+        model: The trained model without weights, where names alone did not tell.
     """
 
     pairs: tuple[Pair, ...]
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
-    skeleton: Skeleton | None = field(default=None, compare=False)
+    joined: Mapping[str, str] = field(default_factory=dict)
+    model: InMemory | None = field(default=None, compare=False)
 
 
 def match_names(
-    saved: Collection[str], wanted: Collection[str], unread: Iterable[str], make: Callable[[], Skeleton]
+    saved: Collection[str], wanted: Collection[str], unread: Iterable[str], make: Callable[[], Any]
 ) -> Match:
     """Find out which saved tensor is which.
 
@@ -59,40 +63,56 @@ def match_names(
         saved: Names under which tensors were saved.
         wanted: Names of tensors in the files of the model that was trained.
         unread: Patterns of names that files may hold and the model does not have.
-        make: Makes that model, without weights.
+        make: Makes that model, without weights; None where that is not possible, and names alone have to tell.
 
     Returns:
         Pairs of them, and what is left.
     """
-    plain = {WRAPPERS.sub("", name): name for name in saved}
-    if plain.keys() == set(wanted):
-        return Match(tuple(Pair(plain[name], name) for name in wanted))
-    skeleton = make()
-    ours, theirs = skeleton.names(wanted), skeleton.names(plain)
-    pairs = [Pair(plain[name], other) for name, other in _equal(skeleton, theirs, ours)]
-    known = {pair.saved for pair in pairs}
-    left = {name: own for name, own in theirs.items() if plain[name] not in known}
-    by_own = {own: name for name, own in ours.items()}
-    for name, own in left.items():
-        parts = skeleton.names(skeleton.split(own)) if own in skeleton.own else {}
-        if parts and all(other in by_own for other in parts.values()):
-            pairs += [Pair(plain[name], by_own[other], Part(own, part)) for part, other in parts.items()]
+    plain = {name: WRAPPERS.sub("", name) for name in saved}
+    pairs, joined, model = [Pair(name, own) for name, own in plain.items() if own in wanted], dict[str, str](), None
+    if len(pairs) != len(saved) or {pair.wanted for pair in pairs} != set(wanted):
+        made = make()
+        model = None if made is None else InMemory(made, wanted)
+    if model is not None:
+        pairs, left = _same(plain, wanted, model)
+        parts, joined = _parts(left, model)
+        pairs += parts
     patterns = tuple(unread)
     return Match(
         tuple(pairs),
         _without(wanted, {pair.wanted for pair in pairs}, patterns),
-        _without(saved, {pair.saved for pair in pairs}, patterns),
-        skeleton,
+        _without(saved, {*(pair.saved for pair in pairs), *joined.values()}, patterns),
+        joined,
+        model,
     )
 
 
-def _equal(skeleton: Skeleton, theirs: Mapping[str, str], ours: Mapping[str, str]) -> Iterable[tuple[str, str]]:
-    """Names that mean one tensor in memory; tied ones all mean the same."""
-    places: dict[str, list[str]] = {}
-    for name, own in ours.items():
-        places.setdefault(skeleton.own.get(own, own), []).append(name)
-    for name, own in theirs.items():
-        yield from ((name, other) for other in places.get(skeleton.own.get(own, own), ()))
+def _same(plain: Mapping[str, str], wanted: Iterable[str], model: InMemory) -> tuple[list[Pair], dict[str, str]]:
+    """Pairs that come to stand at one place in memory, or at tied ones; and those left, by names in memory."""
+    ours: dict[tuple[str, str | None], list[str]] = {}
+    for name, place in model.reading.places(wanted).items():
+        ours.setdefault(_place(place, model), []).append(name)
+    theirs, pairs, left = model.reading.places(set(plain.values())), list[Pair](), dict[str, str]()
+    for name, own in plain.items():
+        found = ours.get(_place(theirs[own], model), ())
+        pairs += [Pair(name, other) for other in found]
+        left |= {} if found else {theirs[own].name: name}
+    return pairs, left
+
+
+def _place(place: Place, model: InMemory) -> tuple[str, str | None]:
+    if place.part is not None:
+        return place.renamed, place.part
+    return model.tied.get(place.name, place.name), None
+
+
+def _parts(left: Mapping[str, str], model: InMemory) -> tuple[list[Pair], dict[str, str]]:
+    """Pairs of what loading joins and what holds it, and these by their names in memory."""
+    found = model.headers(model.held_by(left))
+    parts = [Part(model.places[name].name, name) for name in found]
+    used = {name for part in parts for name in model.targets(model.places[part.name])}
+    pairs = [Pair(left[part.joined], part.name, part) for part in parts]
+    return pairs, {name: own for name, own in left.items() if name in used}
 
 
 def _without(names: Iterable[str], known: Collection[str], unread: Iterable[str]) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
-from scale_surgery.checkpoint.folder import open_checkpoint
+from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
 from scale_surgery.checkpoint.sources import find_source
 from scale_surgery.errors import CheckpointError, ServingError
 from scale_surgery.fields import Range, problems_of
@@ -86,8 +86,10 @@ def serve(
     _need_free(address)
     _need_packages()
     source = find_source(model, revision)
+    checkpoint = open_checkpoint(source.path)
     tokenizer = need_tokenizer(source.path, source.name, run)
-    _make_known(source.path, run)
+    # last: what imports a tokenizer may leave another module transformers than it found
+    _make_known(checkpoint, run)
     served = Served(name, address.url, bool(getattr(tokenizer, "chat_template", None)))
     options = {"device": run.placed().device, "dtype": run.dtype or "auto", "trust_remote_code": run.trust_remote_code}
     with translated(source.name, "cannot be served", LOADING_ADVICE):
@@ -126,11 +128,10 @@ def _need_free(address: Address) -> None:
         ) from error
 
 
-def _make_known(path: Path, run: RunOptions) -> None:
+def _make_known(checkpoint: Checkpoint, run: RunOptions) -> None:
     """Put what loads an expanded model where transformers' server looks for a class of that name."""
     import transformers
 
-    checkpoint = open_checkpoint(path)
     for name in checkpoint.config.get("architectures") or ():
         if not hasattr(transformers, name):
             setattr(transformers, name, model_class(checkpoint, run))

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Collection, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from scale_surgery.checkpoint.folder import read_json
+from scale_surgery.checkpoint.foreign import adopt_line
+from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE
 from scale_surgery.fields import fields_of
+from scale_surgery.planning.architecture import OWN_CODE_FILE
 from scale_surgery.planning.methods import DEFAULT_METHOD
 from scale_surgery.planning.request import Request, complete
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from scale_surgery.evidence.evaluate import Evaluation
     from scale_surgery.evidence.report_records import Report
     from scale_surgery.evidence.verify import Verification
@@ -47,6 +50,16 @@ def trusting(architecture: Architecture) -> list[str]:
     return ["--trust-remote-code"] if architecture.own_code else []
 
 
+def running_command(name: str, path: Path, *options: object) -> str:
+    """A command that runs the model in a folder, with what it needs where classes of the base's own are in it."""
+    return command(name, path, *options, *["--trust-remote-code"] * (path / OWN_CODE_FILE).is_file())
+
+
+def verify_command(path: Path) -> str:
+    """The command that checks an expanded folder."""
+    return running_command("verify", path)
+
+
 def expand_command(model: str, made: Plan, revision: str | None = None, plan: Path | None = None) -> str:
     """The command that makes what was planned.
 
@@ -68,10 +81,10 @@ def expand_command(model: str, made: Plan, revision: str | None = None, plan: Pa
 def after_verification(result: Verification) -> str:
     """What to do with a model that keeps its promises, and with one that does not."""
     if not result.passed:
-        return command("verify", result.path, "--report", "certificate.json")
+        return running_command("verify", result.path, "--report", "certificate.json")
     if result.state == "trained" or result.routing is not None:
-        return command("evaluate", result.path, "--old", "FILE", "--new", "FILE")
-    return command("train", result.path, "--data", "FILE")
+        return running_command("evaluate", result.path, "--old", "FILE", "--new", "FILE")
+    return running_command("train", result.path, "--data", "FILE")
 
 
 def after_evaluation(result: Evaluation, model: str) -> str:
@@ -79,19 +92,23 @@ def after_evaluation(result: Evaluation, model: str) -> str:
     kinds = {score.kind for score in result.scores}
     if "adapt" in kinds:
         texts = (word for file in (*result.old, *result.new) for word in ("--text", file))
-        return command("route-report", model, *texts)
+        return running_command("route-report", Path(model), *texts)
     if "expanded" not in kinds:
         return command("inspect", model)
+    path = Path(model)
+    if (path / CONFIG_FILE).is_file() and not (path / MANIFEST_FILE).is_file():
+        return adopt_line(path, read_json(path / CONFIG_FILE))
     is_trained = any(score.forgetting or score.learning for score in result.scores if score.kind == "expanded")
-    return command("report", model, "-o", "report.html") if is_trained else command("train", model, "--data", "FILE")
+    name, *options = ("report", "-o", "report.html") if is_trained else ("train", "--data", "FILE")
+    return running_command(name, path, *options)
 
 
 def after_report(found: Report, path: Path) -> str:
     """What to do with a model whose tensors were looked at."""
     if not any(tensor.is_trained for tensor in found.tensors):
-        return command("train", path, "--data", "FILE")
+        return running_command("train", path, "--data", "FILE")
     if found.routing is not None:
-        return command("route-report", path, "--text", "FILE")
+        return running_command("route-report", path, "--text", "FILE")
     if found.variant == "adapt":
         return command("route-export", path, "-o", f"{path}-routed")
-    return command("evaluate", path, "--old", "FILE", "--new", "FILE")
+    return running_command("evaluate", path, "--old", "FILE", "--new", "FILE")

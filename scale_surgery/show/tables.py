@@ -14,7 +14,7 @@ from scale_surgery.planning.architecture import Sizes
 from scale_surgery.planning.methods import METHODS
 from scale_surgery.planning.selection import format_layers
 from scale_surgery.planning.specs import Widths
-from scale_surgery.show.commands import command, trusting
+from scale_surgery.show.commands import command, verify_command
 from scale_surgery.show.layout import NEXT, Facts, NamedRows, PlainTable, heading, sentence
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ def render_expansion(done: Expansion) -> RenderableType:
         ("base shards", f"{format_bytes(done.base_bytes_written)} written, {taken}"),
     ]
     rows += [("not taken along", ", ".join(done.left_out))] if done.left_out else []
-    following = command("verify", done.path, *trusting(done.plan.architecture))
+    following = verify_command(done.path)
     return facts("expanded", [*rows, (NEXT, following)])
 
 
@@ -250,7 +250,7 @@ def render_routed(done: Routed) -> RenderableType:
         ]
     rows.append(("shards", f"{format_bytes(done.bytes_written)} written, taken over as files"))
     rows += [("not taken along", ", ".join(done.left_out))] if done.left_out else []
-    rows.append((NEXT, command("verify", done.path)))
+    rows.append((NEXT, verify_command(done.path)))
     return facts("not routed any more" if done.routing is None else "routed", rows)
 
 
@@ -270,7 +270,7 @@ def render_training(done: Training) -> RenderableType:
             rows.append((f"{side} text", f"{loss}; {change} {measured[change]:+.4f}"))
     rows += [("not taken along", ", ".join(done.left_out))] if done.left_out else []
     rows.append(("curves", str(done.curves)))
-    following = [(NEXT, command("verify", done.path))]
+    following = [(NEXT, verify_command(done.path))]
     # what was said before the first step is not said again
     news = tuple(warning for warning in done.warnings if warning not in done.outlook.warnings)
     return Group(facts("trained", rows), *_warnings(news), facts("", following))

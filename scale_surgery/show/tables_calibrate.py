@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from scale_surgery.show.commands import command
+from scale_surgery.show.commands import command, verify_command
 from scale_surgery.show.layout import NEXT
 from scale_surgery.show.tables import facts, plain_table
 
@@ -178,7 +178,7 @@ def _render_choice(result: Calibration) -> RenderableType:
 
 def _next(result: Calibration) -> str:
     if result.written or result.proposed == result.present:
-        return command("verify", result.path)
+        return verify_command(result.path)
     texts = [word for side in ("old", "new") for file in getattr(result, side) for word in (f"--{side}", file)]
     return command("route-calibrate", result.path, *texts, *result.options, "--write")
 

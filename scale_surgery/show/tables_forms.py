@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rich.console import RenderableType
 
 from scale_surgery.errors import name_some
-from scale_surgery.show.commands import command
+from scale_surgery.show.commands import command, verify_command
 from scale_surgery.show.layout import NEXT
 from scale_surgery.show.tables import facts, format_bytes
 
@@ -46,7 +46,7 @@ def render_merged(done: Merged) -> RenderableType:
 def _next(done: Merged) -> str:
     if done.form == "stock":
         return f"AutoModelForCausalLM.from_pretrained({json.dumps(str(done.path), ensure_ascii=False)})"
-    return command("verify", done.path)
+    return verify_command(done.path)
 
 
 def _drift_rows(drift: Drift) -> list[tuple[str, str]]:
@@ -93,7 +93,7 @@ def render_applied(done: Applied) -> RenderableType:
     if done.foreign_code:
         rows.append(("code", f"no release wrote it, read it before you trust it: {name_some(done.foreign_code)}"))
     rows += [("not taken along", name_some(done.left_out))] if done.left_out else []
-    rows.append((NEXT, command("verify", done.path)))
+    rows.append((NEXT, verify_command(done.path)))
     return facts("applied by force, no promise but recoverable" if count else "applied", rows)
 
 
@@ -111,10 +111,10 @@ def render_adopted(done: Adopted) -> RenderableType:
         ("new tensors", f"{done.trained_tensors} of {done.expansion_tensors} were trained{steps}"),
     ]
     rows += [("rounded", f"once, as train does: {_counted(done.rounded)}")] if done.rounded else []
-    rows += [("config.json", text) for text in done.other_settings]
+    rows += [("settings", text) for text in done.other_settings]
     rows += [("recorded", f"numbers of {name_some(done.read)}")] if done.read else []
     rows += [("not read", name_some(done.not_read))] if done.not_read else []
-    rows += [("shards", f"{format_bytes(done.bytes_written)} written"), (NEXT, command("verify", done.path))]
+    rows += [("shards", f"{format_bytes(done.bytes_written)} written"), (NEXT, verify_command(done.path))]
     return facts("adopted", rows)
 
 

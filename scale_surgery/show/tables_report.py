@@ -85,7 +85,7 @@ def describe_measured(report: Report) -> Iterator[tuple[str, str]]:
 
 def _run(run: Mapping[str, Any]) -> str:
     steps = f"{run['steps']:,} steps" if "steps" in run else "steps not known"
-    return f"{steps} of another trainer" if "adopted" in run else steps
+    return f"{steps}, by another trainer" if "adopted" in run else steps
 
 
 def _facts(report: Report) -> RenderableType:

@@ -49,7 +49,7 @@ from scale_surgery.surgery.record import (
 from scale_surgery.surgery.route import with_router
 from scale_surgery.surgery.same_base import hash_base
 from scale_surgery.surgery.saved import Saved, Trained, check_specs, fit, open_saved, other_settings
-from scale_surgery.surgery.saved_values import compare_base, new_entries, rounded_dtypes
+from scale_surgery.surgery.saved_values import Compared, compare_base, new_entries, rounded_dtypes
 
 
 @dataclass(frozen=True)
@@ -148,11 +148,11 @@ def adopt(
             manifest = wide.manifest
             written = take_over_around(wide.checkpoint, manifest, partial, base_weights, track)
         changed = _changed(manifest, partial)
-        _write_records(found, manifest, changed, partial)
+        _write_records(found, manifest, compared, changed, partial)
     return Adopted(
         path=target,
         base_name=manifest.base_name,
-        base_tensors=compared.equal + sum(compared.widened.values()),
+        base_tensors=compared.count,
         widened=compared.widened,
         expansion_tensors=len(trained.plan.tensors),
         trained_tensors=len(changed),
@@ -268,7 +268,9 @@ def _changed(manifest: Manifest, partial: Path) -> list[str]:
     return [name for name, digest in hashes.items() if manifest.expansion_tensors.get(name) != digest]
 
 
-def _write_records(saved: Saved, manifest: Manifest, changed: Collection[str], partial: Path) -> None:
+def _write_records(
+    saved: Saved, manifest: Manifest, compared: Compared, changed: Collection[str], partial: Path
+) -> None:
     """Write what the trainer logged, and what surgery.json keeps of the run."""
     left = saved.left
     if left.log:
@@ -277,6 +279,7 @@ def _write_records(saved: Saved, manifest: Manifest, changed: Collection[str], p
         "by": "another trainer",
         "adopted": datetime.now(UTC).isoformat(timespec="seconds"),
         **({} if left.steps is None else {"steps": left.steps}),
+        "base_compared": compared.count,
         "trained_parameters": sum(tensor.elements for tensor in manifest.plan.tensors if tensor.name in changed),
         "settings": dict(left.settings),
         "state": dict(left.state),

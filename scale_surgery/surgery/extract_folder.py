@@ -124,7 +124,7 @@ def open_extract(extract: str | Path, revision: str | None = None) -> Extract:
     """
     source = find_source(extract, revision)
     path, file = source.path, source.path / EXTRACT_FILE
-    if path.is_dir() and not file.is_file():
+    if not file.is_file():
         raise CheckpointError(f"{extract}: has no {EXTRACT_FILE}, expected a folder made by scale-surgery extract.")
     stamps = take_stamps(found for found in path.rglob("*") if found.is_file())
     content = read_json(file)

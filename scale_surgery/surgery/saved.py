@@ -15,24 +15,26 @@ from typing import Any
 
 from scale_surgery import modeling
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
-from scale_surgery.checkpoint.headers import TensorInfo
+from scale_surgery.checkpoint.headers import FLOAT_DTYPES, TensorInfo
 from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE
 from scale_surgery.checkpoint.numbering import CONFIG_KEY, ORIGIN_KEY
 from scale_surgery.checkpoint.reading import differing_keys
 from scale_surgery.checkpoint.sources import find_source
-from scale_surgery.checkpoint.trainer_files import LeftBehind, read_left_behind
+from scale_surgery.checkpoint.trainer_files import LeftBehind, chat_template, read_left_behind
 from scale_surgery.deriving.configs import config_of
 from scale_surgery.errors import CheckpointError, shorten
 from scale_surgery.planning.plan import Plan
-from scale_surgery.running.loading import translated
+from scale_surgery.running.in_memory import without_weights
+from scale_surgery.running.loading import needs_own_code, translated
 from scale_surgery.running.matching import Match, Pair, match_names
-from scale_surgery.running.skeleton import Skeleton, make_skeleton
 
 # what a config says of how it was saved and how it is run, and what the expansion wrote
 UNIMPORTANT = {
     *("architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "model_type", "use_cache"),
     *("_name_or_path", CONFIG_KEY),
 }
+# numbers of these are compared with one another, and rounded to one another; others are no such numbers
+NUMBERS = {"F64", *FLOAT_DTYPES.values()}
 # of config.json's key: where the model is from, and a router, which is no part of the blocks
 APART = (ORIGIN_KEY, "routing")
 
@@ -61,9 +63,15 @@ class Trained:
         base = {name: tuple(info.shape) for name, info in self.base_tensors.items()}
         return base | {tensor.name: tuple(tensor.shape) for tensor in self.plan.tensors}
 
-    def skeleton(self) -> Skeleton:
-        """The model without weights."""
-        return make_skeleton(_read(self.config, self.name), self.name, self.plan.architecture.base_model)
+    @cached_property
+    def dtypes(self) -> dict[str, str]:
+        """Dtypes of all tensors."""
+        base = {name: info.dtype for name, info in self.base_tensors.items()}
+        return base | {tensor.name: tensor.dtype for tensor in self.plan.tensors}
+
+    def model(self) -> Any:
+        """The model without weights; None where code of the base's own says what it is, which does not run here."""
+        return None if needs_own_code(self.config) else without_weights(_read(self.config, self.name), self.name)
 
 
 @dataclass(frozen=True)
@@ -168,24 +176,28 @@ def fit(saved: Saved, trained: Trained) -> Match:
         Each with its name in this package; of the base everything was saved, or nothing.
 
     Raises:
-        CheckpointError: If a tensor is missing, unexpected or of another shape; the first are listed.
+        CheckpointError: If a tensor is missing, unexpected, of another shape or of a dtype that holds no numbers of
+            its kind; the first are listed.
     """
     numbering = trained.plan
     stored = {info.stored_as or name: name for name, info in saved.checkpoint.tensors.items()}
     wanted = {numbering.stored_name(name): name for name in trained.shapes}
-    found = match_names(stored, wanted, trained.plan.architecture.unread, trained.skeleton)
+    found = match_names(stored, wanted, trained.plan.architecture.unread, trained.model)
     match = Match(
         pairs=tuple(Pair(stored[pair.saved], wanted[pair.wanted], pair.part) for pair in found.pairs),
         missing=tuple(wanted[name] for name in found.missing),
         unexpected=found.unexpected,
-        skeleton=found.skeleton,
+        joined={name: stored[own] for name, own in found.joined.items()},
+        model=found.model,
     )
     has_base = any(pair.wanted in trained.base_tensors for pair in match.pairs)
     missing = [name for name in match.missing if has_base or name not in trained.base_tensors]
-    problems = [*_shape_problems(saved, trained, match), *(f"{name}: was not saved." for name in missing)]
+    problems = [*_shape_problems(saved, trained, match), *_dtype_problems(saved, trained, match)]
+    problems += [f"{name}: was not saved." for name in missing]
     problems += [f"{name}: is not in {trained.name}." for name in match.unexpected]
     if problems:
-        head = f"{saved.name}: {len(problems)} tensors do not fit {trained.name}."
+        count = "1 tensor does" if len(problems) == 1 else f"{len(problems)} tensors do"
+        head = f"{saved.name}: {count} not fit {trained.name}."
         raise CheckpointError.from_problems([head, *shorten(problems), _advice(saved, trained, match)])
     return match
 
@@ -195,6 +207,13 @@ def _shape_problems(saved: Saved, trained: Trained, match: Match) -> Iterator[st
         found, expected = tuple(saved.checkpoint.tensors[pair.saved].shape), trained.shapes[pair.wanted]
         if pair.part is None and found != expected:
             yield f"{pair.wanted}: shape {list(found)}, expected {list(expected)}."
+
+
+def _dtype_problems(saved: Saved, trained: Trained, match: Match) -> Iterator[str]:
+    for pair in match.pairs:
+        found, expected = saved.checkpoint.tensors[pair.saved].dtype, trained.dtypes[pair.wanted]
+        if found != expected and not {found, expected} <= NUMBERS:
+            yield f"{pair.wanted}: dtype {found}, expected {expected}."
 
 
 def _advice(saved: Saved, trained: Trained, match: Match) -> str:
@@ -211,6 +230,13 @@ def _advice(saved: Saved, trained: Trained, match: Match) -> str:
             "The base is quantised, and a trainer that saves it writes other tensors, which cannot be compared with "
             "it. Train with scale-surgery train."
         )
+    if any(_dtype_problems(saved, trained, match)):
+        return (
+            "Numbers of such dtypes were made of the trained ones, which they do not give back. Save the model as it "
+            "trained, and quantise or convert what comes of it."
+        )
+    if match.unexpected and needs_own_code(trained.config):
+        return "Save the trained model by save_pretrained: other names than its files' are not known of its own code."
     return _give(trained)
 
 
@@ -220,16 +246,35 @@ def other_settings(saved: Saved, trained: Trained) -> Iterator[str]:
     Yields:
         A line for each key.
     """
+    yield from _other_template(saved, trained)
     if not saved.config:
         return
-    both = ((saved.config, saved.name), (trained.config, trained.name))
-    found, wanted = (dict(_settings(_read(*own).to_dict())) for own in both)
+    found, wanted = _both_settings(saved, trained)
     for key in differing_keys(found, wanted):
         yield f"{key} is {_short(found.get(key))} in what was saved, {_short(wanted.get(key))} stays"
     mine, theirs = (specs.get("routing") for specs in _both(saved, trained))
     if mine is not None and theirs != mine:
         stays = "its router's numbers stay" if theirs is not None else "OUT has none: route-export gives it one"
         yield f"the saved model routes in another way than {trained.name}, {stays}"
+
+
+def _other_template(saved: Saved, trained: Trained) -> Iterator[str]:
+    found, wanted = chat_template(saved.checkpoint), chat_template(trained.checkpoint)
+    if found is not None and found != wanted:
+        none = "" if wanted is not None else ": it has none"
+        yield f"the chat template is another in what was saved, that of {trained.name} stays{none}"
+
+
+def _both_settings(saved: Saved, trained: Trained) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Values of both configs; of a model with code of its own, those that both name: none of that code runs."""
+    if not needs_own_code(trained.config):
+        both = ((saved.config, saved.name), (trained.config, trained.name))
+        found, wanted = (dict(_settings(_read(*own).to_dict())) for own in both)
+        return found, wanted
+    found, wanted = dict(_settings(saved.config)), dict(_settings(trained.config))
+    return {key: own for key, own in found.items() if key in wanted}, {
+        key: own for key, own in wanted.items() if key in found
+    }
 
 
 def _read(config: Mapping[str, Any], name: str) -> Any:

@@ -38,18 +38,20 @@ class Values:
     """Reads saved tensors one by one; the parts of a merged one are asked for one after the other."""
 
     def __init__(self, saved: Saved, match: Match) -> None:
-        self.checkpoint, self._skeleton = saved.checkpoint, match.skeleton
-        self._split = lru_cache(maxsize=1)(self._parts)
+        self.checkpoint, self._match = saved.checkpoint, match
+        self._apart = lru_cache(maxsize=1)(self._parts)
 
     def read(self, pair: Pair) -> Tensor:
         """The tensor of a pair, as it was saved."""
         if pair.part is None:
             return read_tensor(self.checkpoint, pair.saved)
-        return self._split(pair.saved, pair.part.merged)[pair.part.name]
+        return self._apart(pair.part.joined)[pair.part.name]
 
-    def _parts(self, saved: str, merged: str) -> dict[str, Tensor]:
-        assert self._skeleton is not None  # parts are only found with one
-        return self._skeleton.split(merged, read_tensor(self.checkpoint, saved))
+    def _parts(self, joined: str) -> dict[str, Tensor]:
+        model, saved = self._match.model, self._match.joined
+        assert model is not None  # parts are only found with one
+        names = [name for name, place in model.places.items() if place.part is not None and place.name == joined]
+        return dict(model.tensors(lambda own: read_tensor(self.checkpoint, saved[own]), names))
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,11 @@ class Compared:
 
     equal: int
     widened: Mapping[str, int]
+
+    @property
+    def count(self) -> int:
+        """All of them; 0 where none was saved."""
+        return self.equal + sum(self.widened.values())
 
 
 def compare_base(
@@ -131,7 +138,9 @@ def new_entries(saved: Saved, trained: Trained, match: Match) -> dict[str, list[
         What `write_shard` takes: at no time more than one tensor is in memory.
     """
     values, plan = Values(saved, match), trained.plan
-    pairs = {pair.wanted: pair for pair in match.pairs}
+    pairs = dict[str, list[Pair]]()
+    for pair in match.pairs:
+        pairs.setdefault(pair.wanted, []).append(pair)
     return {
         shard: [
             computed(
@@ -144,13 +153,24 @@ def new_entries(saved: Saved, trained: Trained, match: Match) -> dict[str, list[
     }
 
 
-def _cast(values: Values, tensor: TensorPlan, pair: Pair) -> Callable[[], Tensor]:
+def _cast(values: Values, tensor: TensorPlan, pairs: Sequence[Pair]) -> Callable[[], Tensor]:
     from scale_surgery.surgery.initialise import TORCH_DTYPES
 
     def read() -> Tensor:
-        value = values.read(pair)
+        value = values.read(pairs[0])
+        if not value.isfinite().all():
+            raise CheckpointError(
+                f"{tensor.name}: holds numbers that are not finite, so this training diverged. Adopt an earlier "
+                "checkpoint of it, or train again with a lower learning rate."
+            )
+        for other in pairs[1:]:
+            if (how := difference(values.read(other), value)) is not None:
+                raise CheckpointError(
+                    f"{tensor.name}: was saved as {pairs[0].saved} and as {other.saved}, expected the same of both: "
+                    f"{how} Save the one alone that trained."
+                )
         cast = value.to(TORCH_DTYPES[tensor.dtype])
-        if value.isfinite().all() and not cast.isfinite().all():
+        if not cast.isfinite().all():
             raise CheckpointError(
                 f"{tensor.name}: holds values up to {value.abs().max().item():.3g}, expected such as {tensor.dtype} "
                 "has, which the plan gives it. Expand with --dtype float32, and train again."

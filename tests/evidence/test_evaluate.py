@@ -340,6 +340,9 @@ def test_a_trainer_s_folder_is_compared_with_itself(place: Path, tmp_path: Path)
         "expansion disabled. Make an expanded folder of it: "
         f"scale-surgery adopt {tmp_path}/saved --expanded EXPANDED -o OUT",
     )
+    # report, which comes next otherwise, does not take it
+    shown = run(tmp_path / "saved", "--old", place / "old.txt").stdout
+    assert " ".join(shown.split()).endswith(f"next scale-surgery adopt {tmp_path}/saved --expanded EXPANDED -o OUT")
     wanted = evaluate([place / "wide"], [place / "old.txt"])
     assert found.scores[0].forgetting == row(wanted, "wide").forgetting
 

@@ -19,7 +19,7 @@ from scale_surgery.learning.presets import PRESETS, Facts, with_preset
 from scale_surgery.learning.recipe import SECTIONS, make_recipe, settings, values_of
 from scale_surgery.learning.recipe_file import recipe_text
 
-SAID = {"model": "base", "data": "a.txt, b.txt"}
+SAID = {"model": "base", "data": ["a.txt", "b.txt"]}
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 from scale_surgery import modeling
 from scale_surgery.modeling import configuration_scale, modeling_scale
 from scale_surgery.planning.architecture import CODE_FILES
+from scale_surgery.running.stored_names import reading_of
 from tests.by_hand import (
     IDS,
     SHARD,
@@ -236,7 +237,7 @@ def test_a_vision_language_model_under_its_other_names(made):
     assert "language_model.model.layers.1.mlp.up_proj.weight" in load_file(path / SHARD)
     names = [name for file in path.glob("*.safetensors") for name in load_file(file)]
     whole = AutoModelForImageTextToText.from_pretrained(path).eval()
-    assert set(modeling.names_in_memory(whole, names).values()) <= set(dict(whole.named_parameters()))
+    assert {place.name for place in reading_of(whole).places(names).values()} <= set(dict(whole.named_parameters()))
     same = AutoModelForCausalLM.from_pretrained(path).eval()
     alone = AutoModel.from_pretrained(path).eval()
     with torch.no_grad():

@@ -26,6 +26,7 @@ from click.testing import CliRunner
 
 from scale_surgery import Probes, Request, Routing, ServingError, expand, merge, route_export, serve
 from scale_surgery.biographies import people, questions
+from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.cli.program import main
 from scale_surgery.errors import CheckpointError
 from scale_surgery.running import serve as serving
@@ -75,7 +76,7 @@ def test_the_loader_of_transformers_server_loads_what_is_made_known(
         monkeypatch.delattr(known, name)
         with pytest.raises(AttributeError, match=name):
             ModelManager(device="cpu", force_model=str(folder))
-    serving._make_known(folder, RunOptions())
+    serving._make_known(open_checkpoint(folder), RunOptions())
     manager = ModelManager(device="cpu", force_model=str(folder))
     (loaded,) = manager.loaded_models.values()
     assert type(loaded.model).__name__ == name
@@ -98,6 +99,16 @@ def test_a_taken_port_is_found_before_anything_is_loaded() -> None:
             serve("nowhere", serving.Address(port=port))
     with pytest.raises(ServingError, match=r"^port: 70000, expected a port, from 1 to 65535"):
         serve("nowhere", serving.Address(port=70000))
+
+
+def test_what_is_no_model_is_told_by_what_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As by every other command; a tokenizer is not what these lack."""
+    monkeypatch.setattr(serving, "NEEDED", ("json",))
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").touch()
+    for name, said in (("empty", "the folder is empty"), ("file", "is a file, expected a model folder")):
+        with pytest.raises(CheckpointError, match=f"{name}: {said}"):
+            serve(tmp_path / name, serving.Address(port=free_port()))
 
 
 def test_missing_packages_are_named_with_how_to_get_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,6 @@ from scale_surgery import (
     freeze_base,
     inspect,
     merge,
-    modeling,
     report,
     route_export,
     strip,
@@ -47,6 +46,7 @@ from scale_surgery.cli.program import main
 from scale_surgery.hub.card import make_card
 from scale_surgery.hub.repository import read_contents
 from scale_surgery.progress import no_progress
+from scale_surgery.running.stored_names import reading_of
 from scale_surgery.show.tables_forms import render_adopted
 from scale_surgery.surgery.config import stored_shard
 from scale_surgery.surgery.record import read_manifest
@@ -120,6 +120,13 @@ def change(folder: Path, name: str, edit: Callable[[torch.Tensor], Any]) -> None
     save_file(tensors, file, metadata={"format": "pt"})
 
 
+def replace(folder: Path, name: str, made: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Save another tensor in place of one."""
+    file = folder / open_checkpoint(folder, {}).tensors[name].file
+    tensors = load_file(file)
+    save_file(tensors | {name: made(tensors[name])}, file, metadata={"format": "pt"})
+
+
 def without(found: dict[str, str], *names: str) -> dict[str, str]:
     return {name: digest for name, digest in found.items() if name not in names}
 
@@ -143,8 +150,8 @@ def test_blocks_are_those_that_were_saved_and_all_else_is_the_expanded_folder(
     assert (digests(saved), digests(pair.path)) == before
     assert without(digests(done.path), EXPANSION, "surgery.json") == without(before[1], EXPANSION, "surgery.json")
     adopted, own = open_checkpoint(done.path), dict(model.named_parameters())
-    for name, in_memory in modeling.names_in_memory(model, own_new(pair)).items():
-        assert torch.equal(read_tensor(adopted, name), own[in_memory])
+    for name, place in reading_of(model).places(own_new(pair)).items():
+        assert torch.equal(read_tensor(adopted, name), own[place.name])
     assert torch.equal(logits(load(done.path)), logits(model))
     # the negative control: the blocks are other than those of the expanded folder
     assert not torch.equal(logits(load(done.path)), logits(pair.expanded))
@@ -219,6 +226,7 @@ def test_trainer_and_all_that_comes_after(tmp_path: Path) -> None:
     assert inspect(done.path).expansion.changed_since is None, "verified after it was adopted"  # type: ignore[union-attr]
     card = make_card(read_contents(done.path), "lab/wide", None, None, None).text
     assert re.search(r"\| 1 \| 2 \| [\d,]+ \| – \| 20", card) and "Another trainer made run 1, adopted on" in card
+    assert "Only new tensors were trained, none of the base. " in card and "could not be compared" not in card
     assert digests(strip(done.path, tmp_path / "stripped").path) == digests(SHIPPED_MODEL)
     taken = extract(done.path, tmp_path / "extract").path
     assert digests(apply(taken, tmp_path / "applied", SHIPPED_MODEL).path) == digests(done.path)
@@ -334,6 +342,48 @@ def test_what_the_dtype_of_the_plan_cannot_hold(base_of: Callable[..., Path], tm
     assert f"{name}: holds values up to 1e+06, expected such as F16 has" in refusal(saved, wide, tmp_path / "out")
 
 
+NEW = "model.layers.2.self_attn.q_proj.w21"
+
+
+@pytest.mark.parametrize("name", (NEW, "model.norm.weight"))
+@pytest.mark.parametrize("dtype", (torch.float8_e4m3fn, torch.int8, torch.bool, torch.complex64), ids=str)
+def test_numbers_of_another_kind(pair: Pair, saved: Path, tmp_path: Path, name: str, dtype: torch.dtype) -> None:
+    """Whatever made them, they are not what trained, and are not rounded to it."""
+    replace(saved, name, lambda own: own.to(dtype))
+    message = refusal(saved, pair.path, tmp_path / "out").splitlines()
+    assert message[0] == f"{saved}: 1 tensor does not fit {pair.path}."
+    assert re.fullmatch(rf"{name}: dtype \w+, expected BF16\.", message[1])
+    assert message[-1].startswith("Numbers of such dtypes were made of the trained ones")
+
+
+@pytest.mark.parametrize("value", (float("nan"), float("inf")))
+def test_a_training_that_diverged(pair: Pair, saved: Path, tmp_path: Path, value: float) -> None:
+    change(saved, NEW, lambda own: own[0, 0].fill_(value))
+    assert refusal(saved, pair.path, tmp_path / "out") == (
+        f"{NEW}: holds numbers that are not finite, so this training diverged. Adopt an earlier checkpoint of it, or "
+        "train again with a lower learning rate."
+    )
+
+
+def test_one_tensor_saved_under_two_names(pair: Pair, tmp_path: Path) -> None:
+    """Where both are the same it does not matter; else nobody knows which of them trained."""
+    model, twice = move(pair.load()), tmp_path / "twice"
+    save_flat(model, twice)
+    tensors = load_file(twice / "model.safetensors")
+    part = NEW.removeprefix("model.")
+    save_file(tensors | {part: tensors[NEW].clone()}, twice / "model.safetensors")
+    assert torch.equal(logits(load(adopt(twice, pair.path, tmp_path / "same").path)), logits(model))
+    save_file(tensors | {part: tensors[NEW] + 1}, twice / "model.safetensors")
+    message = refusal(twice, pair.path, tmp_path / "out")
+    assert message.startswith(f"{NEW}: was saved as ") and " values differ, by up to 1" in message
+    # a wrapper's name beside the plain one
+    tensors.pop("lm_head.weight")
+    save_file(tensors | {f"module.{NEW}": tensors[NEW] + 1}, twice / "model.safetensors")
+    assert f"{NEW}: was saved as {NEW} and as module.{NEW}, expected the same" in refusal(
+        twice, pair.path, tmp_path / "out"
+    )
+
+
 @pytest.mark.parametrize("wrapper", ("{}", "module.{}", "module._orig_mod.{}"))
 def test_names_in_memory_and_tied_tensors_twice(pair: Pair, tmp_path: Path, wrapper: str) -> None:
     model = move(pair.load())
@@ -418,6 +468,16 @@ def test_settings_that_were_changed_are_told(pair: Pair, saved: Path, tmp_path: 
     assert read_json(done.path / "config.json")["attention_dropout"] == 0.0
 
 
+def test_a_chat_template_that_was_given_is_told(pair: Pair, saved: Path, tmp_path: Path) -> None:
+    """The tokenizer stays the base's, so a model that learned by a template would be asked without it."""
+    write_json(saved / "tokenizer_config.json", {"chat_template": "{{ messages }}"})
+    expected = f"the chat template is another in what was saved, that of {pair.path} stays: it has none"
+    assert adopt(saved, pair.path, tmp_path / "out").other_settings == (expected,)
+    (saved / "tokenizer_config.json").unlink()
+    (saved / "chat_template.jinja").write_text("{{ messages }}")
+    assert adopt(saved, pair.path, tmp_path / "again").other_settings == (expected,)
+
+
 def test_a_vocabulary_that_was_changed(base_of: Callable[..., Path], tmp_path: Path) -> None:
     wide = expand(base_of("llama"), Request("1", method="depth"), tmp_path / "wide").path
     model = load(wide)
@@ -439,6 +499,8 @@ def test_new_tensors_alone(pair: Pair, tmp_path: Path) -> None:
     done = adopt(saved, pair.path, tmp_path / "out")
     assert torch.equal(logits(load(done.path)), logits(model))
     assert done.base_tensors == 0 and "none was saved, so none could be compared" in shown(done)
+    card = make_card(read_contents(done.path), "lab/wide", None, None, None).text
+    assert "The base that run 1 had was not saved" in card and "none of the base" not in card
     # but a part of the base is none
     save_file(new | {"model.norm.weight": model.model.norm.weight.detach()}, saved / "model.safetensors")
     assert "49 tensors do not fit" in refusal(saved, pair.path, tmp_path / "other")

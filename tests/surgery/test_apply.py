@@ -400,3 +400,9 @@ def test_lists_that_contradict_surgery_json_are_refused(extracted, pair_of, tmp_
         "extract.json: config.json is said to be the base's, which surgery.json does not say.",
         "extract.json: lists other base tensors than surgery.json. Restore it from where you got it.",
     ]
+
+
+def test_a_file_is_no_extract(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=r"file: has no extract\.json, expected a folder made by"):
+        apply(tmp_path / "file", tmp_path / "out")

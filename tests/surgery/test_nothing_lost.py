@@ -185,6 +185,8 @@ def test_bytes_behind_the_last_tensor_are_damage(own: Any) -> None:
         ["rank-layers", "{model}", "--data", "{text}", "-o", "{file}"],
         ["rank-layers", "{model}", "--data", "{text}", "--plot", "{file}"],
         ["report", "{expanded}", "--text", "{text}", "-o", "{file}"],
+        ["route-report", "{expanded}", "--text", "{text}", "-o", "{file}"],
+        ["generate", "{expanded}", "--prompts", "{text}", "-o", "{file}"],
     ],
 )
 def test_a_file_to_be_written_is_no_input(arguments: list[str], own: Any, base: Path, tmp_path: Path) -> None:

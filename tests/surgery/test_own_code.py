@@ -13,12 +13,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from scale_surgery import (
     Request,
     RunOptions,
     TrainingSettings,
+    adopt,
     apply,
     expand,
     extract,
@@ -34,6 +36,7 @@ from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.deriving.inspect import inspect
 from scale_surgery.errors import CheckpointError, PlanError, SurgeryError, UnsupportedFamilyError
 from scale_surgery.planning.architecture import CODE_FILES, OWN_CODE_FILE
+from scale_surgery.show.commands import after_verification, verify_command
 from scale_surgery.surgery.merge import merge
 from tests.conftest import digests
 from tests.own_code import save_pine
@@ -116,6 +119,7 @@ def test_the_output_is_the_base_s(made: Any, dtype: torch.dtype, has_own_attenti
     new = {name for name in open_checkpoint(wide).tensors if name not in open_checkpoint(base).tensors}
     assert {name for name, own in expanded.named_parameters() if own.requires_grad} == new
     found = verify(wide, base, run=TRUSTED, record=False)
+    assert after_verification(found) == f"scale-surgery train {wide} --data FILE --trust-remote-code"
     assert found.passed and found.numbers is not None
     with torch.no_grad():
         for name, own in expanded.named_parameters():
@@ -123,6 +127,35 @@ def test_the_output_is_the_base_s(made: Any, dtype: torch.dtype, has_own_attenti
     assert not torch.equal(answers(stock)[0], answers(expanded)[0])
     with expanded.expansion_disabled():
         assert all(map(torch.equal, answers(stock), answers(expanded)))
+
+
+def test_what_a_trainer_saved_of_it_is_adopted(made: Any, tmp_path: Path) -> None:
+    """From the expanded folder none of its code has to run; names in memory are only known by running it."""
+    base, wide = made()
+    model = load(wide)
+    with torch.no_grad():
+        for own in model.parameters():
+            own.add_(0.1) if own.requires_grad else None
+    model.save_pretrained(tmp_path / "saved")
+    with pytest.raises(CheckpointError, match="another trainer saved it"):
+        inspect(tmp_path / "saved", run=TRUSTED)
+    done = adopt(tmp_path / "saved", wide, tmp_path / "out", run=RunOptions(device="cpu"))
+    assert not done.other_settings and done.trained_tensors == done.expansion_tensors
+    assert verify_command(done.path) == f"scale-surgery verify {done.path} --trust-remote-code"
+    assert all(map(torch.equal, answers(load(done.path)), answers(model)))
+    again = adopt(tmp_path / "saved", None, tmp_path / "again", base, run=TRUSTED)
+    names = ("surgery.json",)
+    assert {**digests(again.path), **dict.fromkeys(names)} == {**digests(done.path), **dict.fromkeys(names)}
+    with pytest.raises(UnsupportedFamilyError, match="read it, then give --trust-remote-code"):
+        adopt(tmp_path / "saved", None, tmp_path / "other", base, run=RunOptions(device="cpu"))
+    config = json.loads((tmp_path / "saved" / "config.json").read_text())
+    (tmp_path / "saved" / "config.json").write_text(json.dumps({**config, "intermediate_size": 7, "unheard": 3.0}))
+    found = adopt(tmp_path / "saved", wide, tmp_path / "third").other_settings
+    assert found == ("intermediate_size is 7 in what was saved, 48 stays",)
+    tensors = load_file(tmp_path / "saved" / "model.safetensors")
+    save_file(tensors | {"other": torch.ones(1)}, tmp_path / "saved" / "model.safetensors")
+    with pytest.raises(CheckpointError, match="Save the trained model by save_pretrained"):
+        adopt(tmp_path / "saved", wide, tmp_path / "other")
 
 
 def test_somebody_with_transformers_alone_loads_and_saves_it(made: Any, tmp_path: Path) -> None:
