@@ -283,11 +283,23 @@ class ExpandedHead(ExpandedModule):
 
     def forward(self, x: Tensor) -> Tensor:
         answer = self.answers.get(own_thread())
-        return self.capped_in_place(super().forward(x)) if answer is None else answer(x)
+        if answer is not None:
+            return answer(x)
+        logits = self.forward_expanded(x) if self.is_enabled else self.base_logits(x.contiguous(), x)
+        return self.capped_in_place(logits)
 
     def forward_expanded(self, x: Tensor) -> Tensor:
         ((base, up),) = self.split(x)
-        return self.add_up(self.forward_stock(base), up)
+        return self.add_up(self.base_logits(base, x), up)
+
+    def base_logits(self, base: Tensor, read: Tensor) -> Tensor:
+        """Logits of the base stream, which is contiguous; `read` lies in memory as the base model's features do.
+
+        Features of last tokens alone are strided, and to their product torch adds a bias in a step of its own.
+        """
+        if self.bias is None or read.is_contiguous():
+            return self.forward_stock(base)
+        return functional.linear(base, self.weight) + self.bias
 
     def add_up(self, logits: Tensor, up: Tensor) -> Tensor:
         """Add head_up x_up to the logits of the base stream."""

@@ -464,3 +464,23 @@ def test_an_embedding_scales_its_new_columns_as_the_old_ones(scale):
         module.up_weight.fill_(3)
         found = module(torch.arange(5))
         assert torch.equal(found, torch.cat((module.weight * 2, module.up_weight * 2), dim=-1))
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16), ids=str)
+@pytest.mark.parametrize("is_enabled", (True, False))
+def test_a_head_with_a_bias_sees_last_tokens_as_the_base_does(dtype, is_enabled):
+    """Generation asks for the logits of last tokens; torch adds the bias to those of several texts apart."""
+    torch.manual_seed(0)
+    stock = nn.Linear(64, 97).to(dtype)
+    head = nn.Linear(64, 97).to(dtype)
+    head.load_state_dict(stock.state_dict())
+    expand_module(head, "head", base=64, up=8, dtype=None)
+    head.requires_grad_(False).is_enabled = is_enabled
+    features = torch.randn(3, 13, 72).to(dtype)
+    base = features[..., :64].contiguous()
+    seen = features if is_enabled else base
+    with torch.no_grad():
+        last = stock(base[:, -1:])
+        assert torch.equal(head(seen[:, -1:]), last) and torch.equal(head(seen), stock(base))
+        # negative control: where the same features are not strided, half precision rounds otherwise
+        assert torch.equal(last, stock(base[:, -1:].contiguous())) == (dtype == torch.float32)
