@@ -13,20 +13,10 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from .expanded_modules import View
+
 # bytes; kernels may treat rows that begin at a multiple of a vector register differently
 ALIGNMENT = 64
-
-
-class View:
-    """An object seen with some values of its own; everything else is read live from the object."""
-
-    def __init__(self, viewed: Any, own: dict[str, Any]) -> None:
-        self.__dict__.update(own, viewed=viewed)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "viewed":
-            raise AttributeError(name)
-        return getattr(self.viewed, name)
 
 
 class Part(NamedTuple):

@@ -16,6 +16,7 @@ import torch
 import transformers
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM
+from transformers.models.falcon.modeling_falcon import FalconLinear
 
 from scale_surgery.modeling.expanded_modules import ExpandedModule, expand_module
 from scale_surgery.modeling.modeling_scale import model_of
@@ -484,3 +485,20 @@ def test_a_head_with_a_bias_sees_last_tokens_as_the_base_does(dtype, is_enabled)
         assert torch.equal(head(seen[:, -1:]), last) and torch.equal(head(seen), stock(base))
         # negative control: where the same features are not strided, half precision rounds otherwise
         assert torch.equal(last, stock(base[:, -1:].contiguous())) == (dtype == torch.float32)
+
+
+@pytest.mark.parametrize("stock", (nn.Linear, FalconLinear))
+def test_copies_are_computed_as_the_stock_class_computes(stock):
+    """Falcon adds the bias in a step of its own, and rounds twice."""
+    torch.manual_seed(0)
+    down, up, x = (own.bfloat16() for own in (stock(52, 40), stock(40, 52), torch.randn(2, 13, 40)))
+    with torch.no_grad():
+        wide, written = up(x), down(up(x))
+        expand_module(up, "grown", in_features=[40, 0], out_features=[[52, 52]], collaborative=False, dtype=None)
+        expand_module(
+            down, "grown", in_features=[52, 52], out_features=[[40, 0]], collaborative=True, dtype=None, share=0.5
+        )
+        for name, own in {"w21": up.weight, "up_bias": up.bias}.items():
+            up.get_parameter(name).copy_(own)
+        down.w12.copy_(down.weight / 2)
+        assert torch.equal(up(x), torch.cat((wide, wide), -1)) and torch.equal(down(up(x)), written)
