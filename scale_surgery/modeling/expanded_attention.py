@@ -7,7 +7,7 @@ the base model's, bit for bit. This file travels with the checkpoint.
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn

@@ -115,4 +115,13 @@ def test_what_binds_a_model_to_its_form_is_told():
     assert "its logits are changed after the head" in path_problems(architecture("cohere"), None)[0]
     assert not path_problems(architecture("llama"), None)
     plain = architecture("llama"), architecture("gemma2")
-    assert not any(about.alters_logits or about.is_numbered for about in plain)
+    assert not any(about.alters_logits or about.is_numbered or about.keeps_batch for about in plain)
+
+
+def test_a_model_without_room_for_two_paths_is_not_routed():
+    """GPTBigCode lays what its last norm gives into the shape of its input; its blocks alone would take two paths."""
+    config = CONFIG_MAPPING["gpt_bigcode"](multi_query=False, n_embd=256, n_head=4, n_layer=3)
+    about = derive(config).architecture
+    assert about.is_uniform and about.keeps_batch
+    assert "as many texts as were given, expected room for two paths" in path_problems(about, 0)[0]
+    assert not path_problems(about, None)
