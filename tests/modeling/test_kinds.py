@@ -18,6 +18,7 @@ from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM
 from transformers.models.falcon.modeling_falcon import FalconLinear
 
+from scale_surgery.modeling.expanded_attention import expand_attention
 from scale_surgery.modeling.expanded_modules import ExpandedModule, expand_module
 from scale_surgery.modeling.modeling_scale import model_of
 from scale_surgery.planning.architecture import Block, Sizes
@@ -373,6 +374,12 @@ def test_a_module_that_this_release_does_not_have_is_named(made, tmp_path):
     own["expanded"] = {name.replace("mlp", "moe"): spec for name, spec in own["expanded"].items()}
     with pytest.raises(ValueError, match="names the module moe, expected one of MixtralDecoderLayer in transformers 5"):
         write_expanded(made("mixtral")[0], tmp_path / "renamed", specs, names_of(MIXTRAL))
+
+
+def test_attention_that_is_computed_inside_its_module_is_refused():
+    """As older releases of transformers compute that of some models."""
+    with pytest.raises(ValueError, match=r"adds heads to Linear, which in transformers 5\..* does not hand queries"):
+        expand_attention(nn.Linear(2, 2), "expanded", [], {}, {})
 
 
 def test_an_activation_that_layers_share_is_expanded_once():
