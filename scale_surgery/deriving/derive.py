@@ -108,7 +108,7 @@ def _derive(config: PreTrainedConfig) -> Derived:
                 keeps_batch=keeps_batch(twin.stock, architecture.final_norm_path),
             )
             sizes = derive_sizes(real, architecture)
-            fixed, divides = stock_heads(real.config, architecture, sizes)
+            fixed, divides = stock_heads(real.model, architecture, sizes)
             architecture = replace(architecture, fixed_heads=fixed, heads_divide_hidden=divides)
             if (key := inner_key(real.config, architecture)) is not None:
                 architecture = replace(architecture, keys={**architecture.keys, "inner": key})

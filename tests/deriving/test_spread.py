@@ -126,6 +126,15 @@ def test_a_mixer_of_states_is_as_wide_as_its_own_heads():
     assert twin["mamba_d_ssm"] == twin["mamba_n_heads"] * twin["mamba_d_head"]
 
 
+def test_norms_whose_size_follows_from_the_number_of_heads_have_no_stock_form_with_more():
+    sizes = {"hidden_size": 256, "num_attention_heads": 4, "num_hidden_layers": 3}
+    plain, normed = (
+        derive(CONFIG_MAPPING["phi"](**sizes, qk_layernorm=is_normed)).architecture for is_normed in (False, True)
+    )
+    assert plain.fixed_heads == ""
+    assert normed.fixed_heads.startswith("with more heads self_attn.q_layernorm.weight, ")
+
+
 def test_a_model_without_room_for_two_paths_is_not_routed():
     """GPTBigCode lays what its last norm gives into the shape of its input; its blocks alone would take two paths."""
     config = CONFIG_MAPPING["gpt_bigcode"](multi_query=False, n_embd=256, n_head=4, n_layer=3)
