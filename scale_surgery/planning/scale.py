@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 
 from scale_surgery.errors import PlanError
 from scale_surgery.fields import Range
+from scale_surgery.planning.added import NewTensor, new_tensors
 from scale_surgery.planning.architecture import Block, Kind, Sizes
 from scale_surgery.planning.base import Base
 from scale_surgery.planning.collaboration import resolve_collaboration
 from scale_surgery.planning.method import Method, Resolved
 from scale_surgery.planning.selection import format_layers, select_layers
-from scale_surgery.planning.specs import NewTensor, Spec, Widths, build_specs, new_tensors
+from scale_surgery.planning.specs import Spec, Widths, build_specs
 from scale_surgery.planning.tensors import TensorPlan
 
 if TYPE_CHECKING:
