@@ -165,7 +165,7 @@ def idle_tensors(plan: Plan) -> tuple[TensorPlan, ...]:
     if (first == 0 and plan.architecture.enters == "embedding") or not plan.widths.up_width:
         return ()
     norm = kind.blocks[0].norm
-    modules = {norm: ("up_weight",)} if norm else {}
+    modules: dict[str, tuple[str, ...]] = {norm: ("up_weight",)} if norm else {}
     has_bias = any(tensor.name.endswith(f".{first}.{kind.on_disk(norm)}.up_bias") for tensor in plan.tensors)
     if not has_bias or plan.request.init_w22 == "zero":
         reading = _first_blocks(kind)
