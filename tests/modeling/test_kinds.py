@@ -19,6 +19,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 from transformers.models.falcon.modeling_falcon import FalconLinear
 
 from scale_surgery.modeling.expanded_attention import expand_attention
+from scale_surgery.modeling.expanded_model import Wide, widen_added
 from scale_surgery.modeling.expanded_modules import ExpandedModule, expand_module
 from scale_surgery.modeling.modeling_scale import model_of
 from scale_surgery.planning.architecture import Block, Sizes
@@ -509,3 +510,17 @@ def test_copies_are_computed_as_the_stock_class_computes(stock):
             up.get_parameter(name).copy_(own)
         down.w12.copy_(down.weight / 2)
         assert torch.equal(up(x), torch.cat((wide, wide), -1)) and torch.equal(down(up(x)), written)
+
+
+@pytest.mark.parametrize("preserve", (4, 6))
+def test_what_is_added_before_layers_is_as_wide_as_what_enters_them(preserve):
+    """As Granite's vision models add images; the second layer is the first that two paths enter."""
+    model, features = nn.Module(), torch.randn(3, 4)
+    model.is_widening, model.wide = True, Wide(up=2, preserve=preserve, fork=0)
+    args, kwargs = widen_added(model, (), {"deepstack_features": {0: features, 1: features}, "use_cache": False})
+    adapt = torch.nn.functional.pad(features, (0, 2))
+    assert args == () and kwargs["use_cache"] is False
+    assert torch.equal(kwargs["deepstack_features"][0], adapt)
+    assert torch.equal(kwargs["deepstack_features"][1], torch.cat((adapt[:, :preserve], adapt), -1))
+    model.is_widening = False
+    assert widen_added(model, (), {"deepstack_features": {0: features}}) is None
