@@ -49,7 +49,16 @@ def read_settings(given: tuple[str, ...]) -> dict[str, Any]:
 
 
 def settings_from(options: dict[str, Any]) -> dict[str, Any]:
-    """Settings of a recipe that were given as options, by their names in it."""
+    """Settings that were given, by their names in a recipe: options, then those of --set, then those of the recipe."""
+    from scale_surgery.learning.recipe_file import read_recipe
+
+    recipe, given = options.pop("recipe"), options.pop("given")
+    said = {} if recipe is None else read_recipe(recipe)
+    said |= {name: own for name in ("model", "preset") if (own := options.pop(name)) is not None}
+    return said | _from_options(options) | read_settings(given)
+
+
+def _from_options(options: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for section, names in SHORT.items():
         found |= {f"{section}.{name}": value for name in names if (value := options.pop(name)) not in (None, False)}
@@ -83,16 +92,7 @@ def settings_from(options: dict[str, Any]) -> dict[str, Any]:
 @run_options("device", code=RUN)
 @output_options
 def learn_command(
-    model: str | None,
-    output: Path | None,
-    preset: str | None,
-    recipe: Path | None,
-    given: tuple[str, ...],
-    write_recipe: Path | None,
-    dry_run: bool,
-    overwrite: bool,
-    out: Output,
-    **options: Any,
+    output: Path | None, write_recipe: Path | None, dry_run: bool, overwrite: bool, out: Output, **options: Any
 ) -> None:
     """Teach MODEL the text of --data, from the choice of layers to a verified model that keeps its base.
 
@@ -108,16 +108,12 @@ def learn_command(
              scale-surgery learn --recipe recipe.yaml -o OUT
     """
     from scale_surgery.learning.learn import Told, default_output, prepare, resolve_recipe, run
-    from scale_surgery.learning.recipe_file import PRESET, read_recipe
     from scale_surgery.learning.recipe_file import write_recipe as write
     from scale_surgery.show.tables_learn import render_ahead, render_learned, render_lines, render_result, render_stage
 
     # a scheduler that ends a job is answered like somebody at the keyboard
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    said = {} if recipe is None else read_recipe(recipe)
-    said |= settings_from(options) | read_settings(given)
-    said |= {name: value for name, value in (("model", model), (PRESET, preset)) if value is not None}
-    resolved = resolve_recipe(said)
+    resolved = resolve_recipe(settings_from(options))
     if write_recipe is not None:
         write(resolved, write_recipe)
         out.say_file("written", write_recipe)

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 COUNTED = re.compile("^(num|n)_.*(layer|expert|head|block)|layers?$|experts?$|depth$")
 # no size, and no length of a text, is larger in any model
 LARGEST = 20_000_000
+# the base of the angles of rope is no size, nor is a seed
+UNBOUNDED = re.compile("theta|base|freq|seed")
 # a config may name a layer that it never has, such as the one from which on windows slide, and experts may be one
 # tensor
 MOST_HARMLESS = 5000
@@ -99,7 +101,7 @@ def _check_counts(config: Mapping[str, Any], tensors: int) -> None:
                     f"config.json: {key} is {value}, found {tensors} tensors in all. Is config.json from this "
                     "checkpoint, and is the checkpoint complete?"
                 )
-            if isinstance(value, int) and value > LARGEST:
+            if isinstance(value, int) and value > LARGEST and not UNBOUNDED.search(str(key)):
                 raise CheckpointError(f"config.json: {key} is {value}, expected at most {LARGEST}. Is it this model's?")
 
 

@@ -1,4 +1,4 @@
-"""What binds a model to its form: logits that are changed after the head, layers that compute with their number."""
+"""What binds a model to its form: logits changed after the head, layers that know their number, a batch that stays."""
 
 from __future__ import annotations
 
@@ -58,3 +58,21 @@ def is_numbered(model: PreTrainedModel, kinds: Sequence[int]) -> bool:
     own(input_ids=token_ids(own.config), use_cache=False)
     args, kwargs, output = seen[0]
     return not is_same(first_tensor(second(*args, **kwargs)), first_tensor(output))
+
+
+@torch.no_grad()
+def keeps_batch(model: PreTrainedModel, final_norm: str) -> bool:
+    """Find whether what leaves the last norm has to be as many texts as were given: two paths leave it as two batches.
+
+    Args:
+        model: A twin.
+        final_norm: Path of its last norm.
+    """
+    own: Any = copy.deepcopy(model)
+    own.get_submodule(final_norm).register_forward_hook(lambda module, inputs, output: torch.cat((output, output)))
+    ids = token_ids(own.config)
+    try:
+        return len(own(input_ids=ids, use_cache=False).logits) != 2 * len(ids)
+    # a view of another shape, in most models
+    except RuntimeError:
+        return True

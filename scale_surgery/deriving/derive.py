@@ -16,7 +16,7 @@ import torch
 import transformers
 from transformers import PreTrainedConfig
 
-from scale_surgery.deriving.bound import alters_logits, is_numbered
+from scale_surgery.deriving.bound import alters_logits, is_numbered, keeps_batch
 from scale_surgery.deriving.build import (
     build,
     build_twin,
@@ -105,9 +105,10 @@ def _derive(config: PreTrainedConfig) -> Derived:
                 architecture,
                 alters_logits=alters_logits(twin.stock, architecture.softcap),
                 is_numbered=is_numbered(twin.stock, twin.kinds),
+                keeps_batch=keeps_batch(twin.stock, architecture.final_norm_path),
             )
             sizes = derive_sizes(real, architecture)
-            fixed, divides = stock_heads(real.config, architecture, sizes)
+            fixed, divides = stock_heads(real.model, architecture, sizes)
             architecture = replace(architecture, fixed_heads=fixed, heads_divide_hidden=divides)
             if (key := inner_key(real.config, architecture)) is not None:
                 architecture = replace(architecture, keys={**architecture.keys, "inner": key})

@@ -199,7 +199,7 @@ def _attempt(real: Real, values: Values) -> tuple[PreTrainedConfig | None, str]:
         return (config, "") if (problem := _problem(real, config)) is None else (None, problem)
     # a stock config or model says in its own way that its sizes do not fit
     except Exception as error:
-        return None, f"{type(error).__name__}: {error}".split("\n")[0][:200]
+        return None, f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
 
 
 def _problem(real: Real, config: PreTrainedConfig) -> str | None:

@@ -305,15 +305,18 @@ class _Shrinking:
         stated = _plain(self.config.to_dict())
         small = _plain(self.values)
         expands = [value for key, value in stated.items() if "expand" in key and value]
-        for count in (key for key in stated if HEADS.search(key) and not HEAD_SIZE.search(key)):
-            for size in (key for key in stated if HEAD_SIZE.search(key)):
-                for expand in expands:
-                    if stated[count] * stated[size] == expand * (self.old["hidden_size"] or 0):
-                        small[size] = min(small[size], 8)
-                        small[count] = int(expand * self.hidden) // small[size]
-                for third in (key for key in stated if re.search("d_ssm|d_inner", key)):
-                    if stated[count] * stated[size] == stated[third]:
-                        small[third] = small[count] * small[size]
+        counts = [key for key in stated if HEADS.search(key) and not HEAD_SIZE.search(key)]
+        sizes = [key for key in stated if HEAD_SIZE.search(key)]
+        # heads of attention and of a mixer of states have sizes of their own; the last word has the mixer
+        pairs = [(one, other) for one in counts for other in sizes if ("mamba" in one) == ("mamba" in other)]
+        for count, size in sorted(pairs, key=lambda pair: "mamba" in pair[0]):
+            for expand in expands:
+                if stated[count] * stated[size] == expand * (self.old["hidden_size"] or 0):
+                    small[size] = min(small[size], 8)
+                    small[count] = int(expand * self.hidden) // small[size]
+            for third in (key for key in stated if re.search("d_ssm|d_inner", key)):
+                if stated[count] * stated[size] == stated[third]:
+                    small[third] = small[count] * small[size]
         self.values |= {key: small[key] for key in small}
 
 

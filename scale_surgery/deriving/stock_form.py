@@ -19,11 +19,11 @@ TOGETHER = "its queries and keys are normalised over all heads at once, and new 
 SHARED = "its head size is the hidden size over the query heads, so more heads are smaller heads"
 
 
-def stock_heads(config: PreTrainedConfig, architecture: Architecture, sizes: Sizes) -> tuple[str, bool]:
+def stock_heads(real: PreTrainedModel, architecture: Architecture, sizes: Sizes) -> tuple[str, bool]:
     """Find whether the stock model can have more heads of the same size.
 
     Args:
-        config: The real config.
+        real: The real model, on the meta device.
         architecture: Facts of the architecture; heads of a model whose layers differ are not asked for.
         sizes: Sizes of the model.
 
@@ -39,15 +39,15 @@ def stock_heads(config: PreTrainedConfig, architecture: Architecture, sizes: Siz
     more = range(block.key_value_heads + 1, sizes.hidden + 1)
     divides = [heads for heads in more if sizes.hidden % (heads * block.queries_per_key_value) == 0]
     others = list(islice((heads for heads in count(block.key_value_heads + 1) if heads not in divides), 1))
-    problem = _problem(config, architecture, block, others[0])
+    problem = _problem(real, architecture, block, others[0])
     if problem is None or not divides:
         return problem or "", False
-    if (also := _problem(config, architecture, block, divides[0])) is None:
+    if (also := _problem(real, architecture, block, divides[0])) is None:
         return "", True
     return also, False
 
 
-def _problem(config: PreTrainedConfig, architecture: Architecture, block: Block, heads: int) -> str | None:
+def _problem(real: PreTrainedModel, architecture: Architecture, block: Block, heads: int) -> str | None:
     """Why a stock model with so many key/value heads is not what a merged one has to be."""
     wanted = {
         "query_heads": heads * block.queries_per_key_value,
@@ -57,13 +57,19 @@ def _problem(config: PreTrainedConfig, architecture: Architecture, block: Block,
     own = {architecture.keys.get(name, CONFIG_KEYS[name]): value for name, value in wanted.items()}
     try:
         with torch.device("meta"):
-            model = build(type(config).from_dict(config.to_dict() | own))
+            model = build(type(real.config).from_dict(real.config.to_dict() | own))
     # a config that checks itself, or a model that does, says best what it wants
     except Exception as error:
         return f"its config does not allow it: {' '.join(str(error).split())[:200]}"
     *_, writer = block.linears
-    read, _ = features(_first_layer(model, architecture).get_submodule(writer.name))
-    return None if read == wanted["query_heads"] * block.head_size else SHARED
+    layer = _first_layer(model, architecture)
+    if features(layer.get_submodule(writer.name))[0] != wanted["query_heads"] * block.head_size:
+        return SHARED
+    linears = {linear.name for linear in block.linears}
+    before = {name: own.shape for name, own in _first_layer(real, architecture).named_parameters()}
+    changed = [name for name, own in layer.named_parameters() if before.get(name) != own.shape]
+    others = [name for name in changed if name.rpartition(".")[0] not in linears]
+    return f"with more heads {', '.join(others)} would be of another size" if others else None
 
 
 def inner_key(config: PreTrainedConfig, architecture: Architecture) -> str | None:

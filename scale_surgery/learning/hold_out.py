@@ -106,9 +106,8 @@ def hold_out(
     if problems := problems_of(settings):
         raise PlanError.from_problems(problems)
     files, target = list(map(str, listed(data))), Path(output)
-    check_target(
-        target, [path for path in (parse_source(file).path for file in files) if path.exists()], overwrite=False
-    )
+    places = [parse_source(file).path for file in files]
+    check_target(target, [place for place in places if place.exists()], overwrite=False)
     # a file that is not there is said where it is read
     stamps = take_stamps(text_files(files))
     drawn = _draw(files, settings)

@@ -275,16 +275,15 @@ def _check_folder(folder: Path, recipe: Recipe, *, overwrite: bool) -> None:
 def _stamp_texts(recipe: Recipe) -> dict[str, list[int]]:
     """Sizes and times of all texts: a job that goes on has to read what it began with."""
     given = (*recipe.data, *recipe.old, *recipe.measure_new, *recipe.measure_old)
+    sources = {name: parse_source(name) for name in given}
     missing = [
-        f"{file}: there is no such file. Give UTF-8 text, JSONL or a saved dataset."
-        for file in given
-        if not Path(file).exists()
+        f"{name}: there is no such file. Give UTF-8 text, JSONL, a saved dataset, or the id of one on the Hub."
+        for name, source in sources.items()
+        if not source.path.exists() and not source.is_on_hub
     ]
     if missing:
         raise DataError.from_problems(missing)
-    return {
-        str(file): [file.stat().st_size, file.stat().st_mtime_ns] for file in text_files([Path(own) for own in given])
-    }
+    return {str(file): [file.stat().st_size, file.stat().st_mtime_ns] for file in text_files(given)}
 
 
 def _continue(record: Record, recipe: Recipe) -> Record:

@@ -10,23 +10,14 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from .expanded_modules import View
+
 # bytes; kernels may treat rows that begin at a multiple of a vector register differently
 ALIGNMENT = 64
-
-
-class View:
-    """An object seen with some values of its own; everything else is read live from the object."""
-
-    def __init__(self, viewed: Any, own: dict[str, Any]) -> None:
-        self.__dict__.update(own, viewed=viewed)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "viewed":
-            raise AttributeError(name)
-        return getattr(self.viewed, name)
 
 
 class Part(NamedTuple):
@@ -87,6 +78,22 @@ SPLIT_ATTENTION = "scale_surgery_split_heads"
 ALL_ATTENTION_FUNCTIONS.register(SPLIT_ATTENTION, split_attention)
 
 
+def find_eager_attention(module: nn.Module) -> Any:
+    """The eager attention function of a module's file; each file of transformers has one of its own.
+
+    Raises:
+        ValueError: If there is none: older releases compute the attention of some models inside the module.
+    """
+    found = vars(import_module(type(module).__module__)).get("eager_attention_forward")
+    if found is None:
+        raise ValueError(
+            f"config.json: scale_surgery adds heads to {type(module).__name__}, which in transformers "
+            f"{transformers.__version__} does not hand queries, keys and values to a function of attention, expected "
+            "one that does. Load the model with the release that surgery.json names."
+        )
+    return found
+
+
 def expand_attention(module: nn.Module, mode: str, parts: list[Part], attributes: dict, config: dict) -> None:
     """Tell an attention module of its heads in a mode: what its stock forward then reads from itself and its config.
 
@@ -99,7 +106,7 @@ def expand_attention(module: nn.Module, mode: str, parts: list[Part], attributes
     """
     if not hasattr(module, "modes"):
         module.base_detached = False
-        module.eager_attention = vars(import_module(type(module).__module__))["eager_attention_forward"]
+        module.eager_attention = find_eager_attention(module)
         module.modes = {"stock": {"config": module.config}}
     module.modes["stock"] |= {name: getattr(module, name) for name in attributes}
     split = {"_attn_implementation": SPLIT_ATTENTION} if parts else {}

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from inspect import signature
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -21,6 +22,16 @@ from .expanded_modules import EXPANSION_NAMES, ExpandedModule, GrownLinear, expa
 
 # tensors that an error names
 MOST_NAMED = 5
+# what models that see images add to the hidden state between layers, by the number of a layer: after it, or before it
+ADDED_AFTER, ADDED_BEFORE = "deepstack_visual_embeds", "deepstack_features"
+
+
+class Wide(NamedTuple):
+    """How wide the hidden state is: beside the base stream, and on the preserve path above the layer that forks."""
+
+    up: int
+    preserve: int = 0
+    fork: int | None = None
 
 
 def find_base_model(model: nn.Module, path: str) -> nn.Module:
@@ -136,6 +147,35 @@ def fork(layer: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | No
     return change_hidden(args, kwargs, lambda hidden: torch.cat((hidden[..., :width], hidden), dim=-1))
 
 
+def widen_added(base_model: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+    """Let what stock code adds to the hidden state between layers be as wide as that, zeros beside it; a hook.
+
+    Models that see images may add features of them once more after each of the first layers, or before some.
+    """
+    if not base_model.is_widening:
+        return None
+    wide, own = base_model.wide, {}
+    if kwargs.get(ADDED_AFTER) is not None:
+        own[ADDED_AFTER] = [wide_for(features, layer + 1, wide) for layer, features in enumerate(kwargs[ADDED_AFTER])]
+    if kwargs.get(ADDED_BEFORE) is not None:
+        own[ADDED_BEFORE] = {layer: wide_for(features, layer, wide) for layer, features in kwargs[ADDED_BEFORE].items()}
+    return args, kwargs | own
+
+
+def wide_for(features: Tensor, layer: int, wide: Wide) -> Tensor:
+    """Features as wide as the hidden state that enters a layer."""
+    adapt = functional.pad(features, (0, wide.up))
+    is_forked = wide.fork is not None and layer > wide.fork
+    return torch.cat((adapt[..., : wide.preserve], adapt), dim=-1) if is_forked else adapt
+
+
+def widen_what_is_added(base_model: nn.Module, plan: dict[str, Any]) -> None:
+    """Widen what stock code adds to the hidden state between layers, where there is any such thing."""
+    if {ADDED_AFTER, ADDED_BEFORE}.intersection(signature(base_model.forward).parameters):
+        base_model.wide, base_model.is_widening = Wide(plan["widths"]["up_width"]), False
+        base_model.register_forward_pre_hook(widen_added, with_kwargs=True)
+
+
 def route_layers(base_model: nn.Module, plan: dict[str, Any]) -> None:
     """Let two paths pass through every module from the first collaborative layer to the last norm."""
     routing, layers = plan["routing"], base_model.get_submodule(plan["layers"])
@@ -206,6 +246,7 @@ class ExpandedPreTrainedModel:
             first = base_model.get_submodule(plan["layers"])[0]
             first.entering_width, first.is_entered = plan["widths"]["up_width"], True
             first.register_forward_pre_hook(enter, with_kwargs=True)
+        widen_what_is_added(base_model, plan)
         for name, spec in plan["model"].items():
             own_dtype = {} if spec["kind"] in ("passing", "padding") else {"dtype": plan["dtype"]}
             if is_fused(plan) and spec["kind"] == "norm":
@@ -373,6 +414,10 @@ class ExpandedPreTrainedModel:
                 module.is_forking = is_routed
             if hasattr(module, "is_entered"):
                 module.is_entered = is_enabled
+            if hasattr(module, "is_widening"):
+                routing = self.config.scale_surgery["routing"] if is_routed else {"preserve_width": 0, "fork": None}
+                module.is_widening = is_enabled
+                module.wide = module.wide._replace(preserve=routing["preserve_width"], fork=routing["fork"])
 
     def trainable_parameters(self) -> dict[str, dict[str, int]]:
         """Count what trains: for each layer, and for what lies outside the layers, parameters by group."""

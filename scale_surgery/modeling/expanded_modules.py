@@ -41,6 +41,18 @@ CACHES = {"past_key_values", "past_key_value", "layer_past", "cache_params", "ca
 EXPANSION_NAMES = ("w12", "w21", "w22", "w11", "up_weight", "up_bias", "bias11")
 
 
+class View:
+    """An object seen with some values of its own; everything else is read live from the object."""
+
+    def __init__(self, viewed: Any, own: dict[str, Any]) -> None:
+        self.__dict__.update(own, viewed=viewed)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "viewed":
+            raise AttributeError(name)
+        return getattr(self.viewed, name)
+
+
 class ExpandedModule:
     """A stock module with an up stream; the second base class of every expanded module.
 
@@ -245,7 +257,9 @@ class GrownLinear(ExpandedLinear):
         """What the stock module would compute with this block, whose rows are outputs, and this bias."""
         x, bias = x.to(block.dtype), None if bias is None else bias.to(block.dtype)
         if isinstance(self, nn.Linear):
-            return functional.linear(x, block, bias).to(like.dtype)
+            # some stock classes add the bias in a step of its own
+            stock: Any = type(self).__bases__[1]
+            return stock.forward(View(self, {"weight": block, "bias": bias}), x).to(like.dtype)
         # Conv1D stores (inputs, outputs), and a product reads its operands in the order in which they lie
         rows = torch.addmm(bias, x.reshape(-1, x.shape[-1]), aligned(block.t(), self.weight))
         return rows.view(*x.shape[:-1], -1).to(like.dtype)
@@ -283,11 +297,23 @@ class ExpandedHead(ExpandedModule):
 
     def forward(self, x: Tensor) -> Tensor:
         answer = self.answers.get(own_thread())
-        return self.capped_in_place(super().forward(x)) if answer is None else answer(x)
+        if answer is not None:
+            return answer(x)
+        logits = self.forward_expanded(x) if self.is_enabled else self.base_logits(x.contiguous(), x)
+        return self.capped_in_place(logits)
 
     def forward_expanded(self, x: Tensor) -> Tensor:
         ((base, up),) = self.split(x)
-        return self.add_up(self.forward_stock(base), up)
+        return self.add_up(self.base_logits(base, x), up)
+
+    def base_logits(self, base: Tensor, read: Tensor) -> Tensor:
+        """Logits of the base stream, which is contiguous; `read` lies in memory as the base model's features do.
+
+        Features of last tokens alone are strided, and to their product torch adds a bias in a step of its own.
+        """
+        if self.bias is None or read.is_contiguous():
+            return self.forward_stock(base)
+        return functional.linear(base, self.weight) + self.bias
 
     def add_up(self, logits: Tensor, up: Tensor) -> Tensor:
         """Add head_up x_up to the logits of the base stream."""

@@ -178,10 +178,10 @@ class Paths:
     def base_logits(self) -> tuple[Tensor, Tensor]:
         """Z_p and Z_a, by the stock head, in memory of their own."""
         width = self.head.base_in
-        z_p = self.head.forward_stock(own_memory(self.preserve[..., :width].detach()))
+        z_p = self.head.base_logits(own_memory(self.preserve[..., :width].detach()), self.preserve)
         if self.adapt is self.preserve:
             return z_p, z_p.clone()
-        return z_p, self.head.forward_stock(own_memory(self.adapt[..., :width]))
+        return z_p, self.head.base_logits(own_memory(self.adapt[..., :width]), self.adapt)
 
     def lead(self, ids: Tensor) -> Tensor:
         """Evidence log p_P - log p_A of one token a position; the logits of one path after those of the other."""

@@ -238,6 +238,7 @@ class Architecture:
         heads_divide_hidden: Whether the stock config wants a number of query heads that divides the hidden size.
         alters_logits: Whether logits are others than the head gives, but for a cap.
         is_numbered: Whether layers compute with their number.
+        keeps_batch: Whether what leaves the last norm has to be as many texts as were given.
         own_code: Auto class to module and class in the base's own files, such as `modeling_own.OwnForCausalLM`, where
             transformers does not have its model type; otherwise empty.
     """
@@ -266,6 +267,7 @@ class Architecture:
     heads_divide_hidden: bool = False
     alters_logits: bool = False
     is_numbered: bool = False
+    keeps_batch: bool = False
     own_code: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -282,6 +284,11 @@ class Architecture:
     def layers_path(self) -> str:
         """Module list of the layers, inside the whole model."""
         return f"{self.base_model}.{self.layers}" if self.base_model else self.layers
+
+    @property
+    def final_norm_path(self) -> str:
+        """Norm after the last layer, inside the whole model."""
+        return f"{self.base_model}.{self.final_norm.name}" if self.base_model else self.final_norm.name
 
     def kind(self, layer: int) -> Kind:
         """What a layer is made of."""

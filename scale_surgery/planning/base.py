@@ -13,7 +13,7 @@ from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.headers import FLOAT_DTYPES
 from scale_surgery.errors import CheckpointError
 from scale_surgery.planning.architecture import Architecture, Sizes
-from scale_surgery.planning.specs import expected_shapes, find_prefix, module_path
+from scale_surgery.planning.stored import expected_shapes, find_prefix, module_path
 
 
 @dataclass(frozen=True)

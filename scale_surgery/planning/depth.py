@@ -13,13 +13,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from scale_surgery.checkpoint.numbering import AFTER, CONFIG_KEY, Numbering
+from scale_surgery.planning.added import NewTensor
 from scale_surgery.planning.architecture import Architecture, Kind, numberless
 from scale_surgery.planning.base import Base
 from scale_surgery.planning.costs import Costs, estimate_depth
 from scale_surgery.planning.duplicable import binding_problems, check_depth_config, per_layer_lists
 from scale_surgery.planning.method import Method, Resolved, parameters_row
 from scale_surgery.planning.selection import format_layers, select_layers
-from scale_surgery.planning.specs import FORMAT, NewTensor, Spec, layer_path
+from scale_surgery.planning.specs import FORMAT, Spec
+from scale_surgery.planning.stored import layer_path
 from scale_surgery.planning.tensors import TensorPlan
 
 if TYPE_CHECKING:

@@ -8,19 +8,13 @@ from typing import TYPE_CHECKING, ClassVar
 
 from scale_surgery.errors import PlanError
 from scale_surgery.fields import Range
+from scale_surgery.planning.added import NewTensor
 from scale_surgery.planning.architecture import Architecture
 from scale_surgery.planning.base import Base
 from scale_surgery.planning.method import Method, Resolved
 from scale_surgery.planning.selection import select_layers
-from scale_surgery.planning.specs import (
-    Collaboration,
-    NewTensor,
-    Spec,
-    Widths,
-    build_specs,
-    module_path,
-    specs_of_layer,
-)
+from scale_surgery.planning.specs import Collaboration, Spec, Widths, build_specs, specs_of_layer
+from scale_surgery.planning.stored import module_path
 from scale_surgery.planning.tensors import TensorPlan
 
 if TYPE_CHECKING:

@@ -7,10 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from scale_surgery.planning.added import NewTensor
 from scale_surgery.planning.base import Base
 from scale_surgery.planning.costs import Costs, estimate
 from scale_surgery.planning.selection import format_layers
-from scale_surgery.planning.specs import Collaboration, NewTensor, Spec, Widths
+from scale_surgery.planning.specs import Collaboration, Spec, Widths
 from scale_surgery.planning.tensors import TensorPlan
 
 if TYPE_CHECKING:

@@ -20,12 +20,13 @@ from scale_surgery.checkpoint.headers import DTYPE_BYTES, FLOAT_DTYPES, TensorIn
 from scale_surgery.checkpoint.numbering import Numbering, numbering_of
 from scale_surgery.errors import PlanError
 from scale_surgery.planning import costs
+from scale_surgery.planning.added import NewTensor
 from scale_surgery.planning.architecture import Architecture, Sizes
 from scale_surgery.planning.base import Base, check_base, fingerprint
 from scale_surgery.planning.method import Method
 from scale_surgery.planning.methods import METHODS, get_method
 from scale_surgery.planning.request import Request, complete
-from scale_surgery.planning.specs import Collaboration, NewTensor, Spec, Widths, specs_of_layer
+from scale_surgery.planning.specs import Collaboration, Spec, Widths, specs_of_layer
 from scale_surgery.planning.tensors import Init, TensorPlan
 
 SHARD_BYTES = 512 * 1024 * 1024

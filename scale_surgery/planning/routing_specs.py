@@ -126,11 +126,11 @@ def path_problems(architecture: Architecture, fork: int | None) -> list[str]:
         A line for each reason.
     """
     later = "its logits are changed after the head, where a router gives out probabilities; expected logits as they are"
+    shape = "what leaves its last norm has to be as many texts as were given, expected room for two paths"
     kinds = [] if fork is None else [architecture.kind(layer) for layer in range(fork, len(architecture.kind_of_layer))]
     blocks = {block.kind: block for kind in kinds for block in kind.blocks if not _takes_two_paths(block)}
-    return [
-        f"{architecture.model_type}: {later}. Use the expanded model without a router."
-    ] * architecture.alters_logits + [
+    about = [later] * architecture.alters_logits + [shape] * (architecture.keeps_batch and fork is not None)
+    return [f"{architecture.model_type}: {reason}. Use the expanded model without a router." for reason in about] + [
         f"the block {block.name} ({block.kind}) stays as it is inside ({block.reason}), where one path runs; expected "
         "one that is split. Route an expansion of --variant preserve, which needs no second path there."
         for block in blocks.values()

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 
 from scale_surgery.errors import PlanError
 from scale_surgery.fields import Range
+from scale_surgery.planning.added import NewTensor, new_tensors
 from scale_surgery.planning.architecture import Block, Kind, Sizes
 from scale_surgery.planning.base import Base
 from scale_surgery.planning.collaboration import resolve_collaboration
 from scale_surgery.planning.method import Method, Resolved
 from scale_surgery.planning.selection import format_layers, select_layers
-from scale_surgery.planning.specs import NewTensor, Spec, Widths, build_specs, new_tensors
+from scale_surgery.planning.specs import Spec, Widths, build_specs
 from scale_surgery.planning.tensors import TensorPlan
 
 if TYPE_CHECKING:
@@ -155,20 +156,24 @@ def idle_tensors(plan: Plan) -> tuple[TensorPlan, ...]:
     """New tensors that get no gradient, whatever trains: what they read is zero in every step.
 
     Where the embedding is not widened, the up stream that enters the lowest expanded layer is zero. W12 and W22 of what
-    reads it there, such as q, k and v, read zeros, and so does the norm before them. Of models whose norms have biases
-    nothing is said.
+    reads it there, such as q, k and v, read zeros, and so does the norm before them. A norm that adds a bias makes
+    something of zeros, but begins with a bias of zero, which learns only if what reads it is not zero too. Of a second
+    norm that reads the same stream nothing is said.
     """
     first = plan.layers[0]
     kind = plan.architecture.kind(first)
-    styles = {norm.style for norm in (*kind.pre_norms, *kind.post_norms)}
-    if (first == 0 and plan.architecture.enters == "embedding") or not plan.widths.up_width or "layer" in styles:
+    if (first == 0 and plan.architecture.enters == "embedding") or not plan.widths.up_width:
         return ()
-    reading = _first_blocks(kind)
-    readers = [linear.name for block in reading for linear in block.linears if linear.reads == "residual"]
-    blocks = {f".{first}.{name}.{block}" for name in readers for block in ("w12", "w22")}
-    blocks |= {f".{first}.{block.name}.w22" for block in reading if block.treatment == "block"}
-    blocks |= {f".{first}.{norm.name}.up_weight" for norm in kind.pre_norms if norm.name == kind.blocks[0].norm}
-    return tuple(tensor for tensor in plan.tensors if tensor.name.endswith(tuple(blocks)))
+    norm = kind.blocks[0].norm
+    modules: dict[str, tuple[str, ...]] = {norm: ("up_weight",)} if norm else {}
+    has_bias = any(tensor.name.endswith(f".{first}.{kind.on_disk(norm)}.up_bias") for tensor in plan.tensors)
+    if not has_bias or plan.request.init_w22 == "zero":
+        reading = _first_blocks(kind)
+        linears = (linear.name for block in reading for linear in block.linears if linear.reads == "residual")
+        modules |= {norm: ("up_weight", "up_bias")} | dict.fromkeys(linears, ("w12", "w22"))
+        modules |= {block.name: ("w22",) for block in reading if block.treatment == "block"}
+    names = tuple(f".{first}.{kind.on_disk(name)}.{part}" for name, parts in modules.items() for part in parts)
+    return tuple(tensor for tensor in plan.tensors if tensor.name.endswith(names))
 
 
 def _first_blocks(kind: Kind) -> list[Block]:

@@ -1,12 +1,12 @@
 """From facts about an architecture to module specifications: which stock modules are expanded, and how wide.
 
-What comes out is the content of the key `scale_surgery` in an expanded model's config.json, which the
-exported modeling code executes, and the list of new tensors that belong to it.
+What comes out is the content of the key `scale_surgery` in an expanded model's config.json, which the exported modeling
+code executes; the tensors that belong to it are listed in `added`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -54,29 +54,6 @@ class Collaboration:
 
 
 @dataclass(frozen=True)
-class NewTensor:
-    """A tensor that the expansion adds.
-
-    Attributes:
-        name: Name on disk, the stock module's name and one of w12, w21, w22, up_weight, up_bias.
-        shape: Its shape; rows of a block are outputs.
-        block: Last part of its name.
-        kind: Kind of module it belongs to: linear, norm, embedding, head, or block.
-        layer: Its layer, or None outside the layers.
-        source: Base tensor that it stands beside.
-        is_copy: Whether its values are those of that tensor.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    block: str
-    kind: str
-    layer: int | None
-    source: str
-    is_copy: bool = False
-
-
-@dataclass(frozen=True)
 class LinearWidths:
     """Base and up width of what a linear reads, and of what it writes for each role."""
 
@@ -100,75 +77,6 @@ def linear_widths(block: Block, linear: Linear, widths: Widths) -> LinearWidths:
     up = widths.up_streams(block)
     outputs = [[size, up[stream]] for size, stream in zip(linear.outputs, linear.writes(), strict=True)]
     return LinearWidths([linear.inputs, up[linear.reads]], outputs)
-
-
-def find_prefix(architecture: Architecture, names: Collection[str]) -> str:
-    """Find what stands before the base model's names on disk.
-
-    Args:
-        architecture: Facts of the architecture.
-        names: Names of tensors.
-
-    Returns:
-        `model.` or longer, or nothing where the base model was saved alone.
-    """
-    embedding, first = architecture.embedding_weight, f"{architecture.layers}.0."
-    for name in sorted(names, key=len):
-        prefix = name.removesuffix(embedding)
-        is_whole = name.endswith(embedding) and (not prefix or prefix.endswith("."))
-        if is_whole and any(other.startswith(prefix + first) for other in names):
-            return prefix
-    return f"{architecture.base_model}." if architecture.base_model else ""
-
-
-def layer_path(architecture: Architecture, prefix: str, layer: int) -> str:
-    """What names of tensors of a layer begin with."""
-    return f"{prefix}{architecture.layers}.{layer}."
-
-
-def module_path(architecture: Architecture, prefix: str, layer: int, name: str) -> str:
-    """Name on disk of a module of a layer."""
-    return f"{layer_path(architecture, prefix, layer)}{architecture.kind(layer).on_disk(name)}"
-
-
-def expected_shapes(architecture: Architecture, sizes: Sizes, prefix: str) -> dict[str, tuple[int, ...]]:
-    """Shapes that weights beside which something is added must have on disk, by the model that config.json makes.
-
-    Args:
-        architecture: Facts of the architecture.
-        sizes: Sizes of the base model.
-        prefix: What stands before the base model's names on disk.
-
-    Returns:
-        Shapes by name; norms that have no weight are among them.
-    """
-    hidden = (sizes.hidden,)
-    shapes: dict[str, tuple[int, ...]] = {
-        f"{prefix}{architecture.embedding_weight}": (sizes.embedded, sizes.hidden),
-        f"{prefix}{architecture.on_disk(architecture.final_norm.name)}.weight": hidden,
-    }
-    for layer in range(sizes.layers):
-        kind = architecture.kind(layer)
-        inside: dict[str, tuple[int, ...]] = {norm.name: hidden for norm in (*kind.pre_norms, *kind.post_norms)}
-        for block in kind.blocks:
-            inside |= {name: (size,) for name, size in _inner_norm_sizes(block).items()}
-            inside |= {linear.name: _linear_shape(architecture, linear) for linear in block.linears}
-        shapes |= {f"{module_path(architecture, prefix, layer, name)}.weight": own for name, own in inside.items()}
-    return shapes
-
-
-def _linear_shape(architecture: Architecture, linear: Linear) -> tuple[int, ...]:
-    """Shape on disk of the weight of a linear."""
-    shape = (sum(linear.outputs), linear.inputs)
-    return shape[::-1] if architecture.transposed else shape
-
-
-def _inner_norm_sizes(block: Block) -> dict[str, int]:
-    """Features of the weights of norms on queries or keys."""
-    heads = {"query": block.query_heads, "key_value": block.key_value_heads}
-    return {
-        norm.name: block.head_size * (heads[norm.stream] if norm.head_axis is None else 1) for norm in block.inner_norms
-    }
 
 
 def build_specs(
@@ -368,82 +276,3 @@ def attention_values(block: Block, query_heads: int) -> Spec:
         "attributes": {key: values[name] for key, name in block.attributes.items()},
         "config": {key: values[name] for key, name in block.config.items()},
     }
-
-
-def new_tensors(
-    architecture: Architecture, sizes: Sizes, specs: Spec, prefix: str, head: str, names: Collection[str]
-) -> Iterator[NewTensor]:
-    """List every tensor that the specifications add, layer by layer from the embedding to the head.
-
-    Args:
-        architecture: Facts of the architecture.
-        sizes: Sizes of the base model.
-        specs: Result of `build_specs`.
-        prefix: What stands before the base model's names on disk, `model.` or nothing.
-        head: Name of the head on disk.
-        names: Names of the base's tensors.
-
-    Yields:
-        The new tensors.
-    """
-    final = architecture.final_norm.name
-    for name, spec in specs["model"].items():
-        if spec["kind"] in ("embedding", "norm") and name != final:
-            yield from _module_tensors(prefix + architecture.on_disk(name), spec, None, names, sizes.embedded)
-    collaborative = specs["collaborative"]
-    for layer in specs["expanded_layers"]:
-        groups = collaborative["groups"] if layer in collaborative["layers"] else ()
-        for name, spec in specs_of_layer(specs, layer)["expanded"].items():
-            path = module_path(architecture, prefix, layer, name)
-            has_w12 = spec.get("group") in groups
-            if spec["kind"] == "linear":
-                yield from _linear_tensors(spec, path, layer, names, has_w12=has_w12)
-            elif spec["kind"] == "block":
-                yield from _block_tensors(spec, path, layer, names, has_w12=has_w12)
-            elif spec["kind"] == "norm":
-                yield from _module_tensors(path, spec, layer, names)
-    if final in specs["model"]:
-        yield from _module_tensors(prefix + architecture.on_disk(final), specs["model"][final], None, names)
-    if specs["head"]:
-        yield from _module_tensors(head, specs["head"], None, names, sizes.vocabulary)
-
-
-def _module_tensors(
-    path: str, spec: Spec, layer: int | None, names: Collection[str], rows: int = 0
-) -> Iterator[NewTensor]:
-    is_norm = spec["kind"] == "norm"
-    shape = (spec["up"],) if is_norm else (rows, spec["up"])
-    yield NewTensor(f"{path}.up_weight", shape, "up_weight", spec["kind"], layer, f"{path}.weight")
-    if is_norm and f"{path}.bias" in names:
-        yield NewTensor(f"{path}.up_bias", (spec["up"],), "up_bias", "norm", layer, f"{path}.bias")
-
-
-def _linear_tensors(spec: Spec, path: str, layer: int, names: Collection[str], *, has_w12: bool) -> Iterator[NewTensor]:
-    base_in, up_in = spec["in_features"]
-    base_out, up_out = (sum(widths) for widths in zip(*spec["out_features"], strict=True))
-    shapes = {
-        "w12": (base_out, up_in if has_w12 else 0),
-        "w21": (up_out, base_in),
-        "w22": (up_out, up_in),
-        "up_bias": (up_out if f"{path}.bias" in names else 0,),
-    }
-    for block, shape in shapes.items():
-        if 0 not in shape:
-            yield NewTensor(f"{path}.{block}", shape, block, "linear", layer, f"{path}.weight")
-
-
-def _block_tensors(spec: Spec, path: str, layer: int, names: Collection[str], *, has_w12: bool) -> Iterator[NewTensor]:
-    """The small MLP beside a block that runs as it is."""
-    base, up, inner = spec["base"], spec["up"], spec["inner"]
-    shapes = {
-        "w12": (base, inner if has_w12 else 0),
-        "w21": (inner, base),
-        "w22": (inner, up),
-        "up_weight": (up, inner),
-    }
-    # it is made of no tensor; this one says in which layer it stands
-    own = (name for name in names if name.startswith(f"{path}."))
-    beside = min(own, default=None) or min(name for name in names if name.startswith(f"{path.rpartition('.')[0]}."))
-    for block, shape in shapes.items():
-        if 0 not in shape:
-            yield NewTensor(f"{path}.{block}", shape, block, "block", layer, beside)

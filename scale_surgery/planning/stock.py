@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from scale_surgery.planning.architecture import Architecture, Linear, Sizes
-from scale_surgery.planning.specs import LinearWidths, Widths, find_prefix, module_path
+from scale_surgery.planning.specs import LinearWidths, Widths
+from scale_surgery.planning.stored import find_prefix, module_path
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from scale_surgery.checkpoint.folder import Checkpoint
-from scale_surgery.planning.specs import module_path
+from scale_surgery.planning.stored import module_path
 from scale_surgery.surgery.record import Manifest
 
 if TYPE_CHECKING:

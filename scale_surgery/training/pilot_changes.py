@@ -13,7 +13,7 @@ from scale_surgery.checkpoint.folder import Checkpoint, read_tensor
 from scale_surgery.errors import TrainingError
 from scale_surgery.planning.architecture import Block, Linear, Role
 from scale_surgery.planning.base import Base
-from scale_surgery.planning.specs import module_path
+from scale_surgery.planning.stored import module_path
 from scale_surgery.progress import Progress
 from scale_surgery.surgery.initialise import split_roles
 from scale_surgery.training.update_scores import Update, measure_update

@@ -13,7 +13,7 @@ from scale_surgery.deriving.derive import read_real
 from scale_surgery.deriving.disk import with_stored_names
 from scale_surgery.errors import UnsupportedFamilyError
 from scale_surgery.planning.architecture import Architecture, Block, Kind, Linear, Norm
-from scale_surgery.planning.specs import find_prefix, module_path
+from scale_surgery.planning.stored import find_prefix, module_path
 from scale_surgery.running.stored_names import Reading, reading_of
 
 

@@ -115,4 +115,30 @@ def test_what_binds_a_model_to_its_form_is_told():
     assert "its logits are changed after the head" in path_problems(architecture("cohere"), None)[0]
     assert not path_problems(architecture("llama"), None)
     plain = architecture("llama"), architecture("gemma2")
-    assert not any(about.alters_logits or about.is_numbered for about in plain)
+    assert not any(about.alters_logits or about.is_numbered or about.keeps_batch for about in plain)
+
+
+def test_a_mixer_of_states_is_as_wide_as_its_own_heads():
+    """And not as those of attention, though they are as many features here."""
+    sizes = {"hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 32, "mamba_d_ssm": 256}
+    config = CONFIG_MAPPING["falcon_h1"](**sizes, mamba_n_heads=16, mamba_d_head=16, mamba_d_state=16)
+    twin = derive(config).twins[0]
+    assert twin["mamba_d_ssm"] == twin["mamba_n_heads"] * twin["mamba_d_head"]
+
+
+def test_norms_whose_size_follows_from_the_number_of_heads_have_no_stock_form_with_more():
+    sizes = {"hidden_size": 256, "num_attention_heads": 4, "num_hidden_layers": 3}
+    plain, normed = (
+        derive(CONFIG_MAPPING["phi"](**sizes, qk_layernorm=is_normed)).architecture for is_normed in (False, True)
+    )
+    assert plain.fixed_heads == ""
+    assert normed.fixed_heads.startswith("with more heads self_attn.q_layernorm.weight, ")
+
+
+def test_a_model_without_room_for_two_paths_is_not_routed():
+    """GPTBigCode lays what its last norm gives into the shape of its input; its blocks alone would take two paths."""
+    config = CONFIG_MAPPING["gpt_bigcode"](multi_query=False, n_embd=256, n_head=4, n_layer=3)
+    about = derive(config).architecture
+    assert about.is_uniform and about.keeps_batch
+    assert "as many texts as were given, expected room for two paths" in path_problems(about, 0)[0]
+    assert not path_problems(about, None)

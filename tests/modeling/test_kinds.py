@@ -16,7 +16,10 @@ import torch
 import transformers
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM
+from transformers.models.falcon.modeling_falcon import FalconLinear
 
+from scale_surgery.modeling.expanded_attention import expand_attention
+from scale_surgery.modeling.expanded_model import Wide, widen_added
 from scale_surgery.modeling.expanded_modules import ExpandedModule, expand_module
 from scale_surgery.modeling.modeling_scale import model_of
 from scale_surgery.planning.architecture import Block, Sizes
@@ -374,6 +377,12 @@ def test_a_module_that_this_release_does_not_have_is_named(made, tmp_path):
         write_expanded(made("mixtral")[0], tmp_path / "renamed", specs, names_of(MIXTRAL))
 
 
+def test_attention_that_is_computed_inside_its_module_is_refused():
+    """As older releases of transformers compute that of some models."""
+    with pytest.raises(ValueError, match=r"adds heads to Linear, which in transformers 5\..* does not hand queries"):
+        expand_attention(nn.Linear(2, 2), "expanded", [], {}, {})
+
+
 def test_an_activation_that_layers_share_is_expanded_once():
     activation = nn.GELU()
     expand_module(activation, "activation", base=4)
@@ -464,3 +473,54 @@ def test_an_embedding_scales_its_new_columns_as_the_old_ones(scale):
         module.up_weight.fill_(3)
         found = module(torch.arange(5))
         assert torch.equal(found, torch.cat((module.weight * 2, module.up_weight * 2), dim=-1))
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16), ids=str)
+@pytest.mark.parametrize("is_enabled", (True, False))
+def test_a_head_with_a_bias_sees_last_tokens_as_the_base_does(dtype, is_enabled):
+    """Generation asks for the logits of last tokens; torch adds the bias to those of several texts apart."""
+    torch.manual_seed(0)
+    stock = nn.Linear(64, 97).to(dtype)
+    head = nn.Linear(64, 97).to(dtype)
+    head.load_state_dict(stock.state_dict())
+    expand_module(head, "head", base=64, up=8, dtype=None)
+    head.requires_grad_(False).is_enabled = is_enabled
+    features = torch.randn(3, 13, 72).to(dtype)
+    base = features[..., :64].contiguous()
+    seen = features if is_enabled else base
+    with torch.no_grad():
+        last = stock(base[:, -1:])
+        assert torch.equal(head(seen[:, -1:]), last) and torch.equal(head(seen), stock(base))
+        # negative control: where the same features are not strided, half precision rounds otherwise
+        assert torch.equal(last, stock(base[:, -1:].contiguous())) == (dtype == torch.float32)
+
+
+@pytest.mark.parametrize("stock", (nn.Linear, FalconLinear))
+def test_copies_are_computed_as_the_stock_class_computes(stock):
+    """Falcon adds the bias in a step of its own, and rounds twice."""
+    torch.manual_seed(0)
+    down, up, x = (own.bfloat16() for own in (stock(52, 40), stock(40, 52), torch.randn(2, 13, 40)))
+    with torch.no_grad():
+        wide, written = up(x), down(up(x))
+        expand_module(up, "grown", in_features=[40, 0], out_features=[[52, 52]], collaborative=False, dtype=None)
+        expand_module(
+            down, "grown", in_features=[52, 52], out_features=[[40, 0]], collaborative=True, dtype=None, share=0.5
+        )
+        for name, own in {"w21": up.weight, "up_bias": up.bias}.items():
+            up.get_parameter(name).copy_(own)
+        down.w12.copy_(down.weight / 2)
+        assert torch.equal(up(x), torch.cat((wide, wide), -1)) and torch.equal(down(up(x)), written)
+
+
+@pytest.mark.parametrize("preserve", (4, 6))
+def test_what_is_added_before_layers_is_as_wide_as_what_enters_them(preserve):
+    """As Granite's vision models add images; the second layer is the first that two paths enter."""
+    model, features = nn.Module(), torch.randn(3, 4)
+    model.is_widening, model.wide = True, Wide(up=2, preserve=preserve, fork=0)
+    args, kwargs = widen_added(model, (), {"deepstack_features": {0: features, 1: features}, "use_cache": False})
+    adapt = torch.nn.functional.pad(features, (0, 2))
+    assert args == () and kwargs["use_cache"] is False
+    assert torch.equal(kwargs["deepstack_features"][0], adapt)
+    assert torch.equal(kwargs["deepstack_features"][1], torch.cat((adapt[:, :preserve], adapt), -1))
+    model.is_widening = False
+    assert widen_added(model, (), {"deepstack_features": {0: features}}) is None

@@ -13,7 +13,7 @@ from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.planning.architecture import Architecture, Block, Kind, Norm
 from scale_surgery.planning.base import Base
 from scale_surgery.planning.depth import depth_tensors
-from scale_surgery.planning.specs import find_prefix
+from scale_surgery.planning.stored import find_prefix
 from tests.written import Sizes
 
 # on disk and in memory, as of a mixture whose experts are joined when it is loaded

@@ -265,6 +265,13 @@ def test_sizes_are_not_taken_for_counts(llama_base):
     assert plan(llama_base, Request("0")).layers == (0,)
 
 
+@pytest.mark.parametrize("key", ("rope_theta", "rope_parameters"))
+def test_the_base_of_rope_is_no_size(llama_base, key):
+    """As of models for texts of a million tokens, and written without a point."""
+    edit_config(llama_base, **{key: {"rope_type": "default", "rope_theta": 10**11} if key[5] == "p" else 75_000_000})
+    assert plan(llama_base, Request("0")).layers == (0,)
+
+
 def test_no_kernel_that_a_config_names_is_asked_for(llama_base):
     edit_config(llama_base, _attn_implementation="someone/kernels", attn_implementation="flash_attention_2")
     assert plan(llama_base, Request("0")).layers == (0,)

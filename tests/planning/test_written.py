@@ -12,7 +12,8 @@ from torch import nn
 from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.errors import PlanError
 from scale_surgery.modeling.expanded_modules import EXPANSION_NAMES
-from scale_surgery.planning.specs import attention_values, expected_shapes, find_prefix
+from scale_surgery.planning.specs import attention_values
+from scale_surgery.planning.stored import expected_shapes, find_prefix
 from tests.conftest import REQUESTS
 from tests.families import CONFIG_KEYS, FAMILIES, Family, Sizes, read_sizes
 from tests.tiny import CONFIGS, tiny_config

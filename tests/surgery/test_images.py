@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
-from scale_surgery import Request, expand, extract, load_expansion, strip, verify
+from scale_surgery import Request, Routing, expand, extract, load_expansion, route_export, strip, verify
 from scale_surgery.deriving.derive import derive
 from scale_surgery.errors import CheckpointError
 from tests.conftest import digests, shake
@@ -24,6 +24,9 @@ def twin_config(name: str) -> Any:
     if hasattr(config.vision_config, "out_hidden_size"):
         # what the vision part gives is put where embeddings of tokens are
         config.vision_config.out_hidden_size = config.text_config.hidden_size
+    if name == "qwen3_vl":
+        # what these layers of the vision part give is added again above the first layers of the language model
+        config.vision_config.deepstack_visual_indexes = [0, 1]
     if name == "gemma3":
         # sixteen patches, four of which make one token
         config.vision_config.image_size, config.mm_tokens_per_image = 4 * config.vision_config.patch_size, 4
@@ -107,6 +110,23 @@ def test_with_an_image_and_without(tmp_path, name, dtype):
         changed.view(-1)[0] += 1
     with pytest.raises(CheckpointError, match=r"^model: 1 of \d+ tensors differ from those of base, on which this exp"):
         load_expansion(stock, extracted)
+
+
+@pytest.mark.parametrize("router", ("posterior", "cosine"))
+def test_what_is_added_between_layers_goes_to_both_paths(tmp_path, router):
+    """The first collaborative layer is the first of the model: images are added above it, where there are two paths."""
+    config = twin_config("qwen3_vl")
+    base = write_base(config, torch.float32, tmp_path / "base")
+    made = expand(base, Request("0,1", variant="adapt", collaborate="both"), tmp_path / "expanded")
+    routed = route_export(shake(made.path), tmp_path / "routed", Routing(router)).path
+    stock, expanded, model = map(load, (base, made.path, routed))
+    prompt = inputs("qwen3_vl", config, torch.float32)
+    with torch.no_grad():
+        preserve, adapt = model.path_logits(**prompt)
+        assert torch.equal(preserve, logits(stock, **prompt)) and torch.equal(adapt, logits(expanded, **prompt))
+        assert not torch.equal(preserve, adapt)
+        with model.expansion_disabled(), expanded.expansion_disabled():
+            assert all(torch.equal(logits(own, **prompt), preserve) for own in (model, expanded))
 
 
 def test_a_model_whose_language_model_transformers_lists_alone_is_taken_whole(tmp_path):

@@ -24,8 +24,9 @@ from scale_surgery.deriving.base import derive_config
 from scale_surgery.deriving.planned import plan
 from scale_surgery.errors import PlanError
 from scale_surgery.planning.request import Request
-from scale_surgery.planning.specs import Widths, expected_shapes, find_prefix
+from scale_surgery.planning.specs import Widths
 from scale_surgery.planning.stock import StockWidths, stock_problems, stock_sizes
+from scale_surgery.planning.stored import expected_shapes, find_prefix
 from scale_surgery.running.drift import TOLERANCES, measure_drift
 from scale_surgery.show.tables_plan import render_plan
 from scale_surgery.surgery.expand import expand
