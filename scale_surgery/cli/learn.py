@@ -103,9 +103,9 @@ def learn_command(
     The same line typed again goes on with the stage that was interrupted. All settings can stand in a YAML file.
 
     \b
-    Example: scale-surgery learn MODEL --data domain.jsonl --old general.txt -o OUT
-    Recipes: scale-surgery learn MODEL --data FILE --write-recipe recipe.yaml
-             scale-surgery learn --recipe recipe.yaml -o OUT
+    Example: scale-surgery learn MODEL --data new.jsonl --old old.txt -o OUT
+    Recipes: scale-surgery learn MODEL --data FILE --write-recipe r.yaml
+             scale-surgery learn --recipe r.yaml -o OUT
     """
     from scale_surgery.learning.learn import Told, default_output, prepare, resolve_recipe, run
     from scale_surgery.learning.recipe_file import write_recipe as write

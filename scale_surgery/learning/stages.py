@@ -36,7 +36,6 @@ from scale_surgery.routing.calibrate import route_calibrate
 from scale_surgery.routing.choice import CalibrationSettings
 from scale_surgery.running.options import RunOptions
 from scale_surgery.show.commands import command, said
-from scale_surgery.show.console import to_json
 from scale_surgery.surgery.expand import expand
 from scale_surgery.surgery.route import route_export, set_routing
 from scale_surgery.training.pilot_settings import PilotSettings
@@ -161,6 +160,13 @@ def stages_of(work: Work) -> Iterator[Stage]:
     yield _report(work)
 
 
+def _plain(result: Any) -> Any:
+    """A result as --json prints it."""
+    from scale_surgery.show.console import to_json
+
+    return to_json(result)
+
+
 def _texts(option: str, files: Sequence[str | Path]) -> Iterator[str]:
     for file in files:
         yield from (option, str(file))
@@ -197,7 +203,7 @@ def _rank_layers(work: Work) -> Stage:
         wanted = replace(recipe.ranking, expansion=expansion)
         given: dict[str, Any] = {"old": old, "run": recipe.running, "revision": recipe.revision, "track": track}
         found = rank_layers(recipe.model, [work.to_learn], recipe.pilot, wanted, **given)
-        write_json(file, to_json(found))
+        write_json(file, _plain(found))
         collaborative = found.depth.argument if found.depth is not None else None
         return found, {"layers": found.proposals[0].argument, "collaborative_layers": collaborative}
 
@@ -356,8 +362,8 @@ def _evaluate(work: Work) -> Stage:
 
     def run(kept: Kept, track: Track) -> tuple[Any, Kept]:
         found = evaluate([work.result], old, new, run=work.recipe.running, track=track)
-        write_json(file, to_json(found))
-        return found, to_json(found)
+        write_json(file, _plain(found))
+        return found, _plain(found)
 
     return Stage("evaluate", lambda kept: line, [file], run)
 
@@ -368,8 +374,8 @@ def _verify(work: Work) -> Stage:
 
     def run(kept: Kept, track: Track) -> tuple[Any, Kept]:
         found = verify(work.result, run=work.recipe.running, track=track)
-        write_json(file, to_json(found))
-        return found, to_json(found)
+        write_json(file, _plain(found))
+        return found, _plain(found)
 
     return Stage("verify", lambda kept: line, [file], run)
 
@@ -380,7 +386,7 @@ def _report(work: Work) -> Stage:
 
     def run(kept: Kept, track: Track) -> tuple[Any, Kept]:
         found = report(work.result, run=replace(work.recipe.running, batch_size=None), track=track)
-        write_json(file, to_json(found))
+        write_json(file, _plain(found))
         return found, {}
 
     return Stage("report", lambda kept: line, [file], run)

@@ -74,7 +74,7 @@ def test_exported_code_is_the_code_of_the_package(llama: Pair) -> None:
 
 def test_exported_code_is_small() -> None:
     lines = sum(len(modeling.code_text(file).splitlines()) for file in CODE_FILES)
-    assert lines < 2200
+    assert lines < 2300
 
 
 def test_verify_does_not_warn_of_released_code(llama: Pair) -> None:
