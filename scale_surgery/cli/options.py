@@ -67,6 +67,8 @@ def _option(field: Field, declared: Mapping[str, str], helps: Mapping[str, str])
     more: dict[str, Any] = {"type": field.kind}
     if field.kind is bool:
         more = {"is_flag": True}
+    elif field.kind is tuple and not field.choices:
+        more = {"multiple": True, "callback": lambda context, parameter, given: given or None}
     elif field.kind is tuple:
         more = {"callback": lambda context, parameter, text: text and tuple(map(str.strip, text.split(",")))}
     elif field.kind is Path:
@@ -78,9 +80,9 @@ def _option(field: Field, declared: Mapping[str, str], helps: Mapping[str, str])
 
 def _help(field: Field, line: str) -> str:
     """A line of help with choices, default and range, as click shows those of its own."""
-    is_said = field.kind is bool or field.default in (None, MISSING)
+    is_said = field.kind is bool or field.default in (None, MISSING, ())
     default = "all" if field.kind is tuple else f"{field.default:g}" if type(field.default) is float else field.default
-    choices = f"some of {', '.join(field.choices)}" if field.kind is tuple else ""
+    choices = f"some of {', '.join(field.choices)}" if field.kind is tuple and field.choices else ""
     parts = [choices, "" if is_said else f"default: {default}", "" if field.range is None else field.range.bounds]
     extra = "; ".join(filter(None, parts))
     return f"{line}  [{extra}]" if extra else line

@@ -38,7 +38,7 @@ from scale_surgery.running.texts import (
 )
 from scale_surgery.running.token_cache import default_cache, is_stored, key_of, open_stored, store
 from scale_surgery.running.tokenizer import digest_tokenizer, need_tokenizer
-from scale_surgery.training.settings import TrainingSettings
+from scale_surgery.training.settings import REHEARSAL, TrainingSettings
 
 # bytes of files from which on tokens are kept on disk; below, making them anew takes seconds
 LARGE = 64 * 2**20
@@ -152,8 +152,10 @@ def read_texts(
         texts = {"learn": _in_memory(reader.read(learned))}
     else:
         texts = {"learn": _stored(reader, learned, cache or default_cache(), processes, track)}
+    if files.get(REHEARSAL):
+        texts[REHEARSAL] = _in_memory(reader.read(list(map(str, files[REHEARSAL]))))
     for side, given in files.items():
-        if side != "learn" and given:
+        if side not in ("learn", REHEARSAL) and given:
             texts[side] = stride(tokenize(read_documents(given), tokenizer), length, max(1, length // 2))
     return texts
 

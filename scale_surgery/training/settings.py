@@ -18,6 +18,8 @@ TensorGroup = Literal["w12", "w21", "w22", "w11", "biases", "norms", "embedding"
 GROUPS: tuple[TensorGroup, ...] = get_args(TensorGroup)
 AtLeastZero = Annotated[float, Range(least=0)]
 AboveZero = Annotated[float, Range(above=0)]
+# text that the base writes, in place of the name of a text; the side of texts that are rehearsed; samples of a run
+ITSELF, REHEARSAL, SAMPLES_FILE = "self", "rehearsal", "rehearsal.jsonl"
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,15 @@ class TrainingSettings:
         save_every: Steps between checkpoints. Default: a tenth of the run.
         eval_every: Steps between measurements on old and new text. Default: a tenth of the run.
         log_every: Steps between entries of the log. Default: 10, or a tenth of the run if that is less.
+        rehearse: Text on which the model is asked to stay what its base is, beside the text to learn: self for text
+            that the base writes, or a file, a folder or a dataset; can be repeated. Default: none.
+        rehearsal_weight: Weight of the divergence from the base in the loss.
+        rehearsal_share: Share of the sequences of a step that are rehearsed.
+        rehearsal_samples: Samples that the base writes (rehearse self).
+        rehearsal_length: Tokens of a sample (rehearse self). Default: as many as a sequence has.
+        rehearsal_temperature: Temperature of sampling (rehearse self).
+        rehearsal_prompts: File with beginnings of samples, one a line (rehearse self). Default: the token with which
+            texts begin.
     """
 
     sequence_length: SequenceLength | None = None
@@ -70,6 +81,18 @@ class TrainingSettings:
     save_every: Count | None = None
     eval_every: Count | None = None
     log_every: Count | None = None
+    rehearse: tuple[str, ...] = ()
+    rehearsal_weight: AboveZero = 1.0
+    rehearsal_share: Annotated[float, Range(above=0, below=1, noun="a share")] = 0.5
+    rehearsal_samples: Count = 400
+    rehearsal_length: SequenceLength | None = None
+    rehearsal_temperature: AboveZero = 1.0
+    rehearsal_prompts: str | None = None
+
+    @property
+    def rehearses_itself(self) -> bool:
+        """Whether the base writes what is rehearsed."""
+        return self.rehearse == (ITSELF,)
 
 
 @dataclass(frozen=True)
@@ -119,5 +142,7 @@ def check_settings(settings: TrainingSettings) -> None:
         for name in settings.groups
         if name not in GROUPS
     ]
+    if ITSELF in settings.rehearse and not settings.rehearses_itself:
+        problems.append(f"rehearse: {', '.join(settings.rehearse)}, expected self alone, or texts. Choose one of both.")
     if problems:
         raise TrainingError.from_problems(problems)

@@ -19,12 +19,14 @@ from typing import TYPE_CHECKING, Any
 from scale_surgery.checkpoint.beside import locked
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
 from scale_surgery.checkpoint.hashes import hash_tensors
+from scale_surgery.checkpoint.names import TRAINING_FOLDER
 from scale_surgery.checkpoint.staging import check_space, check_target
 from scale_surgery.errors import CheckpointError, TrainingError
 from scale_surgery.evidence.integrity import Integrity, bytes_to_check, check_files
 from scale_surgery.progress import Track, no_track
 from scale_surgery.running.in_memory import InMemory
 from scale_surgery.running.options import RunOptions
+from scale_surgery.running.tokenizer import need_tokenizer
 from scale_surgery.surgery.record import (
     Manifest,
     check_numbering,
@@ -50,7 +52,14 @@ from scale_surgery.training.run_folder import (
     check_resumable,
     refuse_unfinished,
 )
-from scale_surgery.training.settings import EvalData, TrainingSettings, TrainingStart, check_settings
+from scale_surgery.training.settings import (
+    REHEARSAL,
+    SAMPLES_FILE,
+    EvalData,
+    TrainingSettings,
+    TrainingStart,
+    check_settings,
+)
 
 if TYPE_CHECKING:
     from scale_surgery.running.sequences import Sequences
@@ -99,6 +108,7 @@ def train(
 
     from scale_surgery.running.loading import quiet_transformers
     from scale_surgery.training.learned import read_texts
+    from scale_surgery.training.own_samples import own_samples, read_samples, write_samples
     from scale_surgery.training.trainer import RunReport
 
     path, settings = Path(expanded), settings or TrainingSettings()
@@ -133,12 +143,18 @@ def train(
     with locked(target) if processes.is_main_process else nullcontext():
         _check_files(checkpoint, manifest, processes, run, track)
         files = {"learn": data, "old": eval_data.old, "new": eval_data.new}
+        files |= {} if settings.rehearses_itself else {REHEARSAL: settings.rehearse}
         texts = read_texts(checkpoint, files, settings, run, cache=start.cache_dir, processes=processes, track=track)
         outlook = look_ahead(settings, texts["learn"], processes.num_processes)
+        model = load_to_train(checkpoint, settings, run)
+        samples = target / TRAINING_FOLDER / SAMPLES_FILE
+        if settings.rehearses_itself:
+            known = start.resume and samples.is_file()
+            made = read_samples(samples) if known else own_samples(model, checkpoint, settings, run, processes, track)
+            texts[REHEARSAL] = made
         decisive = _decisive(settings, checkpoint, manifest, texts, processes.num_processes)
         if start.resume:
             check_resumable(target, decisive)
-        model = load_to_train(checkpoint, settings, run)
         stored = InMemory(model, [info.stored_as or name for name, info in checkpoint.tensors.items()])
         check_reach(stored, checkpoint, manifest)
         training = TrainingRun(
@@ -150,6 +166,8 @@ def train(
         )
         if not start.resume and processes.is_main_process:
             training.begin(start.base_weights, overwrite=start.overwrite)
+        if settings.rehearses_itself and processes.is_main_process and not samples.is_file():
+            write_samples(samples, texts[REHEARSAL], need_tokenizer(path, path.name, run))
         processes.wait_for_everyone()
         start.announce(outlook)
         started = time.monotonic()
@@ -234,9 +252,10 @@ def _make_trainer(
     is_half: bool,
 ) -> ExpansionTrainer:
     from scale_surgery.running.texts import collate
+    from scale_surgery.training.rehearsal import make_rehearsal
     from scale_surgery.training.trainer import ExpansionTrainer
 
-    sides = {side: sequences for side, sequences in texts.items() if side != "learn"}
+    sides = {side: sequences for side, sequences in texts.items() if side not in ("learn", REHEARSAL)}
     bf16 = is_half if settings.bf16 is None else settings.bf16
     args = make_arguments(settings, training.folder, outlook.steps, run, bf16=bf16, is_measured=bool(sides))
     args.eval_on_start = True
@@ -249,6 +268,7 @@ def _make_trainer(
         data_collator=collate,
         sides=sides,
         eval_batch=settings.batch_size,
+        rehearsal=make_rehearsal(texts.get(REHEARSAL), settings),
     )
 
 

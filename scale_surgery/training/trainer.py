@@ -25,6 +25,7 @@ from scale_surgery.running.freeze import expansion_disabled, expansion_parts
 from scale_surgery.running.loss import Measurement, measure
 from scale_surgery.running.sequences import IGNORED, Sequences
 from scale_surgery.training.outlook import SAMPLE
+from scale_surgery.training.rehearsal import Rehearsal, divergence_from_base
 from scale_surgery.training.resume_state import STATE_FILE, reading_state
 from scale_surgery.training.run_folder import EXPANSION_FILE, TrainingRun
 
@@ -46,16 +47,42 @@ class ExpansionTrainer(Trainer):
     Args:
         sides: Sequences to measure on, by "old" and "new" during the run, and by SAMPLE before and after it.
         eval_batch: Sequences in one forward pass of a measurement.
+        rehearsal: Text on which the model stays what its base is, or None.
         options: As for Trainer.
     """
 
-    def __init__(self, *, sides: Mapping[str, Sequences], eval_batch: int, **options: Any) -> None:
+    def __init__(
+        self, *, sides: Mapping[str, Sequences], eval_batch: int, rehearsal: Rehearsal | None = None, **options: Any
+    ) -> None:
         # the Trainer wants a data set where it is to evaluate; what is measured stands in `sides`
         super().__init__(**options, eval_dataset=dict(sides) or None)
         self.remove_callback(PrinterCallback)
         self.sides, self.eval_batch = sides, eval_batch
         self.base_nats: dict[str, float] = {}
         self.measured_at: int | None = None
+        self.rehearsal, self.rehearsed = rehearsal, (-1, 0)
+
+    def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
+        """As the Trainer; then the gradient of the divergence from the base is added, so that one graph is held."""
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        return loss if self.rehearsal is None else loss + self._rehearse(model, self.rehearsal)
+
+    def _rehearse(self, model: Any, rehearsal: Rehearsal) -> Tensor:
+        batch = {name: own.to(self.args.device) for name, own in rehearsal.batch(self._number_of_batch()).items()}
+        with self.compute_loss_context_manager():
+            inside = self.accelerator.unwrap_model(model, keep_torch_compile=False)
+            divergence = divergence_from_base(model, inside, batch)
+        part = rehearsal.weight * divergence / self.current_gradient_accumulation_steps
+        self.accelerator.backward(part)
+        return part.detach()
+
+    def _number_of_batch(self) -> int:
+        """Which rehearsal goes with this forward pass of this process; a resumed run goes on with the same."""
+        step, before = self.rehearsed
+        place = before + 1 if step == self.state.global_step else 0
+        self.rehearsed = (self.state.global_step, place)
+        number: int = self.state.global_step * self.args.gradient_accumulation_steps + place
+        return number * int(self.accelerator.num_processes) + int(self.accelerator.process_index)
 
     def create_accelerator_and_postprocess(self) -> None:
         """As the Trainer; with FSDP2 in bfloat16, gradients are added and the loss is given in float32."""

@@ -1,0 +1,212 @@
+"""Text that a base model writes itself, for rehearsal: sampled from its own distribution, and kept with the run.
+
+The file has a line of JSON for each sample, with the text to read and the tokens that are rehearsed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scale_surgery.checkpoint.files import write_text
+from scale_surgery.checkpoint.folder import Checkpoint
+from scale_surgery.checkpoint.reading import read_bytes
+from scale_surgery.errors import DataError, TrainingError
+from scale_surgery.progress import Track
+from scale_surgery.running.context import choose_length, context_of
+from scale_surgery.running.documents import read_prompts
+from scale_surgery.running.freeze import expansion_disabled
+from scale_surgery.running.loading import quiet_transformers
+from scale_surgery.running.options import RunOptions
+from scale_surgery.running.sequences import Sequences, join
+from scale_surgery.running.tokenizer import need_tokenizer
+from scale_surgery.training.rehearsal import evaluating
+from scale_surgery.training.settings import TrainingSettings
+
+# samples in one call of generate, of short sequences; fewer of long ones
+TOGETHER, TOKENS_TOGETHER = 64, 16_384
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How samples are drawn.
+
+    Attributes:
+        count: How many.
+        length: Tokens of each, the first one included.
+        temperature: Temperature of sampling.
+        seed: Seed of the samples.
+    """
+
+    count: int
+    length: int
+    temperature: float
+    seed: int
+
+
+def own_samples(
+    model: Any, checkpoint: Checkpoint, settings: TrainingSettings, run: RunOptions, processes: Any, track: Track
+) -> Sequences:
+    """Let the base write what it will rehearse; one process does, all get the same.
+
+    Args:
+        model: The expanded model, not yet wrapped for several processes.
+        checkpoint: What it was loaded from.
+        settings: How many samples, how long, how drawn.
+        run: How the tokenizer is loaded: trust_remote_code.
+        processes: The processes that share the run.
+        track: Makes progress bars.
+
+    Raises:
+        DataError: If a file of beginnings cannot be read, or nothing says how a text begins.
+    """
+    from accelerate.utils import broadcast_object_list
+
+    found: list[Any] = [None, ()]
+    if processes.is_main_process:
+        try:
+            found[0] = _write_own(model.to(processes.device), checkpoint, settings, run, track)
+        except DataError as error:
+            found[1] = error.lines
+    if processes.num_processes > 1:
+        broadcast_object_list(found)
+    if found[1]:
+        raise DataError.from_problems(found[1])
+    samples: Sequences = found[0]
+    return samples
+
+
+def _write_own(
+    model: Any, checkpoint: Checkpoint, settings: TrainingSettings, run: RunOptions, track: Track
+) -> Sequences:
+    name, prompts = checkpoint.path.name, settings.rehearsal_prompts
+    tokenizer = need_tokenizer(checkpoint.path, name, run)
+    context = {name: context_of(checkpoint.config)}
+    length = choose_length(settings.rehearsal_length or settings.sequence_length, context)
+    begins = begin_tokens(tokenizer, read_prompts([Path(prompts)]) if prompts else [], name)
+    sampling = Sampling(settings.rehearsal_samples, length, settings.rehearsal_temperature, settings.seed)
+    with quiet_transformers():
+        return sample_base(model, begins, sampling, tokenizer, track)
+
+
+def begin_tokens(tokenizer: Any, prompts: Sequence[str], place: str) -> list[list[int]]:
+    """What samples begin with: prompts, or the token with which texts begin.
+
+    Args:
+        tokenizer: The model's tokenizer.
+        prompts: Beginnings of texts; none for the token.
+        place: What the model is called.
+
+    Returns:
+        Token ids of each beginning.
+
+    Raises:
+        DataError: If there are no prompts, and no token that begins or ends a text.
+    """
+    from scale_surgery.running.texts import tokenize_prompts
+
+    if prompts:
+        return [own for own in tokenize_prompts(prompts, tokenizer) if own]
+    begin = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+    if begin is None:
+        raise DataError(
+            f"{place}: its tokenizer has no token that begins a text, so its base cannot write one. Give beginnings "
+            "with --rehearsal-prompts, or texts with --rehearse FILE."
+        )
+    return [[begin]]
+
+
+def sample_base(
+    model: Any, begins: Sequence[Sequence[int]], sampling: Sampling, tokenizer: Any, track: Track
+) -> Sequences:
+    """Let the base inside an expanded model write text.
+
+    Args:
+        model: The expanded model; its expansion is switched off meanwhile.
+        begins: What samples begin with, taking turns.
+        sampling: How they are drawn.
+        tokenizer: The model's tokenizer.
+        track: Makes progress bars.
+
+    Returns:
+        The samples, each up to the end of its text.
+    """
+    parts: list[Sequences] = []
+    rows = max(1, min(TOGETHER, TOKENS_TOGETHER // sampling.length))
+    devices = [model.device] if model.device.type == "cuda" else []
+    with (
+        torch.random.fork_rng(devices),
+        evaluating(model),
+        expansion_disabled(model),
+        track("samples", sampling.count) as advance,
+    ):
+        torch.manual_seed(sampling.seed)
+        for begin, places in _in_turns(begins, sampling.count, rows):
+            made = _generate(model, begin, len(places), sampling, tokenizer)
+            parts += [_row(ids, len(begin), tokenizer.eos_token_id) for ids in made.cpu()]
+            advance(len(places))
+    return join(parts)
+
+
+def _in_turns(begins: Sequence[Sequence[int]], count: int, rows: int) -> list[tuple[Sequence[int], range]]:
+    """Which beginning is taken for how many samples at once."""
+    each = [count // len(begins) + (place < count % len(begins)) for place in range(len(begins))]
+    return [
+        (begin, range(start, min(start + rows, own)))
+        for begin, own in zip(begins, each, strict=True)
+        for start in range(0, own, rows)
+    ]
+
+
+def _generate(model: Any, begin: Sequence[int], rows: int, sampling: Sampling, tokenizer: Any) -> Tensor:
+    """Sample from the base's own distribution: what its generation_config.json cuts off is part of it too."""
+    from transformers import GenerationConfig
+
+    ids = torch.tensor([list(begin)[: sampling.length - 1]] * rows, device=model.device)
+    end = tokenizer.eos_token_id
+    options: dict[str, Any] = {
+        "do_sample": True,
+        "temperature": sampling.temperature,
+        "top_k": 0,
+        "top_p": 1.0,
+        "max_new_tokens": sampling.length - ids.shape[1],
+        "eos_token_id": end,
+        "pad_token_id": 0 if end is None else end,
+    }
+    how = GenerationConfig(**options)  # type: ignore[no-untyped-call]
+    with torch.no_grad():
+        made: Tensor = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=how)
+    return made
+
+
+def _row(ids: Tensor, begun: int, end: int | None) -> Sequences:
+    """A sample without what follows its end."""
+    ends = (ids[begun:] == end).nonzero() if end is not None else ids[:0]
+    own = ids[: begun + int(ends[0]) + 1] if len(ends) else ids
+    return Sequences(own.int(), own.int(), (0, len(own)))
+
+
+def write_samples(file: Path, samples: Sequences, tokenizer: Any) -> None:
+    """Keep samples, to be read by people and by a resumed run; whole or not at all."""
+    rows = [samples[place]["input_ids"].tolist() for place in range(len(samples))]
+    write_text(file, "".join(json.dumps({"text": tokenizer.decode(ids), "ids": ids}) + "\n" for ids in rows))
+
+
+def read_samples(file: Path) -> Sequences:
+    """Take up the samples of a run.
+
+    Raises:
+        TrainingError: If they are not there any more, or not what was written.
+    """
+    try:
+        rows = [json.loads(line)["ids"] for line in read_bytes(file).decode().splitlines()]
+        parts = [torch.tensor(ids, dtype=torch.int32) for ids in rows]
+        return join(Sequences(ids, ids, (0, len(ids))) for ids in parts)
+    except (OSError, ValueError, KeyError, TypeError, DataError) as error:
+        raise TrainingError(f"{file}: the samples of this run cannot be read ({error}). Begin it anew.") from error

@@ -1,0 +1,136 @@
+"""Rehearsal: beside the text to learn, a model is asked to stay what its base is on text that it need not learn.
+
+    loss = cross entropy (new text) + weight * KL(base || model) on rehearsal text
+
+The base is in the model, so its predictions cost one forward pass without gradient. With text that the base writes
+itself this is pseudo-rehearsal (Robins 1995) with the loss of Learning without Forgetting (Li and Hoiem 2016); samples
+of a language model as its own rehearsal: Huang et al. 2024, Mitigating Catastrophic Forgetting in Large Language Models
+with Self-Synthesized Rehearsal. It is measured and not proved what it keeps; a router's promise is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scale_surgery.running.freeze import expansion_disabled
+from scale_surgery.running.sequences import Sequences
+from scale_surgery.running.texts import collate
+from scale_surgery.training.settings import TrainingSettings
+
+# numbers in float32 that are held at once beside the logits
+CHUNK = 2**24
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """Text on which a model stays what its base is, in batches.
+
+    Attributes:
+        sequences: The text.
+        rows: Sequences in one batch.
+        weight: Weight of the divergence in the loss.
+        seed: Seed of their order.
+    """
+
+    sequences: Sequences
+    rows: int
+    weight: float
+    seed: int
+
+    def batch(self, number: int) -> dict[str, Tensor]:
+        """The batch with a number, from 0, of an endless order: each pass over the text is shuffled anew."""
+        rows = range(number * self.rows, (number + 1) * self.rows)
+        batch = collate([self.sequences[self._place(row)] for row in rows])
+        # a label would make the model compute a loss
+        return {name: batch[name] for name in ("input_ids", "attention_mask")}
+
+    def _place(self, row: int) -> int:
+        number, place = divmod(row, len(self.sequences))
+        generator = torch.Generator().manual_seed(self.seed + number)
+        return int(torch.randperm(len(self.sequences), generator=generator)[place])
+
+
+def make_rehearsal(sequences: Sequences | None, settings: TrainingSettings) -> Rehearsal | None:
+    """Say how text is rehearsed; None where there is none.
+
+    Beside each batch stand as many sequences as are their share of both together, at least one.
+    """
+    if sequences is None:
+        return None
+    share = settings.rehearsal_share
+    rows = max(1, round(settings.batch_size * share / (1 - share)))
+    return Rehearsal(sequences, rows, settings.rehearsal_weight, settings.seed)
+
+
+def divergence_from_base(model: Any, inside: Any, batch: dict[str, Tensor]) -> Tensor:
+    """KL(base || model) over the next token, a mean over the tokens of a batch.
+
+    Args:
+        model: The model, as it is trained; it may be wrapped for several processes.
+        inside: The same without what wraps it.
+        batch: Token ids and attention mask, each (rows, tokens).
+
+    Returns:
+        Nats per token, a scalar; its gradient reaches what trains.
+    """
+    with torch.no_grad(), evaluating(inside), expansion_disabled(inside):
+        base = model(**batch, use_cache=False).logits
+    logits = model(**batch, use_cache=False).logits
+    kept = batch["attention_mask"].bool()
+    divergence: Tensor = Divergence.apply(logits[kept], base[kept])  # type: ignore[no-untyped-call]
+    return divergence
+
+
+@contextmanager
+def evaluating(model: Any) -> Iterator[None]:
+    """Run a model without dropout inside a `with` block."""
+    was = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was)
+
+
+class Divergence(torch.autograd.Function):
+    """KL(base || model) of logits, a mean over tokens, some tokens at once.
+
+        KL = sum_v p_base(v) (log p_base(v) - log p(v)),   dKL/dlogit(v) = p(v) - p_base(v)
+
+    The gradient is made beside the loss, in the dtype of the logits, so that no distribution is kept.
+    """
+
+    @staticmethod
+    def forward(context: Any, logits: Tensor, base: Tensor) -> Tensor:
+        """Nats per token.
+
+        Args:
+            context: Keeps the gradient.
+            logits: Of the model, (tokens, vocabulary).
+            base: Of the base, the same shape; no gradient reaches them.
+        """
+        tokens, vocabulary = logits.shape
+        gradient = torch.empty_like(logits)
+        total = torch.zeros((), dtype=torch.float64, device=logits.device)
+        together = max(1, math.ceil(CHUNK / vocabulary))
+        for start in range(0, tokens, together):
+            some = slice(start, start + together)
+            ours, theirs = (own[some].float().log_softmax(-1) for own in (logits, base))
+            wanted = theirs.exp()
+            total += (wanted * (theirs - ours)).sum(dtype=torch.float64)
+            gradient[some] = ((ours.exp() - wanted) / tokens).to(gradient.dtype)
+        context.save_for_backward(gradient)
+        return (total / tokens).float()
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        """The gradient by the model's logits."""
+        (gradient,) = context.saved_tensors
+        return gradient * gradients[0].to(gradient.dtype), None
