@@ -85,6 +85,13 @@ def command(place: Path, output: str, *options: str, model: str = "expanded") ->
     return ["train", str(place / model), "-o", str(place / output), *data, *words.split(), *options]
 
 
+SAMPLED = ("--rehearsal-samples", "8", "--rehearsal-length", "16")
+
+
+def rehearsing(place: Path) -> tuple[str, ...]:
+    return ("--rehearse", str(place / "old.jsonl"), "--rehearsal-weight", "10")
+
+
 @pytest.fixture(scope="module")
 def done(paths: dict[str, Path], place: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Everything that two processes do, in one go: their files, and `codes.json`."""
@@ -100,6 +107,9 @@ def done(paths: dict[str, Path], place: Path, tmp_path_factory: pytest.TempPathF
             "environment": {},
         },
         "fsdp2": {"command": command(place, "fsdp2"), "environment": fsdp2},
+        "rehearsed": {"command": command(place, "rehearsed", *rehearsing(place)), "environment": fsdp2},
+        "rehearsed-ddp": {"command": command(place, "rehearsed-ddp", *rehearsing(place)), "environment": {}},
+        "written": {"command": command(place, "written", "--rehearse", "self", *SAMPLED), "environment": {}},
         "deep": {"command": command(place, "deep-fsdp2", model="deep"), "environment": fsdp2},
         "stopped": {"command": command(place, "stopped"), "environment": fsdp2, "stop_at": 3},
         "resumed": {"command": command(place, "stopped", "--resume"), "environment": fsdp2}
@@ -206,9 +216,9 @@ def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tens
     return max((one[name] - other[name]).abs().max().item() for name in one)
 
 
-def train_alone(place: Path, model: str, output: str) -> dict[str, torch.Tensor]:
+def train_alone(place: Path, model: str, output: str, **more: Any) -> dict[str, torch.Tensor]:
     """What one process learns from the same batches."""
-    settings = {"learning_rate": 0.003, "log_every": 1, "save_every": 2, "eval_every": 2}
+    settings = {"learning_rate": 0.003, "log_every": 1, "save_every": 2, "eval_every": 2, **more}
     run = TrainingSettings(steps=4, sequence_length=32, batch_size=4, **settings)
     return trained(
         train(
@@ -233,6 +243,24 @@ def test_training_in_two_processes_learns_what_one_learns(
     logs = [(place / one / "training" / "log.jsonl").read_text().splitlines() for one in (way, "alone")]
     for found, wanted in zip(*(map(json.loads, lines) for lines in logs), strict=True):
         assert found == pytest.approx(wanted, abs=1e-4)
+
+
+def test_two_processes_rehearse_what_one_rehearses(
+    done: Path, place: Path, trained_alone: dict[str, torch.Tensor]
+) -> None:
+    rehearse = {"rehearse": (str(place / "old.jsonl"),), "rehearsal_weight": 10.0}
+    alone = train_alone(place, "expanded", "rehearsed-alone", **rehearse)
+    by_rehearsal = largest_difference(alone, trained_alone)
+    for job in ("rehearsed", "rehearsed-ddp"):
+        check_codes(done, job)
+        # the last sequence is shorter, and a mean of two means is not that of all
+        assert largest_difference(trained(place / job), alone) < by_rehearsal / 5
+
+
+def test_two_processes_rehearse_the_same_samples(done: Path, place: Path) -> None:
+    check_codes(done, "written")
+    lines = (place / "written" / "training" / "rehearsal.jsonl").read_text().splitlines()
+    assert len(lines) == 8 and all(len(json.loads(line)["ids"]) <= 16 for line in lines)
 
 
 def test_duplicated_layers_learn_in_two_processes_what_they_learn_in_one(done: Path, place: Path) -> None:

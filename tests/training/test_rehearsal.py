@@ -1,0 +1,337 @@
+"""Rehearsal: the divergence and its gradient, samples of the base, and that a model stays what its base is."""
+
+from __future__ import annotations
+
+import json
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from torch.nn.functional import kl_div
+
+from scale_surgery import (
+    DataError,
+    EvalData,
+    Request,
+    Routing,
+    TrainingError,
+    TrainingSettings,
+    TrainingStart,
+    expand,
+    route_export,
+    train,
+    verify,
+)
+from scale_surgery.biographies import SHIPPED_MODEL, biography, people, questions
+from scale_surgery.cli.program import main
+from scale_surgery.progress import no_track
+from scale_surgery.running.freeze import expansion_disabled
+from scale_surgery.running.sequences import join
+from scale_surgery.running.tokenizer import need_tokenizer
+from scale_surgery.surgery.record import read_manifest
+from scale_surgery.training import rehearsal
+from scale_surgery.training.own_samples import Sampling, begin_tokens, read_samples, sample_base
+from scale_surgery.training.rehearsal import Divergence, Rehearsal, divergence_from_base, make_rehearsal
+from scale_surgery.training.settings import SAMPLES_FILE
+from tests.conftest import digests, load, shake
+from tests.training.test_train import expansion, same, stopping_at
+
+ITSELF = {"rehearse": ("self",), "rehearsal_samples": 12, "rehearsal_length": 24}
+SETTINGS = TrainingSettings(
+    steps=4, sequence_length=32, batch_size=2, learning_rate=3e-3, save_every=2, log_every=1, **ITSELF
+)
+
+
+def ask(start: int, count: int) -> list[dict[str, Any]]:
+    asked = [question for person in people(count, start=start) for question in questions(person)]
+    return [{"question": question.prompt, "answer": question.answer} for question in asked]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Texts, and the shipped model expanded in every way."""
+    folder = tmp_path_factory.mktemp("rehearsal")
+    new = [{"text": biography(person, 3)} for person in people(8, start=400)]
+    for name, rows in (("new", new + ask(400, 8)), ("old", ask(0, 8)), ("old-asked", ask(0, 12))):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    expand(SHIPPED_MODEL, Request("all", variant="adapt", collaborate="both"), folder / "adapt")
+    expand(SHIPPED_MODEL, Request("2-3"), folder / "preserve")
+    expand(SHIPPED_MODEL, Request("2-3", method="grow"), folder / "grow")
+    expand(SHIPPED_MODEL, Request("1,3", method="depth"), folder / "depth")
+    route_export(folder / "adapt", folder / "routed", Routing())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokenizer(place: Path) -> Any:
+    return need_tokenizer(SHIPPED_MODEL, "biographies")
+
+
+# the divergence
+
+
+@pytest.mark.parametrize("together", [1, 3, 1000])
+def test_the_divergence_and_its_gradient_are_those_of_torch(together, monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    ours, base = (3 * torch.randn(7, 50, generator=generator) for _ in range(2))
+    monkeypatch.setattr(rehearsal, "CHUNK", 50 * together)
+    logits, other = (ours.clone().requires_grad_() for _ in range(2))
+    found = Divergence.apply(logits, base)
+    wanted = kl_div(other.log_softmax(-1), base.log_softmax(-1), reduction="batchmean", log_target=True)
+    torch.testing.assert_close(found, wanted)
+    (2 * found).backward()
+    (2 * wanted).backward()
+    torch.testing.assert_close(logits.grad, other.grad)
+    assert logits.grad.abs().max() > 0.01
+    assert Divergence.apply(base, base) == 0
+
+
+def test_logits_in_half_precision_get_a_gradient_in_half_precision():
+    logits = torch.randn(5, 40).bfloat16().requires_grad_()
+    Divergence.apply(logits, torch.randn(5, 40).bfloat16()).backward()
+    assert logits.grad.dtype == torch.bfloat16 and logits.grad.isfinite().all()
+
+
+def test_what_is_padded_does_not_count_and_the_base_stays(place):
+    model = load(shake(_copied(place / "adapt", place / "shaken")), dtype=torch.float32)
+    ids = torch.tensor([[5, 6, 7, 8], [9, 10, 0, 0]])
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
+    found = divergence_from_base(model, model, {"input_ids": ids, "attention_mask": mask})
+    alone = [
+        divergence_from_base(model, model, {"input_ids": row, "attention_mask": torch.ones_like(row)})
+        for row in (ids[:1], ids[1:, :2])
+    ]
+    torch.testing.assert_close(found, (4 * alone[0] + 2 * alone[1]) / 6)
+    found.backward()
+    trained = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
+    assert trained and trained == {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    with expansion_disabled(model):
+        assert divergence_from_base(model, model, {"input_ids": ids, "attention_mask": mask}) == 0, "the control"
+
+
+def _copied(source: Path, target: Path) -> Path:
+    import shutil
+
+    return Path(shutil.copytree(source, target))
+
+
+# its batches
+
+
+def test_batches_go_through_the_text_again_and_again_in_other_orders():
+    parts = [torch.tensor([row, row], dtype=torch.int32) for row in range(6)]
+    from scale_surgery.running.sequences import Sequences
+
+    text = join(Sequences(part, part, (0, 2)) for part in parts)
+    batches = Rehearsal(text, 4, 1.0, 0)
+    rows = [int(row) for number in range(6) for row in batches.batch(number)["input_ids"][:, 0]]
+    passes = [rows[start : start + 6] for start in range(0, 24, 6)]
+    assert all(sorted(one) == list(range(6)) for one in passes) and len({tuple(one) for one in passes}) > 1
+    assert "labels" not in batches.batch(0)
+    # two processes of half the rows read together what one reads
+    half = replace(batches, rows=2)
+    assert torch.cat([half.batch(2)["input_ids"], half.batch(3)["input_ids"]]).equal(batches.batch(1)["input_ids"])
+
+
+@pytest.mark.parametrize(("share", "rows"), [(0.5, 8), (1 / 3, 4), (0.01, 1), (0.9, 72)])
+def test_rows_are_a_share_of_both_together(share, rows):
+    made = make_rehearsal(join([_one()]), TrainingSettings(batch_size=8, rehearsal_share=share))
+    assert made.rows == rows
+    assert make_rehearsal(None, TrainingSettings()) is None
+
+
+def _one() -> Any:
+    from scale_surgery.running.sequences import Sequences
+
+    return Sequences(torch.tensor([1, 2], dtype=torch.int32), torch.tensor([1, 2], dtype=torch.int32), (0, 2))
+
+
+# samples of the base
+
+
+def test_the_base_writes_samples_whatever_was_trained(place, tokenizer):
+    state = torch.get_rng_state()
+    sampling = Sampling(10, 24, 1.0, seed=3)
+    begins = begin_tokens(tokenizer, [], "biographies")
+    ours, base = load(place / "shaken", dtype=torch.float32), load(place / "adapt", dtype=torch.float32)
+    one, other = (sample_base(model, begins, sampling, tokenizer, no_track) for model in (ours, base))
+    assert len(one) == 10 and one.fingerprint() == other.fingerprint()
+    assert torch.get_rng_state().equal(state) and ours.switches["expansion"]
+    rows = [one[place]["input_ids"].tolist() for place in range(10)]
+    assert all(row[0] == tokenizer.bos_token_id and len(row) <= 24 for row in rows)
+    assert all(tokenizer.eos_token_id not in row[1:-1] for row in rows)
+    assert any(row[-1] == tokenizer.eos_token_id for row in rows), "the model ends what it says"
+    another = sample_base(base, begins, replace(sampling, seed=4), tokenizer, no_track)
+    assert another.fingerprint() != one.fingerprint()
+
+
+def test_samples_go_on_from_prompts_in_turn(place, tokenizer):
+    begins = begin_tokens(tokenizer, ["Q: What is", "The"], "biographies")
+    made = sample_base(load(place / "preserve"), begins, Sampling(5, 12, 1.0, 0), tokenizer, no_track)
+    texts = [tokenizer.decode(made[row]["input_ids"], skip_special_tokens=True) for row in range(5)]
+    assert [text.startswith("Q: What is") for text in texts] == [True] * 3 + [False] * 2
+    assert all(text.startswith("The") for text in texts[3:])
+
+
+def test_without_a_token_that_begins_texts_it_says_what_to_give():
+    class Bare:
+        bos_token_id = eos_token_id = None
+
+    with pytest.raises(
+        DataError, match=r"has no token that begins a text, .* Give beginnings with --rehearsal-prompts"
+    ):
+        begin_tokens(Bare(), [], "bare")
+
+
+# training
+
+
+@pytest.fixture(scope="module")
+def trained(place: Path) -> Path:
+    """A short run that nobody stopped."""
+    return train(place / "adapt", [place / "new.jsonl"], place / "trained", SETTINGS).path
+
+
+def test_a_run_keeps_its_samples_and_its_base(place, trained):
+    samples = trained / "training" / SAMPLES_FILE
+    rows = [json.loads(line) for line in samples.read_text().splitlines()]
+    assert len(rows) == 12 and all(len(row["ids"]) <= 24 and row["text"] for row in rows)
+    (record,) = read_manifest(trained).training
+    assert record["settings"]["rehearse"] == ["self"]
+    assert record["texts"]["rehearsal"] == read_samples(samples).fingerprint()
+    assert verify(trained).passed
+    # what is rehearsed decides what is learned
+    plain = train(place / "adapt", [place / "new.jsonl"], place / "plain", replace(SETTINGS, rehearse=())).path
+    assert not same(expansion(plain), expansion(trained)) and not (plain / "training" / SAMPLES_FILE).exists()
+
+
+def test_a_stopped_run_goes_on_to_the_same_bits(place, trained, tmp_path):
+    @contextmanager
+    def track(label, total):
+        with stopping_at(3, label, total) as advance:
+            yield advance
+
+    with pytest.raises(TrainingError, match="interrupted after step 3"):
+        train(place / "adapt", [place / "new.jsonl"], tmp_path / "out", SETTINGS, track=track)
+    start = TrainingStart(resume=True)
+    samples = tmp_path / "out" / "training" / SAMPLES_FILE
+    spoiled = samples.read_text()
+    samples.write_text(spoiled.replace("ids", "idx"))
+    with pytest.raises(TrainingError, match="the samples of this run cannot be read"):
+        train(place / "adapt", [place / "new.jsonl"], tmp_path / "out", SETTINGS, start=start)
+    samples.write_text(spoiled)
+    done = train(place / "adapt", [place / "new.jsonl"], tmp_path / "out", SETTINGS, start=start).path
+    assert same(expansion(done), expansion(trained))
+    with pytest.raises(TrainingError, match="rehearsal_weight"):
+        other = replace(SETTINGS, rehearsal_weight=2.0)
+        samples.parent.joinpath("settings.json").write_text(
+            json.dumps(json.loads(samples.parent.joinpath("settings.json").read_text()) | {"finished": False})
+        )
+        train(place / "adapt", [place / "new.jsonl"], tmp_path / "out", other, start=start)
+
+
+def test_accumulated_steps_rehearse_the_same_text(place, tmp_path):
+    """Two passes of one row, or one of two: the same rows, so nearly the same step; texts of equal length."""
+    given = replace(SETTINGS, rehearse=(str(place / "new.jsonl"),), steps=5, rehearsal_weight=5.0)
+    one = train(place / "adapt", [place / "new.jsonl"], tmp_path / "one", given).path
+    halves = replace(given, batch_size=1, gradient_accumulation=2)
+    other = train(place / "adapt", [place / "new.jsonl"], tmp_path / "other", halves).path
+    unlike = train(
+        place / "adapt", [place / "new.jsonl"], tmp_path / "unlike", replace(given, rehearsal_weight=1.0)
+    ).path
+    ours, theirs, controls = map(expansion, (one, other, unlike))
+    by_halves, by_weight = (
+        sum(float((ours[name] - found[name]).square().sum()) for name in ours) for found in (theirs, controls)
+    )
+    assert by_halves < by_weight / 100
+
+
+@pytest.mark.parametrize("name", ["preserve", "grow", "depth", "routed"])
+def test_every_expansion_rehearses(place, tmp_path, name):
+    settings = replace(SETTINGS, steps=2, save_every=None, routed=name == "routed")
+    done = train(place / name, [place / "new.jsonl"], tmp_path / name, settings)
+    assert done.loss is not None and verify(done.path).passed
+    plain = train(place / name, [place / "new.jsonl"], tmp_path / "plain", replace(settings, rehearse=()))
+    assert digests(plain.path) != digests(done.path)
+
+
+def test_it_forgets_less(place, tmp_path):
+    """Without old text: questions about people that the base knows, which nobody asks during training."""
+    settings = replace(
+        SETTINGS,
+        steps=40,
+        sequence_length=128,
+        rehearsal_samples=200,
+        rehearsal_length=32,
+        save_every=40,
+        eval_every=40,
+    )
+    sides = EvalData(old=[place / "old-asked.jsonl"], new=[place / "new.jsonl"])
+    forgot = {}
+    for name, rehearse in (("plain", ()), ("rehearsed", ("self",))):
+        done = train(
+            place / "adapt",
+            [place / "new.jsonl"],
+            tmp_path / name,
+            replace(settings, rehearse=rehearse),
+            eval_data=sides,
+        )
+        forgot[name] = done.measured
+    assert forgot["rehearsed"]["forgetting"] < forgot["plain"]["forgetting"] / 2
+    assert forgot["rehearsed"]["old_accuracy"] > forgot["plain"]["old_accuracy"] + 0.1
+    assert forgot["rehearsed"]["learning"] > forgot["plain"]["learning"] / 2
+
+
+# what is said
+
+
+def test_wrong_wishes_are_refused(place, tmp_path):
+    for settings, error, message in (
+        (replace(SETTINGS, rehearse=("self", "a.txt")), TrainingError, "expected self alone, or texts"),
+        (replace(SETTINGS, rehearse=("none.txt",)), DataError, "none.txt: there is no such file"),
+        (replace(SETTINGS, rehearsal_share=1.0), TrainingError, "rehearsal-share: 1.0, expected a share"),
+        (replace(SETTINGS, rehearsal_weight=0.0), TrainingError, "rehearsal-weight: 0.0, expected more than 0"),
+        (replace(SETTINGS, rehearsal_prompts="none.txt"), DataError, "none.txt: there is no such file"),
+        (replace(SETTINGS, rehearsal_length=10**6), DataError, "expected at most"),
+    ):
+        with pytest.raises(error, match=message):
+            train(place / "adapt", [place / "new.jsonl"], tmp_path / "out", settings)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_options(place, tmp_path):
+    (tmp_path / "begins.txt").write_text("Q: What is\nThe\n")
+    words = [
+        "train",
+        str(place / "adapt"),
+        "--data",
+        str(place / "new.jsonl"),
+        "-o",
+        str(tmp_path / "out"),
+        "--steps",
+        "2",
+    ]
+    words += ["--sequence-length", "32", "--rehearse", "self", "--rehearsal-samples", "6", "--rehearsal-length", "16"]
+    words += [
+        "--rehearsal-prompts",
+        str(tmp_path / "begins.txt"),
+        "--rehearsal-share",
+        "0.2",
+        "--rehearsal-weight",
+        "2",
+    ]
+    result = CliRunner().invoke(main, words)
+    assert result.exit_code == 0, result.output
+    kept = json.loads((tmp_path / "out" / "training" / "settings.json").read_text())
+    assert (kept["rehearse"], kept["rehearsal_share"], kept["rehearsal_weight"]) == (["self"], 0.2, 2.0)
+    assert "Q: What is" in (tmp_path / "out" / "training" / SAMPLES_FILE).read_text()
+    texts = [word for name in ("old", "new") for word in ("--rehearse", str(place / f"{name}.jsonl"))]
+    given = ["train", str(place / "adapt"), "--data", str(place / "new.jsonl"), "-o", str(tmp_path / "files")]
+    again = CliRunner().invoke(main, [*given, "--steps", "2", "--sequence-length", "32", *texts])
+    assert again.exit_code == 0, again.output
+    kept = json.loads((tmp_path / "files" / "training" / "settings.json").read_text())
+    assert kept["rehearse"] == [str(place / "old.jsonl"), str(place / "new.jsonl")]
