@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 # options that have a name of their own here, by section; every other setting is reached by --set
 EXPANSION, RANKING = ("layers", "method", "variant"), ("budget",)
-TRAINING = ("steps", "epochs", "learning_rate", "sequence_length", "batch_size")
+TRAINING = ("steps", "epochs", "learning_rate", "sequence_length", "batch_size", "rehearse")
 SHORT = {"expansion": EXPANSION, "ranking": RANKING, "training": TRAINING, "running": ("device", "trust_remote_code")}
 HELPS = {
     "layers": "Layers to expand, written as for plan; auto lets a pilot choose.  [default: auto]",

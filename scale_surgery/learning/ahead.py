@@ -203,14 +203,18 @@ def _seconds(work: Work, sizes: Sizes) -> dict[str, float]:
     pilot_tokens = min(recipe.pilot.tokens, 4 * tokens["learn"])
     measured = tokens["new aside"] + tokens["old aside"]
     back = sizes.forward * (1 + 2 * sizes.reached)
+    # the base's predictions cost one more pass, and the base writes token by token
+    rehearsed = (back + 1) * training.rehearsed_rows / training.batch_size if training.rehearse else 0.0
+    written = training.rehearsal_samples * sizes.length if training.rehearses_itself else 0
     ahead = {
         "texts-new": sizes.text_bytes / 2e7,
         "texts-old": sizes.text_bytes / 2e7,
         "layers": min(60 * recipe.pilot.minutes, passes(pilot_tokens, 3)) + passes(tokens["old aside"], 6) + loading,
         "expand": sizes.expand_seconds + copying,
         # ten measurements during the run
-        "train": steps * (step * forward * back + 3 * training.gradient_accumulation * overhead)
+        "train": steps * (step * forward * (back + rehearsed) + 3 * training.gradient_accumulation * overhead)
         + passes(measured, 12 * sizes.forward)
+        + passes(written, 2)
         + loading
         + copying,
         "route": copying,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from scale_surgery.checkpoint.folder import read_json
 from scale_surgery.checkpoint.foreign import adopt_line
 from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE
-from scale_surgery.fields import fields_of
+from scale_surgery.fields import Field, fields_of
 from scale_surgery.planning.architecture import OWN_CODE_FILE
 from scale_surgery.planning.methods import DEFAULT_METHOD
 from scale_surgery.planning.request import Request, complete
@@ -36,13 +36,16 @@ def said(options: Any, usual: Any, without: Collection[str] = ()) -> Iterator[st
     for name, own in fields_of(type(options)).items():
         value = getattr(options, name)
         if name not in without and value not in (None, getattr(usual, name)):
-            yield from _typed(own.option, value)
+            yield from _typed(own, value)
 
 
-def _typed(option: str, value: Any) -> list[str]:
+def _typed(own: Field, value: Any) -> list[str]:
+    option = f"--{own.option}"
     if isinstance(value, bool):
-        return [f"--{option}" if value else NEGATED.get(option, f"--no-{option}")]
-    return [f"--{option}", ",".join(value) if isinstance(value, tuple) else str(value)]
+        return [option if value else NEGATED.get(own.option, f"--no-{own.option}")]
+    if isinstance(value, tuple) and not own.choices:
+        return [word for one in value for word in (option, one)]
+    return [option, ",".join(value) if isinstance(value, tuple) else str(value)]
 
 
 def trusting(architecture: Architecture) -> list[str]:

@@ -282,6 +282,7 @@ def render_outlook(outlook: Outlook) -> RenderableType:
         ("texts", f"{_sequences(outlook.sequences)}, {outlook.tokens:,} tokens to learn, {_times(outlook.passes)}"),
         ("steps", f"{outlook.steps:,}, the learning rate rises in {outlook.warmup_steps:,} of them"),
     ]
+    rows += [("rehearses", outlook.rehearses)] if outlook.rehearses else []
     return Group(facts("to train", rows), *_warnings(outlook.warnings), Text())
 
 

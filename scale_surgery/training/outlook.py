@@ -44,6 +44,7 @@ class Outlook:
         tokens: Tokens in them that are learned.
         passes: How often they are read.
         warnings: Why it can teach little, and what to do.
+        rehearses: On what it stays what its base is; nothing where it is not asked to.
     """
 
     steps: int
@@ -52,6 +53,7 @@ class Outlook:
     tokens: int
     passes: float
     warnings: tuple[str, ...]
+    rehearses: str = ""
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,15 @@ def look_ahead(settings: TrainingSettings, learned: Sequences, processes: int) -
         *_few_tokens(learned.scored),
     )
     passes = steps * together / len(learned) if settings.steps else settings.epochs
-    return Outlook(steps, warmup_steps(settings, steps), len(learned), learned.scored, passes, warnings)
+    rehearses = _rehearses(settings)
+    return Outlook(steps, warmup_steps(settings, steps), len(learned), learned.scored, passes, warnings, rehearses)
+
+
+def _rehearses(settings: TrainingSettings) -> str:
+    if not settings.rehearse:
+        return ""
+    which = f"{settings.rehearsal_samples:,} samples of the base" if settings.rehearses_itself else "the given text"
+    return f"{which}, {settings.rehearsed_rows:,} beside each {settings.batch_size:,} sequences to learn"
 
 
 def _few_steps(settings: TrainingSettings, steps: int, sequences: int) -> Iterator[str]:

@@ -58,15 +58,10 @@ class Rehearsal:
 
 
 def make_rehearsal(sequences: Sequences | None, settings: TrainingSettings) -> Rehearsal | None:
-    """Say how text is rehearsed; None where there is none.
-
-    Beside each batch stand as many sequences as are their share of both together, at least one.
-    """
+    """Say how text is rehearsed; None where there is none."""
     if sequences is None:
         return None
-    share = settings.rehearsal_share
-    rows = max(1, round(settings.batch_size * share / (1 - share)))
-    return Rehearsal(sequences, rows, settings.rehearsal_weight, settings.seed)
+    return Rehearsal(sequences, settings.rehearsed_rows, settings.rehearsal_weight, settings.seed)
 
 
 def divergence_from_base(model: Any, inside: Any, batch: dict[str, Tensor]) -> Tensor:

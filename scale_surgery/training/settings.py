@@ -94,6 +94,11 @@ class TrainingSettings:
         """Whether the base writes what is rehearsed."""
         return self.rehearse == (ITSELF,)
 
+    @property
+    def rehearsed_rows(self) -> int:
+        """Sequences of rehearsal beside each batch, so that they are their share of both together; at least one."""
+        return max(1, round(self.batch_size * self.rehearsal_share / (1 - self.rehearsal_share)))
+
 
 @dataclass(frozen=True)
 class EvalData:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
-from transformers import GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from scale_surgery import (
     CheckpointError,
@@ -499,3 +499,18 @@ def test_the_command_prints_the_drift(expanded: Path, tmp_path: Path, monkeypatc
     assert " ".join(last.split()) == "next scale-surgery verify again"
     run = CliRunner().invoke(main, ["merge", str(expanded), "-o", str(tmp_path / "again"), "--to", "blocks"])
     assert run.exit_code == 1 and "has its blocks" in run.output
+
+
+@pytest.mark.parametrize("model_type", ["olmo", "nanochat"])
+def test_norms_without_a_gain_are_fused(tmp_path: Path, model_type: str) -> None:
+    """The base's norm has no weight, the up stream's has one."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
+    config = AutoConfig.for_model(model_type, **sizes, num_key_value_heads=2, vocab_size=128)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
+    shake(expand(tmp_path / "base", Request("1-2", variant="adapt", collaborate="both"), tmp_path / "wide").path)
+    merge(tmp_path / "wide", tmp_path / "fused", "fused")
+    ids = torch.arange(1, 12)[None]
+    with torch.no_grad():
+        wide, fused = (load(tmp_path / name)(ids).logits for name in ("wide", "fused"))
+    torch.testing.assert_close(fused, wide, rtol=1e-3, atol=1e-3)

@@ -1,0 +1,118 @@
+"""Forgetting without a router: expansions of the shipped model that learn new people, with and without rehearsal.
+
+    python -m benchmarks.rehearsal [--samples 400] [--share 0.5] [--weight 1] [--steps 120] [-o numbers.jsonl]
+
+Each model learns 20 new people (questions and biographies) and is asked about them and about 100 people that its base
+knows; nothing about these is shown during training. With rehearsal the base writes text before the first step, and the
+loss has the divergence from the base on it. One seed, one learning rate for each way, none of them tuned.
+
+old, new    right answers, in percent          seconds    of training, samples included
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+
+from scale_surgery import Request, TrainingSettings, evaluate, expand, train
+from scale_surgery.biographies import SHIPPED_MODEL, biography, people, questions
+
+NEW, OLD, STYLES, FIRST_NEW = 20, 100, 4, 400
+WAYS = {
+    "adapt, both": (Request("all", variant="adapt", collaborate="both"), 3e-3),
+    "adapt, attn": (Request("all", variant="adapt"), 5.5e-3),
+    "preserve": (Request("all"), 1e-2),
+    "grow-freeze": (Request("all", method="grow"), 1e-3),
+    "depth": (Request("all", method="depth"), 1e-3),
+}
+
+
+def write_texts(folder: Path) -> None:
+    """Write what is learned, and what is asked."""
+    new = people(NEW, start=FIRST_NEW)
+    asked = {
+        name: [{"question": own.prompt, "answer": own.answer} for person in some for own in questions(person)]
+        for name, some in (("asked_new", new), ("asked_old", people(OLD)))
+    }
+    told = [{"text": biography(person, style)} for person in new for style in range(STYLES)]
+    for name, rows in (asked | {"learn": asked["asked_new"] + told}).items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def runs(folder: Path, settings: TrainingSettings) -> Iterator[dict[str, Any]]:
+    """Train in each way, without rehearsal and with it, and ask."""
+    for way, (request, rate) in WAYS.items():
+        wide = expand(SHIPPED_MODEL, request, folder / way.replace(" ", "")).path
+        for rehearse in ((), ("self",)):
+            own = replace(settings, learning_rate=rate, rehearse=rehearse)
+            started = time.monotonic()
+            path = train(wide, [folder / "learn.jsonl"], folder / f"{wide.name}-{len(rehearse)}", own).path
+            seconds = time.monotonic() - started
+            scores = evaluate([path], [folder / "asked_old.jsonl"], [folder / "asked_new.jsonl"]).scores
+            (found,) = [score for score in scores if score.kind in ("expanded", "other")]
+            assert found.old is not None and found.new is not None
+            yield {
+                "way": way,
+                "rehearsal": bool(rehearse),
+                "old": found.old.accuracy,
+                "new": found.new.accuracy,
+                "forgetting": found.forgetting,
+                "learning": found.learning,
+                "seconds": round(seconds, 1),
+            }
+
+
+@click.command()
+@click.option("--samples", default=400, show_default=True, help="Samples that the base writes.")
+@click.option("--length", default=128, show_default=True, help="Most tokens of a sample.")
+@click.option("--share", default=0.5, show_default=True, help="Share of the sequences of a step that are rehearsed.")
+@click.option("--weight", default=1.0, show_default=True, help="Weight of the divergence in the loss.")
+@click.option("--temperature", default=1.0, show_default=True, help="Temperature of sampling.")
+@click.option("--steps", default=120, show_default=True, help="Optimizer steps.")
+@click.option("--seed", default=0, show_default=True, help="Seed of everything random in training.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="JSON lines to append to, one for each run.")
+def main(
+    samples: int,
+    length: int,
+    share: float,
+    weight: float,
+    temperature: float,
+    steps: int,
+    seed: int,
+    output: Path | None,
+) -> None:
+    """Train in each way, without rehearsal and with it, and print a table."""
+    torch.set_num_threads(1)
+    settings = TrainingSettings(
+        steps=steps,
+        sequence_length=128,
+        seed=seed,
+        rehearsal_samples=samples,
+        rehearsal_length=length,
+        rehearsal_share=share,
+        rehearsal_weight=weight,
+        rehearsal_temperature=temperature,
+    )
+    click.echo("| way | rehearsal | old | new | forgetting | learning | seconds |\n|---|---|--:|--:|--:|--:|--:|")
+    with tempfile.TemporaryDirectory() as folder:
+        write_texts(Path(folder))
+        for run in runs(Path(folder), settings):
+            said = "from the base's own samples" if run["rehearsal"] else "none"
+            numbers = f"{run['old']:.1%} | {run['new']:.1%} | {run['forgetting']:+.3f} | {run['learning']:+.3f}"
+            click.echo(f"| {run['way']} | {said} | {numbers} | {run['seconds']} |")
+            if output is not None:
+                given = {"samples": samples, "share": share, "weight": weight, "steps": steps, "seed": seed}
+                with output.open("a") as stream:
+                    stream.write(json.dumps(run | given) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,24 @@
+"""Commands that are printed: what is typed again fills the same dataclasses."""
+
+from __future__ import annotations
+
+from scale_surgery.cli.program import main
+from scale_surgery.show.commands import said
+from scale_surgery.training.settings import TrainingSettings
+
+
+def test_options_that_are_said_fill_the_same_settings():
+    settings = TrainingSettings(
+        packing=False,
+        bf16=False,
+        groups=("w12", "w21"),
+        rehearse=("a,column=b", "c d.txt"),
+        learning_rate=2e-3,
+        gradient_checkpointing=True,
+        steps=3,
+    )
+    words = list(said(settings, TrainingSettings()))
+    options = main.commands["train"].make_context("train", ["folder", "--data", "x", *words]).params
+    assert all(options[name] == value for name, value in vars(settings).items() if options[name] is not None)
+    given = {name for name in vars(settings) if options[name] is not None}
+    assert given == {"packing", "bf16", "groups", "rehearse", "learning_rate", "gradient_checkpointing", "steps"}
