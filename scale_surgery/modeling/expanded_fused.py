@@ -55,14 +55,13 @@ class FusedNorm(ExpandedNorm):
             return self.forward_expanded(x)
         base, up = x.split([self.base_in, x.shape[-1] - self.base_in], dim=-1)
         own = self._parameters
-        streams = (
-            self.normalise(base, own.get("weight"), own.get("bias")),
-            self.normalise(up, self.up_weight, own.get("up_bias")),
-        )
-        return torch.cat(streams, dim=-1)
+        weight, bias = own.get("weight"), own.get("bias")
+        # a norm without a gain may have an epsilon that no config says
+        y_base = self.forward_stock(base) if weight is None else self.normalise(base, weight, bias)
+        return torch.cat((y_base, self.normalise(up, self.up_weight, own.get("up_bias"))), dim=-1)
 
-    def normalise(self, x: Tensor, gain: Tensor | None, bias: Tensor | None) -> Tensor:
-        if gain is None or not self.up_style.endswith("_plus_one"):
+    def normalise(self, x: Tensor, gain: Tensor, bias: Tensor | None) -> Tensor:
+        if not self.up_style.endswith("_plus_one"):
             return super().normalise(x, gain, bias)
         # half precision has too few bits for 1 + w
         return super().normalise(x.float(), gain.float(), bias).to(x.dtype)

@@ -371,12 +371,12 @@ class ExpandedNorm(ExpandedModule):
         bias = self._parameters.get("up_bias")
         return self.normalise(x_up.float(), self.up_weight.float(), None if bias is None else bias.float())
 
-    def normalise(self, x: Tensor, gain: Tensor | None, bias: Tensor | None) -> Tensor:
-        """The norm of one stream, in the style of the stock norm, which may have no gain."""
-        gain = gain + 1.0 if gain is not None and self.up_style.endswith("_plus_one") else gain
+    def normalise(self, x: Tensor, gain: Tensor, bias: Tensor | None) -> Tensor:
+        """The norm of one stream, in the style of the stock norm."""
+        gain = gain + 1.0 if self.up_style.endswith("_plus_one") else gain
         if self.up_style.startswith("layer"):
-            return functional.layer_norm(x, x.shape[-1:], gain, bias, self.up_epsilon)
-        return functional.rms_norm(x, x.shape[-1:], gain, self.up_epsilon)
+            return functional.layer_norm(x, gain.shape, gain, bias, self.up_epsilon)
+        return functional.rms_norm(x, gain.shape, gain, self.up_epsilon)
 
 
 class ExpandedHeadNorm(ExpandedModule):
