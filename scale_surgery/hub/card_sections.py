@@ -13,6 +13,7 @@ from scale_surgery.planning.methods import METHODS, get_method
 from scale_surgery.planning.plan import Plan
 from scale_surgery.planning.request import Request
 from scale_surgery.planning.routing_specs import Routing
+from scale_surgery.training.settings import ITSELF
 
 FORMS = {
     "expanded": "A language model with new blocks beside its pretrained tensors, made with `scale-surgery`.",
@@ -158,7 +159,23 @@ def _trained(facts: CardFacts) -> str:
     base = f" The base that run {', '.join(unseen)} had was not saved, so it could not be compared." if unseen else ""
     curves = "\n\n![Curves of the last run](training/curves.png)" if facts.has_curves else ""
     said = f"{'' if unseen else 'Only new tensors were trained, none of the base.'}{others}{base}".strip()
-    return f"## Training\n\n{said}\n\n{table(head, rows)}{curves}"
+    return f"## Training\n\n{said}{_rehearsed(facts)}\n\n{table(head, rows)}{curves}"
+
+
+def _rehearsed(facts: CardFacts) -> str:
+    """On what runs stayed what the base is, and that this is no promise."""
+    said = {
+        str(number): "text that the base wrote itself" if settings["rehearse"] == [ITSELF] else "other text"
+        for number, run in enumerate(facts.training, 1)
+        if (settings := run.get("settings") or {}).get("rehearse")
+    }
+    if not said:
+        return ""
+    which = " and ".join(dict.fromkeys(said.values()))
+    return (
+        f" In run {', '.join(said)} the model was also asked to stay what its base is, on {which}; what that keeps is "
+        "measured, and not proved."
+    )
 
 
 def _learning_rate(run: Mapping[str, Any]) -> str:

@@ -170,6 +170,17 @@ def test_training_and_what_was_measured(own: Path) -> None:
     assert "## Evaluation" not in card(own), "numbers of an earlier run are not those of this model"
 
 
+@pytest.mark.parametrize(
+    ("rehearse", "said"), [(["self"], "text that the base wrote itself"), (["a.txt"], "other text")]
+)
+def test_rehearsal_is_said_to_be_measured(own: Path, rehearse: list[str], said: str) -> None:
+    record(own, training=[RUN, {**RUN, "settings": {"learning_rate": 0.01, "rehearse": rehearse}}])
+    text = " ".join(card(own).split())
+    assert f"In run 2 the model was also asked to stay what its base is, on {said}; what that keeps is measured" in text
+    record(own, training=[RUN])
+    assert "asked to stay" not in card(own)
+
+
 def test_numbers_of_another_model_say_so(own: Path) -> None:
     measured = "Measured at the end of the last training run"
     record(own, training=[RUN])
