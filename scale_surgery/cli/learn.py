@@ -133,7 +133,7 @@ def learn_command(
         begins=lambda name, line, number: out.say(render_stage(name, line, number), as_it_is=True),
         ends=ends,
     )
-    learned = run(job, overwrite=overwrite, told=told, track=out.track)
+    learned = run(job, told=told, track=out.track)
     out.say("")
     out.show(learned, render_learned(learned))
     sys.exit(0 if learned.verified else 1)
