@@ -304,6 +304,11 @@ def test_a_full_disk_is_refused_before_anything_is_written(recipe, tmp_path, mon
     assert not (tmp_path / "job").exists()
 
 
+def test_help_names_no_default_that_a_preset_changes():
+    text = " ".join(CliRunner().invoke(main, ["learn", "--help"]).output.split())
+    assert text.count("[default: that of the preset") == 4 and "default: 0.001" not in text
+
+
 def test_several_processes_are_refused(recipe, tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(TrainingError, match="learn runs in one process"):
@@ -344,7 +349,7 @@ def test_what_is_ahead_is_of_the_right_size(done, recipe, tmp_path):
     size = sum(files.values())
     assert size / 4 < ahead.disk_bytes < 4 * size
     assert ahead.free_bytes > ahead.disk_bytes and 10**8 < ahead.memory_bytes < 10**10
-    # more text takes longer
+    # more text takes longer, and so do longer sequences of as many tokens
     longer = prepare(replace(recipe, training=replace(recipe.training, steps=4000)), tmp_path / "job").ahead
     assert longer.seconds > 2 * ahead.seconds
 
