@@ -93,7 +93,8 @@ def render_result(name: str, result: Any) -> RenderableType | None:
 def render_held_out(done: HeldOut) -> RenderableType:
     """What text was set aside."""
     rows = [
-        (part, f"{count:,} documents, {done.characters[part]:,} characters") for part, count in done.documents.items()
+        (part, f"{count:,} document{'s' * (count != 1)}, {done.characters[part]:,} characters")
+        for part, count in done.documents.items()
     ]
     return facts("set aside", [("written", str(done.path)), *rows])
 
