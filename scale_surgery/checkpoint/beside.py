@@ -50,8 +50,12 @@ def names_beside(target: Path) -> tuple[Path, ...]:
 
 
 @contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def locked(folder: Path, called: Path | None = None) -> Iterator[None]:
     """Let no other process of this program write a folder meanwhile.
+
+    Args:
+        folder: The folder; the lock is beside it.
+        called: How an error calls it, where the lock stands for something else.
 
     Raises:
         CheckpointError: If one does already, or the lock is not what this program makes.
@@ -61,7 +65,7 @@ def locked(folder: Path) -> Iterator[None]:
     folder.parent.mkdir(parents=True, exist_ok=True)
     lock = _lock(folder)
     refuse_links(lock)
-    busy = f"{folder}: another process is writing it. Wait until it is done."
+    busy = f"{called or folder}: another process is writing it. Wait until it is done."
     handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
         found = os.fstat(handle)

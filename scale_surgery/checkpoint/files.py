@@ -50,7 +50,7 @@ def finished_file(file: Path) -> Iterator[Path]:
     file.parent.mkdir(parents=True, exist_ok=True)
     if (problem := blocked(file)) is not None:
         raise CheckpointError(problem)
-    temporary = _temporary(file)
+    temporary = temporary_of(file)
     temporary.unlink(missing_ok=True)
     # whoever writes it by its name then finds this file, and follows no link
     os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
@@ -68,7 +68,7 @@ def finished_file(file: Path) -> Iterator[Path]:
 
 def blocked(file: Path) -> str | None:
     """Say why a file cannot be written: something lies where it is to be made that no interrupted run left."""
-    temporary = _temporary(file)
+    temporary = temporary_of(file)
     if temporary.is_symlink() or (temporary.exists() and not temporary.is_file()):
         return (
             f"{temporary}: was not made by this program, expected a free name to write to for a moment. Take it away."
@@ -76,7 +76,8 @@ def blocked(file: Path) -> str | None:
     return None
 
 
-def _temporary(file: Path) -> Path:
+def temporary_of(file: Path) -> Path:
+    """The sibling that is written before it becomes a file."""
     # a name may be so long that no ending fits behind it
     return file.parent / os.fsdecode(os.fsencode(file.name)[: MAX_NAME_BYTES - len(ENDING)] + ENDING)
 

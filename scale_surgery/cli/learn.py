@@ -27,8 +27,11 @@ SHORT = {"expansion": EXPANSION, "ranking": RANKING, "training": TRAINING, "runn
 HELPS = {
     "layers": "Layers to expand, written as for plan; auto lets a pilot choose.  [default: auto]",
     "budget": "Parameters that the pilot's layers may add: a share of the base's, or a number such as 200M.",
+    "variant": "What trains, as for plan.",
     "learning_rate": "Highest learning rate, reached after the warm-up.",
 }
+# a preset has others than a single command
+USUAL = dict.fromkeys(("variant", "epochs", "learning_rate", "batch_size"), "that of the preset")
 RUN = "Let MODEL run its own code, where transformers has no such model or its tokenizer is a custom one."
 
 
@@ -74,9 +77,9 @@ def _from_options(options: dict[str, Any]) -> dict[str, Any]:
 @click.option("--data", multiple=True, help="Text to learn: a file, a folder or a dataset of the Hub; can be repeated.")
 @click.option("--old", multiple=True, help="Text with what MODEL knows; can be repeated.")
 @click.option("-o", "--output", type=OUTPUT_FOLDER, help="Folder of the job. Default: ./<name>-learn.")
-@options_from(Request, *EXPANSION, helps=HELPS)
+@options_from(Request, *EXPANSION, helps=HELPS, usual=USUAL)
 @options_from(RankingRequest, *RANKING, helps=HELPS)
-@options_from(TrainingSettings, *TRAINING, helps=HELPS)
+@options_from(TrainingSettings, *TRAINING, helps=HELPS, usual=USUAL)
 @click.option("--no-route", is_flag=True, help="Give the model no router.")
 @click.option("--measure-new", multiple=True, help="Text to measure learning on; can be repeated.")
 @click.option("--measure-old", multiple=True, help="Text to measure forgetting on; can be repeated.")
@@ -133,7 +136,7 @@ def learn_command(
         begins=lambda name, line, number: out.say(render_stage(name, line, number), as_it_is=True),
         ends=ends,
     )
-    learned = run(job, overwrite=overwrite, told=told, track=out.track)
+    learned = run(job, told=told, track=out.track)
     out.say("")
     out.show(learned, render_learned(learned))
     sys.exit(0 if learned.verified else 1)

@@ -41,7 +41,11 @@ def add_options(command: Command, options: Sequence[Callable[[Command], Command]
 
 
 def options_from(
-    owner: type, *names: str, declared: Mapping[str, str] | None = None, helps: Mapping[str, str] | None = None
+    owner: type,
+    *names: str,
+    declared: Mapping[str, str] | None = None,
+    helps: Mapping[str, str] | None = None,
+    usual: Mapping[str, str] | None = None,
 ) -> Callable[[Command], Command]:
     """Make options of a dataclass: types, choices, defaults and help are read from it.
 
@@ -52,16 +56,20 @@ def options_from(
         *names: Its fields that become options, in the order of the help.
         declared: How a flag is written by field, where it has two names, such as `--packing/--padding`.
         helps: Help by field, where a command means something else than the dataclass.
+        usual: What stands as the default, by field, where a command has another one.
     """
     fields = fields_of(owner)
+    own = (declared or {}, helps or {}, usual or {})
 
     def add(command: Command) -> Command:
-        return add_options(command, [_option(fields[name], declared or {}, helps or {}) for name in names])
+        return add_options(command, [_option(fields[name], *own) for name in names])
 
     return add
 
 
-def _option(field: Field, declared: Mapping[str, str], helps: Mapping[str, str]) -> Callable[[Command], Command]:
+def _option(
+    field: Field, declared: Mapping[str, str], helps: Mapping[str, str], usual: Mapping[str, str]
+) -> Callable[[Command], Command]:
     both = f"--{field.option}/--no-{field.option}" if field.is_optional else f"--{field.option}"
     written = declared.get(field.name, both if field.kind is bool else f"--{field.option}")
     more: dict[str, Any] = {"type": field.kind}
@@ -75,15 +83,22 @@ def _option(field: Field, declared: Mapping[str, str], helps: Mapping[str, str])
         more = {"type": FILE}
     elif field.choices:
         more = {"type": click.Choice(field.choices)}
-    return click.option(written, field.name, default=None, help=_help(field, helps.get(field.name, field.help)), **more)
+    line = _help(field, helps.get(field.name, field.help), usual.get(field.name, _default(field)))
+    return click.option(written, field.name, default=None, help=line, **more)
 
 
-def _help(field: Field, line: str) -> str:
+def _default(field: Field) -> str:
+    if field.kind is bool or field.default in (None, MISSING, ()):
+        return ""
+    return (
+        "all" if field.kind is tuple else f"{field.default:g}" if type(field.default) is float else f"{field.default}"
+    )
+
+
+def _help(field: Field, line: str, default: str) -> str:
     """A line of help with choices, default and range, as click shows those of its own."""
-    is_said = field.kind is bool or field.default in (None, MISSING, ())
-    default = "all" if field.kind is tuple else f"{field.default:g}" if type(field.default) is float else field.default
     choices = f"some of {', '.join(field.choices)}" if field.kind is tuple and field.choices else ""
-    parts = [choices, "" if is_said else f"default: {default}", "" if field.range is None else field.range.bounds]
+    parts = [choices, f"default: {default}" if default else "", "" if field.range is None else field.range.bounds]
     extra = "; ".join(filter(None, parts))
     return f"{line}  [{extra}]" if extra else line
 

@@ -28,8 +28,9 @@ from scale_surgery.running.tokenizer import need_tokenizer
 if TYPE_CHECKING:
     from torch import device as Device
 
-# share of the speed of large products that whole models reach, and what a layer costs beside them in one pass
-EFFICIENCY = 0.5
+# share of the speed of products that whole models reach: norms, softmaxes and the loss are none; and what a layer costs
+# beside them in one pass
+EFFICIENCY = 0.3
 SECONDS_PER_LAYER = 1e-3
 START_SECONDS = 2.0
 TIMED_SECONDS = 0.2
@@ -190,7 +191,8 @@ def _seconds(work: Work, sizes: Sizes) -> dict[str, float]:
     """Seconds by the name of a stage."""
     recipe, tokens = work.recipe, sizes.tokens
     speed = EFFICIENCY * _products_per_second(sizes, work)
-    forward = 2 * sizes.parameters / speed
+    # of each token: every weight once, and keys and values of its whole sequence
+    forward = (2 * sizes.parameters + 4 * sizes.layers * sizes.length * sizes.hidden) / speed
     overhead = SECONDS_PER_LAYER * sizes.layers
     copying, loading = sizes.base_bytes / BYTES_PER_SECOND, 2 * sizes.base_bytes / BYTES_PER_SECOND
 

@@ -178,8 +178,9 @@ def _write(
                 documents[part] += 1
                 characters[part] += len(piece.prompt) + len(piece.text)
     if missing := [part for part in ASIDE if not documents[part]]:
+        count = sum(documents.values())
         raise DataError(
-            f"{', '.join(files)}: {sum(documents.values())} documents leave nothing to "
+            f"{', '.join(files)}: {count} {'document leaves' if count == 1 else 'documents leave'} nothing to "
             f"{' and to '.join(missing)} with, expected at least {ENOUGH_DOCUMENTS} that differ, or a longer one. Give "
             "more text."
         )

@@ -6,7 +6,8 @@
     OUT/learn.html      the page
 
 A stage counts when learn.json says so, which is written after its outputs are whole. The same line typed again goes on
-with the first one that does not.
+with the first one that does not. It is the first file there, and says too whether another job has to go: so a folder
+that was left at any moment is known again.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from scale_surgery.checkpoint.beside import locked
-from scale_surgery.checkpoint.files import plain_json, write_json
+from scale_surgery.checkpoint.files import plain_json, temporary_of, write_json
 from scale_surgery.checkpoint.folder import Checkpoint, read_json
 from scale_surgery.checkpoint.names import JOB_FILE
 from scale_surgery.checkpoint.sources import open_model
@@ -42,13 +43,15 @@ from scale_surgery.running.context import DEFAULT_LENGTH, context_of
 from scale_surgery.running.sources import parse_source
 from scale_surgery.running.tokenizer import need_tokenizer
 
-RECIPE_FILE, PAGE_FILE = "recipe.yaml", "learn.html"
+RECIPE_FILE, PAGE_FILE, LOCK = "recipe.yaml", "learn.html", "job"
+# what there may be before learn.json is: the lock, and learn.json half written
+BEFORE = {f".{LOCK}.lock", temporary_of(Path(JOB_FILE)).name}
 FORMAT = 1
 
 
 @dataclass
 class Record:
-    """What learn.json holds: recipe, files read, what stages kept, and their seconds."""
+    """What learn.json holds: recipe, files read, what stages kept, their seconds, and whether another job has to go."""
 
     file: Path
     recipe: Mapping[str, Any]
@@ -56,10 +59,11 @@ class Record:
     kept: dict[str, Kept] = field(default_factory=dict)
     done: dict[str, Mapping[str, Any]] = field(default_factory=dict)
     seconds: float = 0.0
+    clears: bool = False
 
     def write(self) -> None:
         """Write it, whole or not at all."""
-        content = {name: getattr(self, name) for name in ("recipe", "read", "kept", "done", "seconds")}
+        content = {own.name: getattr(self, own.name) for own in fields(self) if own.name != "file"}
         write_json(self.file, plain_json({"format": FORMAT, **content}))
 
 
@@ -128,7 +132,7 @@ def prepare(recipe: Recipe, output: str | Path, *, overwrite: bool = False, trac
     _check_alone()
     _check_folder(folder, recipe, overwrite=overwrite)
     read = _stamp_texts(recipe)
-    record = Record(folder / JOB_FILE, values_of(recipe), read)
+    record = Record(folder / JOB_FILE, values_of(recipe), read, clears=overwrite)
     if record.file.is_file() and not overwrite:
         record = _continue(record, recipe)
     checkpoint, made = _plan_ahead(recipe, record.kept, track)
@@ -166,18 +170,18 @@ def learn(
             disk has no room.
         TrainingError: If the job was interrupted, or training had to stop.
     """
-    return run(prepare(recipe, output, overwrite=overwrite, track=track), overwrite=overwrite, told=told, track=track)
+    return run(prepare(recipe, output, overwrite=overwrite, track=track), told=told, track=track)
 
 
-def run(job: Job, *, overwrite: bool = False, told: Told = Told(), track: Track = no_track) -> Learned:
+def run(job: Job, *, told: Told = Told(), track: Track = no_track) -> Learned:
     """Do what `prepare` checked; see `learn`."""
     work, record = job.work, job.record
     told.ahead(job.ahead)
-    if overwrite and not record.kept:
-        shutil.rmtree(work.folder, ignore_errors=True)
     work.folder.mkdir(parents=True, exist_ok=True)
-    with locked(work.folder / "job"):
+    with locked(work.folder / LOCK, called=work.folder):
         record.write()
+        if record.clears:
+            _clear(record)
         write_recipe(work.recipe, work.folder / RECIPE_FILE)
         before, left = record.seconds, [stage for stage in job.stages if stage.name not in record.kept]
         for number, stage in enumerate(job.stages, start=1):
@@ -190,13 +194,26 @@ def run(job: Job, *, overwrite: bool = False, told: Told = Told(), track: Track 
     return _describe(job, record.done)
 
 
+def _clear(record: Record) -> None:
+    """Take away what another job left; until that is done, the record says that it has to be."""
+    for own in record.file.parent.iterdir():
+        if own != record.file and own.name not in BEFORE:
+            _remove(own)
+    record.clears = False
+    record.write()
+
+
+def _remove(output: Path) -> None:
+    shutil.rmtree(output) if output.is_dir() and not output.is_symlink() else output.unlink(missing_ok=True)
+
+
 def _do(stage: Stage, job: Job, track: Track) -> Any:
     """Do a stage and keep what it found; what an interrupted one left is taken away first."""
     record, started = job.record, time.monotonic()
     line = stage.line(record.kept)
     if stage.renews:
         for output in stage.outputs:
-            shutil.rmtree(output) if output.is_dir() else output.unlink(missing_ok=True)
+            _remove(output)
     try:
         result, kept = stage.run(record.kept, track)
         if stage is job.stages[-1]:
@@ -258,7 +275,7 @@ def _check_folder(folder: Path, recipe: Recipe, *, overwrite: bool) -> None:
     problems = []
     if folder.exists() and not folder.is_dir():
         problems.append(f"{folder}: is a file, expected a folder to be. Choose another with -o.")
-    elif folder.is_dir() and any(folder.iterdir()) and not (folder / JOB_FILE).is_file():
+    elif folder.is_dir() and not (folder / JOB_FILE).is_file() and {own.name for own in folder.iterdir()} - BEFORE:
         problems.append(f"{folder}: holds other files, no job of learn. Choose another folder with -o.")
     place = folder.resolve()
     for given in (recipe.model, *recipe.data, *recipe.old, *recipe.measure_new, *recipe.measure_old):
@@ -290,8 +307,8 @@ def _continue(record: Record, recipe: Recipe) -> Record:
     """Take up what an earlier run of the same recipe did."""
     found = read_json(record.file)
     problems = []
-    if found.get("format") != FORMAT:
-        problems.append(f"{record.file}: is of another release of this program.")
+    if found.get("format") != FORMAT or not found.keys() >= {own.name for own in fields(Record)} - {"file"}:
+        problems.append(f"{record.file}: is of another release of this program, or was changed.")
     else:
         changed = list(differences(recipe, found["recipe"]))
         problems += [f"{record.file.parent}: was begun with {difference}." for difference in changed]
@@ -304,7 +321,7 @@ def _continue(record: Record, recipe: Recipe) -> Record:
         raise CheckpointError.from_problems(
             [*problems, "Choose another folder with -o, or begin anew with --overwrite."]
         )
-    return Record(record.file, record.recipe, record.read, found["kept"], found["done"], found["seconds"])
+    return replace(record, **{name: found[name] for name in ("kept", "done", "seconds", "clears")})
 
 
 def _plan_ahead(recipe: Recipe, kept: Mapping[str, Kept], track: Track) -> tuple[Checkpoint, Plan]:

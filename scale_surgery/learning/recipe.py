@@ -109,10 +109,11 @@ def values_of(recipe: Recipe) -> dict[str, Any]:
 
 def unknown_setting(name: str) -> str:
     """Say that there is no such setting, and which one may have been meant."""
-    near = get_close_matches(name, settings(), 1, 0.6)
     last = name.rpartition(".")[2]
+    near = [known for known in settings() if "." not in name and known.rpartition(".")[2] == last]
+    near = near or get_close_matches(name, settings(), 1, 0.6)
     near = near or [known for known in settings() if known.rpartition(".")[2] == last]
-    advice = f"Did you mean {near[0]}?" if near else "scale-surgery learn --write-recipe lists all."
+    advice = f"Did you mean {' or '.join(near)}?" if near else "scale-surgery learn --write-recipe lists all."
     return f"{name} is no setting of a recipe. {advice}"
 
 

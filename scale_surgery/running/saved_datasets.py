@@ -6,6 +6,7 @@ No code of a dataset runs, and what may hold pickles is not read.
 from __future__ import annotations
 
 import hashlib
+import textwrap
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
@@ -17,6 +18,8 @@ from scale_surgery.running.sources import TextSource
 FORMATS = ("json", "parquet", "csv", "text", "arrow")
 # what the library writes beside the rows of a dataset, and of several splits
 SAVED_FILES = ("state.json", "dataset_dict.json")
+# characters of a library's error that are said
+LONGEST = 300
 
 
 def read_rows(source: TextSource) -> Iterator[Any]:
@@ -35,7 +38,7 @@ def read_rows(source: TextSource) -> Iterator[Any]:
     try:
         yield from rows
     except Exception as error:  # of datasets, of pyarrow below it, and of the network
-        raise DataError(f"{source.name}: cannot be read to its end ({_in_one_line(error)}). Try again.") from error
+        raise DataError(f"{source.name}: cannot be read to its end ({_in_one_line(error)}). {_try(source)}") from error
 
 
 def digest_of(source: TextSource) -> str:
@@ -129,5 +132,12 @@ def _why_none(source: TextSource, error: Exception) -> str:
     )
 
 
+def _try(source: TextSource) -> str:
+    if source.path.is_dir():
+        return "Give a folder whose files are all rows of text with the same columns, or the files one by one."
+    return "Try again."
+
+
 def _in_one_line(error: Exception) -> str:
-    return " ".join(f"{error}".split()) or type(error).__name__
+    # pyarrow names every field of every row where two files differ
+    return textwrap.shorten(f"{error}", LONGEST, placeholder=" ...") or type(error).__name__

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from scale_surgery.show.commands import command
+from scale_surgery.show.commands import running_command, verify_command
 from scale_surgery.show.layout import NEXT, NamedRows, heading, sentence
 from scale_surgery.show.tables import (
     facts,
@@ -93,7 +93,8 @@ def render_result(name: str, result: Any) -> RenderableType | None:
 def render_held_out(done: HeldOut) -> RenderableType:
     """What text was set aside."""
     rows = [
-        (part, f"{count:,} documents, {done.characters[part]:,} characters") for part, count in done.documents.items()
+        (part, f"{count:,} document{'s' * (count != 1)}, {done.characters[part]:,} characters")
+        for part, count in done.documents.items()
     ]
     return facts("set aside", [("written", str(done.path)), *rows])
 
@@ -124,10 +125,8 @@ def render_learned(learned: Learned) -> RenderableType:
         ("took", f"{format_seconds(learned.seconds)}; {_between(learned)} of it between the stages"),
     ]
     warnings = [sentence(f"warning: {warning}", "yellow") for warning in learned.warnings]
-    after = [(NEXT, command("chat", learned.result))]
-    if not learned.verified:
-        after = [(NEXT, command("verify", learned.result))]
-    return Group(*parts, word, facts("", rows), *warnings, facts("", after))
+    after = running_command("chat", learned.result) if learned.verified else verify_command(learned.result)
+    return Group(*parts, word, facts("", rows), *warnings, facts("", [(NEXT, after)]))
 
 
 def _between(learned: Learned) -> str:

@@ -101,7 +101,7 @@ def test_too_little_text_is_refused_and_nothing_is_written(tmp_path):
     with pytest.raises(DataError) as refused:
         hold_out(file, tmp_path / "out")
     assert str(refused.value) == (
-        f"{file}: 1 documents leave nothing to calibrate and to measure with, expected at least 20 that differ, or a "
+        f"{file}: 1 document leaves nothing to calibrate and to measure with, expected at least 20 that differ, or a "
         "longer one. Give more text."
     )
     assert sorted(path.name for path in tmp_path.iterdir() if not path.name.endswith(".lock")) == ["short.txt"]

@@ -29,9 +29,11 @@ from scale_surgery import (
 from scale_surgery.biographies import SHIPPED_MODEL, biography, people, questions
 from scale_surgery.checkpoint.names import JOB_FILE
 from scale_surgery.cli.program import main
-from scale_surgery.learning.learn import PAGE_FILE, RECIPE_FILE, Told, prepare
+from scale_surgery.learning.learn import BEFORE, PAGE_FILE, RECIPE_FILE, Told, prepare
+from scale_surgery.learning.learned import Side
 from scale_surgery.learning.stages import stages_of
 from scale_surgery.progress import Progress, no_progress
+from scale_surgery.show.pages.learned import _sections
 from tests.conftest import digests
 
 # short enough for a test, and each stage does something
@@ -145,10 +147,19 @@ def _read(file: Path) -> dict[str, Any]:
     return read_recipe(file)
 
 
+def _unasked(side: Side) -> Side:
+    return replace(side, accuracy=None)
+
+
 def test_the_page_says_it(done):
     learned, lines = done.learned, done.lines
     page = (learned.path / PAGE_FILE).read_text(encoding="utf-8")
     assert f"{learned.rows[2].old.change:+.4f}" in page and "base_stream_always" in page
+    assert "old: accuracy" in page
+    unasked = replace(
+        learned, rows=tuple(replace(row, old=_unasked(row.old), new=_unasked(row.new)) for row in learned.rows)
+    )
+    assert ": accuracy" not in "".join(next(_sections(unasked)).cells.columns)
     assert page.count("scale-surgery ") >= len(lines) and "not verified" not in page.lower()
 
 
@@ -225,6 +236,52 @@ def test_a_changed_base_byte_is_found_and_nothing_is_lost(done, recipe, tmp_path
     assert not (folder / "learned").exists() and (folder / "expanded").is_dir()
 
 
+def test_a_folder_that_was_left_before_its_record_is_a_new_one(recipe, tmp_path):
+    """Killed between the first writes: the same line again begins."""
+    folder = tmp_path / "job"
+    folder.mkdir()
+    for name in BEFORE:
+        (folder / name).touch()
+    with pytest.raises(EnoughError):
+        learn(recipe, folder, told=Told(begins=enough))
+    assert (folder / JOB_FILE).is_file()
+
+
+def test_a_job_that_has_to_go_goes_whole(recipe, tmp_path, monkeypatch):
+    """Interrupted while it goes, it goes in the next run: nothing of it is taken for the new job's."""
+    folder = tmp_path / "job"
+    with pytest.raises(EnoughError):
+        learn(recipe, folder, told=Told(begins=enough))
+    (folder / "learned").mkdir()
+    other = replace(recipe, training=replace(recipe.training, steps=5))
+    remove = shutil.rmtree
+
+    def interrupted(place: Path, **given: Any) -> None:
+        if Path(place).parent == folder:
+            raise KeyboardInterrupt
+        remove(place, **given)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(shutil, "rmtree", interrupted)
+        learn(other, folder, overwrite=True)
+    assert (folder / "learned").is_dir()
+    with pytest.raises(CheckpointError, match=r"was begun with training\.steps 5, now 4"):
+        learn(recipe, folder)
+    with pytest.raises(EnoughError):
+        learn(other, folder, told=Told(begins=enough))
+    assert not (folder / "learned").exists()
+
+
+def test_a_second_run_and_a_changed_record_are_refused(recipe, tmp_path):
+    folder = tmp_path / "job"
+    with pytest.raises(CheckpointError) as refused:
+        learn(recipe, folder, told=Told(begins=lambda name, line, number: learn(recipe, folder)))
+    assert str(refused.value) == f"{folder}: another process is writing it. Wait until it is done."
+    (folder / JOB_FILE).write_text('{"format": 1}')
+    with pytest.raises(CheckpointError, match="is of another release of this program, or was changed"):
+        learn(recipe, folder)
+
+
 def test_places_that_are_not_ours_are_refused(recipe, texts, tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "letter.txt").write_text("dear")
@@ -245,6 +302,11 @@ def test_a_full_disk_is_refused_before_anything_is_written(recipe, tmp_path, mon
     with pytest.raises(CheckpointError, match=r"about [\d,]+ bytes are needed, 1 are free"):
         learn(recipe, tmp_path / "job")
     assert not (tmp_path / "job").exists()
+
+
+def test_help_names_no_default_that_a_preset_changes():
+    text = " ".join(CliRunner().invoke(main, ["learn", "--help"]).output.split())
+    assert text.count("[default: that of the preset") == 4 and "default: 0.001" not in text
 
 
 def test_several_processes_are_refused(recipe, tmp_path, monkeypatch):
@@ -287,7 +349,7 @@ def test_what_is_ahead_is_of_the_right_size(done, recipe, tmp_path):
     size = sum(files.values())
     assert size / 4 < ahead.disk_bytes < 4 * size
     assert ahead.free_bytes > ahead.disk_bytes and 10**8 < ahead.memory_bytes < 10**10
-    # more text takes longer
+    # more text takes longer, and so do longer sequences of as many tokens
     longer = prepare(replace(recipe, training=replace(recipe.training, steps=4000)), tmp_path / "job").ahead
     assert longer.seconds > 2 * ahead.seconds
 

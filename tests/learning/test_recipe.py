@@ -170,6 +170,7 @@ def test_the_command_writes_a_recipe_and_takes_it(data, tmp_path):
     ("words", "message"),
     [
         (["--set", "training.step=3"], "training.step is no setting of a recipe. Did you mean training.steps?"),
+        (["--set", "steps=3"], "steps is no setting of a recipe. Did you mean pilot.steps or training.steps?"),
         (["--set", "training.steps"], "--set training.steps is not KEY=VALUE"),
         (["--set", "training.steps=["], "the value is no YAML"),
         (["--set", "training.warmup=2"], "training.warmup is 2, expected a share of the steps"),

@@ -180,6 +180,19 @@ def test_a_file_that_breaks_in_the_middle(folder: Path) -> None:
     assert refusal(f"{folder},split=test")[0].startswith(f"{folder}: ")
 
 
+def test_files_that_do_not_go_together(tmp_path: Path) -> None:
+    """The library names every field of both, which may be thousands: a model folder's tokenizer, say."""
+    (tmp_path / "lines.jsonl").write_text(json.dumps({"text": "a"}) + "\n")
+    (tmp_path / "tokenizer.json").write_text(
+        json.dumps({"vocabulary": {f"token {number}": 1 for number in range(500)}})
+    )
+    (line,) = refusal(tmp_path)
+    assert len(line) < 600 and "Try again" not in line
+    assert line.endswith(
+        "Give a folder whose files are all rows of text with the same columns, or the files one by one."
+    )
+
+
 def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "datasets", None)
     assert refusal("org/name,split=train") == [

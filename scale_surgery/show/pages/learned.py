@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -58,7 +58,9 @@ def _sections(learned: Learned) -> Iterator[Section]:
         "What was learned and forgotten",
         "Losses in nats per token, on text that no stage learned or chose by. Forgetting is the loss on old text minus "
         "the base's, learning the base's loss on new text minus the model's.",
-        cells=Cells(("", *(f"{side}: {name}" for side in ("old", "new") for name in COLUMNS[side])), cells_of(learned)),
+        cells=_filled(
+            ("", *(f"{side}: {name}" for side in ("old", "new") for name in COLUMNS[side])), cells_of(learned)
+        ),
     )
     promises = [(name, *text.partition(": ")[::2]) for name, text in learned.promises.items()]
     yield Section(
@@ -72,3 +74,9 @@ def _sections(learned: Learned) -> Iterator[Section]:
         "Each stage is a command; typed again, they make the same models.",
         cells=Cells(("stage", "took", "command"), stages, True),
     )
+
+
+def _filled(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Cells:
+    """A table without the columns that nothing stands in: accuracies without questions, say."""
+    kept = [column for column in range(len(head)) if not column or any(row[column] for row in rows)]
+    return Cells(tuple(head[column] for column in kept), [tuple(row[column] for column in kept) for row in rows])
