@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal, get_args
 
 from scale_surgery.checkpoint.sources import listed
 from scale_surgery.checkpoint.staging import check_target, staged
@@ -28,8 +28,10 @@ from scale_surgery.progress import Track, no_track
 from scale_surgery.running.documents import Document, read_documents
 from scale_surgery.running.sources import parse_source
 
-LEARN, CALIBRATE, MEASURE = "learn", "calibrate", "measure"
-ASIDE = (CALIBRATE, MEASURE)
+Part = Literal["calibrate", "measure"]
+ASIDE: tuple[Part, ...] = get_args(Part)
+CALIBRATE, MEASURE = ASIDE
+LEARN = "learn"
 # fewer documents are not drawn from: each is a large share of the text, and its end is set aside
 ENOUGH_DOCUMENTS = 20
 LARGEST_SHARE = 0.5
@@ -45,11 +47,13 @@ class HoldOutSettings:
         share: Share of the text in each part that is set aside; with 0.5 nothing is left to learn.
         most_characters: Characters in each part that is set aside, about: to measure takes time.
         seed: Seed of what is drawn.
+        parts: What is set aside.
     """
 
     share: Annotated[float, Range(above=0, most=LARGEST_SHARE, noun="a share")] = 0.1
     most_characters: Count = 200_000
     seed: Seed = 0
+    parts: tuple[Part, ...] = ASIDE
 
 
 @dataclass(frozen=True)
@@ -103,7 +107,7 @@ def hold_out(
         DataError: If a file cannot be read, or there is too little text for each part to get some.
         CheckpointError: If the output exists or cannot be written.
     """
-    if problems := problems_of(settings):
+    if problems := problems_of(settings) + _part_problems(settings):
         raise PlanError.from_problems(problems)
     files, target = list(map(str, listed(data))), Path(output)
     places = [parse_source(file).path for file in files]
@@ -117,6 +121,13 @@ def hold_out(
     return HeldOut(target, *({part: numbers[part] for part in (LEARN, *ASIDE) if numbers[part]} for numbers in counted))
 
 
+def _part_problems(settings: HoldOutSettings) -> list[str]:
+    unknown = [part for part in settings.parts if part not in ASIDE]
+    said = ", ".join(unknown) if unknown else "nothing"
+    is_wrong = unknown or not settings.parts
+    return [f"--parts is {said}, expected some of: {', '.join(ASIDE)}."] if is_wrong else []
+
+
 def text_files(given: Sequence[str]) -> list[Path]:
     """The files that hold texts: those given, and those in folders; of datasets of the Hub there are none here."""
     paths = [parse_source(name).path for name in given]
@@ -126,7 +137,7 @@ def text_files(given: Sequence[str]) -> list[Path]:
 def _draw(files: Sequence[str], settings: HoldOutSettings) -> Drawn:
     """Choose what is set aside; of hashes no more are kept than can be chosen."""
     count, characters = 0, 0
-    most = max(2, len(ASIDE) * settings.most_characters // USUAL_DOCUMENT)
+    most = max(2, len(settings.parts) * settings.most_characters // USUAL_DOCUMENT)
 
     def hashed() -> Iterator[tuple[bytes, int]]:
         nonlocal count, characters
@@ -141,7 +152,7 @@ def _draw(files: Sequence[str], settings: HoldOutSettings) -> Drawn:
     wanted = min(settings.share * characters, settings.most_characters)
     if count < ENOUGH_DOCUMENTS:
         return Drawn({}, wanted / characters)
-    return Drawn(_share_out(lowest, wanted, math.ceil(settings.share * count)), 0.0)
+    return Drawn(_share_out(lowest, settings.parts, wanted, math.ceil(settings.share * count)), 0.0)
 
 
 def _hash(document: Document, seed: int) -> bytes:
@@ -149,13 +160,15 @@ def _hash(document: Document, seed: int) -> bytes:
     return hashlib.blake2b(said, digest_size=16).digest()
 
 
-def _share_out(lowest: Sequence[tuple[bytes, int]], wanted: float, most: int) -> dict[bytes, str]:
+def _share_out(
+    lowest: Sequence[tuple[bytes, int]], aside: Sequence[Part], wanted: float, most: int
+) -> dict[bytes, Part]:
     """Give documents to the parts, in turn, until each has what is wanted, or the most documents; each gets one."""
-    parts: dict[bytes, str] = {}
-    sizes: dict[str, list[int]] = {part: [] for part in ASIDE}
+    parts: dict[bytes, Part] = {}
+    sizes: dict[Part, list[int]] = {part: [] for part in aside}
     short = [(found, size) for found, size in lowest if size <= wanted]
     for found, size in short or lowest:
-        smallest = min(ASIDE, key=lambda part: sum(sizes[part]))
+        smallest = min(aside, key=lambda part: sum(sizes[part]))
         is_enough = sum(sizes[smallest]) + size / 2 > wanted or len(sizes[smallest]) >= most
         if sizes[smallest] and is_enough:
             break
@@ -170,14 +183,15 @@ def _write(
     characters: Counter[str] = Counter()
     with ExitStack() as stack:
         streams = {
-            part: stack.enter_context(part_file(folder, part).open("w", encoding="utf-8")) for part in (LEARN, *ASIDE)
+            part: stack.enter_context(part_file(folder, part).open("w", encoding="utf-8"))
+            for part in (LEARN, *settings.parts)
         }
         for document in read_documents(files):
             for part, piece in _pieces(document, drawn, settings):
                 streams[part].write(_line(piece))
                 documents[part] += 1
                 characters[part] += len(piece.prompt) + len(piece.text)
-    if missing := [part for part in ASIDE if not documents[part]]:
+    if missing := [part for part in settings.parts if not documents[part]]:
         count = sum(documents.values())
         raise DataError(
             f"{', '.join(files)}: {count} {'document leaves' if count == 1 else 'documents leave'} nothing to "
@@ -200,20 +214,21 @@ def _pieces(document: Document, drawn: Drawn, settings: HoldOutSettings) -> Iter
         part = drawn.parts.get(_hash(document, settings.seed), LEARN)
         yield part, document
         return
-    starts = _cut(document.text, drawn.ends)
+    # an answer is not cut: its end says little without the question
+    starts = [] if document.prompt else _cut(document.text, drawn.ends, len(settings.parts))
     bounds = [0, *starts, len(document.text)]
-    for part, start, end in zip((LEARN, *ASIDE), bounds, bounds[1:], strict=False):
-        if (text := document.text[start:end].strip("\n")).strip():
-            yield part, Document(document.prompt if part == LEARN else "", text, document.source)
+    for part, start, end in zip((LEARN, *settings.parts), bounds, bounds[1:], strict=False):
+        if (text := document.text[start:end] if document.prompt else document.text[start:end].strip("\n")).strip():
+            yield part, Document(document.prompt, text, document.source)
 
 
-def _cut(text: str, share: float) -> list[int]:
-    """Where the two ends of a text begin, each about a share of it: between paragraphs, or lines, or words."""
+def _cut(text: str, share: float, count: int) -> list[int]:
+    """Where the ends of a text begin, each about a share of it: between paragraphs, or lines, or words."""
     size = max(1, math.floor(share * len(text)))
-    wanted = [max(0, len(text) - 2 * size), len(text) - size]
+    wanted = [max(0, len(text) - size * number) for number in range(count, 0, -1)]
     for gap in ("\n\n", "\n", " "):
-        first, second = ((text.rfind(gap, 0, place) + len(gap) if place else 0) for place in wanted)
+        found = [text.rfind(gap, 0, place) + len(gap) if place else 0 for place in wanted]
         # not where an end would be more than twice what was wanted
-        if max(wanted[0] - size, 0) <= first < second:
-            return [first, second]
+        if found[0] >= max(wanted[0] - size, 0) and len(set(found)) == count:
+            return found
     return []

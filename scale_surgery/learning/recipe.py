@@ -88,7 +88,7 @@ SECTIONS: dict[str, type] = {
     "running": RunOptions,
 }
 # what a stage fills in by itself
-OWN = {"ranking.expansion", "calibration.write", "calibration.plot", "running.memory_bytes"}
+OWN = {"hold_out.parts", "ranking.expansion", "calibration.write", "calibration.plot", "running.memory_bytes"}
 
 
 @cache

@@ -23,6 +23,7 @@ from scale_surgery.learning.hold_out import (
     LEARN,
     MEASURE,
     HoldOutSettings,
+    Part,
     hold_out,
     part_file,
 )
@@ -100,9 +101,21 @@ class Work:
         return self.routed if self.routes else self.learned
 
     @property
-    def to_learn(self) -> Path:
+    def new_parts(self) -> tuple[Part, ...]:
+        """What is set aside of the new text: what sets the router, and what nobody gave to measure on."""
+        sets_router = self.routes and bool(self.recipe.old)
+        return (CALIBRATE,) * sets_router + (MEASURE,) * (not self.recipe.measure_new)
+
+    @property
+    def old_parts(self) -> tuple[Part, ...]:
+        """What is set aside of the old text: what sets the router and tells where W12 is worth it, and the same."""
+        is_asked = self.routes or self.recipe.chooses_layers
+        return ((CALIBRATE,) * is_asked + (MEASURE,) * (not self.recipe.measure_old)) * bool(self.recipe.old)
+
+    @property
+    def to_learn(self) -> list[str]:
         """Text to learn."""
-        return part_file(self.new, LEARN)
+        return [str(part_file(self.new, LEARN))] if self.new_parts else list(self.recipe.data)
 
     def measured(self, side: str) -> list[Path]:
         """Text to measure on, "old" or "new"; none where there is no old text."""
@@ -143,9 +156,11 @@ class Stage:
 def stages_of(work: Work) -> Iterator[Stage]:
     """The stages of a job, in order."""
     recipe = work.recipe
-    yield _hold_out(work, "texts-new", recipe.data, recipe.hold_out, work.new)
-    if recipe.old:
-        yield _hold_out(work, "texts-old", recipe.old, replace(recipe.hold_out, share=LARGEST_SHARE), work.old)
+    if work.new_parts:
+        yield _hold_out(work, "texts-new", recipe.data, replace(recipe.hold_out, parts=work.new_parts), work.new)
+    if work.old_parts:
+        settings = replace(recipe.hold_out, share=LARGEST_SHARE, parts=work.old_parts)
+        yield _hold_out(work, "texts-old", recipe.old, settings, work.old)
     if recipe.chooses_layers:
         yield _rank_layers(work)
     yield _plan(work)
@@ -188,7 +203,7 @@ def _rank_layers(work: Work) -> Stage:
     line = command(
         "rank-layers",
         recipe.model,
-        *_texts("--data", [work.to_learn]),
+        *_texts("--data", work.to_learn),
         *_texts("--old", old),
         *said(expansion, Request("all"), {"seed"}),
         *said(recipe.ranking, RankingRequest(), {"expansion"}),
@@ -202,7 +217,7 @@ def _rank_layers(work: Work) -> Stage:
     def run(kept: Kept, track: Track) -> tuple[Any, Kept]:
         wanted = replace(recipe.ranking, expansion=expansion)
         given: dict[str, Any] = {"old": old, "run": recipe.running, "revision": recipe.revision, "track": track}
-        found = rank_layers(recipe.model, [work.to_learn], recipe.pilot, wanted, **given)
+        found = rank_layers(recipe.model, work.to_learn, recipe.pilot, wanted, **given)
         write_json(file, _plain(found))
         collaborative = found.depth.argument if found.depth is not None else None
         return found, {"layers": found.proposals[0].argument, "collaborative_layers": collaborative}
@@ -274,7 +289,7 @@ def _train(work: Work) -> Stage:
     line = command(
         "train",
         work.expanded,
-        *_texts("--data", [work.to_learn]),
+        *_texts("--data", work.to_learn),
         *(
             word
             for side in ("old", "new")
@@ -295,7 +310,7 @@ def _train(work: Work) -> Stage:
         has_begun = (work.learned / TRAINING_FOLDER / SETTINGS_FILE).is_file()
         start = TrainingStart(resume=has_begun, base_weights=work.taking)
         given: dict[str, Any] = {"eval_data": eval_data, "start": start, "run": recipe.running, "track": track}
-        done = train(work.expanded, [work.to_learn], work.learned, recipe.training, **given)
+        done = train(work.expanded, work.to_learn, work.learned, recipe.training, **given)
         return done, {"steps": done.steps, "loss": done.loss, "warnings": list(done.warnings)}
 
     return Stage("train", lambda kept: line, [work.learned], run, renews=False)

@@ -128,6 +128,26 @@ def test_settings_and_folders_are_checked(data, tmp_path):
         hold_out(data, tmp_path / "out")
 
 
+@pytest.mark.parametrize("part", ASIDE)
+def test_one_part_alone(data, tmp_path, part):
+    done = hold_out(data, tmp_path / "out", HoldOutSettings(parts=(part,)))
+    assert set(done.documents) == {LEARN, part} and set(read(done)) == {LEARN, part}
+    book = tmp_path / "book.txt"
+    book.write_text(BOOK)
+    parts = read(hold_out(book, tmp_path / "other", HoldOutSettings(parts=(part,))))
+    assert "\n\n".join(parts[name][0][1] for name in (LEARN, part)) == BOOK
+    for wrong, said in (((), "nothing"), (("learn", part), "learn")):
+        with pytest.raises(PlanError, match=f"--parts is {said}, expected some of: calibrate, measure"):
+            hold_out(data, tmp_path / "wrong", HoldOutSettings(parts=wrong))
+
+
+def test_answers_are_not_cut(tmp_path):
+    file = tmp_path / "asked.jsonl"
+    file.write_text(json.dumps({"prompt": "Tell me.", "completion": "word " * 100}) + "\n")
+    with pytest.raises(DataError, match="1 document leaves nothing to calibrate and to measure with"):
+        hold_out(file, tmp_path / "out")
+
+
 def test_the_command(data, tmp_path):
     before = digests(data.parent)
     result = CliRunner().invoke(main, ["hold-out", str(data), "-o", str(tmp_path / "out"), "--share", "0.2"])

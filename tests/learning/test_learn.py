@@ -326,6 +326,18 @@ def test_without_old_text_and_without_a_router(said, tmp_path):
     ]
 
 
+def test_what_is_given_to_measure_on_is_not_set_aside(said, texts, tmp_path):
+    given = {"measure_new": (str(texts / "new.jsonl"),), "measure_old": (str(texts / "old.jsonl"),)}
+    layers = {"expansion.layers": "last:1"}
+    both = prepare(resolve_recipe(said | given | layers), tmp_path / "job").work
+    assert (both.new_parts, both.old_parts) == (("calibrate",), ("calibrate",))
+    alone = prepare(resolve_recipe({**said, **given, **layers, "route": False}), tmp_path / "job")
+    assert [stage.name for stage in alone.ahead.stages][:2] == ["plan", "expand"]
+    assert f"--data {said['data'][0]} " in alone.ahead.stages[2].line
+    neither = prepare(resolve_recipe(said | layers), tmp_path / "job").work
+    assert neither.new_parts == neither.old_parts == ("calibrate", "measure"), "the control"
+
+
 def test_what_cannot_be_routed_gets_no_router(said, tmp_path):
     recipe = resolve_recipe(said | {"expansion.method": "depth", "expansion.layers": "last:1"})
     job = prepare(recipe, tmp_path / "job")
