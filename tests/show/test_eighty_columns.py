@@ -157,4 +157,4 @@ def test_the_demo_prints_commands_and_results_alone(tmp_path, monkeypatch, capfd
     assert [line for line in too_long(text) if not line.startswith("$ ")] == []
     commands = [line for line in text.splitlines() if line.startswith("$ scale-surgery")]
     assert len(commands) >= 9 and all(len(shlex.split(line)) > 3 for line in commands)
-    assert any(line.endswith("--learning-rate 0.003") for line in commands), "not broken"
+    assert any(line.endswith("--learning-rate 0.01") for line in commands), "not broken"
