@@ -47,6 +47,7 @@ RECIPE_FILE, PAGE_FILE, LOCK = "recipe.yaml", "learn.html", "job"
 # what there may be before learn.json is: the lock, and learn.json half written
 BEFORE = {f".{LOCK}.lock", temporary_of(Path(JOB_FILE)).name}
 FORMAT = 1
+GO_ON = "Type the same line again to go on."
 
 
 @dataclass
@@ -175,6 +176,13 @@ def learn(
 
 def run(job: Job, *, told: Told = Told(), track: Track = no_track) -> Learned:
     """Do what `prepare` checked; see `learn`."""
+    try:
+        return _run(job, told, track)
+    except KeyboardInterrupt as error:
+        raise TrainingError(f"{job.work.folder}: interrupted between stages. {GO_ON}") from error
+
+
+def _run(job: Job, told: Told, track: Track) -> Learned:
     work, record = job.work, job.record
     told.ahead(job.ahead)
     work.folder.mkdir(parents=True, exist_ok=True)
@@ -220,9 +228,7 @@ def _do(stage: Stage, job: Job, track: Track) -> Any:
             _write_page(job, stage, result, time.monotonic() - started)
     except (KeyboardInterrupt, SurgeryError) as error:
         if isinstance(error, KeyboardInterrupt) or isinstance(error.__cause__, KeyboardInterrupt):
-            raise TrainingError(
-                f"{job.work.folder}: interrupted in the stage {stage.name}. Type the same line again to go on."
-            ) from error
+            raise TrainingError(f"{job.work.folder}: interrupted in the stage {stage.name}. {GO_ON}") from error
         raise
     record.kept[stage.name] = kept
     record.done[stage.name] = {"line": line, "seconds": time.monotonic() - started}

@@ -192,6 +192,15 @@ def test_an_interrupt_in_any_stage_says_how_to_go_on(done):
     assert not list(folder.rglob("*.partial"))
 
 
+def test_an_interrupt_between_stages_says_so_too(said, tmp_path):
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    recipe = resolve_recipe(said | {"expansion.layers": "last:1"})
+    with pytest.raises(TrainingError, match=r"interrupted between stages\. Type the same line again to go on"):
+        learn(recipe, tmp_path / "job", told=Told(ends=interrupt))
+
+
 def test_a_finished_job_says_its_end_again_and_does_nothing(done, recipe):
     learned = done.learned
     before, begun = digests(learned.path), []
@@ -261,7 +270,7 @@ def test_a_job_that_has_to_go_goes_whole(recipe, tmp_path, monkeypatch):
             raise KeyboardInterrupt
         remove(place, **given)
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch, pytest.raises(TrainingError, match="interrupted between stages"):
         patch.setattr(shutil, "rmtree", interrupted)
         learn(other, folder, overwrite=True)
     assert (folder / "learned").is_dir()
