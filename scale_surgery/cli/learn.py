@@ -5,14 +5,15 @@ from __future__ import annotations
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
-from scale_surgery.cli.options import options_from, output_options, run_options, take
+from scale_surgery.cli.options import BASE_CODE, options_from, output_options, run_options, take
 from scale_surgery.cli.outputs import OUTPUT_FOLDER, OutputFile
 from scale_surgery.fields import fields_of
 from scale_surgery.learning.hold_out import HoldOutSettings
+from scale_surgery.learning.recipe import PresetName
 from scale_surgery.planning.request import Request
 from scale_surgery.training.ranking import RankingRequest
 from scale_surgery.training.settings import TrainingSettings
@@ -32,7 +33,6 @@ HELPS = {
 }
 # a preset has others than a single command
 USUAL = dict.fromkeys(("variant", "epochs", "learning_rate", "batch_size"), "that of the preset")
-RUN = "Let MODEL run its own code, where transformers has no such model or its tokenizer is a custom one."
 
 
 def read_settings(given: tuple[str, ...]) -> dict[str, Any]:
@@ -67,8 +67,8 @@ def _from_options(options: dict[str, Any]) -> dict[str, Any]:
         found |= {f"{section}.{name}": value for name in names if (value := options.pop(name)) not in (None, False)}
     texts = {name: tuple(map(str, options.pop(name))) for name in ("data", "old", "measure_new", "measure_old")}
     found |= {name: files for name, files in texts.items() if files}
-    found |= {"revision": options.pop("revision")} if options["revision"] else {}
-    options.pop("revision", None)
+    if (revision := options.pop("revision")) is not None:
+        found["revision"] = revision
     return found | ({"route": False} if options.pop("no_route") else {})
 
 
@@ -83,7 +83,7 @@ def _from_options(options: dict[str, Any]) -> dict[str, Any]:
 @click.option("--no-route", is_flag=True, help="Give the model no router.")
 @click.option("--measure-new", multiple=True, help="Text to measure learning on; can be repeated.")
 @click.option("--measure-old", multiple=True, help="Text to measure forgetting on; can be repeated.")
-@click.option("--preset", type=click.Choice(["default", "paper"]), help="Settings to begin with.  [default: default]")
+@click.option("--preset", type=click.Choice(get_args(PresetName)), help="Settings to begin with.  [default: default]")
 @click.option("--recipe", type=click.Path(path_type=Path), help="YAML file with settings; options go before it.")
 @click.option(
     "--set", "given", multiple=True, metavar="KEY=VALUE", help="Any setting of a recipe, such as training.warmup=0.1."
@@ -92,7 +92,7 @@ def _from_options(options: dict[str, Any]) -> dict[str, Any]:
 @click.option("--dry-run", is_flag=True, help="Show what would be done, with every command, and stop.")
 @click.option("--overwrite", is_flag=True, help="Begin anew in a folder that holds another job.")
 @click.option("--revision", help="Branch, tag or commit of a Hub repository.")
-@run_options("device", code=RUN)
+@run_options("device", code=BASE_CODE)
 @output_options
 def learn_command(
     output: Path | None, write_recipe: Path | None, dry_run: bool, overwrite: bool, out: Output, **options: Any

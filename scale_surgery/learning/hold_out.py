@@ -24,7 +24,7 @@ from scale_surgery.checkpoint.staging import check_target, staged
 from scale_surgery.checkpoint.stamps import take_stamps
 from scale_surgery.errors import DataError, PlanError
 from scale_surgery.fields import Count, Range, Seed, problems_of
-from scale_surgery.progress import Track, no_track
+from scale_surgery.progress import Progress, Track, no_track
 from scale_surgery.running.documents import Document, read_documents
 from scale_surgery.running.sources import parse_source
 
@@ -114,10 +114,11 @@ def hold_out(
     check_target(target, [place for place in places if place.exists()], overwrite=False)
     # a file that is not there is said where it is read
     stamps = take_stamps(text_files(files))
-    drawn = _draw(files, settings)
-    with staged(target, {"hold_out": asdict(settings)}, stamps, overwrite=False) as folder, track("texts", 1) as done:
-        counted = _write(files, folder, drawn, settings)
-        done(1)
+    # every file is read twice
+    with track("texts", 2 * sum(stamp.bytes for stamp in stamps.values())) as advance:
+        drawn = _draw(files, settings, advance)
+        with staged(target, {"hold_out": asdict(settings)}, stamps, overwrite=False) as folder:
+            counted = _write(files, folder, drawn, settings, advance)
     return HeldOut(target, *({part: numbers[part] for part in (LEARN, *ASIDE) if numbers[part]} for numbers in counted))
 
 
@@ -134,14 +135,14 @@ def text_files(given: Sequence[str]) -> list[Path]:
     return [file for path in paths for file in (sorted(path.rglob("*")) if path.is_dir() else [path]) if file.is_file()]
 
 
-def _draw(files: Sequence[str], settings: HoldOutSettings) -> Drawn:
+def _draw(files: Sequence[str], settings: HoldOutSettings, advance: Progress) -> Drawn:
     """Choose what is set aside; of hashes no more are kept than can be chosen."""
     count, characters = 0, 0
     most = max(2, len(settings.parts) * settings.most_characters // USUAL_DOCUMENT)
 
     def hashed() -> Iterator[tuple[bytes, int]]:
         nonlocal count, characters
-        for document in read_documents(files):
+        for document in read_documents(files, advance):
             size = len(document.prompt) + len(document.text)
             count, characters = count + 1, characters + size
             yield _hash(document, settings.seed), size
@@ -177,7 +178,7 @@ def _share_out(
 
 
 def _write(
-    files: Sequence[str], folder: Path, drawn: Drawn, settings: HoldOutSettings
+    files: Sequence[str], folder: Path, drawn: Drawn, settings: HoldOutSettings, advance: Progress
 ) -> tuple[Counter[str], Counter[str]]:
     documents: Counter[str] = Counter()
     characters: Counter[str] = Counter()
@@ -186,7 +187,7 @@ def _write(
             part: stack.enter_context(part_file(folder, part).open("w", encoding="utf-8"))
             for part in (LEARN, *settings.parts)
         }
-        for document in read_documents(files):
+        for document in read_documents(files, advance):
             for part, piece in _pieces(document, drawn, settings):
                 streams[part].write(_line(piece))
                 documents[part] += 1

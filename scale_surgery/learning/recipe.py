@@ -127,7 +127,7 @@ def read_value(name: str, value: Any) -> Any:
         value: What YAML made of it.
 
     Returns:
-        The value; what it cannot be is said by `problems_of_values`.
+        The value; what it cannot be is said by `value_problem`.
     """
     setting = settings()[name]
     if setting.kind is str and isinstance(value, int | float) and not isinstance(value, bool):

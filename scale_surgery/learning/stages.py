@@ -265,7 +265,8 @@ def _expand(work: Work) -> Stage:
         "--plan",
         work.plan_file,
         *_revision(recipe),
-        *said(recipe, replace(recipe, base_weights="auto"), _all_but("base_weights")),
+        "--base-weights",
+        recipe.base_weights,
         *work.running("device", "trust_remote_code"),
         "-o",
         work.expanded,
@@ -277,10 +278,6 @@ def _expand(work: Work) -> Stage:
         return done, {}
 
     return Stage("expand", lambda kept: line, [work.expanded], run)
-
-
-def _all_but(name: str) -> set[str]:
-    return set(Recipe.__dataclass_fields__) - {name}
 
 
 def _train(work: Work) -> Stage:

@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -53,8 +54,13 @@ class Rehearsal:
 
     def _place(self, row: int) -> int:
         number, place = divmod(row, len(self.sequences))
-        generator = torch.Generator().manual_seed(self.seed + number)
-        return int(torch.randperm(len(self.sequences), generator=generator)[place])
+        return int(_order(len(self.sequences), self.seed + number)[place])
+
+
+# a batch reads from one pass or from two
+@lru_cache(maxsize=2)
+def _order(count: int, seed: int) -> Tensor:
+    return torch.randperm(count, generator=torch.Generator().manual_seed(seed))
 
 
 def make_rehearsal(sequences: Sequences | None, settings: TrainingSettings) -> Rehearsal | None:
