@@ -23,49 +23,15 @@ Part = Literal["train", "dev", "test"]
 # hundredths of the names of files that are held out
 DEV, TEST = 3, 3
 
-BLOCKS = frozenset(
-    [
-        "p",
-        "li",
-        "dd",
-        "dt",
-        "td",
-        "th",
-        "h1",
-        "h2",
-        "h3",
-        "h4",
-        "h5",
-        "h6",
-        "title",
-        "div",
-        "section",
-        "body",
-        "note",
-        "item",
-        "blockquote",
-        "article",
-        "caption",
-        "figcaption",
-    ]
-)
+BLOCKS = {
+    *("p", "li", "dd", "dt", "td", "th", "h1", "h2", "h3", "h4", "h5", "h6", "title", "caption", "figcaption"),
+    *("div", "section", "body", "note", "item", "blockquote", "article"),
+}
 # what is not prose
-SKIPPED = frozenset(
-    [
-        "script",
-        "style",
-        "nav",
-        "pre",
-        "head",
-        "screen",
-        "listing",
-        "aside",
-        "header",
-        "footer",
-        "info",
-        "table_of_contents",
-    ]
-)
+SKIPPED = {
+    *("script", "style", "nav", "pre", "head", "screen", "listing", "aside", "header", "footer", "info"),
+    "table_of_contents",
+}
 
 LETTER, WORD = re.compile(r"[^\W\d_]"), re.compile(r"[^\W\d_]+")
 SCRIPTS = {"ja": "[ぁ-んァ-ヶ]", "ko": "[가-힣]", "ru": "[а-яёА-ЯЁ]"}
