@@ -4,8 +4,8 @@
 
 Text is fetched from Debian's documentation packages, a base is trained, and every method learns the second language
 on the same text: without rehearsal, with rehearsal of samples that the base wrote, and of a hundredth of the text that
-it was trained on. Expansions are scored with a router as well. Learning rates are swept in steps of three on a fifth of
-the tokens without rehearsal, and the one that learns most on the development split is taken; the sweep widens until
+it was trained on. Expansions are scored with a router as well. Learning rates are swept in steps of three on a quarter
+of the tokens without rehearsal, and the one that learns most on the development split is taken; the sweep widens until
 that is not at its edge. A run that ends becomes a line of the records file, and what has a line is not run again. What
 is in WORK (packages, text, base, samples of the base) is made once.
 """
@@ -31,7 +31,7 @@ from benchmarks.language.runs import Key, Place, Rehearse, Run, Subject, append_
 from benchmarks.language.text import write_text
 
 RECORDS = Path(__file__).with_name("runs.jsonl")
-SWEPT_SHARE = 0.2
+SWEPT_SHARE = 0.25
 STEP = 3.0
 
 

@@ -128,7 +128,7 @@ def pack(tokenizer: PreTrainedTokenizerFast, texts: Iterable[str], context: int,
         if len(stream) >= tokens:
             break
     rows = min(len(stream), tokens) // context
-    return torch.tensor(stream[: rows * context]).view(rows, context)
+    return torch.tensor(stream[: rows * context], dtype=torch.long).view(rows, context)
 
 
 def shuffled(texts: list[str], seed: int) -> list[str]:

@@ -21,7 +21,7 @@ from benchmarks.language.text import Part, read_text
 CANDIDATES = 4
 # tokens of held-out text in each language
 TOKENS: dict[Part, int] = {"dev": 16_384, "test": 65_536}
-ITEMS = 200
+ITEMS = 120
 ROWS = 16
 
 
