@@ -77,11 +77,12 @@ class Examination:
 
     def rank(self, model: Any) -> Ranking:
         """Let a model choose among candidates."""
-        halves = [
-            [_halve(text) for text in texts] for texts in ([p.old for p in self.pairs], [p.new for p in self.pairs])
+        olds, news = [pair.old for pair in self.pairs], [pair.new for pair in self.pairs]
+        halves = [[_halve(text) for text in texts] for texts in (olds, news)]
+        across = [
+            [(f"{begin}\n", end) for begin, end in zip(*both, strict=True)] for both in ((olds, news), (news, olds))
         ]
-        tasks = (*halves, [(p.old, p.new) for p in self.pairs], [(p.new, p.old) for p in self.pairs])
-        return Ranking(*(self._rank(model, [(f"{begin} ", end) for begin, end in task]) for task in tasks))
+        return Ranking(*(self._rank(model, task) for task in (*halves, *across)))
 
     def parallel(self, model: Any) -> tuple[float, float]:
         """Accuracy of the next token in the paragraphs that mean the same, in both languages."""
@@ -91,22 +92,24 @@ class Examination:
         return old, new
 
     def _accuracy(self, model: Any, texts: Sequence[str]) -> float:
-        right = total = 0
-        for start in range(0, len(texts), ROWS):
-            scores = self._score(model, [("", text) for text in texts[start : start + ROWS]])
-            right += sum(int(own.sum()) for _, own in scores)
-            total += sum(len(own) for _, own in scores)
-        return right / total
+        right = torch.cat([own for _, own in self._score_all(model, [("", text) for text in texts])])
+        return float(right.double().mean())
 
     def _rank(self, model: Any, items: Sequence[tuple[str, str]]) -> float:
-        """Each item is asked beside the endings of the next three; nats are compared per character."""
-        right = []
-        for place, (begin, _) in enumerate(items):
-            endings = [items[(place + offset) % len(items)][1] for offset in range(CANDIDATES)]
-            scores = self._score(model, [(begin, ending) for ending in endings])
-            nats = [float(own.sum()) / len(ending) for (own, _), ending in zip(scores, endings, strict=True)]
-            right.append(nats.index(min(nats)) == 0)
-        return fmean(right)
+        """Each item is asked beside the endings of the next three.
+
+        Compared is how much the beginning helps, the nats of an ending after it less those of the ending alone: what
+        is likely anyhow is no answer (Holtzman et al. 2021, Surface Form Competition).
+        """
+        alone = [float(own.sum()) for own, _ in self._score_all(model, [("", ending) for _, ending in items])]
+        places = [[(place + offset) % len(items) for offset in range(CANDIDATES)] for place in range(len(items))]
+        asked = [(items[own[0]][0], items[place][1]) for own in places for place in own]
+        after = iter(self._score_all(model, asked))
+        gains = [[float(next(after)[0].sum()) - alone[place] for place in own] for own in places]
+        return fmean(own.index(min(own)) == 0 for own in gains)
+
+    def _score_all(self, model: Any, texts: Sequence[tuple[str, str]]) -> list[tuple[Tensor, Tensor]]:
+        return [own for start in range(0, len(texts), ROWS) for own in self._score(model, texts[start : start + ROWS])]
 
     def _score(self, model: Any, texts: Sequence[tuple[str, str]]) -> list[tuple[Tensor, Tensor]]:
         """Nats of each token of the endings, and whether it was held to be the likeliest."""
@@ -147,6 +150,6 @@ def _halve(text: str) -> tuple[str, str]:
     # between words; where a script has no spaces, between characters
     words = text.split()
     half = len(words) // 2
-    return (
-        (" ".join(words[:half]), " ".join(words[half:])) if half else (text[: len(text) // 2], text[len(text) // 2 :])
-    )
+    if not half:
+        return text[: len(text) // 2], text[len(text) // 2 :]
+    return " ".join(words[:half]), " " + " ".join(words[half:])

@@ -16,7 +16,7 @@ from typing import Any
 
 import click
 
-from benchmarks.language.__main__ import RECORDS
+from benchmarks.language.compare import RECORDS
 from benchmarks.language.figures import draw_curves, draw_plane
 from benchmarks.language.runs import Run, Scores, Subject, read_runs
 
