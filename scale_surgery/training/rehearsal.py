@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scale_surgery.running.freeze import expansion_disabled
+from scale_surgery.modeling.expanded_modules import own_thread
+from scale_surgery.running.freeze import expansion_disabled, expansion_parts
 from scale_surgery.running.sequences import Sequences
 from scale_surgery.running.texts import collate
 from scale_surgery.training.settings import TrainingSettings
@@ -81,12 +82,68 @@ def divergence_from_base(model: Any, inside: Any, batch: dict[str, Tensor]) -> T
     Returns:
         Nats per token, a scalar; its gradient reaches what trains.
     """
-    with torch.no_grad(), evaluating(inside), expansion_disabled(inside):
-        base = model(**batch, use_cache=False).logits
-    logits = model(**batch, use_cache=False).logits
+    base, logits = logits_beside_base(model, inside, batch)
     kept = batch["attention_mask"].bool()
     divergence: Tensor = Divergence.apply(logits[kept], base[kept])  # type: ignore[no-untyped-call]
     return divergence
+
+
+def logits_beside_base(model: Any, inside: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Logits of the base, without gradient, and those of the model; from one forward where that gives both.
+
+    Args:
+        model: The model, as it is trained; it may be wrapped for several processes.
+        inside: The same without what wraps it.
+        batch: Token ids and attention mask, each (rows, tokens).
+
+    Returns:
+        Logits of the base and of the model, (rows, tokens, vocabulary) each.
+    """
+    if carries_base_logits(inside):
+        with _giving_both(inside.get_output_embeddings()):
+            base, logits = model(**batch, use_cache=False).logits.chunk(2)
+        return base.detach(), logits
+    with torch.no_grad(), evaluating(inside), expansion_disabled(inside):
+        base = model(**batch, use_cache=False).logits
+    return base, model(**batch, use_cache=False).logits
+
+
+def carries_base_logits(model: Any) -> bool:
+    """Whether the base stream of a model is its base's now: no W12 writes into it, and nothing is dropped from it."""
+    head = model.get_output_embeddings()
+    if getattr(head, "up_weight", None) is None or getattr(model, "is_routing_enabled", False):
+        return False
+    writes = any(part.group in ("w12", "w11") for part in expansion_parts(model))
+    return not writes and not (model.training and any(map(_drops, model.modules())))
+
+
+def _drops(module: torch.nn.Module) -> bool:
+    """Whether a module has dropout: as a module of torch, or as a rate that its attention reads."""
+    rates = [own for name, own in vars(module).items() if "drop" in name and isinstance(own, float)]
+    if isinstance(module, torch.nn.Dropout):
+        rates.append(module.p)
+    return any(rate > 0 for rate in rates)
+
+
+@contextmanager
+def _giving_both(head: Any) -> Iterator[None]:
+    """Let a head give the logits of the base stream alone and those of both, one after the other along the batch.
+
+    So what the model does with logits afterwards, such as capping them, is done to both.
+    """
+
+    def both(features: Tensor) -> Tensor:
+        ((base, up),) = head.split(features)
+        logits = head.base_logits(base, features)
+        # what is added to the logits is added in their memory
+        given: Tensor = head.capped(torch.cat((logits.detach().clone(), head.add_up(logits, up))))
+        return given
+
+    head.answers[own_thread()] = both
+    try:
+        yield
+    finally:
+        del head.answers[own_thread()]
 
 
 @contextmanager
