@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
 from scale_surgery.checkpoint.files import BaseWeights
 from scale_surgery.errors import TrainingError
+from scale_surgery.evidence.rehearsed import ITSELF
 from scale_surgery.fields import Count, Range, Seed, SequenceLength, problems_of
 
 if TYPE_CHECKING:
@@ -18,8 +19,8 @@ TensorGroup = Literal["w12", "w21", "w22", "w11", "biases", "norms", "embedding"
 GROUPS: tuple[TensorGroup, ...] = get_args(TensorGroup)
 AtLeastZero = Annotated[float, Range(least=0)]
 AboveZero = Annotated[float, Range(above=0)]
-# text that the base writes, in place of the name of a text; the side of texts that are rehearsed; samples of a run
-ITSELF, REHEARSAL, SAMPLES_FILE = "self", "rehearsal", "rehearsal.jsonl"
+# the side of texts that are rehearsed; samples of a run
+REHEARSAL, SAMPLES_FILE = "rehearsal", "rehearsal.jsonl"
 
 
 @dataclass(frozen=True)
