@@ -12,6 +12,8 @@ text unrelated        licences of this machine (/usr/share/common-licenses)
 base twice            the base's logits by a forward of their own, where the base stream has them
 alone                 each sample and each text a sequence of its own (--no-packing)
 samples alone         texts packed, and each sample a sequence of its own: what the two look like tells them apart
+head 0.1              the head's up part learns at a tenth of the rate of the rest; "none, ...": without rehearsal
+not clipped           gradients as they are
 
 old, new    right answers, in percent     before    processor seconds until the first step, samples included
 step        processor seconds of a step, and how many times those of a step without rehearsal
@@ -37,6 +39,7 @@ from torch.nn.functional import cross_entropy
 from benchmarks.rehearsal import WAYS, learn_and_ask, write_texts
 from scale_surgery import TrainingSettings, expand
 from scale_surgery.biographies import SHIPPED_MODEL, biography, people, questions
+from scale_surgery.running.freeze import expansion_parts
 
 LICENCES = Path("/usr/share/common-licenses")
 SELF = TrainingSettings(
@@ -50,6 +53,7 @@ SELF = TrainingSettings(
 )
 # documents and characters of given text: about as many tokens as 800 samples have
 DOCUMENTS, CHARACTERS = 800, 40_000
+HEAD_RATES = (0.1, 0.3, 3.0)
 CHANGES: dict[str, dict[str, Any]] = {
     "none": {"rehearse": ()},
     "self": {},
@@ -63,9 +67,15 @@ CHANGES: dict[str, dict[str, Any]] = {
     **{f"share {share}": {"rehearsal_share": share} for share in (0.1, 0.25)},
     **{f"temperature {heat}": {"rehearsal_temperature": heat} for heat in (0.7, 1.3)},
     "alone": {"packing": False},
+    **{f"head {factor}": {} for factor in HEAD_RATES},
+    **{f"none, head {factor}": {"rehearse": ()} for factor in HEAD_RATES},
+    **{f"rate {rate}": {"learning_rate": rate} for rate in (0.003, 0.03)},
+    "none, rate 0.003": {"rehearse": (), "learning_rate": 0.003},
+    "not clipped": {"max_gradient_norm": 0.0},
 }
-# about the base stream, or about what tells samples from texts: one way shows it
-ONE_WAY = ("samples alone", "base twice", "alone")
+# about the base stream, the head, or what tells samples from texts: one way shows it
+ONE_WAY = ("samples alone", "base twice", "alone", "not clipped", *(name for name in CHANGES if "rate" in name))
+ONE_WAY += tuple(name for name in CHANGES if "head" in name)
 TRAINER, TRAIN = "scale_surgery.training.trainer", "scale_surgery.training.own_samples"
 
 
@@ -76,7 +86,31 @@ def loss_of_samples(model: Any, inside: Any, batch: dict[str, Tensor]) -> Tensor
     return cross_entropy(logits[kept], batch["input_ids"][:, 1:][kept])
 
 
+def optimizer_maker(factor: float) -> Any:
+    """A method of trainers that gives the head's up part so many times the rate of the rest."""
+
+    def create_optimizer(trainer: Any, model: Any = None) -> Any:
+        parts = [part for part in expansion_parts(trainer.model) if part.parameter.requires_grad]
+        rates = {True: trainer.args.learning_rate * factor, False: trainer.args.learning_rate}
+        groups = [
+            {"params": [part.parameter for part in parts if (part.group == "head") is is_head], "lr": rate}
+            for is_head, rate in rates.items()
+        ]
+        trainer.optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
+        return trainer.optimizer
+
+    return create_optimizer
+
+
 PATCHES: dict[str, dict[str, Any]] = {
+    **{
+        f"{rehearses}head {factor}": {
+            "target": f"{TRAINER}.ExpansionTrainer.create_optimizer",
+            "new": optimizer_maker(factor),
+        }
+        for factor in HEAD_RATES
+        for rehearses in ("", "none, ")
+    },
     "loss cross entropy": {"target": f"{TRAINER}.divergence_from_base", "new": loss_of_samples},
     "samples alone": {"target": f"{TRAIN}.as_learned", "new": lambda samples, *_: samples},
     "base twice": {"target": "scale_surgery.training.rehearsal.carries_base_logits", "new": lambda model: False},
@@ -103,7 +137,7 @@ def run_all(folder: Path, ways: tuple[str, ...], done: list[dict[str, Any]]) -> 
         for way in ways[:1] if change in ONE_WAY else ways:
             if (way, change) in known:
                 continue
-            settings = replace(SELF, learning_rate=WAYS[way][1], **own)
+            settings = replace(SELF, **({"learning_rate": WAYS[way][1]} | own))
             given = tuple(text if text == "self" else str(folder / text) for text in settings.rehearse)
             patched: AbstractContextManager[Any] = patch(**PATCHES[change]) if change in PATCHES else nullcontext()
             with patched:

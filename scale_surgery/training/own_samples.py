@@ -158,10 +158,18 @@ def begin_tokens(tokenizer: Any, prompts: Sequence[str], place: str) -> list[lis
 def sample_base(
     model: Any, begins: Sequence[Sequence[int]], sampling: Sampling, tokenizer: Any, track: Track
 ) -> Sequences:
-    """Let the base inside an expanded model write text.
+    """Let the base inside an expanded model write text: `sample_texts`, with the expansion switched off."""
+    with expansion_disabled(model):
+        return sample_texts(model, begins, sampling, tokenizer, track)
+
+
+def sample_texts(
+    model: Any, begins: Sequence[Sequence[int]], sampling: Sampling, tokenizer: Any, track: Track
+) -> Sequences:
+    """Let a model write text.
 
     Args:
-        model: The expanded model; its expansion is switched off meanwhile.
+        model: The model.
         begins: What samples begin with, taking turns.
         sampling: How they are drawn.
         tokenizer: The model's tokenizer.
@@ -173,12 +181,7 @@ def sample_base(
     parts: list[Sequences] = []
     rows = max(1, min(TOGETHER, TOKENS_TOGETHER // sampling.length))
     devices = [model.device] if model.device.type == "cuda" else []
-    with (
-        torch.random.fork_rng(devices),
-        evaluating(model),
-        expansion_disabled(model),
-        track("samples", sampling.count) as advance,
-    ):
+    with torch.random.fork_rng(devices), evaluating(model), track("samples", sampling.count) as advance:
         torch.manual_seed(sampling.seed)
         for begin, places in _in_turns(begins, sampling.count, rows):
             made = _generate(model, begin, len(places), sampling, tokenizer)

@@ -2,7 +2,8 @@
 
     loss = cross entropy (new text) + weight * KL(base || model) on rehearsal text
 
-The base is in the model, so its predictions cost one forward pass without gradient. With text that the base writes
+The base is in the model, so its predictions cost one forward pass without gradient, and nothing but the head where the
+base stream is the base's. With text that the base writes
 itself this is pseudo-rehearsal (Robins 1995) with the loss of Learning without Forgetting (Li and Hoiem 2016); samples
 of a language model as its own rehearsal: Huang et al. 2024, Mitigating Catastrophic Forgetting in Large Language Models
 with Self-Synthesized Rehearsal. It is measured and not proved what it keeps; a router's promise is.
@@ -83,9 +84,23 @@ def divergence_from_base(model: Any, inside: Any, batch: dict[str, Tensor]) -> T
         Nats per token, a scalar; its gradient reaches what trains.
     """
     base, logits = logits_beside_base(model, inside, batch)
-    kept = batch["attention_mask"].bool()
-    divergence: Tensor = Divergence.apply(logits[kept], base[kept])  # type: ignore[no-untyped-call]
-    return divergence
+    return divergence(logits, base, batch["attention_mask"])
+
+
+def divergence(logits: Tensor, base: Tensor, mask: Tensor) -> Tensor:
+    """KL(base || model) of logits, whatever model gave them, a mean over the tokens that are read.
+
+    Args:
+        logits: Of the model, (rows, tokens, vocabulary).
+        base: Of the base, the same shape; no gradient reaches them.
+        mask: Attention mask, (rows, tokens).
+
+    Returns:
+        Nats per token, a scalar.
+    """
+    kept = mask.bool()
+    found: Tensor = Divergence.apply(logits[kept], base[kept])  # type: ignore[no-untyped-call]
+    return found
 
 
 def logits_beside_base(model: Any, inside: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
