@@ -62,7 +62,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "text old": {"rehearse": ("old.jsonl",)},
     "text unrelated": {"rehearse": ("unrelated.jsonl",)},
     "loss cross entropy": {},
-    **{f"samples {count}": {"rehearsal_samples": count} for count in (50, 200, 3200)},
+    **{f"samples {count}": {"rehearsal_samples": count} for count in (50, 200, 400, 3200)},
     **{f"weight {weight}": {"rehearsal_weight": weight} for weight in (0.1, 0.3, 3.0)},
     **{f"share {share}": {"rehearsal_share": share} for share in (0.1, 0.25)},
     **{f"temperature {heat}": {"rehearsal_temperature": heat} for heat in (0.7, 1.3)},

@@ -99,7 +99,9 @@ def divergence(logits: Tensor, base: Tensor, mask: Tensor) -> Tensor:
         Nats per token, a scalar.
     """
     kept = mask.bool()
-    found: Tensor = Divergence.apply(logits[kept], base[kept])  # type: ignore[no-untyped-call]
+    # where all is read nothing is copied: logits are large
+    read = [own.flatten(0, 1) if kept.all() else own[kept] for own in (logits, base)]
+    found: Tensor = Divergence.apply(*read)  # type: ignore[no-untyped-call]
     return found
 
 
@@ -124,20 +126,19 @@ def logits_beside_base(model: Any, inside: Any, batch: dict[str, Tensor]) -> tup
 
 
 def carries_base_logits(model: Any) -> bool:
-    """Whether the base stream of a model is its base's now: no W12 writes into it, and nothing is dropped from it."""
+    """Whether the base stream of a model is its base's now: no W12 writes into it, and training disturbs nothing."""
     head = model.get_output_embeddings()
-    if getattr(head, "up_weight", None) is None or getattr(model, "is_routing_enabled", False):
+    if getattr(head, "up_weight", None) is None or not hasattr(head, "answers") or model.is_routing_enabled:
         return False
     writes = any(part.group in ("w12", "w11") for part in expansion_parts(model))
-    return not writes and not (model.training and any(map(_drops, model.modules())))
+    return not writes and not (model.training and any(map(_disturbs, (model.config, *model.modules()))))
 
 
-def _drops(module: torch.nn.Module) -> bool:
-    """Whether a module has dropout: as a module of torch, or as a rate that its attention reads."""
-    rates = [own for name, own in vars(module).items() if "drop" in name and isinstance(own, float)]
-    if isinstance(module, torch.nn.Dropout):
-        rates.append(module.p)
-    return any(rate > 0 for rate in rates)
+def _disturbs(owner: Any) -> bool:
+    """Whether something random happens in training: dropout, or the noise of a mixture's router."""
+    named = [own for name, own in vars(owner).items() if "drop" in name or "jitter" in name]
+    rates = [*named, owner.p] if isinstance(owner, torch.nn.Dropout) else named
+    return any(isinstance(rate, float) and rate > 0 for rate in rates)
 
 
 @contextmanager
