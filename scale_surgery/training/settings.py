@@ -84,7 +84,7 @@ class TrainingSettings:
     log_every: Count | None = None
     rehearse: tuple[str, ...] = ()
     rehearsal_weight: AboveZero = 1.0
-    rehearsal_share: Annotated[float, Range(above=0, below=1, noun="a share")] = 0.5
+    rehearsal_share: Annotated[float, Range(above=0, below=1, noun="a share")] = 0.25
     rehearsal_samples: Count = 400
     rehearsal_length: SequenceLength | None = None
     rehearsal_temperature: AboveZero = 1.0
