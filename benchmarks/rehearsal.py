@@ -1,6 +1,6 @@
 """Forgetting without a router: expansions of the shipped model that learn new people, with and without rehearsal.
 
-    python -m benchmarks.rehearsal [--samples 400] [--share 0.25] [--weight 1] [--steps 120] [-o numbers.jsonl]
+    python -m benchmarks.rehearsal [--samples 800] [--share 0.25] [--weight 1] [--steps 120] [-o numbers.jsonl]
 
 Each model learns 20 new people (questions and biographies) and is asked about them and about 100 people that its base
 knows; nothing about these is shown during training. With rehearsal the base writes text before the first step, and the
@@ -85,7 +85,7 @@ def runs(folder: Path, settings: TrainingSettings) -> Iterator[dict[str, Any]]:
 
 
 @click.command()
-@click.option("--samples", default=400, show_default=True, help="Samples that the base writes.")
+@click.option("--samples", default=800, show_default=True, help="Samples that the base writes.")
 @click.option("--length", default=128, show_default=True, help="Most tokens of a sample.")
 @click.option("--share", default=0.25, show_default=True, help="Share of the sequences of a step that are rehearsed.")
 @click.option("--weight", default=1.0, show_default=True, help="Weight of the divergence in the loss.")

@@ -85,7 +85,7 @@ class TrainingSettings:
     rehearse: tuple[str, ...] = ()
     rehearsal_weight: AboveZero = 1.0
     rehearsal_share: Annotated[float, Range(above=0, below=1, noun="a share")] = 0.25
-    rehearsal_samples: Count = 400
+    rehearsal_samples: Count = 800
     rehearsal_length: SequenceLength | None = None
     rehearsal_temperature: AboveZero = 1.0
     rehearsal_prompts: str | None = None
