@@ -307,7 +307,7 @@ def test_a_stopped_run_goes_on_to_the_same_bits(place, trained, tmp_path):
 
 def test_accumulated_steps_rehearse_the_same_text(place, tmp_path):
     """Two passes of one row, or one of two: the same rows, so nearly the same step; texts of equal length."""
-    given = replace(SETTINGS, rehearse=(str(place / "new.jsonl"),), steps=5, rehearsal_weight=5.0)
+    given = replace(SETTINGS, rehearse=(str(place / "new.jsonl"),), steps=5, rehearsal_share=0.5, rehearsal_weight=5.0)
     one = train(place / "adapt", [place / "new.jsonl"], tmp_path / "one", given).path
     halves = replace(given, batch_size=1, gradient_accumulation=2)
     other = train(place / "adapt", [place / "new.jsonl"], tmp_path / "other", halves).path
