@@ -97,7 +97,8 @@ SAMPLED = ("--rehearsal-samples", "8", "--rehearsal-length", "16")
 
 
 def rehearsing(place: Path) -> tuple[str, ...]:
-    return ("--rehearse", str(place / "old.jsonl"), "--rehearsal-weight", "10")
+    # a share that is as many rows in two processes as in one
+    return ("--rehearse", str(place / "old.jsonl"), "--rehearsal-weight", "10", "--rehearsal-share", "0.5")
 
 
 def make_jobs(paths: dict[str, Path], place: Path, out: Path) -> dict[str, Any]:
@@ -283,7 +284,7 @@ def test_training_in_two_processes_learns_what_one_learns(
 def test_two_processes_rehearse_what_one_rehearses(
     done: Callable[..., Path], place: Path, trained_alone: dict[str, torch.Tensor], job: str
 ) -> None:
-    rehearse = {"rehearse": (str(place / "old.jsonl"),), "rehearsal_weight": 10.0}
+    rehearse = {"rehearse": (str(place / "old.jsonl"),), "rehearsal_weight": 10.0, "rehearsal_share": 0.5}
     alone = train_alone(place, "expanded", f"{job}-alone", **rehearse)
     by_rehearsal = largest_difference(alone, trained_alone)
     done(job)
