@@ -111,10 +111,21 @@ def rounded(rate: float) -> float:
 @click.option("--tokens", default=1_500_000, show_default=True, help="Tokens that are learned.")
 @click.option("--seeds", type=click.IntRange(min=1), default=2, show_default=True, help="Runs at the rate chosen.")
 @click.option("--method", "names", multiple=True, metavar="NAME", help="Method; can be repeated.  [default: all]")
+@click.option("--rate", type=float, help="Learning rate, in place of the one that the sweep chooses.")
+@click.option("--rehearse", "rehearsed", type=click.Choice(get_args(Rehearse)), multiple=True, help="[default: all]")
 @click.option("--jobs", type=click.IntRange(min=1), default=1, show_default=True, help="Runs at the same time.")
 @click.option("-o", "--records", type=click.Path(path_type=Path, dir_okay=False), default=RECORDS, help="File of runs.")
 def main(
-    work: Path, size: str, second: str, tokens: int, seeds: int, names: Sequence[str], jobs: int, records: Path
+    work: Path,
+    size: str,
+    second: str,
+    tokens: int,
+    seeds: int,
+    names: Sequence[str],
+    rate: float | None,
+    rehearsed: Sequence[Rehearse],
+    jobs: int,
+    records: Path,
 ) -> None:
     """Fetch text, train a base, run every method, and go on where that stopped."""
     torch.set_num_threads(jobs)
@@ -122,11 +133,14 @@ def main(
     prepare(work, subject)
     if not any(done.key.subject == subject and done.key.method == "base" for done in read_runs(records)):
         append_run(records, run_base(place_of(work, subject)))
-    chosen = [own.name for own in methods_for(make_base(work, size, second)) if own.name in (names or [own.name])]
+    known = [own.name for own in methods_for(make_base(work, size, second))]
+    if foreign := sorted(set(names) - set(known)):
+        raise click.UsageError(f"--method {', '.join(foreign)}: expected some of {', '.join(known)}.")
+    chosen = [name for name in known if name in (names or known)]
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
-        swept = [pool.submit(sweep, work, records, subject, name, tokens) for name in chosen]
-        rates = {name: found.result() for name, found in zip(chosen, swept, strict=True)}
-        orders = product(range(seeds), get_args(Rehearse), chosen)
-        keys = [Key(subject, name, rehearse, rates[name], tokens, seed) for seed, rehearse, name in orders]
+        swept = [pool.submit(sweep, work, records, subject, name, tokens) for name in chosen if rate is None]
+        rates = [found.result() for found in swept] or [rate] * len(chosen)
+        orders = product(range(seeds), rehearsed or get_args(Rehearse), zip(chosen, rates, strict=True))
+        keys = [Key(subject, name, rehearse, own, tokens, seed) for seed, rehearse, (name, own) in orders]
         for found in [pool.submit(learn, work, records, key) for key in keys]:
             found.result()

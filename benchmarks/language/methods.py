@@ -6,16 +6,16 @@ adapters and the inner width of expansions are what comes nearest to that.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from transformers import AutoConfig
 
 from benchmarks.biography.methods import adapted, deepened, expanded, frozen, whole
-from scale_surgery import Request, plan
+from scale_surgery import Request, Routing, plan
 
 
 @dataclass(frozen=True)
@@ -26,13 +26,18 @@ class Method:
         name: What it is called in records, tables and figures.
         make: Makes the model from a folder and a seed; what requires a gradient is what trains.
         rate: Learning rate in the middle of the sweep.
-        routers: With what it can be routed when it has learned.
+        routers: With what it can be routed when it has learned, by name.
     """
 
     name: str
-    make: Callable[[Path, int], Any]
+    make: Callable[..., Any]
     rate: float
-    routers: tuple[Literal["posterior", "cosine"], ...] = ()
+    routers: Mapping[str, Routing] = field(default_factory=dict)
+
+
+# an expansion without W12 has no two paths to compare by their cosine
+POSTERIOR = {"posterior": Routing(), "posterior 0.001": Routing(switch_rate=0.001)}
+ROUTERS = POSTERIOR | {"cosine": Routing("cosine")}
 
 
 def methods_for(base: Path) -> tuple[Method, ...]:
@@ -45,9 +50,9 @@ def methods_for(base: Path) -> tuple[Method, ...]:
     # an MLP is three quarters of a layer, so that more of them are copied
     grown = round(budget / _of_mlp(config))
     scale = {
-        "preserve": (Request("all"), 5e-3, ("posterior",)),
-        "adapt attn": (Request("all", variant="adapt"), 5e-3, ("posterior", "cosine")),
-        "adapt both": (Request("all", variant="adapt", collaborate="both"), 3e-3, ("posterior", "cosine")),
+        "preserve": (Request("all"), 5e-3, POSTERIOR),
+        "adapt attn": (Request("all", variant="adapt"), 5e-3, ROUTERS),
+        "adapt both": (Request("all", variant="adapt", collaborate="both"), 3e-3, ROUTERS),
     }
     return (
         Method("full", whole, 1e-3),

@@ -39,7 +39,7 @@ def ended(runs: Sequence[Run]) -> list[list[Run]]:
     groups: dict[tuple[Any, ...], list[Run]] = {}
     for run in runs:
         if run.scores is not None:
-            groups.setdefault((run.key.method, run.key.rehearse, run.key.tokens), []).append(run)
+            groups.setdefault((run.key.method, run.key.rehearse, run.key.rate, run.key.tokens), []).append(run)
     return list(groups.values())
 
 

@@ -152,7 +152,9 @@ def run(place: Place, method: Method, key: Key, *, is_examined: bool = True) -> 
     scores, routed = None, {}
     if is_examined:
         scores = examine(place, model)
-        routed = {router: examine(place, _route(place, method, model, router)) for router in method.routers}
+        routed = {
+            name: examine(place, _route(place, method, model, routing)) for name, routing in method.routers.items()
+        }
     parameters = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     return Run(key, parameters, round(time.process_time() - started, 1), points, scores, routed)
 
@@ -200,9 +202,9 @@ def _point(place: Place, model: Any, tokens: int) -> Point:
     return Point(tokens, old.nats, new.nats)
 
 
-def _route(place: Place, method: Method, model: Any, router: Literal["posterior", "cosine"]) -> Any:
+def _route(place: Place, method: Method, model: Any, routing: Routing) -> Any:
     """The same model with a router."""
-    routed = method.make(place.base, 0, routing=Routing(router)).to(place.device)
+    routed = method.make(place.base, 0, routing=routing).to(place.device)
     routed.load_state_dict(model.state_dict())
     return routed
 
