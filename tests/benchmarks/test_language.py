@@ -135,9 +135,9 @@ def test_methods_learn_from_the_same_base_and_are_recorded(
     assert [asdict(own) for own in read_runs(records)] == [asdict(own) for own in runs]
     assert len({own.points[0].old for own in runs}) <= 2  # a router, adapters and the base begin where the base is
     assert all(own.points[-1].new < own.points[0].new for own in runs[1:])
-    assert list(runs[-1].routed) == ["posterior"]
+    assert list(runs[-1].routed) == ["posterior", "posterior 0.001"]
     again = run(place, methods["preserve"], replace(runs[-2].key))
     assert again.points == runs[-2].points
     groups = ended(runs)
-    assert sum(line.startswith("| preserve, posterior") for line in perplexities(groups)) == 2
-    assert len(list(downstream(groups))) == len(list(perplexities(groups))) == 2 + 1 + 4 + 4
+    assert sum(line.startswith("| preserve, posterior") for line in perplexities(groups)) == 4
+    assert len(list(downstream(groups))) == len(list(perplexities(groups))) == 2 + 1 + 6 + 4
