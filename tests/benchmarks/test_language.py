@@ -111,6 +111,19 @@ def test_forgetting_at_equal_learning_is_read_between_two_points() -> None:
     assert at_equal(learned, 1.0) == 3.0
 
 
+def test_a_run_that_was_killed_while_it_wrote_is_run_again(tmp_path: Path) -> None:
+    key = Key(Subject("6m", "de"), "full", "none", 1e-3, 100, 0)
+    done = Run(key, 1, 1.0, (point(0, 1.0, 5.0),))
+    file = tmp_path / "runs.jsonl"
+    append_run(file, done)
+    whole = file.read_bytes()
+    file.write_bytes(whole + whole[:40])
+
+    assert read_runs(file) == [done]
+    append_run(file, done)
+    assert read_runs(file) == [done, done]
+
+
 @pytest.mark.slow
 def test_methods_learn_from_the_same_base_and_are_recorded(
     work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -122,6 +135,9 @@ def test_methods_learn_from_the_same_base_and_are_recorded(
     # a second time it is read and not trained
     weights = (place.base / "model.safetensors").read_bytes()
     assert (Place(work, subject).base / "model.safetensors").read_bytes() == weights
+
+    learned, read = place.rows(512, 0), base.base_rows(work, place.tokenizer, "de", SIZES["tiny"], 0)
+    assert not set(map(tuple, learned.tolist())) & set(map(tuple, read.tolist()))
 
     records = tmp_path / "runs.jsonl"
     append_run(records, run_base(place))
