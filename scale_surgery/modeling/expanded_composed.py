@@ -9,52 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from difflib import get_close_matches
 from functools import cache, wraps
 from inspect import signature
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache
 
+from .expanded_arranged import compose_layers, rearrange, restore
+from .expanded_choice import Choice, by_row, cache_of, check_cache, make_mixture, remember, tokens_of, unknown_name
 from .expanded_model import find_base_model, separate
 from .expanded_modules import ExpandedModule, expanded_class
-from .expanded_posterior import Features, PathMixture, PathState
-from .expanded_routing import Tokens, find_restarts, state_of
-from .expanded_side_by_side import compose_layers, rearrange, restore
+from .expanded_posterior import Features
 
-# names that an error shows
-MOST_NAMED = 5
 # what transformers' own adapters are called by
 ADAPTER_METHODS = (
     *("load_adapter", "add_adapter", "set_adapter", "delete_adapter", "enable_adapters", "disable_adapters"),
     *("active_adapter", "active_adapters", "get_adapter_state_dict"),
 )
-
-
-class Choice(NamedTuple):
-    """What the model is for now.
-
-    Attributes:
-        names: Expansions that take part; none for the base.
-        mixture: The router over the base and these, or None.
-        rows: The expansion of each row of a batch, None for the base's; empty where all rows are alike.
-    """
-
-    names: tuple[str, ...] = ()
-    mixture: PathMixture | None = None
-    rows: tuple[str | None, ...] = ()
-
-    @property
-    def is_composed(self) -> bool:
-        """Whether several paths run side by side."""
-        return self.mixture is not None or bool(self.rows)
-
-    @property
-    def key(self) -> tuple[Any, ...]:
-        """What a KV cache belongs to."""
-        return self.names, self.is_composed, self.mixture
 
 
 class ComposedHead(ExpandedModule):
@@ -117,7 +89,7 @@ class ComposedModel:
             return
         known = self._known(names)
         self._check_composable(known)
-        self.choice = Choice(known, _mixture(len(known) + 1, prior, switch_rate))
+        self.choice = Choice(known, make_mixture(len(known) + 1, prior, switch_rate))
 
     @contextmanager
     def use_expansion(self, names: str | Sequence[str] | None, **options: Any) -> Iterator[None]:
@@ -165,7 +137,7 @@ class ComposedModel:
     def _known(self, names: Iterable[str]) -> tuple[str, ...]:
         """Names of a request, refused where one is unknown or stands twice."""
         found = tuple(names)
-        problems = [_unknown(name, self.expansions) for name in found if name not in self.expansions]
+        problems = [unknown_name(name, self.expansions) for name in found if name not in self.expansions]
         twice = [name for name in dict.fromkeys(found) if found.count(name) > 1]
         problems += [f"{name}: is named {found.count(name)} times, expected once." for name in twice]
         if problems:
@@ -221,7 +193,7 @@ class ComposedModel:
         """Run what was chosen; `expansion_names` chooses for each row of the batch."""
         with self._chosen(inputs.pop("expansion_names", None)):
             choice, cache = self.choice, inputs.get("past_key_values")
-            _check_cache(cache, choice)
+            check_cache(cache, choice)
             if choice.is_composed:
                 output = self._run_composed(choice, super().forward, inputs)
             elif choice.names:
@@ -229,22 +201,22 @@ class ComposedModel:
             else:
                 self._arrange(())
                 output = super().forward(**inputs)
-        cache = _cache_of(output) if cache is None else cache
+        cache = cache_of(output) if cache is None else cache
         if cache is not None:
             cache.expansion_choice = choice.key
         return output
 
     def _run_composed(self, choice: Choice, stock: Any, inputs: dict[str, Any]) -> Any:
         """Run all paths side by side, and make one set of logits of them."""
-        tokens = _tokens_of(inputs, choice, is_training=self.training)
+        tokens = tokens_of(inputs, choice, is_training=self.training)
 
         def answer(paths: Features) -> Tensor:
-            return choice.mixture.logits(paths, tokens) if choice.mixture else _by_row(paths.at(tokens.keep), choice)
+            return choice.mixture.logits(paths, tokens) if choice.mixture else by_row(paths.at(tokens.keep), choice)
 
         with self._answering(answer):
             output = stock(**inputs)
         if tokens.result is not None:
-            _remember(tokens, inputs.get("past_key_values"), output)
+            remember(tokens, inputs.get("past_key_values"), output)
         return output
 
     @torch.no_grad()
@@ -271,7 +243,11 @@ class ComposedModel:
     def _answering(self, answer: Callable[[Features], Tensor]) -> Iterator[None]:
         """Let all paths run, and the head give what `answer` makes of them, inside a `with` block."""
         self._arrange(self.choice.names)
-        head, config, key = self.get_output_embeddings(), self.config.get_text_config(decoder=True), self.facts["softcap"]
+        head, config, key = (
+            self.get_output_embeddings(),
+            self.config.get_text_config(decoder=True),
+            self.facts["softcap"],
+        )
         # stock code would cap the mixture; each path is capped before
         cap = getattr(config, key) if key and self.choice.mixture else None
         stock = type(head)
@@ -301,107 +277,27 @@ class ComposedModel:
         members, hidden = {name: self.expanded_models[name] for name in self.arranged}, self.facts["hidden"]
         up = {name: own.config.scale_surgery["widths"]["up_width"] for name, own in members.items()}
         whole, *apart = features.chunk(1 + len(self.stage.apart))
-        base, *shared = whole[..., : hidden + sum(up[name] for name in self.stage.shared)].split(
-            [hidden, *(up[name] for name in self.stage.shared)], dim=-1
-        )
+        sizes = [hidden, *(up[name] for name in self.stage.shared)]
+        base, *shared = whole[..., : sum(sizes)].split(sizes, dim=-1)
         streams = {name: (base, own) for name, own in zip(self.stage.shared, shared, strict=True)}
         for name, own in zip(self.stage.apart, apart, strict=True):
             streams[name] = own[..., :hidden], own[..., hidden : hidden + up[name]]
         heads = [own.get_output_embeddings() for own in members.values()]
-        return Features((heads[0], *heads), ((base, base[..., :0]), *(streams[name] for name in members)), cap)
-
-
-def _tokens_of(inputs: dict[str, Any], choice: Choice, *, is_training: bool) -> Tokens:
-    """What a mixture must know of a call; every position is handed to the head, because it reads all of them."""
-    ids, cache, keep = inputs.get("input_ids"), inputs.get("past_key_values"), inputs.pop("logits_to_keep", 0)
-    if ids is None and choice.mixture is not None:
-        raise ValueError("inputs_embeds: the mixture scores tokens, expected input_ids.")
-    past = 0 if cache is None else int(cache.get_seq_length())
-    state = state_of(cache) if past else None
-    if past and choice.mixture is not None and (state is None or state.seen != past or not state.keys.shape[-2]):
-        raise ValueError(
-            f"past_key_values: holds {past} tokens that this mixture has not read, or from which more were taken back "
-            "than it remembers, expected a cache that it filled itself. Begin with an empty one."
-        )
-    like = inputs["inputs_embeds"] if ids is None else ids
-    restarts = find_restarts(inputs.get("attention_mask"), inputs.get("position_ids"), past, like)
-    kept = slice(-keep or None, None) if isinstance(keep, int) else keep
-    is_cached = cache is not None or not (is_training or inputs.get("use_cache") is False)
-    return Tokens(ids, restarts, state, kept, is_cached)
-
-
-def _by_row(paths: Features, choice: Choice) -> Tensor:
-    """Logits of each row's own path; beams of one row lie one after the other."""
-    batch, rows = len(paths.streams[0][0]), len(choice.rows)
-    if batch % rows:
-        raise ValueError(f"expansion_names: {rows} names for {batch} rows, expected one for each, None for the base.")
-    numbers = [0 if name is None else 1 + choice.names.index(name) for name in choice.rows]
-    chosen = torch.tensor(numbers, device=paths.streams[0][0].device).repeat_interleave(batch // rows)[:, None, None]
-    found, *others = paths.logits()
-    for number, logits in enumerate(others, 1):
-        found = torch.where(chosen == number, logits, found)
-    return found
-
-
-def _mixture(paths: int, prior: Sequence[float] | None, switch_rate: float) -> PathMixture:
-    """The router over so many paths."""
-    weights = (1 / paths,) * paths if prior is None else tuple(float(own) for own in prior)
-    problems = []
-    if len(weights) != paths or not all(own > 0 for own in weights) or abs(sum(weights) - 1) > 1e-6:
-        problems = [
-            f"prior: is {list(weights)}, expected {paths} positive weights of sum 1, the base's first."
-        ]
-    if not 0 <= switch_rate < 1:
-        problems += [f"switch_rate: is {switch_rate}, expected a share of at least 0 and less than 1."]
-    if problems:
-        raise ValueError("\n".join(problems))
-    return PathMixture(weights, switch_rate)
-
-
-def _unknown(name: str, known: list[str]) -> str:
-    near = get_close_matches(name, known, 3, 0.5) or known[:MOST_NAMED]
-    return f"{name}: is no expansion of this model, expected {' or '.join(near) or 'none, it has none yet'}."
+        found = (base, base[..., :0]), *(streams[name] for name in members)
+        return Features((heads[0], *heads), found, whole, cap)
 
 
 def _is_inside(name: str) -> bool:
     return name.startswith("expanded_models.")
 
 
-def _cache_of(output: Any) -> Cache | None:
-    """The KV cache that a forward gave out."""
-    found = output.values() if hasattr(output, "values") else output
-    return next((value for value in found if isinstance(value, Cache)), None)
-
-
-def _check_cache(cache: Cache | None, choice: Choice) -> None:
-    """Refuse a KV cache that was filled under another choice: it holds other heads, or other values."""
-    past = 0 if cache is None else int(cache.get_seq_length())
-    if past and getattr(cache, "expansion_choice", Choice().key) != choice.key:
-        raise ValueError(
-            f"past_key_values: holds {past} tokens that were read under another choice of expansions than "
-            f"{', '.join(choice.names) or 'none'}. Begin with an empty one."
-        )
-
-
-def _remember(tokens: Tokens, cache: Cache | None, output: Any) -> None:
-    """Put the mixture's state into the KV cache, as one more layer."""
-    cache = _cache_of(output) if cache is None else cache
-    if not getattr(cache, "layers", None):
-        return
-    if state_of(cache) is None:
-        cache.layers.append(PathState(cache.layers[0]))
-    state = state_of(cache)
-    # however an older cache was emptied, its next text begins anew
-    state.seen = 0 if tokens.state is None else state.seen
-    state.set(*tokens.result, tokens=tokens.ids.shape[1])
-
-
 def _refusing(name: str) -> Any:
     def refuse(self: Any, *args: Any, **options: Any) -> None:
         """Refuse: adapters of transformers know nothing of expansions."""
         raise NotImplementedError(
-            f"{name}: is of transformers' adapters, and this model has expansions. Use scale_surgery.load_expansion(model, "
-            "EXTRACT, name=...), model.set_expansion, model.use_expansion, model.expansions or model.delete_expansion."
+            f"{name}: is of transformers' adapters, and this model has expansions. Use load_expansion(model, EXTRACT, "
+            "name=...) of scale_surgery, model.set_expansion, model.use_expansion, model.expansions or "
+            "model.delete_expansion."
         )
 
     refuse.__name__ = name

@@ -32,11 +32,13 @@ class Features:
     Attributes:
         heads: The head of the base, and that of each expansion, on the same weight.
         streams: Base stream and up stream of each path (b, t, ...); paths that share the base stream have one tensor.
+        read: One path's features as they lie in memory (b, t, ...): how a bias is added depends on that.
         softcap: What the logits of each path are capped with, or None.
     """
 
     heads: tuple[Any, ...]
     streams: tuple[tuple[Tensor, Tensor], ...]
+    read: Tensor
     softcap: float | None = None
 
     def at(self, keep: slice | Tensor) -> Features:
@@ -45,14 +47,14 @@ class Features:
             return self
         bases = {id(base): base[:, keep] for base, _ in self.streams}
         streams = ((bases[id(base)], up[:, keep]) for base, up in self.streams)
-        return Features(self.heads, tuple(streams), self.softcap)
+        return Features(self.heads, tuple(streams), self.read[:, keep], self.softcap)
 
     def logits(self) -> Iterator[Tensor]:
         """Logits of each path alone, one after the other, in memory of their own (b, t, v); all read one base once."""
         first = self.streams[0][0]
-        shared = self.heads[0].base_logits(own_memory(first), first)
+        shared = self.heads[0].base_logits(own_memory(first), self.read)
         for head, (base, up) in zip(self.heads, self.streams, strict=True):
-            logits = shared.clone() if base is first else head.base_logits(own_memory(base), base)
+            logits = shared.clone() if base is first else head.base_logits(own_memory(base), self.read)
             yield self.capped(head.add_up(logits, own_memory(up)) if up.shape[-1] else logits)
 
     def capped(self, logits: Tensor) -> Tensor:

@@ -39,8 +39,8 @@ def check_name(name: str, known: Collection[str]) -> None:
         )
     if name in known:
         raise PlanError(
-            f"name: {name} is an expansion of this model already, expected a new name. Choose another, or take that one "
-            "off first: model.delete_expansion."
+            f"name: {name} is an expansion of this model already, expected a new name. Choose another, or take that "
+            "one off first: model.delete_expansion."
         )
 
 

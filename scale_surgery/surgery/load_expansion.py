@@ -111,8 +111,8 @@ def _check_name(model: Any, name: str | None) -> None:
         check_name(name, known)
     elif is_composed(model):
         raise PlanError(
-            f"name: is missing, but the model takes expansions by name ({', '.join(known) or 'none yet'}). Give one; or "
-            "give the stock model, for an expanded model of its own."
+            f"name: is missing, but the model takes expansions by name ({', '.join(known) or 'none yet'}). Give one; "
+            "or give the stock model, for an expanded model of its own."
         )
 
 
