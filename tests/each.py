@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from itertools import product
 from typing import Any
 
 import pytest
@@ -15,11 +16,28 @@ DTYPES = ("float32", "bfloat16")
 WAYS = ("llama", "gemma3_text", "olmo2", "gpt_neox", "phi3", "gpt2")
 # how a base lies on disk has nothing to do with its dtype
 FORMS = (("float32", False), ("bfloat16", True))
+# and a family has nothing to do with either: each is taken in one form, and each form by half of the families
+FORM_OF = {
+    family: FORMS[place % len(FORMS)]
+    for place, family in enumerate((*WAYS, *(family for family in FAMILIES if family not in WAYS)))
+}
 
 
 def mostly(values: Iterable[Any], is_kept: Callable[[Any], bool]) -> list[Any]:
     """Values of a parameter, those that are not kept for `make test-slow` alone."""
     return [value if is_kept(value) else _slow(value) for value in values]
+
+
+def woven(first: Sequence[Any], *others: Sequence[Any], among: Iterable[Any] | None = None) -> list[Any]:
+    """All combinations; the default run takes each value of the first beside one of each of the others, in turn."""
+    kept = []
+    for place, value in enumerate(first):
+        row = [value]
+        for other in others:
+            place, rest = divmod(place, len(other))
+            row.append(other[rest])
+        kept.append(tuple(row))
+    return mostly(product(first if among is None else among, *others), kept.__contains__)
 
 
 def _slow(value: Any) -> Any:
@@ -30,6 +48,13 @@ each_family = pytest.mark.parametrize("family", FAMILIES)
 each_way = pytest.mark.parametrize("family", mostly(FAMILIES, WAYS.__contains__))
 each_dtype = pytest.mark.parametrize("dtype", DTYPES)
 # an untied base is a single file, a tied one is sharded
-each_form = pytest.mark.parametrize(
-    ("dtype", "tied"), mostly([(dtype, tied) for dtype in DTYPES for tied in (False, True)], FORMS.__contains__)
+ALL_FORMS = [(dtype, tied) for dtype in DTYPES for tied in (False, True)]
+each_form = pytest.mark.parametrize(("dtype", "tied"), mostly(ALL_FORMS, FORMS.__contains__))
+FAMILIES_IN_FORMS = [(family, *form) for family in FAMILIES for form in ALL_FORMS]
+each_family_in_a_form = pytest.mark.parametrize(
+    ("family", "dtype", "tied"), mostly(FAMILIES_IN_FORMS, lambda own: FORM_OF[own[0]] == own[1:])
+)
+each_way_in_a_form = pytest.mark.parametrize(
+    ("family", "dtype", "tied"),
+    mostly(FAMILIES_IN_FORMS, lambda own: own[0] in WAYS and FORM_OF[own[0]] == own[1:]),
 )

@@ -260,9 +260,15 @@ def _expand(extract: Extract, model: Any, expanded_class: Any) -> Any:
 
 def _kernels(config: Any) -> dict[str, Any]:
     """How a model computes attention, and what its experts do where there are any."""
-    asked = ("attn_implementation", "experts_implementation")
-    found = {name: getattr(config, f"_{name}", None) for name in asked}
-    return {name: own for name, own in found.items() if own is not None}
+    found = {name: _by_part(config, f"_{name}") for name in ("attn_implementation", "experts_implementation")}
+    return {name: own for name, own in found.items() if own[""] is not None}
+
+
+def _by_part(config: Any, name: str) -> dict[str, Any]:
+    """A setting of a model under "", and of each model inside it, in transformers' form: each may have its own."""
+    parts = {key: getattr(config, key, None) for key in config.sub_configs}
+    inside = {key: _by_part(own, name) for key, own in parts.items() if own is not None}
+    return {"": getattr(config, name, None), **inside}
 
 
 def _own_tensors(extract: Extract, expanded: Any, base: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:

@@ -11,8 +11,9 @@ from scale_surgery import Request, expand
 from scale_surgery.modeling.expanded_modules import ExpandedModule
 from scale_surgery.planning.scale import idle_tensors
 from tests.conftest import load
-from tests.each import each_way
+from tests.each import WAYS, woven
 from tests.sweep.take import twin_config, write_base
+from tests.tiny import FAMILIES
 
 
 def gradients(model: Any) -> tuple[dict[str, torch.Tensor], int]:
@@ -38,8 +39,7 @@ def set_detached(model: Any, value: dict[str, bool] | bool) -> dict[str, bool]:
     return before
 
 
-@each_way
-@pytest.mark.parametrize("request_name", ["preserve", "adapt"])
+@pytest.mark.parametrize(("family", "request_name"), woven(WAYS, ("preserve", "adapt"), among=FAMILIES))
 def test_detaching_changes_no_gradient_and_keeps_less(pair_of: Any, family: str, request_name: str) -> None:
     model = pair_of(family, request_name, "float32", True).load()
     with torch.no_grad():  # as after some training: nothing hides behind a zero
@@ -93,8 +93,7 @@ def unchanged(path: Any) -> set[str]:
     return {name for name, parameter in trained.items() if torch.equal(parameter, before[name])}
 
 
-@each_way
-@pytest.mark.parametrize("layers", ["1-2", "0-1"])
+@pytest.mark.parametrize(("family", "layers"), woven(WAYS, ("1-2", "0-1"), among=FAMILIES))
 def test_what_never_learns_is_what_the_plan_says(base_of: Any, tmp_path: Any, family: str, layers: str) -> None:
     request = Request(layers, variant="adapt", collaborate="both")
     expansion = expand(base_of(family, "float32", True), request, tmp_path / "wide")

@@ -7,7 +7,7 @@ with one; values decide nothing here.
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import product
+from itertools import cycle, product
 from typing import Any
 
 import pytest
@@ -17,7 +17,7 @@ from scale_surgery.planning.request import Request
 from scale_surgery.surgery.expand import expand
 from tests import routed
 from tests.conftest import REQUESTS, Pair, load
-from tests.each import WAYS, each_way, mostly
+from tests.each import WAYS, mostly, woven
 from tests.routed import Trio
 from tests.tiny import FAMILIES
 
@@ -50,8 +50,7 @@ def run_everywhere(model: Any) -> None:
             model.path_logits(ids)
 
 
-@pytest.mark.parametrize("request_name", REQUESTS)
-@each_way
+@pytest.mark.parametrize(("family", "request_name"), woven(WAYS, tuple(REQUESTS), among=FAMILIES))
 def test_expanded(pair_of: Callable[..., Pair], family: str, request_name: str) -> None:
     run_everywhere(pair_of(family, request_name).load())
 
@@ -61,7 +60,7 @@ def test_expanded(pair_of: Callable[..., Pair], family: str, request_name: str) 
     mostly(
         product(FAMILIES, ("posterior", "cosine", "strict")),
         # a strict router leaves out an operation of one that is not
-        lambda one: one[0] in WAYS and (one[1] != "strict" or one[0] == "llama"),
+        lambda one: one in (*zip(WAYS, cycle(("posterior", "cosine"))), ("llama", "strict")),
     ),
 )
 def test_routed(trio_of: Callable[..., Trio], family: str, routing: str) -> None:

@@ -16,8 +16,16 @@ from scale_surgery.planning.request import Request
 from scale_surgery.surgery.expand import expand
 from scale_surgery.surgery.strip import strip
 from tests.conftest import REQUESTS, Pair, digests, load
-from tests.each import DTYPES, WAYS, each_dtype, each_family, each_form, each_way
-from tests.tiny import save_tiny
+from tests.each import (
+    DTYPES,
+    WAYS,
+    each_family_in_a_form,
+    each_way,
+    each_way_in_a_form,
+    mostly,
+    woven,
+)
+from tests.tiny import FAMILIES, save_tiny
 
 # batch and length: kernels choose their path by strides and alignment, and a vector's tail is treated apart
 SHAPES = ((3, 13), (1, 13), (2, 7), (1, 7), (3, 1), (1, 1))
@@ -74,8 +82,7 @@ def base_bytes(base: Any, model: Any) -> list[str]:
     ]
 
 
-@each_form
-@each_family
+@each_family_in_a_form
 @pytest.mark.parametrize("request_name", REQUESTS)
 def test_output_at_init(pair_of, family, request_name, dtype, tied):
     pair = pair_of(family, request_name, dtype, tied)
@@ -84,8 +91,7 @@ def test_output_at_init(pair_of, family, request_name, dtype, tied):
     assert base_bytes(pair.base, pair.expanded) == []
 
 
-@each_way
-@pytest.mark.parametrize("dtype", (*DTYPES, "float16"))
+@pytest.mark.parametrize(("family", "dtype"), woven(WAYS, (*DTYPES, "float16"), among=FAMILIES))
 def test_output_at_init_with_eager_attention(tmp_path, family, dtype):
     """As many key/value heads as query heads, so that eager attention multiplies what it is given, uncopied."""
     wide = {"hidden_size": 128, "num_attention_heads": 4}
@@ -103,7 +109,7 @@ def test_output_at_init_with_eager_attention(tmp_path, family, dtype):
         assert all(map(torch.equal, wanted.logits, found.logits))
 
 
-@each_dtype
+@pytest.mark.parametrize("dtype", mostly(DTYPES, "bfloat16".__eq__))
 def test_output_at_init_with_several_threads(pair_of, dtype):
     """Once, on the largest prompts: threads of a busy machine wait for each other."""
     pair, threads = pair_of("qwen3", "adapt", dtype), torch.get_num_threads()
@@ -116,12 +122,11 @@ def test_output_at_init_with_several_threads(pair_of, dtype):
         torch.set_num_threads(threads)
 
 
-@each_dtype
-@each_way
+@each_way_in_a_form
 @pytest.mark.parametrize("beams", (1, 3), ids=("greedy", "beams"))
-def test_output_at_init_in_generation(pair_of, family, dtype, beams):
+def test_output_at_init_in_generation(pair_of, family, dtype, tied, beams):
     for name in REQUESTS:
-        pair = pair_of(family, name, dtype, dtype == "bfloat16")
+        pair = pair_of(family, name, dtype, tied)
         for prompt in (prompts()[3], prompts()[-2]):
             options = {"max_new_tokens": 6, "do_sample": False, "num_beams": beams, "return_dict_in_generate": True}
             wanted = pair.base.generate(**prompt, output_logits=True, **options)
@@ -130,8 +135,7 @@ def test_output_at_init_in_generation(pair_of, family, dtype, beams):
             assert all(map(torch.equal, wanted.logits, found.logits)), name
 
 
-@each_form
-@each_family
+@each_family_in_a_form
 def test_base_stream_always(pair_of, family, dtype, tied):
     pair = pair_of(family, "preserve", dtype, tied)
     model = pair.load()
@@ -179,8 +183,7 @@ def test_base_stream_of_adapt_changes_from_the_first_collaborative_layer(tmp_pat
     assert equal == [True, True, True, False]
 
 
-@each_form
-@each_family
+@each_family_in_a_form
 def test_recoverable(pair_of, tmp_path, family, dtype, tied):
     """Also of a trained model that save_pretrained wrote: the base tensors keep their bytes."""
     pair = pair_of(family, "adapt", dtype, tied)

@@ -24,7 +24,7 @@ from scale_surgery.surgery.expand import expand
 from scale_surgery.surgery.route import route_export
 from tests import routed
 from tests.conftest import load
-from tests.each import each_way
+from tests.each import each_way, woven
 from tests.routed import REQUESTS, Trio, padded, random_ids, train
 
 trio_of = routed.trio_of
@@ -237,8 +237,7 @@ def test_generation_goes_on_from_a_returned_cache(trio_of: Callable[..., Trio], 
     assert_same_generation(continued, model.generate(asked, **GREEDY))
 
 
-@pytest.mark.parametrize("family", ("llama", "mistral", "gemma3_text", "gpt2"))
-@pytest.mark.parametrize("count", (1, 5, 30))
+@pytest.mark.parametrize(("family", "count"), woven(("llama", "mistral", "gemma3_text", "gpt2"), (1, 5, 30)))
 def test_prompt_lookup_gives_what_greedy_gives(trio_of: Callable[..., Trio], family: str, count: int) -> None:
     """Guesses are taken back from the cache where they are wrong."""
     model = trio_of(family).routed()

@@ -24,7 +24,7 @@ from scale_surgery.surgery.expand import expand
 from scale_surgery.surgery.route import route_export
 from tests import routed
 from tests.conftest import load
-from tests.each import each_way
+from tests.each import WAYS, woven
 from tests.routed import REQUESTS, ROUTINGS, Trio, between, padded, prompts, random_ids, train
 from tests.tiny import FAMILIES
 
@@ -77,8 +77,7 @@ def check_paths(trio: Trio, **options: Any) -> None:
     assert model.is_routing_enabled and model.is_expansion_enabled
 
 
-@pytest.mark.parametrize("routing", ("posterior", "cosine", "strict"))
-@each_way
+@pytest.mark.parametrize(("family", "routing"), woven(WAYS, ("posterior", "cosine", "strict"), among=FAMILIES))
 def test_each_path_is_its_model_bit_for_bit(trio_of: Callable[..., Trio], family: str, routing: str) -> None:
     request = (OTHER_REQUEST_OF if routing == "cosine" else REQUEST_OF)[family]
     check_paths(trio_of(family, request, routing))

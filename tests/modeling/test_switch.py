@@ -9,7 +9,7 @@ import torch
 
 from scale_surgery.modeling.expanded_modules import ExpandedModule
 from tests.conftest import load
-from tests.each import each_way
+from tests.each import each_way_in_a_form
 
 IDS = torch.arange(3, 29).reshape(2, 13)
 # kernels take other paths for other shapes
@@ -36,11 +36,10 @@ def generated(model: Any, **options: Any) -> torch.Tensor:
     return model.generate(IDS, max_new_tokens=5, do_sample=False, pad_token_id=0, **options)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("request_name", ["preserve", "adapt", "adapt_without_up_stream"])
-@each_way
-def test_disabled_is_the_base_bit_for_bit(pair_of: Any, family: str, request_name: str, dtype: str) -> None:
-    pair = pair_of(family, request_name, dtype)
+@each_way_in_a_form
+def test_disabled_is_the_base_bit_for_bit(pair_of: Any, family: str, request_name: str, dtype: str, tied: bool) -> None:
+    pair = pair_of(family, request_name, dtype, tied)
     model = trained(pair)
     wanted = logits(pair.base)
     assert not torch.equal(logits(model), wanted), "the control: training has changed the output"

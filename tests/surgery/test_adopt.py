@@ -52,6 +52,7 @@ from scale_surgery.surgery.config import stored_shard
 from scale_surgery.surgery.record import read_manifest
 from scale_surgery.training.settings import TrainingSettings
 from tests.conftest import Pair, digests, load
+from tests.each import WAYS, mostly
 from tests.routed import random_ids
 from tests.routed import train as move
 from tests.surgery.test_images import load as load_images
@@ -138,7 +139,10 @@ def shown(done: Adopted) -> str:
     return capture.get()
 
 
-@pytest.mark.parametrize(("family", "tied"), [(family, place % 2 == 0) for place, family in enumerate(FAMILIES)])
+@pytest.mark.parametrize(
+    ("family", "tied"),
+    mostly([(family, place % 2 == 0) for place, family in enumerate(FAMILIES)], lambda own: own[0] in WAYS),
+)
 def test_blocks_are_those_that_were_saved_and_all_else_is_the_expanded_folder(
     pair_of: Callable[..., Pair], tmp_path: Path, family: str, tied: bool
 ) -> None:

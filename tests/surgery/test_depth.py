@@ -33,7 +33,7 @@ from scale_surgery.show.tables_plan import render_plan
 from scale_surgery.surgery.extract import extract
 from scale_surgery.surgery.record import read_manifest
 from tests.conftest import DEEPENED, Pair, digests, load, shake
-from tests.each import WAYS, each_dtype, each_form, each_way, mostly
+from tests.each import WAYS, each_way_in_a_form, mostly
 from tests.families import get_family
 from tests.interrupted_steps import run_killed
 from tests.modeling.test_promises import prompts, unequal
@@ -67,8 +67,7 @@ def test_names_of_the_readme_of_names() -> None:
     assert numbering.stored("model.layers.2.mlp.x") == "model.layers.3.mlp.x"
 
 
-@each_form
-@each_way
+@each_way_in_a_form
 def test_output_at_init(deep_of, family, dtype, tied):
     pair = deep_of(family, dtype, tied)
     assert type(pair.expanded) is type(pair.base), "a stock class"
@@ -76,10 +75,9 @@ def test_output_at_init(deep_of, family, dtype, tied):
     assert unequal(pair.base, pair.expanded) == []
 
 
-@each_dtype
-@each_way
-def test_output_at_init_in_generation(deep_of, family, dtype):
-    pair = deep_of(family, dtype, dtype == "bfloat16")
+@each_way_in_a_form
+def test_output_at_init_in_generation(deep_of, family, dtype, tied):
+    pair = deep_of(family, dtype, tied)
     for prompt in (prompts()[3], prompts()[-2]):
         for options in ({"use_cache": True}, {"use_cache": False} if dtype == "float32" else {"num_beams": 3}):
             settings = {"max_new_tokens": 6, "do_sample": False, "return_dict_in_generate": True, **options}
@@ -88,10 +86,10 @@ def test_output_at_init_in_generation(deep_of, family, dtype):
             assert all(map(torch.equal, wanted.logits, found.logits))
 
 
-@each_way
-def test_one_entry_of_what_is_mute_changes_the_output(deep_of, family):
+@each_way_in_a_form
+def test_one_entry_of_what_is_mute_changes_the_output(deep_of, family, dtype, tied):
     """The negative control of output_at_init; and no other tensor of a copy counts as long as those are as they are."""
-    pair = deep_of(family)
+    pair = deep_of(family, dtype, tied)
     facts, checkpoint = get_family(family), open_checkpoint(pair.path)
     mute = {tensor.name for tensor in pair.expansion.plan.tensors if tensor.init in ("zero", "mute")}
     modules = {name.split(".after.")[1].rpartition(".")[0] for name in mute}
@@ -141,8 +139,7 @@ def first_step(pair: Pair, model: Any) -> float:
     return float((before.exp() * (before - after)).sum(-1).mean())
 
 
-@each_form
-@each_way
+@each_way_in_a_form
 def test_recoverable(deep_of, tmp_path, family, dtype, tied):
     pair = deep_of(family, dtype, tied)
     base, stored = open_checkpoint(pair.base_path), open_checkpoint(pair.path)
@@ -153,9 +150,9 @@ def test_recoverable(deep_of, tmp_path, family, dtype, tied):
     assert strip(trained, tmp_path / "stripped").files == digests(tmp_path / "stripped") == digests(pair.base_path)
 
 
-@each_way
-def test_a_copy_is_its_layer_but_for_what_it_writes(deep_of, family):
-    pair = deep_of(family, "bfloat16", True)
+@each_way_in_a_form
+def test_a_copy_is_its_layer_but_for_what_it_writes(deep_of, family, dtype, tied):
+    pair = deep_of(family, dtype, tied)
     checkpoint = open_checkpoint(pair.path)
     own, sources = {tensor.name for tensor in pair.expansion.plan.tensors}, set()
     for tensor in pair.expansion.plan.tensors:
@@ -170,9 +167,9 @@ def test_a_copy_is_its_layer_but_for_what_it_writes(deep_of, family):
     }, "everything that a layer has"
 
 
-@each_way
-def test_the_folder_is_a_stock_checkpoint(deep_of, family):
-    pair = deep_of(family)
+@each_way_in_a_form
+def test_the_folder_is_a_stock_checkpoint(deep_of, family, dtype, tied):
+    pair = deep_of(family, dtype, tied)
     before, after = (json.loads((path / "config.json").read_text()) for path in (pair.base_path, pair.path))
     key = get_family(family).key("layers")
     assert (before.pop(key), after.pop(key)) == (3, 5)

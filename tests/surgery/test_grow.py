@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -35,21 +37,26 @@ from scale_surgery.surgery.strip import strip
 from scale_surgery.training.settings import GROUPS, TrainingSettings
 from scale_surgery.training.train import train
 from tests.conftest import digests, load, shake
-from tests.each import each_way
+from tests.each import DTYPES, WAYS, each_way, mostly, woven
 from tests.families import FAMILIES as FACTS
 from tests.tiny import save_tiny
 
 FREEZE = Request("0,2", method="grow")
 TRAIN = Request("0,2", method="grow", variant="grow-train")
+ROUTINGS = (Routing("posterior", switch_rate=0), Routing("cosine"))
 IDS = torch.tensor([[5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47]])
 
 
 @pytest.fixture(scope="session")
 def grown_of(base_of: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Grow a tiny base model."""
+    """Grow a tiny base model, once; each test gets a copy that it may change."""
+
+    @functools.cache
+    def grow(family: str, request: Request, dtype: str, tied: bool) -> Path:
+        return expand(base_of(family, dtype, tied), request, tmp_path_factory.mktemp("grown") / family).path
 
     def make(family: str, request: Request = FREEZE, dtype: str = "float32", tied: bool = False) -> Path:
-        return expand(base_of(family, dtype, tied), request, tmp_path_factory.mktemp("grown") / family).path
+        return Path(shutil.copytree(grow(family, request, dtype, tied), tmp_path_factory.mktemp("copy") / family))
 
     return make
 
@@ -58,8 +65,15 @@ def promise(result: Verification, name: str) -> Any:
     return next(promise for promise in result.promises if promise.name == name)
 
 
-@pytest.mark.parametrize("request_", [FREEZE, TRAIN], ids=["freeze", "train"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+# each family in both variants and in both dtypes
+@pytest.mark.parametrize(
+    ("request_", "dtype"),
+    mostly(
+        [(request, dtype) for request in (FREEZE, TRAIN) for dtype in DTYPES],
+        [(FREEZE, "bfloat16"), (TRAIN, "float32")].__contains__,
+    ),
+    ids=lambda own: own if isinstance(own, str) else own.variant or "grow-freeze",
+)
 @each_way
 def test_output_at_init(
     family: str, dtype: str, request_: Request, grown_of: Callable[..., Path], base_of: Callable[..., Path]
@@ -163,10 +177,13 @@ def test_symmetry_trap(grown_of: Callable[..., Path]) -> None:
 
 
 @pytest.mark.parametrize("noise", [blocks.COPY_NOISE, 0.0])
-def test_several_new_copies_separate(noise: float, grown_of: Callable[..., Path], monkeypatch: Any) -> None:
+def test_several_new_copies_separate(
+    noise: float, base_of: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two new copies that begin the same are kept apart by noise; without it (the control) they never separate."""
     monkeypatch.setattr(blocks, "COPY_NOISE", noise)
-    with trained_layer(grown_of("llama", Request("2", method="grow", copies=3)), steps=20) as mlp:
+    grown = expand(base_of("llama"), Request("2", method="grow", copies=3), tmp_path / "grown").path
+    with trained_layer(grown, steps=20) as mlp:
         one, other = mlp.up_proj.w21.chunk(2)
         apart, moved = (one - other).norm(), (one - mlp.up_proj.weight).norm()
     assert moved > 1
@@ -191,7 +208,7 @@ def test_what_trains(request_: Request, expected: set[str] | None, grown_of: Cal
         assert not any(name in ("weight", "bias") for name in trains)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", mostly(DTYPES, "bfloat16".__eq__))
 def test_train_the_command(dtype: str, stories: Path, tmp_path: Path) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(stories, dtype=getattr(torch, dtype))
     model.save_pretrained(tmp_path / "base")
@@ -300,9 +317,10 @@ def test_wrong_share_is_noticed_by_the_merge(grown_of: Callable[..., Path], tmp_
     assert not (tmp_path / "stock").exists()
 
 
-@each_way
 @pytest.mark.parametrize(
-    "routing", [Routing("posterior", switch_rate=0), Routing("cosine")], ids=lambda one: one.router
+    ("family", "routing"),
+    woven(WAYS, ROUTINGS, among=FACTS),
+    ids=lambda own: own if isinstance(own, str) else own.router,
 )
 def test_routed(family: str, routing: Routing, grown_of: Callable[..., Path], tmp_path: Path) -> None:
     """The preserve path of a routed grown model is its base, which counts whole there."""

@@ -13,6 +13,7 @@ from scale_surgery import Request, Routing, expand, extract, load_expansion, rou
 from scale_surgery.deriving.derive import derive
 from scale_surgery.errors import CheckpointError
 from tests.conftest import digests, shake
+from tests.each import mostly
 
 ROWS = 9
 
@@ -67,8 +68,8 @@ def write_base(config: Any, dtype: torch.dtype, path: Path) -> Path:
     return path
 
 
-def load(path: Path) -> Any:
-    return AutoModelForImageTextToText.from_pretrained(path, dtype="auto", trust_remote_code=True).eval()
+def load(path: Path, **options: Any) -> Any:
+    return AutoModelForImageTextToText.from_pretrained(path, dtype="auto", trust_remote_code=True, **options).eval()
 
 
 @torch.no_grad()
@@ -77,8 +78,13 @@ def logits(model: Any, **given: torch.Tensor) -> torch.Tensor:
     return found
 
 
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
-@pytest.mark.parametrize("name", ("gemma3", "llava", "qwen3_vl"))
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    mostly(
+        [(name, dtype) for name in ("gemma3", "llava", "qwen3_vl") for dtype in (torch.float32, torch.bfloat16)],
+        [("gemma3", torch.float32), ("llava", torch.float32), ("qwen3_vl", torch.bfloat16)].__contains__,
+    ),
+)
 def test_with_an_image_and_without(tmp_path, name, dtype):
     config = twin_config(name)
     base = write_base(config, dtype, tmp_path / "base")
@@ -127,6 +133,23 @@ def test_what_is_added_between_layers_goes_to_both_paths(tmp_path, router):
         assert not torch.equal(preserve, adapt)
         with model.expansion_disabled(), expanded.expansion_disabled():
             assert all(torch.equal(logits(own, **prompt), preserve) for own in (model, expanded))
+
+
+@pytest.mark.parametrize(("whole", "text"), (("eager", "sdpa"), ("sdpa", "eager")))
+def test_each_part_computes_attention_as_in_the_base_in_memory(tmp_path, whole, text):
+    """What looks at images may have another attention than the language model, as GOT-OCR's has by itself."""
+    config = twin_config("qwen3_vl")
+    base = write_base(config, torch.float32, tmp_path / "base")
+    made = expand(base, Request("last:2", variant="adapt", collaborate="both"), tmp_path / "expanded")
+    kernels = {"": whole, "text_config": text, "vision_config": whole}
+    expected = load(shake(made.path), attn_implementation=kernels)
+    found = load_expansion(load(base, attn_implementation=kernels), extract(made.path, tmp_path / "extract").path)
+    asked = [
+        {key: getattr(own.config, key)._attn_implementation for key in kernels if key} for own in (found, expected)
+    ]
+    assert asked[0] == asked[1] == {"text_config": text, "vision_config": whole}
+    prompt = inputs("qwen3_vl", config, torch.float32)
+    assert torch.equal(logits(found, **prompt), logits(expected, **prompt))
 
 
 def test_a_model_whose_language_model_transformers_lists_alone_is_taken_whole(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import shutil
@@ -41,7 +42,9 @@ from scale_surgery.surgery.fused import check_fusible
 from scale_surgery.surgery.joining import join, joined_tensors, take
 from scale_surgery.surgery.record import read_manifest
 from tests.conftest import REQUESTS, digests, load, shake
-from tests.each import each_way
+from tests.each import each_way, mostly
+
+ROUTERS = (Routing(), Routing("cosine", threshold=0.9))
 
 
 def change(file: Path, name: str, index: tuple[int, ...]) -> None:
@@ -53,11 +56,16 @@ def change(file: Path, name: str, index: tuple[int, ...]) -> None:
 
 @pytest.fixture(scope="module")
 def expanded_of(base_of: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Expand a tiny base and shake its blocks."""
+    """Expand a tiny base and shake its blocks, once; each test gets a copy that it may change."""
 
-    def make(family: str, request: str = "adapt", dtype: str = "float32", *, tied: bool = False) -> Path:
+    @functools.cache
+    def made(family: str, request: str, dtype: str, tied: bool) -> Path:
         folder = tmp_path_factory.mktemp("expanded") / f"{family}-{request}"
         return shake(expand(base_of(family, dtype, tied), REQUESTS[request], folder).path)
+
+    def make(family: str, request: str = "adapt", dtype: str = "float32", *, tied: bool = False) -> Path:
+        own = made(family, request, dtype, tied)
+        return Path(shutil.copytree(own, tmp_path_factory.mktemp("copy") / own.name))
 
     return make
 
@@ -92,8 +100,13 @@ def test_fused_computes_what_the_blocks_compute_and_comes_apart_byte_for_byte(
     assert digests(tmp_path / "base") == digests(base_of(family, "float32", tied))
 
 
-@pytest.mark.parametrize("request_name", ["preserve", "adapt_without_up_stream"])
-@pytest.mark.parametrize("family", ["phi3", "gpt2"])
+@pytest.mark.parametrize(
+    ("family", "request_name"),
+    mostly(
+        [(family, request) for family in ("phi3", "gpt2") for request in ("preserve", "adapt_without_up_stream")],
+        [("phi3", "preserve"), ("gpt2", "adapt_without_up_stream")].__contains__,
+    ),
+)
 def test_half_precision_and_other_requests(
     expanded_of: Callable[..., Path], tmp_path: Path, family: str, request_name: str
 ) -> None:
@@ -105,8 +118,13 @@ def test_half_precision_and_other_requests(
     assert digests(tmp_path / "blocks") == digests(expanded)
 
 
-@pytest.mark.parametrize("router", [Routing(), Routing("cosine", threshold=0.9)])
-@pytest.mark.parametrize("family", ["phi3", "gpt2", "llama"])
+@pytest.mark.parametrize(
+    ("family", "router"),
+    mostly(
+        [(family, router) for family in ("phi3", "gpt2", "llama") for router in ROUTERS],
+        [("phi3", ROUTERS[0]), ("gpt2", ROUTERS[1])].__contains__,
+    ),
+)
 def test_a_routed_model_keeps_its_router(
     expanded_of: Callable[..., Path], base_of: Callable[..., Path], tmp_path: Path, family: str, router: Routing
 ) -> None:

@@ -22,6 +22,7 @@ from scale_surgery import (
     TrainingSettings,
     adopt,
     apply,
+    evaluate,
     expand,
     extract,
     load_expansion,
@@ -39,6 +40,8 @@ from scale_surgery.planning.architecture import CODE_FILES, OWN_CODE_FILE
 from scale_surgery.show.commands import after_verification, verify_command
 from scale_surgery.surgery.merge import merge
 from tests.conftest import digests
+from tests.each import mostly
+from tests.interrupted_steps import run_apart
 from tests.own_code import save_pine
 
 IDS = torch.arange(1, 12)[None]
@@ -70,6 +73,17 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path, 
     return make
 
 
+def use_untrusted(wide: Path, out: Path) -> None:
+    """All that can be done with an expanded folder by somebody who does not trust the code of its base."""
+    run = RunOptions(device="cpu")
+    found = verify(wide, run=run, record=False)
+    assert found.passed and found.not_run == "the base has code of its own; --trust-remote-code runs it"
+    extract(wide, out / "extract"), strip(wide, out / "strip"), route_export(wide, out / "routed")
+    apply(out / "extract", out / "applied", wide.parent / "base")
+    with pytest.raises(CheckpointError, match="--trust-remote-code lets it run its own code"):
+        evaluate([wide], [out / "text.txt"], run=run)
+
+
 def test_no_code_runs_without_the_flag(tmp_path: Path) -> None:
     marker = tmp_path / "ran"
     base = save_pine(tmp_path / "base", marker=marker, vocab_size=1152)
@@ -89,27 +103,19 @@ def test_no_code_runs_without_the_flag(tmp_path: Path) -> None:
     assert marker.exists()
     marker.unlink()
     # the code was imported once in this process: another shows that nothing imports it there
-    program = (
-        "import sys; from scale_surgery import *; from pathlib import Path\n"
-        "wide, out, run = Path(sys.argv[1]), Path(sys.argv[2]), RunOptions(device='cpu')\n"
-        "found = verify(wide, run=run, record=False); print(found.passed, found.not_run)\n"
-        "extract(wide, out / 'extract'); strip(wide, out / 'strip'); route_export(wide, out / 'routed')\n"
-        "apply(out / 'extract', out / 'applied', wide.parent / 'base')\n"
-        "try: evaluate([wide], [out / 'text.txt'], run=run)\n"
-        "except CheckpointError as error: print(error)\n"
-    )
     (tmp_path / "text.txt").write_text("one line\n")
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(wide), str(tmp_path)], capture_output=True, text=True, check=False
-    )
+    done = run_apart(use_untrusted, wide, tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "True the base has code of its own; --trust-remote-code runs it" in done.stdout
-    assert "--trust-remote-code lets it run its own code." in done.stdout
     assert not marker.exists()
 
 
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
-@pytest.mark.parametrize("has_own_attention", (False, True))
+@pytest.mark.parametrize(
+    ("dtype", "has_own_attention"),
+    mostly(
+        [(dtype, own) for dtype in (torch.float32, torch.bfloat16) for own in (False, True)],
+        [(torch.float32, False), (torch.bfloat16, True)].__contains__,
+    ),
+)
 def test_the_output_is_the_base_s(made: Any, dtype: torch.dtype, has_own_attention: bool) -> None:
     base, wide = made(dtype, has_own_attention=has_own_attention)
     treatment = {block.treatment for block in plan(base, ADAPT, run=TRUSTED).architecture.kinds[0].blocks}

@@ -19,6 +19,7 @@ from scale_surgery.biographies import SHIPPED_MODEL
 from scale_surgery.training import allocator
 from scale_surgery.training.allocator import CHOSEN_BY_USER, is_glibc, keep_freed_memory
 from tests.conftest import digests
+from tests.interrupted_steps import run_apart
 
 CPU = RunOptions(device="cpu")
 pytestmark = pytest.mark.skipif(not is_glibc(), reason="this system has another malloc")
@@ -42,15 +43,7 @@ for _ in range(4):
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
-TRAIN = """
-import sys
-from scale_surgery import RunOptions, TrainingSettings, train
-from scale_surgery.training.allocator import keep_freed_memory
-expanded, text, output = sys.argv[1:]
-settings = TrainingSettings(steps=4, sequence_length=32, batch_size=2, log_every=1)
-train(expanded, [text], output, settings, run=RunOptions(device="cpu"))
-print(keep_freed_memory())
-"""
+SETTINGS = TrainingSettings(steps=4, sequence_length=32, batch_size=2, log_every=1)
 
 
 def run(code: str, *arguments: object, **environment: str) -> list[str]:
@@ -62,6 +55,13 @@ def run(code: str, *arguments: object, **environment: str) -> list[str]:
 
 # what glibc does by default, said by the user: then this program leaves it alone
 AS_IT_IS = {"MALLOC_TRIM_THRESHOLD_": str(128 * 1024), "MALLOC_MMAP_THRESHOLD_": str(128 * 1024)}
+
+
+def train_as_it_is(expanded: Path, text: Path, output: Path) -> None:
+    """Train where the user said what glibc does; nothing was set in this fork of a process that never trained."""
+    os.environ.update(AS_IT_IS)
+    train(expanded, [text], output, SETTINGS, run=CPU)
+    assert not keep_freed_memory()
 
 
 def test_a_block_that_comes_again_costs_no_new_pages() -> None:
@@ -76,13 +76,13 @@ def test_training_sets_it_once_and_no_number_changes(tmp_path: Path, monkeypatch
     text = tmp_path / "text.jsonl"
     text.write_text("".join(f'{{"text": "Person {n} was born in Rome and lives in Oslo."}}\n' for n in range(40)))
     expanded = expand(SHIPPED_MODEL, Request("2-3", variant="adapt"), tmp_path / "wide").path
-    settings = TrainingSettings(steps=4, sequence_length=32, batch_size=2, log_every=1)
     for name in CHOSEN_BY_USER:
         monkeypatch.delenv(name, raising=False)
     keep_freed_memory.cache_clear()
-    kept, _ = (train(expanded, [text], tmp_path / name, settings, run=CPU).path for name in ("kept", "again"))
+    kept, _ = (train(expanded, [text], tmp_path / name, SETTINGS, run=CPU).path for name in ("kept", "again"))
     assert keep_freed_memory() and keep_freed_memory.cache_info().misses == 1
-    assert run(TRAIN, expanded, text, tmp_path / "as_it_is", **AS_IT_IS) == ["False"]
+    done = run_apart(train_as_it_is, expanded, text, tmp_path / "as_it_is")
+    assert done.returncode == 0, done.stderr
     assert _shards(kept) == _shards(tmp_path / "as_it_is") != _shards(expanded)
     assert _losses(kept) == _losses(tmp_path / "as_it_is")
 

@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from scale_surgery.biographies import SHIPPED_MODEL, biography, people
 from tests.conftest import load
 from tests.dense_reference import dense_gradients
 from tests.distributed_steps import WRAPPERS, batch, load_moved, step
+from tests.each import mostly
 from tests.modeling.test_training_modes import NO_DROPOUT, REQUESTS, autocast, check_noise, errors
 from tests.tiny import save_tiny
 
@@ -42,7 +43,14 @@ MODELS = {
     "bfloat16_base": (("llama", "adapt", "bfloat16", False), ("ddp", "fsdp2", "fsdp2_bfloat16", "accelerate")),
 }
 CASES = [(model, wrapper) for model, (_, wrappers) in MODELS.items() for wrapper in wrappers]
-each_case = pytest.mark.parametrize(("model", "wrapper"), CASES)
+# each model and each wrapper once; the others in the run of slow tests
+KEPT = {
+    ("preserve", "ddp"), ("adapt", "fsdp2_checkpointed"), ("conv1d_tied", "accelerate"), ("without_up_stream", "ddp"),
+    ("bfloat16_base", "fsdp2"), ("bfloat16_base", "fsdp2_bfloat16"),
+}  # fmt: skip
+each_case = pytest.mark.parametrize(("model", "wrapper"), mostly(CASES, KEPT.__contains__))
+# what only slow tests ask for
+SLOW_JOBS = ("more steps", "ddp", "rehearsed-ddp")
 
 
 def launch_environment() -> dict[str, str]:
@@ -92,14 +100,17 @@ def rehearsing(place: Path) -> tuple[str, ...]:
     return ("--rehearse", str(place / "old.jsonl"), "--rehearsal-weight", "10")
 
 
-@pytest.fixture(scope="module")
-def done(paths: dict[str, Path], place: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Everything that two processes do, in one go: their files, and `codes.json`."""
-    out, fsdp2 = tmp_path_factory.mktemp("distributed"), launch_environment()
-    cases = {f"{model}-{wrapper}": (str(paths[model]), wrapper) for model, wrapper in CASES}
-    stopped = place / "stopped"
-    jobs = {
-        "steps": {"cases": cases, "out": str(out), "environment": fsdp2 | {"ACCELERATE_USE_FSDP": "false"}},
+def make_jobs(paths: dict[str, Path], place: Path, out: Path) -> dict[str, Any]:
+    """What two processes do."""
+    fsdp2, stopped = launch_environment(), place / "stopped"
+
+    def steps(cases: Iterable[tuple[str, str]]) -> dict[str, Any]:
+        named = {f"{model}-{wrapper}": (str(paths[model]), wrapper) for model, wrapper in cases}
+        return {"cases": named, "out": str(out), "environment": fsdp2 | {"ACCELERATE_USE_FSDP": "false"}}
+
+    return {
+        "steps": steps(KEPT),
+        "more steps": steps(set(CASES) - KEPT),
         "ddp": {"command": command(place, "ddp"), "environment": {}},
         "kept": {"command": command(place, "kept", "--cache-dir", str(place / "cache")), "environment": {}},
         "refused": {
@@ -115,18 +126,31 @@ def done(paths: dict[str, Path], place: Path, tmp_path_factory: pytest.TempPathF
         "resumed": {"command": command(place, "stopped", "--resume"), "environment": fsdp2}
         | {"listed": str(stopped), "out": str(out / "stopped.json")},
     }
-    (out / "jobs.json").write_text(json.dumps(jobs))
-    words = [sys.executable, "-m", "tests.distributed_steps", str(out / "jobs.json")]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    ended = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400)
-    (out / "log.txt").write_text(ended.stdout + ended.stderr)
-    assert ended.returncode == 0, ended.stderr
-    return out
 
 
-def check_codes(done: Path, job: str, wanted: int = 0) -> None:
-    codes = json.loads((done / "codes.json").read_text())[job]
-    assert codes == [wanted, wanted], (done / "log.txt").read_text()[-5000:]
+@pytest.fixture(scope="module")
+def done(paths: dict[str, Path], place: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """The folder of a job, whose processes ended as they have to; all jobs of a run are done in one go."""
+
+    @functools.cache
+    def run(is_slow: bool) -> Path:
+        out = tmp_path_factory.mktemp("distributed")
+        jobs = {name: job for name, job in make_jobs(paths, place, out).items() if (name in SLOW_JOBS) == is_slow}
+        (out / "jobs.json").write_text(json.dumps(jobs))
+        words = [sys.executable, "-m", "tests.distributed_steps", str(out / "jobs.json")]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        ended = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400)
+        (out / "log.txt").write_text(ended.stdout + ended.stderr)
+        assert ended.returncode == 0, ended.stderr
+        return out
+
+    def ask(job: str, wanted: int = 0) -> Path:
+        out = run(job in SLOW_JOBS)
+        codes = json.loads((out / "codes.json").read_text())[job]
+        assert codes == [wanted, wanted], (out / "log.txt").read_text()[-5000:]
+        return out
+
+    return ask
 
 
 @pytest.fixture(scope="module")
@@ -145,12 +169,17 @@ def test_every_wrapper_is_tested() -> None:
     assert {wrapper for _, wrapper in CASES} == set(WRAPPERS)
 
 
+def stepped(done: Callable[..., Path], model: str, wrapper: str) -> Any:
+    """What a step of a wrapped model gave."""
+    job = "steps" if (model, wrapper) in KEPT else "more steps"
+    return torch.load(done(job) / f"{model}-{wrapper}.pt")
+
+
 @each_case
 def test_gradients_and_step_are_those_of_one_process(
-    done: Path, paths: Any, alone: Any, model: str, wrapper: str
+    done: Callable[..., Path], paths: Any, alone: Any, model: str, wrapper: str
 ) -> None:
-    check_codes(done, "steps")
-    found = torch.load(done / f"{model}-{wrapper}.pt")
+    found = stepped(done, model, wrapper)
     one, wanted = alone(model)
     assert set(found["gradients"]) == {name for name, p in one.named_parameters() if p.requires_grad}
     if wrapper == "fsdp2_bfloat16":
@@ -167,9 +196,9 @@ def test_gradients_and_step_are_those_of_one_process(
 
 
 @each_case
-def test_the_base_is_unchanged_and_still_there(done: Path, paths: Any, model: str, wrapper: str) -> None:
+def test_the_base_is_unchanged_and_still_there(done: Callable[..., Path], paths: Any, model: str, wrapper: str) -> None:
     """Also as what runs: with the expansion disabled a wrapped model gives the base's logits."""
-    found = torch.load(done / f"{model}-{wrapper}.pt")
+    found = stepped(done, model, wrapper)
     base = load(paths[model].parent / "base")
     for name, parameter in base.named_parameters():
         assert torch.equal(found["parameters"][name], parameter), name
@@ -177,18 +206,22 @@ def test_the_base_is_unchanged_and_still_there(done: Path, paths: Any, model: st
         assert torch.equal(found["base_logits"], base(batch()).logits)
 
 
-def test_one_process_makes_tokens_and_both_learn_from_them(done: Path, place: Path) -> None:
-    for job in ("ddp", "kept"):
-        check_codes(done, job)
-    shard = "expansion-00001-of-00001.safetensors"
-    assert (place / "kept" / shard).read_bytes() == (place / "ddp" / shard).read_bytes()
+def test_one_process_makes_tokens(done: Callable[..., Path], place: Path) -> None:
+    """That both learn from them, see test_training_in_two_processes_learns_what_one_learns."""
+    done("kept")
     (folder,) = (place / "cache").iterdir()
     assert {file.name for file in folder.iterdir()} == {"ids.bin", "labels.bin", "starts.bin", "tokens.json"}
 
 
-def test_both_processes_learn_that_there_are_no_tokens(done: Path, place: Path) -> None:
-    check_codes(done, "refused", wanted=1)
-    said = (done / "log.txt").read_text()
+@pytest.mark.slow
+def test_from_kept_tokens_both_learn_the_same_bits(done: Callable[..., Path], place: Path) -> None:
+    done("ddp"), done("kept")
+    shard = "expansion-00001-of-00001.safetensors"
+    assert (place / "kept" / shard).read_bytes() == (place / "ddp" / shard).read_bytes()
+
+
+def test_both_processes_learn_that_there_are_no_tokens(done: Callable[..., Path], place: Path) -> None:
+    said = (done("refused", wanted=1) / "log.txt").read_text()
     assert said.count(f"{place}/none.jsonl: there is no such file") == 2 and not any((place / "none").glob("*"))
 
 
@@ -233,11 +266,12 @@ def trained_alone(place: Path) -> dict[str, torch.Tensor]:
     return train_alone(place, "expanded", "alone")
 
 
-@pytest.mark.parametrize("way", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("way", mostly(["ddp", "kept", "fsdp2"], "ddp".__ne__))
 def test_training_in_two_processes_learns_what_one_learns(
-    done: Path, place: Path, trained_alone: dict[str, torch.Tensor], way: str
+    done: Callable[..., Path], place: Path, trained_alone: dict[str, torch.Tensor], way: str
 ) -> None:
-    check_codes(done, way)
+    """With DistributedDataParallel, from tokens in memory and from kept ones, and with FSDP2."""
+    done(way)
     moved = largest_difference(trained(place / "expanded"), trained_alone)
     assert largest_difference(trained(place / way), trained_alone) < ALLOWED_AFTER_TRAINING < moved / 50
     logs = [(place / one / "training" / "log.jsonl").read_text().splitlines() for one in (way, "alone")]
@@ -245,39 +279,40 @@ def test_training_in_two_processes_learns_what_one_learns(
         assert found == pytest.approx(wanted, abs=1e-4)
 
 
+@pytest.mark.parametrize("job", mostly(["rehearsed", "rehearsed-ddp"], "rehearsed".__eq__))
 def test_two_processes_rehearse_what_one_rehearses(
-    done: Path, place: Path, trained_alone: dict[str, torch.Tensor]
+    done: Callable[..., Path], place: Path, trained_alone: dict[str, torch.Tensor], job: str
 ) -> None:
     rehearse = {"rehearse": (str(place / "old.jsonl"),), "rehearsal_weight": 10.0}
-    alone = train_alone(place, "expanded", "rehearsed-alone", **rehearse)
+    alone = train_alone(place, "expanded", f"{job}-alone", **rehearse)
     by_rehearsal = largest_difference(alone, trained_alone)
-    for job in ("rehearsed", "rehearsed-ddp"):
-        check_codes(done, job)
-        # the last sequence is shorter, and a mean of two means is not that of all
-        assert largest_difference(trained(place / job), alone) < by_rehearsal / 5
+    done(job)
+    # the last sequence is shorter, and a mean of two means is not that of all
+    assert largest_difference(trained(place / job), alone) < by_rehearsal / 5
 
 
-def test_two_processes_rehearse_the_same_samples(done: Path, place: Path) -> None:
-    check_codes(done, "written")
+def test_two_processes_rehearse_the_same_samples(done: Callable[..., Path], place: Path) -> None:
+    done("written")
     lines = (place / "written" / "training" / "rehearsal.jsonl").read_text().splitlines()
     assert len(lines) == 8 and all(len(json.loads(line)["ids"]) <= 16 for line in lines)
 
 
-def test_duplicated_layers_learn_in_two_processes_what_they_learn_in_one(done: Path, place: Path) -> None:
-    check_codes(done, "deep")
+def test_duplicated_layers_learn_in_two_processes_what_they_learn_in_one(
+    done: Callable[..., Path], place: Path
+) -> None:
+    done("deep")
     alone = train_alone(place, "deep", "deep-alone")
     moved = largest_difference(trained(place / "deep"), alone)
     assert largest_difference(trained(place / "deep-fsdp2"), alone) < ALLOWED_AFTER_TRAINING < moved / 50
 
 
-def test_a_stopped_run_in_two_processes_resumes_to_the_same_bits(done: Path, place: Path) -> None:
-    check_codes(done, "stopped", wanted=1)
-    check_codes(done, "resumed")
+def test_a_stopped_run_in_two_processes_resumes_to_the_same_bits(done: Callable[..., Path], place: Path) -> None:
+    done("stopped", wanted=1), done("resumed"), done("fsdp2")
     assert largest_difference(trained(place / "stopped"), trained(place / "fsdp2")) == 0
 
 
-def test_checkpoints_of_sharded_models_hold_no_base_tensor(done: Path) -> None:
-    sizes = json.loads((done / "stopped.json").read_text())
+def test_checkpoints_of_sharded_models_hold_no_base_tensor(done: Callable[..., Path]) -> None:
+    sizes = json.loads((done("resumed") / "stopped.json").read_text())
     kept = {name: size for name, size in sizes.items() if "checkpoint-2/" in name}
     expansion = next(size for name, size in kept.items() if name.endswith("expansion.safetensors"))
     assert not [name for name in kept if "model" in name]

@@ -297,7 +297,7 @@ def test_checkpoints_hold_the_expansion_and_nothing_of_the_base(place: Path, tmp
 
 @pytest.mark.parametrize(
     ("variant", "stop"),
-    mostly(product(("preserve", "adapt"), (1, 3, 5)), {("preserve", 1), ("adapt", 3), ("adapt", 5)}.__contains__),
+    mostly(product(("preserve", "adapt"), (1, 3, 5)), {("preserve", 1), ("adapt", 5)}.__contains__),
 )
 def test_resume_gives_the_same_weights(
     place: Path, trained_whole: Callable[[str], Training], tmp_path: Path, variant: str, stop: int
