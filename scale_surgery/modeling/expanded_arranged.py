@@ -8,14 +8,15 @@ This file needs only torch and transformers.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from .expanded_attention import Part, expand_attention, switch_attention
-from .expanded_model import change_hidden, find_base_model, find_module, new_heads, specs_of
-from .expanded_side_by_side import ComposedModule, Path, compose_module
+from .expanded_model import ADDED_AFTER, ADDED_BEFORE, change_hidden, find_base_model, find_module, new_heads, specs_of
+from .expanded_side_by_side import ComposedModule, PathThrough, compose_module
 
 MODE = "composed"
 ATTENTION_VALUES = ("attributes", "config")
@@ -59,6 +60,34 @@ class Rearranged(NamedTuple):
 def rearrange(layer: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
     """Let streams enter and part before a layer; a hook, so that no stock forward is touched."""
     return None if layer.rearranged is None else change_hidden(args, kwargs, layer.rearranged)
+
+
+def prepare(base_model: nn.Module, layers: nn.Module) -> None:
+    """Put hooks where streams enter and part, which do nothing until expansions pass through."""
+    for layer in layers:
+        layer.rearranged = None
+        layer.register_forward_pre_hook(rearrange, with_kwargs=True)
+    if {ADDED_AFTER, ADDED_BEFORE}.intersection(signature(base_model.forward).parameters):
+        base_model.entering = None
+        base_model.register_forward_pre_hook(widen_added, with_kwargs=True)
+
+
+def widen_added(base_model: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+    """Let what stock code adds to the hidden state between layers go to every base stream, as in expanded models."""
+    if base_model.entering is None:
+        return None
+
+    def wide(features: Tensor, layer: int) -> Tensor:
+        streams = base_model.entering[layer].items()
+        zeros = (features.new_zeros(*features.shape[:-1], width) for _, width in streams)
+        return torch.cat([own if is_up else features for own, ((_, is_up), _) in zip(zeros, streams, strict=True)], -1)
+
+    own: dict[str, Any] = {}
+    if kwargs.get(ADDED_AFTER) is not None:
+        own[ADDED_AFTER] = [wide(features, layer + 1) for layer, features in enumerate(kwargs[ADDED_AFTER])]
+    if kwargs.get(ADDED_BEFORE) is not None:
+        own[ADDED_BEFORE] = {layer: wide(features, layer) for layer, features in kwargs[ADDED_BEFORE].items()}
+    return args, kwargs | own
 
 
 def fork_of(plan: dict[str, Any]) -> int | None:
@@ -116,7 +145,7 @@ class Place(NamedTuple):
             specs = {own: self.specs[own].get(name, {}) for own in (*self.stage.shared, *self.stage.apart)}
             known = [spec for spec in specs.values() if spec] + [own for own in [paths.get(name)] if own]
             members = tuple(
-                Path(
+                PathThrough(
                     find_module(self.own[own], name),
                     up_in(plans[own], spec, self.attention[own]),
                     own in self.stage.apart,
@@ -135,8 +164,8 @@ def restore(model: nn.Module) -> None:
                 vars(module).pop(name, None)
         if MODE in getattr(module, "modes", ()):
             switch_attention(module, "stock")
-        if hasattr(module, "rearranged"):
-            module.rearranged = None
+        for name in {"rearranged", "entering"}.intersection(vars(module)):
+            setattr(module, name, None)
 
 
 def compose_attention(module: nn.Module, facts: dict[str, Any], parts: list[Part]) -> None:
@@ -185,15 +214,19 @@ def compose_layers(model: nn.Module, members: dict[str, nn.Module], facts: dict[
     layers = base_model.get_submodule(facts["layers"])
     *inside, last = stages(plans, len(layers))
     together = Stage(tuple(plans), ())
-    before = widths_of(together, plans, facts["hidden"], is_entered=False)
+    # the streams that come to each layer, before some enter or part there
+    entering = [widths_of(together, plans, facts["hidden"], is_entered=False)]
     for index, (layer, stage) in enumerate(zip(layers, inside, strict=True)):
         after = widths_of(stage, plans, facts["hidden"], is_entered=True)
-        layer.rearranged, before = None if after == before else Rearranged(before, after), after
+        layer.rearranged = None if after == entering[-1] else Rearranged(entering[-1], after)
+        entering.append(after)
         own = {name: each.get_submodule(facts["layers"])[index] for name, each in inner.items()}
         compose_layer(layer, index, own, plans, stage, facts["kinds"][facts["kind_of_layer"][index]])
     norm = {facts["last"]: {"kind": "passing", "base": None, "up": 0}}
     compose_outside(base_model, inner, plans, together, {}, facts["last"])
     compose_outside(base_model, inner, plans, last, norm, facts["last"])
+    if "entering" in vars(base_model):
+        base_model.entering = entering
     # stock code may have noted the width before the first layer
     widest = widths_of(together, plans, facts["hidden"], is_entered=True)
     base_model.get_submodule(facts["last"]).stacked_width = sum(widest.values())

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .expanded_arranged import compose_layers, rearrange, restore
+from .expanded_arranged import compose_layers, prepare, restore
 from .expanded_choice import Choice, by_row, cache_of, check_cache, make_mixture, remember, tokens_of, unknown_name
 from .expanded_model import find_base_model, separate
 from .expanded_modules import ExpandedModule, expanded_class
@@ -50,11 +50,10 @@ class ComposedModel:
         self.facts, self.choice, self.arranged = facts, Choice(), ()
         self.problems: dict[str, list[str]] = {}
         self.expanded_models = nn.ModuleDict()
-        layers = find_base_model(self, facts["base_model"]).get_submodule(facts["layers"])
+        base_model = find_base_model(self, facts["base_model"])
+        layers = base_model.get_submodule(facts["layers"])
         separate(layers)
-        for layer in layers:
-            layer.rearranged = None
-            layer.register_forward_pre_hook(rearrange, with_kwargs=True)
+        prepare(base_model, layers)
 
     @property
     def expansions(self) -> list[str]:

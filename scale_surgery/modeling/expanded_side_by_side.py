@@ -21,7 +21,7 @@ from .expanded_modules import ExpandedBlock, ExpandedModule, expanded_class
 from .expanded_streams import join_streams, own_memory, streams_of
 
 
-class Path(NamedTuple):
+class PathThrough(NamedTuple):
     """An expansion as it passes through a stock module.
 
     Attributes:
@@ -64,7 +64,7 @@ class ComposedModule:
             None for any other module.
     """
 
-    paths: tuple[Path, ...] = ()
+    paths: tuple[PathThrough, ...] = ()
     base_sections: tuple[int, ...] = ()
     head_axis: int | None = None
     keeps_strides = False
@@ -155,7 +155,7 @@ class ComposedPadding(ComposedModule):
         return functional.pad(y, (0, sum(getattr(path.module, "up_out", 0) for path in self.paths)))
 
 
-def compose_module(module: nn.Module, paths: tuple[Path, ...], specs: list[dict[str, Any]]) -> None:
+def compose_module(module: nn.Module, paths: tuple[PathThrough, ...], specs: list[dict[str, Any]]) -> None:
     """Let paths pass through a stock module, in place.
 
     Args:

@@ -21,6 +21,8 @@ from scale_surgery.surgery.route import route_export
 from tests.by_hand import make_base
 from tests.conftest import load, shake
 from tests.routed import padded, random_ids
+from tests.surgery.test_images import inputs, logits, twin_config, write_base
+from tests.surgery.test_images import load as load_image_model
 from tests.surgery.test_mixtures_in_memory import CONFIGS
 
 REQUESTS = {
@@ -136,7 +138,7 @@ def test_one_name_is_the_model_that_apply_writes(llama, tmp_path):
         ("llama", LLAMA, "float32"),
         ("gemma3_text", GEMMA, "bfloat16"),
         ("qwen3_moe", MOE, "float32"),
-        ("gptj", EDGES, "float32"),
+        pytest.param("gptj", EDGES, "float32", marks=pytest.mark.slow),
     ],
 )
 @torch.no_grad()
@@ -186,9 +188,7 @@ def test_generation_keeps_its_state_in_the_cache(llama):
     rest = model(random_ids(2, 12)[:, 5:], past_key_values=first.past_key_values).logits
     assert torch.allclose(rest, whole[:, 5:], atol=1e-5)
     heads = first.past_key_values.layers[1].keys.shape[1]
-    assert heads == 2 + 1 + 1 + 2 + 2, (
-        "the base's once, new ones of medicine and music, and those of law and chess apart"
-    )
+    assert heads == 2 + 1 + 1 + 2 + 2, "the base's, new ones of medicine and music, those of law and chess, apart"
 
 
 @torch.no_grad()
@@ -337,6 +337,37 @@ def test_what_cannot_be_asked_for_is_refused(llama, made_of):
         assert message(getattr(model, name), NotImplementedError, "law").startswith(f"{name}: is of transformers' adap")
     assert "expanded_models[name].save_pretrained" in message(model.save_pretrained, NotImplementedError, "folder")
     assert model.expansions == ["medicine", "law"] and model.choice.names == ("law",)
+
+
+@pytest.mark.slow
+def test_several_that_a_block_has_no_room_for_are_refused(made_of):
+    """Edges hold one path: what writes into the base stream there is switched by name, and not mixed."""
+    made = made_of("gptj", ("late",))
+    model, alone = made.composed(), made.alone("late")
+    assert torch.equal(model(random_ids(2, 5)).logits, alone(random_ids(2, 5)).logits)
+    assert message(model.set_expansion, ValueError, ["late"]).startswith(
+        "late: the block attn (GPTJAttention) stays as"
+    )
+    assert "late: the block attn" in message(model, ValueError, random_ids(2, 5), expansion_names=["late", None])
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_images_go_to_every_path(tmp_path):
+    """Features of images that are added again between layers, where streams are zeros first and then part."""
+    config = twin_config("qwen3_vl")
+    base = write_base(config, torch.float32, tmp_path / "base")
+    requests = {"law": Request("0,1", variant="adapt", collaborate="both"), "medicine": Request("last:2")}
+    folders = {name: shake(expand(base, own, tmp_path / name).path) for name, own in requests.items()}
+    model: Any = base
+    for name, folder in folders.items():
+        model = load_expansion(model, extract(folder, tmp_path / f"{name}.extract").path, name=name)
+    model.eval().set_expansion(list(folders))
+    prompt = inputs("qwen3_vl", config, torch.float32)
+    expected = [logits(load_image_model(own), **prompt) for own in (base, *folders.values())]
+    assert all(map(torch.equal, model.path_logits(**prompt), expected))
+    assert not torch.equal(expected[0], expected[1])
+    assert torch.isfinite(model(**prompt).logits).all()
 
 
 def test_a_model_without_a_head_is_switched_and_not_mixed(llama):
