@@ -5,7 +5,8 @@
 
 The base is a random Llama; every expansion widens every layer at the default widths. `K preserve` mixes the base and K
 such expansions, `alone` is one of them switched on by name, `1 adapt` mixes the base and one with W12 in all layers,
-whose path shares nothing with the base. All choices take turns on one model: a round is one call of each.
+whose path shares nothing with the base; `upper half` has W12 in the upper half of the layers, and shares the lower. All
+choices take turns on one model: a round is one call of each.
 
 ms        median over the rounds
 x base    median over the rounds of the time divided by that of the base in the same round
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from operator import truediv
 from pathlib import Path
 from statistics import median
@@ -35,7 +36,7 @@ from benchmarks.routing_cost import Case, count_multiplications, make_call, take
 from scale_surgery import Request, expand, extract, load_expansion
 
 SPREAD = make_checkpoint.SPREAD
-ADAPT = "adapt_1"
+ADAPTS = {"1 adapt": "adapt", "1 adapt, upper half": "upper"}
 
 
 @dataclass(frozen=True)
@@ -79,10 +80,12 @@ class Chosen:
 
 
 def make_model(folder: Path, shape: str, most: int) -> Any:
-    """Compose a base with so many preserve expansions, and one that adapts; what starts at zero is random."""
+    """Compose a base with so many preserve expansions, and two that adapt; what starts at zero is random."""
     make_checkpoint.make_checkpoint(folder / "base", SHAPES[shape], dtype=torch.float32, device="cpu")
     requests = {"preserve": Request("all", init_w21="random")}
-    requests[ADAPT] = Request("all", variant="adapt", collaborate="both", init_w21="random")
+    adapt = Request("all", variant="adapt", collaborate="both", init_w21="random")
+    layers = SHAPES[shape].layers
+    requests |= {"adapt": adapt, "upper": replace(adapt, collaborative_layers=f"{layers // 2}-{layers - 1}")}
     extracts = {
         name: extract(expand(folder / "base", request, folder / name, base_weights="link").path, folder / f"{name}.x")
         for name, request in requests.items()
@@ -90,7 +93,8 @@ def make_model(folder: Path, shape: str, most: int) -> Any:
     model: Any = folder / "base"
     for number in range(most):
         model = load_expansion(model, extracts["preserve"].path, name=f"preserve_{number + 1}")
-    model = load_expansion(model, extracts[ADAPT].path, name=ADAPT)
+    for name in ADAPTS.values():
+        model = load_expansion(model, extracts[name].path, name=name)
     generator = torch.Generator().manual_seed(0)
     for name, parameter in model.named_parameters():
         if name.endswith(("w12", "lm_head.up_weight")):
@@ -101,12 +105,12 @@ def make_model(folder: Path, shape: str, most: int) -> Any:
 def choices_of(numbers: list[int]) -> dict[str, Any]:
     """What the model is asked to be, by the name in the table."""
     many = {f"{number} preserve": [f"preserve_{one + 1}" for one in range(number)] for number in numbers}
-    return {"base": None, "alone": "preserve_1", **many, "1 adapt": [ADAPT]}
+    return {"base": None, "alone": "preserve_1", **many, **{shown: [name] for shown, name in ADAPTS.items()}}
 
 
 def target_of(case: Case, names: Any) -> float | None:
     """The largest multiple of the base's time that was promised."""
-    if not isinstance(names, list) or ADAPT in names:
+    if not isinstance(names, list) or set(ADAPTS.values()).intersection(names):
         return None
     if case.new_tokens:
         return 2.5 if len(names) == 8 else None
