@@ -8,7 +8,7 @@ such expansions, `alone` is one of them switched on by name, `1 adapt` mixes the
 whose path shares nothing with the base; `upper half` has W12 in the upper half of the layers, and shares the lower. All
 choices take turns on one model: a round is one call of each.
 
-ms        median over the rounds
+ms        of processor time, median over the rounds: it is not that of other programs
 x base    median over the rounds of the time divided by that of the base in the same round
 target    1 + 0.3 K for a forward, 2.5 for generation with 8
 weights   all parameters, each counted once, over those of the base
@@ -126,7 +126,7 @@ def measure_case(model: Any, case: Case, choices: dict[str, Any], place: Place, 
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(rounds):
         for name in take_turns(list(calls), turn):
-            seconds[name].append(timed(calls[name], place)[0])
+            seconds[name].append(timed(calls[name], place)[1])
     return [
         Measured(
             case.name,

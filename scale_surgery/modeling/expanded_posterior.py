@@ -126,8 +126,9 @@ class PathState(RouterState):
 
     def set(self, evidence: Tensor, weights: Tensor, tokens: int) -> None:
         """Remember the state after so many more tokens; evidence (b, positions, k, v), weights (b, positions, k)."""
-        super().set(evidence[:, 0], weights[:, 0], tokens)
         self.keys, self.values = evidence.transpose(1, 2), weights.transpose(1, 2).unsqueeze(-1)
+        self.dtype, self.device, self.is_initialized = evidence.dtype, evidence.device, True
+        self.seen += tokens
 
 
 @dataclass(frozen=True)

@@ -184,6 +184,9 @@ def test_generation_keeps_its_state_in_the_cache(llama):
     found = model.generate(**prompt, **GREEDY, num_beams=3, expansion_names=rows)
     for row, name in enumerate(rows):
         assert torch.equal(found[row], llama.alone(name).generate(**prompt, **GREEDY, num_beams=3)[row])
+    # several tokens are tried at once, and some of them are taken back
+    one = {"input_ids": random_ids(1, 4).repeat(1, 3), "max_new_tokens": 12, "do_sample": False}
+    assert torch.equal(model.generate(**one, prompt_lookup_num_tokens=3), model.generate(**one))
     # a text in parts: several tokens into a cache
     whole = model(random_ids(2, 12)).logits
     first = model(random_ids(2, 12)[:, :5], use_cache=True)
