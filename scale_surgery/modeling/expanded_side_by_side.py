@@ -57,6 +57,7 @@ class ComposedModule:
 
     Attributes:
         paths: Those that share the base stream, then those that stand apart.
+        known_widths: Widths of all that it reads, by their sum.
         base_sections: Widths of the parts of a fused projection; empty where it is none.
         head_axis: Axis of the heads of a norm inside heads, None for any other module.
         keeps_strides: Whether its result lies in memory as its input does.
@@ -65,6 +66,7 @@ class ComposedModule:
     """
 
     paths: tuple[PathThrough, ...] = ()
+    known_widths: dict[int, list[int]] = {}
     base_sections: tuple[int, ...] = ()
     head_axis: int | None = None
     keeps_strides = False
@@ -88,22 +90,26 @@ class ComposedModule:
 
     def widths(self, width: int) -> list[int]:
         """Widths of all that the module reads; every base stream is equally wide."""
-        apart = sum(path.is_apart for path in self.paths)
-        base = (width - sum(path.up_in for path in self.paths)) // (1 + apart)
-        return [base, *(own for path in self.paths for own in [base] * path.is_apart + [path.up_in])]
+        # a token at a time, working them out costs as much as a small product
+        if width not in self.known_widths:
+            apart = sum(path.is_apart for path in self.paths)
+            base = (width - sum(path.up_in for path in self.paths)) // (1 + apart)
+            own = [own for path in self.paths for own in [base] * path.is_apart + [path.up_in]]
+            self.known_widths[width] = [base, *own]
+        return self.known_widths[width]
 
     def split(self, x: Tensor) -> Sequence[Tensor]:
         """Take streams apart, each as it lies in memory in the model of its own."""
         axis = -1 if self.head_axis is None else self.head_axis
         if len(self.paths) + 1 == len(widths := self.widths(x.shape[axis])) and not any(widths[1:]):
             return [self.whole(x), *(x[..., :0] for _ in self.paths)]
+        if self.head_axis is None and (known := streams_of(x, widths)):
+            return known
         parts = x.split(widths, dim=axis)
         if self.head_axis is not None:
             return [part.clone() for part in parts]
         # a chunk of a fused projection is strided in the base model too, and an activation keeps its strides
-        if self.keeps_strides and not x.is_contiguous():
-            return parts
-        return streams_of(x, widths) or [own_memory(part) for part in parts]
+        return parts if self.keeps_strides and not x.is_contiguous() else [own_memory(part) for part in parts]
 
     def whole(self, x: Tensor) -> Tensor:
         """What the module reads where all of that is the base's."""
@@ -167,6 +173,6 @@ def compose_module(module: nn.Module, paths: tuple[PathThrough, ...], specs: lis
     fused = [[base for base, _ in spec["out_features"]] for spec in specs if "out_features" in spec]
     sections = next((own for own in [*fused, *(spec.get("sections", ()) for spec in specs)] if len(own) > 1), ())
     module.__class__ = expanded_class(kind, type(module))
-    module.paths, module.base_sections = paths, tuple(sections)
+    module.paths, module.known_widths, module.base_sections = paths, {}, tuple(sections)
     module.keeps_strides = any(spec["kind"] in ("activation", "head_norm") for spec in specs)
     module.head_axis = next((spec["axis"] for spec in specs if spec["kind"] == "head_norm"), None)
