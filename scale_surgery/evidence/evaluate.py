@@ -20,6 +20,7 @@ from scale_surgery.checkpoint.foreign import adopt_line
 from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE
 from scale_surgery.checkpoint.sources import listed
 from scale_surgery.errors import DataError
+from scale_surgery.evidence.rehearsed import rehearsed_texts
 from scale_surgery.evidence.subjects import Subject, choose_lengths, open_subjects, read_texts
 from scale_surgery.progress import Progress, Track, no_track
 from scale_surgery.running.freeze import expansion_disabled
@@ -273,6 +274,11 @@ def _notes(subjects: Sequence[Subject], rows: Sequence[Row]) -> Iterator[str]:
                 f"{subject.name}: has no {MANIFEST_FILE}, so its base cannot be given back as files; it is compared "
                 "with itself, expansion disabled. Make an expanded folder of it: "
                 f"{adopt_line(subject.path, read_json(subject.path / CONFIG_FILE))}"
+            )
+        if subject.manifest is not None and (said := rehearsed_texts(subject.manifest.training)):
+            yield (
+                f"{subject.name}: was asked to stay what its base is, on {said}. What that keeps is measured, on these "
+                "texts, and not proved."
             )
     first, *others = rows
     for other in others:

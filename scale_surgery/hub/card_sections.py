@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from scale_surgery.evidence.rehearsed import rehearsed_text, rehearsed_texts
 from scale_surgery.hub.markdown import Markdown, code, joined, link, table
 from scale_surgery.planning.method import Method
 from scale_surgery.planning.methods import METHODS, get_method
 from scale_surgery.planning.plan import Plan
 from scale_surgery.planning.request import Request
 from scale_surgery.planning.routing_specs import Routing
-from scale_surgery.training.settings import ITSELF
 
 FORMS = {
     "expanded": "A language model with new blocks beside its pretrained tensors, made with `scale-surgery`.",
@@ -164,16 +164,12 @@ def _trained(facts: CardFacts) -> str:
 
 def _rehearsed(facts: CardFacts) -> str:
     """On what runs stayed what the base is, and that this is no promise."""
-    said = {
-        str(number): "text that the base wrote itself" if settings["rehearse"] == [ITSELF] else "other text"
-        for number, run in enumerate(facts.training, 1)
-        if (settings := run.get("settings") or {}).get("rehearse")
-    }
-    if not said:
+    which = rehearsed_texts(facts.training)
+    if not which:
         return ""
-    which = " and ".join(dict.fromkeys(said.values()))
+    numbers = ", ".join(str(number) for number, run in enumerate(facts.training, 1) if rehearsed_text(run))
     return (
-        f" In run {', '.join(said)} the model was also asked to stay what its base is, on {which}; what that keeps is "
+        f" In run {numbers} the model was also asked to stay what its base is, on {which}; what that keeps is "
         "measured, and not proved."
     )
 

@@ -1,7 +1,7 @@
 """Presets: settings that go together, by name; a recipe and options say what is to be otherwise.
 
-default  what taught most and forgot least in docs/benchmarks.md: W12 in attention and MLP, and a router; texts that are
-         short are read up to twelve times, in batches that leave a hundred steps
+default  W12 in attention and MLP, and a router; the learning rate is the best of three that were tried on the shipped
+         model; texts that are short are read up to twelve times, in batches that leave a hundred steps
 paper    SCALE-Route as published for English to Korean (arXiv 2511.03270, section 5): all layers, W12 above the lowest
          three sixteenths, batches of 512 sequences of 8192 tokens, one pass, the cosine router
 """

@@ -10,6 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from scale_surgery.evidence.rehearsed import rehearsed_text
 from scale_surgery.evidence.report_records import Norms, TensorChange, add_norms
 from scale_surgery.planning.methods import METHODS
 from scale_surgery.show.layout import heading, sentence
@@ -85,7 +86,9 @@ def describe_measured(report: Report) -> Iterator[tuple[str, str]]:
 
 def _run(run: Mapping[str, Any]) -> str:
     steps = f"{run['steps']:,} steps" if "steps" in run else "steps not known"
-    return f"{steps}, by another trainer" if "adopted" in run else steps
+    said = rehearsed_text(run)
+    rehearsed = f", rehearsed on {said}" if said else ""
+    return f"{steps}, by another trainer" if "adopted" in run else f"{steps}{rehearsed}"
 
 
 def _facts(report: Report) -> RenderableType:

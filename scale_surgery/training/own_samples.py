@@ -25,6 +25,7 @@ from scale_surgery.running.freeze import expansion_disabled
 from scale_surgery.running.loading import quiet_transformers
 from scale_surgery.running.options import RunOptions
 from scale_surgery.running.sequences import Sequences, join
+from scale_surgery.running.texts import pack, tokenize_prompts
 from scale_surgery.running.tokenizer import need_tokenizer
 from scale_surgery.training.rehearsal import evaluating
 from scale_surgery.training.settings import TrainingSettings
@@ -92,7 +93,41 @@ def _write_own(
     begins = begin_tokens(tokenizer, read_prompts([Path(prompts)]) if prompts else [], name)
     sampling = Sampling(settings.rehearsal_samples, length, settings.rehearsal_temperature, settings.seed)
     with quiet_transformers():
-        return sample_base(model, begins, sampling, tokenizer, track)
+        samples = sample_base(model, begins, sampling, tokenizer, track)
+    return samples if prompts else as_documents(samples, tokenizer)
+
+
+def as_documents(samples: Sequences, tokenizer: Any) -> Sequences:
+    """Samples as the tokenizer writes documents: without the token that they begin with, where no document has it.
+
+    A model could tell the two apart by it.
+    """
+    (start,) = tokenize_prompts([""], tokenizer)
+    return (
+        samples if start else join(_without_first(samples[place]["input_ids"].int()) for place in range(len(samples)))
+    )
+
+
+def _without_first(ids: Tensor) -> Sequences:
+    return Sequences(ids[1:], ids[1:], (0, len(ids) - 1))
+
+
+def as_learned(samples: Sequences, settings: TrainingSettings, checkpoint: Checkpoint) -> Sequences:
+    """Samples in the form in which texts are learned: packed like them, or each for itself.
+
+    A model that can tell samples from the text to learn by their form does so: it stays what its base is wherever a
+    text begins a sequence, also a new one, and learns only in the middle of packed sequences.
+
+    Args:
+        samples: What the base wrote.
+        settings: Whether texts are packed, and how long a sequence is.
+        checkpoint: The model that is trained.
+
+    Returns:
+        What is rehearsed.
+    """
+    length = choose_length(settings.sequence_length, {checkpoint.path.name: context_of(checkpoint.config)})
+    return pack(samples, length) if settings.packing else samples
 
 
 def begin_tokens(tokenizer: Any, prompts: Sequence[str], place: str) -> list[list[int]]:
@@ -109,8 +144,6 @@ def begin_tokens(tokenizer: Any, prompts: Sequence[str], place: str) -> list[lis
     Raises:
         DataError: If there are no prompts, and no token that begins or ends a text.
     """
-    from scale_surgery.running.texts import tokenize_prompts
-
     if prompts:
         return [own for own in tokenize_prompts(prompts, tokenizer) if own]
     begin = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
@@ -125,10 +158,18 @@ def begin_tokens(tokenizer: Any, prompts: Sequence[str], place: str) -> list[lis
 def sample_base(
     model: Any, begins: Sequence[Sequence[int]], sampling: Sampling, tokenizer: Any, track: Track
 ) -> Sequences:
-    """Let the base inside an expanded model write text.
+    """Let the base inside an expanded model write text: `sample_texts`, with the expansion switched off."""
+    with expansion_disabled(model):
+        return sample_texts(model, begins, sampling, tokenizer, track)
+
+
+def sample_texts(
+    model: Any, begins: Sequence[Sequence[int]], sampling: Sampling, tokenizer: Any, track: Track
+) -> Sequences:
+    """Let a model write text.
 
     Args:
-        model: The expanded model; its expansion is switched off meanwhile.
+        model: The model.
         begins: What samples begin with, taking turns.
         sampling: How they are drawn.
         tokenizer: The model's tokenizer.
@@ -140,12 +181,7 @@ def sample_base(
     parts: list[Sequences] = []
     rows = max(1, min(TOGETHER, TOKENS_TOGETHER // sampling.length))
     devices = [model.device] if model.device.type == "cuda" else []
-    with (
-        torch.random.fork_rng(devices),
-        evaluating(model),
-        expansion_disabled(model),
-        track("samples", sampling.count) as advance,
-    ):
+    with torch.random.fork_rng(devices), evaluating(model), track("samples", sampling.count) as advance:
         torch.manual_seed(sampling.seed)
         for begin, places in _in_turns(begins, sampling.count, rows):
             made = _generate(model, begin, len(places), sampling, tokenizer)

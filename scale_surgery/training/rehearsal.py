@@ -2,7 +2,8 @@
 
     loss = cross entropy (new text) + weight * KL(base || model) on rehearsal text
 
-The base is in the model, so its predictions cost one forward pass without gradient. With text that the base writes
+The base is in the model, so its predictions cost one forward pass without gradient, and nothing but the head where the
+base stream is the base's. With text that the base writes
 itself this is pseudo-rehearsal (Robins 1995) with the loss of Learning without Forgetting (Li and Hoiem 2016); samples
 of a language model as its own rehearsal: Huang et al. 2024, Mitigating Catastrophic Forgetting in Large Language Models
 with Self-Synthesized Rehearsal. It is measured and not proved what it keeps; a router's promise is.
@@ -20,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scale_surgery.running.freeze import expansion_disabled
+from scale_surgery.modeling.expanded_modules import own_thread
+from scale_surgery.running.freeze import expansion_disabled, expansion_parts
 from scale_surgery.running.sequences import Sequences
 from scale_surgery.running.texts import collate
 from scale_surgery.training.settings import TrainingSettings
@@ -81,12 +83,83 @@ def divergence_from_base(model: Any, inside: Any, batch: dict[str, Tensor]) -> T
     Returns:
         Nats per token, a scalar; its gradient reaches what trains.
     """
+    base, logits = logits_beside_base(model, inside, batch)
+    return divergence(logits, base, batch["attention_mask"])
+
+
+def divergence(logits: Tensor, base: Tensor, mask: Tensor) -> Tensor:
+    """KL(base || model) of logits, whatever model gave them, a mean over the tokens that are read.
+
+    Args:
+        logits: Of the model, (rows, tokens, vocabulary).
+        base: Of the base, the same shape; no gradient reaches them.
+        mask: Attention mask, (rows, tokens).
+
+    Returns:
+        Nats per token, a scalar.
+    """
+    kept = mask.bool()
+    # where all is read nothing is copied: logits are large
+    read = [own.flatten(0, 1) if kept.all() else own[kept] for own in (logits, base)]
+    found: Tensor = Divergence.apply(*read)  # type: ignore[no-untyped-call]
+    return found
+
+
+def logits_beside_base(model: Any, inside: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Logits of the base, without gradient, and those of the model; from one forward where that gives both.
+
+    Args:
+        model: The model, as it is trained; it may be wrapped for several processes.
+        inside: The same without what wraps it.
+        batch: Token ids and attention mask, each (rows, tokens).
+
+    Returns:
+        Logits of the base and of the model, (rows, tokens, vocabulary) each.
+    """
+    if carries_base_logits(inside):
+        with _giving_both(inside.get_output_embeddings()):
+            base, logits = model(**batch, use_cache=False).logits.chunk(2)
+        return base.detach(), logits
     with torch.no_grad(), evaluating(inside), expansion_disabled(inside):
         base = model(**batch, use_cache=False).logits
-    logits = model(**batch, use_cache=False).logits
-    kept = batch["attention_mask"].bool()
-    divergence: Tensor = Divergence.apply(logits[kept], base[kept])  # type: ignore[no-untyped-call]
-    return divergence
+    return base, model(**batch, use_cache=False).logits
+
+
+def carries_base_logits(model: Any) -> bool:
+    """Whether the base stream of a model is its base's now: no W12 writes into it, and training disturbs nothing."""
+    head = model.get_output_embeddings()
+    if getattr(head, "up_weight", None) is None or not hasattr(head, "answers") or model.is_routing_enabled:
+        return False
+    writes = any(part.group in ("w12", "w11") for part in expansion_parts(model))
+    return not writes and not (model.training and any(map(_disturbs, (model.config, *model.modules()))))
+
+
+def _disturbs(owner: Any) -> bool:
+    """Whether something random happens in training: dropout, or the noise of a mixture's router."""
+    named = [own for name, own in vars(owner).items() if "drop" in name or "jitter" in name]
+    rates = [*named, owner.p] if isinstance(owner, torch.nn.Dropout) else named
+    return any(isinstance(rate, float) and rate > 0 for rate in rates)
+
+
+@contextmanager
+def _giving_both(head: Any) -> Iterator[None]:
+    """Let a head give the logits of the base stream alone and those of both, one after the other along the batch.
+
+    So what the model does with logits afterwards, such as capping them, is done to both.
+    """
+
+    def both(features: Tensor) -> Tensor:
+        ((base, up),) = head.split(features)
+        logits = head.base_logits(base, features)
+        # what is added to the logits is added in their memory
+        given: Tensor = head.capped(torch.cat((logits.detach().clone(), head.add_up(logits, up))))
+        return given
+
+    head.answers[own_thread()] = both
+    try:
+        yield
+    finally:
+        del head.answers[own_thread()]
 
 
 @contextmanager

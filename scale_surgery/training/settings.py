@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
 from scale_surgery.checkpoint.files import BaseWeights
 from scale_surgery.errors import TrainingError
+from scale_surgery.evidence.rehearsed import ITSELF
 from scale_surgery.fields import Count, Range, Seed, SequenceLength, problems_of
 
 if TYPE_CHECKING:
@@ -18,8 +19,8 @@ TensorGroup = Literal["w12", "w21", "w22", "w11", "biases", "norms", "embedding"
 GROUPS: tuple[TensorGroup, ...] = get_args(TensorGroup)
 AtLeastZero = Annotated[float, Range(least=0)]
 AboveZero = Annotated[float, Range(above=0)]
-# text that the base writes, in place of the name of a text; the side of texts that are rehearsed; samples of a run
-ITSELF, REHEARSAL, SAMPLES_FILE = "self", "rehearsal", "rehearsal.jsonl"
+# the side of texts that are rehearsed; samples of a run
+REHEARSAL, SAMPLES_FILE = "rehearsal", "rehearsal.jsonl"
 
 
 @dataclass(frozen=True)
@@ -83,8 +84,8 @@ class TrainingSettings:
     log_every: Count | None = None
     rehearse: tuple[str, ...] = ()
     rehearsal_weight: AboveZero = 1.0
-    rehearsal_share: Annotated[float, Range(above=0, below=1, noun="a share")] = 0.5
-    rehearsal_samples: Count = 400
+    rehearsal_share: Annotated[float, Range(above=0, below=1, noun="a share")] = 0.25
+    rehearsal_samples: Count = 800
     rehearsal_length: SequenceLength | None = None
     rehearsal_temperature: AboveZero = 1.0
     rehearsal_prompts: str | None = None

@@ -108,7 +108,7 @@ def train(
 
     from scale_surgery.running.loading import quiet_transformers
     from scale_surgery.training.learned import read_texts
-    from scale_surgery.training.own_samples import own_samples, read_samples, write_samples
+    from scale_surgery.training.own_samples import as_learned, own_samples, read_samples, write_samples
     from scale_surgery.training.trainer import RunReport
 
     path, settings = Path(expanded), settings or TrainingSettings()
@@ -151,7 +151,7 @@ def train(
         if settings.rehearses_itself:
             known = start.resume and samples.is_file()
             made = read_samples(samples) if known else own_samples(model, checkpoint, settings, run, processes, track)
-            texts[REHEARSAL] = made
+            texts[REHEARSAL] = as_learned(made, settings, checkpoint)
         decisive = _decisive(settings, checkpoint, manifest, texts, processes.num_processes)
         if start.resume:
             check_resumable(target, decisive)
@@ -167,7 +167,7 @@ def train(
         if not start.resume and processes.is_main_process:
             training.begin(start.base_weights, overwrite=start.overwrite)
         if settings.rehearses_itself and processes.is_main_process and not samples.is_file():
-            write_samples(samples, texts[REHEARSAL], need_tokenizer(path, path.name, run))
+            write_samples(samples, made, need_tokenizer(path, path.name, run))
         processes.wait_for_everyone()
         start.announce(outlook)
         started = time.monotonic()

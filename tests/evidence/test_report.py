@@ -6,12 +6,14 @@ import json
 import math
 import shutil
 from collections.abc import Callable
+from io import StringIO
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from scale_surgery import (
@@ -32,7 +34,7 @@ from scale_surgery.checkpoint.folder import open_checkpoint, read_tensor
 from scale_surgery.evidence.report import report
 from scale_surgery.evidence.report_records import Norms, Report, TensorChange, add_norms, by_layer
 from scale_surgery.show.pages.report import render_page
-from scale_surgery.show.tables_report import format_norm, format_share
+from scale_surgery.show.tables_report import format_norm, format_share, render_report
 from tests.conftest import REQUESTS, shake
 from tests.each import WAYS, mostly
 from tests.tiny import FAMILIES, save_tiny
@@ -365,7 +367,8 @@ def test_files_only_runs_no_model(adapt: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_what_the_last_run_logged_and_measured(spoiled: Path) -> None:
     measured = {"old_nats_per_token": 1.5, "new_nats_per_token": 0.5, "forgetting": 0.25, "learning": 2.0, "step": 4}
-    edit_manifest(spoiled, lambda content: content.update(training=[{"steps": 3}, {"steps": 4, "measured": measured}]))
+    runs = [{"steps": 3, "settings": {"rehearse": ["self"]}}, {"steps": 4, "measured": measured}]
+    edit_manifest(spoiled, lambda content: content.update(training=runs))
     (spoiled / "training").mkdir()
     entry = {"step": 2, "loss": 3.0}
     (spoiled / "training" / "log.jsonl").write_text(
@@ -375,6 +378,11 @@ def test_what_the_last_run_logged_and_measured(spoiled: Path) -> None:
     assert found.log == (entry,) and found.measured == measured and len(found.runs) == 2
     page = render_page(found)
     assert "Training loss" in page and "+0.2500" in page and "2 runs" in page
+    assert "on text that the base wrote itself: what that keeps is measured, not proved" in page
+    text = StringIO()
+    Console(file=text, width=100).print(render_report(found))
+    shown = " ".join(text.getvalue().split())
+    assert "training 3 steps, rehearsed on text that the base wrote itself; 4 steps" in shown
 
 
 # refusals

@@ -81,6 +81,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         rows = [json.dumps({"text": biography(person, 3)}) for person in people(count, start=start)]
         (folder / f"{name}.jsonl").write_text("\n".join(rows), encoding="utf-8")
     expand(SHIPPED_MODEL, Request("2-3", variant="adapt", collaborate="both"), folder / "expanded")
+    expand(SHIPPED_MODEL, Request("2-3"), folder / "preserving")
     expand(SHIPPED_MODEL, Request("1,3", method="depth"), folder / "deep")
     return folder
 
@@ -93,11 +94,12 @@ def command(place: Path, output: str, *options: str, model: str = "expanded") ->
     return ["train", str(place / model), "-o", str(place / output), *data, *words.split(), *options]
 
 
-SAMPLED = ("--rehearsal-samples", "8", "--rehearsal-length", "16")
+SAMPLED = ("--rehearse", "self", "--rehearsal-samples", "8", "--rehearsal-length", "16", "--rehearsal-share", "0.5")
 
 
 def rehearsing(place: Path) -> tuple[str, ...]:
-    return ("--rehearse", str(place / "old.jsonl"), "--rehearsal-weight", "10")
+    # a share that is as many rows in two processes as in one
+    return ("--rehearse", str(place / "old.jsonl"), "--rehearsal-weight", "10", "--rehearsal-share", "0.5")
 
 
 def make_jobs(paths: dict[str, Path], place: Path, out: Path) -> dict[str, Any]:
@@ -120,7 +122,7 @@ def make_jobs(paths: dict[str, Path], place: Path, out: Path) -> dict[str, Any]:
         "fsdp2": {"command": command(place, "fsdp2"), "environment": fsdp2},
         "rehearsed": {"command": command(place, "rehearsed", *rehearsing(place)), "environment": fsdp2},
         "rehearsed-ddp": {"command": command(place, "rehearsed-ddp", *rehearsing(place)), "environment": {}},
-        "written": {"command": command(place, "written", "--rehearse", "self", *SAMPLED), "environment": {}},
+        "written": {"command": command(place, "written", *SAMPLED, model="preserving"), "environment": fsdp2},
         "deep": {"command": command(place, "deep-fsdp2", model="deep"), "environment": fsdp2},
         "stopped": {"command": command(place, "stopped"), "environment": fsdp2, "stop_at": 3},
         "resumed": {"command": command(place, "stopped", "--resume"), "environment": fsdp2}
@@ -283,7 +285,7 @@ def test_training_in_two_processes_learns_what_one_learns(
 def test_two_processes_rehearse_what_one_rehearses(
     done: Callable[..., Path], place: Path, trained_alone: dict[str, torch.Tensor], job: str
 ) -> None:
-    rehearse = {"rehearse": (str(place / "old.jsonl"),), "rehearsal_weight": 10.0}
+    rehearse = {"rehearse": (str(place / "old.jsonl"),), "rehearsal_weight": 10.0, "rehearsal_share": 0.5}
     alone = train_alone(place, "expanded", f"{job}-alone", **rehearse)
     by_rehearsal = largest_difference(alone, trained_alone)
     done(job)
@@ -292,7 +294,12 @@ def test_two_processes_rehearse_what_one_rehearses(
 
 
 def test_two_processes_rehearse_the_same_samples(done: Callable[..., Path], place: Path) -> None:
+    """Of a base whose logits come from the base stream."""
     done("written")
+    sampled = {"rehearse": ("self",), "rehearsal_samples": 8, "rehearsal_length": 16, "rehearsal_share": 0.5}
+    alone = train_alone(place, "preserving", "written-alone", **sampled)
+    moved = largest_difference(trained(place / "preserving"), alone)
+    assert largest_difference(trained(place / "written"), alone) < moved / 5
     lines = (place / "written" / "training" / "rehearsal.jsonl").read_text().splitlines()
     assert len(lines) == 8 and all(len(json.loads(line)["ids"]) <= 16 for line in lines)
 

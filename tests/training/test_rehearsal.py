@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from tokenizers import Tokenizer
 from torch.nn.functional import kl_div
+from transformers import PreTrainedTokenizerFast
 
 from scale_surgery import (
     DataError,
@@ -27,15 +29,31 @@ from scale_surgery import (
     verify,
 )
 from scale_surgery.biographies import SHIPPED_MODEL, biography, people, questions
+from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.cli.program import main
 from scale_surgery.progress import no_track
 from scale_surgery.running.freeze import expansion_disabled
 from scale_surgery.running.sequences import join
+from scale_surgery.running.texts import pack
 from scale_surgery.running.tokenizer import need_tokenizer
 from scale_surgery.surgery.record import read_manifest
 from scale_surgery.training import rehearsal
-from scale_surgery.training.own_samples import Sampling, begin_tokens, read_samples, sample_base
-from scale_surgery.training.rehearsal import Divergence, Rehearsal, divergence_from_base, make_rehearsal
+from scale_surgery.training.own_samples import (
+    Sampling,
+    as_documents,
+    as_learned,
+    begin_tokens,
+    read_samples,
+    sample_base,
+)
+from scale_surgery.training.rehearsal import (
+    Divergence,
+    Rehearsal,
+    carries_base_logits,
+    divergence_from_base,
+    logits_beside_base,
+    make_rehearsal,
+)
 from scale_surgery.training.settings import SAMPLES_FILE
 from tests.conftest import digests, load, shake
 from tests.each import mostly
@@ -120,6 +138,34 @@ def _copied(source: Path, target: Path) -> Path:
     return Path(shutil.copytree(source, target))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_the_logits_of_the_base_stream_are_those_of_the_base(pair_of, tmp_path, family, dtype):
+    """gemma2 caps its logits after the head; sizes are odd, so that kernels have tails."""
+    expanded = shake(_copied(pair_of(family).path, tmp_path / "shaken"))
+    model = load(expanded, dtype=dtype).train()
+    batch = {"input_ids": torch.randint(3, 97, (3, 7)), "attention_mask": torch.ones(3, 7, dtype=torch.long)}
+    assert carries_base_logits(model)
+    found, ours = logits_beside_base(model, model, batch)
+    with torch.no_grad(), expansion_disabled(model):
+        base = model(**batch).logits
+    alone = model(**batch).logits
+    assert found.equal(base) and ours.equal(alone) and not found.equal(ours) and not found.requires_grad
+    assert not model.get_output_embeddings().answers
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    both, one = (torch.autograd.grad(own.float().square().sum(), trained) for own in (ours, alone))
+    torch.testing.assert_close(both, one)
+    assert any(gradient.any() for gradient in one)
+
+
+def test_where_the_base_stream_is_not_the_bases_it_runs_by_itself(place, pair_of):
+    """W12 writes into it, it routes, or something is dropped from it: then the base needs a forward of its own."""
+    assert carries_base_logits(load(place / "preserve"))
+    assert not any(carries_base_logits(load(place / name)) for name in ("adapt", "grow", "depth", "routed"))
+    dropping = load(pair_of("gpt2").path)
+    assert carries_base_logits(dropping.eval()) and not carries_base_logits(dropping.train())
+
+
 # its batches
 
 
@@ -178,6 +224,30 @@ def test_samples_go_on_from_prompts_in_turn(place, tokenizer):
     assert all(text.startswith("The") for text in texts[3:])
 
 
+def test_samples_have_the_form_of_the_texts_to_learn(place, tokenizer):
+    """Packed as they are; without a begin token where no document has one, to tell the two apart."""
+    begins = begin_tokens(tokenizer, [], "biographies")
+    samples = sample_base(load(place / "preserve"), begins, Sampling(9, 24, 1.0, 0), tokenizer, no_track)
+    checkpoint = open_checkpoint(place / "preserve")
+    packed, alone = (
+        as_learned(samples, TrainingSettings(sequence_length=32, packing=packing), checkpoint)
+        for packing in (True, False)
+    )
+    assert alone is samples and packed.ids.equal(samples.ids)
+    assert {len(packed[row]["input_ids"]) for row in range(len(packed) - 1)} == {32}
+    assert as_documents(samples, tokenizer) is samples
+    bare = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(_without_start(tokenizer)), bos_token="<s>")
+    assert bare("hello")["input_ids"] == tokenizer("hello")["input_ids"][1:]
+    begun = as_documents(samples, bare)
+    assert [begun[row]["input_ids"].tolist() for row in range(9)] == [
+        samples[row]["input_ids"].tolist()[1:] for row in range(9)
+    ]
+
+
+def _without_start(tokenizer: Any) -> str:
+    return json.dumps(json.loads(tokenizer.backend_tokenizer.to_str()) | {"post_processor": None})
+
+
 def test_without_a_token_that_begins_texts_it_says_what_to_give():
     class Bare:
         bos_token_id = eos_token_id = None
@@ -203,7 +273,7 @@ def test_a_run_keeps_its_samples_and_its_base(place, trained):
     assert len(rows) == 12 and all(len(row["ids"]) <= 24 and row["text"] for row in rows)
     (record,) = read_manifest(trained).training
     assert record["settings"]["rehearse"] == ["self"]
-    assert record["texts"]["rehearsal"] == read_samples(samples).fingerprint()
+    assert record["texts"]["rehearsal"] == pack(read_samples(samples), 32).fingerprint(), "packed as the texts are"
     assert verify(trained).passed
     # what is rehearsed decides what is learned
     plain = train(place / "adapt", [place / "new.jsonl"], place / "plain", replace(SETTINGS, rehearse=())).path
@@ -237,7 +307,7 @@ def test_a_stopped_run_goes_on_to_the_same_bits(place, trained, tmp_path):
 
 def test_accumulated_steps_rehearse_the_same_text(place, tmp_path):
     """Two passes of one row, or one of two: the same rows, so nearly the same step; texts of equal length."""
-    given = replace(SETTINGS, rehearse=(str(place / "new.jsonl"),), steps=5, rehearsal_weight=5.0)
+    given = replace(SETTINGS, rehearse=(str(place / "new.jsonl"),), steps=5, rehearsal_share=0.5, rehearsal_weight=5.0)
     one = train(place / "adapt", [place / "new.jsonl"], tmp_path / "one", given).path
     halves = replace(given, batch_size=1, gradient_accumulation=2)
     other = train(place / "adapt", [place / "new.jsonl"], tmp_path / "other", halves).path

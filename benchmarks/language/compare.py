@@ -1,0 +1,146 @@
+"""A second language, in small: a base that reads English learns another language; what does it still know?
+
+    python -m benchmarks.language WORK [--size 6m] [--second de] [--tokens 1500000] [--seeds 2] [--jobs 2]
+
+Text is fetched from Debian's documentation packages, a base is trained, and every method learns the second language
+on the same text: without rehearsal, with rehearsal of samples that the base wrote, and of a hundredth of the text that
+it was trained on. Expansions are scored with a router as well. Learning rates are swept in steps of three on a quarter
+of the tokens without rehearsal, and the one that learns most on the development split is taken; the sweep widens until
+that is not at its edge. A run that ends becomes a line of the records file, and what has a line is not run again. What
+is in WORK (packages, text, base, samples of the base) is made once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import lru_cache
+from itertools import product
+from multiprocessing import get_context
+from pathlib import Path
+from typing import get_args
+
+import click
+import torch
+
+from benchmarks.language.base import SIZES, make_base
+from benchmarks.language.methods import Method, methods_for
+from benchmarks.language.packages import ENGLISH, REGIONS, fetch
+from benchmarks.language.parallel import write_pairs
+from benchmarks.language.runs import Key, Place, Rehearse, Run, Subject, append_run, read_runs, run, run_base
+from benchmarks.language.text import write_text
+
+RECORDS = Path(__file__).with_name("runs.jsonl")
+SWEPT_SHARE = 0.25
+STEP = 3.0
+
+
+def prepare(work: Path, subject: Subject) -> None:
+    """Make what all runs share."""
+    work.mkdir(parents=True, exist_ok=True)
+    fetch(work, (ENGLISH, subject.second))
+    for language in (ENGLISH, subject.second):
+        write_text(work, language)
+    write_pairs(work, subject.second)
+    place = Place(work, subject)
+    place.rehearsal("own", 0)
+
+
+@lru_cache(maxsize=1)
+def place_of(work: Path, subject: Subject) -> Place:
+    """The base and its texts, once in a process."""
+    torch.set_num_threads(1)
+    return Place(work, subject)
+
+
+def sweep(work: Path, records: Path, subject: Subject, name: str, tokens: int) -> float:
+    """Run a method at several rates, and choose one."""
+    place = place_of(work, subject)
+    method = method_of(place, name)
+    tried: dict[float, float] = {}
+    wanted = [method.rate]
+    while wanted:
+        for rate in wanted:
+            key = Key(subject, name, "none", rate, round(SWEPT_SHARE * tokens), 0)
+            tried[rate] = once(place, records, method, key, is_examined=False).points[-1].new
+        best = min(tried, key=lambda rate: tried[rate])
+        wanted = [rate for rate in (rounded(best / STEP), rounded(best * STEP)) if rate not in tried]
+    return best
+
+
+def learn(work: Path, records: Path, key: Key) -> Run:
+    """Run a method at the rate that was chosen."""
+    place = place_of(work, key.subject)
+    return once(place, records, method_of(place, key.method), key)
+
+
+def once(place: Place, records: Path, method: Method, key: Key, *, is_examined: bool = True) -> Run:
+    """Return the record of a run, and run it if there is none."""
+    for done in read_runs(records):
+        if done.key == key:
+            return done
+    done = run(place, method, key, is_examined=is_examined)
+    append_run(records, done)
+    end = done.points[-1]
+    say = f"{key.method:12} {key.rehearse:5} {key.rate:<8g} seed {key.seed} {done.seconds:5.0f} s"
+    click.echo(f"{say}  old {end.old:.3f}  new {end.new:.3f}")
+    return done
+
+
+def method_of(place: Place, name: str) -> Method:
+    """A method by its name."""
+    (found,) = (method for method in methods_for(place.base) if method.name == name)
+    return found
+
+
+def rounded(rate: float) -> float:
+    """A rate that is the same whichever way it was come to."""
+    return float(f"{rate:.3g}")
+
+
+@click.command()
+@click.argument("work", type=click.Path(path_type=Path, file_okay=False))
+@click.option("--size", type=click.Choice(list(SIZES)), default="6m", show_default=True, help="Size of the base.")
+@click.option(
+    "--second",
+    type=click.Choice([own for own in REGIONS if own != ENGLISH]),
+    default="de",
+    show_default=True,
+    help="Language that is learned.",
+)
+@click.option("--tokens", default=1_500_000, show_default=True, help="Tokens that are learned.")
+@click.option("--seeds", type=click.IntRange(min=1), default=2, show_default=True, help="Runs at the rate chosen.")
+@click.option("--method", "names", multiple=True, metavar="NAME", help="Method; can be repeated.  [default: all]")
+@click.option("--rate", type=float, help="Learning rate, in place of the one that the sweep chooses.")
+@click.option("--rehearse", "rehearsed", type=click.Choice(get_args(Rehearse)), multiple=True, help="[default: all]")
+@click.option("--jobs", type=click.IntRange(min=1), default=1, show_default=True, help="Runs at the same time.")
+@click.option("-o", "--records", type=click.Path(path_type=Path, dir_okay=False), default=RECORDS, help="File of runs.")
+def main(
+    work: Path,
+    size: str,
+    second: str,
+    tokens: int,
+    seeds: int,
+    names: Sequence[str],
+    rate: float | None,
+    rehearsed: Sequence[Rehearse],
+    jobs: int,
+    records: Path,
+) -> None:
+    """Fetch text, train a base, run every method, and go on where that stopped."""
+    torch.set_num_threads(jobs)
+    subject = Subject(size, second)
+    prepare(work, subject)
+    if not any(done.key.subject == subject and done.key.method == "base" for done in read_runs(records)):
+        append_run(records, run_base(place_of(work, subject)))
+    known = [own.name for own in methods_for(make_base(work, size, second))]
+    if foreign := sorted(set(names) - set(known)):
+        raise click.UsageError(f"--method {', '.join(foreign)}: expected some of {', '.join(known)}.")
+    chosen = [name for name in known if name in (names or known)]
+    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
+        swept = [pool.submit(sweep, work, records, subject, name, tokens) for name in chosen if rate is None]
+        rates = [found.result() for found in swept] or [rate] * len(chosen)
+        orders = product(range(seeds), rehearsed or get_args(Rehearse), zip(chosen, rates, strict=True))
+        keys = [Key(subject, name, rehearse, own, tokens, seed) for seed, rehearse, (name, own) in orders]
+        for found in [pool.submit(learn, work, records, key) for key in keys]:
+            found.result()

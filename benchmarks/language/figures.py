@@ -1,0 +1,109 @@
+"""Figures of benchmarks/language: what was learned against what was forgotten, and both on the way."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+
+import matplotlib
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from benchmarks.biography.figures import (
+    BLACK,
+    BLUE,
+    BROWN,
+    DOTS_PER_INCH,
+    GREEN,
+    GREY,
+    ORANGE,
+    PURPLE,
+    STYLE,
+    VERMILION,
+    Look,
+)
+from benchmarks.language.runs import Run, Scores
+
+LOOKS = {
+    "full": Look(BLACK),
+    "freeze": Look(GREY, "s"),
+    "LoRA": Look(ORANGE, "D"),
+    "PiSSA": Look(VERMILION, "D"),
+    "depth": Look(VERMILION, "P"),
+    "grow-freeze": Look(BROWN, "v"),
+    "preserve": Look(BLUE),
+    "adapt attn": Look(GREEN, "^"),
+    "adapt both": Look(PURPLE, "^"),
+}
+MARKER, REHEARSED_MARKER = 7, 9
+Row = tuple[str, str, list[Scores], list[Run]]
+
+
+def draw_plane(rows: Sequence[Row], file: Path) -> None:
+    """Perplexity of the second language against that of the first; filled marks rehearse their own samples."""
+    base = next(scores[0] for name, _, scores, _ in rows if name == "base")
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(8, 5), layout="constrained")
+        axes = figure.subplots()
+        axes.axvline(math.exp(base.old.nats), color=GREY, linewidth=1, linestyle=":")
+        for name, rehearse, scores, _ in rows:
+            look = LOOKS.get(name.split(",")[0])
+            if look is None or rehearse == "old" or name.endswith("cosine"):
+                continue
+            old, new = (math.exp(fmean(getattr(own, part).nats for own in scores)) for part in ("old", "new"))
+            axes.plot(
+                old,
+                new,
+                look.marker,
+                color=look.colour,
+                markerfacecolor=look.colour if rehearse == "own" else "white",
+                markersize=REHEARSED_MARKER if "," in name else MARKER,
+                markeredgewidth=2.2 if "," in name else 1.2,
+            )
+        axes.set(xlabel="perplexity, first language", ylabel="perplexity, second language")
+        axes.set_title("Down: learned more. Left: forgot less. Dotted: the base. Filled: rehearses its own samples.")
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        axes.legend(handles=_legend(), frameon=False, fontsize=8, loc="upper right")
+        figure.savefig(file, dpi=DOTS_PER_INCH)
+
+
+def _legend() -> list[Line2D]:
+    return [
+        *(
+            Line2D([], [], color=look.colour, marker=look.marker, linestyle="", markerfacecolor="white", label=name)
+            for name, look in LOOKS.items()
+        ),
+        Line2D([], [], color=GREY, marker="o", linestyle="", markeredgewidth=2.2, markersize=9, label="with a router"),
+    ]
+
+
+def draw_curves(groups: Sequence[list[Run]], file: Path) -> None:
+    """Perplexity of both languages over the tokens learned, without rehearsal and with the base's own samples."""
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(8, 5.4), layout="constrained")
+        grid = figure.subplots(2, 2, sharex=True, sharey="row", squeeze=False)
+        for column, (rehearse, title) in enumerate((("none", "no rehearsal"), ("own", "rehearses its own samples"))):
+            for row, (part, label) in enumerate((("old", "first language"), ("new", "second language"))):
+                axes = grid[row][column]
+                axes.set_yscale("log")
+                for group in groups:
+                    look = LOOKS.get(group[0].key.method)
+                    if look is None or group[0].key.rehearse != rehearse:
+                        continue
+                    points = group[0].points
+                    tokens = [point.tokens / 1e6 for point in points]
+                    axes.plot(
+                        tokens, [math.exp(getattr(point, part)) for point in points], color=look.colour, linewidth=1.4
+                    )
+                if column == 0:
+                    axes.set_ylabel(f"perplexity, {label}")
+                if row == 0:
+                    axes.set_title(title)
+                else:
+                    axes.set_xlabel("million tokens learned")
+        handles = [Line2D([], [], color=look.colour, label=name) for name, look in LOOKS.items()]
+        figure.legend(handles=handles, loc="outside lower center", ncols=5, frameon=False, fontsize=8)
+        figure.savefig(file, dpi=DOTS_PER_INCH)

@@ -1,0 +1,98 @@
+"""The methods that benchmarks/language compares, as data: ways to make a model that learns, of a given base.
+
+But for full fine-tuning all train about as many parameters as `freeze` does, the upper half of the layers: the rank of
+adapters and the inner width of expansions are what comes nearest to that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig
+
+from benchmarks.biography.methods import adapted, deepened, expanded, frozen, whole
+from scale_surgery import Request, Routing, plan
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way to learn.
+
+    Attributes:
+        name: What it is called in records, tables and figures.
+        make: Makes the model from a folder and a seed; what requires a gradient is what trains.
+        rate: Learning rate in the middle of the sweep.
+        routers: With what it can be routed when it has learned, by name.
+    """
+
+    name: str
+    make: Callable[..., Any]
+    rate: float
+    routers: Mapping[str, Routing] = field(default_factory=dict)
+
+
+# an expansion without W12 has no two paths to compare by their cosine
+POSTERIOR = {"posterior": Routing(), "posterior 0.001": Routing(switch_rate=0.001)}
+ROUTERS = POSTERIOR | {"cosine": Routing("cosine")}
+
+
+def methods_for(base: Path) -> tuple[Method, ...]:
+    """The methods for a base, of matched sizes."""
+    config = AutoConfig.from_pretrained(base)
+    layers, half = config.num_hidden_layers, config.num_hidden_layers // 2
+    budget = half * _of_layer(config)
+    rank = round(budget / (layers * _of_rank(config)))
+    upper = ",".join(map(str, range(1, layers, 2)))
+    # an MLP is three quarters of a layer, so that more of them are copied
+    grown = round(budget / _of_mlp(config))
+    scale = {
+        "preserve": (Request("all"), 5e-3, POSTERIOR),
+        "adapt attn": (Request("all", variant="adapt"), 5e-3, ROUTERS),
+        "adapt both": (Request("all", variant="adapt", collaborate="both"), 3e-3, ROUTERS),
+    }
+    return (
+        Method("full", whole, 1e-3),
+        Method("freeze", partial(frozen, layers=layers - half), 1e-3),
+        Method("LoRA", partial(adapted, start=True, rank=rank), 3e-3),
+        Method("PiSSA", partial(adapted, start="pissa", rank=rank), 1e-3),
+        Method("depth", partial(deepened, request=Request(upper, method="depth")), 1e-3),
+        Method("grow-freeze", partial(expanded, request=Request(f"last:{grown}", method="grow")), 1e-3),
+        *(
+            Method(name, partial(expanded, request=_matched(base, request, budget)), rate, routers)
+            for name, (request, rate, routers) in scale.items()
+        ),
+    )
+
+
+def _matched(base: Path, request: Request, budget: int) -> Request:
+    """Choose the inner width whose expansion has about as many parameters; they are linear in it."""
+    width = 16
+    few, more = (_added(base, replace(request, up_inner_width=own)) for own in (width, 2 * width))
+    return replace(request, up_inner_width=max(8, 8 * round((width + (budget - few) * width / (more - few)) / 8)))
+
+
+def _added(base: Path, request: Request) -> int:
+    return plan(base, request).costs.parameters_added
+
+
+def _of_layer(config: Any) -> int:
+    attention = 2 * config.hidden_size * config.head_dim * (config.num_attention_heads + config.num_key_value_heads)
+    return attention + _of_mlp(config) + 2 * config.hidden_size
+
+
+def _of_mlp(config: Any) -> int:
+    return 3 * config.hidden_size * config.intermediate_size
+
+
+def _of_rank(config: Any) -> int:
+    """Parameters that one rank more adds to the adapters of a layer."""
+    queries, keys = (config.head_dim * heads for heads in (config.num_attention_heads, config.num_key_value_heads))
+    return 2 * (config.hidden_size + queries) + 2 * (config.hidden_size + keys) + _of_mlp_rank(config)
+
+
+def _of_mlp_rank(config: Any) -> int:
+    return 3 * (config.hidden_size + config.intermediate_size)

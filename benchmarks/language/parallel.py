@@ -1,0 +1,58 @@
+"""Paragraphs that mean the same in two languages: those of LibreOffice's help, whose ids translations share."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from benchmarks.language.packages import ENGLISH, PACKAGES
+from benchmarks.language.text import is_in, part_of, read_tree
+
+HELP = PACKAGES[0]
+# characters; a shorter one says too little, a longer one does not fit twice into a row
+LEAST, MOST = 60, 300
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A paragraph in two languages."""
+
+    old: str
+    new: str
+
+
+def write_pairs(work: Path, second: str) -> Path:
+    """Write the pairs of the files that are held out for tests, one a line; a file that is there stays."""
+    file = work / "text" / f"pairs-{second}.jsonl"
+    if not file.exists():
+        pairs = _find_pairs(work, second)
+        file.write_text("".join(json.dumps(asdict(pair), ensure_ascii=False) + "\n" for pair in pairs), "utf-8")
+    return file
+
+
+def read_pairs(work: Path, second: str) -> list[Pair]:
+    """Read the pairs."""
+    lines = (work / "text" / f"pairs-{second}.jsonl").read_text(encoding="utf-8").splitlines()
+    return [Pair(**json.loads(line)) for line in lines]
+
+
+def _find_pairs(work: Path, second: str) -> list[Pair]:
+    old, new = (_by_id(work, language) for language in (ENGLISH, second))
+    found = {own: Pair(old[own], new[own]) for own in sorted(old.keys() & new.keys())}
+    return list({pair.old: pair for pair in found.values() if pair.old != pair.new}.values())
+
+
+def _by_id(work: Path, language: str) -> dict[tuple[str, str], str]:
+    found = HELP.of(language)
+    assert found is not None
+    name, pattern = found
+    folder = work / "packages" / name
+    return {
+        (str(file.relative_to(folder)).split("/text/")[1], element.get("id", "")): text
+        for file in sorted(folder.glob(pattern))
+        if part_of(file) == "test" and (root := read_tree(work, file)) is not None
+        for element in root.iter("p")
+        if LEAST <= len(text := " ".join(element.text_content().split())) <= MOST
+        if element.get("id") and is_in(language, text)
+    }

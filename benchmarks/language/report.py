@@ -1,0 +1,130 @@
+"""Tables and figures of benchmarks/language, from its records.
+
+    python -m benchmarks.language.report [--records FILE] [--size 6m] [--second de] [--images docs/images]
+
+Forgetting at equal learning: on the way a run passes the loss of the second language at which the slowest of all runs
+without a router ended; what it had lost in the first language there is interpolated between the measured points.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import click
+
+from benchmarks.language.compare import RECORDS
+from benchmarks.language.figures import draw_curves, draw_plane
+from benchmarks.language.runs import Run, Scores, Subject, read_runs
+
+REHEARSED = {"none": "", "own": "own samples", "old": "1 % old text"}
+# averages of the paper's Table 1 (SCALE, arXiv 2511.03270), in percent: six English tasks, three Korean ones
+PAPER = {
+    "base": (47.14, 51.15),
+    "full": (42.79, 57.21),
+    "LoRA": (42.59, 57.25),
+    "depth": (44.55, 55.81),
+    "freeze": (42.44, 54.67),
+    "preserve": (46.09, 53.14),
+    "adapt attn": (46.15, 55.09),
+    "adapt attn, cosine": (46.49, 55.50),
+}
+
+
+def ended(runs: Sequence[Run]) -> list[list[Run]]:
+    """Runs that were scored at the end, those that differ by their seed together, in the order of the first."""
+    groups: dict[tuple[Any, ...], list[Run]] = {}
+    for run in runs:
+        if run.scores is not None:
+            groups.setdefault((run.key.method, run.key.rehearse, run.key.rate, run.key.tokens), []).append(run)
+    return list(groups.values())
+
+
+def rows_of(groups: Sequence[list[Run]]) -> Iterator[tuple[str, str, list[Scores], list[Run]]]:
+    """A row for each method and for each router: name, what was rehearsed, scores, runs."""
+    for group in groups:
+        key = group[0].key
+        yield key.method, key.rehearse, [run.scores for run in group if run.scores is not None], group
+        for router in group[0].routed:
+            yield f"{key.method}, {router}", key.rehearse, [run.routed[router] for run in group], group
+
+
+def perplexities(groups: Sequence[list[Run]]) -> Iterator[str]:
+    """The table of perplexities, in Markdown."""
+    base = next(group[0] for group in groups if group[0].key.method == "base")
+    assert base.scores is not None
+    level = max(run.points[-1].new for group in groups for run in group if run.key.method != "base")
+    yield "| method | rehearsed | trained | rate | old | | new | old at equal learning | seeds |"
+    yield "|---|---|--:|--:|--:|--:|--:|--:|--:|"
+    for name, rehearse, scores, group in rows_of(groups):
+        old, new = (math.exp(fmean(getattr(own, part).nats for own in scores)) for part in ("old", "new"))
+        change = f"{old / math.exp(base.scores.old.nats) - 1:+.1%}" if name != "base" else ""
+        equal = f"{math.exp(fmean(at_equal(run, level) for run in group)):.1f}" if name == group[0].key.method else ""
+        trained = f"{group[0].parameters / 1e6:.2f}M" if group[0].parameters else ""
+        rate = f"{group[0].key.rate:g}" if group[0].key.rate else ""
+        cells = (name, REHEARSED[rehearse], trained, rate, f"{old:.1f}", change, f"{new:.1f}", equal, str(len(group)))
+        yield f"| {' | '.join(cells)} |"
+
+
+def at_equal(run: Run, level: float) -> float:
+    """Nats of the first language where a run passed a loss of the second."""
+    for before, after in zip(run.points, run.points[1:], strict=False):
+        if after.new <= level <= before.new:
+            share = (before.new - level) / (before.new - after.new)
+            return before.old + share * (after.old - before.old)
+    return run.points[-1].old
+
+
+DOWNSTREAM: dict[str, Callable[[Scores], float]] = {
+    "next token, old": lambda scores: scores.old.accuracy,
+    "new": lambda scores: scores.new.accuracy,
+    "parallel, old": lambda scores: scores.parallel[0],
+    "new ": lambda scores: scores.parallel[1],
+    "continuation, old": lambda scores: scores.ranking.old_continuation,
+    "new  ": lambda scores: scores.ranking.new_continuation,
+    "translation": lambda scores: scores.ranking.translation,
+    "back": lambda scores: scores.ranking.back_translation,
+}
+
+
+def downstream(groups: Sequence[list[Run]]) -> Iterator[str]:
+    """The table of what is asked beside perplexity, in Markdown."""
+    yield f"| method | rehearsed | {' | '.join(name.strip() for name in DOWNSTREAM)} |"
+    yield f"|---|---|{'--:|' * len(DOWNSTREAM)}"
+    for name, rehearse, scores, _ in rows_of(groups):
+        cells = [f"{fmean(measure(own) for own in scores):.1%}" for measure in DOWNSTREAM.values()]
+        yield f"| {name} | {REHEARSED[rehearse]} | {' | '.join(cells)} |"
+
+
+def beside_paper(groups: Sequence[list[Run]]) -> Iterator[str]:
+    """The rows of the paper's Table 1 beside ours without rehearsal, in Markdown."""
+    yield "| method | paper: English | Korean | here: next token, old | new |"
+    yield "|---|--:|--:|--:|--:|"
+    for name, rehearse, scores, _ in rows_of(groups):
+        if rehearse == "none" and name in PAPER:
+            ours = (fmean(getattr(own, part).accuracy for own in scores) for part in ("old", "new"))
+            cells = (*(f"{own:.2f}" for own in PAPER[name]), *(f"{own:.1%}" for own in ours))
+            yield f"| {name} | {' | '.join(cells)} |"
+
+
+@click.command()
+@click.option("--records", type=click.Path(path_type=Path, exists=True, dir_okay=False), default=RECORDS)
+@click.option("--size", default="6m", show_default=True, help="Size of the base.")
+@click.option("--second", default="de", show_default=True, help="Language that was learned.")
+@click.option("--images", type=click.Path(path_type=Path, file_okay=False), help="Folder to draw into.")
+def main(records: Path, size: str, second: str, images: Path | None) -> None:
+    """Print the tables, and draw."""
+    runs = [run for run in read_runs(records) if run.key.subject == Subject(size, second)]
+    groups = ended(runs)
+    for table in (perplexities, downstream, beside_paper):
+        click.echo("\n".join(table(groups)) + "\n")
+    if images is not None:
+        draw_plane([*rows_of(groups)], images / f"language-{second}.png")
+        draw_curves(groups, images / f"language-{second}-curves.png")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,239 @@
+"""One run of benchmarks/language: a method learns the second language, is measured on the way, and is recorded."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from benchmarks.biography.runs import GRADIENT_NORM, share_of_rate
+from benchmarks.language.base import SIZES, base_rows, make_base, pack, shuffled
+from benchmarks.language.measures import Examination, Ranking, Reading
+from benchmarks.language.methods import Method
+from benchmarks.language.rehearsing import Rehearsal, rehearsal_of
+from benchmarks.language.text import read_text
+from scale_surgery import Routing
+
+MEASURED = (0, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1)  # shares of the steps; most is lost early
+Rehearse = Literal["none", "own", "old"]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What all runs of a comparison share.
+
+    Attributes:
+        size: Name of the base's size.
+        second: Code of the language that is learned.
+    """
+
+    size: str
+    second: str
+
+
+@dataclass(frozen=True)
+class Key:
+    """What makes a run this one and no other.
+
+    Attributes:
+        subject: Base and language.
+        method: Name of the method.
+        rehearse: What is rehearsed: nothing, samples that the base wrote, or a hundredth of what it was trained on.
+        rate: Peak of the learning rate.
+        tokens: Of the second language that are learned.
+        seed: Of the order of texts and of random tensors.
+    """
+
+    subject: Subject
+    method: str
+    rehearse: Rehearse
+    rate: float
+    tokens: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class Point:
+    """What a model loses on the way, in nats per token of the development split.
+
+    Attributes:
+        tokens: Learned so far.
+        old: In the first language.
+        new: In the second.
+    """
+
+    tokens: int
+    old: float
+    new: float
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What a model scores on what is held out for the end.
+
+    Attributes:
+        old: Text of the first language.
+        new: Text of the second.
+        ranking: Right answers among candidates.
+        parallel: Accuracy of the next token in paragraphs that mean the same, in both languages.
+    """
+
+    old: Reading
+    new: Reading
+    ranking: Ranking
+    parallel: tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that has ended.
+
+    Attributes:
+        key: Which one.
+        parameters: That train.
+        seconds: Of processor time, measuring included.
+        points: On the way.
+        scores: At the end; None for a run of the sweep.
+        routed: At the end with a router, by its name.
+    """
+
+    key: Key
+    parameters: int
+    seconds: float
+    points: tuple[Point, ...]
+    scores: Scores | None = None
+    routed: dict[str, Scores] = field(default_factory=dict)
+
+
+class Place:
+    """A base, what it is examined on and what it learns, once for all runs of a process."""
+
+    def __init__(self, work: Path, subject: Subject) -> None:
+        self.work, self.subject, self.size = work, subject, SIZES[subject.size]
+        self.base = make_base(work, subject.size, subject.second)
+        self.tokenizer = AutoTokenizer.from_pretrained(self.base)
+        self.examination = Examination(work, self.tokenizer, subject.second, self.size.context)
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+    def rows(self, tokens: int, seed: int) -> Tensor:
+        """Text of the second language, packed in an order that the seed draws; (rows, context)."""
+        texts = shuffled(read_text(self.work, self.subject.second, "train"), seed)
+        return pack(self.tokenizer, texts, self.size.context, tokens)
+
+    def rehearsal(self, rehearse: Rehearse, seed: int) -> Rehearsal | None:
+        """What is rehearsed."""
+        old = partial(base_rows, self.work, self.tokenizer, self.subject.second, self.size, 0)
+        return rehearsal_of(self.base, rehearse, old, self.size, seed, self.device)
+
+
+def run(place: Place, method: Method, key: Key, *, is_examined: bool = True) -> Run:
+    """Train one model on the second language.
+
+    Args:
+        place: Base and texts.
+        method: How the model is made.
+        key: What the run is.
+        is_examined: Whether it is scored on what is held out for the end; a run of the sweep is not.
+
+    Returns:
+        The record.
+    """
+    started = time.process_time()
+    model = method.make(place.base, key.seed).to(place.device)
+    points = tuple(_learn(place, model, key))
+    scores, routed = None, {}
+    if is_examined:
+        scores = examine(place, model)
+        routed = {
+            name: examine(place, _route(place, method, model, routing)) for name, routing in method.routers.items()
+        }
+    parameters = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    return Run(key, parameters, round(time.process_time() - started, 1), points, scores, routed)
+
+
+def run_base(place: Place) -> Run:
+    """Score the base, which learns nothing."""
+    model = AutoModelForCausalLM.from_pretrained(place.base).to(place.device)
+    return Run(Key(place.subject, "base", "none", 0.0, 0, 0), 0, 0.0, (_point(place, model, 0),), examine(place, model))
+
+
+def examine(place: Place, model: Any) -> Scores:
+    """Score a model on what is held out for the end."""
+    model.eval()
+    asked = place.examination
+    return Scores(*asked.read(model, "test"), asked.rank(model), asked.parallel(model))
+
+
+def _learn(place: Place, model: Any, key: Key) -> Iterator[Point]:
+    size = place.size
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=key.rate, weight_decay=0.0, fused=True)
+    batches = place.rows(key.tokens, key.seed).to(place.device).split(size.rows)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: share_of_rate(step, len(batches)))
+    rehearsal = place.rehearsal(key.rehearse, key.seed)
+    measured = {round(share * len(batches)) for share in MEASURED}
+    yield _point(place, model, 0)
+    for step, batch in enumerate(batches):
+        with torch.autocast(place.device.type, torch.bfloat16):
+            loss = model(input_ids=batch, labels=batch).loss
+        loss.backward()
+        if rehearsal is not None:
+            rehearsal.loss(model, step).backward()
+        torch.nn.utils.clip_grad_norm_(trained, GRADIENT_NORM)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        if step + 1 in measured:
+            yield _point(place, model, (step + 1) * size.rows * size.context)
+
+
+def _point(place: Place, model: Any, tokens: int) -> Point:
+    model.eval()
+    old, new = place.examination.read(model, "dev")
+    model.train()
+    return Point(tokens, old.nats, new.nats)
+
+
+def _route(place: Place, method: Method, model: Any, routing: Routing) -> Any:
+    """The same model with a router."""
+    routed = method.make(place.base, 0, routing=routing).to(place.device)
+    routed.load_state_dict(model.state_dict())
+    return routed
+
+
+def read_runs(file: Path) -> list[Run]:
+    """Read the runs that a file holds; none where there is no file."""
+    if not file.exists():
+        return []
+    return [_parse(json.loads(line)) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def append_run(file: Path, done: Run) -> None:
+    """Write one run as one line at the end of a file."""
+    with file.open("a", encoding="utf-8") as stream:
+        stream.write(json.dumps(asdict(done)) + "\n")
+
+
+def _parse(record: dict[str, Any]) -> Run:
+    key = record["key"]
+    return Run(
+        Key(**key | {"subject": Subject(**key["subject"])}),
+        record["parameters"],
+        record["seconds"],
+        tuple(Point(**point) for point in record["points"]),
+        _parse_scores(record["scores"]) if record["scores"] else None,
+        {router: _parse_scores(scores) for router, scores in record["routed"].items()},
+    )
+
+
+def _parse_scores(scores: dict[str, Any]) -> Scores:
+    old, new = (Reading(**scores[name]) for name in ("old", "new"))
+    return Scores(old, new, Ranking(**scores["ranking"]), tuple(scores["parallel"]))

@@ -1,0 +1,27 @@
+"""What surgery.json says of rehearsal: on what text a run was asked to keep the model what its base is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+# in place of the name of a text: text that the base writes
+ITSELF = "self"
+
+
+def rehearsed_text(run: Mapping[str, Any]) -> str:
+    """Say on what text a recorded run rehearsed; nothing where it did not.
+
+    Args:
+        run: What surgery.json records of a training run.
+    """
+    settings = run.get("settings")
+    texts = settings.get("rehearse") if isinstance(settings, Mapping) else None
+    if not texts:
+        return ""
+    return "text that the base wrote itself" if list(texts) == [ITSELF] else "other text"
+
+
+def rehearsed_texts(runs: Iterable[Mapping[str, Any]]) -> str:
+    """The same of several runs, each kind of text once."""
+    return " and ".join(dict.fromkeys(said for run in runs if (said := rehearsed_text(run))))

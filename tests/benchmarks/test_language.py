@@ -1,0 +1,143 @@
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.language import base
+from benchmarks.language.base import SIZES, Size
+from benchmarks.language.methods import methods_for
+from benchmarks.language.parallel import read_pairs, write_pairs
+from benchmarks.language.report import at_equal, downstream, ended, perplexities
+from benchmarks.language.runs import Key, Place, Point, Run, Subject, append_run, read_runs, run, run_base
+from benchmarks.language.text import documents, is_in, part_of, read_text, write_text
+
+HELP = {"en": "libreoffice-help-en-us", "de": "libreoffice-help-de"}
+ENGLISH = "The {} of the document is shown in the window, and it can be changed if you click on it with the mouse."
+GERMAN = "Die {} des Dokuments wird in dem Fenster angezeigt, und sie kann mit der Maus geändert werden, wenn es geht."
+PAGE = """<html><body><nav>The menu of the window is for the reader.</nav><h1>Short</h1>
+<p id="par_1">{}</p><p id="par_2">{}</p><pre>the code of the for and to</pre>
+<ul><li>{}<p>{}</p></li></ul></body></html>"""
+TEXTS = {"en": ENGLISH, "de": GERMAN}
+
+
+def write_help(work: Path, files: int = 200) -> None:
+    for language, package in HELP.items():
+        folder = work / "packages" / package / "usr/share/help/text"
+        folder.mkdir(parents=True)
+        for number in range(files):
+            own = [TEXTS[language].format(f"size{number}x{place}") for place in range(3)]
+            # the last is not translated
+            content = PAGE.format(*own, ENGLISH.format(f"note{number}"))
+            (folder / f"page{number}.html").write_text(content, encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("language")
+    write_help(folder)
+    for language in HELP:
+        write_text(folder, language)
+    write_pairs(folder, "de")
+    return folder
+
+
+def test_paragraphs_of_a_page_are_read_each_by_itself_and_code_is_not(work: Path) -> None:
+    (page,) = [own for _, file, own in documents(work, "en") if file.name == "page7.html"]
+
+    assert page == [*(ENGLISH.format(f"size7x{place}") for place in range(3)), ENGLISH.format("note7")]
+
+
+def test_what_nobody_translated_is_not_of_the_second_language(work: Path) -> None:
+    found = [
+        line for part in ("train", "dev", "test") for own in read_text(work, "de", part) for line in own.split("\n")
+    ]
+
+    assert len(found) == 3 * 200
+    assert all(is_in("de", line) and not is_in("en", line) for line in found)
+
+
+def test_a_paragraph_is_taken_once(work: Path, tmp_path: Path) -> None:
+    write_help(tmp_path, 3)
+    folder = tmp_path / "packages" / HELP["en"] / "usr/share/help/text"
+    (folder / "zz.html").write_text((folder / "page1.html").read_text())
+
+    assert [file.name for _, file, _ in documents(tmp_path, "en")] == ["page0.html", "page1.html", "page2.html"]
+
+
+def test_translations_are_held_out_together(work: Path) -> None:
+    held = {}
+    for language in HELP:
+        lines = (work / "text" / f"{language}.test.jsonl").read_text().splitlines()
+        held[language] = {json.loads(line)["file"] for line in lines}
+
+    assert held["en"] == held["de"] == {f"page{n}.html" for n in range(200) if part_of(Path(f"page{n}.html")) == "test"}
+    assert held["en"]
+
+
+def test_pairs_are_of_what_is_held_out_and_mean_the_same(work: Path) -> None:
+    pairs = read_pairs(work, "de")
+
+    held = {line for own in read_text(work, "de", "test") for line in own.split("\n")}
+    assert pairs and {pair.new for pair in pairs} <= held
+    assert all(pair.new == GERMAN.format(pair.old.split()[1]) for pair in pairs)
+
+
+@pytest.mark.parametrize(
+    ("language", "paragraph", "wanted"),
+    [
+        ("ko", "이 창에서는 문서의 크기를 바꿀 수 있습니다.", True),
+        ("ko", ENGLISH, False),
+        ("ru", "В этом окне можно изменить размер документа.", True),
+        ("en", "В этом окне можно изменить размер документа.", False),
+        ("en", "x = 1; y = 2; the", False),
+    ],
+)
+def test_languages_are_told_apart(language: str, paragraph: str, wanted: bool) -> None:
+    assert is_in(language, paragraph) is wanted
+
+
+def point(tokens: int, old: float, new: float) -> Point:
+    return Point(tokens, old, new)
+
+
+def test_forgetting_at_equal_learning_is_read_between_two_points() -> None:
+    key = Key(Subject("6m", "de"), "full", "none", 1e-3, 100, 0)
+    learned = Run(key, 1, 1.0, (point(0, 1.0, 5.0), point(50, 2.0, 3.0), point(100, 3.0, 2.0)))
+
+    assert at_equal(learned, 4.0) == pytest.approx(1.5)
+    assert at_equal(learned, 2.25) == pytest.approx(2.75)
+    # never reached: what it had lost at the end
+    assert at_equal(learned, 1.0) == 3.0
+
+
+@pytest.mark.slow
+def test_methods_learn_from_the_same_base_and_are_recorded(
+    work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(SIZES, "tiny", Size(32, 64, 2, 2, 512, 32, 4, 1024, 3e-3))
+    monkeypatch.setattr(base, "TOKENIZER_CHARACTERS", 4000)
+    subject = Subject("tiny", "de")
+    place = Place(work, subject)
+    # a second time it is read and not trained
+    weights = (place.base / "model.safetensors").read_bytes()
+    assert (Place(work, subject).base / "model.safetensors").read_bytes() == weights
+
+    records = tmp_path / "runs.jsonl"
+    append_run(records, run_base(place))
+    methods = {method.name: method for method in methods_for(place.base)}
+    for name in ("full", "LoRA", "preserve"):
+        for rehearse in ("none", "own"):
+            key = Key(subject, name, rehearse, 3e-3, 512, 0)
+            append_run(records, run(place, methods[name], key))
+    runs = read_runs(records)
+
+    assert [asdict(own) for own in read_runs(records)] == [asdict(own) for own in runs]
+    assert len({own.points[0].old for own in runs}) <= 2  # a router, adapters and the base begin where the base is
+    assert all(own.points[-1].new < own.points[0].new for own in runs[1:])
+    assert list(runs[-1].routed) == ["posterior", "posterior 0.001"]
+    again = run(place, methods["preserve"], replace(runs[-2].key))
+    assert again.points == runs[-2].points
+    groups = ended(runs)
+    assert sum(line.startswith("| preserve, posterior") for line in perplexities(groups)) == 4
+    assert len(list(downstream(groups))) == len(list(perplexities(groups))) == 2 + 1 + 6 + 4
