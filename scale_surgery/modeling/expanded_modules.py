@@ -101,6 +101,11 @@ class ExpandedModule:
 
     def forward_streams(self, base: Tensor, up: Tensor) -> Streams:
         """One path with both streams."""
+        y_base = self.forward_stock(base)
+        return y_base, self.forward_up(base, up, y_base)
+
+    def forward_up(self, x_base: Tensor, x_up: Tensor, like: Tensor) -> Tensor | None:
+        """Up part of the output without W12, where the base part `like` is known; None where there is none."""
         raise NotImplementedError
 
     def join(self, paths: list[Streams]) -> Tensor:
@@ -340,11 +345,13 @@ class ExpandedEmbedding(ExpandedModule):
 
     def forward_expanded(self, ids: Tensor) -> Tensor:
         base = self.forward_stock(ids)
-        up = functional.embedding(ids, self.up_weight, self.padding_idx).to(base.dtype)
+        return torch.cat((base, self.forward_up(ids, ids, base)), dim=-1)
+
+    def forward_up(self, x_base: Tensor, x_up: Tensor, like: Tensor) -> Tensor:
+        """The added columns of token ids, which are no stream."""
+        up = functional.embedding(x_base, self.up_weight, self.padding_idx).to(like.dtype)
         scale = getattr(self, "embed_scale", None)
-        if scale is not None:
-            up = up * (scale.to(up.dtype) if isinstance(scale, Tensor) else scale)
-        return torch.cat((base, up), dim=-1)
+        return up if scale is None else up * (scale.to(up.dtype) if isinstance(scale, Tensor) else scale)
 
 
 class ExpandedNorm(ExpandedModule):
@@ -362,14 +369,11 @@ class ExpandedNorm(ExpandedModule):
         if getattr(self, "bias", None) is not None:
             self.add_parameter("up_bias", up, dtype=dtype)
 
-    def forward_streams(self, base: Tensor, up: Tensor) -> Streams:
-        y_base = self.forward_stock(base)
-        return y_base, self.forward_up(up).to(y_base.dtype)
-
-    def forward_up(self, x_up: Tensor) -> Tensor:
+    def forward_up(self, x_base: Tensor, x_up: Tensor, like: Tensor) -> Tensor:
         """Norm of the up stream, computed in float32."""
         bias = self._parameters.get("up_bias")
-        return self.normalise(x_up.float(), self.up_weight.float(), None if bias is None else bias.float())
+        y_up = self.normalise(x_up.float(), self.up_weight.float(), None if bias is None else bias.float())
+        return y_up.to(like.dtype)
 
     def normalise(self, x: Tensor, gain: Tensor, bias: Tensor | None) -> Tensor:
         """The norm of one stream, in the style of the stock norm."""
@@ -393,8 +397,8 @@ class ExpandedHeadNorm(ExpandedModule):
         # clone() keeps the order of strides, so the old heads lie in memory as they do in the base model
         return self.paired([part.clone() for part in parts])
 
-    def forward_streams(self, base: Tensor, up: Tensor) -> Streams:
-        return self.forward_stock(base), self.forward_stock(up)
+    def forward_up(self, x_base: Tensor, x_up: Tensor, like: Tensor) -> Tensor:
+        return self.forward_stock(x_up)
 
     def join(self, paths: list[Streams]) -> Tensor:
         parts = [part.movedim(self.head_axis, -2) for path in paths for part in path if part is not None]
@@ -409,8 +413,8 @@ class ExpandedActivation(ExpandedModule):
     def configure(self, base):
         self.base_in = base
 
-    def forward_streams(self, base: Tensor, up: Tensor) -> Streams:
-        return self.forward_stock(base), self.forward_stock(up)
+    def forward_up(self, x_base: Tensor, x_up: Tensor, like: Tensor) -> Tensor:
+        return self.forward_stock(x_up)
 
     def split(self, x: Tensor) -> list[tuple[Tensor, Tensor]]:
         if x.is_contiguous():
@@ -443,9 +447,8 @@ class PassingModule(ExpandedModule):
         """The base stream of what it reads."""
         return self.split(x)[0][0]
 
-    def forward_streams(self, base: Tensor, up: Tensor) -> Streams:
-        y = self.forward_stock(base)
-        return y, y.new_zeros(*y.shape[:-1], self.up_out) if self.up_out else None
+    def forward_up(self, x_base: Tensor, x_up: Tensor, like: Tensor) -> Tensor | None:
+        return like.new_zeros(*like.shape[:-1], self.up_out) if self.up_out else None
 
 
 class ExpandedBlock(ExpandedModule):
@@ -504,6 +507,9 @@ class ExpandedBlock(ExpandedModule):
     def rows(self, run: Callable[[Tensor], Tensor], base: Tensor) -> Tensor:
         """What the block gives for the base stream, as features of each token: some blocks lay all tokens in a row."""
         return run(base).view(*base.shape[:-1], -1)
+
+    def forward_up(self, x_base: Tensor, x_up: Tensor, like: Tensor) -> Tensor | None:
+        return self.stream(lambda _: like, x_base, x_up, None)[1]
 
     def stream(self, run: Callable[[Tensor], Tensor], base: Tensor, up: Tensor, w12: Tensor | None) -> Streams:
         """Both streams of one path."""

@@ -109,6 +109,40 @@ def build_routing(
     }
 
 
+def build_paths(architecture: Architecture, sizes: Sizes) -> Spec:
+    """Say what several expansions of a base pass through side by side, whatever these are.
+
+    Args:
+        architecture: Facts of the architecture.
+        sizes: Sizes of the base model.
+
+    Returns:
+        Names and sizes as plain JSON values; of each kind of layer the modules that a base stream passes through, and
+        the heads of its attention.
+    """
+    kinds = [
+        {
+            "modules": _missing_modules(kind, sizes, {}),
+            "attention": {block.name: _old_heads(block) for block in kind.blocks if block.query_heads},
+        }
+        for kind in architecture.kinds
+    ]
+    return {
+        "hidden": sizes.hidden,
+        "base_model": architecture.base_model,
+        "layers": architecture.layers,
+        "last": architecture.final_norm.name,
+        "softcap": architecture.softcap[0] if architecture.softcap else None,
+        "kinds": kinds,
+        "kind_of_layer": list(architecture.kind_of_layer),
+    }
+
+
+def _old_heads(block: Block) -> Spec:
+    heads = {"heads": block.query_heads, "kv_heads": block.key_value_heads}
+    return heads | attention_values(block, block.query_heads)
+
+
 def _kinds_of(architecture: Architecture, specs: Mapping[str, Any]) -> list[Kind]:
     """The kind of layer of which each part of the specifications speaks."""
     numbers = specs.get("kind_of_layer", (0,))

@@ -22,6 +22,7 @@ from scale_surgery.checkpoint.sources import find_source
 from scale_surgery.errors import CheckpointError, PlanError
 from scale_surgery.planning.methods import refuse
 from scale_surgery.progress import Track, no_track
+from scale_surgery.running.composing import add_expansion, base_alone, check_name, compose, is_composed
 from scale_surgery.running.in_memory import InMemory, kept_in_float32
 from scale_surgery.running.loading import auto_class_of, translated
 from scale_surgery.running.stored_names import reading_of
@@ -47,6 +48,7 @@ def load_expansion(
     model: Any,
     extract: str | Path,
     *,
+    name: str | None = None,
     check: bool = True,
     revision: str | None = None,
     extract_revision: str | None = None,
@@ -57,8 +59,9 @@ def load_expansion(
 
     Args:
         model: The base: a stock model as `from_pretrained` gives it, which stays usable and shares its weights with
-            the result; or a folder or a Hub id.
+            the result; or a folder or a Hub id. Or what came of an earlier call with a name.
         extract: A folder that `extract` wrote, or a Hub id.
+        name: What the expansion is called in a model that takes up many of one base; see docs/api.md.
         check: Whether each base tensor is compared with the hash of the one that the expansion was made on. Without
             it any values are taken, also cast or fine-tuned ones; names and shapes must fit.
         revision: Branch, tag or commit of the base's Hub repository.
@@ -67,15 +70,18 @@ def load_expansion(
         options: For `from_pretrained`, where `model` is a folder or a Hub id: dtype, device_map, ...
 
     Returns:
-        The expanded model; its expansion tensors require gradients, its base does not.
+        The expanded model; its expansion tensors require gradients, its base does not. With a name a composed model,
+        in which that expansion is chosen; the model itself where it was one already.
 
     Raises:
         CheckpointError: If this is no extract, or the model is not its base: another class, quantised, cast, trained,
             not in memory as a whole.
-        PlanError: If the base is of another architecture, or options are given with a loaded model.
+        PlanError: If the base is of another architecture, options are given with a loaded model, or an expansion
+            cannot have the name.
     """
     # the classes then take their code along when the model is saved
     modeling.register()
+    _check_name(model, name)
     found = open_extract(extract, extract_revision)
     refuse(found.manifest.plan.method, "load_expansion", extract)
     if found.manifest.plan.architecture.own_code:
@@ -88,9 +94,26 @@ def load_expansion(
         model, check = _load_base(found, model, revision, options, track, check=check), False
     elif options:
         raise PlanError(f"{', '.join(options)}: says how to load a model, but this one is loaded. Leave it out.")
-    expanded_class = _find_class(found, model)
-    _check_model(found, model, track, check=check)
-    return _expand(found, model, expanded_class)
+    base = base_alone(model) if is_composed(model) else model
+    expanded_class = _find_class(found, base)
+    _check_model(found, base, track, check=check)
+    expanded = _expand(found, base, expanded_class)
+    if name is None:
+        return expanded
+    composed = model if is_composed(model) else compose(base, found.manifest.plan)
+    return add_expansion(composed, name, expanded, found.manifest.plan)
+
+
+def _check_name(model: Any, name: str | None) -> None:
+    """Refuse an expansion without a name among others, or one that cannot have it."""
+    known = model.expansions if is_composed(model) else []
+    if name is not None:
+        check_name(name, known)
+    elif is_composed(model):
+        raise PlanError(
+            f"name: is missing, but the model takes expansions by name ({', '.join(known) or 'none yet'}). Give one; "
+            "or give the stock model, for an expanded model of its own."
+        )
 
 
 def _load_base(

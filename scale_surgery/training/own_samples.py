@@ -6,7 +6,8 @@ The file has a line of JSON for each sample, with the text to read and the token
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -127,7 +128,15 @@ def as_learned(samples: Sequences, settings: TrainingSettings, checkpoint: Check
         What is rehearsed.
     """
     length = choose_length(settings.sequence_length, {checkpoint.path.name: context_of(checkpoint.config)})
-    return pack(samples, length) if settings.packing else samples
+    return pack(_shifted(samples, length), length) if settings.packing else samples
+
+
+def _shifted(samples: Sequences, length: int) -> Sequences:
+    """Samples without half of the first, where that fills a sequence: else each that never ends would begin one."""
+    first, second = samples.starts[:2]
+    cut = length // 2 if second - first >= length else 0
+    starts = (0, *(start - cut for start in samples.starts[1:]))
+    return Sequences(samples.ids[cut:], samples.labels[cut:], starts)
 
 
 def begin_tokens(tokenizer: Any, prompts: Sequence[str], place: str) -> list[list[int]]:
@@ -181,13 +190,31 @@ def sample_texts(
     parts: list[Sequences] = []
     rows = max(1, min(TOGETHER, TOKENS_TOGETHER // sampling.length))
     devices = [model.device] if model.device.type == "cuda" else []
-    with torch.random.fork_rng(devices), evaluating(model), track("samples", sampling.count) as advance:
+    with (
+        torch.random.fork_rng(devices),
+        evaluating(model),
+        _asking_nothing(model),
+        track("samples", sampling.count) as advance,
+    ):
         torch.manual_seed(sampling.seed)
         for begin, places in _in_turns(begins, sampling.count, rows):
             made = _generate(model, begin, len(places), sampling, tokenizer)
             parts += [_row(ids, len(begin), tokenizer.eos_token_id) for ids in made.cpu()]
             advance(len(places))
     return join(parts)
+
+
+@contextmanager
+def _asking_nothing(model: Any) -> Iterator[None]:
+    """Leave a model's generation_config.json out of account: what a call does not say is taken from it."""
+    from transformers import GenerationConfig
+
+    own = model.generation_config
+    model.generation_config = GenerationConfig()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        model.generation_config = own
 
 
 def _in_turns(begins: Sequence[Sequence[int]], count: int, rows: int) -> list[tuple[Sequence[int], range]]:
@@ -201,7 +228,7 @@ def _in_turns(begins: Sequence[Sequence[int]], count: int, rows: int) -> list[tu
 
 
 def _generate(model: Any, begin: Sequence[int], rows: int, sampling: Sampling, tokenizer: Any) -> Tensor:
-    """Sample from the base's own distribution: what its generation_config.json cuts off is part of it too."""
+    """Sample from the base's own distribution, whole."""
     from transformers import GenerationConfig
 
     ids = torch.tensor([list(begin)[: sampling.length - 1]] * rows, device=model.device)

@@ -168,15 +168,15 @@ def test_a_joint_norm_is_caught(copy) -> None:
     """A norm over both streams together changes the base stream; code that does so differs from ours."""
     path = copy("preserve")
     code = (path / "expanded_modules.py").read_text()
-    lines = (
-        "y_base = self.forward_stock(base)",
-        "return y_base, self.forward_up(up).to(",
+    separate = '        """Norm of the up stream, computed in float32."""\n'
+    start = "    def forward_up(self, x_base: Tensor, x_up: Tensor, like: Tensor) -> Tensor:\n"
+    assert start + separate in code
+    joint = (
+        "    def forward_streams(self, base: Tensor, up: Tensor) -> Streams:\n"
+        "        y_base = self.forward_stock(base) * base.norm() / torch.cat((base, up), -1).norm()\n"
+        "        return y_base, self.forward_up(base, up, y_base)\n\n"
     )
-    split = "\n".join(f"        {line}" for line in lines)
-    assert split in code
-    both = "torch.cat((base, up), -1)"
-    joint = split.replace("forward_stock(base)", f"forward_stock(base) * base.norm() / {both}.norm()")
-    (path / "expanded_modules.py").write_text(code.replace(split, joint))
+    (path / "expanded_modules.py").write_text(code.replace(start + separate, joint + start + separate))
     unread = verify(path)
     assert not unread.passed and unread.numbers is None
     assert unread.problems == (

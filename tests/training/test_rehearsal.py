@@ -33,7 +33,7 @@ from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.cli.program import main
 from scale_surgery.progress import no_track
 from scale_surgery.running.freeze import expansion_disabled
-from scale_surgery.running.sequences import join
+from scale_surgery.running.sequences import Sequences, join
 from scale_surgery.running.texts import pack
 from scale_surgery.running.tokenizer import need_tokenizer
 from scale_surgery.surgery.record import read_manifest
@@ -171,8 +171,6 @@ def test_where_the_base_stream_is_not_the_bases_it_runs_by_itself(place, pair_of
 
 def test_batches_go_through_the_text_again_and_again_in_other_orders():
     parts = [torch.tensor([row, row], dtype=torch.int32) for row in range(6)]
-    from scale_surgery.running.sequences import Sequences
-
     text = join(Sequences(part, part, (0, 2)) for part in parts)
     batches = Rehearsal(text, 4, 1.0, 0)
     rows = [int(row) for number in range(6) for row in batches.batch(number)["input_ids"][:, 0]]
@@ -192,8 +190,6 @@ def test_rows_are_a_share_of_both_together(share, rows):
 
 
 def _one() -> Any:
-    from scale_surgery.running.sequences import Sequences
-
     return Sequences(torch.tensor([1, 2], dtype=torch.int32), torch.tensor([1, 2], dtype=torch.int32), (0, 2))
 
 
@@ -242,6 +238,26 @@ def test_samples_have_the_form_of_the_texts_to_learn(place, tokenizer):
     assert [begun[row]["input_ids"].tolist() for row in range(9)] == [
         samples[row]["input_ids"].tolist()[1:] for row in range(9)
     ]
+
+
+def test_samples_that_never_end_do_not_each_begin_a_sequence(place):
+    rows = torch.arange(1, 5).repeat_interleave(8).view(4, 8)
+    rows[:, 0] = 0
+    samples = Sequences(rows.flatten().int(), rows.flatten().int(), tuple(range(0, 40, 8)))
+    packed = as_learned(samples, TrainingSettings(sequence_length=8), open_checkpoint(place / "preserve"))
+    found = [packed[row]["input_ids"].tolist() for row in range(len(packed))]
+    assert found == [[1] * 4 + [0] + [2] * 3, [2] * 4 + [0] + [3] * 3, [3] * 4 + [0] + [4] * 3, [4] * 4]
+
+
+@pytest.mark.parametrize("asked", [{"repetition_penalty": 3.0}, {"min_p": 0.9}, {"no_repeat_ngram_size": 1}])
+def test_what_a_base_asks_of_generation_does_not_change_its_samples(place, tokenizer, asked):
+    begins, sampling = begin_tokens(tokenizer, [], "biographies"), Sampling(4, 24, 1.0, 0)
+    model = load(place / "preserve")
+    plain = sample_base(model, begins, sampling, tokenizer, no_track)
+    model.generation_config.update(**asked)
+    own = model.generation_config
+    asking = sample_base(model, begins, sampling, tokenizer, no_track)
+    assert asking.fingerprint() == plain.fingerprint() and model.generation_config is own
 
 
 def _without_start(tokenizer: Any) -> str:

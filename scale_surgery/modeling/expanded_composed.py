@@ -1,0 +1,317 @@
+"""The mixin before a stock model class: one base, many expansions, switched by name or mixed.
+
+The model is its base. Each expansion is an expanded model on the same weights. One of them alone runs as that model;
+several pass through the stock forward side by side, and a posterior mixture, or a choice for each row, makes the
+logits. This file needs only torch and transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache, wraps
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .expanded_arranged import compose_layers, prepare, restore
+from .expanded_choice import Choice, by_row, cache_of, check_cache, make_mixture, remember, tokens_of, unknown_name
+from .expanded_model import find_base_model, separate
+from .expanded_modules import ExpandedModule, expanded_class
+from .expanded_posterior import Features
+
+# what transformers' own adapters are called by
+ADAPTER_METHODS = (
+    *("load_adapter", "add_adapter", "set_adapter", "delete_adapter", "enable_adapters", "disable_adapters"),
+    *("active_adapter", "active_adapters", "get_adapter_state_dict"),
+)
+
+
+class ComposedHead(ExpandedModule):
+    """The head of a composed model: it is handed the features of all paths, and `answer` makes the logits of them."""
+
+    answer: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.answer(x)
+
+
+class ComposedModel:
+    """Mixin before a stock model class: several expansions of it, each under its name."""
+
+    def become_composed(self, facts: dict[str, Any]) -> None:
+        """Begin without an expansion, as the base.
+
+        Args:
+            facts: What `build_paths` says of the base.
+        """
+        self.facts, self.choice, self.arranged = facts, Choice(), ()
+        self.problems: dict[str, list[str]] = {}
+        self.expanded_models = nn.ModuleDict()
+        base_model = find_base_model(self, facts["base_model"])
+        layers = base_model.get_submodule(facts["layers"])
+        separate(layers)
+        prepare(base_model, layers)
+
+    @property
+    def expansions(self) -> list[str]:
+        """Names of the expansions, in the order in which they were loaded."""
+        return list(self.expanded_models)
+
+    def set_expansion(
+        self,
+        names: str | Sequence[str] | None,
+        *,
+        prior: Sequence[float] | None = None,
+        switch_rate: float = 0.01,
+    ) -> None:
+        """Choose what the model is from now on.
+
+        A KV cache belongs to the choice under which it was filled.
+
+        Args:
+            names: A name: the base with that expansion. None: the base. A list: the base and these, each token's
+                probability the mean of theirs, weighed by how well each predicted the text so far.
+            prior: Weights of the base and of each of a list at the start of a text. Default: all equal.
+            switch_rate: Share of its weight that each gives to the others at every token, at least 0 and less than 1.
+
+        Raises:
+            ValueError: If there is no such expansion, a name stands twice in a list, several cannot be mixed on this
+                architecture, or the numbers are out of range.
+        """
+        if names is None or isinstance(names, str):
+            if prior is not None:
+                raise ValueError(f"prior: weighs the paths of a list, but {names!r} is no list. Leave it out.")
+            self.choice = Choice(self._known([] if names is None else [names]))
+            return
+        known = self._known(names)
+        self._check_composable(known)
+        self.choice = Choice(known, make_mixture(len(known) + 1, prior, switch_rate))
+
+    @contextmanager
+    def use_expansion(self, names: str | Sequence[str] | None, **options: Any) -> Iterator[None]:
+        """Choose as `set_expansion` does inside a `with` block."""
+        before = self.choice
+        self.set_expansion(names, **options)
+        try:
+            yield
+        finally:
+            self.choice = before
+
+    def delete_expansion(self, name: str) -> None:
+        """Forget an expansion; where it was chosen, the model is its base from then on.
+
+        Args:
+            name: Its name.
+
+        Raises:
+            ValueError: If there is none of that name.
+        """
+        self._known([name])
+        self._arrange(())
+        del self.expanded_models[name]
+        self.problems.pop(name, None)
+        if name in self.choice.names:
+            self.choice = Choice()
+
+    def add_expanded_model(self, name: str, model: nn.Module, problems: list[str]) -> None:
+        """Take up an expanded model on the same weights, and choose it.
+
+        Args:
+            name: Its name.
+            model: The model; base weights are the very parameters of this one afterwards.
+            problems: Why it cannot run beside others, a line each.
+        """
+        # ours alone, without what other expansions share of it
+        own = {key: each for key, each in self.named_parameters(remove_duplicate=False) if not _is_inside(key)}
+        for path, module in model.named_modules():
+            for last in module._parameters:
+                module._parameters[last] = own.get(f"{path}.{last}", module._parameters[last])
+        model.align_copies()
+        self.expanded_models[name], self.problems[name] = model, problems
+        self.set_expansion(name)
+
+    def _known(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Names of a request, refused where one is unknown or stands twice."""
+        found = tuple(names)
+        problems = [unknown_name(name, self.expansions) for name in found if name not in self.expansions]
+        twice = [name for name in dict.fromkeys(found) if found.count(name) > 1]
+        problems += [f"{name}: is named {found.count(name)} times, expected once." for name in twice]
+        if problems:
+            raise ValueError("\n".join(problems))
+        return found
+
+    def _check_composable(self, names: tuple[str, ...]) -> None:
+        """Refuse what cannot run side by side."""
+        problems = [f"{name}: {line}" for name in names for line in self.problems[name]]
+        if not names:
+            problems = ["A list of no names: expected at least one. None gives the base."]
+        elif self.get_output_embeddings() is None:
+            problems = [f"{type(self).__name__}: has no head, so nothing mixes its paths. Load the language model."]
+        if problems:
+            raise ValueError("\n".join(problems))
+
+    def _rows(self, rows: Sequence[str | None]) -> Choice:
+        """The choice of each row of a batch."""
+        self._known({name for name in rows if name is not None})
+        names = tuple(name for name in self.expansions if name in rows)
+        if len(set(rows)) == 1:
+            return Choice(names)
+        self._check_composable(names)
+        return Choice(names, rows=tuple(rows))
+
+    @contextmanager
+    def _chosen(self, rows: Sequence[str | None] | None) -> Iterator[None]:
+        """Let each row of a batch have its own expansion inside a `with` block, where that is asked for."""
+        before = self.choice
+        self.choice = before if rows is None else self._rows(rows)
+        try:
+            yield
+        finally:
+            self.choice = before
+
+    def save_pretrained(self, *args: Any, **options: Any) -> None:
+        """Refuse: each expansion is saved by itself, beside the base that is saved already."""
+        raise NotImplementedError(
+            "A composed model is not saved as one folder. Save each expansion: model.expanded_models[name]"
+            ".save_pretrained(FOLDER), then scale-surgery extract FOLDER, which leaves the base out."
+        )
+
+    def resize_token_embeddings(self, *args: Any, **options: Any) -> None:
+        """Refuse: expansions have parts of embedding and head that stock code does not resize."""
+        raise NotImplementedError("Resize the base model's embeddings first, then expand it.")
+
+    def generate(self, *args: Any, expansion_names: Sequence[str | None] | None = None, **options: Any) -> Any:
+        """Generate as transformers does; `expansion_names` chooses for each row of the batch, None for the base."""
+        with self._chosen(expansion_names):
+            return super().generate(*args, **options)
+
+    def run(self, **inputs: Any) -> Any:
+        """Run what was chosen; `expansion_names` chooses for each row of the batch."""
+        with self._chosen(inputs.pop("expansion_names", None)):
+            choice, cache = self.choice, inputs.get("past_key_values")
+            check_cache(cache, choice)
+            if choice.is_composed:
+                output = self._run_composed(choice, super().forward, inputs)
+            elif choice.names:
+                output = self.expanded_models[choice.names[0]](**inputs)
+            else:
+                self._arrange(())
+                output = super().forward(**inputs)
+        cache = cache_of(output) if cache is None else cache
+        if cache is not None:
+            cache.expansion_choice = choice.key
+        return output
+
+    def _run_composed(self, choice: Choice, stock: Any, inputs: dict[str, Any]) -> Any:
+        """Run all paths side by side, and make one set of logits of them."""
+        tokens = tokens_of(inputs, choice, is_training=self.training)
+
+        def answer(paths: Features) -> Tensor:
+            return choice.mixture.logits(paths, tokens) if choice.mixture else by_row(paths.at(tokens.keep), choice)
+
+        with self._answering(answer):
+            output = stock(**inputs)
+        if tokens.result is not None:
+            remember(tokens, inputs.get("past_key_values"), output)
+        return output
+
+    @torch.no_grad()
+    def path_logits(self, input_ids: Tensor, **inputs: Any) -> list[Tensor]:
+        """Logits of each path of a list alone: the base's, and those of each expansion in its order; (b, t, v) each.
+
+        Args:
+            input_ids: Token ids (b, t).
+            inputs: attention_mask and position_ids, where there are any.
+        """
+        if self.choice.mixture is None:
+            raise ValueError("One path runs now. Choose several with set_expansion([...]) first.")
+        found: list[Tensor] = []
+
+        def answer(paths: Features) -> Tensor:
+            found.extend(paths.logits())
+            return found[0]
+
+        with self._answering(answer):
+            super().forward(input_ids=input_ids, use_cache=False, **inputs)
+        return found
+
+    @contextmanager
+    def _answering(self, answer: Callable[[Features], Tensor]) -> Iterator[None]:
+        """Let all paths run, and the head give what `answer` makes of them, inside a `with` block."""
+        self._arrange(self.choice.names)
+        head, config, key = (
+            self.get_output_embeddings(),
+            self.config.get_text_config(decoder=True),
+            self.facts["softcap"],
+        )
+        # stock code would cap the mixture; each path is capped before
+        cap = getattr(config, key) if key and self.choice.mixture else None
+        stock = type(head)
+        head.__class__, head.answer = expanded_class(ComposedHead, stock), lambda x: answer(self._features(x, cap))
+        if cap is not None:
+            setattr(config, key, None)
+        try:
+            yield
+        finally:
+            head.__class__ = stock
+            del head.answer
+            if cap is not None:
+                setattr(config, key, cap)
+
+    def _arrange(self, names: tuple[str, ...]) -> None:
+        """Let these expansions pass through the modules; without any they are stock ones."""
+        if names == self.arranged:
+            return
+        restore(self)
+        self.arranged = ()
+        if names:
+            self.stage = compose_layers(self, {name: self.expanded_models[name] for name in names}, self.facts)
+            self.arranged = names
+
+    def _features(self, features: Tensor, cap: float | None) -> Features:
+        """Take apart what leaves the last norm, in the order of the names."""
+        members, hidden = {name: self.expanded_models[name] for name in self.arranged}, self.facts["hidden"]
+        up = {name: own.config.scale_surgery["widths"]["up_width"] for name, own in members.items()}
+        whole, *apart = features.chunk(1 + len(self.stage.apart))
+        sizes = [hidden, *(up[name] for name in self.stage.shared)]
+        base, *shared = whole[..., : sum(sizes)].split(sizes, dim=-1)
+        streams = {name: (base, own) for name, own in zip(self.stage.shared, shared, strict=True)}
+        for name, own in zip(self.stage.apart, apart, strict=True):
+            streams[name] = own[..., :hidden], own[..., hidden : hidden + up[name]]
+        heads = [own.get_output_embeddings() for own in members.values()]
+        found = (base, base[..., :0]), *(streams[name] for name in members)
+        return Features((heads[0], *heads), found, whole, cap)
+
+
+def _is_inside(name: str) -> bool:
+    return name.startswith("expanded_models.")
+
+
+def _refusing(name: str) -> Any:
+    def refuse(self: Any, *args: Any, **options: Any) -> None:
+        """Refuse: adapters of transformers know nothing of expansions."""
+        raise NotImplementedError(
+            f"{name}: is of transformers' adapters, and this model has expansions. Use load_expansion(model, EXTRACT, "
+            "name=...) of scale_surgery, model.set_expansion, model.use_expansion, model.expansions or "
+            "model.delete_expansion."
+        )
+
+    refuse.__name__ = name
+    return refuse
+
+
+@cache
+def composed_class(stock: type) -> type:
+    """The composed form of a stock model class; its forward has the signature from which others learn what it takes."""
+    names = list(signature(stock.forward).parameters)[1:]
+
+    @wraps(stock.forward)
+    def forward(self, *args, **inputs):
+        return self.run(**dict(zip(names, args, strict=False)), **inputs)
+
+    own = {name: _refusing(name) for name in ADAPTER_METHODS if hasattr(stock, name)}
+    own |= {"forward": forward, "__module__": __name__, "__doc__": ComposedModel.__doc__}
+    return type(f"Composed{stock.__name__}", (ComposedModel, stock), own)

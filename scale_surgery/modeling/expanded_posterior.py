@@ -1,0 +1,215 @@
+"""The posterior mixture of K + 1 paths: the base and K expansions of it, weighed by how well each predicted the text.
+
+    v_k(t) ∝ w_k(t) p_k(y_t),   w_k(t+1) = (1 - r) v_k(t) + (r / K) Σ_{j≠k} v_j(t),   output Σ_k w_k p_k
+
+Bayes' mixture with fixed share (Herbster and Warmuth 1998). With r = 0 and a uniform prior no text loses more than
+ln(K + 1) nats against the best path for it. Two paths, K = 1, are what `PosteriorRouter` mixes.
+This file needs only torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .expanded_mixture import in_chunks, normalizers, row_chunks
+from .expanded_routing import MOST_KEPT, RouterState, Tokens
+from .expanded_streams import own_memory
+
+# logits of one path that stand in memory at a time: fewer rows make a matrix product slow
+AT_ONCE = 2**22
+
+
+@dataclass(frozen=True)
+class Features:
+    """What leaves the last norm of each path, before the head.
+
+    Attributes:
+        heads: The head of the base, and that of each expansion, on the same weight.
+        streams: Base stream and up stream of each path (b, t, ...); paths that share the base stream have one tensor.
+        read: One path's features as they lie in memory (b, t, ...): how a bias is added depends on that.
+        softcap: What the logits of each path are capped with, or None.
+    """
+
+    heads: tuple[Any, ...]
+    streams: tuple[tuple[Tensor, Tensor], ...]
+    read: Tensor
+    softcap: float | None = None
+
+    def at(self, keep: slice | Tensor) -> Features:
+        """The same at some positions."""
+        if isinstance(keep, slice) and keep == slice(None):
+            return self
+        bases = {id(base): base[:, keep] for base, _ in self.streams}
+        streams = ((bases[id(base)], up[:, keep]) for base, up in self.streams)
+        return Features(self.heads, tuple(streams), self.read[:, keep], self.softcap)
+
+    def logits(self) -> Iterator[Tensor]:
+        """Logits of each path alone, one after the other, in memory of their own (b, t, v); all read one base once."""
+        first = self.streams[0][0]
+        shared = self.heads[0].base_logits(own_memory(first), self.read)
+        for head, (base, up) in zip(self.heads, self.streams, strict=True):
+            logits = shared.clone() if base is first else head.base_logits(own_memory(base), self.read)
+            yield self.capped(head.add_up(logits, own_memory(up)) if up.shape[-1] else logits)
+
+    def capped(self, logits: Tensor) -> Tensor:
+        """Cap logits as the stock model does."""
+        if self.softcap is None:
+            return logits
+        return torch.tanh(logits / self.softcap) * self.softcap
+
+
+def log_shares(paths: int, rate: float, like: Tensor) -> Tensor:
+    """Logarithm of what each path (written) takes of each (read) between two tokens."""
+    others = math.log(rate / (paths - 1)) if rate > 0 and paths > 1 else -math.inf
+    shares = like.new_full((paths, paths), others, dtype=torch.float32)
+    return shares.fill_diagonal_(math.log1p(-rate))
+
+
+def follow_paths(before: Tensor, evidence: Tensor, restarts: Tensor, prior: Tensor, rate: float) -> Tensor:
+    """Log weights of all paths after each token.
+
+    Each token multiplies the weights by its likelihoods, and then by the shares; a restart sets them to the prior. One
+    token is taken after the other: products of all prefixes at once, as for two paths, grow with the third power of
+    the number of paths.
+
+    Args:
+        before: Log weights before the first token (b, k).
+        evidence: log p(y) of each token on each path (b, t, k), float32.
+        restarts: Where a sequence begins (b, t).
+        prior: Log weights at a start (k,).
+        rate: Fixed-share rate.
+
+    Returns:
+        Log weights (b, t, k), float32, normalised.
+    """
+    shares, found = log_shares(evidence.shape[-1], rate, evidence), []
+    weights = before
+    for known, is_start in zip(evidence.unbind(1), restarts[..., None].unbind(1), strict=True):
+        weights = weights + known
+        if rate > 0:
+            weights = (weights.unsqueeze(-2) + shares).logsumexp(-1)
+        weights = torch.where(is_start, prior, weights.log_softmax(-1))
+        found.append(weights)
+    return torch.stack(found, 1)
+
+
+def mix_paths(logits: list[Tensor], shifts: list[Tensor]) -> Tensor:
+    """Logarithm of the mixture: log Σ_k exp(logits_k + shift_k), with logits (..., v) and shifts (...), float32.
+
+    Args:
+        logits: Logits of each path.
+        shifts: Log weight of each path, less the log sum exp of its logits.
+
+    Returns:
+        Log-probabilities, in the dtype of the logits.
+    """
+    flat, added = [own.flatten(0, -2) for own in logits], [own.flatten() for own in shifts]
+    found = []
+    for rows in row_chunks(flat[0]):
+        whole = torch.stack([own[rows].float() + shift[rows, None] for own, shift in zip(flat, added, strict=True)])
+        found.append(whole.logsumexp(0).to(logits[0].dtype))
+    return torch.cat(found).view_as(logits[0])
+
+
+class PathState(RouterState):
+    """What the mixture remembers, as one more layer of the KV cache; see `RouterState`.
+
+    `keys` are the log-probabilities of every possible next token on each path at the last positions (b, k, positions,
+    v), `values` the log weights there (b, k, positions, 1).
+    """
+
+    def set(self, evidence: Tensor, weights: Tensor, tokens: int) -> None:
+        """Remember the state after so many more tokens; evidence (b, positions, k, v), weights (b, positions, k)."""
+        self.keys, self.values = evidence.transpose(1, 2), weights.transpose(1, 2).unsqueeze(-1)
+        self.dtype, self.device, self.is_initialized = evidence.dtype, evidence.device, True
+        self.seen += tokens
+
+
+@dataclass(frozen=True)
+class PathMixture:
+    """The router over K + 1 paths.
+
+    Attributes:
+        prior: Weight of the base and of each expansion at the start of a text.
+        switch_rate: Share of its weight that each path gives to the others at every token.
+    """
+
+    prior: tuple[float, ...]
+    switch_rate: float
+
+    def logits(self, paths: Features, tokens: Tokens) -> Tensor:
+        """Log-probabilities of the mixture (b, kept, v); no gradient passes through the weights.
+
+        Positions are taken some at a time, in order: the weights at one depend on what was before it alone.
+        """
+        length, is_slice = tokens.ids.shape[1], isinstance(tokens.keep, slice)
+        wanted = range(length)[tokens.keep] if is_slice else range(length)
+        # where generation asks for several positions, it may take some of them back
+        kept = min(len(wanted), MOST_KEPT) if is_slice and tokens.keep != slice(None) else 1
+        run, width = Following(self, tokens, length - kept), len(tokens.ids) * paths.heads[0].weight.shape[0]
+        found = [run.mixed(paths, rows, wanted) for rows in in_chunks(length, width, AT_ONCE)]
+        tokens.result = (torch.cat(run.evidence, 1), torch.cat(run.weights, 1)) if tokens.is_cached else None
+        mixed = torch.cat([own for own in found if own is not None], 1)
+        return mixed if is_slice else mixed[:, tokens.keep]
+
+
+class Following:
+    """One call of a mixture as it reads tokens, some positions at a time.
+
+    Attributes:
+        evidence: Log-probabilities of every next token at the positions to be remembered (b, some, k, v).
+        weights: Log weights there (b, some, k).
+    """
+
+    def __init__(self, mixture: PathMixture, tokens: Tokens, remembered: int) -> None:
+        self.mixture, self.tokens, self.remembered = mixture, tokens, remembered
+        self.evidence: list[Tensor] = []
+        self.weights: list[Tensor] = []
+        self.prior = torch.tensor(mixture.prior, dtype=torch.float32, device=tokens.ids.device).log()
+        state = tokens.state
+        self.before = self.prior.expand(len(tokens.ids), -1) if state is None else state.values[:, :, -1, 0]
+        self.next = None if state is None else state.keys[:, :, -1]
+
+    def mixed(self, paths: Features, rows: slice, wanted: range) -> Tensor | None:
+        """Read the tokens at some positions, and mix where that is wanted; None where it is nowhere."""
+        logits = list(paths.at(rows).logits())
+        norms = [normalizers(own) for own in logits]
+        weights = self.follow(rows, [own.detach() for own in logits], [own.detach() for own in norms])
+        inside = slice(max(wanted.start - rows.start, 0), max(wanted.stop - rows.start, 0))
+        if not logits[0][:, inside].shape[1]:
+            return None
+        shifts = [weights[:, inside, path] - norm[:, inside] for path, norm in enumerate(norms)]
+        return mix_paths([own[:, inside] for own in logits], shifts)
+
+    def follow(self, rows: slice, logits: list[Tensor], norms: list[Tensor]) -> Tensor:
+        """Log weights after each token at some positions (b, some, k)."""
+        ids, paths = self.tokens.ids[:, rows, None], len(logits)
+        first = logits[0].new_zeros(len(ids), 1, paths, dtype=torch.float32)
+        if self.next is not None:
+            first[:, 0] = self.next.gather(-1, ids[:, :1].expand(-1, paths, 1))[..., 0]
+        # position by position, what each path gave for the token after it
+        later = [
+            own[:, :-1].gather(-1, ids[:, 1:])[..., 0].float() - norm[:, :-1]
+            for own, norm in zip(logits, norms, strict=True)
+        ]
+        evidence = torch.cat((first, torch.stack(later, -1)), 1)
+        restarts = self.tokens.restarts[:, rows]
+        weights = follow_paths(self.before, evidence, restarts, self.prior, self.mixture.switch_rate)
+        self.remember(rows, logits, norms, weights)
+        return weights
+
+    def remember(self, rows: slice, logits: list[Tensor], norms: list[Tensor], weights: Tensor) -> None:
+        """Note what the next positions, and the next call, begin with."""
+        kept = slice(min(max(self.remembered - rows.start, 0), weights.shape[1] - 1), None)
+        parts = [own[:, kept].float() - norm[:, kept, None] for own, norm in zip(logits, norms, strict=True)]
+        evidence = torch.stack(parts, 2)
+        self.before, self.next = weights[:, -1], evidence[:, -1]
+        if rows.start + weights.shape[1] > self.remembered:
+            self.evidence.append(evidence)
+            self.weights.append(weights[:, kept])

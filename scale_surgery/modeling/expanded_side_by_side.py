@@ -1,0 +1,178 @@
+"""Several expansions of one base side by side: what is the base's is computed once, beside it each has its up stream.
+
+    [x | x_up of A | x_up of B | ... | x' of C, x_up of C | ...]
+
+Some share the base stream, others stand apart with a base stream of their own, x': see `expanded_arranged`. Each
+expansion's own modules compute what is its own; a stock module runs once for all that share the base stream, and once
+more for each that stands apart. Heads lie as features do, so that one stock cache holds the base's heads once.
+This file needs only torch and transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from .expanded_modules import ExpandedBlock, ExpandedModule, expanded_class
+from .expanded_streams import join_streams, own_memory, streams_of
+
+
+class PathThrough(NamedTuple):
+    """An expansion as it passes through a stock module.
+
+    Attributes:
+        module: The module of that name of the expanded model, on the same weights; it may be a stock one.
+        up_in: Features, or heads, of its up stream that the module reads.
+        is_apart: Whether the expansion has a base stream of its own here.
+    """
+
+    module: nn.Module
+    up_in: int
+    is_apart: bool
+
+    def up(self, base: Tensor, up: Tensor, y: Tensor) -> Tensor | None:
+        """Up part beside a base part y that is known."""
+        return self.module.forward_up(base, up, y) if isinstance(self.module, ExpandedModule) else None
+
+    def streams(self, run: Callable[[Tensor], Tensor], base: Tensor, up: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Both streams of an expansion that stands apart; `run` is the stock module."""
+        if isinstance(self.module, ExpandedBlock):
+            return self.module.stream(run, base, up, self.module.w12)
+        if isinstance(self.module, ExpandedModule):
+            return self.module.forward_streams(base, up)
+        return run(base), None
+
+    @property
+    def up_sections(self) -> list[int]:
+        """Widths of what it writes, for each section of a fused projection."""
+        return [sizes[1] for sizes in self.module.sections]
+
+
+class ComposedModule:
+    """A stock module through which several expansions pass; the second base class of such a module.
+
+    Attributes:
+        paths: Those that share the base stream, then those that stand apart.
+        known_widths: Widths of all that it reads, by their sum.
+        base_sections: Widths of the parts of a fused projection; empty where it is none.
+        head_axis: Axis of the heads of a norm inside heads, None for any other module.
+        keeps_strides: Whether its result lies in memory as its input does.
+        stacked_width: Width to which paths are padded, to leave the last norm one after the other along the batch;
+            None for any other module.
+    """
+
+    paths: tuple[PathThrough, ...] = ()
+    known_widths: dict[int, list[int]] = {}
+    base_sections: tuple[int, ...] = ()
+    head_axis: int | None = None
+    keeps_strides = False
+    stacked_width: int | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.forward_paths(super().forward, x)
+
+    def forward_paths(self, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """Every path by itself: no operation sees more of a base stream than in the base model."""
+        parts = iter(self.split(x))
+        base = next(parts)
+        y = run(base)
+        found: list[list[Tensor | None]] = [[y]]
+        for path in self.paths:
+            if path.is_apart:
+                found.append(list(path.streams(run, next(parts), next(parts))))
+            else:
+                found[0].append(path.up(base, next(parts), y))
+        return self.join(found)
+
+    def widths(self, width: int) -> list[int]:
+        """Widths of all that the module reads; every base stream is equally wide."""
+        # a token at a time, working them out costs as much as a small product
+        if width not in self.known_widths:
+            apart = sum(path.is_apart for path in self.paths)
+            base = (width - sum(path.up_in for path in self.paths)) // (1 + apart)
+            own = [own for path in self.paths for own in [base] * path.is_apart + [path.up_in]]
+            self.known_widths[width] = [base, *own]
+        return self.known_widths[width]
+
+    def split(self, x: Tensor) -> Sequence[Tensor]:
+        """Take streams apart, each as it lies in memory in the model of its own."""
+        axis = -1 if self.head_axis is None else self.head_axis
+        if len(self.paths) + 1 == len(widths := self.widths(x.shape[axis])) and not any(widths[1:]):
+            return [self.whole(x), *(x[..., :0] for _ in self.paths)]
+        if self.head_axis is None and (known := streams_of(x, widths)):
+            return known
+        parts = x.split(widths, dim=axis)
+        if self.head_axis is not None:
+            return [part.clone() for part in parts]
+        # a chunk of a fused projection is strided in the base model too, and an activation keeps its strides
+        return parts if self.keeps_strides and not x.is_contiguous() else [own_memory(part) for part in parts]
+
+    def whole(self, x: Tensor) -> Tensor:
+        """What the module reads where all of that is the base's."""
+        return x if self.keeps_strides else own_memory(x)
+
+    def join(self, found: list[list[Tensor | None]]) -> Tensor:
+        """Put the results of all paths side by side."""
+        streams = [own for path in found for own in path if own is not None and own.numel()]
+        if self.stacked_width is not None and len(found) > 1:
+            joined = [torch.cat([own for own in path if own is not None], dim=-1) for path in found]
+            return torch.cat([functional.pad(path, (0, self.stacked_width - path.shape[-1])) for path in joined])
+        if self.head_axis is not None:
+            return torch.cat([own.movedim(self.head_axis, -2) for own in streams], dim=-2).movedim(-2, self.head_axis)
+        return self.join_sections(found) if self.base_sections else join_streams(*streams)
+
+    def join_sections(self, found: list[list[Tensor | None]]) -> Tensor:
+        """A fused projection is joined section by section: q, q_up of A, ..., k, k_up of A, ..."""
+        bases = [path[0] for path in found]
+        columns = [bases[0].split(self.base_sections, dim=-1)]
+        ups, apart = iter(found[0][1:]), iter(found[1:])
+        for path in self.paths:
+            base, up = next(apart) if path.is_apart else (None, next(ups))
+            columns += [] if base is None else [base.split(self.base_sections, dim=-1)]
+            columns += [] if up is None else [up.split(path.up_sections, dim=-1)]
+        return torch.cat([part for parts in zip(*columns, strict=True) for part in parts], dim=-1)
+
+
+class ComposedBlock(ComposedModule):
+    """A whole block of a layer, run as it is on each base stream; see `ExpandedBlock`."""
+
+    def forward(self, *args, **kwargs):
+        stock, found = super(ComposedModule, self).forward, []
+
+        def run(base: Tensor) -> Tensor:
+            found.append(stock(base, *args[1:], **kwargs) if args else stock(**(kwargs | {"hidden_states": base})))
+            y = found[-1][0] if isinstance(found[-1], tuple) else found[-1]
+            return y.view(*base.shape[:-1], -1)
+
+        y = self.forward_paths(run, args[0] if args else kwargs["hidden_states"])
+        # what else it gives, such as the scores of a mixture's router, is the base's
+        return (y, *found[0][1:]) if isinstance(found[0], tuple) else y
+
+
+class ComposedPadding(ComposedModule):
+    """A module that reads no hidden state, such as a position embedding; zeros stand beside what it gives."""
+
+    def forward(self, *args, **kwargs):
+        y = super(ComposedModule, self).forward(*args, **kwargs)
+        return functional.pad(y, (0, sum(getattr(path.module, "up_out", 0) for path in self.paths)))
+
+
+def compose_module(module: nn.Module, paths: tuple[PathThrough, ...], specs: list[dict[str, Any]]) -> None:
+    """Let paths pass through a stock module, in place.
+
+    Args:
+        module: The stock module.
+        paths: The paths.
+        specs: All that is said of it, at least one.
+    """
+    kind = {"block": ComposedBlock, "padding": ComposedPadding}.get(specs[0]["kind"], ComposedModule)
+    fused = [[base for base, _ in spec["out_features"]] for spec in specs if "out_features" in spec]
+    sections = next((own for own in [*fused, *(spec.get("sections", ()) for spec in specs)] if len(own) > 1), ())
+    module.__class__ = expanded_class(kind, type(module))
+    module.paths, module.known_widths, module.base_sections = paths, {}, tuple(sections)
+    module.keeps_strides = any(spec["kind"] in ("activation", "head_norm") for spec in specs)
+    module.head_axis = next((spec["axis"] for spec in specs if spec["kind"] == "head_norm"), None)

@@ -1,0 +1,92 @@
+"""Many expansions on one model in memory: a stock model becomes a composed one, and that a stock one again."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from copy import deepcopy
+from importlib import import_module
+from typing import Any
+
+from scale_surgery import modeling
+from scale_surgery.errors import PlanError
+from scale_surgery.planning.plan import Plan
+from scale_surgery.planning.routing_specs import build_paths, path_problems
+
+COMPOSED = f"{modeling.__name__}.expanded_composed"
+
+
+def is_composed(model: Any) -> bool:
+    """Whether a model has expansions under names."""
+    return hasattr(model, "expanded_models")
+
+
+def check_name(name: str, known: Collection[str]) -> None:
+    """Refuse a name that an expansion cannot have.
+
+    Args:
+        name: The name.
+        known: Names that others have.
+
+    Raises:
+        PlanError: If it is not made of letters, digits and underscores, is a word of ours, or is taken.
+    """
+    from torch import nn
+
+    if not name.isidentifier() or name == "base" or hasattr(nn.ModuleDict, name):
+        raise PlanError(
+            f"name: is {name!r}, expected letters, digits and underscores, no digit first, and no word of Python's or "
+            "ours. Choose another, such as medicine."
+        )
+    if name in known:
+        raise PlanError(
+            f"name: {name} is an expansion of this model already, expected a new name. Choose another, or take that "
+            "one off first: model.delete_expansion."
+        )
+
+
+def compose(model: Any, plan: Plan) -> Any:
+    """Make a composed model of a stock one, without an expansion yet; it shares the weights, frozen.
+
+    Args:
+        model: The stock model, which stays as it is.
+        plan: That of any expansion of it.
+    """
+    made = _on_same_weights(model, {})
+    made.__class__ = import_module(COMPOSED).composed_class(type(model))
+    made.become_composed(build_paths(plan.architecture, plan.sizes))
+    return made
+
+
+def base_alone(model: Any) -> Any:
+    """The stock model that a composed one is with no expansion, on the same weights."""
+    with model.use_expansion(None):
+        model._arrange(())
+        alone = _on_same_weights(model, {id(model.expanded_models): None})
+    alone.__class__ = type(model).__bases__[1]
+    del alone._modules["expanded_models"]
+    return alone
+
+
+def add_expansion(model: Any, name: str, expanded: Any, plan: Plan) -> Any:
+    """Take up an expanded model in a composed one under a name.
+
+    Args:
+        model: The composed model.
+        name: A name that was checked.
+        expanded: The expanded model, on the same weights.
+        plan: Its plan.
+
+    Returns:
+        The composed model.
+    """
+    fork = min(plan.collaboration.layers, default=None)
+    model.add_expanded_model(name, expanded, path_problems(plan.architecture, fork))
+    return model
+
+
+def _on_same_weights(model: Any, known: dict[int, Any]) -> Any:
+    """A copy whose parameters are frozen views of the model's."""
+    from torch import nn
+
+    frozen = {id(own): nn.Parameter(own.detach(), requires_grad=False) for own in model.parameters()}
+    return deepcopy(model, {**frozen, **known})

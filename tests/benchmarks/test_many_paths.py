@@ -1,0 +1,41 @@
+"""What many expansions cost: all choices are measured, ratios are those within a round, and targets can be missed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from benchmarks import many_paths
+from benchmarks.routing_cost import Case
+
+
+def test_targets_are_those_of_preserve_expansions() -> None:
+    forward, generation = Case("forward", 1, 8), Case("generation", 1, 8, new_tokens=4)
+    choices = many_paths.choices_of([1, 8])
+    assert list(choices) == ["base", "alone", "1 preserve", "8 preserve", "1 adapt", "1 adapt, upper half"]
+    found = {
+        case.name: [many_paths.target_of(case, names) for names in choices.values()] for case in (forward, generation)
+    }
+    assert found["forward"] == [None, None, 1.3, pytest.approx(3.4), None, None]
+    assert found["generation"] == [None, None, None, 2.5, None, None]
+
+
+@pytest.mark.slow
+def test_all_is_measured_and_written(tmp_path: Path) -> None:
+    output = tmp_path / "numbers.json"
+    options = ["--shape", "tiny", "--length", "16", "--prompt", "4", "--new-tokens", "2", "--paths", "1,2"]
+    run = CliRunner().invoke(
+        many_paths.main, [*options, "--rounds", "1", "-o", str(output)], catch_exceptions=False, terminal_width=80
+    )
+    assert run.exit_code == 0, run.output
+    report = json.loads(output.read_text())
+    choices = list(many_paths.choices_of([1, 2]))
+    assert [own["choice"] for own in report["measured"]] == choices * 3
+    weights = report["weights"]
+    assert weights["base"] == 1 < weights["1 preserve"] == weights["alone"] < weights["2 preserve"]
+    assert 2 * weights["alone"] - 1 == pytest.approx(weights["2 preserve"]), "the base once"
+    counted = {own["choice"]: own["counted"] for own in report["measured"][: len(choices)]}
+    assert counted["1 preserve"] < counted["1 adapt, upper half"] < counted["1 adapt"]
