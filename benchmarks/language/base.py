@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
+import click
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor
@@ -24,6 +25,8 @@ SPECIAL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
 # characters of each language that the tokenizer is made of
 TOKENIZER_CHARACTERS = 5_000_000
 SECOND_SHARE = 0.015
+# draws which documents the base reads
+BASE_SEED = 0
 WARM_UP, WEIGHT_DECAY = 0.03, 0.1
 SAVE_STEPS = 200
 
@@ -59,7 +62,7 @@ SIZES = {
     "1m": Size(96, 256, 4, 4, 4096, 256, 16, 2_000_000, 3e-3),
     "3m": Size(192, 512, 6, 6, 4096, 256, 16, 6_000_000, 2e-3),
     "6m": Size(256, 704, 6, 8, 8192, 256, 16, 10_000_000, 2e-3),
-    "100m": Size(768, 2048, 12, 12, 16384, 512, 32, 14_000_000, 6e-4),
+    "100m": Size(768, 2048, 12, 12, 16384, 512, 32, 9_500_000, 6e-4),
 }
 
 
@@ -114,10 +117,29 @@ def base_rows(work: Path, tokenizer: PreTrainedTokenizerFast, second: str, size:
     """Pack what the base reads: the first language once, and the share of the second, in one order."""
     parts = []
     for language, share in ((ENGLISH, 1 - SECOND_SHARE), (second, SECOND_SHARE)):
-        texts = shuffled(read_text(work, language, "train"), seed)
-        parts.append(pack(tokenizer, texts, size.context, round(size.tokens * share)))
+        texts = shuffled(read_text(work, language, "train"), BASE_SEED)
+        parts.append(pack_all(tokenizer, texts, size.context, round(size.tokens * share), language))
     rows = torch.cat(parts)
     return rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))]
+
+
+def new_rows(work: Path, tokenizer: PreTrainedTokenizerFast, second: str, size: Size, tokens: int, seed: int) -> Tensor:
+    """Pack text of the second language that the base has not read, in an order that the seed draws."""
+    texts = iter(shuffled(read_text(work, second, "train"), BASE_SEED))
+    read = 0
+    while read < round(size.tokens * SECOND_SHARE):
+        read += len(tokenizer(next(texts))["input_ids"])
+    return pack_all(tokenizer, shuffled(list(texts), seed), size.context, tokens, second)
+
+
+def pack_all(
+    tokenizer: PreTrainedTokenizerFast, texts: Iterable[str], context: int, tokens: int, language: str
+) -> Tensor:
+    """Pack so many tokens, and no fewer."""
+    rows = pack(tokenizer, texts, context, tokens)
+    if len(rows) < tokens // context:
+        raise click.ClickException(f"{language}: {rows.numel():,} tokens of text, expected {tokens:,}. Ask for fewer.")
+    return rows
 
 
 def pack(tokenizer: PreTrainedTokenizerFast, texts: Iterable[str], context: int, tokens: int) -> Tensor:

@@ -5,9 +5,10 @@
 Text is fetched from Debian's documentation packages, a base is trained, and every method learns the second language
 on the same text: without rehearsal, with rehearsal of samples that the base wrote, and of a hundredth of the text that
 it was trained on. Expansions are scored with a router as well. Learning rates are swept in steps of three on a quarter
-of the tokens without rehearsal, and the one that learns most on the development split is taken; the sweep widens until
-that is not at its edge. A run that ends becomes a line of the records file, and what has a line is not run again. What
-is in WORK (packages, text, base, samples of the base) is made once.
+of the tokens without rehearsal, and the lowest is taken that learns within 0.05 nats of the best on the development
+split; the sweep widens until that is not at its edge. Rehearsal takes the same rate. A run that ends becomes a line of
+the records file, and what has a line is not run again. What is in WORK (packages, text, base, samples of the base) is
+made once.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ from benchmarks.language.text import write_text
 RECORDS = Path(__file__).with_name("runs.jsonl")
 SWEPT_SHARE = 0.25
 STEP = 3.0
+# nats per token; of rates that learn as much the lowest is taken, because it forgets less
+TIE = 0.05
 
 
 def prepare(work: Path, subject: Subject) -> None:
@@ -57,15 +60,21 @@ def sweep(work: Path, records: Path, subject: Subject, name: str, tokens: int) -
     """Run a method at several rates, and choose one."""
     place = place_of(work, subject)
     method = method_of(place, name)
-    tried: dict[float, float] = {}
-    wanted = [method.rate]
+    tried: dict[int, float] = {}
+    wanted = {0}
     while wanted:
-        for rate in wanted:
-            key = Key(subject, name, "none", rate, round(SWEPT_SHARE * tokens), 0)
-            tried[rate] = once(place, records, method, key, is_examined=False).points[-1].new
-        best = min(tried, key=lambda rate: tried[rate])
-        wanted = [rate for rate in (rounded(best / STEP), rounded(best * STEP)) if rate not in tried]
-    return best
+        for power in sorted(wanted):
+            key = Key(subject, name, "none", rate_at(method, power), round(SWEPT_SHARE * tokens), 0)
+            tried[power] = once(place, records, method, key, is_examined=False).points[-1].new
+        best = min(tried.values())
+        chosen = min(power for power, new in tried.items() if new <= best + TIE)
+        wanted = {chosen - 1, chosen, chosen + 1} - tried.keys()
+    return rate_at(method, chosen)
+
+
+def rate_at(method: Method, power: int) -> float:
+    """A rate so many steps above the one that a method begins with."""
+    return float(f"{method.rate * STEP**power:.3g}")
 
 
 def learn(work: Path, records: Path, key: Key) -> Run:
@@ -91,11 +100,6 @@ def method_of(place: Place, name: str) -> Method:
     """A method by its name."""
     (found,) = (method for method in methods_for(place.base) if method.name == name)
     return found
-
-
-def rounded(rate: float) -> float:
-    """A rate that is the same whichever way it was come to."""
-    return float(f"{rate:.3g}")
 
 
 @click.command()

@@ -115,6 +115,8 @@ def _fetch_one(work: Path, name: str) -> Fetched | None:
         archives = work / "archives"
         archives.mkdir(parents=True, exist_ok=True)
         done = subprocess.run(["apt-get", "download", name], cwd=archives, capture_output=True, text=True)
+        if done.returncode and "Unable to locate package" not in done.stderr:
+            raise click.ClickException(f"{name}: apt-get download says {done.stderr.strip()}")
         if done.returncode:
             click.echo(f"{name}: not in this release of Debian")
             return None

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks.language.packages import ENGLISH, PACKAGES
-from benchmarks.language.text import is_in, part_of, read_tree
+from benchmarks.language.text import part_of, read_text, read_tree
 
 HELP = PACKAGES[0]
 # characters; a shorter one says too little, a longer one does not fit twice into a row
@@ -38,12 +38,17 @@ def read_pairs(work: Path, second: str) -> list[Pair]:
 
 
 def _find_pairs(work: Path, second: str) -> list[Pair]:
-    old, new = (_by_id(work, language) for language in (ENGLISH, second))
+    old, new = (_by_id(work, language, _held_out(work, language)) for language in (ENGLISH, second))
     found = {own: Pair(old[own], new[own]) for own in sorted(old.keys() & new.keys())}
     return list({pair.old: pair for pair in found.values() if pair.old != pair.new}.values())
 
 
-def _by_id(work: Path, language: str) -> dict[tuple[str, str], str]:
+def _held_out(work: Path, language: str) -> set[str]:
+    """Paragraphs that stand nowhere else than in what is held out."""
+    return {paragraph for text in read_text(work, language, "test") for paragraph in text.split("\n")}
+
+
+def _by_id(work: Path, language: str, held_out: set[str]) -> dict[tuple[str, str], str]:
     found = HELP.of(language)
     assert found is not None
     name, pattern = found
@@ -54,5 +59,5 @@ def _by_id(work: Path, language: str) -> dict[tuple[str, str], str]:
         if part_of(file) == "test" and (root := read_tree(work, file)) is not None
         for element in root.iter("p")
         if LEAST <= len(text := " ".join(element.text_content().split())) <= MOST
-        if element.get("id") and is_in(language, text)
+        if element.get("id") and text in held_out
     }

@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM
 from benchmarks.language.base import Size
 from scale_surgery.training.rehearsal import Divergence
 
-SAMPLES = 384
 SAMPLED_TOGETHER = 64
+# of what the base was trained on; as many tokens are sampled
 OLD_SHARE = 0.01
 
 
@@ -73,21 +73,18 @@ def rehearsal_of(
     if rehearse == "none":
         return None
     base = AutoModelForCausalLM.from_pretrained(folder).to(device).requires_grad_(False).eval()
-    rows = own_samples(base, folder, size.context) if rehearse == "own" else _hundredth(old())
+    count = max(1, round(OLD_SHARE * size.tokens / size.context))
+    # rows of the base come in a random order already
+    rows = own_samples(base, folder, count, size.context) if rehearse == "own" else old()[:count]
     return Rehearsal(base, rows.to(device), size.rows // 2, seed)
 
 
-def _hundredth(rows: Tensor) -> Tensor:
-    # rows come in a random order already
-    return rows[: round(OLD_SHARE * len(rows))]
-
-
-def own_samples(base: Any, folder: Path, context: int) -> Tensor:
+def own_samples(base: Any, folder: Path, samples: int, context: int) -> Tensor:
     """Let the base write text from its begin token at temperature 1, once; (samples, context)."""
     file = folder.with_name(f"{folder.name}-samples.safetensors")
     if not file.exists():
         torch.manual_seed(0)
-        counts = [SAMPLED_TOGETHER] * (SAMPLES // SAMPLED_TOGETHER)
+        counts = [len(some) for some in torch.arange(samples).split(SAMPLED_TOGETHER)]
         written = file.with_name(f".{file.name}")
         save_file({"rows": torch.cat([_write(base, count, context) for count in counts])}, written)
         written.rename(file)

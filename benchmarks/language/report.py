@@ -3,7 +3,8 @@
     python -m benchmarks.language.report [--records FILE] [--size 6m] [--second de] [--images docs/images]
 
 Forgetting at equal learning: on the way a run passes the loss of the second language at which the slowest of all runs
-without a router ended; what it had lost in the first language there is interpolated between the measured points.
+without a router ended; what it had lost in the first language there is interpolated between the measured points, all
+on the development split.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ def perplexities(groups: Sequence[list[Run]]) -> Iterator[str]:
     for name, rehearse, scores, group in rows_of(groups):
         old, new = (math.exp(fmean(getattr(own, part).nats for own in scores)) for part in ("old", "new"))
         change = f"{old / math.exp(base.scores.old.nats) - 1:+.1%}" if name != "base" else ""
-        equal = f"{math.exp(fmean(at_equal(run, level) for run in group)):.1f}" if name == group[0].key.method else ""
+        lost = fmean(at_equal(run, level) for run in group) - base.points[0].old
+        equal = f"{math.exp(lost) - 1:+.1%}" if name == group[0].key.method != "base" else ""
         trained = f"{group[0].parameters / 1e6:.2f}M" if group[0].parameters else ""
         rate = f"{group[0].key.rate:g}" if group[0].key.rate else ""
         cells = (name, REHEARSED[rehearse], trained, rate, f"{old:.1f}", change, f"{new:.1f}", equal, str(len(group)))
@@ -78,24 +80,24 @@ def at_equal(run: Run, level: float) -> float:
     return run.points[-1].old
 
 
-DOWNSTREAM: dict[str, Callable[[Scores], float]] = {
-    "next token, old": lambda scores: scores.old.accuracy,
-    "new": lambda scores: scores.new.accuracy,
-    "parallel, old": lambda scores: scores.parallel[0],
-    "new ": lambda scores: scores.parallel[1],
-    "continuation, old": lambda scores: scores.ranking.old_continuation,
-    "new  ": lambda scores: scores.ranking.new_continuation,
-    "translation": lambda scores: scores.ranking.translation,
-    "back": lambda scores: scores.ranking.back_translation,
-}
+DOWNSTREAM: tuple[tuple[str, Callable[[Scores], float]], ...] = (
+    ("next token, old", lambda scores: scores.old.accuracy),
+    ("new", lambda scores: scores.new.accuracy),
+    ("parallel, old", lambda scores: scores.parallel[0]),
+    ("new", lambda scores: scores.parallel[1]),
+    ("continuation, old", lambda scores: scores.ranking.old_continuation),
+    ("new", lambda scores: scores.ranking.new_continuation),
+    ("translation", lambda scores: scores.ranking.translation),
+    ("back", lambda scores: scores.ranking.back_translation),
+)
 
 
 def downstream(groups: Sequence[list[Run]]) -> Iterator[str]:
     """The table of what is asked beside perplexity, in Markdown."""
-    yield f"| method | rehearsed | {' | '.join(name.strip() for name in DOWNSTREAM)} |"
+    yield f"| method | rehearsed | {' | '.join(name for name, _ in DOWNSTREAM)} |"
     yield f"|---|---|{'--:|' * len(DOWNSTREAM)}"
     for name, rehearse, scores, _ in rows_of(groups):
-        cells = [f"{fmean(measure(own) for own in scores):.1%}" for measure in DOWNSTREAM.values()]
+        cells = [f"{fmean(measure(own) for own in scores):.1%}" for _, measure in DOWNSTREAM]
         yield f"| {name} | {REHEARSED[rehearse]} | {' | '.join(cells)} |"
 
 

@@ -15,11 +15,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.biography.runs import GRADIENT_NORM, share_of_rate
-from benchmarks.language.base import SIZES, base_rows, make_base, pack, shuffled
+from benchmarks.language.base import SIZES, base_rows, make_base, new_rows
 from benchmarks.language.measures import Examination, Ranking, Reading
 from benchmarks.language.methods import Method
 from benchmarks.language.rehearsing import Rehearsal, rehearsal_of
-from benchmarks.language.text import read_text
 from scale_surgery import Routing
 
 MEASURED = (0, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1)  # shares of the steps; most is lost early
@@ -124,9 +123,8 @@ class Place:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
     def rows(self, tokens: int, seed: int) -> Tensor:
-        """Text of the second language, packed in an order that the seed draws; (rows, context)."""
-        texts = shuffled(read_text(self.work, self.subject.second, "train"), seed)
-        return pack(self.tokenizer, texts, self.size.context, tokens)
+        """Text of the second language that is new to the base; (rows, context)."""
+        return new_rows(self.work, self.tokenizer, self.subject.second, self.size, tokens, seed)
 
     def rehearsal(self, rehearse: Rehearse, seed: int) -> Rehearsal | None:
         """What is rehearsed."""
@@ -213,13 +211,16 @@ def read_runs(file: Path) -> list[Run]:
     """Read the runs that a file holds; none where there is no file."""
     if not file.exists():
         return []
-    return [_parse(json.loads(line)) for line in file.read_text(encoding="utf-8").splitlines()]
+    lines = file.read_text(encoding="utf-8").splitlines()
+    # a run that was killed while it wrote has left a part of a line
+    return [_parse(json.loads(line)) for line in lines if line.endswith("}}")]
 
 
 def append_run(file: Path, done: Run) -> None:
     """Write one run as one line at the end of a file."""
+    is_cut = file.exists() and not file.read_bytes().endswith(b"\n")
     with file.open("a", encoding="utf-8") as stream:
-        stream.write(json.dumps(asdict(done)) + "\n")
+        stream.write("\n" * is_cut + json.dumps(asdict(done)) + "\n")
 
 
 def _parse(record: dict[str, Any]) -> Run:
