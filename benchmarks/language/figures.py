@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import fmean
 
 import matplotlib
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
@@ -26,12 +27,13 @@ from benchmarks.biography.figures import (
 )
 from benchmarks.language.runs import Run, Scores
 
+SKY = "#56B4E9"
 LOOKS = {
     "full": Look(BLACK),
     "freeze": Look(GREY, "s"),
     "LoRA": Look(ORANGE, "D"),
     "PiSSA": Look(VERMILION, "D"),
-    "depth": Look(VERMILION, "P"),
+    "depth": Look(SKY, "P"),
     "grow-freeze": Look(BROWN, "v"),
     "preserve": Look(BLUE),
     "adapt attn": Look(GREEN, "^"),
@@ -66,8 +68,16 @@ def draw_plane(rows: Sequence[Row], file: Path) -> None:
         axes.set_title("Down: learned more. Left: forgot less. Dotted: the base. Filled: rehearses its own samples.")
         axes.set_xscale("log")
         axes.set_yscale("log")
+        _plain_numbers(axes.xaxis)
+        _plain_numbers(axes.yaxis)
         axes.legend(handles=_legend(), frameon=False, fontsize=8, loc="upper right")
         figure.savefig(file, dpi=DOTS_PER_INCH)
+
+
+def _plain_numbers(axis: Axis) -> None:
+    """Write 60 and not 6 times ten."""
+    for set_formatter in (axis.set_major_formatter, axis.set_minor_formatter):
+        set_formatter("{x:g}")
 
 
 def _legend() -> list[Line2D]:
@@ -76,7 +86,17 @@ def _legend() -> list[Line2D]:
             Line2D([], [], color=look.colour, marker=look.marker, linestyle="", markerfacecolor="white", label=name)
             for name, look in LOOKS.items()
         ),
-        Line2D([], [], color=GREY, marker="o", linestyle="", markeredgewidth=2.2, markersize=9, label="with a router"),
+        Line2D(
+            [],
+            [],
+            color=GREY,
+            marker="o",
+            linestyle="",
+            markerfacecolor="white",
+            markeredgewidth=2.2,
+            markersize=9,
+            label="with a router",
+        ),
     ]
 
 
@@ -89,6 +109,7 @@ def draw_curves(groups: Sequence[list[Run]], file: Path) -> None:
             for row, (part, label) in enumerate((("old", "first language"), ("new", "second language"))):
                 axes = grid[row][column]
                 axes.set_yscale("log")
+                _plain_numbers(axes.yaxis)
                 for group in groups:
                     look = LOOKS.get(group[0].key.method)
                     if look is None or group[0].key.rehearse != rehearse:
