@@ -22,7 +22,7 @@ from benchmarks.language.figures import draw_curves, draw_plane
 from benchmarks.language.runs import Run, Scores, Subject, read_runs
 
 REHEARSED = {"none": "", "own": "own samples", "old": "1 % old text"}
-# averages of the paper's Table 1 (SCALE, arXiv 2511.03270), in percent: six English tasks, three Korean ones
+# averages of the paper's Table 1 (SCALE, arXiv 2511.03270), in percent: five English tasks, three Korean ones
 PAPER = {
     "base": (47.14, 51.15),
     "full": (42.79, 57.21),
@@ -58,7 +58,7 @@ def perplexities(groups: Sequence[list[Run]]) -> Iterator[str]:
     base = next(group[0] for group in groups if group[0].key.method == "base")
     assert base.scores is not None
     level = max(run.points[-1].new for group in groups for run in group if run.key.method != "base")
-    yield "| method | rehearsed | trained | rate | old | | new | old at equal learning | seeds |"
+    yield "| method | rehearsed | trained | rate | old | change | new | at equal learning | seeds |"
     yield "|---|---|--:|--:|--:|--:|--:|--:|--:|"
     for name, rehearse, scores, group in rows_of(groups):
         old, new = (math.exp(fmean(getattr(own, part).nats for own in scores)) for part in ("old", "new"))
@@ -96,20 +96,26 @@ def downstream(groups: Sequence[list[Run]]) -> Iterator[str]:
     """The table of what is asked beside perplexity, in Markdown."""
     yield f"| method | rehearsed | {' | '.join(name for name, _ in DOWNSTREAM)} |"
     yield f"|---|---|{'--:|' * len(DOWNSTREAM)}"
-    for name, rehearse, scores, _ in rows_of(groups):
+    for name, rehearse, scores, group in rows_of(groups):
         cells = [f"{fmean(measure(own) for own in scores):.1%}" for _, measure in DOWNSTREAM]
-        yield f"| {name} | {REHEARSED[rehearse]} | {' | '.join(cells)} |"
+        yield f"| {_with_rate(name, group, groups)} | {REHEARSED[rehearse]} | {' | '.join(cells)} |"
+
+
+def _with_rate(name: str, group: list[Run], groups: Sequence[list[Run]]) -> str:
+    """A name, with the learning rate where the method stands with several."""
+    rates = {other[0].key.rate for other in groups if other[0].key.method == group[0].key.method}
+    return f"{name}, {group[0].key.rate:g}" if len(rates) > 1 else name
 
 
 def beside_paper(groups: Sequence[list[Run]]) -> Iterator[str]:
     """The rows of the paper's Table 1 beside ours without rehearsal, in Markdown."""
     yield "| method | paper: English | Korean | here: next token, old | new |"
     yield "|---|--:|--:|--:|--:|"
-    for name, rehearse, scores, _ in rows_of(groups):
+    for name, rehearse, scores, group in rows_of(groups):
         if rehearse == "none" and name in PAPER:
             ours = (fmean(getattr(own, part).accuracy for own in scores) for part in ("old", "new"))
             cells = (*(f"{own:.2f}" for own in PAPER[name]), *(f"{own:.1%}" for own in ours))
-            yield f"| {name} | {' | '.join(cells)} |"
+            yield f"| {_with_rate(name, group, groups)} | {' | '.join(cells)} |"
 
 
 @click.command()
