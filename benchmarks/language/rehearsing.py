@@ -81,7 +81,7 @@ def rehearsal_of(
 
 def own_samples(base: Any, folder: Path, samples: int, context: int) -> Tensor:
     """Let the base write text from its begin token at temperature 1, once; (samples, context)."""
-    file = folder.with_name(f"{folder.name}-samples.safetensors")
+    file = folder.with_name(f"{folder.name}-{samples}-samples.safetensors")
     if not file.exists():
         torch.manual_seed(0)
         counts = [len(some) for some in torch.arange(samples).split(SAMPLED_TOGETHER)]
