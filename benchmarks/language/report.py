@@ -36,12 +36,14 @@ PAPER = {
 
 
 def ended(runs: Sequence[Run]) -> list[list[Run]]:
-    """Runs that were scored at the end, those that differ by their seed together, in the order of the first."""
+    """Runs that were scored at the end, those that differ by their seed together, by what they rehearsed and method."""
     groups: dict[tuple[Any, ...], list[Run]] = {}
     for run in runs:
         if run.scores is not None:
             groups.setdefault((run.key.method, run.key.rehearse, run.key.rate, run.key.tokens), []).append(run)
-    return list(groups.values())
+    methods = list(dict.fromkeys(run.key.method for run in runs))
+    orders = [(list(REHEARSED).index(key[1]), methods.index(key[0]), key[2:]) for key in groups]
+    return [group for _, group in sorted(zip(orders, groups.values(), strict=True), key=lambda own: own[0])]
 
 
 def rows_of(groups: Sequence[list[Run]]) -> Iterator[tuple[str, str, list[Scores], list[Run]]]:
