@@ -198,7 +198,7 @@ def test_readme_lists_every_room_in_the_order_of_imports():
 @each_page
 def test_options_exist(page):
     known = set().union(*(options_of(name) for name in main.commands)) | GROUP | OTHER_PROGRAMS
-    if page.stem == "benchmarks":
+    if page.stem in ("benchmarks", "results"):
         known |= set(OPTION.findall("".join(file.read_text() for file in (ROOT / "benchmarks").rglob("*.py"))))
     assert set(OPTION.findall(page.read_text(encoding="utf-8"))) <= known
 
