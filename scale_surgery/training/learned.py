@@ -6,7 +6,7 @@ resumed with the other.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -169,19 +169,32 @@ def _in_memory(parts: Iterator[Sequences]) -> Sequences:
 
 def _stored(reader: Reader, paths: Sequence[str], cache: Path, processes: Any, track: Track) -> Sequences:
     """Sequences in the cache, made by one process; all learn where they are, or why there are none."""
+    return open_stored(Path(made_by_one(processes, lambda: str(_make(reader, paths, cache, track)))))
+
+
+def made_by_one(processes: Any, make: Callable[[], Any]) -> Any:
+    """Let one process make something of texts; all get it, or learn what was wrong.
+
+    Args:
+        processes: The processes that share the run.
+        make: Makes it.
+
+    Raises:
+        DataError: If the texts cannot be used, in every process.
+    """
     from accelerate.utils import broadcast_object_list
 
-    found: list[Any] = ["", ()]
+    found: list[Any] = [None, ()]
     if processes.is_main_process:
         try:
-            found[0] = str(_make(reader, paths, cache, track))
+            found[0] = make()
         except DataError as error:
             found[1] = error.lines
     if processes.num_processes > 1:
         broadcast_object_list(found)
     if found[1]:
         raise DataError.from_problems(found[1])
-    return open_stored(Path(found[0]))
+    return found[0]
 
 
 def _make(reader: Reader, paths: Sequence[str], cache: Path, track: Track) -> Path:

@@ -28,6 +28,7 @@ from scale_surgery.running.options import RunOptions
 from scale_surgery.running.sequences import Sequences, join
 from scale_surgery.running.texts import pack, tokenize_prompts
 from scale_surgery.running.tokenizer import need_tokenizer
+from scale_surgery.training.learned import made_by_one
 from scale_surgery.training.rehearsal import evaluating
 from scale_surgery.training.settings import TrainingSettings
 
@@ -68,19 +69,9 @@ def own_samples(
     Raises:
         DataError: If a file of beginnings cannot be read, or nothing says how a text begins.
     """
-    from accelerate.utils import broadcast_object_list
-
-    found: list[Any] = [None, ()]
-    if processes.is_main_process:
-        try:
-            found[0] = _write_own(model.to(processes.device), checkpoint, settings, run, track)
-        except DataError as error:
-            found[1] = error.lines
-    if processes.num_processes > 1:
-        broadcast_object_list(found)
-    if found[1]:
-        raise DataError.from_problems(found[1])
-    samples: Sequences = found[0]
+    samples: Sequences = made_by_one(
+        processes, lambda: _write_own(model.to(processes.device), checkpoint, settings, run, track)
+    )
     return samples
 
 
