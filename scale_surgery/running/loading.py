@@ -174,7 +174,7 @@ def needs_own_code(config: Mapping[str, Any]) -> bool:
     """
     from transformers import CONFIG_MAPPING
 
-    model_type = str(config.get("model_type")).removeprefix(modeling.EXPANDED)
+    model_type = modeling.stock_type(config.get("model_type"))
     return model_type not in CONFIG_MAPPING and bool(config.get("auto_map"))
 
 
@@ -187,7 +187,7 @@ def auto_class_of(config: Mapping[str, Any]) -> Any:
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.models.auto import modeling_auto
 
-    model_type = str(config.get("model_type")).removeprefix(modeling.EXPANDED)
+    model_type = modeling.stock_type(config.get("model_type"))
     if model_type not in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
         return AutoModelForCausalLM
     stock_config = CONFIG_MAPPING[model_type]

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from scale_surgery.checkpoint.files import plain_json
 from scale_surgery.checkpoint.folder import Checkpoint, read_json
@@ -51,6 +51,30 @@ class BaseFile:
     stored_as: str | None
 
 
+class OnBase(Protocol):
+    """What a record says of the base of a folder."""
+
+    @property
+    def record_file(self) -> str:
+        """Name of the record."""
+        ...
+
+    @property
+    def base_files(self) -> Mapping[str, BaseFile]:
+        """The base's files."""
+        ...
+
+    @property
+    def replaced(self) -> Mapping[str, str]:
+        """Texts of those that the folder replaces."""
+        ...
+
+    @property
+    def joined_shards(self) -> Mapping[str, Mapping[str, str]]:
+        """Shards whose tensors lie in joined ones now."""
+        ...
+
+
 @dataclass(frozen=True)
 class Manifest:
     """The content of surgery.json."""
@@ -78,6 +102,11 @@ class Manifest:
     # of a model with duplicated layers: the base's header of each shard in which tensors got other names
     renumbered: Mapping[str, str] = field(default_factory=dict)
     format: int = MANIFEST_FORMAT
+
+    @property
+    def record_file(self) -> str:
+        """Name of the file that holds this."""
+        return MANIFEST_FILE
 
     @property
     def code_files(self) -> tuple[str, ...]:
