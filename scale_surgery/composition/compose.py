@@ -131,7 +131,7 @@ def compose(
         _check_base(name, extract, ground, track)
     kept = {} if before is None else {name: _stored_part(source.path, before, name) for name in before.names}
     parts = {name: part for name, part in kept.items() if name not in remove}
-    parts |= {name: _new_part(extract) for name, extract in opened.items()}
+    parts |= {name: _new_part(extract, ground) for name, extract in opened.items()}
     mixing = _mixing(mixing, before, list(parts))
     total = sum(part.files.total for part in parts.values())
     check_space(target, total + (sum(own.stat().st_size for own in ground.taken.values()) * (base_weights == "copy")))
@@ -213,8 +213,9 @@ def _check_base(name: str, extract: Extract, ground: Ground, track: Track) -> No
     check_own_files(extract, track)
 
 
-def _new_part(extract: Extract) -> Part:
-    return Part(files_of(extract), member_of(extract), extract.manifest, is_stored=False, stamps=extract.stamps)
+def _new_part(extract: Extract, ground: Ground) -> Part:
+    member = member_of(extract, ground.base.config)
+    return Part(files_of(extract), member, extract.manifest, is_stored=False, stamps=extract.stamps)
 
 
 def _stored_part(path: Path, record: Composition, name: str) -> Part:
@@ -309,7 +310,9 @@ def _tensors(partial: Path, ground: Ground, parts: Mapping[str, Part]) -> Iterat
 
 def _check_written(partial: Path, ground: Ground, parts: Mapping[str, Part]) -> None:
     """Refuse a folder in which a loader would find other tensors than those of the base and of the plans."""
-    planned = {stored_name(name, own.name) for name, part in parts.items() for own in part.manifest.plan.tensors}
+    planned = {
+        stored_name(name, part.member, own.name) for name, part in parts.items() for own in part.manifest.plan.tensors
+    }
     if set(open_checkpoint(partial).tensors) != {*ground.tensors, *planned}:
         raise CheckpointError(
             f"{ground.name}: the files do not hold the tensors of the base and of the plans. Extract the expansions "

@@ -48,9 +48,12 @@ class Member:
 
     Attributes:
         shards: Text of the header that each of its shards has in its extract.
+        renamed: Names that tensors have in memory, where these are others than in the files: transformers renames
+            modules of some architectures as it loads them.
     """
 
     shards: Mapping[str, str]
+    renamed: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
