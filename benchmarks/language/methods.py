@@ -57,8 +57,8 @@ def methods_for(base: Path) -> tuple[Method, ...]:
         "preserve": (Request("all"), budget, 5e-3, POSTERIOR),
         "adapt attn": (Request("all", variant="adapt"), budget, 5e-3, ROUTERS),
         "adapt both": (ADAPT_BOTH, budget, 3e-3, ROUTERS),
-        "preserve, whole": (Request("all"), all_of_it, 5e-3, POSTERIOR),
-        "adapt both, whole": (ADAPT_BOTH, all_of_it, 3e-3, ROUTERS),
+        "preserve whole": (Request("all"), all_of_it, 5e-3, POSTERIOR),
+        "adapt both whole": (ADAPT_BOTH, all_of_it, 3e-3, ROUTERS),
     }
     return (
         Method("full", whole, 1e-3),
