@@ -12,11 +12,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import scale_surgery
-from scale_surgery import Mixing, apply, compose, expand, extract, load_expansion, strip
+from scale_surgery import Mixing, apply, compose, expand, extract, load_expansion, route_export, strip
 from scale_surgery.composition.intact import find_damage
 from scale_surgery.composition.record import read_composition
 from scale_surgery.errors import CheckpointError, PlanError
 from scale_surgery.modeling import register
+from scale_surgery.running.loading import loaded
+from scale_surgery.running.options import RunOptions
 from tests.composed import LLAMA, REQUESTS, Made
 from tests.conftest import load, shake
 from tests.routed import padded, random_ids
@@ -66,6 +68,15 @@ def test_it_loads_as_the_model_in_memory(llama: Made, folder: Path, loader: Any)
     trained = {key for key, own in found.named_parameters() if own.requires_grad}
     assert trained and all(key.startswith("expanded_models.") for key in trained)
     assert sum(own.numel() for own in found.parameters()) == sum(own.numel() for own in known.parameters())
+
+
+def test_it_lies_on_one_device(folder: Path) -> None:
+    assert load(folder, device_map={"": "cpu"}).expansions == list(LLAMA)
+    for places in ("auto", {"model": 0, "lm_head": "cpu"}, {"": "disk"}):
+        with pytest.raises(ValueError, match="expected one device: the paths of a composed model run side by side"):
+            load(folder, device_map=places)
+    with loaded(folder, RunOptions(memory_bytes=1)) as (model, problems):
+        assert not problems and torch.isfinite(model(**PROMPTS[0]).logits).all(), "it is not streamed from its files"
 
 
 def test_all_of_it_comes_back(llama: Made, folder: Path, tmp_path: Path) -> None:
@@ -202,3 +213,17 @@ def test_names_that_transformers_changes_on_load(tmp_path: Path) -> None:
     expected = [images.logits(images.load(own), **prompt) for own in (base, *folders.values())]
     assert all(map(torch.equal, images.load(composed).path_logits(**prompt), expected))
     assert files_of(extract(composed, tmp_path / "back", name="law").path) == files_of(extracts["law"])
+
+
+@torch.no_grad()
+def test_the_router_of_a_composition_takes_the_place_of_its_own(llama: Made, tmp_path: Path) -> None:
+    """A routed model brings its expansion alone; its extract comes back with the router."""
+    routed = route_export(llama.folders["law"], tmp_path / "routed").path
+    taken = extract(routed, tmp_path / "law").path
+    composed = compose(llama.base, [taken], tmp_path / "composed").path
+    model = load(composed)
+    with model.use_expansion("law"):
+        found = model(**PROMPTS[0]).logits
+    assert torch.equal(found, llama.alone("law")(**PROMPTS[0]).logits)
+    assert not torch.equal(found, load(routed)(**PROMPTS[0]).logits), "the negative control"
+    assert files_of(extract(composed, tmp_path / "back", name="law").path) == files_of(taken)
