@@ -101,11 +101,12 @@ class ComposedModule:
     def split(self, x: Tensor) -> Sequence[Tensor]:
         """Take streams apart, each as it lies in memory in the model of its own."""
         axis = -1 if self.head_axis is None else self.head_axis
-        if len(self.paths) + 1 == len(widths := self.widths(x.shape[axis])) and not any(widths[1:]):
-            return [self.whole(x), *(x[..., :0] for _ in self.paths)]
+        widths = self.widths(x.shape[axis])
         if self.head_axis is None and (known := streams_of(x, widths)):
             return known
-        parts = x.split(widths, dim=axis)
+        if widths[0] == x.shape[axis]:
+            return [self.whole(x), *(x[..., :0] for _ in self.paths)]
+        parts = x.split_with_sizes(widths, dim=axis)
         if self.head_axis is not None:
             return [part.clone() for part in parts]
         # a chunk of a fused projection is strided in the base model too, and an activation keeps its strides
