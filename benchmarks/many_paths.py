@@ -172,7 +172,7 @@ def render(case: str, found: list[Measured], weights: dict[str, float]) -> Table
 @click.option("--length", default=1024, show_default=True, help="Tokens of a forward.")
 @click.option("--prompt", default=128, show_default=True, help="Tokens before those that are generated.")
 @click.option("--new-tokens", default=32, show_default=True)
-@click.option("--paths", default="1,2,4,8", show_default=True, help="Numbers of preserve expansions.")
+@click.option("--paths", default="1,2,4,8,16", show_default=True, help="Numbers of preserve expansions.")
 @click.option("--rounds", default=3, show_default=True)
 @click.option("--threads", default=1, show_default=True)
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="File for the numbers.")
@@ -194,6 +194,8 @@ def main(
     cases = [
         Case(f"forward, 1 x {length}", 1, length),
         Case(f"prompt of {length} into the KV cache", 1, length, logits_to_keep=1),
+        # what it takes to score a few tokens on all paths after they were generated with some
+        Case("forward, 1 x 16", 1, 16),
         Case(f"generation, prompt {prompt}, {new_tokens} new tokens", 1, prompt, new_tokens=new_tokens),
     ]
     choices, place = choices_of(numbers), Place("cpu", "float32", threads)
