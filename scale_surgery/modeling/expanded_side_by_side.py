@@ -80,9 +80,10 @@ class ComposedModule:
         base, *parts = self.split(x)
         y = run(base)
         shared = [path for path in self.paths if not path.is_apart]
-        apart = zip(self.paths[len(shared) :], zip(*[iter(parts[len(shared) :])] * 2, strict=True), strict=True)
-        ups = self.ups(shared, base, parts[: len(shared)], y)
-        return self.join([[y, *ups], *(list(path.streams(run, *own)) for path, own in apart)])
+        found = [[y, *self.ups(shared, base, parts[: len(shared)], y)]]
+        apart = iter(parts[len(shared) :])
+        found += [list(path.streams(run, next(apart), next(apart))) for path in self.paths[len(shared) :]]
+        return self.join(found)
 
     def ups(self, shared: list[PathThrough], base: Tensor, ups: list[Tensor], y: Tensor) -> list[Tensor | None]:
         """Up parts of those that share the base stream, where their base part y is known."""
@@ -141,12 +142,12 @@ class ComposedModule:
 class ComposedNorm(ComposedModule):
     """A norm that takes the up streams of a single token together, where all are equally wide and normalised alike.
 
-    That is exact: each row is normalised by itself, and on a CPU begins at a cache line, as by itself.
+    That is exact: each row is normalised by itself. What reads it later expects that it begins at a cache line.
     """
 
     def ups(self, shared: list[PathThrough], base: Tensor, ups: list[Tensor], y: Tensor) -> list[Tensor | None]:
         is_token = len(shared) > 1 and y.numel() == y.shape[-1] and y.device.type == "cpu"
-        if not is_token or ups[0].nbytes % CACHE_LINE or y.nbytes % CACHE_LINE:
+        if not is_token or ups[0].nbytes % CACHE_LINE:
             return super().ups(shared, base, ups, y)
         norm, gains = shared[0].module, torch.stack([path.module.up_weight for path in shared]).float()
         rows = torch.cat([up.flatten(0, -2) for up in ups]).float()
