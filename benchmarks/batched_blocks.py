@@ -27,7 +27,7 @@ from torch.nn import functional
 from benchmarks.device import Place, publish, timed
 from scale_surgery.modeling.expanded_streams import add_product
 
-# (inputs, up inputs, up outputs): q, gate and down of the model of `many_paths`; sizes that are no multiple of a cache line
+# (inputs, up inputs, up outputs): q, gate and down of the model of `many_paths`; sizes that do not fill cache lines
 SHAPES = [(512, 64, 64), (512, 64, 224), (1792, 224, 64), (520, 72, 72), (500, 60, 60), (48, 6, 10)]
 LAYERS = 8
 

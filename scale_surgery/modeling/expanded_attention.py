@@ -58,8 +58,8 @@ def own_heads(states: Tensor, sizes: list[int], parts: list[Part], is_eager: boo
 def joined_parts(parts: list[Part], states: Tensor, name: str) -> list[Part]:
     """Parts as they attend together: on a CPU, new heads of several expansions do, where that is a token at a time.
 
-    There the kernel takes a query of one row head by head, so that its bits do not depend on how many there are, if each
-    head begins at a cache line. Each call costs more than what it computes.
+    There the kernel takes a query of one row head by head, so that its bits do not depend on how many there are, if
+    each head begins at a cache line. A call for each expansion costs more than what it computes.
     """
     is_apart = name != "sdpa" or states.device.type != "cpu" or states.shape[-2] > 1
     if is_apart or states.shape[-1] * states.element_size() % ALIGNMENT:
