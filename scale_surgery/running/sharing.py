@@ -156,9 +156,9 @@ def share_weights(model: Any, expanded_class: Any, config: Mapping[str, Any], bl
     return expanded.train(model.training)
 
 
-def on_several_devices(model: Any) -> bool:
-    """Whether a loaded model is spread over devices, between which hooks of accelerate carry what it computes."""
-    return len({str(device) for device in (getattr(model, "hf_device_map", None) or {}).values()}) > 1
+def is_hooked(model: Any) -> bool:
+    """Whether hooks of accelerate carry what a loaded model computes from device to device."""
+    return any(hasattr(module, "_hf_hook") for module in model.modules())
 
 
 def _is_packed(module: Any) -> bool:
@@ -237,14 +237,16 @@ def _copy_buffers(model: Any, expanded: Any) -> None:
 
 
 def _spread(model: Any, expanded: Any) -> None:
-    """Let the expanded model compute where the stock one does."""
+    """Let the expanded model compute where the stock one does: hooks belong to the modules of one model."""
     from accelerate import dispatch_model
 
     places = getattr(model, "hf_device_map", None)
     if places is None:
         return
-    if on_several_devices(model):
+    if is_hooked(model):
         # what only the expanded model has reads what leaves the base
         own = {name: list(places.values())[-1] for name, _ in expanded.named_children() if not hasattr(model, name)}
-        dispatch_model(expanded, {**places, **own}, skip_keys=expanded._skip_keys_device_placement)
+        own = {} if "" in places else own
+        skipped = getattr(expanded, "_skip_keys_device_placement", None)
+        dispatch_model(expanded, {**places, **own}, skip_keys=skipped, force_hooks=True)
     expanded.hf_device_map = dict(places)

@@ -27,7 +27,7 @@ from scale_surgery.running.loading import auto_class_of, translated
 from scale_surgery.running.sharing import (
     Blocks,
     check_shareable,
-    on_several_devices,
+    is_hooked,
     quantised_modules,
     quantised_shape,
     share_weights,
@@ -100,10 +100,10 @@ def load_expansion(
         model, check = _load_base(found, model, revision, options, track, check=check), False
     elif options:
         raise PlanError(f"{', '.join(options)}: says how to load a model, but this one is loaded. Leave it out.")
-    if name is not None and on_several_devices(model):
+    if name is not None and is_hooked(model):
         raise PlanError(
-            "name: expansions by name need a model on one device, found one on several. Leave the name out; or load "
-            "the model on one device."
+            "name: is of an expansion among others, which need a base on one device, found one that is spread over "
+            "several. Leave the name out, for an expanded model of its own; or load the base on one device."
         )
     base = base_alone(model) if is_composed(model) else model
     expanded_class = _find_class(found, base)
