@@ -452,7 +452,7 @@ class ExpandedPreTrainedModel:
         return last_parts.intersection(EXPANSION_NAMES)
 
     def save_pretrained(self, *args, **options):
-        """As transformers; on a quantised base the expansion tensors alone, as the base's are not those of its files."""
+        """As transformers; on a quantised base the expansion tensors alone: the base's are not those of its files."""
         if self.is_base_quantised:
             found = options.get("state_dict") or self.state_dict()
             own = {name: tensor for name, tensor in found.items() if name.rsplit(".", 1)[-1] in EXPANSION_NAMES}

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from scale_surgery import modeling
 from scale_surgery.checkpoint.headers import TensorInfo
 from scale_surgery.errors import CheckpointError
+from scale_surgery.planning.architecture import Architecture
 from scale_surgery.running.stored_names import reading_of
 
 if TYPE_CHECKING:
@@ -104,6 +105,22 @@ def check_shareable(model: Any) -> None:
             "model: bitsandbytes packed its weights for inference on this CPU when it ran, and lets no gradient "
             "through them any more. Add the expansion before the model runs; or give its folder or Hub id."
         )
+
+
+def expanded_class_of(model: Any, architecture: Architecture) -> Any:
+    """The expanded class of a stock model.
+
+    Raises:
+        CheckpointError: If the model is of another class than the stock ones of that architecture.
+    """
+    classes = modeling.model_classes(architecture)
+    stock = {expanded.__bases__[1]: expanded for name, expanded in classes.items() if name != "AutoConfig"}
+    if type(model) not in stock:
+        names = " or ".join(sorted(known.__name__ for known in stock))
+        raise CheckpointError(
+            f"model: is a {type(model).__name__}, expected {names} as from_pretrained gives it, or a folder or Hub id."
+        )
+    return stock[type(model)]
 
 
 def share_weights(model: Any, expanded_class: Any, config: Mapping[str, Any], blocks: Blocks) -> Any:

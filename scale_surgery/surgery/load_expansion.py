@@ -27,6 +27,7 @@ from scale_surgery.running.loading import auto_class_of, translated
 from scale_surgery.running.sharing import (
     Blocks,
     check_shareable,
+    expanded_class_of,
     is_hooked,
     quantised_modules,
     quantised_shape,
@@ -106,7 +107,7 @@ def load_expansion(
             "several. Leave the name out, for an expanded model of its own; or load the base on one device."
         )
     base = base_alone(model) if is_composed(model) else model
-    expanded_class = _find_class(found, base)
+    expanded_class = expanded_class_of(base, found.manifest.plan.architecture)
     _check_model(found, base, track, check=check)
     expanded = _expand(found, base, expanded_class)
     if name is None:
@@ -139,18 +140,6 @@ def _load_base(
         refuse_differing(extract, str(base), differing, len(given.tensors), LOAD_IT)
     with translated(str(base), "cannot be loaded", "Check the options, and whether transformers alone loads it."):
         return auto_class_of(given.config).from_pretrained(source.path, **options)
-
-
-def _find_class(extract: Extract, model: Any) -> Any:
-    """The expanded class of a stock model."""
-    classes = modeling.model_classes(extract.manifest.plan.architecture)
-    stock = {expanded.__bases__[1]: expanded for name, expanded in classes.items() if name != "AutoConfig"}
-    if type(model) not in stock:
-        names = " or ".join(sorted(known.__name__ for known in stock))
-        raise CheckpointError(
-            f"model: is a {type(model).__name__}, expected {names} as from_pretrained gives it, or a folder or Hub id."
-        )
-    return stock[type(model)]
 
 
 def _check_model(extract: Extract, model: Any, track: Track, *, check: bool) -> None:
