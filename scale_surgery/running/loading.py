@@ -131,7 +131,7 @@ def loaded(
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Silence the progress bars and messages of transformers and accelerate; what matters is reported by us."""
+    """Silence the progress bars and messages of transformers and those around it; what matters is reported by us."""
     from transformers.utils import logging as transformers_logging
 
     transformers: Any = transformers_logging

@@ -37,9 +37,7 @@ def load_to_train(checkpoint: Checkpoint, settings: TrainingSettings, run: RunOp
         TrainingError: If nothing of it would train, or nothing would be learned.
     """
     kind = settings.base_quantization
-    model = (
-        _load(checkpoint, run) if kind is None else _load_quantised(checkpoint, read_manifest(checkpoint.path), kind)
-    )
+    model = _load(checkpoint, run) if kind is None else _load_quantised(checkpoint, kind)
     freeze_base(model)
     train_in_float32(model)
     for part in expansion_parts(model):
@@ -100,10 +98,11 @@ def check_quantisation(checkpoint: Checkpoint, manifest: Manifest, kind: Quantis
         )
 
 
-def _load_quantised(checkpoint: Checkpoint, manifest: Manifest, kind: Quantisation) -> Any:
+def _load_quantised(checkpoint: Checkpoint, kind: Quantisation) -> Any:
     """Load the base of a checkpoint quantised, and put the expansion around it."""
     from accelerate import PartialState
 
+    manifest = read_manifest(checkpoint.path)
     with TemporaryDirectory() as folder:
         link_base(checkpoint.path, Path(folder), manifest)
         with quiet_transformers(), translated(checkpoint.path.name, "cannot be loaded quantised", LOADING_ADVICE):
@@ -124,10 +123,11 @@ def _quantisation(kind: Quantisation, dtype: str) -> Any:
     import torch
     from transformers import BitsAndBytesConfig
 
+    make: Any = BitsAndBytesConfig
     if kind == "int8":
-        return BitsAndBytesConfig(load_in_8bit=True)
+        return make(load_in_8bit=True)
     computed = torch.bfloat16 if dtype == "BF16" else torch.float32
-    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type=kind, bnb_4bit_compute_dtype=computed)
+    return make(load_in_4bit=True, bnb_4bit_quant_type=kind, bnb_4bit_compute_dtype=computed)
 
 
 def check_reach(stored: InMemory, checkpoint: Checkpoint, manifest: Manifest) -> None:
