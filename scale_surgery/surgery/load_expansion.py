@@ -150,7 +150,7 @@ def _check_model(extract: Extract, model: Any, track: Track, *, check: bool) -> 
     quantised = {name: before[place.name] for name, place in base.places.items() if place.name in before}
     if quantised:
         refuse(extract.manifest.plan.method, "quantised", extract.name)
-    headers = base.headers(base.places.keys() - quantised)
+    headers = base.headers([name for name in base.places if name not in quantised])
     unfed = base.unfed
     if unfed and _is_quantised(extract):
         if check:
