@@ -66,25 +66,28 @@ def load_expansion(
 
     Args:
         model: The base: a stock model as `from_pretrained` gives it, which stays usable and shares its weights with
-            the result; or a folder or a Hub id. Or what came of an earlier call with a name.
+            the result, also quantised or spread over devices; or a folder or a Hub id. Or what came of an earlier call
+            with a name.
         extract: A folder that `extract` wrote, or a Hub id.
         name: What the expansion is called in a model that takes up many of one base; see docs/api.md.
-        check: Whether each base tensor is compared with the hash of the one that the expansion was made on. Without
-            it any values are taken, also cast or fine-tuned ones; names and shapes must fit.
+        check: Whether each base tensor is compared with the hash of the one that the expansion was made on; of a
+            loaded model each that is not quantised. Without it any values are taken, also cast or fine-tuned ones;
+            names and shapes must fit.
         revision: Branch, tag or commit of the base's Hub repository.
         extract_revision: Branch, tag or commit of the extract's.
         track: Makes progress bars.
-        options: For `from_pretrained`, where `model` is a folder or a Hub id: dtype, device_map, ...
+        options: For `from_pretrained`, where `model` is a folder or a Hub id: dtype, device_map,
+            quantization_config, ... Files are compared before they are cast or quantised.
 
     Returns:
         The expanded model; its expansion tensors require gradients, its base does not. With a name a composed model,
         in which that expansion is chosen; the model itself where it was one already.
 
     Raises:
-        CheckpointError: If this is no extract, or the model is not its base: another class, quantised, cast, trained,
-            not in memory as a whole.
-        PlanError: If the base is of another architecture, options are given with a loaded model, or an expansion
-            cannot have the name.
+        CheckpointError: If this is no extract, or the model is not its base: another class, cast, trained, not in
+            memory as a whole, quantised in a way that is not known.
+        PlanError: If the base is of another architecture, options are given with a loaded model, an expansion cannot
+            have the name, or cannot be on a quantised base or on several devices.
     """
     # the classes then take their code along when the model is saved
     modeling.register()
