@@ -100,7 +100,14 @@ def check_shareable(model: Any) -> None:
             f"model: is quantised by {quantiser}, expected {' or '.join(QUANTISERS)}, or the weights that the "
             "expansion was made on. Load one of these."
         )
-    if any(_is_packed(module) for module in quantised_modules(model).values()):
+    quantised = quantised_modules(model)
+    outside = [name for name, module in quantised.items() if not _is_inside(module, model)]
+    if outside:
+        raise CheckpointError(
+            f"model: {outside[0]} is quantised, expected linears inside layers alone, as transformers quantises by "
+            "default. Leave it out: llm_int8_skip_modules of bitsandbytes, modules_to_not_convert of torchao."
+        )
+    if any(_is_packed(module) for module in quantised.values()):
         raise CheckpointError(
             "model: bitsandbytes packed its weights for inference on this CPU when it ran, and lets no gradient "
             "through them any more. Add the expansion before the model runs; or give its folder or Hub id."
@@ -176,6 +183,12 @@ def share_weights(model: Any, expanded_class: Any, config: Mapping[str, Any], bl
 def is_hooked(model: Any) -> bool:
     """Whether hooks of accelerate carry what a loaded model computes from device to device."""
     return any(hasattr(module, "_hf_hook") for module in model.modules())
+
+
+def _is_inside(module: Any, model: Any) -> bool:
+    from torch import nn
+
+    return isinstance(module, nn.Linear) and module is not model.get_output_embeddings()
 
 
 def _is_packed(module: Any) -> bool:

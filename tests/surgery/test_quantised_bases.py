@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from safetensors.torch import load_file
 
 from scale_surgery import CheckpointError, PlanError, Request, expand, extract, load_expansion
 from tests.conftest import load, shake
-from tests.routed import random_ids
+from tests.families import FAMILIES
+from tests.routed import random_ids, trio_of  # noqa: F401
 
 IDS = random_ids(2, 9)
 
@@ -105,6 +107,22 @@ def test_the_base_is_the_quantised_one_bit_for_bit_before_and_after_training(bas
     assert torch.equal(quantised(IDS).logits, alone), "and the stock model stays usable"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("make", (int8, nf4), ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_on_a_quantised_base(trio_of, tmp_path, family, make):  # noqa: F811
+    """Routed, with linears that are fused or stored the other way round."""
+    trio = trio_of(family, "adapt")
+    alone = load(trio.base_path, quantization_config=make())(IDS).logits
+    learned = extract(shake(shutil.copytree(trio.path, tmp_path / "routed")), tmp_path / "extract").path
+    model = load_expansion(trio.base_path, learned, quantization_config=make())
+    assert torch.equal(base_logits(model.eval()), alone)
+    with model.routing_disabled():
+        assert model(IDS).logits.shape == alone.shape
+        take_steps(model.train())
+    assert torch.equal(base_logits(model.eval()), alone)
+
+
 @each_kind
 def test_expansions_by_name_share_one_quantised_base(base, extracts, kind):
     quantised = load(base, quantization_config=kind())
@@ -167,6 +185,9 @@ def test_a_quantised_base_that_cannot_carry_an_expansion_is_refused(base, extrac
     grown = extract(expand(base, Request("0", method="grow"), tmp_path / "grown").path, tmp_path / "extract").path
     with pytest.raises(PlanError, match=r": was made by --method grow\. The base is quantised, and copies of base wei"):
         load_expansion(quantised, grown)
+    four_bits = transformers.BitsAndBytesConfig(load_in_4bit=True, llm_int8_skip_modules=["none"])
+    with pytest.raises(CheckpointError, match=r"^model: lm_head is quantised, expected linears inside layers alone"):
+        load_expansion(load(base, quantization_config=four_bits), extracts["adapt"])
     # what bitsandbytes does to a model that runs on some CPUs
     quantised.model.layers[1].mlp.up_proj.weight.quant_state.packing_format_for_cpu = True
     with pytest.raises(
