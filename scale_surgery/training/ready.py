@@ -19,6 +19,7 @@ from scale_surgery.running.sharing import Blocks, expanded_class_of, share_weigh
 from scale_surgery.surgery.config import written_config
 from scale_surgery.surgery.parts import link_base
 from scale_surgery.surgery.record import Manifest, read_manifest
+from scale_surgery.training.arguments import is_cpu
 from scale_surgery.training.settings import Quantisation, TrainingSettings
 
 
@@ -37,7 +38,7 @@ def load_to_train(checkpoint: Checkpoint, settings: TrainingSettings, run: RunOp
         TrainingError: If nothing of it would train, or nothing would be learned.
     """
     kind = settings.base_quantization
-    model = _load(checkpoint, run) if kind is None else _load_quantised(checkpoint, kind)
+    model = _load(checkpoint, run) if kind is None else _load_quantised(checkpoint, kind, run)
     freeze_base(model)
     train_in_float32(model)
     for part in expansion_parts(model):
@@ -98,7 +99,7 @@ def check_quantisation(checkpoint: Checkpoint, manifest: Manifest, kind: Quantis
         )
 
 
-def _load_quantised(checkpoint: Checkpoint, kind: Quantisation) -> Any:
+def _load_quantised(checkpoint: Checkpoint, kind: Quantisation, run: RunOptions) -> Any:
     """Load the base of a checkpoint quantised, and put the expansion around it."""
     from accelerate import PartialState
 
@@ -109,7 +110,7 @@ def _load_quantised(checkpoint: Checkpoint, kind: Quantisation) -> Any:
             base = auto_class_of(checkpoint.config).from_pretrained(
                 folder,
                 quantization_config=_quantisation(kind, checkpoint.running_dtype),
-                device_map={"": PartialState().device},
+                device_map={"": PartialState(cpu=is_cpu(run)).device},
             )
     config = written_config(manifest, base.config.to_dict(), str(base.dtype).removeprefix("torch."))
     plan = manifest.plan
