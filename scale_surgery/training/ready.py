@@ -84,8 +84,15 @@ def check_quantisation(checkpoint: Checkpoint, manifest: Manifest, kind: Quantis
         PlanError: If the expansion needs the base as it is stored.
         TrainingError: If what quantises is not installed, or code of others would run the model.
     """
+    from accelerate.utils import parse_flag_from_env
+
     if kind is None:
         return
+    if parse_flag_from_env("ACCELERATE_USE_FSDP"):
+        raise TrainingError(
+            f"--base-quantization is {kind}, which FSDP would cut into parts. Launch with DDP, a whole model in each "
+            "process, or leave it out."
+        )
     refuse(manifest.plan.method, "quantised", checkpoint.path)
     if run.trust_remote_code or manifest.plan.architecture.own_code:
         raise TrainingError(

@@ -75,5 +75,8 @@ def test_a_base_that_cannot_be_quantised_is_refused_before_anything_is_read(pair
     assert "was made by --method depth. Its copies of layers are stock layers" in refusal(deep)
     widened = pair_of("llama", "adapt").path
     assert "--base-quantization is nf4, which needs this program's own cla" in refusal(widened, "--trust-remote-code")
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    assert "--base-quantization is nf4, which FSDP would cut into parts. Launch with DDP" in refusal(widened)
+    monkeypatch.delenv("ACCELERATE_USE_FSDP")
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     assert "--base-quantization is nf4, which bitsandbytes computes, and that is not installed" in refusal(widened)
