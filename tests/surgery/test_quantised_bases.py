@@ -47,7 +47,10 @@ def torchao() -> Any:
     return transformers.TorchAoConfig(quantization.Int8WeightOnlyConfig())
 
 
-each_kind = pytest.mark.parametrize("kind", (int8, nf4, torchao), ids=lambda kind: kind.__name__)
+def kinds(*rarely: Callable[[], Any]) -> Any:
+    """Run a test on every kind; some of them are slow repetitions."""
+    marks = [pytest.param(kind, marks=pytest.mark.slow if kind in rarely else ()) for kind in (nf4, int8, torchao)]
+    return pytest.mark.parametrize("kind", marks, ids=lambda kind: kind.__name__)
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +88,7 @@ def take_steps(model: Any) -> None:
         optimizer.step()
 
 
-@each_kind
+@kinds(torchao)
 def test_the_base_is_the_quantised_one_bit_for_bit_before_and_after_training(base, extracts, kind):
     alone = load(base, quantization_config=kind())(IDS).logits
     quantised = load(base, quantization_config=kind())
@@ -123,7 +126,7 @@ def test_every_family_on_a_quantised_base(trio_of, tmp_path, family, make):  # n
     assert torch.equal(base_logits(model.eval()), alone)
 
 
-@each_kind
+@kinds(int8, torchao)
 def test_expansions_by_name_share_one_quantised_base(base, extracts, kind):
     quantised = load(base, quantization_config=kind())
     composed = quantised
