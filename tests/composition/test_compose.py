@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import scale_surgery
-from scale_surgery import Mixing, apply, compose, expand, extract, load_expansion, route_export, strip
+from scale_surgery import Mixing, Request, apply, compose, expand, extract, load_expansion, route_export, strip
 from scale_surgery.composition.intact import find_damage
 from scale_surgery.composition.record import read_composition
 from scale_surgery.errors import CheckpointError, PlanError
@@ -127,6 +127,9 @@ def test_what_cannot_be_composed(llama: Made, folder: Path, tmp_path: Path, made
         extract(folder, tmp_path / "out", name="history")
     with pytest.raises(PlanError, match="holds one expansion, which has no name"):
         extract(llama.folders["law"], tmp_path / "out", name="law")
+    deep = extract(expand(llama.base, Request("1", method="depth"), tmp_path / "deep").path, tmp_path / "copies").path
+    with pytest.raises(PlanError, match="copies: was made by --method depth"):
+        compose(llama.base, [deep], tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
