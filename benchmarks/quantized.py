@@ -10,8 +10,8 @@ adapt      every layer expanded, W12 in the attention of the upper half
 preserve   every layer expanded, no W12
 
 base       bytes of the base's tensors as they lie in memory, scales included
-seconds    median over the rounds
-x LoRA     median over the rounds of seconds divided by those of LoRA on the same base in the same round
+seconds    median over the rounds; processor seconds count all threads, and not what other programs take
+x LoRA     median over the rounds of processor seconds divided by those of LoRA on the same base in the same round
 x stored   the same, divided by those of the same method on the base as it is stored
 peak       most memory above the loaded model while it takes a few steps in a process of its own
 """
@@ -62,6 +62,7 @@ class Cost:
     trained_parameters: int
     base_bytes: int
     seconds: list[float]
+    processor_seconds: list[float]
     peak_bytes: int
 
 
@@ -139,34 +140,34 @@ def measure(settings: Settings) -> list[Cost]:
             extract(folder / method, folder / f"{method}.extract")
         peaks = measure_peaks(folder, settings)
         models = [load(folder, *variant, settings) for variant in VARIANTS]
-        seconds = measure_time(models, settings)
+        times = measure_time(models, settings)
         facts = [(count_trained(model), base_bytes(model)) for model in models]
     return [
-        Cost(*variant, *fact, taken, peak)
-        for variant, fact, taken, peak in zip(VARIANTS, facts, seconds, peaks, strict=True)
+        Cost(*variant, *fact, [wall for wall, _ in taken], [processor for _, processor in taken], peak)
+        for variant, fact, taken, peak in zip(VARIANTS, facts, times, peaks, strict=True)
     ]
 
 
-def measure_time(models: Sequence[Any], settings: Settings) -> list[list[float]]:
-    """Let all models take turns: seconds of each round; the first step of each is not counted."""
+def measure_time(models: Sequence[Any], settings: Settings) -> list[list[tuple[float, float]]]:
+    """Let all models take turns: both times of each round; the first step of each is not counted."""
     steps = [make_step(model, method, settings) for model, (_, method) in zip(models, VARIANTS, strict=True)]
     for step in steps:
         warm_up(step, settings)
-    taken: list[list[float]] = [[] for _ in steps]
+    taken: list[list[tuple[float, float]]] = [[] for _ in steps]
     for turn in range(settings.rounds + 1):
         # each begins a round in its turn, so that a ratio compares steps before and after one another alike
         for index in (*range(len(steps)), *range(len(steps)))[turn % len(steps) :][: len(steps)]:
-            taken[index].append(timed(steps[index], settings)[0])
-    return [seconds[1:] for seconds in taken]
+            taken[index].append(timed(steps[index], settings))
+    return [times[1:] for times in taken]
 
 
 def ratios(costs: Sequence[Cost]) -> list[dict[str, float]]:
     """How many times as long a step takes as one of LoRA on the same base, and as on the base as it is stored."""
-    by_variant = {(cost.kind, cost.method): cost.seconds for cost in costs}
+    by_variant = {(cost.kind, cost.method): cost.processor_seconds for cost in costs}
     return [
         {
-            "x LoRA": median(map(truediv, cost.seconds, by_variant[cost.kind, "LoRA"])),
-            "x stored": median(map(truediv, cost.seconds, by_variant["stored", cost.method])),
+            "x LoRA": median(map(truediv, cost.processor_seconds, by_variant[cost.kind, "LoRA"])),
+            "x stored": median(map(truediv, cost.processor_seconds, by_variant["stored", cost.method])),
         }
         for cost in costs
     ]
@@ -174,10 +175,11 @@ def ratios(costs: Sequence[Cost]) -> list[dict[str, float]]:
 
 def render(costs: Sequence[Cost], found: Sequence[Mapping[str, float]]) -> Table:
     """Lay the costs out as a table."""
-    table = Table("base", "method", "trains", "base MiB", "seconds", "x LoRA", "x stored", "peak MiB")
+    table = Table("base", "method", "trains", "base MiB", "seconds", "cpu seconds", "x LoRA", "x stored", "peak MiB")
     for cost, ratio in zip(costs, found, strict=True):
         memory = [f"{size / 2**20:.0f}" for size in (cost.base_bytes, cost.peak_bytes)]
-        times = [f"{median(cost.seconds):.2f}", *(f"{value:.2f}" for value in ratio.values())]
+        clocks = (median(cost.seconds), median(cost.processor_seconds))
+        times = [f"{value:.2f}" for value in (*clocks, *ratio.values())]
         table.add_row(cost.kind, cost.method, f"{cost.trained_parameters:,}", memory[0], *times, memory[1])
     return table
 
