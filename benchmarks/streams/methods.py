@@ -134,7 +134,7 @@ class Method:
     shown: dict[str, str]
 
 
-def _method(name: str, way: type, make: MakePupil, rate: float, **shown: str) -> Method:
+def _method(name: str, way: type, make: MakePupil, rate: float, shown: dict[str, str] | None = None) -> Method:
     return Method(name, partial(way, make), rate, shown or {"": name})
 
 
@@ -143,7 +143,7 @@ METHODS = (
     _method("composed preserve", Composed, PRESERVE.make, 1e-2),
     _method("composed adapt", Composed, BOTH_0.make, 3e-3),
     _method("one preserve", Continued, PRESERVE.make, 1e-2),
-    _method("full", Continued, whole, 1e-3),
+    _method("full", Continued, whole, 1e-3, {"": "full fine-tuning"}),
     _method("LoRA", Continued, LORA, 3e-3),
-    _method("LoRA merged", Merged, LORA, 3e-3, averaged="LoRA, averaged", TIES="LoRA, TIES"),
+    _method("LoRA merged", Merged, LORA, 3e-3, {"averaged": "LoRA, averaged", "TIES": "LoRA, TIES"}),
 )
