@@ -12,6 +12,9 @@ load by transformers' auto classes without remote code.
 
 from importlib.metadata import version as _version
 
+from scale_surgery.composition.compose import Composed, compose
+from scale_surgery.composition.record import Mixing
+from scale_surgery.composition.separate import extract, strip
 from scale_surgery.deriving.inspect import Inspection, inspect
 from scale_surgery.deriving.planned import load_plan, plan
 from scale_surgery.errors import (
@@ -49,11 +52,11 @@ from scale_surgery.running.serve import Address, Served, serve
 from scale_surgery.surgery.adopt import Adopted, adopt
 from scale_surgery.surgery.apply import Applied, GivenBase, apply
 from scale_surgery.surgery.expand import Expansion, expand
-from scale_surgery.surgery.extract import Extracted, extract
+from scale_surgery.surgery.extract import Extracted
 from scale_surgery.surgery.load_expansion import load_expansion
 from scale_surgery.surgery.merge import Merged, merge
 from scale_surgery.surgery.route import Routed, route_export, set_routing, unroute
-from scale_surgery.surgery.strip import Stripped, strip
+from scale_surgery.surgery.strip import Stripped
 from scale_surgery.talking.generate import generate
 from scale_surgery.talking.records import Answer, Generation
 from scale_surgery.talking.settings import GenerationSettings
@@ -74,6 +77,7 @@ __all__ = [
     "Calibration",
     "CalibrationSettings",
     "CheckpointError",
+    "Composed",
     "DataError",
     "EvalData",
     "Evaluation",
@@ -88,6 +92,7 @@ __all__ = [
     "Inspection",
     "Learned",
     "Merged",
+    "Mixing",
     "PilotSettings",
     "Plan",
     "PlanError",
@@ -117,6 +122,7 @@ __all__ = [
     "__version__",
     "adopt",
     "apply",
+    "compose",
     "evaluate",
     "expand",
     "expansion_disabled",

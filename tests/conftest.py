@@ -143,6 +143,18 @@ def base_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 
 @pytest.fixture(scope="session")
+def made_of(base_of: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+    """Expand a tiny base model several times: see `tests.composed`."""
+    from tests.composed import make_expansions
+
+    @functools.cache
+    def make(family: str, names: tuple[str, ...], dtype: str = "float32") -> Any:
+        return make_expansions(base_of, tmp_path_factory.mktemp(family), family, names, dtype)
+
+    return make
+
+
+@pytest.fixture(scope="session")
 def pair_of(base_of: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Pair]:
     """Expand a tiny base model by one of REQUESTS."""
 

@@ -13,7 +13,7 @@ import transformers
 from transformers.dynamic_module_utils import get_relative_imports
 
 from scale_surgery import Request, modeling, plan
-from scale_surgery.planning.architecture import CODE_FILES
+from scale_surgery.planning.architecture import CODE_FILES, COMPOSED_FILES
 from scale_surgery.planning.saved import save_plan
 from tests.conftest import REQUESTS
 from tests.families import FAMILIES
@@ -94,12 +94,6 @@ def test_registration_replaces_remote_code(said):
     assert said[1] == "scale_surgery.modeling.modeling_scale"
 
 
-# will travel with folders of many expansions; no command writes one yet
-COMPOSED_FILES = tuple(
-    f"expanded_{name}.py" for name in ("arranged", "choice", "composed", "posterior", "side_by_side")
-)
-
-
 @pytest.mark.parametrize("file", [*CODE_FILES, *COMPOSED_FILES])
 def test_exported_code_stands_alone(file):
     tree = ast.parse(modeling.code_text(file))
@@ -121,7 +115,7 @@ def test_exported_code_stands_alone(file):
 
 
 def test_every_code_file_travels():
-    assert {file.name for file in modeling.FOLDER.glob("*.py")} - {"__init__.py", *COMPOSED_FILES} == set(CODE_FILES)
+    assert {file.name for file in modeling.FOLDER.glob("*.py")} == {"__init__.py", *CODE_FILES, *COMPOSED_FILES}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -131,6 +125,12 @@ def test_classes_are_made_of_the_stock_ones(family):
     for auto_class, stock in FAMILIES[family].classes.items():
         assert classes[auto_class].config_class is classes["AutoConfig"]
         assert classes[auto_class].__bases__[1] is getattr(transformers, stock)
+
+
+def test_the_composed_file_imports_every_file_itself():
+    """transformers 4 copies what a file imports itself, and no more."""
+    file = modeling.FOLDER / "modeling_composed.py"
+    assert {f"{name}.py" for name in get_relative_imports(file)} == {*CODE_FILES, *COMPOSED_FILES} - {file.name}
 
 
 def test_the_modeling_file_imports_every_file_itself():

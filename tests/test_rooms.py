@@ -16,7 +16,20 @@ PACKAGE = Path(scale_surgery.__file__).parent
 # an import that runs may point to a room further left, or stay in its own
 ROOMS = [
     *("errors", "fields", "progress", "checkpoint", "planning", "modeling", "running", "deriving", "biographies"),
-    *("surgery", "evidence", "show", "training", "routing", "talking", "learning", "hub", "demo", "cli", "__main__"),
+    *(
+        "surgery",
+        "composition",
+        "evidence",
+        "show",
+        "training",
+        "routing",
+        "talking",
+        "learning",
+        "hub",
+        "demo",
+        "cli",
+        "__main__",
+    ),
 ]
 MOST_MODULES = 25
 

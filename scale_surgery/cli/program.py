@@ -12,10 +12,10 @@ import click
 from scale_surgery.cli.adopt import adopt_command
 from scale_surgery.cli.apply import apply_command
 from scale_surgery.cli.chat import chat_command
+from scale_surgery.cli.compose import compose_command
 from scale_surgery.cli.demo import demo_command
 from scale_surgery.cli.evaluate import evaluate_command
 from scale_surgery.cli.expand import expand_command
-from scale_surgery.cli.extract import extract_command
 from scale_surgery.cli.generate import generate_command
 from scale_surgery.cli.inspect import inspect_command
 from scale_surgery.cli.learn import hold_out_command, learn_command
@@ -27,8 +27,8 @@ from scale_surgery.cli.report import report_command
 from scale_surgery.cli.route_calibrate import route_calibrate_command
 from scale_surgery.cli.route_export import route_export_command
 from scale_surgery.cli.route_report import route_report_command
+from scale_surgery.cli.separate import extract_command, strip_command
 from scale_surgery.cli.serve import serve_command
-from scale_surgery.cli.strip import strip_command
 from scale_surgery.cli.train import train_command
 from scale_surgery.cli.verify import verify_command
 
@@ -86,6 +86,7 @@ def main() -> None:
     scale-surgery merge EXPANDED -o FUSED
     scale-surgery serve ROUTED
     scale-surgery extract EXPANDED -o EXTRACT
+    scale-surgery compose MODEL EXTRACT EXTRACT2 -o COMPOSED
     scale-surgery strip EXPANDED -o BASE
     scale-surgery push EXPANDED user/name
 
@@ -98,6 +99,7 @@ for command in (
     adopt_command,
     apply_command,
     chat_command,
+    compose_command,
     demo_command,
     evaluate_command,
     expand_command,
@@ -126,6 +128,7 @@ SHORT_HELP = {
     "adopt": "Make an expanded model of what another trainer saved.",
     "apply": "Put extracted new tensors back on their base model.",
     "chat": "Talk to a model, and see which path each token came from.",
+    "compose": "Put many expansions of one base into one model.",
     "demo": "Run every step on the model that comes with the package.",
     "evaluate": "Measure what models forgot and learned.",
     "expand": "Widen chosen layers; the base's tensors keep their bytes.",

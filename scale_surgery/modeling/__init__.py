@@ -15,8 +15,9 @@ from scale_surgery.planning.architecture import OWN_CODE_FILE
 FOLDER = Path(__file__).parent
 # release -> exported code file -> sha256; python -m tests.modeling.test_trust writes the entry of the one to be
 RELEASES_FILE = "releases.json"
-# what stands before the model type of a base model
+# what stands before the model type of a base model: expanded once, or composed of several expansions
 EXPANDED = "scale_"
+COMPOSED = "composed_"
 # the widest first: a model that sees images is saved with what sees them
 AUTO_CLASSES = ("AutoModelForImageTextToText", "AutoModelForCausalLM", "AutoModel")
 
@@ -134,6 +135,24 @@ def architectures(architecture: Described) -> list[str]:
     return [names[widest].partition(".")[2]]
 
 
+def composed_auto_map(architecture: Described) -> dict[str, str]:
+    """The `auto_map` of a composed model's config.json: what has a head, on which paths are mixed."""
+    names = {
+        own: name.partition(".")[2].replace("Scale", "Composed", 1) for own, name in auto_map(architecture).items()
+    }
+    return {own: f"modeling_composed.{name}" for own, name in names.items() if own != "AutoModel"}
+
+
+def composed_architectures(architecture: Described) -> list[str]:
+    """The `architectures` of a composed model's config.json."""
+    return [architectures(architecture)[0].replace("Scale", "Composed", 1)]
+
+
+def stock_type(model_type: object) -> str:
+    """Model type of the base of a model, by its own model type."""
+    return str(model_type).removeprefix(EXPANDED).removeprefix(COMPOSED)
+
+
 def first_code_files(model_type: str) -> tuple[str, str]:
     """Names of the two code files that a model type had of its own in release 0.1.0."""
     return f"configuration_{EXPANDED}{model_type}.py", f"modeling_{EXPANDED}{model_type}.py"
@@ -183,16 +202,16 @@ def model_classes(architecture: Described) -> dict[str, Any]:
 
 
 class _ExpandedConfigs(dict[str, Any]):
-    """Configuration classes by model type; those of expanded models are made when they are asked for."""
+    """Configuration classes by model type; those of expanded and composed models are made when they are asked for."""
 
     def __contains__(self, key: object) -> bool:
         from transformers import CONFIG_MAPPING
 
-        is_expanded = isinstance(key, str) and key.startswith(EXPANDED)
-        return super().__contains__(key) or (is_expanded and str(key).removeprefix(EXPANDED) in CONFIG_MAPPING)
+        is_ours = isinstance(key, str) and key.startswith((EXPANDED, COMPOSED))
+        return super().__contains__(key) or (is_ours and stock_type(key) in CONFIG_MAPPING)
 
     def __missing__(self, key: str) -> Any:
-        self[key] = _register_type(key.removeprefix(EXPANDED))
+        self[key] = _register_type(stock_type(key), is_composed=key.startswith(COMPOSED))
         return self[key]
 
 
@@ -206,23 +225,32 @@ def is_part(stock: Any, stock_config: Any) -> bool:
     return getattr(stock, "config_class", None) in stock_config.sub_configs.values()
 
 
-def _register_type(base_type: str) -> Any:
-    """Register the expanded form of each stock class that loads models of a type; returns that of the configuration."""
+def _register_type(base_type: str, *, is_composed: bool) -> Any:
+    """Register our form of each stock class that loads models of a type; returns that of the configuration."""
     from transformers import CONFIG_MAPPING, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
 
-    stock_config = CONFIG_MAPPING[base_type]
-    configuration: Any = import_module(f"{__name__}.configuration_scale")
-    modeling: Any = import_module(f"{__name__}.modeling_scale")
-    config = configuration.config_of(stock_config)
+    stock_config, (config_of, model_of) = CONFIG_MAPPING[base_type], _makers(is_composed=is_composed)
+    config = config_of(stock_config)
     config.register_for_auto_class("AutoConfig")
-    for auto_class in (AutoModel, AutoModelForImageTextToText, AutoModelForCausalLM):
+    # a composed model has a head, on which its paths are mixed
+    for auto_class in (AutoModel, AutoModelForImageTextToText, AutoModelForCausalLM)[is_composed:]:
         stock = auto_class._model_mapping.get(stock_config, None)
         if stock is None or getattr(stock, "config_class", None) is None or is_part(stock, stock_config):
             continue
-        model = modeling.model_of(stock, stock_config)
+        model = model_of(stock, stock_config)
         model.register_for_auto_class(auto_class.__name__)
         auto_class.register(config, model, exist_ok=True)
     return config
+
+
+def _makers(*, is_composed: bool) -> tuple[Any, Any]:
+    """What makes configuration and model classes of stock ones."""
+    if is_composed:
+        composed: Any = import_module(f"{__name__}.modeling_composed")
+        return composed.composed_config_of, composed.composed_model_of
+    configuration: Any = import_module(f"{__name__}.configuration_scale")
+    modeling: Any = import_module(f"{__name__}.modeling_scale")
+    return configuration.config_of, modeling.model_of
 
 
 def register() -> None:

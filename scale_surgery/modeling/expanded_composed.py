@@ -124,14 +124,19 @@ class ComposedModel:
             model: The model; base weights are the very parameters of this one afterwards.
             problems: Why it cannot run beside others, a line each.
         """
-        # ours alone, without what other expansions share of it
-        own = {key: each for key, each in self.named_parameters(remove_duplicate=False) if not _is_inside(key)}
-        for path, module in model.named_modules():
-            for last in module._parameters:
-                module._parameters[last] = own.get(f"{path}.{last}", module._parameters[last])
-        model.align_copies()
+        self.lend(model)
         self.expanded_models[name], self.problems[name] = model, problems
         self.set_expansion(name)
+
+    def lend(self, model: nn.Module) -> None:
+        """Let an expanded model of this base stand on the weights and buffers of this one."""
+        # ours alone, without what other expansions share of it
+        all_own = (*self.named_parameters(remove_duplicate=False), *self.named_buffers(remove_duplicate=False))
+        own = {key: each for key, each in all_own if not _is_inside(key)}
+        for path, module in model.named_modules():
+            for part in (module._parameters, module._buffers):
+                part.update({last: own.get(f"{path}.{last}".strip("."), part[last]) for last in part})
+        model.align_copies()
 
     def _known(self, names: Iterable[str]) -> tuple[str, ...]:
         """Names of a request, refused where one is unknown or stands twice."""
@@ -304,14 +309,21 @@ def _refusing(name: str) -> Any:
 
 
 @cache
-def composed_class(stock: type) -> type:
-    """The composed form of a stock model class; its forward has the signature from which others learn what it takes."""
+def composed_class(stock: type, bases: tuple[type, ...] = (), *, name: str = "", **own: Any) -> type:
+    """The composed form of a stock model class; its forward has the signature from which others learn what it takes.
+
+    Args:
+        stock: The stock class.
+        bases: Those of the class; by default the mixin and the stock class.
+        name: Of the class.
+        own: Attributes of the class.
+    """
     names = list(signature(stock.forward).parameters)[1:]
 
     @wraps(stock.forward)
     def forward(self, *args, **inputs):
         return self.run(**dict(zip(names, args, strict=False)), **inputs)
 
-    own = {name: _refusing(name) for name in ADAPTER_METHODS if hasattr(stock, name)}
-    own |= {"forward": forward, "__module__": __name__, "__doc__": ComposedModel.__doc__}
-    return type(f"Composed{stock.__name__}", (ComposedModel, stock), own)
+    said = {name: _refusing(name) for name in ADAPTER_METHODS if hasattr(stock, name)}
+    said |= {"forward": forward, "__module__": __name__, "__doc__": ComposedModel.__doc__, **own}
+    return type(name or f"Composed{stock.__name__}", bases or (ComposedModel, stock), said)

@@ -470,19 +470,28 @@ class ExpandedPreTrainedModel:
         stock: Any = next(own for own in cls.__mro__ if not issubclass(own, ExpandedPreTrainedModel))
         return stock._can_set_experts_implementation()
 
-    @torch.no_grad()
     def initialize_weights(self):
-        """Initialise as the stock model does; expansion tensors that no file gave are zero.
+        """Initialise as the stock model does; expansion tensors that no file gave are zero."""
+        zero_missing(self, super().initialize_weights)
 
-        transformers lets the stock base model initialise its own modules, and it knows no expansion tensors.
-        """
-        missing = [
-            parameter
-            for module in self.modules()
-            if isinstance(module, ExpandedModule) and not getattr(module, "_is_hf_initialized", False)
-            for parameter in module.expansion_parameters().values()
-            if not getattr(parameter, "_is_hf_initialized", False)
-        ]
-        super().initialize_weights()
-        for parameter in missing:
-            parameter.zero_()
+
+@torch.no_grad()
+def zero_missing(model: nn.Module, initialize: Callable[[], None]) -> None:
+    """Initialise a model, and let expansion tensors that no file gave be zero.
+
+    transformers lets the stock base model initialise its own modules, and it knows no expansion tensors.
+
+    Args:
+        model: The model.
+        initialize: What initialises all else.
+    """
+    missing = [
+        parameter
+        for module in model.modules()
+        if isinstance(module, ExpandedModule) and not getattr(module, "_is_hf_initialized", False)
+        for parameter in module.expansion_parameters().values()
+        if not getattr(parameter, "_is_hf_initialized", False)
+    ]
+    initialize()
+    for parameter in missing:
+        parameter.zero_()

@@ -34,6 +34,16 @@ CODE_FILES = (
     "expanded_streams.py",
 )
 
+# what a composed folder carries beside them
+COMPOSED_FILES = (
+    "expanded_arranged.py",
+    "expanded_choice.py",
+    "expanded_composed.py",
+    "expanded_posterior.py",
+    "expanded_side_by_side.py",
+    "modeling_composed.py",
+)
+
 # one more where the classes of the base are its own and not of transformers: it names them
 OWN_CODE_FILE = "base_scale.py"
 

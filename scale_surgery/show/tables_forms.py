@@ -14,6 +14,7 @@ from scale_surgery.show.layout import NEXT
 from scale_surgery.show.tables import facts, format_bytes
 
 if TYPE_CHECKING:
+    from scale_surgery.composition.compose import Composed
     from scale_surgery.running.drift import Drift
     from scale_surgery.surgery.adopt import Adopted
     from scale_surgery.surgery.apply import Applied
@@ -74,6 +75,21 @@ def render_extracted(done: Extracted) -> RenderableType:
     rows += [("left out", name_some(done.left_out))] if done.left_out else []
     rows.append((NEXT, command("apply", done.path, "--base", named, "-o", "EXPANDED")))
     return facts("extracted", rows)
+
+
+def render_composed(done: Composed) -> RenderableType:
+    """What `compose` wrote."""
+    mixing = done.mixing
+    prior = "all paths alike" if mixing.prior is None else ", ".join(f"{own:g}" for own in mixing.prior)
+    rows = [
+        ("written", f"{done.path}  ({format_bytes(done.bytes_added)} beside the base)"),
+        ("base", done.base_name),
+        ("paths", f"{len(done.expansions) + 1}: the base, {', '.join(done.expansions)}"),
+        ("router", f"posterior, {prior} at the start, switch rate {mixing.switch_rate:g}"),
+    ]
+    rows += [("not taken along", name_some(done.left_out))] if done.left_out else []
+    rows.append((NEXT, verify_command(done.path)))
+    return facts("composed", rows)
 
 
 def render_applied(done: Applied) -> RenderableType:

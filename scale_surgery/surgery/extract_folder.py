@@ -89,6 +89,7 @@ class Extract:
         manifest: surgery.json of the expanded folder.
         files: Files of the expanded folder that lie in the extract, by their names there.
         from_base: Files of the expanded folder that are the base's, by their names there.
+        licences: Those of them that lie in the extract all the same.
         base_tensors: Dtype and shape of each base tensor.
         tensors: The expansion tensors: where each lies in the extract.
         stamps: What the system said of its files before the first of them was read.
@@ -99,6 +100,7 @@ class Extract:
     manifest: Manifest
     files: Mapping[str, OwnFile]
     from_base: tuple[str, ...]
+    licences: tuple[str, ...]
     base_tensors: Mapping[str, TensorForm]
     tensors: Mapping[str, TensorInfo]
     stamps: Stamps
@@ -127,17 +129,10 @@ def open_extract(extract: str | Path, revision: str | None = None) -> Extract:
     if not file.is_file():
         raise CheckpointError(f"{extract}: has no {EXTRACT_FILE}, expected a folder made by scale-surgery extract.")
     stamps = take_stamps(found for found in path.rglob("*") if found.is_file())
-    content = read_json(file)
-    if content.get("format") != EXTRACT_FORMAT:
-        raise CheckpointError(
-            f"{file}: format {content.get('format')!r}, expected {EXTRACT_FORMAT}. Use the release that made it."
-        )
-    manifest = read_manifest(path)
+    record, manifest = read_record(file), read_manifest(path)
     refuse_fused(path, manifest)
     try:
-        if wrong := record_problems(content):
-            raise PlanError(in_one_line(wrong))
-        found = _read(source, content, manifest, stamps)
+        found = _read(source, record, manifest, stamps)
         config = read_config(path / CONFIG_FILE)
         problems = [*content_problems(path, manifest, config, found.files, found.tensors), *_list_problems(found)]
     except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, PlanError) as error:
@@ -145,6 +140,23 @@ def open_extract(extract: str | Path, revision: str | None = None) -> Extract:
     if problems:
         raise CheckpointError.from_problems(problems)
     return found
+
+
+def read_record(file: Path) -> ExtractRecord:
+    """Read extract.json.
+
+    Raises:
+        CheckpointError: If it is missing, is of another format or holds what `extract` does not write.
+    """
+    content = read_json(file)
+    if content.get("format") != EXTRACT_FORMAT:
+        raise CheckpointError(
+            f"{file}: format {content.get('format')!r}, expected {EXTRACT_FORMAT}. Use the release that made it."
+        )
+    if wrong := record_problems(content):
+        raise CheckpointError(f"{file}: is incomplete ({in_one_line(wrong)}). Restore it from where you got it.")
+    record: ExtractRecord = build(content, ExtractRecord)
+    return record
 
 
 def record_problems(content: Mapping[str, Any]) -> list[str]:
@@ -156,19 +168,17 @@ def record_problems(content: Mapping[str, Any]) -> list[str]:
     return problems
 
 
-def _read(source: Source, content: Mapping[str, Any], manifest: Manifest, stamps: Stamps) -> Extract:
-    files: Mapping[str, OwnFile] = build(content["files"], Mapping[str, OwnFile])
-    from_base = tuple(content["from_base"])
-    _check_names(source.path, files, from_base)
+def _read(source: Source, record: ExtractRecord, manifest: Manifest, stamps: Stamps) -> Extract:
+    files = record.files
+    _check_names(source.path, files, (*record.from_base, *record.licences))
     return Extract(
         path=source.path,
         name=source.name,
         manifest=manifest,
         files=files,
-        from_base=from_base,
-        base_tensors={
-            name: TensorForm(dtype, tuple(shape)) for name, (dtype, shape) in content["base_tensors"].items()
-        },
+        from_base=record.from_base,
+        licences=record.licences,
+        base_tensors={name: TensorForm(dtype, tuple(shape)) for name, (dtype, shape) in record.base_tensors.items()},
         tensors=name_tensors(
             {name: info for shard in sorted(_shards(files)) for name, info in read_header(source.path, shard).items()},
             manifest.plan.numbering,

@@ -20,7 +20,7 @@ from scale_surgery.running.tokenizer import TOKENIZER_CONFIG_FILE
 from scale_surgery.surgery.config import config_problems
 from scale_surgery.surgery.joining import joined_tensors
 from scale_surgery.surgery.parts import described_parts, hash_parts
-from scale_surgery.surgery.record import Manifest, check_numbering
+from scale_surgery.surgery.record import Manifest, OnBase, check_numbering
 from scale_surgery.surgery.renumbered import hash_stored
 
 
@@ -68,7 +68,7 @@ def find_damage(checkpoint: Checkpoint, manifest: Manifest, advance: Progress = 
         base=(*_tensor_problems(manifest, hashes), *_file_problems(checkpoint, manifest, files)),
         structure=(*missing, *_unexpected_tensors(checkpoint, manifest, planned)),
         missing=tuple(missing),
-        config=(*config_problems(manifest, checkpoint.config), *_tokenizer_problems(checkpoint, manifest)),
+        config=(*config_problems(manifest, checkpoint.config), *tokenizer_problems(checkpoint, manifest)),
         code=tuple(_code_problems(checkpoint, manifest, manifest.code_files)),
         hashes=hashes,
     )
@@ -181,7 +181,7 @@ def _unexpected_tensors(checkpoint: Checkpoint, manifest: Manifest, planned: Map
     return [_unexpected(checkpoint, name) for name in checkpoint.tensors if name not in known]
 
 
-def _tokenizer_problems(checkpoint: Checkpoint, manifest: Manifest) -> list[str]:
+def tokenizer_problems(checkpoint: Checkpoint, manifest: OnBase) -> list[str]:
     """What the tokenizer's config names beside the class that the expansion wrote; it can name code to run."""
     stored = manifest.base_files.get(TOKENIZER_CONFIG_FILE)
     file = checkpoint.path / TOKENIZER_CONFIG_FILE

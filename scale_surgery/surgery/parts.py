@@ -18,7 +18,7 @@ from scale_surgery.checkpoint.shards import entries_of, tensor_bytes, write_piec
 from scale_surgery.errors import CheckpointError
 from scale_surgery.progress import Progress, no_progress
 from scale_surgery.surgery.joining import Joined, joined_tensors, take
-from scale_surgery.surgery.record import Manifest
+from scale_surgery.surgery.record import Manifest, OnBase
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -84,13 +84,13 @@ def hash_parts(
     return hashes
 
 
-def restore(expanded: Path, folder: Path, manifest: Manifest, place: Callable[[Path, Path], None]) -> None:
+def restore(expanded: Path, folder: Path, manifest: OnBase, place: Callable[[Path, Path], None]) -> None:
     """Put the base model's files into a folder, under their own names.
 
     Args:
         expanded: Folder of the expanded checkpoint.
         folder: Where the files go.
-        manifest: Its surgery.json.
+        manifest: Its surgery.json, or composed.json.
         place: Gets a stored file and the path that it is to have, and puts it there.
     """
     for name, file in manifest.base_files.items():
@@ -125,7 +125,12 @@ def link_base(expanded: Path, folder: Path, manifest: Manifest) -> dict[str, str
     return numbering.as_key_mapping(manifest.plan.sizes.layers)
 
 
-def _check_present(expanded: Path, manifest: Manifest) -> None:
+def check_present(expanded: Path, manifest: OnBase) -> None:
+    """Check that the files are there that hold the base's.
+
+    Raises:
+        CheckpointError: If some are not; each is named.
+    """
     joined = manifest.joined_shards
     missing = [
         f"{file.stored_as}: not found in {expanded}, it holds the base's {name}. Restore it from where you got it."

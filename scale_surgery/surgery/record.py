@@ -52,8 +52,18 @@ class BaseFile:
 
 
 @dataclass(frozen=True)
-class Manifest:
-    """The content of surgery.json."""
+class OnBase:
+    """What a record says of the base of a folder.
+
+    Attributes:
+        base_name: What the base is called.
+        base_revision: Commit of its Hub repository, where known.
+        base_fingerprint: sha256 over its config and the names, dtypes and shapes of its tensors.
+        base_files: Its files.
+        base_tensors: sha256 of each of its tensors.
+        left_out: Files of its folder that were not taken along.
+        replaced: Texts of its files that the folder replaces.
+    """
 
     base_name: str
     base_revision: str | None
@@ -62,6 +72,22 @@ class Manifest:
     base_tensors: Mapping[str, str]
     left_out: tuple[str, ...]
     replaced: Mapping[str, str]
+
+    @property
+    def record_file(self) -> str:
+        """Name of the file that holds this."""
+        return MANIFEST_FILE
+
+    @property
+    def joined_shards(self) -> Mapping[str, Mapping[str, str]]:
+        """Shards whose tensors lie in joined ones now."""
+        return {}
+
+
+@dataclass(frozen=True)
+class Manifest(OnBase):
+    """The content of surgery.json."""
+
     expansion_tensors: Mapping[str, str]
     code: Mapping[str, str]
     plan: Plan

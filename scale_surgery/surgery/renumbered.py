@@ -11,8 +11,9 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from scale_surgery.checkpoint.files import finished_file
 from scale_surgery.checkpoint.folder import Checkpoint, read_chunks
@@ -40,13 +41,22 @@ def renumbered_shards(base: Checkpoint, numbering: Numbering | None) -> dict[str
 
 
 def renumbered_header(header: str, numbering: Numbering) -> bytes:
-    """A header with the names that tensors get, with its length before it; the same for the same header, always.
+    """A header with the names that tensors get, with its length before it; the same for the same header, always."""
+    entries = json.loads(header)
+    renamed = {name if name == "__metadata__" else numbering.stored(name): entry for name, entry in entries.items()}
+    return aligned_header(renamed, header)
+
+
+def aligned_header(renamed: Mapping[str, Any], header: str) -> bytes:
+    """Entries with other names as a header, with its length before it.
 
     The data begin where they began, modulo ALIGNMENT: loaded tensors are views into the file, and the last bit of a
     product of one row depends on how they are aligned in memory.
+
+    Args:
+        renamed: Entries of tensors by their new names.
+        header: Text of the header with the names that they had.
     """
-    entries = json.loads(header)
-    renamed = {name if name == "__metadata__" else numbering.stored(name): entry for name, entry in entries.items()}
     text = json.dumps(renamed, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
     return _with_length(text + b" " * ((len(header.encode("utf-8")) - len(text)) % ALIGNMENT))
 
@@ -64,12 +74,23 @@ def write_renumbered(source: Path, file: Path, numbering: Numbering, advance: Pr
         numbering: Where layers stand among copies.
         advance: Called with the bytes done.
     """
+    header = renumbered_header(header_bytes(source)[8:].decode("utf-8"), numbering)
+    write_with_header(source, file, header, advance)
+
+
+def write_with_header(source: Path, file: Path, header: bytes, advance: Progress = no_progress) -> None:
+    """Write a shard with another header; left alone if it is there, from an interrupted run.
+
+    Args:
+        source: The shard.
+        file: The file to be.
+        header: Its header, with the length before it.
+        advance: Called with the bytes done.
+    """
     if file.exists():
         advance(file.stat().st_size)
         return
-    before = header_bytes(source)
-    header = renumbered_header(before[8:].decode("utf-8"), numbering)
-    _write(file, itertools.chain([header], read_chunks(source, len(before))), advance)
+    _write(file, itertools.chain([header], read_chunks(source, len(header_bytes(source)))), advance)
 
 
 def _write(file: Path, chunks: Iterable[bytes], advance: Progress) -> None:

@@ -14,8 +14,8 @@ from scale_surgery.checkpoint.names import EXTRACT_FILE
 from scale_surgery.checkpoint.staging import check_space, check_target, staged
 from scale_surgery.errors import CheckpointError
 from scale_surgery.progress import Progress, Track, no_track
-from scale_surgery.surgery.parts import _check_present, rebuild_shard, restore
-from scale_surgery.surgery.record import Manifest, read_manifest
+from scale_surgery.surgery.parts import check_present, rebuild_shard, restore
+from scale_surgery.surgery.record import Manifest, OnBase, read_manifest
 from scale_surgery.surgery.renumbered import write_base_shard
 
 
@@ -67,7 +67,7 @@ def strip(
     total = sum(file.bytes for file in manifest.base_files.values())
     is_written = base_weights == "copy" or manifest.joined_shards or manifest.renumbered
     check_space(target, total if is_written else 0)
-    _check_present(path, manifest)
+    check_present(path, manifest)
     state = {
         "strip": {name: file.sha256 for name, file in manifest.base_files.items()},
         "base_weights": base_weights,
@@ -76,7 +76,7 @@ def strip(
     with staged(target, state, overwrite=overwrite, keeps_refused=True) as partial:
         with track("files", sum(file.bytes for file in manifest.base_files.values() if file.stored_as)) as advance:
             restore(path, partial, manifest, _placing(path, manifest, joined, base_weights, advance))
-        files = _check_files(partial, manifest, track, total)
+        files = check_files(partial, manifest, track, total)
     return Stripped(target, manifest.base_name, files, manifest.left_out)
 
 
@@ -98,12 +98,26 @@ def _placing(
     return place
 
 
-def _check_files(folder: Path, manifest: Manifest, track: Track, total: int) -> dict[str, str]:
+def check_files(folder: Path, manifest: OnBase, track: Track, total: int) -> dict[str, str]:
+    """Check the files of a base that was given back by hash; those that differ are taken away.
+
+    Args:
+        folder: Where they lie.
+        manifest: surgery.json, or composed.json.
+        track: Makes progress bars.
+        total: Bytes of all files.
+
+    Returns:
+        sha256 of each file.
+
+    Raises:
+        CheckpointError: If some differ; each is named.
+    """
     with track("check by hash", total) as advance:
         hashes = hash_files(folder, list(manifest.base_files), advance)
     changed = [
-        f"{name}: sha256 {hashes[name]}, expected {file.sha256} from surgery.json. The file was changed after the "
-        "expansion: the base cannot be given back from this folder."
+        f"{name}: sha256 {hashes[name]}, expected {file.sha256} from {manifest.record_file}. The file was changed "
+        "after the expansion: the base cannot be given back from this folder."
         for name, file in manifest.base_files.items()
         if hashes[name] != file.sha256
     ]

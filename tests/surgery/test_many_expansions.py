@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,71 +15,17 @@ from scale_surgery import Request, apply, expand, extract, load_expansion
 from scale_surgery.errors import CheckpointError, PlanError
 from scale_surgery.planning.routing_specs import Routing
 from scale_surgery.surgery.route import route_export
-from tests.by_hand import make_base
+from tests.composed import LLAMA, Made
 from tests.conftest import load, shake
 from tests.routed import padded, random_ids
 from tests.surgery.test_images import inputs, logits, twin_config, write_base
 from tests.surgery.test_images import load as load_image_model
-from tests.surgery.test_mixtures_in_memory import CONFIGS
 
-REQUESTS = {
-    "medicine": Request("1-2", init_w22="random"),
-    # it writes into the base stream from the first layer on; layer 1 was not chosen
-    "law": Request("0,2", variant="adapt", collaborate="both", init_w22="random"),
-    # wider than the others
-    "music": Request("0-1", up_width=60, init_w22="random"),
-    "chess": Request("1-2", method="grow"),
-    "whole": Request("all", init_w22="random"),
-    "late": Request("all", variant="adapt", collaborative_layers="1", init_w22="random"),
-}
-LLAMA, GEMMA = ("medicine", "law", "music", "chess"), ("music", "late")
+GEMMA = ("music", "late")
 # experts and split attention; parts that are stock inside, behind a norm that two of them read
 MOE, EDGES = ("whole", "late"), ("medicine", "whole")
 PROMPTS = ({"input_ids": random_ids(2, 9)}, padded(random_ids(3, 13), (5, 2, 0)))
 GREEDY = {"max_new_tokens": 6, "do_sample": False}
-
-
-@dataclass(frozen=True)
-class Made:
-    """A base, expansions of it that have learned, and their extracts, by name."""
-
-    base: Path
-    folders: dict[str, Path]
-    extracts: dict[str, Path]
-
-    def composed(self, *names: str) -> Any:
-        """A composed model of some expansions, or of all."""
-        model = load(self.base)
-        for name in names or self.extracts:
-            model = load_expansion(model, self.extracts[name], name=name)
-        return model
-
-    def alone(self, name: str | None) -> Any:
-        """The model that one expansion is by itself, as apply writes it, or the base."""
-        return load(self.base if name is None else self.folders[name])
-
-
-@pytest.fixture(scope="module")
-def made_of(base_of: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Made]:
-    """Expand a base as some of REQUESTS say, and let all that trains move."""
-
-    @functools.cache
-    def make(family: str, names: tuple[str, ...], dtype: str = "float32") -> Made:
-        folder = tmp_path_factory.mktemp(family)
-        if family in CONFIGS:
-            base = make_base(folder / "base", CONFIGS[family]())
-        elif family == "gptj":
-            sizes = {"n_embd": 32, "n_layer": 3, "n_head": 4, "rotary_dim": 4, "n_positions": 64, "n_inner": 48}
-            base = make_base(folder / "base", transformers.GPTJConfig(vocab_size=97, pad_token_id=0, **sizes))
-        else:
-            base = base_of(family, dtype, dtype == "bfloat16")
-        folders, extracts = {}, {}
-        for seed, name in enumerate(names):
-            folders[name] = shake(expand(base, REQUESTS[name], folder / name).path, seed)
-            extracts[name] = extract(folders[name], folder / f"{name}.extract").path
-        return Made(base, folders, extracts)
-
-    return make
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,107 @@
+"""The command compose: parse, call one function, hand its result to the console."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from scale_surgery.cli.options import output_options, overwrite_options
+from scale_surgery.cli.outputs import OUTPUT_FOLDER
+from scale_surgery.fields import fields_of
+
+if TYPE_CHECKING:
+    from scale_surgery.composition.record import Mixing
+    from scale_surgery.show.console import Output
+
+
+def as_list(_context: click.Context, _parameter: click.Parameter, text: str | None) -> tuple[str, ...] | None:
+    """Read a list that is written with commas."""
+    return None if text is None else tuple(part.strip() for part in text.split(","))
+
+
+@click.command(name="compose")
+@click.argument("base")
+@click.argument("extracts", nargs=-1)
+@click.option("-o", "--output", type=OUTPUT_FOLDER, required=True, help="Folder to write.")
+@click.option(
+    "--names",
+    callback=as_list,
+    metavar="A,B",
+    help="Names of the expansions, letters, digits and underscores, in the order of EXTRACTS. Default: as the folders.",
+)
+@click.option("--add", multiple=True, metavar="EXTRACT", help="The same as one of EXTRACTS. Can be repeated.")
+@click.option(
+    "--remove",
+    multiple=True,
+    metavar="NAME",
+    help="Expansion of BASE, a composed folder, to leave out. Can be repeated.",
+)
+@click.option(
+    "--prior",
+    callback=as_list,
+    metavar="W,W",
+    help="Weights of the base and of each expansion at the start of a text; their sum is 1.  [default: all equal]",
+)
+@click.option(
+    "--switch-rate",
+    type=float,
+    help="Share of its weight that each path gives to the others at every token. 0 bounds what a text can lose.  "
+    "[default: 0.01; at least 0 and less than 1]",
+)
+@overwrite_options
+@output_options
+def compose_command(
+    base: str,
+    extracts: tuple[str, ...],
+    output: Path,
+    names: tuple[str, ...] | None,
+    add: tuple[str, ...],
+    remove: tuple[str, ...],
+    base_weights: Any,
+    overwrite: bool,
+    out: Output,
+    **numbers: Any,
+) -> None:
+    """Put many EXTRACTS of one BASE into one folder, which loads as one model.
+
+    Its router weighs K + 1 paths, the base and every expansion, by how well each has predicted the text so far. BASE is
+    the base model; or a composed folder, to add expansions or to leave some out.
+
+    \b
+    Example: scale-surgery compose MODEL MEDICINE LAW -o COMPOSED
+    """
+    from scale_surgery.composition.compose import compose
+    from scale_surgery.show.tables_forms import render_composed
+
+    given = (*extracts, *add)
+    if names is not None and len(names) != len(given):
+        raise click.UsageError(f"--names gives {len(names)} names for {len(given)} extracts, expected one for each.")
+    done = compose(
+        base,
+        given if names is None else dict(zip(names, given, strict=True)),
+        output,
+        remove=remove,
+        mixing=read_mixing(**numbers),
+        base_weights=base_weights,
+        overwrite=overwrite,
+        track=out.track,
+    )
+    out.show(done, render_composed(done))
+
+
+def read_mixing(prior: tuple[str, ...] | None, switch_rate: float | None) -> Mixing | None:
+    """How paths are mixed, from command line options; None where nothing is said."""
+    from scale_surgery.composition.record import Mixing
+
+    if prior is None and switch_rate is None:
+        return None
+    try:
+        weights = None if prior is None else tuple(map(float, prior))
+    except ValueError as error:
+        raise click.UsageError(
+            f"--prior {','.join(prior or ())}: expected numbers with commas between them."
+        ) from error
+    rate = fields_of(Mixing)["switch_rate"].default if switch_rate is None else switch_rate
+    return Mixing(weights, rate)

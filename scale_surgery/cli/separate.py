@@ -1,0 +1,55 @@
+"""The commands that take a folder apart: parse, call one function, hand its result to the console."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from scale_surgery.cli.options import FOLDER, output_options, overwrite_options
+from scale_surgery.cli.outputs import OUTPUT_FOLDER
+
+if TYPE_CHECKING:
+    from scale_surgery.show.console import Output
+
+
+@click.command(name="strip")
+@click.argument("expanded", type=FOLDER)
+@click.option("-o", "--output", type=OUTPUT_FOLDER, required=True, help="Folder to write.")
+@overwrite_options
+@output_options
+def strip_command(expanded: Path, output: Path, base_weights: Any, overwrite: bool, out: Output) -> None:
+    """Take the expansion off EXPANDED again, or all expansions: its base model, every file byte for byte.
+
+    \b
+    Example: scale-surgery strip EXPANDED -o BASE
+    """
+    from scale_surgery.composition.separate import strip
+    from scale_surgery.show.tables import render_stripped
+
+    done = strip(expanded, output, base_weights=base_weights, overwrite=overwrite, track=out.track)
+    out.show(done, render_stripped(done))
+
+
+@click.command(name="extract")
+@click.argument("expanded", type=FOLDER)
+@click.option("-o", "--output", type=OUTPUT_FOLDER, required=True, help="Folder to write.")
+@click.option("--name", help="Which expansion, where EXPANDED was written by compose.")
+@overwrite_options
+@output_options
+def extract_command(
+    expanded: Path, output: Path, name: str | None, base_weights: Any, overwrite: bool, out: Output
+) -> None:
+    """Take the new tensors of EXPANDED alone: a small folder, like an adapter, that names its base model.
+
+    The command apply puts it back on its base; compose puts several of them on one.
+
+    \b
+    Example: scale-surgery extract EXPANDED -o EXTRACT
+    """
+    from scale_surgery.composition.separate import extract
+    from scale_surgery.show.tables_forms import render_extracted
+
+    done = extract(expanded, output, name=name, base_weights=base_weights, overwrite=overwrite, track=out.track)
+    out.show(done, render_extracted(done))

@@ -1,0 +1,1 @@
+"""One base and many expansions of it in one folder, each under its name."""

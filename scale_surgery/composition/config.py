@@ -1,0 +1,65 @@
+"""What config.json and the index of a composed folder say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from scale_surgery import modeling
+from scale_surgery.checkpoint.files import plain_json
+from scale_surgery.checkpoint.headers import TensorInfo
+from scale_surgery.checkpoint.numbering import CONFIG_KEY
+from scale_surgery.checkpoint.reading import differing_keys
+from scale_surgery.composition.record import Mixing
+from scale_surgery.planning.routing_specs import build_paths
+from scale_surgery.surgery.config import blocks_config
+from scale_surgery.surgery.record import Manifest
+
+
+def composed_config(
+    base: Mapping[str, Any], dtype: str, members: Mapping[str, Manifest], mixing: Mixing
+) -> dict[str, Any]:
+    """Edit a base model's config.json: own model type and class, all expansions, everything else as it was.
+
+    Args:
+        base: Parsed config.json of the base.
+        dtype: Dtype of the base, for a config that names none.
+        members: surgery.json of each expansion, by its name; at least one.
+        mixing: How the paths are mixed.
+
+    Returns:
+        The new config.
+    """
+    written = {name: blocks_config(manifest, base, dtype) for name, manifest in members.items()}
+    first = next(iter(members.values())).plan
+    return {
+        **next(iter(written.values())),
+        "architectures": modeling.composed_architectures(first.architecture),
+        "model_type": modeling.COMPOSED + first.architecture.model_type,
+        "auto_map": {**(base.get("auto_map") or {}), **modeling.composed_auto_map(first.architecture)},
+        CONFIG_KEY: {
+            "paths": build_paths(first.architecture, first.sizes),
+            "mixing": plain_json(asdict(mixing)),
+            "expansions": {name: config[CONFIG_KEY] for name, config in written.items()},
+        },
+    }
+
+
+def config_problems(written: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
+    """Keys of a composed folder's config.json that are not what was written, a line each."""
+    return [f"config.json: {key} is not what compose wrote." for key in differing_keys(written, config)]
+
+
+def composed_index(tensors: Iterable[TensorInfo]) -> dict[str, Any]:
+    """The index of a composed folder.
+
+    Args:
+        tensors: Every tensor, by the name and in the shard that it has there.
+    """
+    known = list(tensors)
+    weight_map = {info.name: info.file for info in known}
+    return {
+        "metadata": {"total_size": sum(info.bytes for info in known)},
+        "weight_map": dict(sorted(weight_map.items())),
+    }

@@ -1,0 +1,93 @@
+"""The base of a composed folder to be: a base model, or that of another composed folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint, read_text
+from scale_surgery.checkpoint.hashes import hash_all
+from scale_surgery.checkpoint.names import CONFIG_FILE, INDEX_FILE
+from scale_surgery.checkpoint.reading import parse_json
+from scale_surgery.checkpoint.sources import Source
+from scale_surgery.composition.intact import refuse_damaged
+from scale_surgery.composition.record import Composition, read_composition
+from scale_surgery.planning.base import fingerprint
+from scale_surgery.progress import Track
+from scale_surgery.surgery.config import stored_shard
+from scale_surgery.surgery.record import BaseFile
+
+
+@dataclass(frozen=True)
+class Ground:
+    """A base on which expansions are composed.
+
+    Attributes:
+        name: What the user called it.
+        base_name: What it is recorded as.
+        base_revision: Commit of its Hub repository, where known.
+        base: Its config and its tensors, as a checkpoint of its own.
+        files: Its files: sha256, size, and the name that each has in a composed folder.
+        tensors: sha256 of each of its tensors.
+        replaced: Texts of its files that a composed folder replaces.
+        left_out: Files of its folder that are not taken along.
+        composed: composed.json, where it is the base of a composed folder.
+    """
+
+    name: str
+    base_name: str
+    base_revision: str | None
+    base: Checkpoint
+    files: Mapping[str, BaseFile]
+    tensors: Mapping[str, str]
+    replaced: Mapping[str, str]
+    left_out: tuple[str, ...]
+    composed: Composition | None = None
+
+    @property
+    def fingerprint(self) -> str:
+        """sha256 over its config and the names, dtypes and shapes of its tensors."""
+        return fingerprint(self.base)
+
+    @property
+    def taken(self) -> dict[str, Path]:
+        """Where each file lies that a composed folder takes over, by the name that it has there."""
+        of_base = self.composed is None
+        return {
+            file.stored_as: self.base.path / (name if of_base else file.stored_as)
+            for name, file in self.files.items()
+            if file.stored_as is not None
+        }
+
+
+def ground_of(source: Source, track: Track) -> Ground:
+    """Read and hash what expansions are composed on.
+
+    Args:
+        source: A base model, or a composed folder.
+        track: Makes progress bars.
+
+    Raises:
+        CheckpointError: If it cannot be read, or is a composed folder that is not what was written.
+    """
+    given = open_checkpoint(source.path)
+    names = [*given.shards, *given.side_files]
+    sizes = {name: (source.path / name).stat().st_size for name in names}
+    with track("base hashes", sum(sizes.values())) as advance:
+        sums = hash_all(given, names, advance)
+    replaced = {name: read_text(given, name) for name in given.side_files if name in (CONFIG_FILE, INDEX_FILE)}
+    places = {name: None if name in replaced else stored_shard(name) for name in names}
+    files = {name: BaseFile(sums.files[name], sizes[name], places[name]) for name in names}
+    tensors = {name: sums.tensors[name] for name in given.tensors}
+    return Ground(source.name, source.name, source.revision, given, files, tensors, replaced, given.left_out)
+
+
+def ground_in(source: Source, track: Track) -> Ground:
+    """The base of a composed folder, which is checked by its hashes."""
+    given, record = read_composition(source.path)
+    refuse_damaged(given, record, track)
+    tensors = {name: given.tensors[name] for name in record.base_tensors}
+    base = replace(given, config=parse_json(record.replaced[CONFIG_FILE]), tensors=tensors)
+    identity = (source.name, record.base_name, record.base_revision)
+    return Ground(*identity, base, record.base_files, record.base_tensors, record.replaced, record.left_out, record)

@@ -1,0 +1,176 @@
+"""The expansions inside a composed folder: extracts, whose shards name tensors by where the composed model has them.
+
+    in the extract          [length][header: model.layers.3.mlp.up_proj.w21                          ][data]
+    in the composed folder  [length][header: expanded_models.medicine.model.layers.3.mlp.up_proj.w21 ][data]
+
+composed.json keeps the header of the extract, so that the extract comes back byte for byte.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from scale_surgery import modeling
+from scale_surgery.checkpoint.files import BaseWeights, take_over
+from scale_surgery.checkpoint.folder import Checkpoint
+from scale_surgery.checkpoint.listing import list_files
+from scale_surgery.checkpoint.names import EXTRACT_FILE
+from scale_surgery.checkpoint.shards import header_bytes
+from scale_surgery.composition.record import Composition, Member, folder_of
+from scale_surgery.errors import CheckpointError
+from scale_surgery.progress import Progress, no_progress
+from scale_surgery.running.stored_names import reading_of
+from scale_surgery.surgery.config import blocks_config
+from scale_surgery.surgery.extract_folder import Extract, name_in_extract
+from scale_surgery.surgery.record import Manifest, read_manifest
+from scale_surgery.surgery.renumbered import aligned_header, write_with_header
+
+PREFIX = "expanded_models"
+
+
+@dataclass(frozen=True)
+class Files:
+    """Files of an expansion, by their names in its extract, and their sizes in bytes."""
+
+    folder: Path
+    sizes: Mapping[str, int]
+
+    @property
+    def total(self) -> int:
+        """Bytes of all."""
+        return sum(self.sizes.values())
+
+
+def files_of(extract: Extract) -> Files:
+    """What of an extract goes into a composed folder: its own files, and the licences of the base."""
+    return _sizes(extract.path, [*map(name_in_extract, extract.files), *extract.licences, EXTRACT_FILE])
+
+
+def files_in(path: Path, name: str) -> Files:
+    """What of an expansion lies in a composed folder."""
+    folder = path / folder_of(name)
+    return _sizes(folder, list_files(folder))
+
+
+def _sizes(folder: Path, names: list[str]) -> Files:
+    return Files(folder, {name: (folder / name).stat().st_size for name in names})
+
+
+def member_of(extract: Extract, base: Mapping[str, Any]) -> Member:
+    """What composed.json says of an extract.
+
+    Args:
+        extract: The extract.
+        base: Parsed config.json of its base.
+    """
+    shards = [name for name in extract.files if name.endswith(".safetensors")]
+    headers = {name: header_bytes(extract.path / name)[8:].decode("utf-8") for name in shards}
+    return Member(headers, _renamed(extract, base))
+
+
+def _renamed(extract: Extract, base: Mapping[str, Any]) -> dict[str, str]:
+    """Names in memory that are not those in the files, where transformers reads the expanded model."""
+    import torch
+
+    classes = modeling.model_classes(extract.manifest.plan.architecture)
+    widest = next(classes[name] for name in modeling.AUTO_CLASSES if name in classes)
+    config = blocks_config(extract.manifest, base, "float32")
+    with torch.device("meta"):
+        model = widest._from_config(classes["AutoConfig"].from_dict(config))
+    places = reading_of(model).places(extract.tensors)
+    return {name: place.name for name, place in places.items() if place.name != name}
+
+
+def stored_name(name: str, member: Member, tensor: str) -> str:
+    """Name that a tensor of an expansion has in a composed folder: where the composed model has it in memory."""
+    return f"{PREFIX}.{name}.{member.renamed.get(tensor, tensor)}"
+
+
+def stored_header(name: str, member: Member, shard: str) -> bytes:
+    """Header of a shard in a composed folder, with its length before it.
+
+    Args:
+        name: Of the expansion.
+        member: What composed.json says of it.
+        shard: The shard.
+    """
+    header = member.shards[shard]
+    named = {
+        key if key == "__metadata__" else stored_name(name, member, key): entry
+        for key, entry in json.loads(header).items()
+    }
+    return aligned_header(named, header)
+
+
+def take_in(files: Files, name: str, member: Member, folder: Path, how: BaseWeights, advance: Progress) -> None:
+    """Put an extract into a composed folder.
+
+    Args:
+        files: Its files.
+        name: What the expansion is called there.
+        member: Its headers.
+        folder: The composed folder.
+        how: How small files are taken over; shards are written.
+        advance: Called with the bytes done.
+    """
+    for file, size in files.sizes.items():
+        target = folder / folder_of(name) / file
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if file in member.shards:
+            write_with_header(files.folder / file, target, stored_header(name, member, file), advance)
+        else:
+            take_over(files.folder / file, target, how)
+            advance(size)
+
+
+def give_out(
+    path: Path, record: Composition, name: str, folder: Path, how: BaseWeights, advance: Progress = no_progress
+) -> None:
+    """Write the extract of an expansion that lies in a composed folder.
+
+    Args:
+        path: The composed folder.
+        record: Its composed.json.
+        name: The expansion.
+        folder: Where the extract goes.
+        how: How files are taken over; shards are written.
+        advance: Called with the bytes done.
+    """
+    files, shards = files_in(path, name), record.expansions[name].shards
+    for file, size in files.sizes.items():
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        if file in shards:
+            check_header(path, record, name, file)
+            text = shards[file].encode("utf-8")
+            header = len(text).to_bytes(8, "little") + text
+            write_with_header(files.folder / file, folder / file, header, advance)
+        else:
+            take_over(files.folder / file, folder / file, how)
+            advance(size)
+
+
+def check_header(path: Path, record: Composition, name: str, shard: str) -> None:
+    """Check that a shard has the header that `compose` wrote.
+
+    Raises:
+        CheckpointError: If not.
+    """
+    file = path / folder_of(name) / shard
+    if header_bytes(file) != stored_header(name, record.expansions[name], shard):
+        raise CheckpointError(
+            f"{file}: its header is not the one that compose wrote. Restore the file from where you got it."
+        )
+
+
+def manifest_of(path: Path, name: str) -> Manifest:
+    """surgery.json of an expansion in a composed folder."""
+    return read_manifest(path / folder_of(name))
+
+
+def tensors_of(checkpoint: Checkpoint, name: str) -> list[str]:
+    """Names of the tensors of an expansion in a composed folder."""
+    return [tensor for tensor in checkpoint.tensors if tensor.startswith(f"{PREFIX}.{name}.")]

@@ -1,0 +1,146 @@
+"""composed.json: the base of a composed folder, the expansions that lie in it, and how their paths are mixed.
+
+model-*.safetensors, tokenizer, ...   the base's files, as they are
+expansions/NAME/                      an extract, byte for byte; but its shards name tensors by where the model has them
+config.json, *.py, index              say which expansions, and load all of it as one model
+composed.json                         sha256 of the base's files and tensors, and of each expansion's shards the header
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint, read_json
+from scale_surgery.checkpoint.names import CONFIG_FILE, is_inside
+from scale_surgery.checkpoint.reading import parse_json
+from scale_surgery.checkpoint.schema import build, in_one_line, misfits
+from scale_surgery.errors import CheckpointError
+from scale_surgery.fields import Range
+from scale_surgery.surgery.record import OnBase
+from scale_surgery.surgery.record_schema import header_problems
+
+RECORD_FILE = "composed.json"
+RECORD_FORMAT = 1
+EXPANSIONS_FOLDER = "expansions"
+
+
+@dataclass(frozen=True)
+class Mixing:
+    """How the paths of a composition are mixed: the posterior router over K + 1 paths.
+
+        v_k(t) ~ w_k(t) p_k(y_t),   w_k(t+1) = (1 - r) v_k(t) + (r / K) sum of the others' v(t)
+
+    Attributes:
+        prior: Weights of the base and of each expansion at the start of a text. Default: all equal.
+        switch_rate: Share r of its weight that each path gives to the others at every token.
+    """
+
+    prior: tuple[float, ...] | None = None
+    switch_rate: Annotated[float, Range(least=0, below=1, noun="a share")] = 0.01
+
+
+@dataclass(frozen=True)
+class Member:
+    """An expansion in a composed folder.
+
+    Attributes:
+        shards: Text of the header that each of its shards has in its extract.
+        renamed: Names that tensors have in memory, where these are others than in the files: transformers renames
+            modules of some architectures as it loads them.
+    """
+
+    shards: Mapping[str, str]
+    renamed: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Composition(OnBase):
+    """The content of composed.json.
+
+    Attributes:
+        code: sha256 of each code file.
+        expansions: What is in the folder, in the order of the paths.
+        mixing: How the paths are mixed.
+        tool: Versions of what wrote it.
+        verification: What `verify` found last.
+    """
+
+    code: Mapping[str, str]
+    expansions: Mapping[str, Member]
+    mixing: Mixing
+    tool: Mapping[str, str] = field(default_factory=dict)
+    verification: Mapping[str, Any] | None = None
+    format: int = RECORD_FORMAT
+
+    @property
+    def record_file(self) -> str:
+        """Name of the file that holds this."""
+        return RECORD_FILE
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the expansions, in the order of the paths."""
+        return tuple(self.expansions)
+
+
+def is_composition(path: str | Path) -> bool:
+    """Whether a folder is a composed one."""
+    return (Path(path) / RECORD_FILE).is_file()
+
+
+def folder_of(name: str) -> str:
+    """Where an expansion lies in a composed folder."""
+    return f"{EXPANSIONS_FOLDER}/{name}"
+
+
+def read_composition(path: Path) -> tuple[Checkpoint, Composition]:
+    """Read a composed folder: its headers and its record.
+
+    Args:
+        path: The folder.
+
+    Returns:
+        The checkpoint, and what composed.json says; no tensor has been read.
+
+    Raises:
+        CheckpointError: If this is no composed folder, or its record is not one that `compose` wrote.
+    """
+    file = path / RECORD_FILE
+    if not file.is_file():
+        raise CheckpointError(f"{path}: has no {RECORD_FILE}, expected a folder made by scale-surgery compose.")
+    content = read_json(file)
+    if content.get("format") != RECORD_FORMAT:
+        raise CheckpointError(
+            f"{file}: format {content.get('format')!r}, expected {RECORD_FORMAT}. Use the release that made it."
+        )
+    problems = list(misfits(content, Composition)) or _content_problems(content)
+    if problems:
+        raise CheckpointError(f"{file}: is incomplete ({in_one_line(problems)}). Restore it from where you got it.")
+    record: Composition = build(content, Composition)
+    return open_checkpoint(path), record
+
+
+def _content_problems(content: Mapping[str, Any]) -> list[str]:
+    """Names of files that lead out of the folder, texts that are missing, and headers that are none."""
+    files, replaced = content["base_files"], content["replaced"]
+    stored = [entry["stored_as"] for entry in files.values() if entry["stored_as"] is not None]
+    shards = {name: member["shards"] for name, member in content["expansions"].items()}
+    names = [*files, *stored, *content["code"], *(shard for own in shards.values() for shard in own)]
+    problems = [f"{name!r} is no name inside the folder" for name in names if not is_inside(name)]
+    problems += [f"{name!r} is no name of an expansion" for name in shards if not name.isidentifier()]
+    problems += [
+        f"the text of {name} is missing"
+        for name, entry in files.items()
+        if entry["stored_as"] is None and name not in replaced
+    ]
+    problems += [problem for name, own in shards.items() for problem in header_problems(own, f"expansions.{name}")]
+    problems += [] if CONFIG_FILE in files else [f"the base's {CONFIG_FILE} is missing"]
+    is_object = isinstance(parse_json(replaced.get(CONFIG_FILE, "{}")), dict)
+    problems += [] if is_object else [f"replaced.{CONFIG_FILE} is no object"]
+    prior = content["mixing"].get("prior")
+    if prior is not None and len(prior) != len(shards) + 1:
+        problems.append(f"mixing.prior has {len(prior)} weights, expected {len(shards) + 1}")
+    return problems

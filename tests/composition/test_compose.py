@@ -1,0 +1,232 @@
+"""Many expansions in one folder: it loads as one model, each path is the model alone, and all comes back."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import scale_surgery
+from scale_surgery import Mixing, Request, apply, compose, expand, extract, load_expansion, route_export, strip
+from scale_surgery.composition.intact import find_damage
+from scale_surgery.composition.record import read_composition
+from scale_surgery.errors import CheckpointError, PlanError
+from scale_surgery.modeling import register
+from scale_surgery.running.loading import loaded
+from scale_surgery.running.options import RunOptions
+from tests.composed import LLAMA, REQUESTS, Made
+from tests.conftest import load, shake
+from tests.routed import padded, random_ids
+from tests.surgery import test_images as images
+
+SHARD = "expansions/law/expansion-00001-of-00001.safetensors"
+PROMPTS = ({"input_ids": random_ids(2, 9)}, padded(random_ids(3, 13), (5, 2, 0)))
+GREEDY = {"max_new_tokens": 6, "do_sample": False}
+
+
+@pytest.fixture(scope="module")
+def llama(made_of) -> Made:
+    return made_of("llama", LLAMA)
+
+
+@pytest.fixture(scope="module")
+def folder(llama: Made, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("composed") / "all"
+    return compose(llama.base, llama.extracts, path, mixing=Mixing(switch_rate=0.05)).path
+
+
+def files_of(path: Path) -> dict[str, bytes]:
+    return {file.relative_to(path).as_posix(): file.read_bytes() for file in path.rglob("*") if file.is_file()}
+
+
+def load_remote(path: Path) -> Any:
+    """As a stranger loads it, by its own code."""
+    return AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True).eval()
+
+
+@pytest.mark.parametrize("loader", [load, load_remote])
+@torch.no_grad()
+def test_it_loads_as_the_model_in_memory(llama: Made, folder: Path, loader: Any) -> None:
+    """Each path bit for bit the model that apply writes, the mixture that of the expansions loaded one by one."""
+    register()
+    found, known = loader(folder), llama.composed()
+    known.set_expansion(list(LLAMA), switch_rate=0.05)
+    assert found.expansions == list(LLAMA) and type(found).__name__ == "ComposedLlamaForCausalLM"
+    for prompt in PROMPTS:
+        assert torch.equal(found(**prompt).logits, known(**prompt).logits)
+        assert torch.equal(found.generate(**prompt, **GREEDY), known.generate(**prompt, **GREEDY))
+        for name in (None, *LLAMA):
+            with found.use_expansion(name):
+                alone = llama.alone(name)
+                assert torch.equal(found(**prompt).logits, alone(**prompt).logits)
+                assert torch.equal(found.generate(**prompt, **GREEDY), alone.generate(**prompt, **GREEDY))
+    trained = {key for key, own in found.named_parameters() if own.requires_grad}
+    assert trained and all(key.startswith("expanded_models.") for key in trained)
+    assert sum(own.numel() for own in found.parameters()) == sum(own.numel() for own in known.parameters())
+
+
+def test_it_lies_on_one_device(folder: Path) -> None:
+    assert load(folder, device_map={"": "cpu"}).expansions == list(LLAMA)
+    for places in ("auto", {"model": 0, "lm_head": "cpu"}, {"": "disk"}):
+        with pytest.raises(ValueError, match="expected one device: the paths of a composed model run side by side"):
+            load(folder, device_map=places)
+    with loaded(folder, RunOptions(memory_bytes=1)) as (model, problems):
+        assert not problems and torch.isfinite(model(**PROMPTS[0]).logits).all(), "it is not streamed from its files"
+
+
+def test_all_of_it_comes_back(llama: Made, folder: Path, tmp_path: Path) -> None:
+    assert files_of(strip(folder, tmp_path / "base").path) == files_of(llama.base)
+    for name, own in llama.extracts.items():
+        out = extract(folder, tmp_path / name, name=name).path
+        assert files_of(out) == files_of(own)
+        assert files_of(apply(out, tmp_path / f"{name}-whole", llama.base).path) == files_of(llama.folders[name])
+    shards = [file.name for file in llama.base.glob("*.safetensors")]
+    assert all(
+        (folder / shard).read_bytes() == (llama.base / shard).read_bytes() for shard in shards if len(shards) > 1
+    )
+
+
+def test_one_more_and_one_less(llama: Made, folder: Path, tmp_path: Path) -> None:
+    """The bytes of the others stay; what comes and goes leaves the folder as if it had been made so."""
+    two = {name: llama.extracts[name] for name in LLAMA[:2]}
+    first = compose(llama.base, two, tmp_path / "two", mixing=Mixing((0.5, 0.3, 0.2), 0.05)).path
+    more = compose(first, {name: llama.extracts[name] for name in LLAMA[2:]}, tmp_path / "more").path
+    assert files_of(more) == files_of(folder), "and all paths are alike again"
+    less = compose(more, {}, tmp_path / "less", remove=LLAMA[2:], mixing=Mixing((0.5, 0.3, 0.2), 0.05)).path
+    assert files_of(less) == files_of(first)
+    assert files_of(first).keys() < files_of(folder).keys()
+
+
+def test_what_cannot_be_composed(llama: Made, folder: Path, tmp_path: Path, made_of: Any) -> None:
+    other = made_of("qwen3", ("medicine",))
+    with pytest.raises(CheckpointError, match="model_type is 'llama', expected 'qwen3'"):
+        compose(llama.base, other.extracts, tmp_path / "out")
+    changed = Path(shutil.copytree(llama.base, tmp_path / "changed"))
+    model = load(changed)
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[0, 0] += 1
+    model.save_pretrained(changed)
+    with pytest.raises(CheckpointError) as refused:
+        compose(changed, {"law": llama.extracts["law"]}, tmp_path / "out")
+    assert "law: changed: 1 of" in str(refused.value)
+    assert "model.layers.1.mlp.up_proj.weight: its bytes differ." in str(refused.value)
+    with pytest.raises(PlanError) as refused:
+        compose(folder, {"law": llama.extracts["law"], "a-b": llama.extracts["law"]}, tmp_path / "out", remove=["x"])
+    assert "name: law is an expansion of this model already" in str(refused.value)
+    assert "name: is 'a-b', expected letters" in str(refused.value)
+    assert "remove: x is no expansion of this folder, expected medicine or law or music or chess." in str(refused.value)
+    with pytest.raises(PlanError, match=r"prior: is 0.5, 0.5, expected 3 positive weights of sum 1: the base, law"):
+        own = {name: llama.extracts[name] for name in ("law", "music")}
+        compose(llama.base, own, tmp_path / "out", mixing=Mixing((0.5, 0.5)))
+    with pytest.raises(PlanError, match=r"expected an expansion of .*: medicine or law or music or chess"):
+        extract(folder, tmp_path / "out", name="history")
+    with pytest.raises(PlanError, match="holds one expansion, which has no name"):
+        extract(llama.folders["law"], tmp_path / "out", name="law")
+    deep = extract(expand(llama.base, Request("1", method="depth"), tmp_path / "deep").path, tmp_path / "copies").path
+    with pytest.raises(PlanError, match="copies: was made by --method depth"):
+        compose(llama.base, [deep], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def flip(file: Path, place: int) -> None:
+    content = bytearray(file.read_bytes())
+    content[place] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("file", "expected"),
+    [
+        ("model-00001-of-00001.safetensors", "bytes differ from the base's model.safetensors"),
+        (
+            "expansions/law/expansion-00001-of-00001.safetensors",
+            "expansions/law/expansion-00001-of-00001.safetensors: ",
+        ),
+        ("expansions/law/extract.json", "law: "),
+        ("modeling_composed.py", "modeling_composed.py: is not the code that compose wrote"),
+    ],
+)
+def test_damage_is_found(folder: Path, tmp_path: Path, file: str, expected: str) -> None:
+    spoiled = Path(shutil.copytree(folder, tmp_path / "spoiled"))
+    assert not find_damage(*read_composition(spoiled)).problems, "the negative control"
+    flip(spoiled / file, -2)
+    assert any(expected in problem for problem in find_damage(*read_composition(spoiled)).problems)
+    with pytest.raises(CheckpointError, match="is not what was written"):
+        compose(spoiled, {}, tmp_path / "out", remove=["music"])
+
+
+def test_a_config_that_says_something_else(folder: Path, tmp_path: Path) -> None:
+    spoiled = Path(shutil.copytree(folder, tmp_path / "spoiled"))
+    config = json.loads((spoiled / "config.json").read_text())
+    config["scale_surgery"]["mixing"]["switch_rate"] = 0.5
+    (spoiled / "config.json").write_text(json.dumps(config))
+    assert find_damage(*read_composition(spoiled)).config == ("config.json: scale_surgery is not what compose wrote.",)
+
+
+def test_the_dtype_of_an_expansion_stays(made_of, tmp_path: Path) -> None:
+    """Half precision, tied and sharded; new tensors in their own dtype."""
+    made = made_of("gemma3_text", ("music", "late"), "bfloat16")
+    model = load(compose(made.base, made.extracts, tmp_path / "out").path)
+    for name in made.extracts:
+        alone = made.alone(name)
+        with model.use_expansion(name):
+            assert torch.equal(model(**PROMPTS[1]).logits, alone(**PROMPTS[1]).logits)
+    assert load_expansion(load(made.base), made.extracts["music"]) is not None
+    assert scale_surgery.Composed is not None
+
+
+@pytest.mark.parametrize(
+    ("family", "names"),
+    [
+        ("qwen3_moe", ("whole", "late")),
+        ("gemma2", ("late",)),
+        pytest.param("gptj", ("medicine", "whole"), marks=pytest.mark.slow),
+    ],
+)
+@torch.no_grad()
+def test_other_architectures(made_of, tmp_path: Path, family: str, names: tuple[str, ...]) -> None:
+    """Experts whose tensors are put together on load, capped logits, parts that are stock inside."""
+    made = made_of(family, names)
+    model, known = load(compose(made.base, made.extracts, tmp_path / "out").path), made.composed()
+    known.set_expansion(list(names))
+    assert torch.equal(model(**PROMPTS[1]).logits, known(**PROMPTS[1]).logits)
+    for name in (None, *names):
+        with model.use_expansion(name):
+            assert torch.equal(model(**PROMPTS[1]).logits, made.alone(name)(**PROMPTS[1]).logits)
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_names_that_transformers_changes_on_load(tmp_path: Path) -> None:
+    """Files of models that see images name modules in another way than the model that reads them."""
+    config = images.twin_config("gemma3")
+    base = images.write_base(config, torch.float32, tmp_path / "base")
+    requests = {"law": REQUESTS["law"], "medicine": REQUESTS["medicine"]}
+    folders = {name: shake(expand(base, own, tmp_path / name).path) for name, own in requests.items()}
+    extracts = {name: extract(folder, tmp_path / f"{name}.extract").path for name, folder in folders.items()}
+    composed, prompt = (
+        compose(base, extracts, tmp_path / "composed").path,
+        images.inputs("gemma3", config, torch.float32),
+    )
+    expected = [images.logits(images.load(own), **prompt) for own in (base, *folders.values())]
+    assert all(map(torch.equal, images.load(composed).path_logits(**prompt), expected))
+    assert files_of(extract(composed, tmp_path / "back", name="law").path) == files_of(extracts["law"])
+
+
+@torch.no_grad()
+def test_the_router_of_a_composition_takes_the_place_of_its_own(llama: Made, tmp_path: Path) -> None:
+    """A routed model brings its expansion alone; its extract comes back with the router."""
+    routed = route_export(llama.folders["law"], tmp_path / "routed").path
+    taken = extract(routed, tmp_path / "law").path
+    composed = compose(llama.base, [taken], tmp_path / "composed").path
+    model = load(composed)
+    with model.use_expansion("law"):
+        found = model(**PROMPTS[0]).logits
+    assert torch.equal(found, llama.alone("law")(**PROMPTS[0]).logits)
+    assert not torch.equal(found, load(routed)(**PROMPTS[0]).logits), "the negative control"
+    assert files_of(extract(composed, tmp_path / "back", name="law").path) == files_of(taken)
