@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from benchmarks.streams.asking import Examiner
 from benchmarks.streams.learning import Settings, learn, make_rehearsal
 from benchmarks.streams.methods import Method
-from benchmarks.streams.tasks import base_task, tasks
+from benchmarks.streams.tasks import Task, base_task, tasks
 
 
 @dataclass(frozen=True)
@@ -62,25 +62,36 @@ def run(
     Returns:
         The record.
     """
-    started, settings, examiner = time.process_time(), key.settings, Examiner(tokenizer)
-    old, todo = base_task(settings.old_questions), tasks(settings.tasks, key.seed, settings.size)
+    started, examiner = time.process_time(), Examiner(tokenizer)
+    old = base_task(key.settings.old_questions)
+    todo = tasks(key.settings.tasks, key.seed, key.settings.size)
     way, parameters = method.start(key.seed), 0
     learned: list[float] = []
     rows: dict[str, tuple[tuple[float, ...], ...]] = dict.fromkeys(method.shown, ())
     for number, task in enumerate(todo):
         pupil = way.pupil(number)
         parameters = sum(own.numel() for own in pupil.parameters() if own.requires_grad)
-        seed = key.seed * len(todo) + number
-        rehearsal = make_rehearsal(pupil, tokenizer, settings.samples, seed) if key.rehearses else None
-        learn(pupil, method.rate, task.texts(seed), tokenizer, settings, rehearsal)
+        _teach(pupil, task, method.rate, key, number, tokenizer)
         learned.append(examiner.accuracy(pupil, task.asked))
         way.take_up(number, pupil)
-        for name, model in way.answering():
-            asked = (old, *todo[: number + 1])
-            rows[name] += (tuple(round(examiner.accuracy(model, own.asked), 4) for own in asked),)
+        for name, row in _ask(way, examiner, (old, *todo[: number + 1])).items():
+            rows[name] += (row,)
         say(f"{key.method} {number + 1} {task.kind}: {time.process_time() - started:.0f} s, {_ends(rows)}")
     seconds = round(time.process_time() - started, 1)
     return Run(key, tuple(own.kind for own in todo), parameters, seconds, tuple(learned), rows)
+
+
+def _teach(pupil: Any, task: Task, rate: float, key: Key, number: int, tokenizer: PreTrainedTokenizerBase) -> None:
+    seed = key.seed * key.settings.tasks + number
+    rehearsal = make_rehearsal(pupil, tokenizer, key.settings.samples, seed) if key.rehearses else None
+    learn(pupil, rate, task.texts(seed), tokenizer, key.settings, rehearsal)
+
+
+def _ask(way: Any, examiner: Examiner, about: Sequence[Task]) -> dict[str, tuple[float, ...]]:
+    """Right answers about some tasks, by what answers."""
+    return {
+        name: tuple(round(examiner.accuracy(model, own.asked), 4) for own in about) for name, model in way.answering()
+    }
 
 
 def _ends(rows: dict[str, tuple[tuple[float, ...], ...]]) -> str:
