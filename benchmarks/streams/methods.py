@@ -144,7 +144,7 @@ METHODS = (
     _method("composed adapt", Composed, BOTH_0.make, 3e-3),
     _method("one preserve", Continued, PRESERVE.make, 1e-2),
     _method("full", Continued, whole, 1e-3, {"": "full fine-tuning"}),
-    _method("full, lower rate", Continued, whole, 3e-4),
+    _method("full, lower rate", Continued, whole, 3e-4, {"": "full fine-tuning, 3e-4"}),
     _method("LoRA", Continued, LORA, 3e-3),
     _method("LoRA merged", Merged, LORA, 3e-3, {"averaged": "LoRA, averaged", "TIES": "LoRA, TIES"}),
 )

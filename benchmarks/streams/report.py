@@ -85,7 +85,7 @@ def courses(runs: Sequence[Run]) -> list[Course]:
 
 def summary(found: Sequence[Course]) -> Iterator[str]:
     """The table of what is left at the end, in Markdown."""
-    yield "| method | rehearsal | trained | learned | kept | tasks at the end | lowest | base's people | seeds |"
+    yield "| method | rehearsal | trained | learned | kept | tasks at the end | lowest | known before | seeds |"
     yield "|---|---|--:|--:|--:|--:|--:|--:|--:|"
     for own in found:
         base, *tasks = own.ends
