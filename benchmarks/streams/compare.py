@@ -13,9 +13,9 @@ one preserve  one expansion that is trained on and on
 full, LoRA    the same of the whole model, and of one adapter
 LoRA merged   an adapter for each task, trained from the base, and all of them averaged, or merged by TIES
 
-With rehearsal the model that learns writes text before each task, and is asked to stay what it was on it. Learning
-rates are those of the demo, one for each method. A run that ends becomes a line of the records file, and what has a
-line is not run again.
+With rehearsal the model that learns writes text before each task, and is asked to stay what it was on it. Rates are
+not tuned; full fine-tuning has two. A run that ends becomes a line of the records file, and what has a line is not run
+again.
 """
 
 from __future__ import annotations

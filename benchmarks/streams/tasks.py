@@ -1,8 +1,11 @@
 """What is learned in a row: groups of people, and texts of four other kinds; everything in them is invented.
 
 Each task has texts to learn and questions with one right answer. The people of a group are asked about as the base's
-own are; the other kinds are lands with their capitals, sums of a made-up kind, lists of values under keys, and people
-who are told and asked about in a made-up language. None of the questions of one task can be answered from another.
+own are; the other kinds are kingdoms with their capitals, counting in names, a list of courses under first names, and
+people who are told and asked about in a made-up dialect. None of them can be answered from the texts of another.
+
+All facts stand under names, because the base has features for those: under companies, months or cities, expansions and
+adapters learn few facts in the steps of a task.
 """
 
 from __future__ import annotations
