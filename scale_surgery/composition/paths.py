@@ -44,6 +44,16 @@ class MixedPaths:
         return math.isclose(min(self.prior), max(self.prior))
 
     @property
+    def splits_evenly(self) -> bool:
+        """Whether all expansions begin with the same weight."""
+        return math.isclose(min(self.prior[1:]), max(self.prior[1:]))
+
+    @property
+    def is_default(self) -> bool:
+        """Whether the numbers are those that nobody chose."""
+        return self.mixing == Mixing()
+
+    @property
     def numbers(self) -> str:
         """Prior and switch rate, in words."""
         named = ", ".join(f"{name} {weight:.3g}" for name, weight in zip(self.names, self.prior, strict=True))

@@ -57,6 +57,11 @@ class Routing:
         return f"posterior, {self.numbers}"
 
     @property
+    def is_default(self) -> bool:
+        """Whether the numbers are those that nobody chose."""
+        return self == Routing(self.router, strict=self.strict)
+
+    @property
     def numbers(self) -> str:
         """The numbers alone, in words."""
         if self.router == "cosine":
