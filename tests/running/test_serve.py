@@ -105,9 +105,7 @@ def test_one_expansion_of_a_composed_folder_is_served(
         assert torch.equal(loaded.model(ids).logits, made.alone(alone)(ids).logits) is (expansion is not None)
         manager.shutdown()
     monkeypatch.setattr(serving, "NEEDED", ("json",))
-    with pytest.raises(
-        PlanError, match=r"^expansion lw: is no path of composed, expected base or medicine or law or m"
-    ):
+    with pytest.raises(PlanError, match=r"^expansion lw: is no path of composed, expected base or medicine or"):
         serve(folder, serving.Address(port=free_port()), expansion="lw")
     with pytest.raises(PlanError, match=r"^expansion law: base has no expansions under names, expected a composed fo"):
         serve(made.base, serving.Address(port=free_port()), expansion="law")

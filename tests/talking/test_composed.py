@@ -51,7 +51,7 @@ def test_one_path_answers_alone(speaking: tuple[Made, Path]) -> None:
         assert all(token.path_weights is None for answer in found.answers for token in answer.tokens)
         if name == "law":
             assert tuple(map(ids_of, found.base_answers)) == answers["base"]
-    assert len(set(answers.values())) == len(NAMES), "the control: they differ"
+    assert len({str(own) for own in answers.values()}) == len(NAMES), "the control: they differ"
 
 
 def test_a_name_that_is_none_is_refused(speaking: tuple[Made, Path]) -> None:
@@ -62,7 +62,7 @@ def test_a_name_that_is_none_is_refused(speaking: tuple[Made, Path]) -> None:
         "expansion lw: is no path of composed, expected base or medicine or law or music."
     )
     for other in (made.base, made.folders["law"]):
-        with pytest.raises(PlanError, match="has no expansions under names, expected a composed folder. Leave it out"):
+        with pytest.raises(PlanError, match="has no expansions under names, expected a composed folder"):
             generate(other, "a", replace(GREEDY, expansion="law"))
 
 
@@ -86,13 +86,11 @@ def test_names_stand_where_there_are_no_colours(speaking: tuple[Made, Path]) -> 
 def test_a_conversation_changes_who_answers(speaking: tuple[Made, Path]) -> None:
     typed = "Anna\n/set expansion law\n/reset\nAnna\n/set expansion\n/reset\nAnna\n"
     asked = ["--temperature", "0", "--max-new-tokens", "12", "--json"]
-    content = json.loads(run("chat", speaking[1], *asked, input=typed)[:])
+    content = json.loads(run("chat", speaking[1], *asked, input=typed))
     first, second, third = content["answers"]
     assert first == third and first["text"] != second["text"]
-    assert (
-        second["text"]
-        == generate(speaking[0].folders["law"], "Anna", replace(GREEDY, max_new_tokens=12)).answers[0].text
-    )
+    alone = generate(speaking[0].folders["law"], "Anna", replace(GREEDY, max_new_tokens=12))
+    assert second["text"] == alone.answers[0].text
     assert first["tokens"][0]["path_weights"] and "path_weights" not in second["tokens"][0]
     said = run("chat", speaking[1], input="/set expansion history\n")
     assert "composed, routed: posterior over 4 paths" in said
