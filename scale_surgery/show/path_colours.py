@@ -136,17 +136,19 @@ class BracketedPaths:
         self.path = 0
 
     def mark(self, text: str, weight: float | Sequence[float] | None) -> Text:
-        """The token, behind what opens or closes."""
+        """The token, behind what opens or closes; no bracket goes over the end of a line."""
         if not text:
             return Text()
         path = leading(_of_paths(weight)) or 0
         before, self.path = self.path, path
-        if path == before:
-            return Text(visible_text(text))
-        closing = CLOSING if before else ""
-        space = " " * text.startswith(" ")
-        opening = f"{OPENING}{visible_line(self.names[path])}: " if path else ""
-        return Text(closing + space + opening + visible_text(text.removeprefix(" ")))
+        shown, line_end = text.removesuffix("\n"), "\n" * text.endswith("\n")
+        if path != before:
+            space = " " * shown.startswith(" ")
+            opening = f"{OPENING}{visible_line(self.names[path])}: " if path else ""
+            shown = CLOSING * (before > 0) + space + opening + visible_text(shown.removeprefix(" "))
+        else:
+            shown = visible_text(shown)
+        return Text(shown + (self.end().plain if line_end else "") + line_end)
 
     def end(self) -> Text:
         """What closes."""

@@ -98,7 +98,7 @@ TOKENS = (
 
 def test_the_terminal_names_paths_where_it_has_no_colours() -> None:
     text = shown(render_path_report(handmade(*TOKENS))).splitlines()
-    assert text[3:7] == ["a.txt", "<s>An⟦medicine: na Berg⟧ is⟦law: ↵", "[b]new⟧", ""]
+    assert text[3:7] == ["a.txt", "<s>An⟦medicine: na Berg⟧ is⟦law: ↵⟧", "⟦law: [b]new⟧", ""]
     assert text[7].startswith("routing  (posterior over 3 paths, prior 0.333 each, switch rate 0.01;")
     assert [line.split() for line in text[-5:]] == [
         ["a.txt", "7"], ["base", "2.0000", "33.3%"], ["medicine", "1.0000", "33.3%"], ["law", "3.0000", "33.3%"],
