@@ -181,7 +181,7 @@ class ComposedModel:
         """Refuse: each expansion is saved by itself, beside the base that is saved already."""
         raise NotImplementedError(
             "A composed model is not saved as one folder. Save each expansion: model.expanded_models[name]"
-            ".save_pretrained(FOLDER), then scale-surgery extract FOLDER, which leaves the base out."
+            ".save_pretrained(FOLDER), then scale-surgery adopt FOLDER --base MODEL -o EXPANDED, and extract EXPANDED."
         )
 
     def resize_token_embeddings(self, *args: Any, **options: Any) -> None:
