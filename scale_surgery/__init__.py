@@ -31,7 +31,8 @@ from scale_surgery.evidence.evaluate import Evaluation, evaluate
 from scale_surgery.evidence.promises import Promise
 from scale_surgery.evidence.report import report
 from scale_surgery.evidence.report_records import Report
-from scale_surgery.evidence.verify import Verification, verify
+from scale_surgery.evidence.verification import Verification
+from scale_surgery.evidence.verify import verify
 from scale_surgery.hub.push import Push, Pushed, push
 from scale_surgery.learning.hold_out import HeldOut, HoldOutSettings, hold_out
 from scale_surgery.learning.learn import learn, resolve_recipe

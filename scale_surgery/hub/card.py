@@ -25,7 +25,7 @@ from scale_surgery.surgery.record import STOCK_RECORD_FILE
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
-    from scale_surgery.evidence.verify import Verification
+    from scale_surgery.evidence.verification import Verification
     from scale_surgery.hub.repository import Contents
 
 CardOrigin = Literal["written", "own", "kept"]

@@ -18,7 +18,7 @@ from scale_surgery.planning.request import Request, complete
 if TYPE_CHECKING:
     from scale_surgery.evidence.evaluate import Evaluation
     from scale_surgery.evidence.report_records import Report
-    from scale_surgery.evidence.verify import Verification
+    from scale_surgery.evidence.verification import Verification
     from scale_surgery.planning.architecture import Architecture
     from scale_surgery.planning.plan import Plan
 
@@ -85,7 +85,7 @@ def after_verification(result: Verification) -> str:
     """What to do with a model that keeps its promises, and with one that does not."""
     if not result.passed:
         return running_command("verify", result.path, "--report", "certificate.json")
-    if result.state == "trained" or result.routing is not None:
+    if result.state == "trained" or result.routing is not None or result.mixing is not None:
         return running_command("evaluate", result.path, "--old", "FILE", "--new", "FILE")
     return running_command("train", result.path, "--data", "FILE")
 
