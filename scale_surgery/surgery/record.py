@@ -14,6 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
 
+from scale_surgery.checkpoint.composed import refuse_composed
 from scale_surgery.checkpoint.files import plain_json
 from scale_surgery.checkpoint.folder import Checkpoint, read_json
 from scale_surgery.checkpoint.foreign import saved_elsewhere
@@ -136,10 +137,11 @@ def read_manifest(path: Path) -> Manifest:
     """Read surgery.json of an expanded checkpoint.
 
     Raises:
-        CheckpointError: If it is missing, is of another format or is incomplete.
+        CheckpointError: If it is missing, is of another format or is incomplete; or if the folder is a composed one.
     """
     file = path / MANIFEST_FILE
     check_folder(path)
+    refuse_composed(path, "an expanded model")
     if not file.is_file() and (path / STOCK_RECORD_FILE).is_file():
         raise CheckpointError(
             f"{path}: is a plain checkpoint that scale-surgery merge --to stock made, it has no blocks. Give the "
