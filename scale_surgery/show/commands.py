@@ -96,6 +96,8 @@ def after_evaluation(result: Evaluation, model: str) -> str:
     if "adapt" in kinds:
         texts = (word for file in (*result.old, *result.new) for word in ("--text", file))
         return running_command("route-report", Path(model), *texts)
+    if "path" in kinds:
+        return running_command("verify", Path(model))
     if "expanded" not in kinds:
         return command("inspect", model)
     path = Path(model)

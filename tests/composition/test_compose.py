@@ -169,16 +169,17 @@ def test_the_dtype_of_an_expansion_stays(made_of, tmp_path: Path) -> None:
 
 TAKE_ONE = "extract {folder} --name medicine -o EXTRACT"
 ONE = f"an expanded model. Take one out: scale-surgery {TAKE_ONE}, and put it on its base: scale-surgery apply EXTRACT"
+BASE = "a base model. Take its base out: scale-surgery strip {folder} -o BASE"
 ELSEWHERE = {
     "train {folder} --data {text} -o {out}": ONE,
     "merge {folder} -o {out}": ONE,
     "adopt {folder} --base {base} -o {out}": ONE,
     "route-export {folder} -o {out}": ONE,
-    "plan {folder} --layers last:1": "a base model. Take its base out: scale-surgery strip {folder} -o BASE",
-    "expand {folder} --layers last:1 -o {out}": "a base model. Take its base out: scale-surgery strip {folder} -o BASE",
-    "rank-layers {folder} --data {text}": "a base model. Take its base out: scale-surgery strip {folder} -o BASE",
-    "learn {folder} --data {text} --layers last:1 -o {out}": "a base model. Take its base out: scale-surgery strip {folder} -o BASE",
-    "apply {law} --base {folder} -o {out}": "a base model. Take its base out: scale-surgery strip {folder} -o BASE",
+    "plan {folder} --layers last:1": BASE,
+    "expand {folder} --layers last:1 -o {out}": BASE,
+    "rank-layers {folder} --data {text}": BASE,
+    "learn {folder} --data {text} --layers last:1 -o {out}": BASE,
+    "apply {law} --base {folder} -o {out}": BASE,
     "apply {folder} --base {base} -o {out}": f"an extract. Take one out: scale-surgery {TAKE_ONE}",
     "compose {base} {folder} -o {out} --names more": f"an extract. Take one out: scale-surgery {TAKE_ONE}",
 }

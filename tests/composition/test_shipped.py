@@ -1,0 +1,67 @@
+"""A composed folder of a model with a tokenizer: what evaluate, inspect, report and the model card say of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from scale_surgery import Mixing, Request, compose, evaluate, expand, extract
+from scale_surgery.biographies import SHIPPED_MODEL, people, questions
+from scale_surgery.cli.program import main
+from tests.conftest import shake
+
+REQUESTS = {"medicine": Request("last:1"), "law": Request("last:1", variant="adapt", collaborate="both")}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with texts, both models alone, their extracts, and a composed folder."""
+    folder = tmp_path_factory.mktemp("shipped")
+    for side, group in (("known", people(2)), ("asked", people(2, start=400))):
+        rows = [{"question": own.prompt, "answer": own.answer} for person in group for own in questions(person)]
+        (folder / f"{side}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for seed, (name, request) in enumerate(REQUESTS.items()):
+        shake(expand(SHIPPED_MODEL, request, folder / name).path, seed)
+        extract(folder / name, folder / f"{name}.extract")
+    extracts = {name: folder / f"{name}.extract" for name in REQUESTS}
+    compose(SHIPPED_MODEL, extracts, folder / "composed", mixing=Mixing(switch_rate=0))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def command(place: Path) -> Callable[..., Any]:
+    """Run a command on the composed folder, in a terminal of 80 columns."""
+
+    def run(*words: object) -> Any:
+        return CliRunner(env={"COLUMNS": "80", "TERM": "dumb"}).invoke(main, list(map(str, words)))
+
+    return run
+
+
+def test_evaluate_has_a_row_for_each_path(place: Path) -> None:
+    """The mixture, each expansion alone as the model that it is, and the base; one base for all."""
+    found = evaluate([place / "composed", place / "law"], place / "known.jsonl", place / "asked.jsonl")
+    rows = {score.name: score for score in found.scores}
+    assert [(name, score.kind) for name, score in rows.items()] == [
+        ("biographies (base)", "base"),
+        ("composed", "expanded"),
+        ("composed, medicine alone", "path"),
+        ("composed, law alone", "path"),
+        ("composed, expansion disabled", "disabled"),
+        ("law", "expanded"),
+        ("law, expansion disabled", "disabled"),
+    ]
+    law, alone = rows["law"], rows["composed, law alone"]
+    assert (law.old, law.new, law.forgetting) == (alone.old, alone.new, alone.forgetting)
+    assert rows["composed, expansion disabled"].forgetting == 0
+    assert law.old != rows["composed, medicine alone"].old != rows["composed"].old, "the control"
+    # the mixture is as good as its best path, but for what finding that costs
+    lost = [score.forgetting for score in rows.values() if score.kind in ("expanded", "path")]
+    assert alone.forgetting is not None and rows["composed"].forgetting is not None
+    assert rows["composed"].forgetting < alone.forgetting and None not in lost
+    assert not found.notes
