@@ -15,7 +15,6 @@ from importlib.metadata import version as _version
 from scale_surgery.composition.compose import Composed, compose
 from scale_surgery.composition.record import Mixing
 from scale_surgery.composition.separate import extract, strip
-from scale_surgery.deriving.inspect import Inspection, inspect
 from scale_surgery.deriving.planned import load_plan, plan
 from scale_surgery.errors import (
     CheckpointError,
@@ -28,6 +27,7 @@ from scale_surgery.errors import (
     UnsupportedFamilyError,
 )
 from scale_surgery.evidence.evaluate import Evaluation, evaluate
+from scale_surgery.evidence.inspect import Inspection, inspect
 from scale_surgery.evidence.promises import Promise
 from scale_surgery.evidence.report import report
 from scale_surgery.evidence.report_records import Report

@@ -19,10 +19,10 @@ from scale_surgery.checkpoint.files import write_text
 from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.checkpoint.hashes import hash_tensors
 from scale_surgery.checkpoint.listing import list_files
-from scale_surgery.deriving.inspect import inspect
 from scale_surgery.deriving.planned import plan
 from scale_surgery.errors import CheckpointError
 from scale_surgery.evidence.evaluate import Evaluation, evaluate
+from scale_surgery.evidence.inspect import inspect
 from scale_surgery.evidence.verify import verify
 from scale_surgery.learning.learn import learn, resolve_recipe
 from scale_surgery.planning.request import Request

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
@@ -15,8 +16,9 @@ from scale_surgery.show.commands import command, verify_command
 from scale_surgery.show.layout import NEXT, Facts, NamedRows, PlainTable, heading, sentence
 
 if TYPE_CHECKING:
-    from scale_surgery.deriving.inspect import ExpansionSummary, Inspection
+    from scale_surgery.evidence.composition_summary import CompositionSummary
     from scale_surgery.evidence.evaluate import Evaluation
+    from scale_surgery.evidence.inspect import ExpansionSummary, Inspection
     from scale_surgery.running.loss import Measurement
     from scale_surgery.surgery.expand import Expansion
     from scale_surgery.surgery.route import Routed
@@ -73,6 +75,8 @@ def render_inspection(found: Inspection, model: str | None = None) -> Renderable
         ("shards", f"{len(found.shards)}, {found.tensors} tensors, {format_bytes(found.bytes)}"),
     ]
     rows += [("not taken along", ", ".join(found.left_out))] if found.left_out else []
+    if found.composition is not None:
+        return Group(facts(found.name, rows), Text(), _render_composition(found.composition, model))
     if found.expansion is None:
         # the last quarter is what the quick start begins with
         last = f"last:{max(1, sizes.layers // 4)}"
@@ -82,6 +86,22 @@ def render_inspection(found: Inspection, model: str | None = None) -> Renderable
     then = found.expansion.adopt or ("" if model is None or is_current else command("verify", model))
     checked = [(NEXT, then)] if then else []
     return Group(facts(found.name, rows), Text(), _render_summary(found.expansion, checked))
+
+
+def _render_composition(found: CompositionSummary, model: str | None) -> RenderableType:
+    """What lies in a composed folder, an expansion a line."""
+    table = NamedRows(["variant", "layers", "parameters", "steps"], name="expansion", left=(1, 2))
+    for name, own in found.expansions.items():
+        table.add_row(name, own.variant, format_layers(own.layers), format_count(own.parameters), f"{own.steps:,}")
+    revision = f" at {found.base_revision[:12]}" if found.base_revision else ""
+    rows = [
+        ("stands on", f"{found.base_name}{revision}"),
+        ("paths", found.paths),
+        ("router", found.mixing.description),
+        ("last verified", found.verified),
+    ]
+    rows += [] if model is None else [(NEXT, verify_command(Path(model)))]
+    return Group(table, Text(), facts("composition", rows))
 
 
 def _heads(sizes: Sizes) -> str:
