@@ -71,6 +71,11 @@ class OnBase(Protocol):
         ...
 
     @property
+    def code(self) -> Mapping[str, str]:
+        """Files of code in the folder, and their sha256."""
+        ...
+
+    @property
     def joined_shards(self) -> Mapping[str, Mapping[str, str]]:
         """Shards whose tensors lie in joined ones now."""
         ...
@@ -209,7 +214,7 @@ def refuse_fused(path: Path, manifest: Manifest) -> None:
         )
 
 
-def refuse_linked(path: Path, manifest: Manifest) -> None:
+def refuse_linked(path: Path, manifest: OnBase) -> None:
     """Refuse a model that would not be whole elsewhere, since a file of it is a link that is never taken along.
 
     Raises:
@@ -217,8 +222,8 @@ def refuse_linked(path: Path, manifest: Manifest) -> None:
     """
     stored = dict.fromkeys([*(entry.stored_as for entry in manifest.base_files.values()), *manifest.code])
     problems = [
-        f"{name}: is a symbolic link that leads out of {path}, expected the file that {MANIFEST_FILE} names. Put the "
-        "file itself in its place."
+        f"{name}: is a symbolic link that leads out of {path}, expected the file that {manifest.record_file} names. "
+        "Put the file itself in its place."
         for name in stored
         if name is not None and is_left_link(path, name)
     ]
