@@ -7,8 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from scale_surgery.checkpoint.names import COMPOSED_FILE
 from scale_surgery.composition.members import manifest_of
 from scale_surgery.composition.record import Mixing, read_composition
+from scale_surgery.errors import CheckpointError
+from scale_surgery.evidence.promises import Promise
 from scale_surgery.surgery.record import Manifest
 
 
@@ -45,30 +48,29 @@ class CompositionSummary:
     """What a composed folder holds.
 
     Attributes:
+        name: What the folder is called.
         base_name: Hub id or folder name of the base model.
         base_revision: Commit of the Hub repository, where known.
         expansions: Its expansions by name, in the order of the paths.
         mixing: How the paths are mixed.
-        verification: What the last verification found, as plain JSON values, or None.
+        verified: Date and result of the last verification, or "never".
+        promises: What that found.
+        required: Promises that decided it.
     """
 
+    name: str
     base_name: str
     base_revision: str | None
     expansions: Mapping[str, MemberSummary]
     mixing: Mixing
-    verification: Mapping[str, Any] | None
+    verified: str
+    promises: tuple[Promise, ...]
+    required: tuple[str, ...]
 
     @property
     def paths(self) -> str:
         """The paths in one line."""
         return f"{len(self.expansions) + 1}: the base, {', '.join(self.expansions)}"
-
-    @property
-    def verified(self) -> str:
-        """Date and result of the last verification in one line."""
-        if self.verification is None:
-            return "never"
-        return f"{'passed' if self.verification['passed'] else 'FAILED'} {self.verification['date']}"
 
 
 def summarise_composition(path: Path) -> CompositionSummary:
@@ -84,13 +86,30 @@ def summarise_composition(path: Path) -> CompositionSummary:
         CheckpointError: If this is no composed folder, or a record of it is incomplete.
     """
     _, record = read_composition(path)
+    try:
+        verified, promises, required = _verification(record.verification)
+    except (LookupError, TypeError) as error:
+        raise CheckpointError(
+            f"{path / COMPOSED_FILE}: verification is incomplete ({error}). Run scale-surgery verify again."
+        ) from error
     return CompositionSummary(
+        name=path.resolve().name,
         base_name=record.base_name,
         base_revision=record.base_revision,
         expansions={name: _summarise(manifest_of(path, name)) for name in record.names},
         mixing=record.mixing,
-        verification=record.verification,
+        verified=verified,
+        promises=promises,
+        required=required,
     )
+
+
+def _verification(found: Mapping[str, Any] | None) -> tuple[str, tuple[Promise, ...], tuple[str, ...]]:
+    """Date and result, promises, and those that decide, as composed.json has them."""
+    if found is None:
+        return "never", (), ()
+    promises = tuple(Promise(**{**own, "problems": tuple(own["problems"])}) for own in found["promises"])
+    return f"{'passed' if found['passed'] else 'FAILED'} {found['date']}", promises, tuple(found["required"])
 
 
 def _summarise(manifest: Manifest) -> MemberSummary:

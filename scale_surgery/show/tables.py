@@ -76,7 +76,7 @@ def render_inspection(found: Inspection, model: str | None = None) -> Renderable
     ]
     rows += [("not taken along", ", ".join(found.left_out))] if found.left_out else []
     if found.composition is not None:
-        return Group(facts(found.name, rows), Text(), _render_composition(found.composition, model))
+        return Group(facts(found.name, rows), Text(), render_composition(found.composition, model))
     if found.expansion is None:
         # the last quarter is what the quick start begins with
         last = f"last:{max(1, sizes.layers // 4)}"
@@ -88,7 +88,7 @@ def render_inspection(found: Inspection, model: str | None = None) -> Renderable
     return Group(facts(found.name, rows), Text(), _render_summary(found.expansion, checked))
 
 
-def _render_composition(found: CompositionSummary, model: str | None) -> RenderableType:
+def render_composition(found: CompositionSummary, model: str | None = None) -> RenderableType:
     """What lies in a composed folder, an expansion a line."""
     table = NamedRows(["variant", "layers", "parameters", "steps"], name="expansion", left=(1, 2))
     for name, own in found.expansions.items():

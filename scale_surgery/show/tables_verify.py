@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
@@ -11,9 +12,10 @@ from rich.text import Text
 
 from scale_surgery.errors import shorten
 from scale_surgery.show.layout import NamedRows, heading, sentence
-from scale_surgery.show.tables import facts, plain_table, render_warnings
+from scale_surgery.show.tables import facts, plain_table, render_composition, render_warnings
 
 if TYPE_CHECKING:
+    from scale_surgery.evidence.composition_summary import CompositionSummary
     from scale_surgery.evidence.path_probes import MixtureNumbers, PathNumbers
     from scale_surgery.evidence.promises import Promise
     from scale_surgery.evidence.verification import Verification
@@ -22,12 +24,7 @@ if TYPE_CHECKING:
 
 def render_verification(result: Verification) -> RenderableType:
     """A verification as tables: promises, numbers, problems."""
-    table = plain_table("promises")
-    table.add_column("promise", no_wrap=True)
-    table.add_column("result", no_wrap=True)
-    table.add_column("evidence", overflow="fold")
-    for promise in result.promises:
-        table.add_row(promise.name, _verdict(promise, promise.name in result.required), promise.evidence)
+    table = render_promises(result.promises, result.required)
     parts: list[RenderableType] = [table, Text(), _render_numbers(result)]
     parts += [sentence(f"problem: {problem}", "red") for problem in _problems(result)]
     parts += render_warnings(result.warnings)
@@ -38,11 +35,29 @@ def render_verification(result: Verification) -> RenderableType:
     return Group(*parts, Text(), word + sentence(f"  {kind}, {state}, base {result.base_name}"))
 
 
+def render_promises(promises: Sequence[Promise], required: Sequence[str]) -> RenderableType:
+    """What was found of each promise."""
+    table = plain_table("promises")
+    table.add_column("promise", no_wrap=True)
+    table.add_column("result", no_wrap=True)
+    table.add_column("evidence", overflow="fold")
+    for promise in promises:
+        table.add_row(promise.name, verdict(promise, promise.name in required), promise.evidence)
+    return table
+
+
+def render_held(held: CompositionSummary) -> RenderableType:
+    """What lies in a composed folder, and what the last verification found."""
+    found = [render_promises(held.promises, held.required), Text()] if held.promises else []
+    return Group(*found, render_composition(held))
+
+
 def _counted(tensors: int) -> str:
     return f"{tensors} tensor{'s' * (tensors != 1)}"
 
 
-def _verdict(promise: Promise, is_required: bool) -> Text:
+def verdict(promise: Promise, is_required: bool) -> Text:
+    """What was found of a promise, in a word or two."""
     if promise.holds is None and not (is_required or promise.claimed):
         return Text("not claimed", style="dim")
     if promise.holds is None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from scale_surgery import Mixing, Request, compose, evaluate, expand, extract
+from scale_surgery import Mixing, Request, compose, evaluate, expand, extract, inspect, report, verify
 from scale_surgery.biographies import SHIPPED_MODEL, people, questions
 from scale_surgery.cli.program import main
 from tests.conftest import shake
@@ -65,3 +65,34 @@ def test_evaluate_has_a_row_for_each_path(place: Path) -> None:
     assert alone.forgetting is not None and rows["composed"].forgetting is not None
     assert rows["composed"].forgetting < alone.forgetting and None not in lost
     assert not found.notes
+
+
+def test_inspect_and_report_say_what_lies_in_it(place: Path, tmp_path: Path, command: Callable[..., Any]) -> None:
+    folder = place / "composed"
+    found, base = inspect(folder), inspect(SHIPPED_MODEL)
+    assert found.expansion is None and found.composition is not None
+    assert (found.family, found.sizes, found.dtype) == (base.family, base.sizes, base.dtype)
+    held = found.composition
+    assert (held.base_name, held.mixing) == ("biographies", Mixing(switch_rate=0))
+    assert held.paths == "3: the base, medicine, law"
+    assert [(own.variant, own.layers) for own in held.expansions.values()] == [("preserve", (3,)), ("adapt", (3,))]
+    added = sum(own.parameters for own in held.expansions.values())
+    assert found.parameters_stored == base.parameters_stored + added
+    shown = command("inspect", folder)
+    assert "law        adapt     3" in shown.output and "last verified  never" in shown.output
+    before = command("report", folder, "-o", tmp_path / "never.html")
+    assert before.output.splitlines()[-1] == f"next  scale-surgery verify {folder}"
+    assert "Never verified" in (tmp_path / "never.html").read_text()
+    result = verify(folder)
+    assert result.passed and report(folder) == inspect(folder).composition
+    page, numbers = tmp_path / "page.html", tmp_path / "numbers.json"
+    shown = command("report", folder, "-o", page, "-o", numbers)
+    assert max(len(line) for line in shown.output.splitlines() if not line.startswith(("next", "written"))) <= 80
+    assert "paths_as_alone" in shown.output and "router         posterior, all paths alike" in shown.output
+    text = page.read_text()
+    assert all(words in text for words in ("What lies in composed", "<th scope=row>medicine</th>", "paths_as_alone"))
+    assert "Every tensor" not in text
+    content = json.loads(numbers.read_text())
+    assert [own["name"] for own in content["promises"]] == [own.name for own in result.promises]
+    refused = command("report", folder, "--text", place / "known.jsonl")
+    assert refused.exit_code == 1 and "is a composed folder, of which report reads the records alone" in refused.output
