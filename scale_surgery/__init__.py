@@ -26,6 +26,7 @@ from scale_surgery.errors import (
     TrainingError,
     UnsupportedFamilyError,
 )
+from scale_surgery.evidence.composition_summary import CompositionSummary
 from scale_surgery.evidence.evaluate import Evaluation, evaluate
 from scale_surgery.evidence.inspect import Inspection, inspect
 from scale_surgery.evidence.promises import Promise
@@ -79,6 +80,7 @@ __all__ = [
     "CalibrationSettings",
     "CheckpointError",
     "Composed",
+    "CompositionSummary",
     "DataError",
     "EvalData",
     "Evaluation",

@@ -575,8 +575,9 @@ def test_a_folder_that_is_no_work_of_ours(hub: Hub, base: Path) -> None:
     with pytest.raises(CheckpointError) as error:
         send(hub, base)
     assert str(error.value) == (
-        f"{base}: has neither surgery.json, extract.json nor merge.json, expected a folder that scale-surgery expand, "
-        "train, route-export, merge or extract made. Another model is pushed by hf upload."
+        f"{base}: has neither surgery.json, extract.json, composed.json nor merge.json, expected a folder that "
+        "scale-surgery expand, train, route-export, merge, extract or compose made. Another model is pushed by hf "
+        "upload."
     )
 
 
