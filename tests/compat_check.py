@@ -39,6 +39,8 @@ def check(path: Path) -> list[str]:
     if beams.tolist() != expected["beams"]:
         problems.append("continuation with beams differs")
     AutoConfig.from_pretrained(path, trust_remote_code=True)
+    if path.name == "composed":
+        return problems + check_composed(model, path, ids)
     problems += check_without_head(path)
     if is_stock and path.name != "stock_depth":
         return problems
@@ -61,6 +63,21 @@ def check_without_head(path: Path) -> list[str]:
         _, info = AutoModel.from_pretrained(path.with_name("base"), output_loading_info=True)
         return [] if info["missing_keys"] else [f"without a head: {error}"]
     return []
+
+
+@torch.no_grad()
+def check_composed(model: Any, path: Path, ids: torch.Tensor) -> list[str]:
+    """Problems of a composed folder: each path has to be its model alone, bit for bit."""
+    alone = {None: "base", "law": "for_posterior", "medicine": "for_head", "chess": "for_grown"}
+    problems = []
+    for name, folder in alone.items():
+        own = AutoModelForCausalLM.from_pretrained(
+            path.with_name(folder), trust_remote_code=name is not None, attn_implementation="eager"
+        ).eval()
+        with model.use_expansion(name):
+            if not torch.equal(model(ids).logits, own(ids).logits):
+                problems.append(f"the path {name or 'base'} is not its model alone")
+    return problems
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from scale_surgery import Request, Routing, expand, merge, plan, register, route_export
+from scale_surgery import Request, Routing, compose, expand, extract, merge, plan, register, route_export
 from tests.by_hand import make_base, names_of, write_expanded
 from tests.modeling.test_kinds import CASES
 from tests.tiny import FAMILIES, save_tiny
@@ -40,6 +40,8 @@ STOCK = {
 
 # a stock checkpoint of more layers; "stock" in the name: it is loaded without remote code
 DEPTH = {"stock_depth": Request("0,2", method="depth"), "stock_depth_trained": Request("all", method="depth")}
+# what is composed: unrouted ones, shaken, by the names that they get
+COMPOSED = {"law": "for_posterior", "medicine": "for_head", "chess": "for_grown"}
 # mixtures, latent attention, and positions that read a mask, with specifications that a test wrote
 BY_HAND = ("qwen3_moe", "deepseek_v3", "opt")
 
@@ -83,6 +85,8 @@ def main(folder: Path) -> None:
             unrouted = expand(base, REQUESTS[request_name], folder / family / f"for_{name}").path
             shake(unrouted)
             compute(route_export(unrouted, folder / family / name, routing).path, ids)
+        extracts = {name: extract(folder / family / own, folder / family / name).path for name, own in COMPOSED.items()}
+        compute(compose(base, extracts, folder / family / "composed").path, ids)
         for name in FUSED:
             compute(merge(folder / family / name, folder / family / f"fused_{name}").path, ids)
         for name, request in STOCK.items():

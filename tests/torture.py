@@ -73,6 +73,10 @@ VERBS = {
     "extract": Verb(["extract", "IN/adapt", "-o", "OUT"]),
     "apply": Verb(["apply", "IN/extract", "--base", "IN/base", "-o", "OUT"]),
     "apply, to other shards": Verb(["apply", "IN/extract", "--base", "IN/resharded", "-o", "OUT"]),
+    "compose": Verb(["compose", "IN/base", "IN/extract", "IN/other", "-o", "OUT", "--names", "law,chess"]),
+    "compose, one less": Verb(["compose", "IN/composed", "--remove", "law", "-o", "OUT", "--base-weights", "link"]),
+    "extract --name": Verb(["extract", "IN/composed", "-o", "OUT", "--name", "law"]),
+    "strip, of composed": Verb(["strip", "IN/composed", "-o", "OUT"]),
     "adopt": Verb(["adopt", "IN/saved", "--expanded", "IN/adapt", "-o", "OUT"]),
     "adopt, of its base": Verb(["adopt", "IN/saved", "--base", "IN/base", "-o", "OUT"]),
     "merge --to fused": Verb(["merge", "IN/narrow", "-o", "OUT", "--to", "fused"], weight=2),
@@ -96,6 +100,8 @@ def make_inputs(place: Path) -> None:
     _do(place, ["expand", "IN/base", "-o", "IN/deep", "--layers", "0,2", "--method", "depth"])
     _do(place, ["route-export", "IN/adapt", "-o", "IN/routed"])
     _do(place, ["extract", "IN/adapt", "-o", "IN/extract"])
+    _do(place, ["extract", "IN/grown", "-o", "IN/other"])
+    _do(place, ["compose", "IN/base", "IN/extract", "IN/other", "-o", "IN/composed", "--names", "law,chess"])
     _do(place, ["merge", "IN/narrow", "-o", "IN/fused", "--to", "fused"])
     _do(place, ["expand", str(SHIPPED_MODEL), "-o", "IN/shipped", "--layers", "2-3"])
     rows = ({"text": biography(person, 3)} for person in people(4, start=400))

@@ -38,6 +38,8 @@ LOOKS = {
     "preserve": Look(BLUE),
     "adapt attn": Look(GREEN, "^"),
     "adapt both": Look(PURPLE, "^"),
+    "preserve whole": Look(BLUE, "p"),
+    "adapt both whole": Look(PURPLE, "p"),
 }
 MARKER, REHEARSED_MARKER = 7, 9
 Row = tuple[str, str, list[Scores], list[Run]]
@@ -100,6 +102,11 @@ def _legend() -> list[Line2D]:
     ]
 
 
+def _line(method: str) -> str:
+    """What is as large as the base is dashed; its colour is that of the smaller form."""
+    return "--" if method.endswith("whole") else "-"
+
+
 def draw_curves(groups: Sequence[list[Run]], file: Path) -> None:
     """Perplexity of both languages over the tokens learned, without rehearsal and with the base's own samples."""
     with matplotlib.rc_context(STYLE):
@@ -116,15 +123,14 @@ def draw_curves(groups: Sequence[list[Run]], file: Path) -> None:
                         continue
                     points = group[0].points
                     tokens = [point.tokens / 1e6 for point in points]
-                    axes.plot(
-                        tokens, [math.exp(getattr(point, part)) for point in points], color=look.colour, linewidth=1.4
-                    )
+                    values = [math.exp(getattr(point, part)) for point in points]
+                    axes.plot(tokens, values, _line(group[0].key.method), color=look.colour, linewidth=1.4)
                 if column == 0:
                     axes.set_ylabel(f"perplexity, {label}")
                 if row == 0:
                     axes.set_title(title)
                 else:
                     axes.set_xlabel("million tokens learned")
-        handles = [Line2D([], [], color=look.colour, label=name) for name, look in LOOKS.items()]
+        handles = [Line2D([], [], color=look.colour, linestyle=_line(name), label=name) for name, look in LOOKS.items()]
         figure.legend(handles=handles, loc="outside lower center", ncols=5, frameon=False, fontsize=8)
         figure.savefig(file, dpi=DOTS_PER_INCH)

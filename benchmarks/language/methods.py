@@ -1,7 +1,8 @@
 """The methods that benchmarks/language compares, as data: ways to make a model that learns, of a given base.
 
 But for full fine-tuning all train about as many parameters as `freeze` does, the upper half of the layers: the rank of
-adapters and the inner width of expansions are what comes nearest to that.
+adapters and the inner width of expansions are what comes nearest to that. What is called whole trains about as many as
+full fine-tuning.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from transformers import AutoConfig
 
 from benchmarks.biography.methods import adapted, deepened, expanded, frozen, whole
 from scale_surgery import Request, Routing, plan
+from scale_surgery.checkpoint.folder import open_checkpoint
 
 
 @dataclass(frozen=True)
@@ -38,21 +40,25 @@ class Method:
 # an expansion without W12 has no two paths to compare by their cosine
 POSTERIOR = {"posterior": Routing(), "posterior 0.001": Routing(switch_rate=0.001)}
 ROUTERS = POSTERIOR | {"cosine": Routing("cosine")}
+ADAPT_BOTH = Request("all", variant="adapt", collaborate="both")
 
 
 def methods_for(base: Path) -> tuple[Method, ...]:
     """The methods for a base, of matched sizes."""
     config = AutoConfig.from_pretrained(base)
     layers, half = config.num_hidden_layers, config.num_hidden_layers // 2
+    all_of_it = sum(info.elements for info in open_checkpoint(base).tensors.values())
     budget = half * _of_layer(config)
     rank = round(budget / (layers * _of_rank(config)))
     upper = ",".join(map(str, range(1, layers, 2)))
     # an MLP is three quarters of a layer, so that more of them are copied
     grown = round(budget / _of_mlp(config))
     scale = {
-        "preserve": (Request("all"), 5e-3, POSTERIOR),
-        "adapt attn": (Request("all", variant="adapt"), 5e-3, ROUTERS),
-        "adapt both": (Request("all", variant="adapt", collaborate="both"), 3e-3, ROUTERS),
+        "preserve": (Request("all"), budget, 5e-3, POSTERIOR),
+        "adapt attn": (Request("all", variant="adapt"), budget, 5e-3, ROUTERS),
+        "adapt both": (ADAPT_BOTH, budget, 3e-3, ROUTERS),
+        "preserve whole": (Request("all"), all_of_it, 5e-3, POSTERIOR),
+        "adapt both whole": (ADAPT_BOTH, all_of_it, 3e-3, ROUTERS),
     }
     return (
         Method("full", whole, 1e-3),
@@ -62,8 +68,8 @@ def methods_for(base: Path) -> tuple[Method, ...]:
         Method("depth", partial(deepened, request=Request(upper, method="depth")), 1e-3),
         Method("grow-freeze", partial(expanded, request=Request(f"last:{grown}", method="grow")), 1e-3),
         *(
-            Method(name, partial(expanded, request=_matched(base, request, budget)), rate, routers)
-            for name, (request, rate, routers) in scale.items()
+            Method(name, partial(expanded, request=_matched(base, request, most)), rate, routers)
+            for name, (request, most, rate, routers) in scale.items()
         ),
     )
 

@@ -19,6 +19,7 @@ from scale_surgery.checkpoint.names import COMPOSED_FILE, CONFIG_FILE, INDEX_FIL
 from scale_surgery.checkpoint.sources import find_source
 from scale_surgery.checkpoint.staging import check_space, check_target, staged
 from scale_surgery.checkpoint.stamps import Stamps
+from scale_surgery.composition.checks import check_base, check_names, check_runs_beside, named_extracts
 from scale_surgery.composition.config import composed_config, composed_index
 from scale_surgery.composition.ground import Ground, ground_in, ground_of
 from scale_surgery.composition.members import Files, files_in, files_of, manifest_of, member_of, stored_name, take_in
@@ -30,21 +31,14 @@ from scale_surgery.composition.record import (
     is_composition,
     read_composition,
 )
-from scale_surgery.errors import CheckpointError, PlanError
-from scale_surgery.fields import fields_of
+from scale_surgery.errors import CheckpointError
 from scale_surgery.planning.architecture import CODE_FILES, COMPOSED_FILES
-from scale_surgery.planning.methods import refuse
-from scale_surgery.planning.routing_specs import path_problems
 from scale_surgery.progress import Progress, Track, no_track
-from scale_surgery.running.composing import check_name
 from scale_surgery.running.tokenizer import TOKENIZER_CONFIG_FILE, pin_tokenizer_class
 from scale_surgery.surgery.around import running_dtype
 from scale_surgery.surgery.config import hash_texts
-from scale_surgery.surgery.extract_folder import Extract, check_own_files, open_extract
+from scale_surgery.surgery.extract_folder import Extract, open_extract
 from scale_surgery.surgery.record import Manifest, tool_versions
-from scale_surgery.surgery.same_base import check_fit, find_differing, refuse_differing
-
-ADVICE = "An expansion runs on its own base alone: take it out of the list, or give that base."
 
 
 @dataclass(frozen=True)
@@ -120,20 +114,21 @@ def compose(
     """
     target, source = Path(output), find_source(base)
     before = read_composition(source.path)[1] if is_composition(source.path) else None
-    wanted = _named(extracts)
-    _check_names(wanted, remove, () if before is None else before.names, mixing)
+    wanted = named_extracts(extracts)
+    check_names(wanted, remove, () if before is None else before.names, mixing)
     opened = {name: open_extract(extract) for name, extract in wanted.items()}
     check_target(target, [source.path, *(own.path for own in opened.values())], overwrite=overwrite)
-    _check_runs_beside(opened)
+    check_runs_beside(opened)
     ground = ground_of(source, track) if before is None else ground_in(source, track)
     for name, extract in opened.items():
-        _check_base(name, extract, ground, track)
-    kept = {} if before is None else {name: _stored_part(source.path, before, name) for name in before.names}
-    parts = {name: part for name, part in kept.items() if name not in remove}
-    parts |= {name: _new_part(extract) for name, extract in opened.items()}
+        check_base(name, extract, ground, track)
+    parts = {
+        **_kept_parts(source.path, before, remove),
+        **{name: _new_part(own, ground) for name, own in opened.items()},
+    }
     mixing = _mixing(mixing, before, list(parts))
-    total = sum(part.files.total for part in parts.values())
-    check_space(target, total + (sum(own.stat().st_size for own in ground.taken.values()) * (base_weights == "copy")))
+    added = sum(part.files.total for part in parts.values())
+    check_space(target, added + (sum(own.stat().st_size for own in ground.taken.values()) * (base_weights == "copy")))
     state = {
         "compose": {name: [asdict(part.member), dict(part.files.sizes)] for name, part in parts.items()},
         "mixing": asdict(mixing),
@@ -143,81 +138,21 @@ def compose(
     with staged(target, state, stamps, overwrite=overwrite) as partial:
         _write(partial, ground, parts, mixing, base_weights, track)
     tensors = {name: len(part.manifest.plan.tensors) for name, part in parts.items()}
-    return Composed(target, ground.base_name, tensors, mixing, total, ground.left_out)
+    return Composed(target, ground.base_name, tensors, mixing, added, ground.left_out)
 
 
-def _named(extracts: Mapping[str, str | Path] | Sequence[str | Path]) -> dict[str, str | Path]:
-    """Extracts by name; one without a name is called as its folder is."""
-    if isinstance(extracts, Mapping):
-        return dict(extracts)
-    names = [Path(extract).name for extract in extracts]
-    if len(set(names)) < len(names):
-        raise PlanError(f"names: two extracts are called {', '.join(names)}, expected other names. Give names.")
-    return dict(zip(names, extracts, strict=True))
+def _new_part(extract: Extract, ground: Ground) -> Part:
+    member = member_of(extract, ground.base.config)
+    return Part(files_of(extract), member, extract.manifest, is_stored=False, stamps=extract.stamps)
 
 
-def _check_names(
-    wanted: Mapping[str, str | Path], remove: Sequence[str], known: Sequence[str], mixing: Mixing | None
-) -> None:
-    """Refuse names that cannot be had or are not there, numbers out of range, and a composition of nothing."""
-    problems = []
-    for name in wanted:
-        try:
-            check_name(name, [own for own in known if own not in remove])
-        except PlanError as error:
-            problems.append(str(error))
-    problems += [
-        f"remove: {name} is no expansion of this folder, expected {' or '.join(known) or 'a composed folder'}."
-        for name in remove
-        if name not in known
-    ]
-    left = [name for name in known if name not in remove] + list(wanted)
-    problems += [] if left else ["extracts: none is given or left, expected at least one expansion."]
-    problems += [] if mixing is None else _mixing_problems(mixing, left)
-    if problems:
-        raise PlanError.from_problems(problems)
-
-
-def _mixing_problems(mixing: Mixing, names: Sequence[str]) -> list[str]:
-    """Numbers of a router over a base and expansions that make no sense."""
-    expected = fields_of(Mixing)["switch_rate"].expects(mixing.switch_rate)
-    problems = [] if expected is None else [f"switch rate: is {mixing.switch_rate}, expected {expected}."]
-    prior = mixing.prior
-    if prior is not None and (len(prior) != len(names) + 1 or min(prior) <= 0 or abs(sum(prior) - 1) > 1e-6):
-        found = ", ".join(f"{own:g}" for own in prior)
-        wanted = f"{len(names) + 1} positive weights of sum 1: the base, {', '.join(names)}"
-        problems.append(f"prior: is {found}, expected {wanted}.")
-    return problems
-
-
-def _check_runs_beside(opened: Mapping[str, Extract]) -> None:
-    """Refuse expansions that cannot run beside others."""
-    problems = []
-    for name, extract in opened.items():
-        plan = extract.manifest.plan
-        refuse(plan.method, "compose", name)
-        if plan.architecture.own_code:
-            problems.append(f"{name}: was made on a model with code of its own, expected one that transformers has.")
-        fork = min(plan.collaboration.layers, default=None)
-        problems += [f"{name}: {problem}" for problem in path_problems(plan.architecture, fork)]
-    if problems:
-        raise PlanError.from_problems(problems)
-
-
-def _check_base(name: str, extract: Extract, ground: Ground, track: Track) -> None:
-    """Refuse an extract of another base, and one whose files are not what it says."""
-    check_fit(extract, ground.base, ground.name)
-    differing = find_differing(extract, ground.base, ground.tensors)
-    refuse_differing(extract, f"{name}: {ground.name}", differing, len(ground.tensors), ADVICE)
-    check_own_files(extract, track)
-
-
-def _new_part(extract: Extract) -> Part:
-    return Part(files_of(extract), member_of(extract), extract.manifest, is_stored=False, stamps=extract.stamps)
-
-
-def _stored_part(path: Path, record: Composition, name: str) -> Part:
-    return Part(files_in(path, name), record.expansions[name], manifest_of(path, name), is_stored=True, stamps={})
+def _kept_parts(path: Path, record: Composition | None, remove: Sequence[str]) -> dict[str, Part]:
+    """Expansions of a composed folder that stay; its files were hashed, and have stamps with it."""
+    kept = [] if record is None else [(name, own) for name, own in record.expansions.items() if name not in remove]
+    return {
+        name: Part(files_in(path, name), member, manifest_of(path, name), is_stored=True, stamps={})
+        for name, member in kept
+    }
 
 
 def _mixing(given: Mixing | None, before: Composition | None, names: list[str]) -> Mixing:
@@ -308,7 +243,9 @@ def _tensors(partial: Path, ground: Ground, parts: Mapping[str, Part]) -> Iterat
 
 def _check_written(partial: Path, ground: Ground, parts: Mapping[str, Part]) -> None:
     """Refuse a folder in which a loader would find other tensors than those of the base and of the plans."""
-    planned = {stored_name(name, own.name) for name, part in parts.items() for own in part.manifest.plan.tensors}
+    planned = {
+        stored_name(name, part.member, own.name) for name, part in parts.items() for own in part.manifest.plan.tensors
+    }
     if set(open_checkpoint(partial).tensors) != {*ground.tensors, *planned}:
         raise CheckpointError(
             f"{ground.name}: the files do not hold the tensors of the base and of the plans. Extract the expansions "

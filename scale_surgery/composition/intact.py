@@ -123,7 +123,8 @@ def _member_problems(
     if dict(manifest.base_tensors) != dict(record.base_tensors):
         yield f"{name}: was made on another base than that of this folder."
     yield from _file_problems(checkpoint.path, record, name, wanted, advance)
-    planned = {stored_name(name, tensor.name): tensor.shape for tensor in manifest.plan.tensors}
+    member = record.expansions[name]
+    planned = {stored_name(name, member, tensor.name): tensor.shape for tensor in manifest.plan.tensors}
     found = {tensor: checkpoint.tensors[tensor].shape for tensor in tensors_of(checkpoint, name)}
     for tensor in sorted({*planned, *found}):
         if planned.get(tensor) != found.get(tensor):

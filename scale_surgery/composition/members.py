@@ -12,7 +12,9 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from scale_surgery import modeling
 from scale_surgery.checkpoint.files import BaseWeights, take_over
 from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.listing import list_files
@@ -21,6 +23,8 @@ from scale_surgery.checkpoint.shards import header_bytes
 from scale_surgery.composition.record import Composition, Member, folder_of
 from scale_surgery.errors import CheckpointError
 from scale_surgery.progress import Progress, no_progress
+from scale_surgery.running.stored_names import reading_of
+from scale_surgery.surgery.config import blocks_config
 from scale_surgery.surgery.extract_folder import Extract, name_in_extract
 from scale_surgery.surgery.record import Manifest, read_manifest
 from scale_surgery.surgery.renumbered import aligned_header, write_with_header
@@ -56,26 +60,49 @@ def _sizes(folder: Path, names: list[str]) -> Files:
     return Files(folder, {name: (folder / name).stat().st_size for name in names})
 
 
-def member_of(extract: Extract) -> Member:
-    """What composed.json says of an extract."""
+def member_of(extract: Extract, base: Mapping[str, Any]) -> Member:
+    """What composed.json says of an extract.
+
+    Args:
+        extract: The extract.
+        base: Parsed config.json of its base.
+    """
     shards = [name for name in extract.files if name.endswith(".safetensors")]
-    return Member({name: header_bytes(extract.path / name)[8:].decode("utf-8") for name in shards})
+    headers = {name: header_bytes(extract.path / name)[8:].decode("utf-8") for name in shards}
+    return Member(headers, _renamed(extract, base))
 
 
-def stored_name(name: str, tensor: str) -> str:
-    """Name that a tensor of an expansion has in a composed folder."""
-    return f"{PREFIX}.{name}.{tensor}"
+def _renamed(extract: Extract, base: Mapping[str, Any]) -> dict[str, str]:
+    """Names in memory that are not those in the files, where transformers reads the expanded model."""
+    import torch
+
+    classes = modeling.model_classes(extract.manifest.plan.architecture)
+    widest = next(classes[name] for name in modeling.AUTO_CLASSES if name in classes)
+    config = blocks_config(extract.manifest, base, "float32")
+    with torch.device("meta"):
+        model = widest._from_config(classes["AutoConfig"].from_dict(config))
+    places = reading_of(model).places(extract.tensors)
+    return {name: place.name for name, place in places.items() if place.name != name}
 
 
-def stored_header(name: str, header: str) -> bytes:
+def stored_name(name: str, member: Member, tensor: str) -> str:
+    """Name that a tensor of an expansion has in a composed folder: where the composed model has it in memory."""
+    return f"{PREFIX}.{name}.{member.renamed.get(tensor, tensor)}"
+
+
+def stored_header(name: str, member: Member, shard: str) -> bytes:
     """Header of a shard in a composed folder, with its length before it.
 
     Args:
         name: Of the expansion.
-        header: Text of the header in its extract.
+        member: What composed.json says of it.
+        shard: The shard.
     """
-    entries = json.loads(header)
-    named = {key if key == "__metadata__" else stored_name(name, key): entry for key, entry in entries.items()}
+    header = member.shards[shard]
+    named = {
+        key if key == "__metadata__" else stored_name(name, member, key): entry
+        for key, entry in json.loads(header).items()
+    }
     return aligned_header(named, header)
 
 
@@ -94,7 +121,7 @@ def take_in(files: Files, name: str, member: Member, folder: Path, how: BaseWeig
         target = folder / folder_of(name) / file
         target.parent.mkdir(parents=True, exist_ok=True)
         if file in member.shards:
-            write_with_header(files.folder / file, target, stored_header(name, member.shards[file]), advance)
+            write_with_header(files.folder / file, target, stored_header(name, member, file), advance)
         else:
             take_over(files.folder / file, target, how)
             advance(size)
@@ -133,7 +160,7 @@ def check_header(path: Path, record: Composition, name: str, shard: str) -> None
         CheckpointError: If not.
     """
     file = path / folder_of(name) / shard
-    if header_bytes(file) != stored_header(name, record.expansions[name].shards[shard]):
+    if header_bytes(file) != stored_header(name, record.expansions[name], shard):
         raise CheckpointError(
             f"{file}: its header is not the one that compose wrote. Restore the file from where you got it."
         )
@@ -146,4 +173,4 @@ def manifest_of(path: Path, name: str) -> Manifest:
 
 def tensors_of(checkpoint: Checkpoint, name: str) -> list[str]:
     """Names of the tensors of an expansion in a composed folder."""
-    return [tensor for tensor in checkpoint.tensors if tensor.startswith(stored_name(name, ""))]
+    return [tensor for tensor in checkpoint.tensors if tensor.startswith(f"{PREFIX}.{name}.")]

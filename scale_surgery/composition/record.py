@@ -19,7 +19,7 @@ from scale_surgery.checkpoint.reading import parse_json
 from scale_surgery.checkpoint.schema import build, in_one_line, misfits
 from scale_surgery.errors import CheckpointError
 from scale_surgery.fields import Range
-from scale_surgery.surgery.record import BaseFile
+from scale_surgery.surgery.record import OnBase
 from scale_surgery.surgery.record_schema import header_problems
 
 RECORD_FORMAT = 1
@@ -53,30 +53,25 @@ class Member:
 
     Attributes:
         shards: Text of the header that each of its shards has in its extract.
+        renamed: Names that tensors have in memory, where these are others than in the files: transformers renames
+            modules of some architectures as it loads them.
     """
 
     shards: Mapping[str, str]
+    renamed: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Composition:
+class Composition(OnBase):
     """The content of composed.json.
-
-    The attributes of the base are those of `Manifest`.
 
     Attributes:
         expansions: What is in the folder, in the order of the paths.
         mixing: How the paths are mixed.
+        tool: Versions of what wrote it.
+        verification: What `verify` found last.
     """
 
-    base_name: str
-    base_revision: str | None
-    base_fingerprint: str
-    base_files: Mapping[str, BaseFile]
-    base_tensors: Mapping[str, str]
-    left_out: tuple[str, ...]
-    replaced: Mapping[str, str]
-    code: Mapping[str, str]
     expansions: Mapping[str, Member]
     mixing: Mixing
     tool: Mapping[str, str] = field(default_factory=dict)
@@ -87,11 +82,6 @@ class Composition:
     def record_file(self) -> str:
         """Name of the file that holds this."""
         return COMPOSED_FILE
-
-    @property
-    def joined_shards(self) -> Mapping[str, Mapping[str, str]]:
-        """None: nothing of the base lies joined in a composed folder."""
-        return {}
 
     @property
     def names(self) -> tuple[str, ...]:

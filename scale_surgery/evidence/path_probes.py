@@ -151,7 +151,7 @@ def probe_paths(
         for found in run_alone(path, record, base, encoded.batch, probes.new_tokens, run):
             alone.append(found)
             advance(1)
-        with loaded(path, replace(run, memory_bytes=2**62)) as (model, problems), translated(*RUNNING):
+        with loaded(path, run) as (model, problems), translated(*RUNNING):
             beside = _beside(model, encoded.batch, run.device)
             paths = []
             for name, own, other in zip((None, *record.names), alone, beside, strict=True):

@@ -99,7 +99,7 @@ def _trained(checkpoint: Checkpoint, record: Composition, damage: Damage, advanc
     if damage.expansions:
         return 0
     started = {
-        stored_name(name, tensor): digest
+        stored_name(name, record.expansions[name], tensor): digest
         for name in record.names
         for tensor, digest in manifest_of(checkpoint.path, name).expansion_tensors.items()
     }

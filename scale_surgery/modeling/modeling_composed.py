@@ -32,6 +32,14 @@ from .expanded_streams import Streams  # noqa: F401
 from .modeling_scale import convert_as, model_of
 
 COMPOSED = "composed_"
+# words of transformers for several devices
+SPREADING = ("auto", "balanced", "balanced_low_0", "sequential")
+
+
+def _spreads(places: Any) -> bool:
+    """Whether a device_map names several places, or some that are no device."""
+    found = set(map(str, places.values())) if isinstance(places, dict) else {str(places)}
+    return len(found) > 1 or "disk" in found
 
 
 class ComposedPreTrainedModel(ComposedModel):
@@ -69,6 +77,13 @@ class ComposedPreTrainedModel(ComposedModel):
         `strict_loading=False` takes what is missing as it was initialised, as transformers does;
         `output_loading_info=True` then says what that is.
         """
+        places = kwargs.get("device_map")
+        if places in SPREADING or _spreads(places):
+            raise ValueError(
+                f"device_map: is {places!r}, expected one device: the paths of a composed model run side by side. Load "
+                "the base with that device_map, then each extract by scale_surgery.load_expansion(model, EXTRACT, "
+                "name=...)."
+            )
         is_strict, says_more = kwargs.pop("strict_loading", True), kwargs.pop("output_loading_info", False)
         model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)
         if is_strict:

@@ -39,6 +39,8 @@ class Depth(Method):
     refused: ClassVar[Mapping[str, str]] = {
         "route": "It is a stock checkpoint, whose classes run one path; a router needs --method scale or grow.",
         "merge": "It is a stock checkpoint already, which any program loads as it is, so there is nothing to merge.",
+        "compose": "Its copies of layers stand between the base's, where no other path could pass them by; expected "
+        "--method scale or grow.",
         "load_expansion": "Its copies of layers would renumber the layers of a model in memory. Put it on its base on "
         "disk (scale-surgery apply), and load that folder by from_pretrained.",
     }

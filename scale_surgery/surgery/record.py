@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from scale_surgery.checkpoint.composed import refuse_composed
 from scale_surgery.checkpoint.files import plain_json
@@ -52,38 +52,20 @@ class BaseFile:
     stored_as: str | None
 
 
-class OnBase(Protocol):
-    """What a record says of the base of a folder."""
-
-    @property
-    def record_file(self) -> str:
-        """Name of the record."""
-        ...
-
-    @property
-    def base_files(self) -> Mapping[str, BaseFile]:
-        """The base's files."""
-        ...
-
-    @property
-    def replaced(self) -> Mapping[str, str]:
-        """Texts of those that the folder replaces."""
-        ...
-
-    @property
-    def code(self) -> Mapping[str, str]:
-        """Files of code in the folder, and their sha256."""
-        ...
-
-    @property
-    def joined_shards(self) -> Mapping[str, Mapping[str, str]]:
-        """Shards whose tensors lie in joined ones now."""
-        ...
-
-
 @dataclass(frozen=True)
-class Manifest:
-    """The content of surgery.json."""
+class OnBase:
+    """What a record says of the base of a folder.
+
+    Attributes:
+        base_name: What the base is called.
+        base_revision: Commit of its Hub repository, where known.
+        base_fingerprint: sha256 over its config and the names, dtypes and shapes of its tensors.
+        base_files: Its files.
+        base_tensors: sha256 of each of its tensors.
+        left_out: Files of its folder that were not taken along.
+        replaced: Texts of its files that the folder replaces.
+        code: sha256 of each code file of the folder.
+    """
 
     base_name: str
     base_revision: str | None
@@ -92,8 +74,24 @@ class Manifest:
     base_tensors: Mapping[str, str]
     left_out: tuple[str, ...]
     replaced: Mapping[str, str]
-    expansion_tensors: Mapping[str, str]
     code: Mapping[str, str]
+
+    @property
+    def record_file(self) -> str:
+        """Name of the file that holds this."""
+        return MANIFEST_FILE
+
+    @property
+    def joined_shards(self) -> Mapping[str, Mapping[str, str]]:
+        """Shards whose tensors lie in joined ones now."""
+        return {}
+
+
+@dataclass(frozen=True)
+class Manifest(OnBase):
+    """The content of surgery.json."""
+
+    expansion_tensors: Mapping[str, str]
     plan: Plan
     tool: Mapping[str, str] = field(default_factory=dict)
     verification: Mapping[str, Any] | None = None
@@ -108,11 +106,6 @@ class Manifest:
     # of a model with duplicated layers: the base's header of each shard in which tensors got other names
     renumbered: Mapping[str, str] = field(default_factory=dict)
     format: int = MANIFEST_FORMAT
-
-    @property
-    def record_file(self) -> str:
-        """Name of the file that holds this."""
-        return MANIFEST_FILE
 
     @property
     def code_files(self) -> tuple[str, ...]:

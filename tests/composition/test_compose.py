@@ -13,15 +13,18 @@ from click.testing import CliRunner
 from transformers import AutoModelForCausalLM
 
 import scale_surgery
-from scale_surgery import Mixing, apply, compose, extract, load_expansion, strip
+from scale_surgery import Mixing, Request, apply, compose, expand, extract, load_expansion, route_export, strip
 from scale_surgery.cli.program import main
 from scale_surgery.composition.intact import find_damage
 from scale_surgery.composition.record import read_composition
 from scale_surgery.errors import CheckpointError, PlanError
 from scale_surgery.modeling import register
-from tests.composed import LLAMA, Made
-from tests.conftest import load
+from scale_surgery.running.loading import loaded
+from scale_surgery.running.options import RunOptions
+from tests.composed import LLAMA, REQUESTS, Made
+from tests.conftest import load, shake
 from tests.routed import padded, random_ids
+from tests.surgery import test_images as images
 
 SHARD = "expansions/law/expansion-00001-of-00001.safetensors"
 PROMPTS = ({"input_ids": random_ids(2, 9)}, padded(random_ids(3, 13), (5, 2, 0)))
@@ -67,6 +70,15 @@ def test_it_loads_as_the_model_in_memory(llama: Made, folder: Path, loader: Any)
     trained = {key for key, own in found.named_parameters() if own.requires_grad}
     assert trained and all(key.startswith("expanded_models.") for key in trained)
     assert sum(own.numel() for own in found.parameters()) == sum(own.numel() for own in known.parameters())
+
+
+def test_it_lies_on_one_device(folder: Path) -> None:
+    assert load(folder, device_map={"": "cpu"}).expansions == list(LLAMA)
+    for places in ("auto", {"model": 0, "lm_head": "cpu"}, {"": "disk"}):
+        with pytest.raises(ValueError, match="expected one device: the paths of a composed model run side by side"):
+            load(folder, device_map=places)
+    with loaded(folder, RunOptions(memory_bytes=1)) as (model, problems):
+        assert not problems and torch.isfinite(model(**PROMPTS[0]).logits).all(), "it is not streamed from its files"
 
 
 def test_all_of_it_comes_back(llama: Made, folder: Path, tmp_path: Path) -> None:
@@ -117,6 +129,9 @@ def test_what_cannot_be_composed(llama: Made, folder: Path, tmp_path: Path, made
         extract(folder, tmp_path / "out", name="history")
     with pytest.raises(PlanError, match="holds one expansion, which has no name"):
         extract(llama.folders["law"], tmp_path / "out", name="law")
+    deep = extract(expand(llama.base, Request("1", method="depth"), tmp_path / "deep").path, tmp_path / "copies").path
+    with pytest.raises(PlanError, match="copies: was made by --method depth"):
+        compose(llama.base, [deep], tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -165,6 +180,58 @@ def test_the_dtype_of_an_expansion_stays(made_of, tmp_path: Path) -> None:
             assert torch.equal(model(**PROMPTS[1]).logits, alone(**PROMPTS[1]).logits)
     assert load_expansion(load(made.base), made.extracts["music"]) is not None
     assert scale_surgery.Composed is not None
+
+
+@pytest.mark.parametrize(
+    ("family", "names"),
+    [
+        ("qwen3_moe", ("whole", "late")),
+        ("gemma2", ("late",)),
+        pytest.param("gptj", ("medicine", "whole"), marks=pytest.mark.slow),
+    ],
+)
+@torch.no_grad()
+def test_other_architectures(made_of, tmp_path: Path, family: str, names: tuple[str, ...]) -> None:
+    """Experts whose tensors are put together on load, capped logits, parts that are stock inside."""
+    made = made_of(family, names)
+    model, known = load(compose(made.base, made.extracts, tmp_path / "out").path), made.composed()
+    known.set_expansion(list(names))
+    assert torch.equal(model(**PROMPTS[1]).logits, known(**PROMPTS[1]).logits)
+    for name in (None, *names):
+        with model.use_expansion(name):
+            assert torch.equal(model(**PROMPTS[1]).logits, made.alone(name)(**PROMPTS[1]).logits)
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_names_that_transformers_changes_on_load(tmp_path: Path) -> None:
+    """Files of models that see images name modules in another way than the model that reads them."""
+    config = images.twin_config("gemma3")
+    base = images.write_base(config, torch.float32, tmp_path / "base")
+    requests = {"law": REQUESTS["law"], "medicine": REQUESTS["medicine"]}
+    folders = {name: shake(expand(base, own, tmp_path / name).path) for name, own in requests.items()}
+    extracts = {name: extract(folder, tmp_path / f"{name}.extract").path for name, folder in folders.items()}
+    composed, prompt = (
+        compose(base, extracts, tmp_path / "composed").path,
+        images.inputs("gemma3", config, torch.float32),
+    )
+    expected = [images.logits(images.load(own), **prompt) for own in (base, *folders.values())]
+    assert all(map(torch.equal, images.load(composed).path_logits(**prompt), expected))
+    assert files_of(extract(composed, tmp_path / "back", name="law").path) == files_of(extracts["law"])
+
+
+@torch.no_grad()
+def test_the_router_of_a_composition_takes_the_place_of_its_own(llama: Made, tmp_path: Path) -> None:
+    """A routed model brings its expansion alone; its extract comes back with the router."""
+    routed = route_export(llama.folders["law"], tmp_path / "routed").path
+    taken = extract(routed, tmp_path / "law").path
+    composed = compose(llama.base, [taken], tmp_path / "composed").path
+    model = load(composed)
+    with model.use_expansion("law"):
+        found = model(**PROMPTS[0]).logits
+    assert torch.equal(found, llama.alone("law")(**PROMPTS[0]).logits)
+    assert not torch.equal(found, load(routed)(**PROMPTS[0]).logits), "the negative control"
+    assert files_of(extract(composed, tmp_path / "back", name="law").path) == files_of(taken)
 
 
 TAKE_ONE = "extract {folder} --name medicine -o EXTRACT"

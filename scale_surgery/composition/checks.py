@@ -1,0 +1,116 @@
+"""What cannot be composed: names, numbers, expansions of another base, and those that cannot run beside others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from scale_surgery.composition.ground import Ground
+from scale_surgery.composition.record import Mixing
+from scale_surgery.errors import PlanError
+from scale_surgery.fields import fields_of
+from scale_surgery.planning.methods import refuse
+from scale_surgery.planning.routing_specs import path_problems
+from scale_surgery.progress import Track
+from scale_surgery.running.composing import check_name
+from scale_surgery.surgery.extract_folder import Extract, check_own_files
+from scale_surgery.surgery.same_base import check_fit, find_differing, refuse_differing
+
+ADVICE = "An expansion runs on its own base alone: take it out of the list, or give that base."
+
+
+def named_extracts(extracts: Mapping[str, str | Path] | Sequence[str | Path]) -> dict[str, str | Path]:
+    """Extracts by name; one without a name is called as its folder is.
+
+    Raises:
+        PlanError: If two would have the same name.
+    """
+    if isinstance(extracts, Mapping):
+        return dict(extracts)
+    names = [Path(extract).name for extract in extracts]
+    if len(set(names)) < len(names):
+        raise PlanError(f"names: two extracts are called {', '.join(names)}, expected other names. Give names.")
+    return dict(zip(names, extracts, strict=True))
+
+
+def check_names(
+    wanted: Mapping[str, str | Path], remove: Sequence[str], known: Sequence[str], mixing: Mixing | None
+) -> None:
+    """Refuse names that cannot be had or are not there, numbers out of range, and a composition of nothing.
+
+    Args:
+        wanted: Extracts that are to come in, by name.
+        remove: Names of expansions that are to go.
+        known: Names of expansions that are there.
+        mixing: How paths are to be mixed; None where nothing is said.
+
+    Raises:
+        PlanError: If there is anything to refuse; every problem is named.
+    """
+    problems = []
+    for name in wanted:
+        try:
+            check_name(name, [own for own in known if own not in remove])
+        except PlanError as error:
+            problems.append(str(error))
+    problems += [
+        f"remove: {name} is no expansion of this folder, expected {' or '.join(known) or 'a composed folder'}."
+        for name in remove
+        if name not in known
+    ]
+    left = [name for name in known if name not in remove] + list(wanted)
+    problems += [] if left else ["extracts: none is given or left, expected at least one expansion."]
+    problems += [] if mixing is None else _mixing_problems(mixing, left)
+    if problems:
+        raise PlanError.from_problems(problems)
+
+
+def _mixing_problems(mixing: Mixing, names: Sequence[str]) -> list[str]:
+    """Numbers of a router over a base and expansions that make no sense."""
+    expected = fields_of(Mixing)["switch_rate"].expects(mixing.switch_rate)
+    problems = [] if expected is None else [f"switch rate: is {mixing.switch_rate}, expected {expected}."]
+    prior = mixing.prior
+    if prior is not None and (len(prior) != len(names) + 1 or min(prior) <= 0 or abs(sum(prior) - 1) > 1e-6):
+        found = ", ".join(f"{own:g}" for own in prior)
+        wanted = f"{len(names) + 1} positive weights of sum 1: the base, {', '.join(names)}"
+        problems.append(f"prior: is {found}, expected {wanted}.")
+    return problems
+
+
+def check_runs_beside(opened: Mapping[str, Extract]) -> None:
+    """Refuse expansions that cannot run beside others.
+
+    Args:
+        opened: The expansions, by name.
+
+    Raises:
+        PlanError: If there are some; each is named.
+    """
+    problems = []
+    for name, extract in opened.items():
+        plan = extract.manifest.plan
+        refuse(plan.method, "compose", name)
+        if plan.architecture.own_code:
+            problems.append(f"{name}: was made on a model with code of its own, expected one that transformers has.")
+        fork = min(plan.collaboration.layers, default=None)
+        problems += [f"{name}: {problem}" for problem in path_problems(plan.architecture, fork)]
+    if problems:
+        raise PlanError.from_problems(problems)
+
+
+def check_base(name: str, extract: Extract, ground: Ground, track: Track) -> None:
+    """Refuse an extract of another base, and one whose files are not what it says.
+
+    Args:
+        name: What the expansion is called.
+        extract: The extract.
+        ground: The base.
+        track: Makes progress bars.
+
+    Raises:
+        CheckpointError: If it is one; the tensors are named.
+    """
+    check_fit(extract, ground.base, ground.name)
+    differing = find_differing(extract, ground.base, ground.tensors)
+    refuse_differing(extract, f"{name}: {ground.name}", differing, len(ground.tensors), ADVICE)
+    check_own_files(extract, track)
