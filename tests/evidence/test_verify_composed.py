@@ -214,3 +214,23 @@ def test_the_command(copy: Path, llama: Made, tmp_path: Path) -> None:
     assert run("--files-only").exit_code == 1
     with pytest.raises(PlanError, match="paths_as_alone is none that a folder makes which is expanded"):
         verify(llama.folders["law"], required=("paths_as_alone",))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "names", "dtype"),
+    [
+        # tied and sharded, in half precision; experts that are put together on load; capped logits
+        ("gemma3_text", ("music", "late"), "bfloat16"),
+        ("qwen3_moe", ("whole", "late"), "float32"),
+        ("gemma2", ("late",), "float32"),
+    ],
+)
+def test_other_architectures(
+    made_of: Callable[..., Made], tmp_path: Path, family: str, names: tuple[str, ...], dtype: str
+) -> None:
+    made = made_of(family, names, dtype)
+    result = verify(compose(made.base, made.extracts, tmp_path / "out", mixing=Mixing(switch_rate=0)).path)
+    assert result.passed and result.required == COMPOSED_PROMISES
+    assert result.mixture is not None and result.mixture.dtype == dtype
+    assert all(path.is_bit_equal and path.generation_equal for path in result.mixture.paths)
