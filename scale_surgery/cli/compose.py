@@ -58,11 +58,8 @@ def compose_command(
     output: Path,
     names: tuple[str, ...] | None,
     add: tuple[str, ...],
-    remove: tuple[str, ...],
-    base_weights: Any,
-    overwrite: bool,
     out: Output,
-    **numbers: Any,
+    **options: Any,
 ) -> None:
     """Put many EXTRACTS of one BASE into one folder, which loads as one model.
 
@@ -78,16 +75,9 @@ def compose_command(
     given = (*extracts, *add)
     if names is not None and len(names) != len(given):
         raise click.UsageError(f"--names gives {len(names)} names for {len(given)} extracts, expected one for each.")
-    done = compose(
-        base,
-        given if names is None else dict(zip(names, given, strict=True)),
-        output,
-        remove=remove,
-        mixing=read_mixing(**numbers),
-        base_weights=base_weights,
-        overwrite=overwrite,
-        track=out.track,
-    )
+    named = given if names is None else dict(zip(names, given, strict=True))
+    mixing = read_mixing(options.pop("prior"), options.pop("switch_rate"))
+    done = compose(base, named, output, mixing=mixing, track=out.track, **options)
     out.show(done, render_composed(done))
 
 

@@ -55,6 +55,25 @@ def own_heads(states: Tensor, sizes: list[int], parts: list[Part], is_eager: boo
     return found
 
 
+def joined_parts(parts: list[Part], states: Tensor, name: str) -> list[Part]:
+    """Parts as they attend together: on a CPU, new heads of several expansions do, where that is a token at a time.
+
+    There the kernel takes a query of one row head by head, so that its bits do not depend on how many there are, if
+    each head begins at a cache line. A call for each expansion costs more than what it computes.
+    """
+    is_apart = name != "sdpa" or states.device.type != "cpu" or states.shape[-2] > 1
+    if is_apart or states.shape[-1] * states.element_size() % ALIGNMENT:
+        return parts
+    found = parts[:1]
+    for part in parts[1:]:
+        last = found[-1]
+        if part.is_old or last.is_old or part.is_detached != last.is_detached:
+            found.append(part)
+        else:
+            found[-1] = last._replace(heads=last.heads + part.heads, kv_heads=last.kv_heads + part.kv_heads)
+    return found
+
+
 def split_attention(module, query, key, value, attention_mask, **kwargs):
     """Attention of each part of the heads, one after the other, by the kernel that the model's config names."""
     config = module.config.viewed
@@ -64,6 +83,7 @@ def split_attention(module, query, key, value, attention_mask, **kwargs):
     parts = [
         part._replace(is_detached=part.is_detached or (part.is_old and module.base_detached)) for part in module.parts
     ]
+    parts = joined_parts(parts, query, name)
     heads, kv_heads = [part.heads for part in parts], [part.kv_heads for part in parts]
     states = [
         own_heads(own, sizes, parts, name == "eager")

@@ -238,6 +238,9 @@ def is_head(names: set[str]) -> bool:
 class ExpandedPreTrainedModel:
     """Mixin before a stock model class: expands its modules as `config.scale_surgery` says, and freezes the base."""
 
+    # set where the model was put around one that was quantised
+    is_base_quantised = False
+
     def __init__(self, config, *args, **kwargs):
         super().__init__(config, *args, **kwargs)
         plan = config.scale_surgery
@@ -447,6 +450,14 @@ class ExpandedPreTrainedModel:
         """Last parts of the names of this model's expansion tensors."""
         last_parts = {name.rsplit(".", 1)[-1] for name, _ in self.named_parameters()}
         return last_parts.intersection(EXPANSION_NAMES)
+
+    def save_pretrained(self, *args, **options):
+        """As transformers; on a quantised base the expansion tensors alone: the base's are not those of its files."""
+        if self.is_base_quantised:
+            found = options.get("state_dict") or self.state_dict()
+            own = {name: tensor for name, tensor in found.items() if name.rsplit(".", 1)[-1] in EXPANSION_NAMES}
+            options["state_dict"] = own
+        super().save_pretrained(*args, **options)
 
     def resize_token_embeddings(self, *args, **kwargs):
         """Refuse: embedding and head have an up part that stock code does not resize."""

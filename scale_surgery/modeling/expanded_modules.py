@@ -201,12 +201,14 @@ class ExpandedLinear(ExpandedModule):
 
     def forward_up(self, x_base: Tensor, x_up: Tensor, like: Tensor) -> Tensor | None:
         """Up part of the output, W21 x + W22 x_up + bias, or None where the output is not widened."""
-        if self.w21 is None:
+        # each is looked up once: a token at a time, that costs as much as a small product
+        w21, w22, bias = self.w21, self.w22, self.up_bias
+        if w21 is None:
             return None
-        y_up = product(x_base, self.w21, like)
-        if self.w22 is not None:
-            y_up = add_product(y_up, x_up, self.w22)
-        return y_up if self.up_bias is None else y_up + self.up_bias.to(like.dtype)
+        y_up = product(x_base, w21, like)
+        if w22 is not None:
+            y_up = add_product(y_up, x_up, w22)
+        return y_up if bias is None else y_up + bias.to(like.dtype)
 
 
 def aligned(tensor: Tensor, like: Tensor) -> Tensor:

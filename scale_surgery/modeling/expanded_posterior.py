@@ -9,7 +9,6 @@ This file needs only torch.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -64,13 +63,6 @@ class Features:
         return torch.tanh(logits / self.softcap) * self.softcap
 
 
-def log_shares(paths: int, rate: float, like: Tensor) -> Tensor:
-    """Logarithm of what each path (written) takes of each (read) between two tokens."""
-    others = math.log(rate / (paths - 1)) if rate > 0 and paths > 1 else -math.inf
-    shares = like.new_full((paths, paths), others, dtype=torch.float32)
-    return shares.fill_diagonal_(math.log1p(-rate))
-
-
 def follow_paths(before: Tensor, evidence: Tensor, restarts: Tensor, prior: Tensor, rate: float) -> Tensor:
     """Log weights of all paths after each token.
 
@@ -88,13 +80,14 @@ def follow_paths(before: Tensor, evidence: Tensor, restarts: Tensor, prior: Tens
     Returns:
         Log weights (b, t, k), float32, normalised.
     """
-    shares, found = log_shares(evidence.shape[-1], rate, evidence), []
-    weights = before
+    # what a path has where all the weight is another's, and where it is its own
+    least, most = (evidence.new_tensor(share) for share in (rate / (evidence.shape[-1] - 1), 1 - rate))
+    weights, found = before, []
     for known, is_start in zip(evidence.unbind(1), restarts[..., None].unbind(1), strict=True):
         weights = weights + known
-        if rate > 0:
-            weights = (weights.unsqueeze(-2) + shares).logsumexp(-1)
-        weights = torch.where(is_start, prior, weights.log_softmax(-1))
+        # without shares a weight may be too small for a number that is no logarithm
+        weights = torch.lerp(least, most, weights.softmax(-1)).log() if rate > 0 else weights.log_softmax(-1)
+        weights = torch.where(is_start, prior, weights)
         found.append(weights)
     return torch.stack(found, 1)
 

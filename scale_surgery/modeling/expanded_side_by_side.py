@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from .expanded_modules import ExpandedBlock, ExpandedModule, expanded_class
-from .expanded_streams import join_streams, own_memory, streams_of
+from .expanded_modules import ExpandedBlock, ExpandedModule, ExpandedNorm, expanded_class
+from .expanded_streams import CACHE_LINE, join_streams, own_memory, streams_of
 
 
 class PathThrough(NamedTuple):
@@ -77,16 +77,17 @@ class ComposedModule:
 
     def forward_paths(self, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """Every path by itself: no operation sees more of a base stream than in the base model."""
-        parts = iter(self.split(x))
-        base = next(parts)
+        base, *parts = self.split(x)
         y = run(base)
-        found: list[list[Tensor | None]] = [[y]]
-        for path in self.paths:
-            if path.is_apart:
-                found.append(list(path.streams(run, next(parts), next(parts))))
-            else:
-                found[0].append(path.up(base, next(parts), y))
+        shared = [path for path in self.paths if not path.is_apart]
+        found = [[y, *self.ups(shared, base, parts[: len(shared)], y)]]
+        apart = iter(parts[len(shared) :])
+        found += [list(path.streams(run, next(apart), next(apart))) for path in self.paths[len(shared) :]]
         return self.join(found)
+
+    def ups(self, shared: list[PathThrough], base: Tensor, ups: list[Tensor], y: Tensor) -> list[Tensor | None]:
+        """Up parts of those that share the base stream, where their base part y is known."""
+        return [path.up(base, up, y) for path, up in zip(shared, ups, strict=True)]
 
     def widths(self, width: int) -> list[int]:
         """Widths of all that the module reads; every base stream is equally wide."""
@@ -101,11 +102,12 @@ class ComposedModule:
     def split(self, x: Tensor) -> Sequence[Tensor]:
         """Take streams apart, each as it lies in memory in the model of its own."""
         axis = -1 if self.head_axis is None else self.head_axis
-        if len(self.paths) + 1 == len(widths := self.widths(x.shape[axis])) and not any(widths[1:]):
-            return [self.whole(x), *(x[..., :0] for _ in self.paths)]
+        widths = self.widths(x.shape[axis])
         if self.head_axis is None and (known := streams_of(x, widths)):
             return known
-        parts = x.split(widths, dim=axis)
+        if widths[0] == x.shape[axis]:
+            return [self.whole(x), *(x[..., :0] for _ in self.paths)]
+        parts = x.split_with_sizes(widths, dim=axis)
         if self.head_axis is not None:
             return [part.clone() for part in parts]
         # a chunk of a fused projection is strided in the base model too, and an activation keeps its strides
@@ -135,6 +137,31 @@ class ComposedModule:
             columns += [] if base is None else [base.split(self.base_sections, dim=-1)]
             columns += [] if up is None else [up.split(path.up_sections, dim=-1)]
         return torch.cat([part for parts in zip(*columns, strict=True) for part in parts], dim=-1)
+
+
+class ComposedNorm(ComposedModule):
+    """A norm that takes the up streams of a single token together, where all are equally wide and normalised alike.
+
+    That is exact: each row is normalised by itself. What reads it later expects that it begins at a cache line.
+    """
+
+    def ups(self, shared: list[PathThrough], base: Tensor, ups: list[Tensor], y: Tensor) -> list[Tensor | None]:
+        is_token = len(shared) > 1 and y.numel() == y.shape[-1] and y.device.type == "cpu"
+        if not is_token or ups[0].nbytes % CACHE_LINE:
+            return super().ups(shared, base, ups, y)
+        norm, gains = shared[0].module, torch.stack([path.module.up_weight for path in shared]).float()
+        rows = torch.cat([up.flatten(0, -2) for up in ups]).float()
+        rows = functional.rms_norm(rows, rows.shape[-1:], eps=norm.up_epsilon)
+        rows = rows * (gains + 1.0 if norm.up_style.endswith("_plus_one") else gains)
+        return list(rows.to(y.dtype).view(-1, *y.shape[:-1], rows.shape[-1]))
+
+
+def are_alike(paths: tuple[PathThrough, ...]) -> bool:
+    """Whether the up streams of all that share the base stream are normalised alike, but for their gains."""
+    norms = [path.module for path in paths if not path.is_apart]
+    if not all(isinstance(norm, ExpandedNorm) and norm.up_style.startswith("rms") for norm in norms):
+        return False
+    return len({(norm.up_style, norm.up_epsilon, norm.up_weight.shape) for norm in norms}) == 1
 
 
 class ComposedBlock(ComposedModule):
@@ -169,7 +196,9 @@ def compose_module(module: nn.Module, paths: tuple[PathThrough, ...], specs: lis
         paths: The paths.
         specs: All that is said of it, at least one.
     """
-    kind = {"block": ComposedBlock, "padding": ComposedPadding}.get(specs[0]["kind"], ComposedModule)
+    norm = ComposedNorm if are_alike(paths) else ComposedModule
+    kinds = {"block": ComposedBlock, "padding": ComposedPadding, "norm": norm}
+    kind = kinds.get(specs[0]["kind"], ComposedModule)
     fused = [[base for base, _ in spec["out_features"]] for spec in specs if "out_features" in spec]
     sections = next((own for own in [*fused, *(spec.get("sections", ()) for spec in specs)] if len(own) > 1), ())
     module.__class__ = expanded_class(kind, type(module))

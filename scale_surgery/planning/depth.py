@@ -37,6 +37,8 @@ class Depth(Method):
     verb = "duplicated"
     adds_layers = True
     refused: ClassVar[Mapping[str, str]] = {
+        "quantised": "Its copies of layers are stock layers, which the quantiser would not tell from the base's. Train "
+        "it on the base as it is stored.",
         "route": "It is a stock checkpoint, whose classes run one path; a router needs --method scale or grow.",
         "merge": "It is a stock checkpoint already, which any program loads as it is, so there is nothing to merge.",
         "compose": "Its copies of layers stand between the base's, where no other path could pass them by; expected "

@@ -39,8 +39,10 @@ class Grow(Method):
     verb = "grown"
     starts_at_zero = False
     refused: ClassVar[Mapping[str, str]] = {
+        "quantised": "The base is quantised, and copies of base weights, halved with them, would not add up to what it "
+        "computes. Load the base as it is stored.",
         "fuse": "--to fused: the model is grown, and the base product of its down projections counts a share, so that "
-        "one matrix would hold other bytes than the base's. Merge --to stock: a plain checkpoint with a larger MLP."
+        "one matrix would hold other bytes than the base's. Merge --to stock: a plain checkpoint with a larger MLP.",
     }
     about_w12 = (
         "W12 is the copies' part of the down projection, and started as the base's over the number of copies: norm "

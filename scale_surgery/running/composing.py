@@ -11,6 +11,7 @@ from scale_surgery import modeling
 from scale_surgery.errors import PlanError
 from scale_surgery.planning.plan import Plan
 from scale_surgery.planning.routing_specs import build_paths, path_problems
+from scale_surgery.running.sharing import descriptions, quantised_modules
 
 COMPOSED = f"{modeling.__name__}.expanded_composed"
 
@@ -89,4 +90,11 @@ def _on_same_weights(model: Any, known: dict[int, Any]) -> Any:
     from torch import nn
 
     frozen = {id(own): nn.Parameter(own.detach(), requires_grad=False) for own in model.parameters()}
-    return deepcopy(model, {**frozen, **known})
+    return deepcopy(model, {**frozen, **_quantised(model), **known})
+
+
+def _quantised(model: Any) -> dict[int, Any]:
+    """What a copy shares with a model of its quantised modules: their weights, and what describes these."""
+    shared = [module.weight for module in quantised_modules(model).values()]
+    shared += [own for module in quantised_modules(model).values() for own in descriptions(module).values()]
+    return {id(own): own for own in shared}

@@ -132,21 +132,23 @@ def loaded(
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Silence the progress bars and messages of transformers and accelerate; what matters is reported by us."""
+    """Silence the progress bars and messages of transformers and those around it; what matters is reported by us."""
     from transformers.utils import logging as transformers_logging
 
     transformers: Any = transformers_logging
-    accelerate = logging.getLogger("accelerate")
-    levels = transformers.get_verbosity(), accelerate.level
+    others = [logging.getLogger(name) for name in ("accelerate", "bitsandbytes")]
+    verbosity, levels = transformers.get_verbosity(), [other.level for other in others]
     was_shown = transformers.is_progress_bar_enabled()
     transformers.set_verbosity_error()
     transformers.disable_progress_bar()
-    accelerate.setLevel(logging.ERROR)
+    for other in others:
+        other.setLevel(logging.ERROR)
     try:
         yield
     finally:
-        transformers.set_verbosity(levels[0])
-        accelerate.setLevel(levels[1])
+        transformers.set_verbosity(verbosity)
+        for other, level in zip(others, levels, strict=True):
+            other.setLevel(level)
         if was_shown:
             transformers.enable_progress_bar()
 

@@ -7,8 +7,7 @@ stays as it is.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterator, Mapping
-from copy import deepcopy
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +24,15 @@ from scale_surgery.progress import Track, no_track
 from scale_surgery.running.composing import add_expansion, base_alone, check_name, compose, is_composed
 from scale_surgery.running.in_memory import InMemory, kept_in_float32
 from scale_surgery.running.loading import auto_class_of, translated
-from scale_surgery.running.stored_names import reading_of
+from scale_surgery.running.sharing import (
+    Blocks,
+    check_shareable,
+    expanded_class_of,
+    is_hooked,
+    quantised_modules,
+    quantised_shape,
+    share_weights,
+)
 from scale_surgery.surgery.config import written_config
 from scale_surgery.surgery.extract_folder import Extract, check_own_files, open_extract
 from scale_surgery.surgery.same_base import (
@@ -59,25 +66,28 @@ def load_expansion(
 
     Args:
         model: The base: a stock model as `from_pretrained` gives it, which stays usable and shares its weights with
-            the result; or a folder or a Hub id. Or what came of an earlier call with a name.
+            the result, also quantised or spread over devices; or a folder or a Hub id. Or what came of an earlier call
+            with a name.
         extract: A folder that `extract` wrote, or a Hub id.
         name: What the expansion is called in a model that takes up many of one base; see docs/api.md.
-        check: Whether each base tensor is compared with the hash of the one that the expansion was made on. Without
-            it any values are taken, also cast or fine-tuned ones; names and shapes must fit.
+        check: Whether each base tensor is compared with the hash of the one that the expansion was made on; of a
+            loaded model each that is not quantised. Without it any values are taken, also cast or fine-tuned ones;
+            names and shapes must fit.
         revision: Branch, tag or commit of the base's Hub repository.
         extract_revision: Branch, tag or commit of the extract's.
         track: Makes progress bars.
-        options: For `from_pretrained`, where `model` is a folder or a Hub id: dtype, device_map, ...
+        options: For `from_pretrained`, where `model` is a folder or a Hub id: dtype, device_map,
+            quantization_config, ... Files are compared before they are cast or quantised.
 
     Returns:
         The expanded model; its expansion tensors require gradients, its base does not. With a name a composed model,
         in which that expansion is chosen; the model itself where it was one already.
 
     Raises:
-        CheckpointError: If this is no extract, or the model is not its base: another class, quantised, cast, trained,
-            not in memory as a whole.
-        PlanError: If the base is of another architecture, options are given with a loaded model, or an expansion
-            cannot have the name.
+        CheckpointError: If this is no extract, or the model is not its base: another class, cast, trained, not in
+            memory as a whole, quantised in a way that is not known.
+        PlanError: If the base is of another architecture, options are given with a loaded model, an expansion cannot
+            have the name, or cannot be on a quantised base or on several devices.
     """
     # the classes then take their code along when the model is saved
     modeling.register()
@@ -94,8 +104,13 @@ def load_expansion(
         model, check = _load_base(found, model, revision, options, track, check=check), False
     elif options:
         raise PlanError(f"{', '.join(options)}: says how to load a model, but this one is loaded. Leave it out.")
+    if name is not None and is_hooked(model):
+        raise PlanError(
+            "name: is of an expansion among others, which need a base on one device, found one that is spread over "
+            "several. Leave the name out, for an expanded model of its own; or load the base on one device."
+        )
     base = base_alone(model) if is_composed(model) else model
-    expanded_class = _find_class(found, base)
+    expanded_class = expanded_class_of(base, found.manifest.plan.architecture)
     _check_model(found, base, track, check=check)
     expanded = _expand(found, base, expanded_class)
     if name is None:
@@ -130,41 +145,26 @@ def _load_base(
         return auto_class_of(given.config).from_pretrained(source.path, **options)
 
 
-def _find_class(extract: Extract, model: Any) -> Any:
-    """The expanded class of a stock model."""
-    classes = modeling.model_classes(extract.manifest.plan.architecture)
-    stock = {expanded.__bases__[1]: expanded for name, expanded in classes.items() if name != "AutoConfig"}
-    if type(model) not in stock:
-        names = " or ".join(sorted(known.__name__ for known in stock))
-        raise CheckpointError(
-            f"model: is a {type(model).__name__}, expected {names} as from_pretrained gives it, or a folder or Hub id."
-        )
-    return stock[type(model)]
-
-
 def _check_model(extract: Extract, model: Any, track: Track, *, check: bool) -> None:
     """Refuse a loaded model that is not the base, or that lies where it cannot be shared."""
-    if getattr(model.config, "quantization_config", None) is not None:
-        raise CheckpointError("model: is quantised, expected the weights that the expansion was made on. Load these.")
-    devices = {str(device) for device in (getattr(model, "hf_device_map", None) or {}).values()}
-    if len(devices) > 1 or any(parameter.is_meta for parameter in model.parameters()):
-        raise CheckpointError(
-            "model: lies on several devices or is offloaded, expected all of it on one. Load it without a device_map "
-            "that splits it."
-        )
+    check_shareable(model)
     base = InMemory(model, extract.base_tensors)
-    headers = base.headers()
+    before = {f"{name}.weight": quantised_shape(module) for name, module in quantised_modules(model).items()}
+    quantised = {name: before[place.name] for name, place in base.places.items() if place.name in before}
+    if quantised:
+        refuse(extract.manifest.plan.method, "quantised", extract.name)
+    headers = base.headers([name for name in base.places if name not in quantised])
     unfed = base.unfed
     if unfed and _is_quantised(extract):
         if check:
             _refuse_dequantised(extract, unfed)
         unfed = {}
     shapes = {name: extract.base_tensors[name].shape for name in base.places}
-    given = {name: tuple(tensor.shape) for name, tensor in {**headers, **unfed}.items()}
+    given = {name: tuple(tensor.shape) for name, tensor in {**headers, **unfed}.items()} | quantised
     check_sizes(extract, model.config.to_dict(), shapes, given, "model")
     if check:
         _check_dtypes(extract, base, headers)
-        _check_values(extract, base, sum(tensor.nbytes for tensor in headers.values()), track)
+        _check_values(extract, base, headers, track)
 
 
 def _is_quantised(extract: Extract) -> bool:
@@ -196,11 +196,11 @@ def _check_dtypes(extract: Extract, base: InMemory, headers: Mapping[str, Tensor
         )
 
 
-def _check_values(extract: Extract, base: InMemory, total: int, track: Track) -> None:
+def _check_values(extract: Extract, base: InMemory, headers: Mapping[str, Tensor], track: Track) -> None:
     """Compare the bytes of tensors with the hashes of those that the expansion was made on."""
     differing = {}
-    with track("base tensors", total) as advance:
-        for name, tensor in base.tensors():
+    with track("base tensors", sum(tensor.nbytes for tensor in headers.values())) as advance:
+        for name, tensor in base.tensors(only=headers):
             stored = _as_stored(tensor, extract.base_tensors[name].dtype)
             if (
                 stored is None
@@ -208,7 +208,7 @@ def _check_values(extract: Extract, base: InMemory, total: int, track: Track) ->
             ):
                 differing[name] = "its bytes differ."
             advance(tensor.nbytes)
-    refuse_differing(extract, "model", differing, len(base.places), LOAD_IT)
+    refuse_differing(extract, "model", differing, len(headers), LOAD_IT)
 
 
 def _stored_dtype(tensor: Tensor) -> str:
@@ -232,79 +232,9 @@ def _as_stored(tensor: Tensor, dtype: str) -> Tensor | None:
 
 def _expand(extract: Extract, model: Any, expanded_class: Any) -> Any:
     """Build the expanded model around the weights of a stock one."""
-    import torch
-
-    config = expanded_class.config_class.from_dict(
-        written_config(extract.manifest, model.config.to_dict(), str(model.dtype).removeprefix("torch."))
-    )
-    # transformers' way of giving a dtype and an attention kernel to a model that is not loaded from files
-    with torch.device("meta"):
-        expanded = expanded_class._from_config(config, dtype=model.dtype, **_kernels(model.config))
-    base = model.state_dict()
-    own = dict(_own_tensors(extract, expanded, base))
-    missing, unexpected = expanded.load_state_dict(base | own, strict=False, assign=True)
-    if missing or unexpected:
-        found = ", ".join([*missing, *unexpected])
-        raise CheckpointError(
-            f"model: has other tensors than {extract.name} was made for ({found}). Load it with from_pretrained, and "
-            "change no module before the expansion is added."
-        )
-    _copy_buffers(model, expanded)
-    expanded.tie_weights()
-    expanded.freeze_base()
-    expanded.align_copies()
-    if getattr(model, "generation_config", None) is not None:
-        expanded.generation_config = deepcopy(model.generation_config)
-    return expanded.train(model.training)
-
-
-def _kernels(config: Any) -> dict[str, Any]:
-    """How a model computes attention, and what its experts do where there are any."""
-    found = {name: _by_part(config, f"_{name}") for name in ("attn_implementation", "experts_implementation")}
-    return {name: own for name, own in found.items() if own[""] is not None}
-
-
-def _by_part(config: Any, name: str) -> dict[str, Any]:
-    """A setting of a model under "", and of each model inside it, in transformers' form: each may have its own."""
-    parts = {key: getattr(config, key, None) for key in config.sub_configs}
-    inside = {key: _by_part(own, name) for key, own in parts.items() if own is not None}
-    return {"": getattr(config, name, None), **inside}
-
-
-def _own_tensors(extract: Extract, expanded: Any, base: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Expansion tensors by their names in memory, each where the stock weight beside it lies, in its dtype."""
-    import torch
-    from safetensors import safe_open
-
-    places = reading_of(expanded).places(extract.tensors)
-    known = set(expanded.state_dict())
-    names = {name: place.name for name, place in places.items() if place.name in known}
+    plan = extract.manifest.plan
+    config = written_config(extract.manifest, model.config.to_dict(), str(model.dtype).removeprefix("torch."))
     # what was asked for in float32 stays so, also in a model in half precision
-    kept = torch.float32 if extract.manifest.plan.request.dtype == "float32" else None
-    for shard in sorted({info.file for info in extract.tensors.values()}):
-        with safe_open(extract.path / shard, framework="pt") as file:
-            for name in (name for name in names if extract.tensors[name].file == shard):
-                beside = _beside(names[name], base)
-                yield names[name], file.get_tensor(name).to(device=beside.device, dtype=kept or expanded.dtype)
-
-
-def _beside(name: str, base: Mapping[str, Tensor]) -> Tensor:
-    """A base tensor of the same module, or of what is around it: it lies where a new tensor has to lie."""
-    module = name.rpartition(".")[0]
-    while module and f"{module}.weight" not in base:
-        inside = next((own for own in base if own.startswith(f"{module}.")), None)
-        if inside is not None:
-            return base[inside]
-        module = module.rpartition(".")[0]
-    return base[f"{module}.weight"]
-
-
-def _copy_buffers(model: Any, expanded: Any) -> None:
-    """Rotary frequencies and the like, which no file holds, and how long a text they reach."""
-    saved = model.state_dict()
-    for name, buffer in model.named_buffers():
-        module, _, last = name.rpartition(".")
-        expanded.get_submodule(module).register_buffer(last, buffer.clone(), persistent=name in saved)
-    for name, module in model.named_modules():
-        reach = {key: value for key, value in vars(module).items() if key.endswith("max_seq_len_cached")}
-        vars(expanded.get_submodule(name)).update(reach)
+    return share_weights(
+        model, expanded_class, config, Blocks(extract.name, extract.path, extract.tensors, plan.request.dtype)
+    )

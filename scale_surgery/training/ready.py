@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.hashes import hash_tensors
 from scale_surgery.errors import TrainingError
+from scale_surgery.planning.methods import refuse
 from scale_surgery.running.freeze import expansion_parts, freeze_base, train_in_float32
 from scale_surgery.running.in_memory import InMemory
+from scale_surgery.running.loading import LOADING_ADVICE, auto_class_of, model_class, quiet_transformers, translated
 from scale_surgery.running.options import RunOptions
-from scale_surgery.surgery.record import Manifest
-from scale_surgery.training.settings import TrainingSettings
+from scale_surgery.running.sharing import Blocks, expanded_class_of, share_weights
+from scale_surgery.surgery.config import written_config
+from scale_surgery.surgery.parts import link_base
+from scale_surgery.surgery.record import Manifest, read_manifest
+from scale_surgery.training.arguments import is_cpu
+from scale_surgery.training.settings import Quantisation, TrainingSettings
 
 
 def load_to_train(checkpoint: Checkpoint, settings: TrainingSettings, run: RunOptions) -> Any:
@@ -28,10 +37,8 @@ def load_to_train(checkpoint: Checkpoint, settings: TrainingSettings, run: RunOp
     Raises:
         TrainingError: If nothing of it would train, or nothing would be learned.
     """
-    from scale_surgery.running.loading import LOADING_ADVICE, model_class, quiet_transformers, translated
-
-    with quiet_transformers(), translated(checkpoint.path.name, "cannot be loaded", LOADING_ADVICE):
-        model = model_class(checkpoint, run).from_pretrained(checkpoint.path, trust_remote_code=run.trust_remote_code)
+    kind = settings.base_quantization
+    model = _load(checkpoint, run) if kind is None else _load_quantised(checkpoint, kind, run)
     freeze_base(model)
     train_in_float32(model)
     for part in expansion_parts(model):
@@ -57,6 +64,78 @@ def load_to_train(checkpoint: Checkpoint, settings: TrainingSettings, run: RunOp
             f"{_advice(model)}"
         )
     return model
+
+
+def _load(checkpoint: Checkpoint, run: RunOptions) -> Any:
+    with quiet_transformers(), translated(checkpoint.path.name, "cannot be loaded", LOADING_ADVICE):
+        return model_class(checkpoint, run).from_pretrained(checkpoint.path, trust_remote_code=run.trust_remote_code)
+
+
+def check_quantisation(checkpoint: Checkpoint, manifest: Manifest, kind: Quantisation | None, run: RunOptions) -> None:
+    """Refuse a quantised base where it cannot be had.
+
+    Args:
+        checkpoint: The expanded checkpoint.
+        manifest: Its surgery.json.
+        kind: How the base is to be quantised.
+        run: How it runs: trust_remote_code.
+
+    Raises:
+        PlanError: If the expansion needs the base as it is stored.
+        TrainingError: If what quantises is not installed, or code of others would run the model.
+    """
+    from accelerate.utils import parse_flag_from_env
+
+    if kind is None:
+        return
+    if parse_flag_from_env("ACCELERATE_USE_FSDP"):
+        raise TrainingError(
+            f"--base-quantization is {kind}, which FSDP would cut into parts. Launch with DDP, a whole model in each "
+            "process, or leave it out."
+        )
+    refuse(manifest.plan.method, "quantised", checkpoint.path)
+    if run.trust_remote_code or manifest.plan.architecture.own_code:
+        raise TrainingError(
+            f"--base-quantization is {kind}, which needs this program's own classes, found that code in a model's "
+            "folder is to run. Leave --trust-remote-code or --base-quantization out."
+        )
+    if find_spec("bitsandbytes") is None:
+        raise TrainingError(
+            f"--base-quantization is {kind}, which bitsandbytes computes, and that is not installed. Install it: "
+            "pip install 'scale-surgery[quantized]'."
+        )
+
+
+def _load_quantised(checkpoint: Checkpoint, kind: Quantisation, run: RunOptions) -> Any:
+    """Load the base of a checkpoint quantised, and put the expansion around it."""
+    from accelerate import PartialState
+
+    manifest = read_manifest(checkpoint.path)
+    with TemporaryDirectory() as folder:
+        link_base(checkpoint.path, Path(folder), manifest)
+        with quiet_transformers(), translated(checkpoint.path.name, "cannot be loaded quantised", LOADING_ADVICE):
+            base = auto_class_of(checkpoint.config).from_pretrained(
+                folder,
+                quantization_config=_quantisation(kind, checkpoint.running_dtype),
+                device_map={"": PartialState(cpu=is_cpu(run)).device},
+            )
+    config = written_config(manifest, base.config.to_dict(), str(base.dtype).removeprefix("torch."))
+    plan = manifest.plan
+    own = {name: checkpoint.tensors[name] for name in (tensor.name for tensor in plan.tensors)}
+    blocks = Blocks(checkpoint.path.name, checkpoint.path, own, plan.request.dtype)
+    return share_weights(base, expanded_class_of(base, plan.architecture), config, blocks)
+
+
+def _quantisation(kind: Quantisation, dtype: str) -> Any:
+    """How transformers is told to quantise; products of four bits are computed in the dtype of the base."""
+    import torch
+    from transformers import BitsAndBytesConfig
+
+    make: Any = BitsAndBytesConfig
+    if kind == "int8":
+        return make(load_in_8bit=True)
+    computed = torch.bfloat16 if dtype == "BF16" else torch.float32
+    return make(load_in_4bit=True, bnb_4bit_quant_type=kind, bnb_4bit_compute_dtype=computed)
 
 
 def check_reach(stored: InMemory, checkpoint: Checkpoint, manifest: Manifest) -> None:

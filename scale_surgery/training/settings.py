@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 TensorGroup = Literal["w12", "w21", "w22", "w11", "biases", "norms", "embedding", "head", "attn", "ffn"]
 GROUPS: tuple[TensorGroup, ...] = get_args(TensorGroup)
+Quantisation = Literal["int8", "nf4"]
 AtLeastZero = Annotated[float, Range(least=0)]
 AboveZero = Annotated[float, Range(above=0)]
 # the side of texts that are rehearsed; samples of a run
@@ -46,6 +47,8 @@ class TrainingSettings:
             otherwise on the adapt path alone. For models with a router.
         seed: Seed of the order of the data and of everything random.
         bf16: Compute in bfloat16 (autocast). Default: on where the base is stored in bfloat16.
+        base_quantization: Quantise the base while it trains, by bitsandbytes: int8 (LLM.int8) or nf4 (4 bits, as QLoRA
+            has it); its files stay as they are. Default: as it is stored.
         gradient_checkpointing: Recompute activations in the backward pass instead of keeping them: less memory, more
             time.
         save_every: Steps between checkpoints. Default: a tenth of the run.
@@ -78,6 +81,7 @@ class TrainingSettings:
     routed: bool = False
     seed: Seed = 0
     bf16: bool | None = None
+    base_quantization: Quantisation | None = None
     gradient_checkpointing: bool = False
     save_every: Count | None = None
     eval_every: Count | None = None

@@ -43,7 +43,7 @@ from scale_surgery.training.outlook import (
     look_ahead,
     sample_of,
 )
-from scale_surgery.training.ready import check_reach, load_to_train
+from scale_surgery.training.ready import check_quantisation, check_reach, load_to_train
 from scale_surgery.training.reports import find_reports, reporting
 from scale_surgery.training.result import Training, describe
 from scale_surgery.training.resume_state import check_state
@@ -120,6 +120,7 @@ def train(
     refuse_fused(path, manifest)
     refuse_linked(path, manifest)
     check_numbering(checkpoint, manifest)
+    check_quantisation(checkpoint, manifest, settings.base_quantization, run)
     if settings.routed and manifest.routing is None:
         raise TrainingError(
             f"{path}: has no router, expected a routed model for --routed. Write one first: scale-surgery route-export."

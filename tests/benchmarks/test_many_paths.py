@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner
 
-from benchmarks import many_paths
+from benchmarks import batched_blocks, many_paths
 from benchmarks.routing_cost import Case
 
 
@@ -21,6 +23,20 @@ def test_targets_are_those_of_preserve_expansions() -> None:
     }
     assert found["forward"] == [None, None, 1.3, pytest.approx(3.4), None, None]
     assert found["generation"] == [None, None, None, 2.5, None, None]
+    assert many_paths.target_of(many_paths.FEW_TOKENS, ["preserve_1"]) is None
+
+
+def test_products_are_compared_with_single_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"shape": (64, 16, 16), "tokens": 2, "count": 3, "dtype": torch.float32, "rounds": 1}
+    found = batched_blocks.compare(**options)
+    assert [own.way for own in found] == ["single", "wide", "batched"]
+    assert found[0].bit_equal == 3 and found[0].times_faster == 1
+
+    def wrong(*given: Any) -> list[torch.Tensor]:
+        return [own + 1 for own in batched_blocks.single(*given)]
+
+    monkeypatch.setattr(batched_blocks, "WAYS", (batched_blocks.single, wrong))
+    assert [own.bit_equal for own in batched_blocks.compare(**options)] == [3, 0], "the negative control"
 
 
 @pytest.mark.slow
@@ -33,7 +49,7 @@ def test_all_is_measured_and_written(tmp_path: Path) -> None:
     assert run.exit_code == 0, run.output
     report = json.loads(output.read_text())
     choices = list(many_paths.choices_of([1, 2]))
-    assert [own["choice"] for own in report["measured"]] == choices * 3
+    assert [own["choice"] for own in report["measured"]] == choices * 4
     weights = report["weights"]
     assert weights["base"] == 1 < weights["1 preserve"] == weights["alone"] < weights["2 preserve"]
     assert 2 * weights["alone"] - 1 == pytest.approx(weights["2 preserve"]), "the base once"

@@ -209,9 +209,7 @@ def test_what_cannot_carry_the_expansion_is_refused(pair, pair_of):
         load_expansion(base, extracted, dtype=torch.bfloat16)
     with torch.device("meta"):
         empty = type(base)(base.config)
-    with pytest.raises(
-        CheckpointError, match=r"^model: lies on several devices or is offloaded, expected all of it on"
-    ):
+    with pytest.raises(CheckpointError, match=r"^model: some of its weights are offloaded, .* over more devices\.$"):
         load_expansion(empty, extracted)
     smaller = transformers.LlamaConfig(**base.config.to_dict() | {"intermediate_size": 60})
     with pytest.raises(CheckpointError, match=r"config\.json: inner is 60, expected 52\."):
@@ -220,12 +218,10 @@ def test_what_cannot_carry_the_expansion_is_refused(pair, pair_of):
         load_expansion(base, folder)
 
 
-def test_a_quantised_model_is_refused(pair):
+def test_a_model_that_others_quantised_is_refused(pair):
     base, _, extracted = pair
     base.config.quantization_config = {"quant_method": "any"}
-    with pytest.raises(
-        CheckpointError, match=r"^model: is quantised, expected the weights that the expansion was made"
-    ):
+    with pytest.raises(CheckpointError, match=r"^model: is quantised by any, expected bitsandbytes or torchao, or the"):
         load_expansion(base, extracted)
 
 

@@ -1,0 +1,77 @@
+"""A token at a time several expansions are computed together in part, and each stays bit for bit what it is alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from scale_surgery import Request, expand, extract
+from scale_surgery.modeling.expanded_attention import Part, joined_parts
+from scale_surgery.modeling.expanded_mixture import normalizers
+from scale_surgery.modeling.expanded_posterior import follow_paths
+from scale_surgery.modeling.expanded_routing import state_of
+from scale_surgery.modeling.expanded_side_by_side import ComposedNorm
+from tests.composed import Made
+from tests.conftest import shake
+from tests.routed import random_ids
+from tests.tiny import save_tiny
+
+PRESERVE = Request("all", init_w22="random")
+ADAPT = Request("1,2", variant="adapt", collaborative_layers="2", init_w22="random")
+REQUESTS = {"medicine": PRESERVE, "music": PRESERVE, "late": ADAPT, "chess": PRESERVE}
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "head"),
+    [("llama", torch.float32, 16), pytest.param("gemma3_text", torch.bfloat16, 32, marks=pytest.mark.slow)],
+)
+@torch.no_grad()
+def test_each_path_reads_a_token_as_alone(tmp_path, family, dtype, head):
+    base = save_tiny(tmp_path / "base", family, dtype=dtype, head_dim=head, hidden_size=64)
+    folders = {name: shake(expand(base, own, tmp_path / name).path, len(name)) for name, own in REQUESTS.items()}
+    extracts = {name: extract(own, tmp_path / f"{name}.x").path for name, own in folders.items()}
+    made = Made(base, folders, extracts)
+    model, alone = made.composed(), [made.alone(name) for name in (None, *REQUESTS)]
+    model.set_expansion(list(REQUESTS))
+    ids = random_ids(1, 12)
+    caches = [own(ids[:, :5], use_cache=True).past_key_values for own in (model, *alone)]
+    for token in ids[:, 5:].unbind(1):
+        model(token[:, None], past_key_values=caches[0])
+        found = state_of(caches[0]).keys[:, :, -1].unbind(1)
+        logits = [own(token[:, None], past_key_values=kept).logits for own, kept in zip(alone, caches[1:], strict=True)]
+        expected = [(own.float() - normalizers(own)[..., None])[:, -1] for own in logits]
+        assert all(map(torch.equal, found, expected))
+        assert not any(torch.equal(found[1], own) for own in expected[2:]), "the negative control: they differ"
+    attention, query = model.model.layers[1].self_attn, torch.zeros(1, 1, 1, head, dtype=dtype)
+    assert isinstance(model.model.layers[1].input_layernorm, ComposedNorm)
+    assert len(joined_parts(attention.parts, query, "sdpa")) == 2 < len(attention.parts)
+
+
+def test_heads_attend_together_only_where_that_is_exact():
+    old, new = Part(4, 2, is_old=True), Part(2, 1, is_old=False)
+    parts, token = [old, new, new, old, new], torch.zeros(2, 12, 1, 16)
+    together = [old, Part(4, 2, is_old=False), old, new]
+    assert joined_parts(parts, token, "sdpa") == together
+    # heads that begin inside a cache line, several tokens, a batched product of all heads
+    for states, name in ((token[..., :8], "sdpa"), (torch.zeros(2, 12, 3, 16), "sdpa"), (token, "eager")):
+        assert joined_parts(parts, states, name) == parts
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.01, 0.9])
+def test_weights_follow_their_formula(rate):
+    """v ∝ w p, then (1 - r) v + (r / K) (1 - v), in float64 and without logarithms."""
+    generator = torch.Generator().manual_seed(0)
+    evidence = -4 * torch.rand(2, 20, 3, generator=generator)
+    prior = torch.tensor([0.5, 0.3, 0.2])
+    restarts = torch.zeros(2, 20, dtype=torch.bool)
+    restarts[:, 0] = restarts[1, 7] = True
+    found = follow_paths(prior.log().expand(2, -1), evidence, restarts, prior.log(), rate).double().exp()
+    for row in range(2):
+        for step in range(20):
+            if restarts[row, step]:
+                weights = prior.double()
+            else:
+                after = weights * evidence[row, step].double().exp()
+                after = after / after.sum()
+                weights = (1 - rate) * after + rate / 2 * (1 - after)
+            assert torch.allclose(found[row, step], weights, rtol=1e-4, atol=0)

@@ -1,0 +1,237 @@
+"""Expansions on bases that are quantised or spread over devices: the base stream is that of what was loaded."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from accelerate import dispatch_model
+from safetensors.torch import load_file
+
+from scale_surgery import CheckpointError, PlanError, Request, expand, extract, load_expansion
+from tests.conftest import load, shake
+from tests.families import FAMILIES
+from tests.routed import random_ids, trio_of  # noqa: F401
+
+IDS = random_ids(2, 9)
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """bitsandbytes says of each product that it casts."""
+    logger = logging.getLogger("bitsandbytes")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    yield
+    logger.setLevel(level)
+
+
+def int8() -> Any:
+    pytest.importorskip("bitsandbytes")
+    return transformers.BitsAndBytesConfig(load_in_8bit=True)
+
+
+def nf4() -> Any:
+    pytest.importorskip("bitsandbytes")
+    return transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+
+
+def torchao() -> Any:
+    quantization = pytest.importorskip("torchao.quantization")
+    return transformers.TorchAoConfig(quantization.Int8WeightOnlyConfig())
+
+
+def kinds(*rarely: Callable[[], Any]) -> Any:
+    """Run a test on every kind; some of them are slow repetitions."""
+    marks = [pytest.param(kind, marks=pytest.mark.slow if kind in rarely else ()) for kind in (nf4, int8, torchao)]
+    return pytest.mark.parametrize("kind", marks, ids=lambda kind: kind.__name__)
+
+
+@pytest.fixture(scope="module")
+def base(base_of: Callable[..., Path]) -> Path:
+    return base_of("llama", "float32", False)
+
+
+@pytest.fixture(scope="module")
+def folders(base: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Expanded folders that have learned."""
+    made = tmp_path_factory.mktemp("made")
+    requests = {variant: Request("0-1", variant=variant, init_w22="random") for variant in ("preserve", "adapt")}
+    return {name: shake(expand(base, request, made / name).path) for name, request in requests.items()}
+
+
+@pytest.fixture(scope="module")
+def extracts(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    made = tmp_path_factory.mktemp("extracts")
+    return {name: extract(folder, made / name).path for name, folder in folders.items()}
+
+
+def base_logits(model: Any) -> torch.Tensor:
+    with model.expansion_disabled():
+        return model(IDS).logits.detach()
+
+
+def take_steps(model: Any) -> None:
+    """Train all that trains, for two steps."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(IDS, labels=IDS).loss.backward()
+        assert all(parameter.grad is not None and parameter.grad.any() for parameter in trained)
+        optimizer.step()
+
+
+@kinds(torchao)
+def test_the_base_is_the_quantised_one_bit_for_bit_before_and_after_training(base, extracts, kind):
+    alone = load(base, quantization_config=kind())(IDS).logits
+    quantised = load(base, quantization_config=kind())
+    models = {name: load_expansion(quantised, extracts[name]) for name in extracts}
+    assert not torch.equal(alone, load(base)(IDS).logits), "the negative control: quantising changes numbers"
+    for name, model in models.items():
+        assert torch.equal(base_logits(model), alone)
+        before = model(IDS).logits
+        assert not torch.equal(before, alone), "the negative control: the expansion speaks"
+        take_steps(model.train())
+        assert not torch.equal(model.eval()(IDS).logits, before)
+        assert torch.equal(base_logits(model), alone), name
+    with torch.no_grad():
+        # without gradients a quantiser may take other kernels
+        assert torch.equal(base_logits(models["adapt"]), quantised(IDS).logits)
+        width = quantised.config.hidden_size
+        streams = models["preserve"].model(IDS).last_hidden_state
+        assert torch.equal(streams[..., :width], quantised.model(IDS).last_hidden_state)
+    assert torch.equal(quantised(IDS).logits, alone), "and the stock model stays usable"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", (int8, nf4), ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_on_a_quantised_base(trio_of, tmp_path, family, make):  # noqa: F811
+    """Routed, with linears that are fused or stored the other way round."""
+    trio = trio_of(family, "adapt")
+    alone = load(trio.base_path, quantization_config=make())(IDS).logits
+    learned = extract(shake(shutil.copytree(trio.path, tmp_path / "routed")), tmp_path / "extract").path
+    model = load_expansion(trio.base_path, learned, quantization_config=make())
+    assert torch.equal(base_logits(model.eval()), alone)
+    with model.routing_disabled():
+        assert model(IDS).logits.shape == alone.shape
+        take_steps(model.train())
+    assert torch.equal(base_logits(model.eval()), alone)
+
+
+@kinds(int8, torchao)
+def test_expansions_by_name_share_one_quantised_base(base, extracts, kind):
+    quantised = load(base, quantization_config=kind())
+    composed = quantised
+    for name, path in extracts.items():
+        composed = load_expansion(composed, path, name=name)
+    for name, path in extracts.items():
+        with composed.use_expansion(name):
+            assert torch.equal(composed(IDS).logits, load_expansion(quantised, path)(IDS).logits)
+    with composed.use_expansion(None):
+        assert torch.equal(composed(IDS).logits, quantised(IDS).logits)
+    weights = {id(module.weight) for module in quantised.modules() if type(module).__name__.startswith("Linear")}
+    shared = {id(parameter) for parameter in composed.parameters()} & weights
+    # the head is not quantised: its parameter is a view of the same memory
+    assert len(weights - shared) == 1
+
+
+def test_what_a_quantised_model_can_be_compared_by(base, extracts, tmp_path):
+    """Names, shapes, and the bytes of what is not quantised; of a folder, all bytes before it is quantised."""
+    found = load_expansion(base, extracts["adapt"], quantization_config=nf4())
+    assert found.is_base_quantised and type(found.model.layers[0].mlp.up_proj.weight).__name__ == "Params4bit"
+    quantised = load(base, quantization_config=nf4())
+    with torch.no_grad():
+        quantised.model.norm.weight[3] += 1e-3
+    with pytest.raises(
+        CheckpointError, match=r"(?s)^model: 1 of 30 tensors differ from .*model\.norm\.weight: its byte"
+    ):
+        load_expansion(quantised, extracts["adapt"])
+    assert load_expansion(quantised, extracts["adapt"], check=False).is_base_quantised
+    other = load(base)
+    with torch.no_grad():
+        other.model.layers[2].mlp.up_proj.weight[3] += 1e-3
+    other.save_pretrained(tmp_path / "other")
+    with pytest.raises(CheckpointError, match=r"(?s)1 of 51 tensors differ.*up_proj\.weight: its bytes differ"):
+        load_expansion(tmp_path / "other", extracts["adapt"], quantization_config=nf4())
+    wider = transformers.LlamaConfig(**other.config.to_dict() | {"intermediate_size": 60})
+    type(other)(wider).save_pretrained(tmp_path / "wider")
+    with pytest.raises(CheckpointError, match=r"config\.json: inner is 60, expected 52\."):
+        load_expansion(load(tmp_path / "wider", quantization_config=nf4()), extracts["adapt"], check=False)
+
+
+def test_what_was_learned_on_a_quantised_base_is_saved_without_it(base, folders, extracts, tmp_path):
+    model = load_expansion(base, extracts["adapt"], quantization_config=nf4())
+    take_steps(model)
+    model.save_pretrained(tmp_path / "saved")
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    trained = {name: own for name, own in model.named_parameters() if own.requires_grad}
+    assert saved.keys() == trained.keys() and all(torch.equal(saved[name], trained[name]) for name in saved)
+    with pytest.raises(ValueError, match=r"is missing"):
+        load(tmp_path / "saved")
+    whole = load(folders["adapt"])
+    assert not whole.load_state_dict(saved, strict=False).unexpected_keys
+    whole.save_pretrained(tmp_path / "whole")
+    name = "model.layers.0.mlp.up_proj.w21"
+    assert torch.equal(load(tmp_path / "whole").get_parameter(name), trained[name])
+
+
+def test_a_quantised_base_that_cannot_carry_an_expansion_is_refused(base, extracts, tmp_path):
+    quantised = load(base, quantization_config=nf4())
+    grown = extract(expand(base, Request("0", method="grow"), tmp_path / "grown").path, tmp_path / "extract").path
+    with pytest.raises(PlanError, match=r": was made by --method grow\. The base is quantised, and copies of base wei"):
+        load_expansion(quantised, grown)
+    four_bits = transformers.BitsAndBytesConfig(load_in_4bit=True, llm_int8_skip_modules=["none"])
+    with pytest.raises(CheckpointError, match=r"^model: lm_head is quantised, expected linears inside layers alone"):
+        load_expansion(load(base, quantization_config=four_bits), extracts["adapt"])
+    # what bitsandbytes does to a model that runs on some CPUs
+    quantised.model.layers[1].mlp.up_proj.weight.quant_state.packing_format_for_cpu = True
+    with pytest.raises(
+        CheckpointError, match=r"^model: bitsandbytes packed its weights for inference on this CPU when"
+    ):
+        load_expansion(quantised, extracts["adapt"])
+
+
+@pytest.fixture
+def spread(base: Path) -> Any:
+    """A base with hooks that carry what it computes from device to device, here all the same one."""
+    model = load(base)
+    layers = {f"model.layers.{index}": "cpu" for index in range(len(model.model.layers))}
+    outside = dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"), "cpu")
+    return dispatch_model(model, {**outside, **layers}, force_hooks=True)
+
+
+def test_a_base_that_is_spread_over_devices(spread, folders, extracts):
+    found, expected = load_expansion(spread, extracts["adapt"]), load(folders["adapt"])
+    assert torch.equal(found(IDS).logits, expected(IDS).logits)
+    assert torch.equal(base_logits(found), spread(IDS).logits)
+    assert torch.equal(found.generate(IDS, max_new_tokens=4, do_sample=False), expected.generate(IDS, max_new_tokens=4))
+    take_steps(found)
+    assert {name for name, own in found.named_modules() if hasattr(own, "_hf_hook")} == {
+        name for name, own in spread.named_modules() if hasattr(own, "_hf_hook")
+    }
+    hook = found.model.layers[1].mlp.up_proj._hf_hook
+    seen, before = [], hook.pre_forward
+    hook.pre_forward = lambda *args, **kwargs: seen.append(1) or before(*args, **kwargs)
+    found(IDS)
+    assert seen, "hooks of modules that were expanded run"
+    with pytest.raises(
+        PlanError, match=r"^name: is of an expansion among others, which need a base on one device, fou"
+    ):
+        load_expansion(spread, extracts["adapt"], name="medicine")
+
+
+def test_an_offloaded_base_is_refused(base, extracts, tmp_path):
+    places = {"model": "cpu", "lm_head": "disk"}
+    offloaded = load(base, device_map=places, offload_folder=tmp_path)
+    with pytest.raises(
+        CheckpointError, match=r"^model: some of its weights are offloaded, to a disk or from an accele"
+    ):
+        load_expansion(offloaded, extracts["adapt"])
