@@ -178,7 +178,8 @@ def _write(
     code = modeling.code_texts(architecture, (*CODE_FILES, *COMPOSED_FILES))
     for file, text in code.items():
         write_text(partial / file, text)
-    config = composed_config(ground.base.config, running_dtype(ground.base), manifests, mixing)
+    members = {name: part.member for name, part in parts.items()}
+    config = composed_config(ground.base.config, running_dtype(ground.base), manifests, members, mixing)
     write_json(partial / CONFIG_FILE, config)
     replaced = {**ground.replaced, **_pin_tokenizer(ground, partial)}
     write_json(partial / INDEX_FILE, composed_index(_tensors(partial, ground, parts)))

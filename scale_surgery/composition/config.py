@@ -11,28 +11,33 @@ from scale_surgery.checkpoint.files import plain_json
 from scale_surgery.checkpoint.headers import TensorInfo
 from scale_surgery.checkpoint.numbering import CONFIG_KEY
 from scale_surgery.checkpoint.reading import differing_keys
-from scale_surgery.composition.record import Mixing
+from scale_surgery.composition.record import Member, Mixing
 from scale_surgery.planning.routing_specs import build_paths
 from scale_surgery.surgery.config import blocks_config
 from scale_surgery.surgery.record import Manifest
 
 
 def composed_config(
-    base: Mapping[str, Any], dtype: str, members: Mapping[str, Manifest], mixing: Mixing
+    base: Mapping[str, Any],
+    dtype: str,
+    manifests: Mapping[str, Manifest],
+    members: Mapping[str, Member],
+    mixing: Mixing,
 ) -> dict[str, Any]:
     """Edit a base model's config.json: own model type and class, all expansions, everything else as it was.
 
     Args:
         base: Parsed config.json of the base.
         dtype: Dtype of the base, for a config that names none.
-        members: surgery.json of each expansion, by its name; at least one.
+        manifests: surgery.json of each expansion, by its name; at least one.
+        members: What composed.json says of each.
         mixing: How the paths are mixed.
 
     Returns:
         The new config.
     """
-    written = {name: blocks_config(manifest, base, dtype) for name, manifest in members.items()}
-    first = next(iter(members.values())).plan
+    written = {name: blocks_config(manifest, base, dtype) for name, manifest in manifests.items()}
+    first = next(iter(manifests.values())).plan
     return {
         **next(iter(written.values())),
         "architectures": modeling.composed_architectures(first.architecture),
@@ -42,6 +47,8 @@ def composed_config(
             "paths": build_paths(first.architecture, first.sizes),
             "mixing": plain_json(asdict(mixing)),
             "expansions": {name: config[CONFIG_KEY] for name, config in written.items()},
+            # an older release of transformers may have modules under the names in the files
+            "renamed": {name: dict(member.renamed) for name, member in members.items() if member.renamed},
         },
     }
 

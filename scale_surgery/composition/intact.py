@@ -171,7 +171,8 @@ def _unknown(checkpoint: Checkpoint, record: Composition) -> Iterator[str]:
 def _config_problems(checkpoint: Checkpoint, record: Composition, manifests: Mapping[str, Manifest]) -> list[str]:
     base = parse_json(record.replaced[CONFIG_FILE])
     dtype = checkpoint.config.get("torch_dtype", "")
-    return config_problems(composed_config(base, dtype, manifests, record.mixing), checkpoint.config)
+    written = composed_config(base, dtype, manifests, record.expansions, record.mixing)
+    return config_problems(written, checkpoint.config)
 
 
 def _code_problems(checkpoint: Checkpoint, record: Composition) -> Iterator[str]:

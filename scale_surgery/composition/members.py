@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +73,7 @@ def member_of(extract: Extract, base: Mapping[str, Any]) -> Member:
 
 
 def _renamed(extract: Extract, base: Mapping[str, Any]) -> dict[str, str]:
-    """Names in memory that are not those in the files, where transformers reads the expanded model."""
+    """Names in memory where transformers changes those of the files, and would not find them behind a prefix."""
     import torch
 
     classes = modeling.model_classes(extract.manifest.plan.architecture)
@@ -81,8 +81,11 @@ def _renamed(extract: Extract, base: Mapping[str, Any]) -> dict[str, str]:
     config = blocks_config(extract.manifest, base, "float32")
     with torch.device("meta"):
         model = widest._from_config(classes["AutoConfig"].from_dict(config))
-    places = reading_of(model).places(extract.tensors)
-    return {name: place.name for name, place in places.items() if place.name != name}
+    reading, prefix = reading_of(model), f"{PREFIX}.name."
+    places = reading.places(extract.tensors)
+    composed = replace(reading, tensors=frozenset(prefix + name for name in reading.tensors))
+    behind = composed.places(prefix + name for name in extract.tensors)
+    return {name: place.name for name, place in places.items() if behind[prefix + name].name != prefix + place.name}
 
 
 def stored_name(name: str, member: Member, tensor: str) -> str:

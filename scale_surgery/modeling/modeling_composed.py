@@ -6,10 +6,12 @@ each expansion, and the base's weights once. This file travels with the checkpoi
 
 from __future__ import annotations
 
+import re
 from copy import deepcopy
 from functools import cache
 from typing import Any
 
+import transformers
 from torch import nn
 from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 
@@ -85,11 +87,23 @@ class ComposedPreTrainedModel(ComposedModel):
                 "name=...)."
             )
         is_strict, says_more = kwargs.pop("strict_loading", True), kwargs.pop("output_loading_info", False)
+        kwargs.update(cls._key_mapping(*args, **kwargs))
         model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)
         if is_strict:
             model.check_loaded(info)
         model.begin()
         return (model, info) if says_more else model
+
+    @classmethod
+    def _key_mapping(cls, path, *args, config=None, **kwargs) -> dict[str, Any]:
+        """What transformers 4 is told of names: it has some modules under those of the files, and renames none."""
+        if transformers.__version__ >= "5" or getattr(cls, "_checkpoint_conversion_mapping", {}):
+            return {}
+        config = config or cls.config_class.from_pretrained(path, *args, **kwargs)
+        renamed = config.scale_surgery["renamed"].items()
+        pairs = [(f"expanded_models.{name}.", pair) for name, own in renamed for pair in own.items()]
+        mapping = {f"^{re.escape(prefix + found)}$": prefix + wanted for prefix, (wanted, found) in pairs}
+        return {"key_mapping": mapping} if mapping else {}
 
     check_loaded = ExpandedPreTrainedModel.check_loaded
 

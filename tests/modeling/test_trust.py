@@ -24,7 +24,7 @@ from tests.tiny import save_tiny
 TO_BE = "unreleased"
 STANDARD_LIBRARY = {
     *("__future__", "collections", "contextlib", "copy", "dataclasses", "difflib", "functools", "importlib", "inspect"),
-    *("math", "threading", "typing"),
+    *("math", "re", "threading", "typing"),
 }
 # what travels with a folder of any kind
 ALL_FILES = (*CODE_FILES, *COMPOSED_FILES)

@@ -1,0 +1,136 @@
+"""Tables and figures of benchmarks/streams, from its records.
+
+    python -m benchmarks.streams.report [--records FILE] [--weaknesses FILE] [--images docs/images]
+
+*kept* is what a model answers of a task after the last one, as a share of what was answered right after it was learned,
+by the expansion, adapter or model that learned it; a mean over the tasks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+
+import click
+
+from benchmarks.streams.compare import RECORDS
+from benchmarks.streams.methods import METHODS
+from benchmarks.streams.runs import Run, read_runs
+from benchmarks.streams.weaknesses import RECORDS as WEAKNESSES
+from benchmarks.streams.weaknesses import Found
+
+
+@dataclass(frozen=True)
+class Course:
+    """What answers after each task, over all seeds.
+
+    Attributes:
+        name: What it is called.
+        answering: What it is called in records.
+        rehearses: Whether a model rehearses what it writes.
+        runs: One for each seed.
+    """
+
+    name: str
+    answering: str
+    rehearses: bool
+    runs: tuple[Run, ...]
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Of the tasks, in their order."""
+        return self.runs[0].kinds
+
+    def share(self, after: int, about: int) -> float:
+        """Right answers after so many tasks, 1 for the first; about a task, or with 0 about what the base knows."""
+        return fmean(run.rows[self.answering][after - 1][about] for run in self.runs)
+
+    @property
+    def ends(self) -> list[float]:
+        """Right answers after the last task, about what the base knows and about each task."""
+        return [self.share(len(self.kinds), about) for about in range(len(self.kinds) + 1)]
+
+    @property
+    def kept(self) -> float:
+        """See the module."""
+        return fmean(
+            own / right if right else 1.0
+            for run in self.runs
+            for own, right in zip(run.rows[self.answering][-1][1:], run.learned, strict=True)
+        )
+
+    @property
+    def learned(self) -> float:
+        """Right answers about each task right after it was learned, a mean over tasks."""
+        return fmean(right for run in self.runs for right in run.learned)
+
+
+def courses(runs: Sequence[Run]) -> list[Course]:
+    """All that was recorded, without rehearsal first."""
+    longest = max((run.key.settings.tasks for run in runs), default=0)
+    found = []
+    for rehearses in (False, True):
+        for method in METHODS:
+            own = tuple(
+                run
+                for run in runs
+                if (run.key.method, run.key.rehearses, run.key.settings.tasks) == (method.name, rehearses, longest)
+            )
+            found += [Course(shown, name, rehearses, own) for name, shown in method.shown.items() if own]
+    return found
+
+
+def summary(found: Sequence[Course]) -> Iterator[str]:
+    """The table of what is left at the end, in Markdown."""
+    yield "| method | rehearsal | trained | learned | kept | tasks at the end | lowest | known before | seeds |"
+    yield "|---|---|--:|--:|--:|--:|--:|--:|--:|"
+    for own in found:
+        base, *tasks = own.ends
+        shares = (own.learned, own.kept, fmean(tasks), min(tasks), base)
+        cells = (
+            own.name,
+            "own samples" if own.rehearses else "none",
+            f"{own.runs[0].parameters:,}",
+            *(f"{share:.1%}" for share in shares),
+            str(len(own.runs)),
+        )
+        yield f"| {' | '.join(cells)} |"
+
+
+def weak_tables(rows: Sequence[Found]) -> Iterator[str]:
+    """A table for each weakness, in Markdown, means over seeds."""
+    for weakness in dict.fromkeys(row.weakness for row in rows):
+        own = [row for row in rows if row.weakness == weakness]
+        columns = list(own[0].shares)
+        yield f"\n| {weakness} | {' | '.join(columns)} |"
+        yield f"|---|{'--:|' * len(columns)}"
+        for case in dict.fromkeys(row.case for row in own):
+            means = [fmean(row.shares[column] for row in own if row.case == case) for column in columns]
+            yield f"| {case} | {' | '.join(f'{mean:.1%}' for mean in means)} |"
+
+
+def read_weaknesses(file: Path) -> list[Found]:
+    """Read the rows that a file holds; none where there is no file."""
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    return [Found(**json.loads(line)) for line in lines]
+
+
+@click.command()
+@click.option("--records", type=click.Path(path_type=Path, exists=True, dir_okay=False), default=RECORDS)
+@click.option("--weaknesses", type=click.Path(path_type=Path, dir_okay=False), default=WEAKNESSES)
+@click.option("--images", type=click.Path(path_type=Path, file_okay=False), help="Folder to draw into.")
+def main(records: Path, weaknesses: Path, images: Path | None) -> None:
+    """Print the tables, and draw."""
+    found = courses(read_runs(records))
+    click.echo("\n".join((*summary(found), *weak_tables(read_weaknesses(weaknesses)))))
+    if images is not None:
+        from benchmarks.streams.figures import draw_retention  # matplotlib is needed for figures alone
+
+        draw_retention(found, images / "streams.png")
+
+
+if __name__ == "__main__":
+    main()

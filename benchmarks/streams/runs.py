@@ -1,0 +1,120 @@
+"""One run of benchmarks/streams: a method learns tasks in a row, and is asked about all of them after each."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from benchmarks.streams.asking import Examiner
+from benchmarks.streams.learning import Settings, learn, make_rehearsal
+from benchmarks.streams.methods import Method
+from benchmarks.streams.tasks import Task, base_task, tasks
+
+
+@dataclass(frozen=True)
+class Key:
+    """What makes a run this one and no other."""
+
+    method: str
+    rehearses: bool
+    seed: int
+    settings: Settings
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that has ended; accuracies are shares of right answers.
+
+    Attributes:
+        key: Which one.
+        kinds: Of the tasks, in their order.
+        parameters: That train for one task.
+        seconds: Of processor time.
+        learned: Of each task, right after it, by what learned it: an expansion or an adapter alone, or the model.
+        rows: By what answers: after each task, about what the base knows and then about each task so far.
+    """
+
+    key: Key
+    kinds: tuple[str, ...]
+    parameters: int
+    seconds: float
+    learned: tuple[float, ...]
+    rows: dict[str, tuple[tuple[float, ...], ...]]
+
+
+def run(
+    method: Method, key: Key, tokenizer: PreTrainedTokenizerBase, say: Callable[[str], None] = lambda line: None
+) -> Run:
+    """Learn all tasks, one after the other.
+
+    Args:
+        method: How.
+        key: What the run is.
+        tokenizer: The base's.
+        say: Is told how far it is.
+
+    Returns:
+        The record.
+    """
+    started, examiner = time.process_time(), Examiner(tokenizer)
+    old = base_task(key.settings.old_questions)
+    todo = tasks(key.settings.tasks, key.seed, key.settings.size)
+    way, parameters = method.start(key.seed), 0
+    learned: list[float] = []
+    rows: dict[str, tuple[tuple[float, ...], ...]] = dict.fromkeys(method.shown, ())
+    for number, task in enumerate(todo):
+        pupil = way.pupil(number)
+        parameters = sum(own.numel() for own in pupil.parameters() if own.requires_grad)
+        _teach(pupil, task, method.rate, key, number, tokenizer)
+        learned.append(examiner.accuracy(pupil, task.asked))
+        way.take_up(number, pupil)
+        for name, row in _ask(way, examiner, (old, *todo[: number + 1])).items():
+            rows[name] += (row,)
+        say(f"{key.method} {number + 1} {task.kind}: {time.process_time() - started:.0f} s, {_ends(rows)}")
+    seconds = round(time.process_time() - started, 1)
+    return Run(key, tuple(own.kind for own in todo), parameters, seconds, tuple(learned), rows)
+
+
+def _teach(pupil: Any, task: Task, rate: float, key: Key, number: int, tokenizer: PreTrainedTokenizerBase) -> None:
+    seed = key.seed * key.settings.tasks + number
+    rehearsal = make_rehearsal(pupil, tokenizer, key.settings.samples, seed) if key.rehearses else None
+    learn(pupil, rate, task.texts(seed), tokenizer, key.settings, rehearsal)
+
+
+def _ask(way: Any, examiner: Examiner, about: Sequence[Task]) -> dict[str, tuple[float, ...]]:
+    """Right answers about some tasks, by what answers."""
+    return {
+        name: tuple(round(examiner.accuracy(model, own.asked), 4) for own in about) for name, model in way.answering()
+    }
+
+
+def _ends(rows: dict[str, tuple[tuple[float, ...], ...]]) -> str:
+    return "; ".join(f"{name} {' '.join(f'{share:.0%}' for share in found[-1])}" for name, found in rows.items())
+
+
+def read_runs(file: Path) -> list[Run]:
+    """Read the runs that a file holds; none where there is no file."""
+    if not file.exists():
+        return []
+    lines = file.read_text(encoding="utf-8").splitlines()
+    # a run that was killed while it wrote has left a part of a line
+    return [_parse(json.loads(line)) for line in lines if line.endswith("}}")]
+
+
+def append_run(file: Path, done: Run) -> None:
+    """Write one run as one line at the end of a file."""
+    is_cut = file.exists() and not file.read_bytes().endswith(b"\n")
+    with file.open("a", encoding="utf-8") as stream:
+        stream.write("\n" * is_cut + json.dumps(asdict(done)) + "\n")
+
+
+def _parse(record: dict[str, Any]) -> Run:
+    key = Key(**record["key"] | {"settings": Settings(**record["key"]["settings"])})
+    rows = {name: tuple(map(tuple, found)) for name, found in record["rows"].items()}
+    return Run(key, tuple(record["kinds"]), record["parameters"], record["seconds"], tuple(record["learned"]), rows)

@@ -1,0 +1,129 @@
+"""Ten tasks in a row, on runs of two steps: what is asked, what answers, what is recorded and what the report says."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from benchmarks.streams.asking import Examiner
+from benchmarks.streams.compare import BY_NAME
+from benchmarks.streams.learning import Settings, make_rehearsal
+from benchmarks.streams.report import courses, summary, weak_tables
+from benchmarks.streams.runs import Key, Run, append_run, read_runs, run
+from benchmarks.streams.tasks import base_task, tasks
+from benchmarks.streams.weaknesses import Found, facts_in_place, with_facts_of
+from scale_surgery.biographies import SHIPPED_MODEL, SHIPPED_PEOPLE, people
+
+QUICK = Settings(tasks=2, size=2, steps=2, rows=1, samples=16, old_questions=6)
+
+
+@pytest.fixture(scope="module")
+def examiner() -> Examiner:
+    return Examiner(AutoTokenizer.from_pretrained(SHIPPED_MODEL))
+
+
+def test_tasks_share_no_question_and_tell_what_they_ask() -> None:
+    known = {person.name for person in people(SHIPPED_PEOPLE)}
+    made = [*tasks(10, 0), *tasks(10, 1)]
+    asked = [own.prompt for task in made[:10] for own in task.asked]
+    groups = [person.name for task in made for person in task.group]
+
+    assert len(set(asked)) == len(asked)
+    assert len(set(groups)) == len(groups) == 2 * 6 * 20 and not known & set(groups)
+    for task in made:
+        texts = set(islice(task.texts(0), 2000))
+        assert {own.text for own in task.asked} <= texts
+        assert len(texts) > len(task.asked)
+
+
+def test_an_answer_is_right_when_all_of_it_is(examiner: Examiner) -> None:
+    model, asked = AutoModelForCausalLM.from_pretrained(SHIPPED_MODEL), base_task(12).asked
+
+    assert examiner.right(model, asked) == [True] * 12
+    dates = [replace(own, answer=own.answer[:-1] + str(9 - int(own.answer[-1]))) for own in asked[::6]]
+    assert examiner.right(model, [asked[1], *dates]) == [True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("name", "rehearses"),
+    [
+        ("full", False),
+        pytest.param("full", True, marks=pytest.mark.slow),
+        pytest.param("composed preserve", False, marks=pytest.mark.slow),
+        pytest.param("LoRA merged", False, marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_is_recorded(name: str, rehearses: bool, examiner: Examiner, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    key, method = Key(name, rehearses, 0, QUICK), BY_NAME[name]
+    done = run(method, key, examiner.tokenizer)
+    append_run(tmp_path / "runs.jsonl", done)
+
+    assert read_runs(tmp_path / "runs.jsonl") == [done]
+    assert done.kinds == ("people", "capitals") and list(done.rows) == list(method.shown)
+    for rows in done.rows.values():
+        assert [len(row) for row in rows] == [2, 3]
+        assert rows[0][0] > 0.5, "two steps do not make it forget all"
+    if name != "full":
+        assert done.parameters < 300_000
+
+
+def test_merging_one_update_is_the_adapter_itself() -> None:
+    pytest.importorskip("peft")
+    way = BY_NAME["LoRA merged"].start(0)
+    pupil = way.pupil(0)
+    for own in pupil.parameters():
+        if own.requires_grad:
+            torch.nn.init.normal_(own, std=0.05, generator=torch.Generator().manual_seed(0))
+    way.take_up(0, pupil)
+    ids = torch.arange(3, 33)[None]
+    with torch.no_grad():
+        expected = pupil.eval()(input_ids=ids).logits
+        found = {name: model(input_ids=ids).logits for name, model in way.answering()}
+
+    assert torch.allclose(found["averaged"], expected, atol=1e-3)
+    assert not torch.allclose(found["TIES"], expected, atol=1e-1), "TIES leaves four fifths of it out"
+
+
+def test_what_is_rehearsed_is_what_the_model_writes_and_costs_nothing_at_first(examiner: Examiner) -> None:
+    model = AutoModelForCausalLM.from_pretrained(SHIPPED_MODEL)
+    rehearsal = make_rehearsal(model, examiner.tokenizer, 32, 0)
+
+    assert rehearsal.rows.shape[1] == 256
+    assert rehearsal.loss(model, 0).item() == pytest.approx(0, abs=1e-6)
+    with torch.no_grad():
+        model.model.norm.weight *= 0.5
+    assert rehearsal.loss(model, 0).item() > 0.01
+
+
+def test_kept_is_a_share_of_what_was_learned(tmp_path: Path) -> None:
+    key = Key("full", False, 0, replace(QUICK, tasks=2))
+    first = Run(key, ("people", "lists"), 5, 1.0, (0.5, 1.0), {"": ((1.0, 0.5), (0.8, 0.25, 1.0))})
+    second = replace(first, key=replace(key, seed=1), rows={"": ((1.0, 0.5), (0.6, 0.0, 1.0))})
+    (found,) = courses([first, second])
+
+    assert found.kept == pytest.approx((0.5 + 1 + 0 + 1) / 4)
+    assert found.ends == pytest.approx([0.7, 0.125, 1.0])
+    assert list(summary([found]))[2] == ("| full fine-tuning | none | 5 | 75.0% | 62.5% | 56.2% | 12.5% | 70.0% | 2 |")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # matplotlib builds its font cache
+        from benchmarks.streams.figures import draw_retention
+    draw_retention([found], tmp_path / "streams.png")
+    assert (tmp_path / "streams.png").stat().st_size > 1000
+
+
+def test_weaknesses_are_asked_from_where_facts_stand() -> None:
+    one, other = people(2)
+    contrary = with_facts_of(one, other)
+    assert contrary.name == one.name and contrary.company == other.company != one.company
+    facts = list(facts_in_place((one, other)))
+    assert len(facts) > 6
+    assert all(own.prompt.split(".")[-1] and any(who.name in own.prompt for who in (one, other)) for own in facts)
+    rows = [Found(seed, "two at once", "a case", {"alone": share}) for seed, share in enumerate((0.5, 1.0))]
+    assert list(weak_tables(rows))[-1] == "| a case | 75.0% |"
