@@ -13,6 +13,7 @@ load by transformers' auto classes without remote code.
 from importlib.metadata import version as _version
 
 from scale_surgery.composition.compose import Composed, compose
+from scale_surgery.composition.mixing import set_mixing
 from scale_surgery.composition.record import Mixing
 from scale_surgery.composition.separate import extract, strip
 from scale_surgery.deriving.planned import load_plan, plan
@@ -149,6 +150,7 @@ __all__ = [
     "route_export",
     "route_report",
     "serve",
+    "set_mixing",
     "set_routing",
     "strip",
     "train",

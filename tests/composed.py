@@ -9,7 +9,7 @@ from typing import Any
 
 import transformers
 
-from scale_surgery import Request, expand, extract, load_expansion
+from scale_surgery import Mixing, Request, compose, expand, extract, load_expansion
 from tests.by_hand import make_base
 from tests.conftest import load, shake
 from tests.surgery.test_mixtures_in_memory import CONFIGS
@@ -63,3 +63,14 @@ def make_expansions(
         folders[name] = shake(expand(base, REQUESTS[name], folder / name).path, seed)
         extracts[name] = extract(folders[name], folder / f"{name}.extract").path
     return Made(base, folders, extracts)
+
+
+def make_speaking(folder: Path) -> tuple[Made, Path]:
+    """Expansions of a base with a byte-level tokenizer, and a composed folder of them."""
+    from tests.routing.test_report import bytes_tokenizer
+    from tests.tiny import save_tiny
+
+    base = save_tiny(folder / "base", "llama", vocab_size=258)
+    bytes_tokenizer().save_pretrained(base)
+    made = make_expansions(lambda *_: base, folder, "llama", ("medicine", "law", "music"))
+    return made, compose(made.base, made.extracts, folder / "composed", mixing=Mixing(switch_rate=0.05)).path

@@ -155,6 +155,14 @@ def made_of(base_of: Callable[..., Path], tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.fixture(scope="session")
+def speaking(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    """Expansions of a tiny model with a tokenizer, and a composed folder of them: see `tests.composed`."""
+    from tests.composed import make_speaking
+
+    return make_speaking(tmp_path_factory.mktemp("speaking"))
+
+
+@pytest.fixture(scope="session")
 def pair_of(base_of: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Pair]:
     """Expand a tiny base model by one of REQUESTS."""
 

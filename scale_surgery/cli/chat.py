@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 @look_options
 @output_options
 def chat_command(model: str, compare: bool, out: Output, **options: Any) -> None:
-    """Talk to MODEL, a stock, expanded, routed or fused model, in the terminal; answers come token by token.
+    """Talk to MODEL, a stock, expanded, routed, composed or fused model, in the terminal, token by token.
 
-    Ctrl-C stops an answer, Ctrl-D or /exit ends, /help lists what else can be typed. Of a routed model the background
-    of each token says which path it came from.
+    Ctrl-C stops an answer, Ctrl-D or /exit ends, /help lists what else can be typed. Of a routed or composed model the
+    background of each token says which path it came from.
 
     \b
     Example: scale-surgery chat ROUTED

@@ -73,7 +73,7 @@ def generate_command(
     out: Output,
     **options: Any,
 ) -> None:
-    """Let MODEL, a stock, expanded, routed or fused model, answer prompts; for a conversation see chat.
+    """Let MODEL, a stock, expanded, routed, composed or fused model, answer prompts; for a conversation see chat.
 
     Without --prompt and --prompts the prompt is what comes from stdin, all of it. Prompts are answered one after the
     other, each by itself. By default the most likely token is taken where the model does not say otherwise.

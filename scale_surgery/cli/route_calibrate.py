@@ -36,7 +36,9 @@ def route_calibrate_command(
 ) -> None:
     """Find the best setting for the router of ROUTED: a threshold, or a prior and a switch rate.
 
-    Each text is read once, and every setting is computed from the logits of both paths. Forgetting is the loss on old
+    ROUTED is a folder that route-export wrote, or one of compose, whose prior has a weight for each path.
+
+    Each text is read once, and every setting is computed from the logits of all paths. Forgetting is the loss on old
     text minus the base's; learning is the base's loss on new text minus the model's. Both are in nats per token.
 
     The best setting is the one that learns most among those that forget at most --most-forgetting. Where none forgets

@@ -17,12 +17,17 @@ if TYPE_CHECKING:
 @click.command(name="serve")
 @model_options
 @usual_options(Address(), "host", "port")
+@click.option(
+    "--expansion",
+    help="Expansion of a composed folder that answers alone, or base for its base. Default: all, weighed by the "
+    "router.",
+)
 @run_options("device", "dtype", code=code_of("MODEL"))
 @output_options
 def serve_command(model: str, out: Output, **options: Any) -> None:
     """Serve MODEL with OpenAI's endpoints, by transformers' own server, until Ctrl-C.
 
-    MODEL may be stock, expanded, routed or fused. The server needs pip install 'scale-surgery[serve]'.
+    MODEL may be stock, expanded, routed, composed or fused. The server needs pip install 'scale-surgery[serve]'.
 
     \b
     Example: scale-surgery serve ROUTED --port 8000

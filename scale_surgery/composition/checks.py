@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from scale_surgery.composition.ground import Ground
+from scale_surgery.composition.mixing import mixing_problems
 from scale_surgery.composition.record import Mixing
 from scale_surgery.errors import PlanError
-from scale_surgery.fields import fields_of
 from scale_surgery.planning.methods import refuse
 from scale_surgery.planning.routing_specs import path_problems
 from scale_surgery.progress import Track
@@ -60,21 +60,9 @@ def check_names(
     ]
     left = [name for name in known if name not in remove] + list(wanted)
     problems += [] if left else ["extracts: none is given or left, expected at least one expansion."]
-    problems += [] if mixing is None else _mixing_problems(mixing, left)
+    problems += [] if mixing is None else mixing_problems(mixing, left)
     if problems:
         raise PlanError.from_problems(problems)
-
-
-def _mixing_problems(mixing: Mixing, names: Sequence[str]) -> list[str]:
-    """Numbers of a router over a base and expansions that make no sense."""
-    expected = fields_of(Mixing)["switch_rate"].expects(mixing.switch_rate)
-    problems = [] if expected is None else [f"switch rate: is {mixing.switch_rate}, expected {expected}."]
-    prior = mixing.prior
-    if prior is not None and (len(prior) != len(names) + 1 or min(prior) <= 0 or abs(sum(prior) - 1) > 1e-6):
-        found = ", ".join(f"{own:g}" for own in prior)
-        wanted = f"{len(names) + 1} positive weights of sum 1: the base, {', '.join(names)}"
-        problems.append(f"prior: is {found}, expected {wanted}.")
-    return problems
 
 
 def check_runs_beside(opened: Mapping[str, Extract]) -> None:

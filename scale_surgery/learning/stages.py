@@ -350,8 +350,8 @@ def _calibrate(work: Work) -> Stage:
         settings = replace(recipe.calibration, write=False, plot=drawn)
         found = route_calibrate(work.routed, old, new, settings, run=recipe.running, track=track)
         # where no setting forgets as little as was asked for, the router keeps its own
-        if found.is_within and found.proposed.routing is not None:
-            set_routing(work.routed, found.proposed.routing)
+        if found.is_within and isinstance(proposed := found.proposed.routing, Routing):
+            set_routing(work.routed, proposed)
             found = replace(found, written=True)
         routing = found.proposed.routing if found.written else found.present.routing
         return found, {"within": found.is_within, "router": "" if routing is None else routing.description}

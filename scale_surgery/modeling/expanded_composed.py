@@ -20,7 +20,7 @@ from .expanded_arranged import compose_layers, prepare, restore
 from .expanded_choice import Choice, by_row, cache_of, check_cache, make_mixture, remember, tokens_of, unknown_name
 from .expanded_model import find_base_model, separate
 from .expanded_modules import ExpandedModule, expanded_class
-from .expanded_posterior import Features
+from .expanded_posterior import Features, PathScores
 
 # what transformers' own adapters are called by
 ADAPTER_METHODS = (
@@ -231,21 +231,40 @@ class ComposedModel:
             input_ids: Token ids (b, t).
             inputs: attention_mask and position_ids, where there are any.
         """
-        if self.choice.mixture is None:
-            raise ValueError("One path runs now. Choose several with set_expansion([...]) first.")
         found: list[Tensor] = []
 
         def answer(paths: Features) -> Tensor:
             found.extend(paths.logits())
             return found[0]
 
-        with self._answering(answer):
+        with self._answering(answer, mixes=True):
             super().forward(input_ids=input_ids, use_cache=False, **inputs)
         return found
 
+    @torch.no_grad()
+    def score_tokens(self, input_ids: Tensor, **inputs: Any) -> PathScores:
+        """Log-probability of each token but the first on each path of a list, and what weight each has there.
+
+        Args:
+            input_ids: Token ids (b, t).
+            inputs: attention_mask and position_ids, where there are any.
+        """
+        tokens = tokens_of({"input_ids": input_ids, **inputs}, self.choice, is_training=self.training)
+        found: list[PathScores] = []
+
+        def answer(paths: Features) -> Tensor:
+            found.append(self.choice.mixture.score(paths, tokens))
+            return found[0].mixed
+
+        with self._answering(answer, mixes=True):
+            super().forward(input_ids=input_ids, use_cache=False, **inputs)
+        return found[0]
+
     @contextmanager
-    def _answering(self, answer: Callable[[Features], Tensor]) -> Iterator[None]:
+    def _answering(self, answer: Callable[[Features], Tensor], *, mixes: bool = False) -> Iterator[None]:
         """Let all paths run, and the head give what `answer` makes of them, inside a `with` block."""
+        if mixes and self.choice.mixture is None:
+            raise ValueError("One path runs now. Choose several with set_expansion([...]) first.")
         self._arrange(self.choice.names)
         head, config, key = (
             self.get_output_embeddings(),

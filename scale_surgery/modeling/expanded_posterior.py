@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .expanded_mixture import in_chunks, normalizers, row_chunks
+from .expanded_mixture import chosen, in_chunks, normalizers, row_chunks
 from .expanded_routing import MOST_KEPT, RouterState, Tokens
 from .expanded_streams import own_memory
 
@@ -124,6 +124,20 @@ class PathState(RouterState):
         self.seen += tokens
 
 
+class PathScores(NamedTuple):
+    """What the mixture made of each token but the first; natural logarithms.
+
+    Attributes:
+        paths: Log-probability of the token on each path alone, the base's first (b, t - 1, k), float32.
+        weights: Weight of each path where the token is predicted (b, t - 1, k); they sum to 1.
+        mixed: Log-probability of the token under the mixture (b, t - 1).
+    """
+
+    paths: Tensor
+    weights: Tensor
+    mixed: Tensor
+
+
 @dataclass(frozen=True)
 class PathMixture:
     """The router over K + 1 paths.
@@ -150,6 +164,30 @@ class PathMixture:
         tokens.result = (torch.cat(run.evidence, 1), torch.cat(run.weights, 1)) if tokens.is_cached else None
         mixed = torch.cat([own for own in found if own is not None], 1)
         return mixed if is_slice else mixed[:, tokens.keep]
+
+    def score(self, paths: Features, tokens: Tokens) -> PathScores:
+        """How each path predicts a text from its beginning, and what weight it has there."""
+        following, seen = tokens.ids[:, 1:], paths.at(slice(None, -1))
+        width = len(tokens.ids) * paths.heads[0].weight.shape[0]
+        none = torch.zeros(len(following), 0, len(self.prior), device=following.device)
+        parts = [
+            torch.stack([chosen(own, following[:, rows]) for own in seen.at(rows).logits()], -1)
+            for rows in in_chunks(following.shape[1], width, AT_ONCE)
+        ]
+        return self.weigh(torch.cat([none, *parts], 1), tokens.restarts)
+
+    def weigh(self, paths: Tensor, restarts: Tensor) -> PathScores:
+        """Weigh paths whose predictions are known.
+
+        Args:
+            paths: Log-probability of each token but the first on each path (b, t - 1, k), float32.
+            restarts: Where a sequence begins (b, t).
+        """
+        prior = torch.tensor(self.prior, dtype=torch.float32, device=paths.device).log()
+        # nothing predicts the first token, and the last one predicts nothing
+        evidence = torch.nn.functional.pad(paths, (0, 0, 1, 0))
+        weights = follow_paths(prior.expand(len(paths), -1), evidence, restarts, prior, self.switch_rate)[:, :-1]
+        return PathScores(paths, weights.exp(), (paths + weights).logsumexp(-1))
 
 
 class Following:

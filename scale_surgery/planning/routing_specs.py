@@ -54,7 +54,24 @@ class Routing:
         """The router and its numbers in one line."""
         if self.router == "cosine":
             return f"cosine, threshold {self.threshold:g}" + (", strict" if self.strict else "")
-        return f"posterior, prior {self.prior:g}, switch rate {self.switch_rate:g}"
+        return f"posterior, {self.numbers}"
+
+    @property
+    def is_default(self) -> bool:
+        """Whether the numbers are those that nobody chose."""
+        return self == Routing(self.router, strict=self.strict)
+
+    @property
+    def numbers(self) -> str:
+        """The numbers alone, in words."""
+        if self.router == "cosine":
+            return f"threshold {self.threshold:.10g}"
+        return f"prior {self.prior:g}, switch rate {self.switch_rate:g}"
+
+    @property
+    def settings(self) -> Spec:
+        """The router and the numbers that config.json keeps, as plain JSON values."""
+        return router_settings(self)
 
 
 def router_settings(routing: Routing) -> Spec:

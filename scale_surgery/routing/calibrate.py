@@ -17,9 +17,12 @@ from scale_surgery.checkpoint.files import plain_json
 from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.checkpoint.sources import listed
 from scale_surgery.checkpoint.staging import output_file_problems
+from scale_surgery.composition.mixing import set_mixing
+from scale_surgery.composition.paths import MixedPaths, read_paths
+from scale_surgery.composition.record import is_composition, read_composition
 from scale_surgery.errors import CheckpointError, DataError, PlanError
 from scale_surgery.evidence.subjects import Subject, choose_lengths, open_subjects, read_texts
-from scale_surgery.planning.routing_specs import Routing, read_routing
+from scale_surgery.planning.routing_specs import read_routing
 from scale_surgery.progress import Track, no_track
 from scale_surgery.routing.choice import (
     CalibrationSettings,
@@ -30,7 +33,7 @@ from scale_surgery.routing.choice import (
     given_options,
     read_limits,
 )
-from scale_surgery.routing.outcome import Outcome
+from scale_surgery.routing.outcome import Outcome, Setting
 from scale_surgery.routing.sweep import Texts, sweep_model
 from scale_surgery.running.options import Dtype, RunOptions
 from scale_surgery.surgery.record import read_manifest
@@ -51,7 +54,7 @@ class Calibration:
         path: The model.
         name: What it is called.
         base: What its base model scores.
-        adapt: What its adapt path alone scores.
+        adapt: What its adapt path alone scores; of a composed model the best path of each window.
         present: What it scores as it was found.
         proposed: What it scores with the setting that is to be: see `route_calibrate`.
         best: The same with the best of the settings that are allowed; the present one may stay all the same.
@@ -125,7 +128,7 @@ def route_calibrate(
     run: RunOptions = RunOptions(),
     track: Track = no_track,
 ) -> Calibration:
-    """Sweep the threshold of a cosine router, or prior and switch rate of a posterior router, and propose the best.
+    """Sweep the threshold of a cosine router, or prior and switch rate of a posterior one, and propose the best.
 
     The best setting is the one that learns most among those that forget at most `most_forgetting`; where there is
     none, the one that forgets least. Settings are left out with which any text, or a short prompt, may lose more than
@@ -133,7 +136,7 @@ def route_calibrate(
     `CalibrationSettings`. Of equal ones the present wins, then the default. Nothing is written unless all went well.
 
     Args:
-        routed: Folder of a routed checkpoint.
+        routed: Folder of a routed checkpoint, or a composed folder.
         old: A file or saved dataset that tells what the base knows, or several, as for `data.read_documents`.
         new: The same with what was to be learned.
         settings: What may be lost, and what is written.
@@ -203,7 +206,7 @@ def _say_too_much(folder: Path, choice: Choice, limits: Limits) -> str:
     )
 
 
-def _open_routing(folder: Path) -> Routing:
+def _open_routing(folder: Path) -> Setting:
     """How a model routes, as its config.json says."""
     specs = open_checkpoint(folder).config.get("scale_surgery")
     if specs is None:
@@ -211,7 +214,7 @@ def _open_routing(folder: Path) -> Routing:
             f"{folder}: is no expanded model, expected a routed one. Make one: scale-surgery expand, then "
             "scale-surgery route-export."
         )
-    routing = read_routing(specs)
+    routing = read_paths(specs) or read_routing(specs)
     if routing is None:
         raise CheckpointError(f"{folder}: has no router. Give it one: scale-surgery route-export {folder} -o ROUTED.")
     return routing
@@ -221,7 +224,7 @@ def _check_outputs(folder: Path, plot: Path | None, texts: Sequence[Path], *, wr
     """Refuse before any work what could not be written after it."""
     problems = output_file_problems([plot], [folder, *texts])
     if write:
-        read_manifest(folder)
+        read_composition(folder) if is_composition(folder) else read_manifest(folder)
         if not os.access(folder, os.W_OK | os.X_OK):
             problems.append(
                 f"{folder}: is read-only, and --write changes its config.json. Leave --write out, or copy the folder "
@@ -267,6 +270,8 @@ def _numbers(outcome: Outcome) -> tuple[float, ...]:
     """What outcomes are sorted by."""
     routing = outcome.routing
     assert routing is not None
+    if isinstance(routing, MixedPaths):
+        return (routing.switch_rate, -routing.splits_evenly, *routing.prior)
     return (routing.threshold, routing.switch_rate, routing.prior)
 
 
@@ -278,8 +283,8 @@ def _write(result: Calibration) -> None:
     try:
         if drawn is not None:
             plot_calibration(result, drawn)
-        if result.written and result.proposed.routing is not None:
-            set_routing(result.path, result.proposed.routing)
+        if result.written:
+            _set(result.path, result.proposed.routing)
         if drawn is not None and result.plot is not None:
             drawn.rename(result.plot)
     except OSError as error:
@@ -290,3 +295,11 @@ def _write(result: Calibration) -> None:
     finally:
         if drawn is not None:
             drawn.unlink(missing_ok=True)
+
+
+def _set(folder: Path, setting: Setting | None) -> None:
+    """Store a setting in a model."""
+    if isinstance(setting, MixedPaths):
+        set_mixing(folder, setting.mixing)
+    elif setting is not None:
+        set_routing(folder, setting)

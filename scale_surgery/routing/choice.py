@@ -13,8 +13,7 @@ from typing import Annotated, Any
 
 from scale_surgery.errors import PlanError
 from scale_surgery.fields import Range, problems_of
-from scale_surgery.planning.routing_specs import Routing
-from scale_surgery.routing.outcome import Outcome
+from scale_surgery.routing.outcome import Outcome, Setting
 
 # nats per token of old text that are not worth keeping: what may be forgotten, and what is no loss of short prompts
 NEGLIGIBLE = 0.02
@@ -29,8 +28,8 @@ class CalibrationSettings:
 
     Attributes:
         most_forgetting: Nats per token of old text that may be lost against the base.
-        bound: Nats that any text may lose against the base, -ln(prior) of a posterior router. Default: as many as with
-            the present setting.
+        bound: Nats that any text may lose against the base, -ln(prior) of a posterior router; against the best path
+            for it in a composed model. Default: as many as with the present setting.
         bound_per_token: Nats that each further token of a text may add to the bound, -ln(1 - switch rate). Default: as
             many as with the present setting.
         most_short_forgetting: Nats per token of the first 8 tokens of old texts that may be lost against the base.
@@ -107,7 +106,7 @@ class Choice:
     needed: float
 
 
-def read_limits(settings: CalibrationSettings, present: Routing) -> Limits:
+def read_limits(settings: CalibrationSettings, present: Setting) -> Limits:
     """What a user asks for, and for the rest what the present setting keeps.
 
     Args:

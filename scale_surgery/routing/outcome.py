@@ -5,9 +5,13 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from scale_surgery.planning.routing_specs import Routing, router_settings
+from scale_surgery.composition.paths import MixedPaths
+from scale_surgery.planning.routing_specs import Routing
 from scale_surgery.routing.noise import Estimate
 from scale_surgery.running.loss import Measurement
+
+# of a routed model, or of a composed one
+Setting = Routing | MixedPaths
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,7 @@ class Outcome:
         short: What becomes of short prompts.
     """
 
-    routing: Routing | None
+    routing: Setting | None
     old: Measurement
     new: Measurement
     forgetting: float
@@ -73,15 +77,11 @@ class Outcome:
     @property
     def numbers(self) -> str:
         """The numbers of the setting, in words; empty where there is none."""
-        if self.routing is None:
-            return ""
-        if self.routing.router == "cosine":
-            return f"threshold {self.routing.threshold:.10g}"
-        return f"prior {self.routing.prior:g}, switch rate {self.routing.switch_rate:g}"
+        return "" if self.routing is None else self.routing.numbers
 
     @property
     def bound(self) -> float | None:
-        """Nats that a text may lose against the base, whatever it says; see `Routing`."""
+        """Nats that a text may lose, whatever it says: against the base, or the best of many paths; see the setting."""
         return None if self.routing is None else self.routing.bound
 
     @property
@@ -92,7 +92,7 @@ class Outcome:
     def to_json(self) -> dict[str, Any]:
         """The outcome as plain JSON values, with what follows from the sums."""
         content = asdict(self) | {"bound": self.bound, "bound_per_token": self.bound_per_token}
-        content["routing"] = None if self.routing is None else router_settings(self.routing)
+        content["routing"] = None if self.routing is None else self.routing.settings
         for side, found in (("old", self.old), ("new", self.new)):
             content[side] |= {"nats_per_token": found.nats_per_token, "accuracy": found.accuracy}
         return content

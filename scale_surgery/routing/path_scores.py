@@ -54,12 +54,14 @@ class PathBatch:
         tokens: What a router must know beside them.
         is_scored: Which of them count (b, t - 1).
         answers: First tokens of answers.
+        paths: Log-probability of each token but the first on each path of a composed model (b, t - 1, k).
     """
 
     scores: TokenScores
     tokens: Tokens
     is_scored: Tensor
     answers: Answers
+    paths: Tensor | None = None
 
 
 class Observer:

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from scale_surgery.checkpoint.files import plain_json
-from scale_surgery.planning.routing_specs import Routing, router_settings
+from scale_surgery.planning.routing_specs import Routing
 
 if TYPE_CHECKING:
     from scale_surgery.running.options import Dtype
+
+
+# digits of a number of a token; float32 has no more
+DIGITS = 6
+# what is known of a token, and what was measured on a file: of two paths, or of many
+OneToken = TypeVar("OneToken")
+Sums = TypeVar("Sums")
+
+
+def rounded(number: float) -> float:
+    """A number of a token as it is written."""
+    return float(f"{number:.{DIGITS}g}")
 
 
 @dataclass(frozen=True)
@@ -44,13 +56,18 @@ class TokenRoute:
     adapt_weight: float | None = None
     decision: Literal["preserve", "adapt"] | None = None
 
+    @property
+    def weight(self) -> float | None:
+        """By what the token is marked: the weight of the adapt path."""
+        return self.adapt_weight
+
 
 @dataclass(frozen=True)
-class DocumentRoute:
+class DocumentRoute(Generic[OneToken]):
     """The tokens of one document; `source` says where it stands."""
 
     source: str
-    tokens: tuple[TokenRoute, ...]
+    tokens: tuple[OneToken, ...]
 
     def place_in(self, file: str) -> str:
         """Where it stands in its file, such as "line 3"; empty for a file that is one document."""
@@ -81,12 +98,12 @@ class Totals:
 
 
 @dataclass(frozen=True)
-class FileRoute:
+class FileRoute(Generic[OneToken, Sums]):
     """A file, what was measured on it, and its documents."""
 
     file: str
-    totals: Totals
-    documents: tuple[DocumentRoute, ...]
+    totals: Sums
+    documents: tuple[DocumentRoute[OneToken], ...]
 
 
 @dataclass(frozen=True)
@@ -109,7 +126,7 @@ class RouteReport:
     sequence_length: int
     step: int
     dtype: Dtype | None
-    files: tuple[FileRoute, ...]
+    files: tuple[FileRoute[TokenRoute, Totals], ...]
 
     def records(self) -> list[dict[str, Any]]:
         """Each token as plain JSON values, with its file and the number of its document there, from 0."""
@@ -126,7 +143,7 @@ class RouteReport:
             field.name: getattr(self, field.name) for field in fields(self) if field.name not in ("files", "routing")
         }
         files = [{"file": file.file, **asdict(file.totals)} for file in self.files]
-        return {**own, "routing": router_settings(self.routing), "files": plain_json(files), "tokens": self.records()}
+        return {**own, "routing": self.routing.settings, "files": plain_json(files), "tokens": self.records()}
 
     def _token_to_json(self, token: TokenRoute) -> dict[str, Any]:
         content = asdict(token)

@@ -1,23 +1,21 @@
-"""Settings of a router, and what a model scores with each on old and on new text, which it reads once.
-
-cosine      the paper's threshold, round ones, and those that part the cosines of the text into shares
-posterior   priors times switch rates
-"""
+"""What a model scores with each setting of its router on old and on new text, which it reads once."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from scale_surgery.composition.paths import MixedPaths
 from scale_surgery.errors import CheckpointError
 from scale_surgery.evidence.subjects import Subject
 from scale_surgery.planning.routing_specs import Routing, router_settings
 from scale_surgery.progress import Progress, Track, no_progress
 from scale_surgery.routing.noise import estimate
-from scale_surgery.routing.outcome import Outcome
+from scale_surgery.routing.outcome import Outcome, Setting
+from scale_surgery.routing.settings import mixings_of, settings_of
 from scale_surgery.running.loading import loaded_whole
 from scale_surgery.running.options import RunOptions
 
@@ -26,13 +24,6 @@ if TYPE_CHECKING:
     from scale_surgery.routing.short_prompts import Beginnings
     from scale_surgery.running.sequences import Sequences
 
-# of settings that score the same the first wins, so defaults and round numbers stand first
-PRIORS = (0.5, 0.2, 0.8, 0.05, 0.95, 0.01, 0.99)
-SWITCH_RATES = (0.01, 0.0, 0.001, 0.1, 0.003, 0.03, 0.0001)
-THRESHOLDS = (0.5, 0.0, -1.0, 1.0, 0.25, 0.75, 0.9, 0.95, 0.98, 0.99, 0.995, 0.999)
-# logits of two paths are similar almost everywhere, so most cosines lie near 1, where round numbers are far apart
-SHARES = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
-
 
 @dataclass(frozen=True)
 class Sweep:
@@ -40,7 +31,7 @@ class Sweep:
 
     Attributes:
         base: What its base model scores.
-        adapt: What its adapt path alone scores.
+        adapt: What its adapt path alone scores; of many paths the best one of each window.
         outcomes: What it scores with each setting, in the order in which they were given.
     """
 
@@ -66,7 +57,7 @@ class Texts:
     numbers: tuple[int, ...]
 
 
-def sweep_model(subject: Subject, texts: Texts, present: Routing, run: RunOptions, track: Track) -> Sweep:
+def sweep_model(subject: Subject, texts: Texts, present: Setting, run: RunOptions, track: Track) -> Sweep:
     """Let a model read old and new text, and measure every setting that is worth trying.
 
     Args:
@@ -82,24 +73,54 @@ def sweep_model(subject: Subject, texts: Texts, present: Routing, run: RunOption
     Raises:
         CheckpointError: If it cannot be loaded, or a loss is not finite.
     """
-    from scale_surgery.routing.path_scores import read_paths, reading_order
+    from scale_surgery.routing.many_paths import best_alone, mixed_by, read_many
+    from scale_surgery.routing.path_scores import adapt_alone, read_paths, reading_order
 
+    read_texts = read_many if isinstance(present, MixedPaths) else read_paths
     numbers = tuple(texts.numbers[row] for row in reading_order(texts.new))
     sides = (texts.old, texts.new, texts.short)
     total = sum(len(side.ids) for side in sides)
     with loaded_whole(subject.path, subject.name, run) as model, track("read", total) as advance:
-        old, new, short = (read_paths(model, side, run.windows(), advance) for side in sides)
+        old, new, short = (read_texts(model, side, run.windows(), advance) for side in sides)
         read = PathTexts(old, new, short, numbers)
-        router = model.router
-    settings = settings_of(present, read.old, read.new)
+        router = getattr(model, "router", None)
+    settings: Sequence[Setting]
+    ways: Ways
+    if isinstance(present, MixedPaths):
+        settings, ways = mixings_of(present, read.new), Ways("the best path", best_alone, mixed_by)
+    else:
+        settings = settings_of(present, read.old, read.new)
+        ways = Ways("the adapt path", adapt_alone, partial(_routed_by, router))
     with track("settings", len(settings)) as advance:
-        found = sweep(router, read, settings, advance)
-    _check_finite(subject, found)
+        found = sweep(ways, read, settings, advance)
+    _check_finite(subject, found, ways.name)
     return found
 
 
-def _check_finite(subject: Subject, found: Sweep) -> None:
-    named = [("the base model", found.base), ("the adapt path", found.adapt)]
+@dataclass(frozen=True)
+class Ways:
+    """How a kind of model can be routed.
+
+    Attributes:
+        name: Of what there is beside the base: the adapt path, or the best path of each window.
+        alone: Routes everything to that.
+        by: Routes as a setting says.
+    """
+
+    name: str
+    alone: Weigh
+    by: Callable[[Any], Weigh]
+
+
+def _routed_by(router: Any, routing: Routing) -> Weigh:
+    """Route as a model's router does, with the numbers of a setting."""
+    from scale_surgery.routing.path_scores import routed_by
+
+    return routed_by(with_numbers(router, routing))
+
+
+def _check_finite(subject: Subject, found: Sweep, other: str) -> None:
+    named = [("the base model", found.base), (other, found.adapt)]
     named += [(outcome.routing.description, outcome) for outcome in found.outcomes if outcome.routing is not None]
     for name, outcome in named:
         for side, measured in (("old", outcome.old), ("new", outcome.new)):
@@ -110,11 +131,11 @@ def _check_finite(subject: Subject, found: Sweep) -> None:
                 )
 
 
-def sweep(router: Any, texts: PathTexts, settings: Sequence[Routing], advance: Progress = no_progress) -> Sweep:
+def sweep(ways: Ways, texts: PathTexts, settings: Sequence[Setting], advance: Progress = no_progress) -> Sweep:
     """Measure settings on texts that were read.
 
     Args:
-        router: The model's router.
+        ways: How texts can be routed.
         texts: What both paths say of texts.
         settings: What to try, the present setting first.
         advance: Called after each setting.
@@ -122,13 +143,13 @@ def sweep(router: Any, texts: PathTexts, settings: Sequence[Routing], advance: P
     Returns:
         What the base model, the adapt path alone and each setting score.
     """
-    from scale_surgery.routing.path_scores import adapt_alone, base_alone, routed_by
+    from scale_surgery.routing.path_scores import base_alone
 
-    base, adapt = texts.measure(base_alone), texts.measure(adapt_alone)
-    reference = Reference(base, adapt, present=texts.measure(routed_by(with_numbers(router, settings[0]))))
+    base, adapt = texts.measure(base_alone), texts.measure(ways.alone)
+    reference = Reference(base, adapt, present=texts.measure(ways.by(settings[0])))
     outcomes = []
     for routing in settings:
-        own = texts.measure(routed_by(with_numbers(router, routing)))
+        own = texts.measure(ways.by(routing))
         outcomes.append(reference.outcome(routing, own))
         advance(1)
     return Sweep(reference.outcome(None, base), reference.outcome(None, adapt), tuple(outcomes))
@@ -176,7 +197,7 @@ class Reference:
     adapt: Measured
     present: Measured
 
-    def outcome(self, routing: Routing | None, own: Measured) -> Outcome:
+    def outcome(self, routing: Setting | None, own: Measured) -> Outcome:
         """Compare."""
         from scale_surgery.routing.short_prompts import summarise
 
@@ -199,34 +220,3 @@ def with_numbers(router: Any, routing: Routing) -> Any:
     """A model's router with the numbers of a setting."""
     numbers = {name: value for name, value in router_settings(routing).items() if name not in ("router", "strict")}
     return replace(router, **numbers)
-
-
-def settings_of(present: Routing, old: Sequence[PathBatch], new: Sequence[PathBatch]) -> tuple[Routing, ...]:
-    """Choose what to try.
-
-    Args:
-        present: How the model routes now.
-        old: What both paths say of old text, which gives thresholds that are worth trying.
-        new: The same of new text.
-
-    Returns:
-        Settings of the same router, the present one first, none twice.
-    """
-    if present.router == "posterior":
-        tried = [replace(present, prior=prior, switch_rate=rate) for prior, rate in product(PRIORS, SWITCH_RATES)]
-    else:
-        tried = [replace(present, threshold=threshold) for threshold in (*THRESHOLDS, *_parting(old), *_parting(new))]
-    return tuple(dict.fromkeys([present, *tried]))
-
-
-def _parting(side: Sequence[PathBatch]) -> Iterator[float]:
-    """Thresholds that part the cosines of a text into shares."""
-    from scale_surgery.routing.path_scores import scored_cosines
-
-    cosines = scored_cosines(side)
-    yield from (round_threshold(float(cosines[int(share * (len(cosines) - 1))])) for share in SHARES)
-
-
-def round_threshold(cosine: float) -> float:
-    """Round a cosine to two figures of its distance from 1, where most cosines lie."""
-    return max(-1.0, min(1.0, round(1 - float(f"{1 - cosine:.2g}"), 12)))

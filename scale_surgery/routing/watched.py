@@ -1,10 +1,12 @@
-"""Watch a router while a model generates: the weight of the adapt path wherever a next token is predicted."""
+"""Watch a router while a model generates: the weights of its paths wherever a next token is predicted."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+
+from scale_surgery.running.composing import is_composed
 
 
 class WatchedRouter:
@@ -38,22 +40,49 @@ class WatchedRouter:
         return float(cosines(z_p, z_a)[0, -1] <= self.router.threshold)
 
 
+class WatchedMixture:
+    """The router of a composed model that mixes as before and notes how much of its last prediction comes from whom.
+
+    Attributes:
+        mixture: The router of a loaded model.
+        weights: Weight of each path in each forward pass, the base's first.
+    """
+
+    def __init__(self, mixture: Any) -> None:
+        self.mixture = mixture
+        self.weights: list[tuple[float, ...]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.mixture, name)
+
+    def logits(self, paths: Any, tokens: Any) -> Any:
+        """The logits of the router."""
+        tokens.is_cached = True
+        logits = self.mixture.logits(paths, tokens)
+        self.weights.append(tuple(tokens.result[1][0, -1].exp().tolist()))
+        return logits
+
+
 def _weigh(odds: Any) -> float:
     """The weight of the adapt path, from the log odds of the preserve path after each token (1, tokens)."""
     return float((-odds[0, -1]).sigmoid())
 
 
 @contextmanager
-def watched(model: Any) -> Iterator[list[float] | None]:
+def watched(model: Any) -> Iterator[Sequence[float | tuple[float, ...]] | None]:
     """Watch the router of a loaded model inside a `with` block.
 
     Args:
         model: Any model. It reads one text at a time.
 
     Yields:
-        The weight of the adapt path in each forward pass so far, a list that grows; None where the model does not
-        route.
+        The weight of the adapt path in each forward pass so far, or that of each path of a composed model, a list that
+        grows; None where the model does not route.
     """
+    if is_composed(model) and model.choice.mixture is not None:
+        with _watched_mixture(model) as weights:
+            yield weights
+        return
     if not getattr(model, "is_routing_enabled", False):
         yield None
         return
@@ -63,3 +92,14 @@ def watched(model: Any) -> Iterator[list[float] | None]:
         yield model.router.weights
     finally:
         model.router = before
+
+
+@contextmanager
+def _watched_mixture(model: Any) -> Iterator[list[tuple[float, ...]]]:
+    before = model.choice
+    mixture = WatchedMixture(before.mixture)
+    model.choice = before._replace(mixture=mixture)
+    try:
+        yield mixture.weights
+    finally:
+        model.choice = before

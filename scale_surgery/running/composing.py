@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Sequence
 from copy import deepcopy
 from importlib import import_module
 from typing import Any
@@ -43,6 +43,20 @@ def check_name(name: str, known: Collection[str]) -> None:
             f"name: {name} is an expansion of this model already, expected a new name. Choose another, or take that "
             "one off first: model.delete_expansion."
         )
+
+
+def expansion_problems(name: str | None, paths: Sequence[str], model: str) -> Iterator[str]:
+    """What is wrong with the expansion that is asked for.
+
+    Args:
+        name: Its name, or None.
+        paths: Names of the paths of the model; none where it is no composed one.
+        model: What it is called.
+    """
+    if name is not None and not paths:
+        yield f"expansion {name}: {model} has no expansions under names, expected a composed folder. Leave it out."
+    elif name is not None and name not in paths:
+        yield f"expansion {name}: is no path of {model}, expected {' or '.join(paths)}."
 
 
 def compose(model: Any, plan: Plan) -> Any:

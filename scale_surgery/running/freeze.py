@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from scale_surgery.checkpoint.numbering import CONFIG_KEY, Numbering, numbering_of
 from scale_surgery.errors import CheckpointError
+from scale_surgery.running.composing import is_composed
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -126,12 +127,16 @@ def expansion_disabled(model: Any) -> Iterator[None]:
     """Run the base alone inside a `with` block; copies of layers pass on what they are given.
 
     Args:
-        model: An expanded model of any method, as `from_pretrained` gives it. A KV cache belongs to the state in which
-            it was filled.
+        model: An expanded model of any method, or a composed one, as `from_pretrained` gives it. A KV cache belongs to
+            the state in which it was filled.
 
     Raises:
         CheckpointError: If its config names no expansion.
     """
+    if is_composed(model):
+        with model.use_expansion(None):
+            yield
+        return
     numbering = numbering_of(_specs(model))
     if numbering is None:
         with model.expansion_disabled():

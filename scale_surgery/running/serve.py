@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
+from scale_surgery.checkpoint.numbering import CONFIG_KEY
 from scale_surgery.checkpoint.sources import find_source
-from scale_surgery.errors import CheckpointError, ServingError
+from scale_surgery.errors import CheckpointError, PlanError, ServingError
 from scale_surgery.fields import Range, problems_of
+from scale_surgery.running.composing import expansion_problems
 from scale_surgery.running.loading import LOADING_ADVICE, model_class, translated
 from scale_surgery.running.options import RunOptions
 from scale_surgery.running.tokenizer import need_tokenizer
@@ -65,21 +67,26 @@ def serve(
     address: Address = Address(),
     *,
     revision: str | None = None,
+    expansion: str | None = None,
     run: RunOptions = RunOptions(),
     ready: Callable[[Served], None] = lambda served: None,
 ) -> None:
     """Serve a model with OpenAI's endpoints by transformers' own server, until it is interrupted.
 
     Args:
-        model: A folder or a Hub id: a stock, expanded, routed or fused model. Requests name it as it is given here.
+        model: A folder or a Hub id: a stock, expanded, routed, composed or fused model. Requests name it as it is given
+            here.
         address: Where to listen.
         revision: Branch, tag or commit of a Hub repository.
+        expansion: Expansion of a composed folder that answers alone, or base for its base. Default: all, weighed by the
+            router.
         run: How the model runs: device, dtype, trust_remote_code.
         ready: Called once the model is loaded.
 
     Raises:
         ServingError: If the server's packages are missing, or the address cannot be had.
         CheckpointError: If the model cannot be loaded.
+        PlanError: If it has no such expansion.
         DataError: If it has no tokenizer that loads.
     """
     name = _name_for_server(model, revision)
@@ -87,9 +94,10 @@ def serve(
     _need_packages()
     source = find_source(model, revision)
     checkpoint = open_checkpoint(source.path)
+    _check_expansion(checkpoint, expansion, source.name)
     tokenizer = need_tokenizer(source.path, source.name, run)
     # last: what imports a tokenizer may leave another module transformers than it found
-    _make_known(checkpoint, run)
+    _make_known(checkpoint, run, expansion)
     served = Served(name, address.url, bool(getattr(tokenizer, "chat_template", None)))
     options = {"device": run.placed().device, "dtype": run.dtype or "auto", "trust_remote_code": run.trust_remote_code}
     with translated(source.name, "cannot be served", LOADING_ADVICE):
@@ -128,13 +136,41 @@ def _need_free(address: Address) -> None:
         ) from error
 
 
-def _make_known(checkpoint: Checkpoint, run: RunOptions) -> None:
+def _check_expansion(checkpoint: Checkpoint, expansion: str | None, name: str) -> None:
+    """Refuse the name of an expansion that a model does not have."""
+    named = checkpoint.config.get(CONFIG_KEY, {}).get("expansions")
+    if problems := list(expansion_problems(expansion, ("base", *named) if named else (), name)):
+        raise PlanError.from_problems(problems)
+
+
+def _make_known(checkpoint: Checkpoint, run: RunOptions, expansion: str | None = None) -> None:
     """Put what loads an expanded model where transformers' server looks for a class of that name."""
     import transformers
 
     for name in checkpoint.config.get("architectures") or ():
-        if not hasattr(transformers, name):
-            setattr(transformers, name, model_class(checkpoint, run))
+        known = getattr(transformers, name, None)
+        if known is None or isinstance(known, OneExpansion):
+            own = model_class(checkpoint, run)
+            setattr(transformers, name, own if expansion is None else OneExpansion(own, expansion))
+
+
+@dataclass(frozen=True)
+class OneExpansion:
+    """What loads a composed model of which one expansion answers, or the base.
+
+    Attributes:
+        model_class: What loads the model.
+        name: The expansion, or base.
+    """
+
+    model_class: Any
+    name: str
+
+    def from_pretrained(self, *args: Any, **options: Any) -> Any:
+        """Load the model."""
+        model = self.model_class.from_pretrained(*args, **options)
+        model.set_expansion(None if self.name == "base" else self.name)
+        return model
 
 
 def _server_class(ready: Callable[[], None]) -> Any:

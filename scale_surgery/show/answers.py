@@ -11,16 +11,25 @@ from rich.text import Text
 
 from scale_surgery.show.layout import GAP, Facts, sentence
 from scale_surgery.show.palette import LIGHT, PLACES, place_of
+from scale_surgery.show.path_colours import (
+    CLOSING,
+    OPENING,
+    BracketedPaths,
+    ColouredPaths,
+    Colouring,
+    PathLegend,
+    path_styles,
+)
 from scale_surgery.show.visible import visible_text
 
 if TYPE_CHECKING:
     from scale_surgery.talking.records import Look
 
-# what stands around tokens of the adapt path where there are no colours
-OPENING, CLOSING = "⟦", "⟧"
 # a column of less than this is no text any more
 LEAST_COLUMN = 20
 
+# weight of the adapt path of a routed model, or that of each path of a composed one; None where nothing is known of it
+Weight = float | Sequence[float] | None
 # how the paths of tokens are shown
 Marking = Literal["colours", "brackets", "nothing"]
 
@@ -56,10 +65,19 @@ def styles_of(console: Console) -> list[str]:
 class Legend:
     """What the colours mean, or the brackets where there are no colours."""
 
-    def __init__(self, *, is_plain: bool = False) -> None:
-        self.is_plain = is_plain
+    def __init__(self, *, is_plain: bool = False, colouring: Colouring | None = None) -> None:
+        """Say what marks mean.
+
+        Args:
+            is_plain: Whether colours are not wanted.
+            colouring: Colours of the paths of a composed model; by default there are the two of a routed one.
+        """
+        self.is_plain, self.colouring = is_plain, colouring
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        if self.colouring is not None:
+            yield PathLegend(self.colouring, is_plain=self.is_plain or not has_colour(console))
+            return
         if self.is_plain or not has_colour(console):
             yield Text(
                 f"in {OPENING}{CLOSING}: mostly from the adapt path; the rest from the preserve path", style="dim"
@@ -69,17 +87,19 @@ class Legend:
         yield Text("preserve path ") + Text().join(scale) + Text(" adapt path")
 
 
-def render_opening(name: str, rows: Sequence[tuple[str, str]], marking: Marking) -> RenderableType:
+def render_opening(
+    name: str, rows: Sequence[tuple[str, str]], marking: Marking, colouring: Colouring | None = None
+) -> RenderableType:
     """Who answers and how, above a conversation, and what the marks mean."""
-    legend = [] if marking == "nothing" else [Legend(is_plain=marking == "brackets")]
+    legend = [] if marking == "nothing" else [Legend(is_plain=marking == "brackets", colouring=colouring)]
     return Group(Facts(name, rows), *legend, Text())
 
 
 class Marks(Protocol):
     """Makes visible where tokens came from, one after the other."""
 
-    def mark(self, text: str, weight: float | None) -> Text:
-        """Show the next token, given its weight of the adapt path, or None where nothing is known of it."""
+    def mark(self, text: str, weight: Weight) -> Text:
+        """Show the next token, given what is known of the path that it came from."""
 
     def end(self) -> Text:
         """Show that no token follows."""
@@ -88,7 +108,7 @@ class Marks(Protocol):
 class Unmarked:
     """Shows tokens as text alone."""
 
-    def mark(self, text: str, weight: float | None) -> Text:
+    def mark(self, text: str, weight: Weight) -> Text:
         """The token."""
         return Text(visible_text(text))
 
@@ -103,9 +123,9 @@ class Coloured:
     def __init__(self, styles: Sequence[str]) -> None:
         self.styles = styles
 
-    def mark(self, text: str, weight: float | None) -> Text:
+    def mark(self, text: str, weight: Weight) -> Text:
         """The token in its colour; a line break has none, which a terminal would draw to the end of the line."""
-        style = "" if weight is None else self.styles[place_of(weight)]
+        style = self.styles[place_of(weight)] if isinstance(weight, float) else ""
         return Text("\n").join(Text(line, style=style) for line in visible_text(text).split("\n"))
 
     def end(self) -> Text:
@@ -119,11 +139,11 @@ class Bracketed:
     def __init__(self) -> None:
         self.is_open = False
 
-    def mark(self, text: str, weight: float | None) -> Text:
+    def mark(self, text: str, weight: Weight) -> Text:
         """The token, behind what opens or closes."""
         if not text:
             return Text()
-        is_adapt = weight is not None and weight > 0.5
+        is_adapt = isinstance(weight, float) and weight > 0.5
         closing = CLOSING if self.is_open and not is_adapt else ""
         space = " " * text.startswith(" ")
         opening = OPENING if is_adapt and not self.is_open else ""
@@ -136,8 +156,11 @@ class Bracketed:
         return Text(CLOSING if was_open else "")
 
 
-def make_marks(console: Console, marking: Marking) -> Marks:
-    """Make what shows the paths of one text's tokens."""
+def make_marks(console: Console, marking: Marking, colouring: Colouring | None = None) -> Marks:
+    """Make what shows the paths of one text's tokens: the two of a routed model, or those of a composed one."""
+    if colouring is not None and marking != "nothing":
+        is_plain = marking == "brackets"
+        return BracketedPaths(colouring.names) if is_plain else ColouredPaths(colouring, path_styles(console))
     if marking == "colours":
         return Coloured(styles_of(console))
     return Bracketed() if marking == "brackets" else Unmarked()

@@ -7,6 +7,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from scale_surgery.composition.paths import MixedPaths
 from scale_surgery.show.figures import GREY, VERMILION, save_figure, tidy
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def calibration_figure(result: Calibration) -> Figure:
     figure.axes[0].set_ylabel("learning on new text, nats per token")
     if len(panels) > 1:
         _frame(figure.axes[0], figure.axes[1])
-    _draw_legend(figure, len(panels), is_cosine=_is_cosine(result))
+    _draw_legend(figure, len(panels), result)
     if _is_cosine(result):
         _name_thresholds(figure, drawn[-1], result.outcomes)
     return figure
@@ -71,6 +72,10 @@ def calibration_figure(result: Calibration) -> Figure:
 
 def _is_cosine(result: Calibration) -> bool:
     return result.present.routing is not None and result.present.routing.router == "cosine"
+
+
+def _is_composed(result: Calibration) -> bool:
+    return isinstance(result.present.routing, MixedPaths)
 
 
 def _is_crowded(outcomes: Sequence[Outcome], everything: Sequence[Outcome]) -> bool:
@@ -114,22 +119,25 @@ def _lines(result: Calibration) -> Iterator[tuple[str, Any, list[Outcome]]]:
     if _is_cosine(result):
         yield "thresholds, larger points: higher", _scale(len(result.outcomes)).colors, list(result.outcomes)
         return
-    rates = [list(some) for _, some in groupby(result.outcomes, key=_switch_rate)]
-    for place, some in enumerate(rates):
-        colour = colormaps["viridis"](0.92 * place / max(1, len(rates) - 1))
-        yield f"switch rate {_switch_rate(some[0]):g}", colour, some[::-1]
+    rates = sorted({_line_of(outcome)[0] for outcome in result.outcomes})
+    for (rate, is_even), some in groupby(result.outcomes, key=_line_of):
+        colour = colormaps["viridis"](0.92 * rates.index(rate) / max(1, len(rates) - 1))
+        # one entry of the legend for a colour; what begins with a line is none
+        yield f"{'' if is_even else '_'}switch rate {rate:g}", colour, list(some)[::-1]
 
 
-def _switch_rate(outcome: Outcome) -> float:
-    assert outcome.routing is not None
-    return outcome.routing.switch_rate
+def _line_of(outcome: Outcome) -> tuple[float, bool]:
+    """Switch rate, and whether all expansions of a composed model begin with the same weight."""
+    routing = outcome.routing
+    assert routing is not None
+    return routing.switch_rate, not isinstance(routing, MixedPaths) or routing.splits_evenly
 
 
 def _labels(result: Calibration) -> dict[str, str]:
     """Marks by name of the outcome, and what the legend says."""
     return {
         "base": "base model",
-        "adapt": "adapt path alone",
+        "adapt": "best path alone" if _is_composed(result) else "adapt path alone",
         "present": f"present: {result.present.numbers}",
         "proposed": f"best: {result.proposed.numbers}",
     }
@@ -144,11 +152,12 @@ def _frame(axes: Axes, closer: Axes) -> None:
     closer.set_title("the frame in the left panel, closer", fontsize=9, color=GREY)
 
 
-def _draw_legend(figure: Figure, panels: int, *, is_cosine: bool) -> None:
+def _draw_legend(figure: Figure, panels: int, result: Calibration) -> None:
     handles, labels = figure.axes[0].get_legend_handles_labels()
     options: dict[str, Any] = {"ncols": 2 * panels}
-    if not is_cosine:
-        options = {"ncols": 3, "title": "larger points: lower prior", "title_fontsize": 8}
+    if not _is_cosine(result):
+        whose = " of the base" * _is_composed(result)
+        options = {"ncols": 3, "title": f"larger points: lower prior{whose}", "title_fontsize": 8}
     figure.legend(handles, labels, loc="outside lower center", frameon=False, fontsize=8, markerscale=0.65, **options)
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from scale_surgery.composition.paths import MixedPaths
 from scale_surgery.show.commands import command, verify_command
 from scale_surgery.show.layout import NEXT
 from scale_surgery.show.tables import facts, plain_table
@@ -62,8 +62,7 @@ def choose_shown(result: Calibration) -> list[Outcome]:
 
 
 def _is_default(outcome: Outcome) -> bool:
-    routing = outcome.routing
-    return routing is not None and routing == replace(type(routing)(routing.router), strict=routing.strict)
+    return outcome.routing is not None and outcome.routing.is_default
 
 
 def _unbeaten(outcomes: Sequence[Outcome]) -> Iterator[Outcome]:
@@ -89,19 +88,24 @@ def _render_heading(result: Calibration) -> RenderableType:
     ]
     router = result.present.routing
     assert router is not None
-    kind = f"{router.router} router" + (", strict" if router.router == "cosine" and router.strict else "")
+    kind = f"{router.router} router"
+    if isinstance(router, MixedPaths):
+        kind += f" over {len(router.names)} paths: {', '.join(router.names)}"
+    elif router.router == "cosine" and router.strict:
+        kind += ", strict"
     return Group(Text(f"{result.name}: {kind}", style="bold"), Text("; ".join(sides)))
 
 
 def _render_outcomes(result: Calibration, shown: Sequence[Outcome]) -> Table:
-    numbers = ["threshold"] if _is_cosine(result) else ["prior", "rate"]
+    numbers = list(_number_cells(result.present))
     sides = [side for side in ("old", "new") if getattr(result.base, side).questions]
     names = [*numbers, "forgets", "learns", "kept", "routed\nold", "routed\nnew", *(f"right\n{side}" for side in sides)]
     table = plain_table()
     table.add_column("")
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
-    first = {"base": result.base, "adapt": result.adapt, "present": result.present, "best": result.proposed}
+    other = "best path" if _is_composed(result) else "adapt"
+    first = {"base": result.base, other: result.adapt, "present": result.present, "best": result.proposed}
     for name, outcome in first.items():
         table.add_row(name, *_cells(outcome, numbers, sides))
     table.add_row()
@@ -111,14 +115,27 @@ def _render_outcomes(result: Calibration, shown: Sequence[Outcome]) -> Table:
     return table
 
 
-def _is_cosine(result: Calibration) -> bool:
-    return result.present.routing is not None and result.present.routing.router == "cosine"
+def _is_composed(result: Calibration) -> bool:
+    """Whether the model is a composed one, whose router weighs many paths."""
+    return isinstance(result.present.routing, MixedPaths)
+
+
+def _number_cells(outcome: Outcome) -> dict[str, str]:
+    """The numbers of a setting, by what stands above them."""
+    routing = outcome.routing
+    if isinstance(routing, MixedPaths):
+        least, most = (f"{own(routing.prior[1:]):.3g}" for own in (min, max))
+        others = least if routing.splits_evenly else f"{least}-{most}"
+        return {"base": f"{routing.prior[0]:.3g}", "others": others, "rate": f"{routing.switch_rate:.3g}"}
+    if routing is None:
+        return {}
+    if routing.router == "cosine":
+        return {"threshold": f"{routing.threshold:.10g}"}
+    return {"prior": f"{routing.prior:.3g}", "rate": f"{routing.switch_rate:.3g}"}
 
 
 def _cells(outcome: Outcome, numbers: Sequence[str], sides: Sequence[str]) -> list[str]:
-    routing = outcome.routing
-    values = {} if routing is None else {"threshold": f"{routing.threshold:.10g}", "prior": f"{routing.prior:.3g}"}
-    values |= {} if routing is None else {"rate": f"{routing.switch_rate:.3g}"}
+    values = _number_cells(outcome)
     accuracies: list[Measurement] = [getattr(outcome, side) for side in sides]
     return [
         *(values.get(name, "") for name in numbers),
@@ -149,7 +166,7 @@ def _render_short(result: Calibration) -> RenderableType:
     table = plain_table()
     table.add_column("tokens\nread", justify="right")
     for name in shown:
-        table.add_column(f"{name}\nadapted", justify="right", no_wrap=True)
+        table.add_column(f"{name}\n{'expanded' if _is_composed(result) else 'adapted'}", justify="right", no_wrap=True)
         table.add_column("\nforgets", justify="right", no_wrap=True)
     for row in zip(*(outcome.short.lengths for outcome in shown.values()), strict=True):
         cells = [cell for length in row for cell in (_share(length.weight), _nats(length.forgetting))]
@@ -161,7 +178,8 @@ def _render_short(result: Calibration) -> RenderableType:
 
 def _render_choice(result: Calibration) -> RenderableType:
     best, present = result.proposed, result.present
-    kept = "" if best.kept is None else f", {_share(best.kept)} of what the adapt path learns"
+    other = "best" if _is_composed(result) else "adapt"
+    kept = "" if best.kept is None else f", {_share(best.kept)} of what the {other} path learns"
     rows = [
         ("rule", f"learns most among those that forget at most {result.most_forgetting:g} nats per token"),
         ("best", f"{best.numbers}: forgets {_nats(best.forgetting)}, learns {_nats(best.learning)}{kept}"),

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.text import Text
 
 from scale_surgery.show.answers import Legend, has_colour, make_marks
 from scale_surgery.show.layout import NamedRows, heading, sentence
+from scale_surgery.show.path_colours import Colouring, choose_colours
 from scale_surgery.show.visible import visible
 
 if TYPE_CHECKING:
+    from scale_surgery.routing.path_records import PathReport, TokenPaths
     from scale_surgery.routing.records import FileRoute, RouteReport, TokenRoute
 
 # tokens of a file that are shown; nobody reads more of them in a terminal
@@ -24,36 +26,45 @@ def render_route_report(report: RouteReport) -> RenderableType:
     return Group(Legend(), *(part for file in report.files for part in _file(file)), Text(), _totals(report))
 
 
+def render_path_report(report: PathReport) -> RenderableType:
+    """The same of a composed model, with all of its paths."""
+    colouring = choose_colours(report.routing.names, report.shares)
+    files = (part for file in report.files for part in _file(file, colouring))
+    return Group(Legend(colouring=colouring), *files, Text(), _path_totals(report))
+
+
 class Tokens:
     """Tokens of a document, coloured by path, or in brackets where there are no colours."""
 
-    def __init__(self, where: str, tokens: Sequence[TokenRoute]) -> None:
-        self.where, self.tokens = where, tokens
+    def __init__(
+        self, where: str, tokens: Sequence[TokenRoute | TokenPaths], colouring: Colouring | None = None
+    ) -> None:
+        self.where, self.tokens, self.colouring = where, tokens, colouring
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         text = sentence(f"{self.where}  " if self.where else "", "dim")
         line = Text(overflow="fold") + text
-        marks = make_marks(console, "colours" if has_colour(console) else "brackets")
+        marks = make_marks(console, "colours" if has_colour(console) else "brackets", self.colouring)
         for token in self.tokens:
-            part = marks.mark(_shown(token), token.adapt_weight)
-            line.append_text(Text(part.plain, style="dim") if token.adapt_weight is None else part)
+            part = marks.mark(_shown(token), token.weight)
+            line.append_text(Text(part.plain, style="dim") if token.weight is None else part)
         line.append_text(marks.end())
         line.rstrip()
         yield line
 
 
-def _shown(token: TokenRoute) -> str:
+def _shown(token: TokenRoute | TokenPaths) -> str:
     """A token, and the line break after it."""
     return visible(token.text, token.piece) + "\n" * token.text.endswith("\n")
 
 
-def _file(file: FileRoute) -> Iterator[RenderableType]:
+def _file(file: FileRoute[Any, Any], colouring: Colouring | None = None) -> Iterator[RenderableType]:
     yield Text()
     yield sentence(file.file, "bold")
     left = MOST_SHOWN
     for document in file.documents:
         if left > 0:
-            yield Tokens(document.place_in(file.file), document.tokens[:left])
+            yield Tokens(document.place_in(file.file), document.tokens[:left], colouring)
         left -= len(document.tokens)
     if left < 0:
         yield Text(f"... {-left:,} more tokens; -o FILE.html or FILE.jsonl shows all", style="dim")
@@ -65,4 +76,16 @@ def _totals(report: RouteReport) -> RenderableType:
         own = file.totals
         losses = (own.base_nats_per_token, own.adapt_nats_per_token, own.routed_nats_per_token)
         table.add_row(file.file, f"{own.tokens:,}", *(f"{loss:.4f}" for loss in losses), f"{own.routed_share:.1%}")
+    return Group(heading("routing", f"{report.routing.description}; losses in nats per token"), table)
+
+
+def _path_totals(report: PathReport) -> RenderableType:
+    """Loss and share of each path in each file."""
+    table = NamedRows(["tokens", "loss alone", "share"])
+    for file in report.files:
+        own = file.totals
+        table.add_row(file.file, f"{own.tokens:,}", "", "")
+        for name, loss, share in zip(report.routing.names, own.nats_per_token, own.shares, strict=True):
+            table.add_row(f"  {name}", "", f"{loss:.4f}", f"{share:.1%}")
+        table.add_row("  mixed", "", f"{own.mixed_nats_per_token:.4f}", "")
     return Group(heading("routing", f"{report.routing.description}; losses in nats per token"), table)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from scale_surgery.errors import PlanError, SurgeryError
 from scale_surgery.fields import KIND_NAMES, fields_of, problems_of
+from scale_surgery.running.composing import expansion_problems
 from scale_surgery.running.options import RunOptions
 from scale_surgery.show.answers import Marking, choose_marking, render_opening
 from scale_surgery.show.console import Output
 from scale_surgery.show.layout import Facts, sentence
+from scale_surgery.show.path_colours import choose_colours
 from scale_surgery.talking.conversation import Conversation, Reading
 from scale_surgery.talking.generate import summarise
 from scale_surgery.talking.interrupt import interruptible
@@ -31,7 +32,7 @@ COMMANDS = {
     "/exit": "end, as Ctrl-D does",
 }
 KEYS = "Ctrl-C stops an answer, Ctrl-D or /exit ends, /help lists more"
-SETTABLE = ("system", "max_new_tokens", "temperature", "top_p", "top_k", "repetition_penalty")
+SETTABLE = ("system", "max_new_tokens", "temperature", "top_p", "top_k", "repetition_penalty", "expansion")
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ def chat(
     """Talk to a model until the input ends.
 
     Args:
-        model: A model folder or Hub id: stock, expanded, routed or fused.
+        model: A model folder or Hub id: stock, expanded, routed, composed or fused.
         out: Where lines are read and answers shown.
         settings: How the model is asked, and how answers are drawn.
         compare: Let the base of an expanded model answer too, in a conversation of its own.
@@ -101,7 +102,8 @@ class Session:
 
     def _choose_screen(self) -> None:
         marking: Marking = choose_marking(self.out.results, self.look) if self.speaker.routing else "nothing"
-        self.screen = Screen(self.out, marking, [voice.name for voice in self.voices])
+        colouring = choose_colours(self.speaker.paths) if self.speaker.paths else None
+        self.screen = Screen(self.out, marking, [voice.name for voice in self.voices], colouring)
 
     def open(self) -> None:
         """Say who answers, and how."""
@@ -114,7 +116,7 @@ class Session:
             ("context", _count(self.speaker.subject.context)),
             ("keys", KEYS),
         ]
-        self.out.say(render_opening(self.speaker.subject.name, rows, self.screen.marking))
+        self.out.say(render_opening(self.speaker.subject.name, rows, self.screen.marking, self.screen.colouring))
 
     def messages(self) -> Iterator[str]:
         """What is typed, until the input ends; a line that ends with a backslash goes on in the next one."""
@@ -167,7 +169,7 @@ class Session:
 
     def _speak(self, place: int, message: str, reading: Reading) -> Answer:
         voice = self.voices[place]
-        switched = self.speaker.as_base() if voice.is_base else nullcontext()
+        switched = self.speaker.as_base() if voice.is_base else self.speaker.as_asked(self.settings)
         with interruptible() as interrupt, switched, interrupt.speaking():
             answer = self.speaker.speak(
                 message, reading.ids, self.settings, lambda token: self.screen.add(token, place), interrupt
@@ -229,11 +231,15 @@ class Session:
     def _set(self, words: str) -> None:
         name, _, value = words.partition(" ")
         if name:
-            self.settings = changed(self.settings, name, value.strip(), has_template=self.has_template)
+            self.settings = changed(
+                self.settings, name, value.strip(), has_template=self.has_template, paths=self.speaker.paths
+            )
         self._note(self.settings.describe(self.speaker.network.generation_config))
 
 
-def changed(settings: GenerationSettings, name: str, text: str, *, has_template: bool) -> GenerationSettings:
+def changed(
+    settings: GenerationSettings, name: str, text: str, *, has_template: bool, paths: Sequence[str] = ()
+) -> GenerationSettings:
     """Change one setting as it was typed.
 
     Args:
@@ -241,6 +247,7 @@ def changed(settings: GenerationSettings, name: str, text: str, *, has_template:
         name: Name of the option, without the dashes before it.
         text: Its value; without one, its default.
         has_template: Whether a chat template is used, which alone takes a system message.
+        paths: Names of the paths of a composed model, which alone has expansions to choose from.
 
     Raises:
         PlanError: If it cannot be changed, or not to that.
@@ -248,6 +255,8 @@ def changed(settings: GenerationSettings, name: str, text: str, *, has_template:
     known = {field.option: field for field in fields_of(GenerationSettings).values() if field.name in SETTABLE}
     if not has_template:
         del known["system"]
+    if not paths:
+        del known["expansion"]
     if (field := known.get(name)) is None:
         raise PlanError(f"/set {name}: cannot be set here, expected one of {', '.join(known)}.")
     try:
@@ -255,7 +264,10 @@ def changed(settings: GenerationSettings, name: str, text: str, *, has_template:
     except ValueError as error:
         raise PlanError(f"/set {name} {text}: expected {KIND_NAMES[field.kind]}.") from error
     found = replace(settings, **{field.name: value})
-    if problems := problems_of(found, "/set: {option} is {value}"):
+    if problems := [
+        *problems_of(found, "/set: {option} is {value}"),
+        *expansion_problems(found.expansion, paths, "this model"),
+    ]:
         raise PlanError.from_problems(problems)
     return found
 

@@ -1,9 +1,10 @@
-"""Answer prompts, for scripts: by a stock, expanded, routed or fused model, and by the base of an expanded one."""
+"""Answer prompts, for scripts: by a model of any form, and by the base of an expanded one."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ def generate(
     """Answer prompts, one after the other, each by itself.
 
     Args:
-        model: A model folder or Hub id: stock, expanded, routed or fused.
+        model: A model folder or Hub id: stock, expanded, routed, composed or fused.
         prompts: A prompt, or several.
         settings: How the model is asked, and how answers are drawn.
         compare: Let the base of an expanded model answer too, by the same weights with the expansion disabled.
@@ -40,7 +41,7 @@ def generate(
         tell: Called with each token as it comes.
 
     Returns:
-        The answers, with each token's share of the adapt path where the model routes.
+        The answers, with each token's share of the adapt path, or of each path of a composed model.
 
     Raises:
         DataError: If there is no prompt, one is too long for the model or has no token, or the model has no tokenizer
@@ -56,10 +57,12 @@ def generate(
     with loaded_speaker(subject, run) as speaker, speaker.own_random_numbers(settings.seed):
         own, base = [], []
         for place, (prompt, reading) in enumerate(zip(asked, readings, strict=True)):
+            telling = partial(_telling, tell, place, speaker.paths)
             if compare:
                 with speaker.as_base():
-                    base.append(speaker.speak(prompt, reading.ids, settings, _telling(tell, place, is_base=True)))
-            own.append(speaker.speak(prompt, reading.ids, settings, _telling(tell, place, is_base=False)))
+                    base.append(speaker.speak(prompt, reading.ids, settings, telling(is_base=True)))
+            with speaker.as_asked(settings):
+                own.append(speaker.speak(prompt, reading.ids, settings, telling(is_base=False)))
         return summarise(speaker, settings, own, base)
 
 
@@ -104,5 +107,5 @@ def write_jsonl(result: Generation, file: Path) -> None:
     write_text(file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
-def _telling(tell: Tell, place: int, *, is_base: bool) -> Callable[[Token], None]:
-    return lambda token: tell(Said(place, is_base, token))
+def _telling(tell: Tell, place: int, paths: tuple[str, ...], *, is_base: bool) -> Callable[[Token], None]:
+    return lambda token: tell(Said(place, is_base, token, paths))

@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from scale_surgery.checkpoint.files import plain_json
-from scale_surgery.planning.routing_specs import Routing, router_settings
+from scale_surgery.composition.paths import MixedPaths
+from scale_surgery.planning.routing_specs import Routing
 from scale_surgery.talking.settings import GenerationSettings
 
 # end: the model ended its answer. length: there were as many tokens as an answer may have. context: as many as the
@@ -23,13 +24,32 @@ class Token:
         id: Its id.
         text: What it reads as; of a character that is split over several tokens all stands at the last one. Special
             tokens read as nothing.
-        adapt_weight: How much of the prediction that it was drawn from comes from the adapt path, from 0 to 1; None
-            where the model does not route.
+        adapt_weight: How much of the prediction that it was drawn from comes from the adapt path, or from all
+            expansions of a composed model, from 0 to 1; None where the model does not route.
+        path_weights: How much of it comes from the base and from each expansion of a composed model.
     """
 
     id: int
     text: str
     adapt_weight: float | None = None
+    path_weights: tuple[float, ...] | None = None
+
+    @classmethod
+    def weighed(cls, id_: int, text: str, weight: float | tuple[float, ...] | None) -> Token:
+        """A token, given the weight of the adapt path, or of each path of a composed model."""
+        if isinstance(weight, tuple):
+            return cls(id_, text, 1 - weight[0], weight)
+        return cls(id_, text, weight)
+
+    @property
+    def weight(self) -> float | tuple[float, ...] | None:
+        """By what it is marked."""
+        return self.adapt_weight if self.path_weights is None else self.path_weights
+
+    def to_json(self) -> dict[str, Any]:
+        """The token as JSON values; only those of a composed model have weights of many paths."""
+        content = asdict(self)
+        return {name: value for name, value in content.items() if name != "path_weights" or value is not None}
 
 
 @dataclass(frozen=True)
@@ -55,13 +75,15 @@ class Answer:
 
     @property
     def routed_share(self) -> float | None:
-        """Mean weight of the adapt path; None where the model does not route or said nothing."""
+        """Mean of the tokens' `adapt_weight`; None where the model does not route or said nothing."""
         weights = [token.adapt_weight for token in self.tokens if token.adapt_weight is not None]
         return sum(weights) / len(weights) if weights else None
 
     def to_json(self) -> dict[str, Any]:
         """The answer as plain JSON values."""
-        content: dict[str, Any] = plain_json(asdict(self) | {"text": self.text, "routed_share": self.routed_share})
+        tokens = [token.to_json() for token in self.tokens]
+        own = {"tokens": tokens, "text": self.text, "routed_share": self.routed_share}
+        content: dict[str, Any] = plain_json(asdict(self) | own)
         return content
 
 
@@ -86,11 +108,13 @@ class Said:
         place: Of which prompt, from 0.
         is_base: Whether the base says it, with the expansion disabled.
         token: The token.
+        paths: Names of the paths of a composed model, of which the token has weights.
     """
 
     place: int
     is_base: bool
     token: Token
+    paths: tuple[str, ...] = ()
 
 
 Tell = Callable[[Said], None]
@@ -116,7 +140,7 @@ class Generation:
 
     model: str
     base: str | None
-    routing: Routing | None
+    routing: Routing | MixedPaths | None
     has_template: bool
     settings: GenerationSettings
     answers: tuple[Answer, ...]
@@ -124,7 +148,7 @@ class Generation:
 
     def to_json(self) -> dict[str, Any]:
         """The result as plain JSON values."""
-        routing = None if self.routing is None else router_settings(self.routing)
+        routing = None if self.routing is None else self.routing.settings
         own = {"model": self.model, "base": self.base, "routing": routing, "has_template": self.has_template}
         answers = {name: [one.to_json() for one in getattr(self, name)] for name in ("answers", "base_answers")}
         return {**own, "settings": asdict(self.settings), **answers}

@@ -11,32 +11,39 @@ from rich.text import Text
 from scale_surgery.show.answers import Legend, Marking, SideBySide, choose_marking, make_marks
 from scale_surgery.show.console import Output
 from scale_surgery.show.layout import sentence
+from scale_surgery.show.path_colours import Colouring, choose_colours
 from scale_surgery.talking.records import Generation, Look, Said, Token
 
 
 class Screen:
     """Shows answers as they come: one as text that goes on, that of the base and that of the model side by side."""
 
-    def __init__(self, out: Output, marking: Marking, names: Sequence[str]) -> None:
+    def __init__(self, out: Output, marking: Marking, names: Sequence[str], colouring: Colouring | None = None) -> None:
         """Prepare for answers.
 
         Args:
             out: Where they are shown.
             marking: How the paths of a routed model's tokens are shown.
             names: Who answers: the model, or its base and the model.
+            colouring: Colours of the paths of a composed model.
         """
-        self.out, self.marking, self.names = out, marking, names
+        self.out, self.marking, self.names, self.colouring = out, marking, names, colouring
         self.stack = ExitStack()
         self._begin()
 
     def _begin(self) -> None:
-        self.marks = [make_marks(self.out.results, self.marking) for _ in self.names]
+        self.marks = [make_marks(self.out.results, self.marking, self.colouring) for _ in self.names]
         self.texts = [Text() for _ in self.names]
         self.draw: Callable[[Any], None] | None = None
 
+    def colour(self, paths: Sequence[str]) -> None:
+        """Give each path of a composed model a colour, before the first token."""
+        self.colouring = choose_colours(paths)
+        self._begin()
+
     def add(self, token: Token, place: int = 0) -> None:
         """Show the next token of one of them."""
-        part = self.marks[place].mark(token.text, token.adapt_weight)
+        part = self.marks[place].mark(token.text, token.weight)
         if len(self.names) == 1:
             self.out.stream(part)
             return
@@ -76,6 +83,8 @@ class Teller:
 
     def __call__(self, said: Said) -> None:
         """Show the next token."""
+        if said.paths and self.screen.colouring is None:
+            self.screen.colour(said.paths)
         if said.place != self.place:
             self._end()
             self.place = said.place
@@ -88,7 +97,7 @@ class Teller:
         self._end()
         if result.routing is not None and self.screen.marking != "nothing":
             self.out.say("")
-            self.out.say(Legend(is_plain=self.screen.marking == "brackets"))
+            self.out.say(Legend(is_plain=self.screen.marking == "brackets", colouring=self.screen.colouring))
         if not (result.has_template or result.settings.raw):
             self.out.warn(f"{result.model} has no chat template, so it went on with the text.")
         full = sum(answer.ended == "context" for answer in result.answers)

@@ -31,6 +31,8 @@ class GenerationSettings:
         repetition_penalty: Divide the logits of tokens that were there before; 1 does nothing. Default: the model's
             own.
         seed: Seed of what is drawn.
+        expansion: Expansion of a composed folder that answers alone, or base for its base. Default: all, weighed by
+            the router.
     """
 
     system: str | None = None
@@ -41,6 +43,7 @@ class GenerationSettings:
     top_k: Annotated[int, Range(least=0)] | None = None
     repetition_penalty: Annotated[float, Range(above=0)] | None = None
     seed: Seed = 0
+    expansion: str | None = None
 
     def options(self) -> dict[str, Any]:
         """What `generate` of transformers is given beside the length; what is not set stays the model's own."""
@@ -62,4 +65,5 @@ class GenerationSettings:
         values = {name: USUAL[name] if value is None else value for name, value in values.items()}
         said = [f"{name.replace('_', '-')} {value:g}" for name, value in values.items() if value != WITHOUT.get(name)]
         how = "drawn with" if options["do_sample"] else "the most likely token each time,"
-        return f"{how} {', '.join([*said, f'at most {self.max_new_tokens:,} tokens'])}"
+        whose = [] if self.expansion is None else [f"by {self.expansion} alone"]
+        return f"{how} {', '.join([*said, f'at most {self.max_new_tokens:,} tokens', *whose])}"

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from scale_surgery.checkpoint.folder import open_checkpoint
+from scale_surgery.composition.paths import BASE, MixedPaths, base_name_in, read_paths
 from scale_surgery.errors import PlanError
 from scale_surgery.evidence.subjects import Subject, open_subjects
 from scale_surgery.fields import problems_of
@@ -16,6 +17,7 @@ from scale_surgery.planning.routing_specs import Routing, read_routing
 from scale_surgery.progress import Track, no_track
 from scale_surgery.routing.token_texts import TextReader
 from scale_surgery.routing.watched import watched
+from scale_surgery.running.composing import expansion_problems
 from scale_surgery.running.freeze import expansion_disabled
 from scale_surgery.running.loading import RUNNING, loaded_whole, translated
 from scale_surgery.running.options import RunOptions
@@ -40,7 +42,11 @@ class Listener:
     """What `generate` of transformers hands each new token to; see its `BaseStreamer`."""
 
     def __init__(
-        self, reader: TextReader, special: set[int], weights: list[float] | None, tell: Callable[[Token], None]
+        self,
+        reader: TextReader,
+        special: set[int],
+        weights: Sequence[float | tuple[float, ...]] | None,
+        tell: Callable[[Token], None],
     ) -> None:
         self.reader, self.special, self.weights, self.tell = reader, special, weights, tell
         self.tokens: list[Token] = []
@@ -54,7 +60,7 @@ class Listener:
         for id_ in ids.flatten().tolist():
             # on some devices tokens come later than the forward pass that follows them
             weight = None if self.weights is None else self.weights[len(self.tokens)]
-            token = Token(id_, "" if id_ in self.special else self.reader.read(id_), weight)
+            token = Token.weighed(id_, "" if id_ in self.special else self.reader.read(id_), weight)
             self.tokens.append(token)
             self.tell(token)
 
@@ -69,24 +75,32 @@ class Speaker:
     Attributes:
         subject: The model, and its tokenizer.
         network: The loaded model.
-        routing: How it routes; None where it does not.
+        routing: How it routes, or mixes the paths of a composed model; None where it does not.
     """
 
     subject: Subject
     network: Any
-    routing: Routing | None
+    routing: Routing | MixedPaths | None
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Names of the paths of a composed model, the base's first."""
+        return self.routing.names if isinstance(self.routing, MixedPaths) else ()
 
     @property
     def base_name(self) -> str | None:
         """What its base is called; None where it has none beside it."""
         if self.subject.manifest is not None:
             return self.subject.manifest.base_name
+        if (composed := base_name_in(self.subject.path)) is not None:
+            return composed
         return f"{self.subject.name}, expansion disabled" if self.subject.is_expanded else None
 
     @property
     def description(self) -> str:
         """What kind of model it is, in one line."""
         kind = "fused" if self.subject.is_fused else "expanded" if self.subject.is_expanded else "stock"
+        kind = "composed" if self.paths else kind
         return kind if self.routing is None else f"{kind}, routed: {self.routing.description}"
 
     def speak(
@@ -133,6 +147,15 @@ class Speaker:
     def as_base(self) -> Iterator[None]:
         """Let the base answer inside a `with` block, with random numbers that the model then draws with too."""
         with self.own_random_numbers(), expansion_disabled(self.network):
+            yield
+
+    @contextmanager
+    def as_asked(self, settings: GenerationSettings) -> Iterator[None]:
+        """Let the expansion answer that is asked for, or the base, inside a `with` block; by default the model."""
+        if settings.expansion is None:
+            yield
+            return
+        with self.network.use_expansion(None if settings.expansion == BASE else settings.expansion):
             yield
 
     @contextmanager
@@ -200,7 +223,7 @@ def open_subject(
     """Find a model that is to answer, and check that it can do so as it is asked; no weight is read.
 
     Args:
-        model: A model folder or Hub id: stock, expanded, routed or fused.
+        model: A model folder or Hub id: stock, expanded, routed, composed or fused.
         settings: How it will be asked.
         compare: Whether its base is to answer too.
         run: How config and tokenizer are loaded: trust_remote_code.
@@ -235,16 +258,23 @@ def loaded_speaker(subject: Subject, run: RunOptions = RunOptions(), track: Trac
     Raises:
         CheckpointError: If it cannot be loaded.
     """
-    routing = read_routing(open_checkpoint(subject.path).config.get("scale_surgery", {}))
+    specs = _specs(subject)
     with ExitStack() as stack:
         with track("loading", 1) as advance:
             network = stack.enter_context(loaded_whole(subject.path, subject.name, run))
             advance(1)
-        yield Speaker(subject, network, routing)
+        yield Speaker(subject, network, read_paths(specs) or read_routing(specs))
+
+
+def _specs(subject: Subject) -> Any:
+    """What config.json says of the expansion of a model."""
+    return open_checkpoint(subject.path).config.get("scale_surgery", {})
 
 
 def _problems(subject: Subject, settings: GenerationSettings, *, compare: bool) -> Iterator[str]:
     """What of a model is asked for that it does not have."""
+    composed = read_paths(_specs(subject))
+    yield from expansion_problems(settings.expansion, () if composed is None else composed.names, subject.name)
     if settings.system is not None and not has_template(subject, settings):
         reason = "--raw uses none" if settings.raw else f"the tokenizer of {subject.name} has none"
         yield f"--system needs a chat template, and {reason}. Put what it says into the prompt."

@@ -44,8 +44,9 @@ from scale_surgery.routing.choice import Limits, choose, given_options, propose,
 from scale_surgery.routing.noise import Estimate, estimate
 from scale_surgery.routing.outcome import Outcome, ShortPrompt, ShortPrompts
 from scale_surgery.routing.path_scores import Reading, read_paths, scored_cosines, winning_weights
+from scale_surgery.routing.settings import round_threshold, settings_of
 from scale_surgery.routing.short_prompts import Beginnings, beginnings
-from scale_surgery.routing.sweep import Measured, Reference, round_threshold, settings_of
+from scale_surgery.routing.sweep import Measured, Reference
 from scale_surgery.running.documents import read_documents
 from scale_surgery.running.loss import Measurement
 from scale_surgery.running.texts import collate, pad, stride, tokenize

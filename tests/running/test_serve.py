@@ -21,6 +21,7 @@ from time import monotonic, sleep
 from typing import Any
 
 import pytest
+import torch
 import transformers
 from click.testing import CliRunner
 
@@ -28,10 +29,12 @@ from scale_surgery import Probes, Request, Routing, ServingError, expand, merge,
 from scale_surgery.biographies import people, questions
 from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.cli.program import main
-from scale_surgery.errors import CheckpointError
+from scale_surgery.errors import CheckpointError, PlanError
 from scale_surgery.running import serve as serving
 from scale_surgery.running.options import RunOptions
+from tests.composed import Made
 from tests.conftest import shake
+from tests.routed import random_ids
 from tests.test_docs import ROOT, SHIPPED, blocks, run_python
 
 needs_server = pytest.mark.skipif(
@@ -83,6 +86,29 @@ def test_the_loader_of_transformers_server_loads_what_is_made_known(
     # a class of transformers' own stays what it is
     assert (getattr(known, name) is type(loaded.model)) is (form == "stock")
     manager.shutdown()
+
+
+def test_one_expansion_of_a_composed_folder_is_served(
+    speaking: tuple[Made, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known, (made, folder) = importlib.import_module("transformers"), speaking
+    from transformers.cli.serving.model_manager import ModelManager
+
+    (name,) = open_checkpoint(folder).config["architectures"]
+    monkeypatch.setattr(known, name, None, raising=False)  # taken away afterwards
+    monkeypatch.delattr(known, name)
+    ids = random_ids(1, 7)
+    for expansion, alone in (("law", "law"), ("base", None), (None, None)):
+        serving._make_known(open_checkpoint(folder), RunOptions(), expansion)
+        manager = ModelManager(device="cpu", force_model=str(folder))
+        (loaded,) = manager.loaded_models.values()
+        assert torch.equal(loaded.model(ids).logits, made.alone(alone)(ids).logits) is (expansion is not None)
+        manager.shutdown()
+    monkeypatch.setattr(serving, "NEEDED", ("json",))
+    with pytest.raises(PlanError, match=r"^expansion lw: is no path of composed, expected base or medicine or"):
+        serve(folder, serving.Address(port=free_port()), expansion="lw")
+    with pytest.raises(PlanError, match=r"^expansion law: base has no expansions under names, expected a composed fo"):
+        serve(made.base, serving.Address(port=free_port()), expansion="law")
 
 
 def test_a_path_with_a_revision_in_it_is_refused() -> None:

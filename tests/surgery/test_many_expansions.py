@@ -33,10 +33,13 @@ def llama(made_of) -> Made:
     return made_of("llama", LLAMA)
 
 
-def weighed(paths: list[torch.Tensor], ids: torch.Tensor, starts: list[int], rate: float) -> torch.Tensor:
-    """The mixture by its formula, token by token, in float64; every row begins at a start, as padding ends there."""
+def weighed(
+    paths: list[torch.Tensor], ids: torch.Tensor, starts: list[int], rate: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The mixture and its weights by their formula, token by token, in float64; rows begin where padding ends."""
     probabilities = torch.stack([own.double().softmax(-1) for own in paths])
     found, count = torch.zeros_like(probabilities[0]), len(paths)
+    known = torch.zeros(*found.shape[:2], count, dtype=torch.float64)
     for row, start in enumerate(starts):
         weights = torch.full((count,), 1 / count, dtype=torch.float64)
         for step in range(start, ids.shape[1]):
@@ -45,7 +48,8 @@ def weighed(paths: list[torch.Tensor], ids: torch.Tensor, starts: list[int], rat
                 after = after / after.sum()
                 weights = (1 - rate) * after + rate / (count - 1) * (1 - after)
             found[row, step] = (weights[:, None] * probabilities[:, row, step]).sum(0)
-    return found.log()
+            known[row, step] = weights
+    return found.log(), known
 
 
 def test_one_name_is_the_model_that_apply_writes(llama, tmp_path):
@@ -98,11 +102,22 @@ def test_paths_side_by_side_are_the_models_alone(made_of, family, names, dtype):
         for found, each in zip(model.path_logits(**prompt), expected, strict=True):
             assert torch.equal(found, each)
         routed, own = model(**prompt).logits, prompt["input_ids"]
-        reference = weighed(expected, own, starts, 0.05)
+        reference, weights = weighed(expected, own, starts, 0.05)
+        scores, following = model.score_tokens(**prompt), own[:, 1:, None]
         for row, start in enumerate(starts):
             error = (routed[row, start:].double() - reference[row, start:]).abs().max()
             assert error < (2e-5 if dtype == "float32" else 0.07)
             assert (reference - torch.stack(expected).log_softmax(-1)).abs().amax((1, 2, 3)).min() > 0.1, "the control"
+            wanted = [each.log_softmax(-1)[row, start:-1].gather(-1, following[row, start:]) for each in expected]
+            mixed = reference[row, start:-1].gather(-1, following[row, start:])[..., 0]
+            pairs = (
+                (scores.paths[row, start:], torch.cat(wanted, -1)),
+                (scores.mixed[row, start:], mixed),
+                (scores.weights[row, start:], weights[row, start:-1]),
+            )
+            for given, right in pairs:
+                assert (given.double() - right).abs().max() < (2e-5 if dtype == "float32" else 0.07)
+            assert weights[row, -1].max() - weights[row, -1].min() > 0.01, "the control: they are not all alike"
         last = model(**prompt, logits_to_keep=1).logits
         assert torch.allclose(last, routed[:, -1:], atol=1e-5 if dtype == "float32" else 0.07)
         rows = [*reversed(names), None, None][: len(own)]
@@ -232,6 +247,8 @@ def test_choices(llama):
         assert torch.allclose(one, model(ids).logits, atol=1e-5)
     assert torch.equal(model(ids).logits, law)
     assert torch.equal(model(ids, expansion_names=["law", "law"]).logits, law)
+    with pytest.raises(ValueError, match="One path runs now"):
+        model.score_tokens(ids)
     model.delete_expansion("law")
     assert model.expansions == ["medicine"]
     assert torch.equal(model(ids).logits, llama.alone(None)(ids).logits), "what was chosen is no more"

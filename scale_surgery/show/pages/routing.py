@@ -6,7 +6,7 @@ The page itself is templates/route_report.html; here is what its gaps are filled
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,8 @@ from scale_surgery.show.palette import DARK, LIGHT, PLACES, Palette, place_of
 from scale_surgery.show.visible import visible, visible_line, visible_text
 
 if TYPE_CHECKING:
-    from scale_surgery.routing.records import DocumentRoute, FileRoute, RouteReport, TokenRoute
+    from scale_surgery.routing.path_records import TokenPaths
+    from scale_surgery.routing.records import DocumentRoute, FileRoute, RouteReport, TokenRoute, Totals
 
 # difference of log-probabilities, in nats, at which the scale of evidence ends
 EVIDENCE = 4.0
@@ -83,13 +84,17 @@ def render_page(report: RouteReport) -> str:
     )
 
 
-def _variables(palette: Palette) -> dict[str, str]:
+def page_colours(palette: Palette) -> dict[str, str]:
+    """Colours of what is no token."""
     names = ("background", "text", "muted", "line", "surface", "adapt", "focus")
-    colours = {name: getattr(palette, name) for name in names}
-    return colours | {f"c{place}": colour for place, colour in enumerate(palette.scale())}
+    return {name: getattr(palette, name) for name in names}
 
 
-def _file(file: FileRoute) -> File:
+def _variables(palette: Palette) -> dict[str, str]:
+    return page_colours(palette) | {f"c{place}": colour for place, colour in enumerate(palette.scale())}
+
+
+def _file(file: FileRoute[TokenRoute, Totals]) -> File:
     totals = file.totals
     losses = (totals.base_nats_per_token, totals.adapt_nats_per_token, totals.routed_nats_per_token)
     return File(
@@ -101,7 +106,7 @@ def _file(file: FileRoute) -> File:
     )
 
 
-def _lines(document: DocumentRoute) -> Iterator[list[Token]]:
+def _lines(document: DocumentRoute[TokenRoute]) -> Iterator[list[Token]]:
     """Tokens up to the end of each line of the document."""
     line: list[Token] = []
     for token in document.tokens:
@@ -114,16 +119,21 @@ def _lines(document: DocumentRoute) -> Iterator[list[Token]]:
 
 
 def _token(token: TokenRoute) -> Token:
-    shown = visible(token.text, token.piece)
-    kinds = ["t"]
+    kinds = []
     if token.adapt_weight is None or token.base_log_probability is None or token.adapt_log_probability is None:
         kinds.append("n")
     else:
         gain = token.adapt_log_probability - token.base_log_probability
         kinds += [f"w{place_of(token.adapt_weight)}", f"e{place_of((gain / EVIDENCE + 1) / 2)}"]
         kinds += [] if token.is_counted else ["p"]
-    kinds += [] if token.text else ["x"]
-    return Token(" " * shown.startswith(" "), " ".join(kinds), shown.removeprefix(" "))
+    return shown_token(token, kinds)
+
+
+def shown_token(token: TokenRoute | TokenPaths, kinds: Sequence[str]) -> Token:
+    """A token of the page, with the classes that colour it."""
+    shown = visible(token.text, token.piece)
+    classes = ["t", *kinds, *([] if token.text else ["x"])]
+    return Token(" " * shown.startswith(" "), " ".join(classes), shown.removeprefix(" "))
 
 
 def _paths(report: RouteReport) -> dict[str, str]:
@@ -150,8 +160,13 @@ def _notes(report: RouteReport) -> Iterator[str]:
         "Losses are in nats per token, over the tokens that count: all but the first of a document, and of a question "
         "its answer alone. Prompts are in italics. The routed share is the mean weight of the adapt path."
     )
+    yield from reading_notes(report.sequence_length, report.step)
+
+
+def reading_notes(sequence_length: int, step: int) -> Iterator[str]:
+    """How texts were read, and how the page is read."""
     yield (
-        f"Longer documents are read in windows of {report.sequence_length} tokens, {report.step} apart; each token is "
+        f"Longer documents are read in windows of {sequence_length} tokens, {step} apart; each token is "
         "shown as the first window that holds it gives it."
     )
     yield "Hover over a token for its numbers, or move with Tab and the arrow keys; a click makes a link to it."

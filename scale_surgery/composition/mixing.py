@@ -1,0 +1,63 @@
+"""The numbers of the router of a composed folder: what they may be, and how they are changed in place."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from scale_surgery.checkpoint.files import plain_json, write_json, write_text
+from scale_surgery.checkpoint.folder import read_text
+from scale_surgery.checkpoint.names import CONFIG_FILE
+from scale_surgery.checkpoint.numbering import CONFIG_KEY
+from scale_surgery.composition.record import RECORD_FILE, Mixing, read_composition
+from scale_surgery.errors import CheckpointError, PlanError
+from scale_surgery.fields import fields_of
+
+
+def mixing_problems(mixing: Mixing, names: Sequence[str]) -> list[str]:
+    """Numbers of a router over a base and expansions that make no sense.
+
+    Args:
+        mixing: The numbers.
+        names: Of the expansions.
+    """
+    expected = fields_of(Mixing)["switch_rate"].expects(mixing.switch_rate)
+    problems = [] if expected is None else [f"switch rate: is {mixing.switch_rate}, expected {expected}."]
+    prior = mixing.prior
+    if prior is not None and (len(prior) != len(names) + 1 or min(prior) <= 0 or abs(sum(prior) - 1) > 1e-6):
+        found = ", ".join(f"{own:g}" for own in prior)
+        wanted = f"{len(names) + 1} positive weights of sum 1: the base, {', '.join(names)}"
+        problems.append(f"prior: is {found}, expected {wanted}.")
+    return problems
+
+
+def set_mixing(composed: str | Path, mixing: Mixing) -> None:
+    """Change the numbers of the router of a composed folder in place; config.json and composed.json are written.
+
+    Args:
+        composed: The folder.
+        mixing: How its paths are to be mixed.
+
+    Raises:
+        PlanError: If the numbers make no sense.
+        CheckpointError: If this is no composed folder, or it cannot be written; then nothing has changed.
+    """
+    path = Path(composed)
+    checkpoint, record = read_composition(path)
+    if problems := mixing_problems(mixing, record.names):
+        raise PlanError.from_problems(problems)
+    own = {**checkpoint.config[CONFIG_KEY], "mixing": plain_json(asdict(mixing))}
+    before = read_text(checkpoint, CONFIG_FILE)
+    try:
+        write_json(path / CONFIG_FILE, {**checkpoint.config, CONFIG_KEY: own})
+        # the last verification stays; it names the numbers that it is about
+        write_json(path / RECORD_FILE, asdict(replace(record, mixing=mixing)))
+    except (OSError, CheckpointError) as error:
+        # the two say the same, or nothing has changed
+        with contextlib.suppress(OSError, CheckpointError):
+            write_text(path / CONFIG_FILE, before)
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{path}: cannot be written ({error.strerror or error}). Check the folder.") from error

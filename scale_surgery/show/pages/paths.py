@@ -1,0 +1,178 @@
+"""A route report of a composed model as one HTML page: tokens coloured by path, the numbers of all paths on hover.
+
+The page itself is templates/path_report.html; here is what its gaps are filled with.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from scale_surgery.show.pages.filling import fill, write
+from scale_surgery.show.pages.routing import Document, Token, page_colours, reading_notes, shown_token
+from scale_surgery.show.palette import DARK, LIGHT, Palette
+from scale_surgery.show.path_colours import OTHERS_COLOUR, PATH_COLOURS, Colouring, choose_colours
+from scale_surgery.show.visible import visible_line, visible_text
+
+if TYPE_CHECKING:
+    from scale_surgery.routing.path_records import PathReport, PathTotals, TokenPaths
+    from scale_surgery.routing.records import DocumentRoute, FileRoute
+
+# nats by which a path has to be ahead of every other to be the one that predicted a token best
+LEAD = 0.1
+PATTERN = "repeating-linear-gradient(45deg, {} 0 3px, #e4e6ea 3px 6px)"
+
+
+@dataclass(frozen=True)
+class Place:
+    """A colour of the page: its number, the letter that says the same without it, and who has it."""
+
+    number: int
+    letter: str
+    name: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """A path in the summary of a file, with the width of a bar in per cent."""
+
+    name: str
+    place: int
+    loss: str
+    bar: str
+    share: str
+
+
+@dataclass(frozen=True)
+class File:
+    """A file of the page: its summary, and its documents."""
+
+    name: str
+    cells: list[str]
+    rows: list[Row]
+    mixed: str
+    documents: list[Document]
+
+
+def write_path_page(report: PathReport, file: Path) -> None:
+    """Write a report as a page, whole or not at all; an existing file is replaced.
+
+    Raises:
+        CheckpointError: If it cannot be written.
+    """
+    write(render_path_page(report), file)
+
+
+def render_path_page(report: PathReport) -> str:
+    """Make the page.
+
+    Args:
+        report: What was found.
+
+    Returns:
+        HTML that refers to no other file.
+    """
+    colouring = choose_colours(report.routing.names, report.shares)
+    return fill(
+        "path_report.html",
+        title=f"Which path gave each token: {report.model}",
+        facts=f"Base {report.base} · router {report.routing.description}",
+        light=_variables(LIGHT),
+        dark=_variables(DARK),
+        places=[Place(place, _letter(place, colouring), name) for place, name in colouring.named_places()],
+        lead=f"{LEAD:g}",
+        files=[_file(file, colouring) for file in report.files],
+        notes=list(_notes(report)),
+        data=_data(report, colouring),
+    )
+
+
+def _variables(palette: Palette) -> dict[str, str]:
+    """Colours of a page, and what is written on each; the base's is that of the page itself."""
+    own = {0: (PATH_COLOURS[0], LIGHT.text) if palette is LIGHT else (palette.line, palette.text)}
+    own |= {place: (colour, LIGHT.text) for place, colour in enumerate(PATH_COLOURS) if place}
+    own |= {len(PATH_COLOURS): (PATTERN.format(OTHERS_COLOUR), LIGHT.text)}
+    colours = {f"p{place}": colour for place, (colour, _) in own.items()}
+    return page_colours(palette) | colours | {f"on{place}": text for place, (_, text) in own.items()}
+
+
+def _letter(place: int, colouring: Colouring) -> str:
+    """What says without colour where a path begins; the base has none."""
+    return "+" if place == colouring.others else chr(ord("a") + place - 1) if place else ""
+
+
+def _file(file: FileRoute[TokenPaths, PathTotals], colouring: Colouring) -> File:
+    totals = file.totals
+    numbers = zip(colouring.names, colouring.places, totals.nats_per_token, totals.shares, strict=True)
+    return File(
+        file.file,
+        [f"{totals.documents:,}", f"{totals.tokens:,}"],
+        [
+            Row(name, place, f"{loss:.4f}", f"{0.0 if math.isnan(share) else 100 * share:.1f}", f"{share:.1%}")
+            for name, place, loss, share in numbers
+        ],
+        f"{totals.mixed_nats_per_token:.4f}",
+        [Document(one.place_in(file.file), one.source, list(_lines(one, colouring))) for one in file.documents],
+    )
+
+
+def _lines(document: DocumentRoute[TokenPaths], colouring: Colouring) -> Iterator[list[Token]]:
+    """Tokens up to the end of each line of the document; where a path begins is marked."""
+    line: list[Token] = []
+    before: tuple[int | None, int | None] = (None, None)
+    for token in document.tokens:
+        now = colouring.place_of(token.weights), _best(token.log_probabilities, colouring)
+        line.append(shown_token(token, list(_kinds(token, now, before))))
+        before = now
+        if token.text.endswith("\n"):
+            yield line
+            line = []
+    if line:
+        yield line
+
+
+def _kinds(
+    token: TokenPaths, now: tuple[int | None, int | None], before: tuple[int | None, int | None]
+) -> Iterator[str]:
+    """The classes that colour a token: by weight and by evidence, and whether its path begins there."""
+    if token.weights is None:
+        yield "n"
+        return
+    for own, last, colour, begins in zip(now, before, "we", "sf", strict=True):
+        if own is not None:
+            yield f"{colour}{own}"
+            if own != last:
+                yield begins
+    if not token.is_counted:
+        yield "p"
+
+
+def _best(logs: Sequence[float] | None, colouring: Colouring) -> int | None:
+    """The place of the path that predicted a token best; None where none is ahead."""
+    if logs is None or any(map(math.isnan, logs)):
+        return None
+    first, second = sorted(logs, reverse=True)[:2]
+    return colouring.places[list(logs).index(first)] if first - second >= LEAD else None
+
+
+def _data(report: PathReport, colouring: Colouring) -> dict[str, Any]:
+    """The numbers of the tokens, for the page's script."""
+    rows = []
+    for record in report.records():
+        names = [visible_text(record["text"]), visible_line(record["piece"])]
+        known = [record["log_probabilities"], record["weights"]]
+        numbers = [None if own is None else list(own.values()) for own in known]
+        rows.append([*names, record["id"], record["position"], *numbers, record["mixed_log_probability"]])
+    return {"tokens": rows, "paths": list(map(visible_line, colouring.names)), "places": list(colouring.places)}
+
+
+def _notes(report: PathReport) -> Iterator[str]:
+    yield (
+        "Losses are in nats per token, over the tokens that count: all but the first of a document, and of a question "
+        "its answer alone. Prompts are in italics. A share is the mean weight of a path. A small letter stands where "
+        "the text of a path begins."
+    )
+    yield from reading_notes(report.sequence_length, report.step)

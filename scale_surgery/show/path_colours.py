@@ -1,0 +1,161 @@
+"""K + 1 paths made visible: a colour for each, and their names where there are no colours.
+
+The hues are Okabe and Ito's (2008), as light as dark text on them needs; the base is grey. No two of them look alike to
+people with any colour vision. Eight can be told apart, no more: of more expansions, those with the least weight share a
+pattern, "others". A token has the colour of the path with at least half of the weight, and none where no path has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.text import Text
+
+from scale_surgery.show.palette import LIGHT
+from scale_surgery.show.visible import visible_line, visible_text
+
+OPENING, CLOSING = "⟦", "⟧"
+# the base, then expansions
+PATH_COLOURS = ("#e4e6ea", "#f0654c", "#3791fe", "#9cbaab", "#b67eb4", "#5bd0fe", "#ffd047", "#eda303")
+OTHERS_COLOUR = "#b9bdc6"
+# of a terminal with few colours
+FEW_COLOURS = ("white", "yellow", "bright_blue", "green", "bright_magenta", "cyan", "bright_yellow", "bright_red")
+# share of the weight from which on a token is said to come from a path
+MOST_OF_IT = 0.5
+
+
+@dataclass(frozen=True)
+class Colouring:
+    """Which path has which colour.
+
+    Attributes:
+        names: Of all paths, the base's first.
+        places: Of each path its place among PATH_COLOURS, or that after the last one for those that share it.
+    """
+
+    names: tuple[str, ...]
+    places: tuple[int, ...]
+
+    @property
+    def others(self) -> int:
+        """The place of paths without a colour of their own."""
+        return len(PATH_COLOURS)
+
+    def named_places(self) -> Iterator[tuple[int, str]]:
+        """Each place that is taken, and who has it."""
+        own = dict(zip(self.places, self.names, strict=True))
+        own.pop(self.others, None)
+        yield from own.items()
+        shared = [name for name, place in zip(self.names, self.places, strict=True) if place == self.others]
+        if shared:
+            yield self.others, f"others ({', '.join(shared)})"
+
+    def place_of(self, weights: Sequence[float] | None) -> int | None:
+        """The place of the path from which a token comes; None where no path has half of the weight."""
+        path = leading(weights)
+        return None if path is None else self.places[path]
+
+
+def leading(weights: Sequence[float] | None) -> int | None:
+    """The path that has at least half of the weight; None where there is none, or nothing is known of them."""
+    if weights is None:
+        return None
+    path = max(range(len(weights)), key=weights.__getitem__)
+    return path if weights[path] >= MOST_OF_IT else None
+
+
+def choose_colours(names: Sequence[str], shares: Sequence[float] | None = None) -> Colouring:
+    """Give each path a colour; where expansions are too many, those with the largest shares get one.
+
+    Args:
+        names: Of all paths, the base's first.
+        shares: Weight of each, where that is known; by default the first ones get a colour.
+    """
+    expansions = list(range(1, len(names)))
+    if shares is not None:
+        expansions.sort(key=lambda path: -shares[path])
+    seen = sorted(expansions[: len(PATH_COLOURS) - 1])
+    places = {0: 0} | {path: place for place, path in enumerate(seen, start=1)}
+    return Colouring(tuple(names), tuple(places.get(path, len(PATH_COLOURS)) for path in range(len(names))))
+
+
+def path_styles(console: Console) -> list[str]:
+    """Styles of all places on a console."""
+    if console.color_system in ("standard", "windows"):
+        return [*(f"black on {colour}" for colour in FEW_COLOURS), "black on white underline"]
+    own = [f"{LIGHT.text} on {colour}" for colour in PATH_COLOURS]
+    return [*own, f"{LIGHT.text} on {OTHERS_COLOUR} underline"]
+
+
+class PathLegend:
+    """What the colours of paths mean, or the brackets where there are no colours."""
+
+    def __init__(self, colouring: Colouring, *, is_plain: bool) -> None:
+        self.colouring, self.is_plain = colouring, is_plain
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        if self.is_plain:
+            yield Text(
+                f"in {OPENING}name: {CLOSING}: from that expansion, which has most of the weight; the rest from the "
+                "base, or from no path alone",
+                style="dim",
+            )
+            return
+        styles = path_styles(console)
+        chips = [
+            Text.assemble(("  ", styles[place]), f" {visible_line(name)}")
+            for place, name in self.colouring.named_places()
+        ]
+        yield Text("   ").join([*chips, Text("no colour: no path has half the weight", style="dim")])
+
+
+class ColouredPaths:
+    """Colours the background of tokens by the path that they come from."""
+
+    def __init__(self, colouring: Colouring, styles: Sequence[str]) -> None:
+        self.colouring, self.styles = colouring, styles
+
+    def mark(self, text: str, weight: float | Sequence[float] | None) -> Text:
+        """The token in its colour; a line break has none, which a terminal would draw to the end of the line."""
+        place = self.colouring.place_of(_of_paths(weight))
+        style = "" if place is None else self.styles[place]
+        return Text("\n").join(Text(line, style=style) for line in visible_text(text).split("\n"))
+
+    def end(self) -> Text:
+        """Nothing: each token ends its own colour."""
+        return Text()
+
+
+class BracketedPaths:
+    """Puts brackets around tokens of an expansion, with its name."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = names
+        self.path = 0
+
+    def mark(self, text: str, weight: float | Sequence[float] | None) -> Text:
+        """The token, behind what opens or closes; no bracket goes over the end of a line."""
+        if not text:
+            return Text()
+        path = leading(_of_paths(weight)) or 0
+        before, self.path = self.path, path
+        shown, line_end = text.removesuffix("\n"), "\n" * text.endswith("\n")
+        if path != before:
+            space = " " * shown.startswith(" ")
+            opening = f"{OPENING}{visible_line(self.names[path])}: " if path else ""
+            shown = CLOSING * (before > 0) + space + opening + visible_text(shown.removeprefix(" "))
+        else:
+            shown = visible_text(shown)
+        return Text(shown + (self.end().plain if line_end else "") + line_end)
+
+    def end(self) -> Text:
+        """What closes."""
+        was, self.path = self.path, 0
+        return Text(CLOSING if was else "")
+
+
+def _of_paths(weight: float | Sequence[float] | None) -> Sequence[float] | None:
+    """Weights of many paths; a number alone says nothing of them."""
+    return None if isinstance(weight, float | int) else weight

@@ -1,0 +1,166 @@
+"""Calibrating a composed folder: numbers against the model itself, what is written, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from scale_surgery import CalibrationSettings, CheckpointError, Mixing, PlanError, set_mixing
+from scale_surgery.cli.program import main
+from scale_surgery.composition.intact import find_damage
+from scale_surgery.composition.paths import MixedPaths, read_paths
+from scale_surgery.composition.record import read_composition
+from scale_surgery.routing.calibrate import Calibration, route_calibrate
+from scale_surgery.show.figure_calibration import calibration_figure
+from scale_surgery.show.tables_calibrate import render_calibration
+from tests.composed import Made
+from tests.conftest import load
+from tests.routing.test_calibrate import free
+from tests.routing.test_report import START, shown
+from tests.running.test_texts import lines
+
+NAMES = ("medicine", "law", "music")
+OLD = ("the quick brown fox jumps over the lazy dog", "and sleeps until the sun is up")
+
+
+@pytest.fixture(scope="module")
+def place(speaking: tuple[Made, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A composed folder, old text, and new text that the expansions wrote themselves, most of it music."""
+    place = tmp_path_factory.mktemp("calibrate_paths")
+    shutil.copytree(speaking[1], place / "composed")
+    lines(place / "old.jsonl", *({"text": text} for text in OLD))
+    tokenizer = load_tokenizer(place / "composed")
+    rows, model = [], load(place / "composed")
+    for name, letter in (("music", "a"), ("law", "b"), ("music", "c"), ("music", "d")):
+        ids = torch.tensor([[START, *tokenizer(letter, add_special_tokens=False)["input_ids"]]])
+        with model.use_expansion(name):
+            written = model.generate(ids, max_new_tokens=24, min_new_tokens=24, do_sample=False, pad_token_id=0)
+        rows.append({"text": tokenizer.decode(written[0, 1:], skip_special_tokens=True)})
+    lines(place / "new.jsonl", *rows)
+    return place
+
+
+def load_tokenizer(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def calibrate(place: Path, settings: CalibrationSettings, **options: Any) -> Calibration:
+    return route_calibrate(place / "composed", place / "old.jsonl", place / "new.jsonl", settings, **options)
+
+
+@pytest.fixture(scope="module")
+def found(place: Path) -> Calibration:
+    return calibrate(place, free("posterior"))
+
+
+@torch.no_grad()
+def nats(place: Path, side: str, **options: Any) -> float:
+    """Loss of the model with these numbers, text by text."""
+    model, tokenizer = load(place / "composed"), load_tokenizer(place / "composed")
+    total = 0.0
+    if options:
+        model.set_expansion(list(NAMES), **options)
+    for line in (place / f"{side}.jsonl").read_text(encoding="utf-8").splitlines():
+        ids = torch.tensor([[*tokenizer(json.loads(line)["text"])["input_ids"], tokenizer.eos_token_id]])
+        total -= float(model(ids).logits.log_softmax(-1)[0, :-1].gather(-1, ids[0, 1:, None]).double().sum())
+    return total
+
+
+def test_numbers_are_those_of_the_model_with_that_setting(place: Path, found: Calibration) -> None:
+    """Another prior and another rate, from what was read once, against the model that mixes so."""
+    assert found.present.routing == MixedPaths(("base", *NAMES), (0.25,) * 4, 0.05)
+    assert math.isclose(found.present.old.nats, nats(place, "old"), rel_tol=1e-5)
+    tried = {outcome.routing: outcome for outcome in found.outcomes}
+    uneven = [own for own in tried if isinstance(own, MixedPaths) and not own.splits_evenly and own.switch_rate == 0.1]
+    assert len(uneven) >= 8
+    for setting in uneven[:2]:
+        own = nats(place, "new", prior=setting.prior, switch_rate=0.1)
+        assert math.isclose(tried[setting].new.nats, own, rel_tol=1e-5)
+        assert not math.isclose(tried[setting].new.nats, found.present.new.nats, rel_tol=1e-4)
+
+
+def test_priors_follow_the_texts_and_bound_every_path(found: Calibration) -> None:
+    settings = [outcome.routing for outcome in found.outcomes]
+    assert len(set(settings)) == len(settings) and all(isinstance(own, MixedPaths) for own in settings)
+    asked = next(own for own in settings if isinstance(own, MixedPaths) and not own.splits_evenly)
+    base, medicine, law, music = asked.prior
+    # 0, 1 and 3 of four texts, and half a text each
+    assert [round(own * 5.5 / (1 - base), 6) for own in (medicine, law, music)] == [0.5, 1.5, 3.5]
+    assert asked.bound == -math.log(min(asked.prior)) > math.log(4)
+    # without switches no text loses more than the bound against the best path for it; with one path alone it may
+    for outcome in found.outcomes:
+        setting = outcome.routing
+        if isinstance(setting, MixedPaths) and setting.switch_rate == 0:
+            assert -1e-3 <= outcome.new.nats - found.adapt.new.nats <= 4 * setting.bound + 1e-3
+    assert found.base.new.nats - found.adapt.new.nats > 4 * math.log(4), "the control"
+
+
+def test_no_text_may_lose_more_than_now_unless_that_is_asked_for(place: Path, found: Calibration) -> None:
+    careful = calibrate(place, CalibrationSettings(most_forgetting=9.0))
+    assert careful.limits.bound == pytest.approx(math.log(4))
+    own = careful.best.routing
+    assert isinstance(own, MixedPaths) and own.is_even and own.switch_rate <= 0.05
+    looser = found.best.routing
+    assert isinstance(looser, MixedPaths) and not looser.is_even, "the control"
+    assert found.best.learning > careful.best.learning
+
+
+def test_it_is_shown_and_drawn(found: Calibration) -> None:
+    text = shown(render_calibration(found))
+    assert text.startswith("composed: posterior router over 4 paths: base, medicine, law, music\n")
+    assert "best path" in text and "others" in text and "expanded" in text and "adapt" not in text
+    assert max(map(len, text.splitlines()[:-1])) <= 80
+    labels = [own.get_text() for own in calibration_figure(found).legends[0].get_texts()]
+    assert "best path alone" in labels and sum(label.startswith("switch rate") for label in labels) == 8
+    content = json.loads(json.dumps(found.to_json()))
+    assert content["proposed"]["routing"]["prior"].keys() == {"base", *NAMES}
+
+
+def test_the_best_is_written_and_the_folder_stays_whole(place: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(place / "composed", tmp_path / "composed"))
+    asked = ["--most-forgetting", "9", "--most-short-forgetting", "9", "--least-gain", "0", "--bound", "9"]
+    texts = ["--old", str(place / "old.jsonl"), "--new", str(place / "new.jsonl")]
+    plot = ["-o", str(tmp_path / "plot.svg")]
+    result = CliRunner().invoke(main, ["route-calibrate", str(folder), *texts, *asked, *plot, "--write", "--json"])
+    assert result.exit_code == 0, result.output
+    content = json.loads(result.stdout)
+    assert content["written"] is True and (tmp_path / "plot.svg").stat().st_size > 10_000
+    checkpoint, record = read_composition(folder)
+    setting = read_paths(checkpoint.config["scale_surgery"])
+    assert setting is not None and setting.settings == content["proposed"]["routing"]
+    assert record.mixing == setting.mixing and not find_damage(checkpoint, record).problems
+    model = load(folder)
+    assert model.choice.mixture.prior == pytest.approx(setting.prior)
+    # the control: the folder that it was copied from is another
+    assert read_composition(place / "composed")[1].mixing == Mixing(switch_rate=0.05)
+
+
+def test_numbers_are_set_in_both_files_or_in_none(place: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(place / "composed", tmp_path / "composed"))
+    before = {file.name: file.read_bytes() for file in folder.glob("*.json")}
+    with pytest.raises(PlanError) as refused:
+        set_mixing(folder, Mixing((0.5, 0.5), 1.5))
+    assert str(refused.value).splitlines() == [
+        "switch rate: is 1.5, expected a share, at least 0 and less than 1.",
+        "prior: is 0.5, 0.5, expected 4 positive weights of sum 1: the base, medicine, law, music.",
+    ]
+    (folder / "composed.json.tmp").mkdir()
+    with pytest.raises(CheckpointError, match="Take it away"):
+        set_mixing(folder, Mixing((0.4, 0.2, 0.2, 0.2), 0.0))
+    (folder / "composed.json.tmp").rmdir()
+    assert {file.name: file.read_bytes() for file in folder.glob("*.json")} == before
+    set_mixing(folder, Mixing((0.4, 0.2, 0.2, 0.2), 0.0))
+    assert not find_damage(*read_composition(folder)).problems
+    set_mixing(folder, read_composition(place / "composed")[1].mixing)
+    assert {file.name: file.read_bytes() for file in folder.glob("*.json")} == before
+    with pytest.raises(CheckpointError, match="expected a folder made by"):
+        set_mixing(tmp_path, Mixing())

@@ -1,0 +1,195 @@
+"""Route reports of composed models: numbers against each path alone, colours, page, terminal, JSON."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from scale_surgery.cli.program import main
+from scale_surgery.composition.paths import MixedPaths
+from scale_surgery.routing.path_records import PathReport, PathTotals, TokenPaths
+from scale_surgery.routing.records import DocumentRoute, FileRoute
+from scale_surgery.routing.report import route_report
+from scale_surgery.show.pages.paths import render_path_page
+from scale_surgery.show.palette import DARK, LIGHT, parse_colour
+from scale_surgery.show.path_colours import PATH_COLOURS, choose_colours, leading
+from scale_surgery.show.tables_route_report import render_path_report
+from tests.composed import Made
+from tests.conftest import load
+from tests.routing.test_report import COLOUR_VISION, STORY, contrast, parse, seen_by, shown, strictly, tokens_of
+
+NAMES = ("base", "medicine", "law", "music")
+
+
+@pytest.fixture(scope="module")
+def report(speaking: tuple[Made, Path], tmp_path_factory: pytest.TempPathFactory) -> PathReport:
+    file = tmp_path_factory.mktemp("texts") / "story.txt"
+    file.write_text(STORY, encoding="utf-8")
+    found = route_report(speaking[1], file, sequence_length=40, step=16)
+    assert isinstance(found, PathReport)
+    return found
+
+
+@torch.no_grad()
+def test_every_token_is_scored_as_each_path_alone_gives_it(speaking: tuple[Made, Path], report: PathReport) -> None:
+    """In the first window that holds it, each path as the model that apply writes, the mixture as the folder loads."""
+    made, folder = speaking
+    alone, model = [made.alone(name) for name in (None, *made.extracts)], load(folder)
+    tokens: Any = tokens_of(report)  # type: ignore[arg-type]
+    ids = torch.tensor([[token.id for token in tokens]])
+    for at in range(1, len(tokens), 23):
+        left = next(left for left in range(0, len(tokens), 16) if at < left + 40)
+        window, place = ids[:, left : left + 40], at - left - 1
+        given = [own(window).logits[0, place].log_softmax(-1)[tokens[at].id] for own in (*alone, model)]
+        assert torch.allclose(torch.tensor(tokens[at].log_probabilities), torch.stack(given[:-1]), rtol=1e-4)
+        assert math.isclose(tokens[at].mixed_log_probability, float(given[-1]), rel_tol=1e-4)
+        weights = model.score_tokens(window).weights[0, place]
+        assert torch.allclose(torch.tensor(tokens[at].weights), weights, atol=1e-5)
+    assert report.routing == MixedPaths(NAMES, (0.25,) * 4, 0.05) and report.base == "base"
+    assert tokens[0].weights is None and tokens[0].log_probabilities is None
+
+
+def test_totals_are_means_over_the_tokens_that_count(report: PathReport) -> None:
+    (file,) = report.files
+    counted = [token for document in file.documents for token in document.tokens if token.is_counted]
+    assert len(counted) == file.totals.tokens == len(tokens_of(report)) - 1  # type: ignore[arg-type]
+    for path in range(len(NAMES)):
+        losses = [-(token.log_probabilities or ())[path] for token in counted]
+        assert math.isclose(file.totals.nats_per_token[path], sum(losses) / len(losses), rel_tol=1e-5)
+    assert math.isclose(sum(file.totals.shares), 1, rel_tol=1e-6) and report.shares == file.totals.shares
+    assert len(set(file.totals.nats_per_token)) == len(NAMES), "the control: the paths differ"
+    content = strictly(json.dumps(report.to_json()))
+    assert content["routing"] == {"router": "posterior", "prior": dict.fromkeys(NAMES, 0.25), "switch_rate": 0.05}
+    assert list(content["files"][0]["shares"]) == list(content["tokens"][5]["weights"]) == list(NAMES)
+    assert content["tokens"][0]["weights"] is None
+
+
+def token(position: int, text: str, *weights: float, best: int = 0) -> TokenPaths:
+    logs = tuple(-1.0 if path == best else -3.0 for path in range(len(weights)))
+    known = (logs, weights, -1.0) if weights else ()
+    return TokenPaths(position, text, text, 7, position > 0, *known)
+
+
+def handmade(*tokens: TokenPaths, names: tuple[str, ...] = NAMES[:3]) -> PathReport:
+    even = (1 / len(names),) * len(names)
+    totals = PathTotals(1, len(tokens), (2.0, 1.0, 3.0, *[3.0] * (len(names) - 3)), even, 1.5)
+    files = (FileRoute("a.txt", totals, (DocumentRoute("a.txt", tokens),)),)
+    return PathReport("composed", "base", MixedPaths(names, even, 0.01), 64, 32, None, files)
+
+
+TOKENS = (
+    token(0, "<s>"),
+    token(1, "An", 0.9, 0.05, 0.05),
+    token(2, "na", 0.1, 0.8, 0.1, best=1),
+    token(3, " Berg", 0.1, 0.7, 0.2, best=2),
+    token(4, " is", 0.4, 0.3, 0.3),
+    token(5, "\n", 0.0, 0.0, 1.0, best=2),
+    token(6, "[b]new", 0.0, 0.1, 0.9, best=2),
+)
+
+
+def test_the_terminal_names_paths_where_it_has_no_colours() -> None:
+    text = shown(render_path_report(handmade(*TOKENS))).splitlines()
+    assert text[3:7] == ["a.txt", "<s>An⟦medicine: na Berg⟧ is⟦law: ↵⟧", "⟦law: [b]new⟧", ""]
+    assert text[7].startswith("routing  (posterior over 3 paths, prior 0.333 each, switch rate 0.01;")
+    assert [line.split() for line in text[-5:]] == [
+        ["a.txt", "7"], ["base", "2.0000", "33.3%"], ["medicine", "1.0000", "33.3%"], ["law", "3.0000", "33.3%"],
+        ["mixed", "1.5000"],
+    ]  # fmt: skip
+
+
+def test_the_terminal_colours_paths() -> None:
+    text = shown(render_path_report(handmade(*TOKENS)), colours="truecolor")
+    numbers = [";".join(map(str, parse_colour(colour))) for colour in PATH_COLOURS]
+    first, second = numbers[1:3]
+    assert text.index(f"48;2;{first}") < text.index("medicine") < text.index(f"48;2;{second}") < text.index("law")
+    assert f"48;2;{first}mna" in text and f"48;2;{second}m[b]new" in text
+    few = shown(render_path_report(handmade(*TOKENS)), colours="standard")
+    assert "\x1b[30;43mna" in few and "48;2" not in few
+
+
+def test_the_page_colours_by_weight_and_by_evidence() -> None:
+    page = parse(render_path_page(handmade(*TOKENS)))
+    assert page.tokens == [
+        ["t n", "<s>"],
+        ["t w0 s e0 f", "An"],
+        ["t w1 s e1 f", "na"],
+        ["t w1 e2 f", "Berg"],
+        ["t e0 f", "is"],
+        ["t w2 s e2 f", "↵"],
+        ["t w2 e2", "[b]new"],
+    ]
+    data = strictly(page.data)
+    assert data["paths"] == list(NAMES[:3]) and data["places"] == [0, 1, 2]
+    assert data["tokens"][2] == ["na", "na", 7, 2, [-3.0, -1.0, -3.0], [0.1, 0.8, 0.1], -1.0]
+    assert [tag for tag, _ in page.tags].count("script") == 2
+    assert all(name in page.text for name in (*NAMES[:3], "mixed", "33.3%", "1.5000"))
+
+
+def test_names_and_texts_cannot_leave_the_page() -> None:
+    text = "</script><script>alert(1)</script><!--"
+    evil = replace(handmade(token(0, "a"), token(1, text, 1.0, 0.0, 0.0)), model="<u>model", base="<s>base")
+    page = parse(render_path_page(evil))
+    assert [tag for tag, _ in page.tags].count("script") == 2 and not [tag for tag, _ in page.tags if tag in ("u", "s")]
+    assert strictly(page.data)["tokens"][1][0] == text == page.tokens[1][1]
+
+
+def test_of_too_many_paths_the_smallest_share_a_pattern() -> None:
+    names = ("base", *(f"own{place}" for place in range(1, 11)))
+    shares = [0.0, 0.01, 0.3, *[0.08] * 6, 0.02, 0.19]
+    colouring = choose_colours(names, shares)
+    assert colouring.places == (0, 8, 1, 2, 3, 4, 5, 6, 8, 8, 7)
+    assert list(colouring.named_places())[-1] == (8, "others (own1, own8, own9)")
+    assert choose_colours(names).places == (*range(8), 8, 8, 8)
+    page = render_path_page(handmade(token(0, "<s>"), names=names))
+    assert "others (own8, own9, own10)" in parse(page).text
+    assert leading([0.2, 0.5, 0.3]) == 1 and leading([0.4, 0.3, 0.3]) is None and leading(None) is None
+
+
+def seen_apart(one: str, other: str, vision: str | None) -> float:
+    """Distance of two colours in Oklab (Ottosson 2020) as somebody sees them."""
+    own = [[1.0, 0, 0], [0, 1.0, 0], [0, 0, 1.0]] if vision is None else COLOUR_VISION[vision]
+    cones = torch.tensor([
+        [0.4122214708, 0.5363325363, 0.0514459929],
+        [0.2119034982, 0.6806995451, 0.1073969566],
+        [0.0883024619, 0.2817188376, 0.6299787005],
+    ])  # fmt: skip
+    opponent = torch.tensor([
+        [0.2104542553, 0.7936177850, -0.0040720468],
+        [1.9779984951, -2.4285922050, 0.4505937099],
+        [0.0259040371, 0.7827717662, -0.8086757660],
+    ])  # fmt: skip
+    places = [opponent @ (cones @ seen_by(colour, own).clamp(0, 1)) ** (1 / 3) for colour in (one, other)]
+    return float((places[0] - places[1]).norm())
+
+
+@pytest.mark.parametrize("vision", [None, *COLOUR_VISION])
+def test_paths_are_told_apart_with_any_colour_vision(vision: str | None) -> None:
+    pairs = list(itertools.combinations(PATH_COLOURS, 2))
+    assert min(seen_apart(*pair, vision) for pair in pairs) > 0.09
+    assert min(contrast(LIGHT.text, colour) for colour in PATH_COLOURS) >= 5.5
+    assert contrast(DARK.text, DARK.line) >= 5.5
+    # the test can fail: Okabe and Ito's own green and purple, each as light as text on it needs
+    assert vision != "deutan" or seen_apart("#2bb384", "#cf8fbf", vision) < 0.09
+
+
+def test_the_command_writes_what_is_asked_for(speaking: tuple[Made, Path], tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("Anna Berg\n")
+    outputs = [tmp_path / f"out.{kind}" for kind in ("html", "jsonl", "json")]
+    asked = [word for file in outputs for word in ("-o", str(file))]
+    result = CliRunner().invoke(main, ["route-report", str(speaking[1]), "--text", str(tmp_path / "a.txt"), *asked])
+    assert result.exit_code == 0, result.output
+    assert "posterior over 4 paths" in result.output.replace("\n", " ")
+    rows = [strictly(line) for line in outputs[1].read_text().splitlines()]
+    assert rows == strictly(outputs[2].read_text())["tokens"] and len(rows) == 12
+    assert "law" in outputs[0].read_text()
+    stock = CliRunner().invoke(main, ["route-report", str(speaking[0].base), "--text", str(tmp_path / "a.txt")])
+    assert stock.exit_code == 1 and "has one path only" in stock.output

@@ -1,0 +1,101 @@
+"""Answers of composed folders: each token with the weights of its paths, and one path alone by its name."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from transformers import AutoTokenizer
+
+from scale_surgery import PlanError, generate
+from scale_surgery.cli.program import main
+from tests.composed import Made
+from tests.conftest import load
+from tests.talking.test_generate import DRIFT, GREEDY, PROMPTS, by_transformers, ids_of
+
+NAMES = ("base", "medicine", "law", "music")
+
+
+@torch.no_grad()
+def test_the_mixture_answers_and_says_whom_each_token_came_from(speaking: tuple[Made, Path]) -> None:
+    folder = speaking[1]
+    found = generate(folder, PROMPTS[0], replace(GREEDY, max_new_tokens=48))
+    (answer,) = found.answers
+    assert ids_of(answer) == by_transformers(folder, PROMPTS[0], do_sample=False, max_new_tokens=48)
+    read = AutoTokenizer.from_pretrained(folder)(PROMPTS[0], return_tensors="pt")["input_ids"]
+    scores = load(folder).score_tokens(torch.cat((read, torch.tensor([ids_of(answer)])), 1))
+    weights = torch.tensor([token.path_weights for token in answer.tokens])
+    torch.testing.assert_close(weights, scores.weights[0, read.shape[1] - 1 :], atol=DRIFT, rtol=0)
+    assert (weights.amax(0) - weights.amin(0)).max() > 50 * DRIFT, "the control: they are not all alike"
+    assert found.base == "base" and found.routing is not None and found.routing.names == NAMES
+    content = found.to_json()
+    assert content["routing"]["prior"] == dict.fromkeys(NAMES, 0.25)
+    first = content["answers"][0]["tokens"][0]
+    assert first["adapt_weight"] == pytest.approx(1 - first["path_weights"][0])
+
+
+def test_one_path_answers_alone(speaking: tuple[Made, Path]) -> None:
+    made, folder = speaking
+    answers = {}
+    for name in NAMES:
+        found = generate(folder, PROMPTS, replace(GREEDY, expansion=name), compare=name == "law")
+        alone = made.base if name == "base" else made.folders[name]
+        answers[name] = tuple(map(ids_of, found.answers))
+        expected = [by_transformers(alone, prompt, do_sample=False, max_new_tokens=24) for prompt in PROMPTS]
+        assert list(answers[name]) == expected
+        assert all(token.path_weights is None for answer in found.answers for token in answer.tokens)
+        if name == "law":
+            assert tuple(map(ids_of, found.base_answers)) == answers["base"]
+    assert len({str(own) for own in answers.values()}) == len(NAMES), "the control: they differ"
+
+
+def test_a_name_that_is_none_is_refused(speaking: tuple[Made, Path]) -> None:
+    made, folder = speaking
+    with pytest.raises(PlanError) as refused:
+        generate(folder, "a", replace(GREEDY, expansion="lw", max_new_tokens=0))
+    assert str(refused.value).splitlines()[-1] == (
+        "expansion lw: is no path of composed, expected base or medicine or law or music."
+    )
+    for other in (made.base, made.folders["law"]):
+        with pytest.raises(PlanError, match="has no expansions under names, expected a composed folder"):
+            generate(other, "a", replace(GREEDY, expansion="law"))
+
+
+def run(*words: Any, **options: Any) -> str:
+    result = CliRunner().invoke(main, [str(word) for word in words], **options)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_names_stand_where_there_are_no_colours(speaking: tuple[Made, Path]) -> None:
+    asked = ["--prompt", "Anna Berg", "--temperature", "0", "--max-new-tokens", "40"]
+    text = run("generate", speaking[1], *asked, "--paths", "--compare")
+    opened = [name for name in NAMES[1:] if f"⟦{name}: " in text]
+    assert opened and "in ⟦name: ⟧: from that expansion" in text
+    columns = text.splitlines()
+    assert columns[0].split() == ["base", "expanded"] and any(line[:38].strip() for line in columns[1:4])
+    assert "⟦" not in run("generate", speaking[1], *asked, "--no-paths")
+    assert "⟦" not in run("generate", speaking[1], *asked, "--paths", "--expansion", "law").split("in ⟦name")[0]
+
+
+def test_a_conversation_changes_who_answers(speaking: tuple[Made, Path]) -> None:
+    typed = "Anna\n/set expansion law\n/reset\nAnna\n/set expansion\n/reset\nAnna\n"
+    asked = ["--temperature", "0", "--max-new-tokens", "12", "--json"]
+    content = json.loads(run("chat", speaking[1], *asked, input=typed))
+    first, second, third = content["answers"]
+    assert first == third and first["text"] != second["text"]
+    alone = generate(speaking[0].folders["law"], "Anna", replace(GREEDY, max_new_tokens=12))
+    assert second["text"] == alone.answers[0].text
+    assert first["tokens"][0]["path_weights"] and "path_weights" not in second["tokens"][0]
+    said = run("chat", speaking[1], input="/set expansion history\n")
+    assert "composed, routed: posterior over 4 paths" in said
+    assert "expansion history: is no path of this model, expected base or medicine or law or music." in said.replace(
+        "\n", " "
+    )
+    stock = run("chat", speaking[0].base, input="/set expansion law\n")
+    assert "/set expansion: cannot be set here" in stock
