@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from scale_surgery.checkpoint.files import plain_json
 from scale_surgery.checkpoint.names import COMPOSED_FILE
 from scale_surgery.composition.members import manifest_of
-from scale_surgery.composition.record import Mixing, read_composition
+from scale_surgery.composition.record import Composition, Mixing, read_composition
 from scale_surgery.errors import CheckpointError
 from scale_surgery.evidence.promises import Promise
 from scale_surgery.surgery.record import Manifest
@@ -87,7 +88,7 @@ def summarise_composition(path: Path) -> CompositionSummary:
     """
     _, record = read_composition(path)
     try:
-        verified, promises, required = _verification(record.verification)
+        verified, promises, required = _verification(record)
     except (LookupError, TypeError) as error:
         raise CheckpointError(
             f"{path / COMPOSED_FILE}: verification is incomplete ({error}). Run scale-surgery verify again."
@@ -104,12 +105,16 @@ def summarise_composition(path: Path) -> CompositionSummary:
     )
 
 
-def _verification(found: Mapping[str, Any] | None) -> tuple[str, tuple[Promise, ...], tuple[str, ...]]:
+def _verification(record: Composition) -> tuple[str, tuple[Promise, ...], tuple[str, ...]]:
     """Date and result, promises, and those that decide, as composed.json has them."""
+    found = record.verification
     if found is None:
         return "never", (), ()
     promises = tuple(Promise(**{**own, "problems": tuple(own["problems"])}) for own in found["promises"])
-    return f"{'passed' if found['passed'] else 'FAILED'} {found['date']}", promises, tuple(found["required"])
+    said = f"{'passed' if found['passed'] else 'FAILED'} {found['date']}"
+    is_other = found["mixing"] != plain_json(asdict(record.mixing))
+    said += "; the router's numbers changed since" if is_other else ""
+    return said, promises, tuple(found["required"])
 
 
 def _summarise(manifest: Manifest) -> MemberSummary:

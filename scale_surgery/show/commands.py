@@ -94,11 +94,9 @@ def after_verification(result: Verification) -> str:
 def after_evaluation(result: Evaluation, model: str) -> str:
     """What to do with a model that was measured: expand it, train it, see what training did, see how it routes."""
     kinds = {score.kind for score in result.scores}
-    if "adapt" in kinds:
+    if kinds & {"adapt", "path"}:
         texts = (word for file in (*result.old, *result.new) for word in ("--text", file))
         return running_command("route-report", Path(model), *texts)
-    if "path" in kinds:
-        return running_command("verify", Path(model))
     if "expanded" not in kinds:
         return command("inspect", model)
     path = Path(model)

@@ -10,9 +10,21 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from scale_surgery import Mixing, Request, compose, evaluate, expand, extract, inspect, report, verify
+from scale_surgery import (
+    CompositionSummary,
+    Mixing,
+    Request,
+    compose,
+    evaluate,
+    expand,
+    extract,
+    inspect,
+    report,
+    verify,
+)
 from scale_surgery.biographies import SHIPPED_MODEL, people, questions
 from scale_surgery.cli.program import main
+from scale_surgery.composition.mixing import set_mixing
 from tests.conftest import shake
 
 REQUESTS = {"medicine": Request("last:1"), "law": Request("last:1", variant="adapt", collaborate="both")}
@@ -94,5 +106,8 @@ def test_inspect_and_report_say_what_lies_in_it(place: Path, tmp_path: Path, com
     assert "Every tensor" not in text
     content = json.loads(numbers.read_text())
     assert [own["name"] for own in content["promises"]] == [own.name for own in result.promises]
+    set_mixing(folder, Mixing(switch_rate=0.01))
+    held = report(folder)
+    assert isinstance(held, CompositionSummary) and held.verified.endswith("; the router's numbers changed since")
     refused = command("report", folder, "--text", place / "known.jsonl")
     assert refused.exit_code == 1 and "is a composed folder, of which report reads the records alone" in refused.output
