@@ -16,7 +16,6 @@ from scale_surgery.composition.compose import Composed, compose
 from scale_surgery.composition.mixing import set_mixing
 from scale_surgery.composition.record import Mixing
 from scale_surgery.composition.separate import extract, strip
-from scale_surgery.deriving.inspect import Inspection, inspect
 from scale_surgery.deriving.planned import load_plan, plan
 from scale_surgery.errors import (
     CheckpointError,
@@ -28,11 +27,14 @@ from scale_surgery.errors import (
     TrainingError,
     UnsupportedFamilyError,
 )
+from scale_surgery.evidence.composition_summary import CompositionSummary
 from scale_surgery.evidence.evaluate import Evaluation, evaluate
+from scale_surgery.evidence.inspect import Inspection, inspect
 from scale_surgery.evidence.promises import Promise
 from scale_surgery.evidence.report import report
 from scale_surgery.evidence.report_records import Report
-from scale_surgery.evidence.verify import Verification, verify
+from scale_surgery.evidence.verification import Verification
+from scale_surgery.evidence.verify import verify
 from scale_surgery.hub.push import Push, Pushed, push
 from scale_surgery.learning.hold_out import HeldOut, HoldOutSettings, hold_out
 from scale_surgery.learning.learn import learn, resolve_recipe
@@ -79,6 +81,7 @@ __all__ = [
     "CalibrationSettings",
     "CheckpointError",
     "Composed",
+    "CompositionSummary",
     "DataError",
     "EvalData",
     "Evaluation",

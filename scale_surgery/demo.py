@@ -19,10 +19,10 @@ from scale_surgery.checkpoint.files import write_text
 from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.checkpoint.hashes import hash_tensors
 from scale_surgery.checkpoint.listing import list_files
-from scale_surgery.deriving.inspect import inspect
 from scale_surgery.deriving.planned import plan
 from scale_surgery.errors import CheckpointError
 from scale_surgery.evidence.evaluate import Evaluation, evaluate
+from scale_surgery.evidence.inspect import inspect
 from scale_surgery.evidence.verify import verify
 from scale_surgery.learning.learn import learn, resolve_recipe
 from scale_surgery.planning.request import Request
@@ -119,6 +119,7 @@ def demo(folder: Path, out: Output, *, steps: int = STEPS) -> Demo:
 
     from scale_surgery.show import tables, tables_demo
     from scale_surgery.show.tables_plan import render_plan
+    from scale_surgery.show.tables_verify import render_verification
 
     # small matrices gain nothing from threads, and on a busy machine threads wait for each other
     torch.set_num_threads(1)
@@ -135,7 +136,7 @@ def demo(folder: Path, out: Output, *, steps: int = STEPS) -> Demo:
     out.say(tables.render_expansion(expand(base, request, expanded, track=out.track)))
     tell(f"verify {expanded} --base {base}", "Prove that nothing changed")
     verification = verify(expanded, base, track=out.track)
-    out.say(tables.render_verification(verification))
+    out.say(render_verification(verification))
     command = f'AutoModelForCausalLM.from_pretrained("{expanded}", trust_remote_code=True)'
     tell(None, "Load it in a fresh process, without scale-surgery", command)
     reloaded = _reload(base, expanded)
@@ -143,7 +144,7 @@ def demo(folder: Path, out: Output, *, steps: int = STEPS) -> Demo:
     lesson = _teach(folder, steps, out, tell)
     tell(f"verify {trained} --base {base}", "Prove that the base has stayed what it was")
     after = verify(trained, base, track=out.track)
-    out.say(tables.render_verification(after))
+    out.say(render_verification(after))
     tell(f"strip {trained} -o {stripped}", "Take it back")
     out.say(tables.render_stripped(strip(trained, stripped, track=out.track)))
     files = sorted(set(list_files(base)) | set(list_files(stripped)))

@@ -130,6 +130,9 @@ def without_chance(text: str) -> list[str]:
     text = re.sub(
         r"(?m)^(took +[\w ]*\d+ steps|ahead .* times; about|loss .* in the first steps),? .*$", r"\1 NUMBER", text
     )
+    # what a mixture loses, and on which text
+    text = re.sub(r"(?s)(lose\s+at\s+most) [\d.e-]+", r"\1 NUMBER", text)
+    text = re.sub(r"(?m)^(worst loss) .*\n(?: +\S.*\n)?", r"\1 NUMBERS\n", text)
     # a report: blocks, layers, what was measured
     text = re.sub(r"(?m)^((?:w\d\d|up_weight) +\w+) +[\d.].*$", r"\1 NUMBERS", text)
     text = re.sub(r"(?m)^(\d+) .*[\d.]+%? .* bit-equal$", r"\1 NUMBERS bit-equal", text)

@@ -22,7 +22,7 @@ LIGHT = [
     f"{room}.{file.stem}"
     for room in ("checkpoint", "planning")
     for file in (modeling.FOLDER.parent / room).glob("[!_]*.py")
-] + [f"deriving.{name}" for name in ("base", "inspect", "planned")]
+] + ["deriving.base", "deriving.planned", "evidence.inspect"]
 
 
 # what a process has imported of the slow libraries, step by step

@@ -12,6 +12,8 @@ INDEX_FILE = "model.safetensors.index.json"
 CONFIG_FILE = "config.json"
 MANIFEST_FILE = "surgery.json"
 EXTRACT_FILE = "extract.json"
+# what a composed folder holds in place of surgery.json
+COMPOSED_FILE = "composed.json"
 TRAINING_FOLDER = "training"
 LOG_FILE = "log.jsonl"
 # of a job of learn, in whose folder models lie

@@ -22,7 +22,7 @@ def inspect_command(model: str, revision: str | None, out: Output, **options: An
     \b
     Example: scale-surgery inspect meta-llama/Llama-3.2-1B
     """
-    from scale_surgery.deriving.inspect import inspect
+    from scale_surgery.evidence.inspect import inspect
     from scale_surgery.running.options import RunOptions
     from scale_surgery.show.tables import render_inspection
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,19 +52,28 @@ def report_command(
 
     Norms are Frobenius norms. Drift is the largest absolute difference between the model's base stream, the base's part
     of its hidden states, and the hidden states of the base model; the cosine between them is a mean over tokens. Texts
-    are as for train: text files, JSONL, folders saved by the library datasets.
+    are as for train: text files, JSONL, folders saved by the library datasets. Of a composed folder: its expansions,
+    its router and its promises, as the last verification found them.
 
     \b
     Example: scale-surgery report EXPANDED --text general.txt -o report.html
     """
     from scale_surgery.checkpoint.staging import check_output_files
+    from scale_surgery.evidence.composition_summary import CompositionSummary
     from scale_surgery.evidence.report import report
-    from scale_surgery.show.commands import after_report
+    from scale_surgery.show.commands import after_composed, after_report
+    from scale_surgery.show.pages.composed import write_composed_page
     from scale_surgery.show.pages.report import write_page
     from scale_surgery.show.tables_report import render_report
+    from scale_surgery.show.tables_verify import render_held
 
     check_output_files(outputs, [expanded, *texts])
     found = report(expanded, texts, run=take(RunOptions, options), track=out.track, **options)
+    if isinstance(found, CompositionSummary):
+        out.show(found, render_held(found))
+        write_files(outputs, {".html": partial(write_composed_page, found), ".json": as_result(found)}, out)
+        out.suggest(after_composed(found, expanded))
+        return
     out.show(found, render_report(found, details=details))
-    write_files(outputs, {".html": lambda file: write_page(found, file), ".json": as_result(found)}, out)
+    write_files(outputs, {".html": partial(write_page, found), ".json": as_result(found)}, out)
     out.suggest(after_report(found, expanded))

@@ -15,7 +15,7 @@ from scale_surgery import modeling
 from scale_surgery.checkpoint.files import BaseWeights, take_over, write_json, write_text
 from scale_surgery.checkpoint.folder import open_checkpoint, read_text
 from scale_surgery.checkpoint.headers import TensorInfo, read_header
-from scale_surgery.checkpoint.names import CONFIG_FILE, INDEX_FILE
+from scale_surgery.checkpoint.names import COMPOSED_FILE, CONFIG_FILE, INDEX_FILE
 from scale_surgery.checkpoint.sources import find_source
 from scale_surgery.checkpoint.staging import check_space, check_target, staged
 from scale_surgery.checkpoint.stamps import Stamps
@@ -24,7 +24,6 @@ from scale_surgery.composition.config import composed_config, composed_index
 from scale_surgery.composition.ground import Ground, ground_in, ground_of
 from scale_surgery.composition.members import Files, files_in, files_of, manifest_of, member_of, stored_name, take_in
 from scale_surgery.composition.record import (
-    RECORD_FILE,
     Composition,
     Member,
     Mixing,
@@ -184,7 +183,7 @@ def _write(
     write_json(partial / CONFIG_FILE, config)
     replaced = {**ground.replaced, **_pin_tokenizer(ground, partial)}
     write_json(partial / INDEX_FILE, composed_index(_tensors(partial, ground, parts)))
-    write_json(partial / RECORD_FILE, asdict(_record(ground, parts, mixing, replaced, hash_texts(code))))
+    write_json(partial / COMPOSED_FILE, asdict(_record(ground, parts, mixing, replaced, hash_texts(code))))
     _check_written(partial, ground, parts)
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from scale_surgery.checkpoint.files import plain_json, write_json, write_text
 from scale_surgery.checkpoint.folder import read_text
-from scale_surgery.checkpoint.names import CONFIG_FILE
+from scale_surgery.checkpoint.names import COMPOSED_FILE, CONFIG_FILE
 from scale_surgery.checkpoint.numbering import CONFIG_KEY
-from scale_surgery.composition.record import RECORD_FILE, Mixing, read_composition
+from scale_surgery.composition.record import Mixing, read_composition
 from scale_surgery.errors import CheckpointError, PlanError
 from scale_surgery.fields import fields_of
 
@@ -53,7 +53,7 @@ def set_mixing(composed: str | Path, mixing: Mixing) -> None:
     try:
         write_json(path / CONFIG_FILE, {**checkpoint.config, CONFIG_KEY: own})
         # the last verification stays; it names the numbers that it is about
-        write_json(path / RECORD_FILE, asdict(replace(record, mixing=mixing)))
+        write_json(path / COMPOSED_FILE, asdict(replace(record, mixing=mixing)))
     except (OSError, CheckpointError) as error:
         # the two say the same, or nothing has changed
         with contextlib.suppress(OSError, CheckpointError):

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint, read_json
-from scale_surgery.checkpoint.names import CONFIG_FILE, is_inside
+from scale_surgery.checkpoint.names import COMPOSED_FILE, CONFIG_FILE, is_inside
 from scale_surgery.checkpoint.reading import parse_json
 from scale_surgery.checkpoint.schema import build, in_one_line, misfits
 from scale_surgery.errors import CheckpointError
@@ -22,7 +22,6 @@ from scale_surgery.fields import Range
 from scale_surgery.surgery.record import OnBase
 from scale_surgery.surgery.record_schema import header_problems
 
-RECORD_FILE = "composed.json"
 RECORD_FORMAT = 1
 EXPANSIONS_FOLDER = "expansions"
 
@@ -40,6 +39,12 @@ class Mixing:
 
     prior: tuple[float, ...] | None = None
     switch_rate: Annotated[float, Range(least=0, below=1, noun="a share")] = 0.01
+
+    @property
+    def description(self) -> str:
+        """The router and its numbers in one line."""
+        prior = "all paths alike" if self.prior is None else ", ".join(f"{own:g}" for own in self.prior)
+        return f"posterior, {prior} at the start, switch rate {self.switch_rate:g}"
 
 
 @dataclass(frozen=True)
@@ -61,14 +66,12 @@ class Composition(OnBase):
     """The content of composed.json.
 
     Attributes:
-        code: sha256 of each code file.
         expansions: What is in the folder, in the order of the paths.
         mixing: How the paths are mixed.
         tool: Versions of what wrote it.
         verification: What `verify` found last.
     """
 
-    code: Mapping[str, str]
     expansions: Mapping[str, Member]
     mixing: Mixing
     tool: Mapping[str, str] = field(default_factory=dict)
@@ -78,7 +81,7 @@ class Composition(OnBase):
     @property
     def record_file(self) -> str:
         """Name of the file that holds this."""
-        return RECORD_FILE
+        return COMPOSED_FILE
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -88,7 +91,7 @@ class Composition(OnBase):
 
 def is_composition(path: str | Path) -> bool:
     """Whether a folder is a composed one."""
-    return (Path(path) / RECORD_FILE).is_file()
+    return (Path(path) / COMPOSED_FILE).is_file()
 
 
 def folder_of(name: str) -> str:
@@ -108,9 +111,9 @@ def read_composition(path: Path) -> tuple[Checkpoint, Composition]:
     Raises:
         CheckpointError: If this is no composed folder, or its record is not one that `compose` wrote.
     """
-    file = path / RECORD_FILE
+    file = path / COMPOSED_FILE
     if not file.is_file():
-        raise CheckpointError(f"{path}: has no {RECORD_FILE}, expected a folder made by scale-surgery compose.")
+        raise CheckpointError(f"{path}: has no {COMPOSED_FILE}, expected a folder made by scale-surgery compose.")
     content = read_json(file)
     if content.get("format") != RECORD_FORMAT:
         raise CheckpointError(

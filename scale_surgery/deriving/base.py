@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.numbering import CONFIG_KEY
 from scale_surgery.errors import CheckpointError
+from scale_surgery.modeling import stock_type
 from scale_surgery.planning.architecture import Architecture
 from scale_surgery.planning.base import Base, make_base
 from scale_surgery.running.loading import translated
@@ -131,7 +132,7 @@ def base_config(checkpoint: Checkpoint) -> dict[str, Any]:
     """The config of the base model that an expanded one was made of.
 
     Args:
-        checkpoint: A base model, or an expanded one.
+        checkpoint: A base model, an expanded one or a composed one.
 
     Returns:
         The config without what the expansion wrote; duplicated layers are still counted.
@@ -143,7 +144,7 @@ def base_config(checkpoint: Checkpoint) -> dict[str, Any]:
     # where the base has code of its own, the classes that it named stand in the record alone
     if own := _recorded_code(checkpoint):
         kept["auto_map"] = own
-    return kept | {"model_type": str(config.get("model_type")).removeprefix("scale_")}
+    return kept | {"model_type": stock_type(config.get("model_type"))}
 
 
 def _recorded_code(checkpoint: Checkpoint) -> Any:

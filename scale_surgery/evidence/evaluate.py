@@ -1,18 +1,15 @@
 """Forgetting and learning side by side: what several models score on old and on new text.
 
-An expanded model is measured three times: its base model, by the stock class; as it is; and with its expansion
-disabled. One that routes is also measured with its routing disabled, which is its adapt path alone. Every model reads
-with its own tokenizer, and long texts are read in overlapping windows.
+Which rows a model has is what `meter` says. Every model reads with its own tokenizer, and long texts are read in
+overlapping windows.
 """
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from scale_surgery.checkpoint.files import plain_json
 from scale_surgery.checkpoint.folder import read_json
@@ -20,44 +17,15 @@ from scale_surgery.checkpoint.foreign import adopt_line
 from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE
 from scale_surgery.checkpoint.sources import listed
 from scale_surgery.errors import DataError
+from scale_surgery.evidence.meter import Meter, Row, Score
 from scale_surgery.evidence.rehearsed import rehearsed_texts
 from scale_surgery.evidence.subjects import Subject, choose_lengths, open_subjects, read_texts
-from scale_surgery.progress import Progress, Track, no_track
-from scale_surgery.running.freeze import expansion_disabled
-from scale_surgery.running.loading import loaded_whole
-from scale_surgery.running.loss import Measurement, measure
+from scale_surgery.progress import Track, no_track
+from scale_surgery.running.loss import Measurement
 from scale_surgery.running.options import Dtype, RunOptions
-from scale_surgery.surgery.parts import link_base
 
 if TYPE_CHECKING:
     from scale_surgery.running.documents import Document
-    from scale_surgery.running.sequences import Sequences
-
-Kind = Literal["base", "expanded", "adapt", "disabled", "other"]
-
-
-@dataclass(frozen=True)
-class Score:
-    """What one model scored, a row of the table.
-
-    Attributes:
-        name: What it is called.
-        kind: "base", the base model of an expanded one; "expanded"; "adapt", a routed model with its routing disabled;
-            "disabled", an expanded model with its expansion disabled; or "other", a model without expansion.
-        base: Name of the row that it is compared with, or None.
-        old: What it scored on old text, or None where none was given.
-        new: The same on new text.
-        forgetting: Its nats per token on old text minus those of the base, or None.
-        learning: The base's nats per token on new text minus its own, or None.
-    """
-
-    name: str
-    kind: Kind
-    base: str | None
-    old: Measurement | None = None
-    new: Measurement | None = None
-    forgetting: float | None = None
-    learning: float | None = None
 
 
 @dataclass(frozen=True)
@@ -90,17 +58,6 @@ class Evaluation:
         # JSON has neither NaN nor infinity: they become texts
         plain: dict[str, Any] = plain_json(content)
         return plain
-
-
-@dataclass(frozen=True)
-class Row:
-    """A score, and what it was measured on: sha256 of token ids and windows, by side.
-
-    Where those are equal, losses can be compared.
-    """
-
-    score: Score
-    fingerprints: Mapping[str, str]
 
 
 def evaluate(
@@ -166,59 +123,6 @@ def _read(files: Sequence[str | Path], side: str) -> list[Document]:
     return documents
 
 
-@dataclass(frozen=True)
-class Meter:
-    """Measures models on the same windows.
-
-    Attributes:
-        texts: Windows by side.
-        run: How models run.
-    """
-
-    texts: Mapping[str, Sequences]
-    run: RunOptions
-
-    @cached_property
-    def fingerprints(self) -> dict[str, str]:
-        """sha256 of the windows, by side."""
-        return {side: text.fingerprint() for side, text in self.texts.items()}
-
-    def tokens(self, subject: Subject, *, with_base: bool) -> int:
-        """Tokens that will be read to measure a model, and its base where that is to be measured with it."""
-        return sum(len(text.ids) for text in self.texts.values()) * (
-            1 + subject.is_expanded + (subject.is_expanded and subject.is_routed) + with_base
-        )
-
-    def measure_base(self, subject: Subject, advance: Progress) -> Row:
-        """Measure the base model inside an expanded one, by the stock class."""
-        assert subject.manifest is not None and subject.base is not None
-        with tempfile.TemporaryDirectory() as folder:
-            renamed = link_base(subject.path, Path(folder), subject.manifest)
-            with loaded_whole(Path(folder), subject.base, self.run, renamed=renamed) as model:
-                return self._measure(model, Score(subject.base, "base", None), advance)
-
-    def measure_subject(self, subject: Subject, advance: Progress) -> list[Row]:
-        """Measure a model, a routed one again with its routing disabled, and an expanded one as its base."""
-        disabled = f"{subject.name}, expansion disabled"
-        with loaded_whole(subject.path, subject.name, self.run) as model:
-            if not subject.is_expanded:
-                own = Score(subject.base or subject.name, "base" if subject.is_base else "other", None)
-                return [self._measure(model, own, advance)]
-            base = subject.base or disabled
-            rows = [self._measure(model, Score(subject.name, "expanded", base), advance)]
-            if subject.is_routed:
-                with model.routing_disabled():
-                    alone = Score(f"{subject.name}, routing disabled", "adapt", base)
-                    rows.append(self._measure(model, alone, advance))
-            with expansion_disabled(model):
-                return [*rows, self._measure(model, Score(disabled, "disabled", subject.base), advance)]
-
-    def _measure(self, model: Any, score: Score, advance: Progress) -> Row:
-        report = partial(advance, note=score.name)
-        found = {side: measure(model, text, self.run.windows(), report) for side, text in self.texts.items()}
-        return Row(replace(score, old=found.get("old"), new=found.get("new")), self.fingerprints)
-
-
 def _measure_all(subjects: Sequence[Subject], meters: Sequence[Meter], track: Track) -> list[Row]:
     # a base that several models share is measured with the first of them, or by itself where it is given
     first_with = {subject.base: subject for subject in reversed(subjects)}
@@ -269,13 +173,13 @@ def _notes(subjects: Sequence[Subject], rows: Sequence[Row]) -> Iterator[str]:
                 f"{subject.name}: is fused and holds no base that could be measured with it. What it forgot and "
                 "learned shows beside its base: give that as one more model."
             )
-        if subject.is_expanded and subject.manifest is None:
+        if subject.is_expanded and subject.record is None:
             yield (
                 f"{subject.name}: has no {MANIFEST_FILE}, so its base cannot be given back as files; it is compared "
                 "with itself, expansion disabled. Make an expanded folder of it: "
                 f"{adopt_line(subject.path, read_json(subject.path / CONFIG_FILE))}"
             )
-        if subject.manifest is not None and (said := rehearsed_texts(subject.manifest.training)):
+        if said := rehearsed_texts(subject.runs):
             yield (
                 f"{subject.name}: was asked to stay what its base is, on {said}. What that keeps is measured, on these "
                 "texts, and not proved."

@@ -72,10 +72,12 @@ def check_files(
     parts = described_parts(checkpoint, manifest)
     damage = find_damage(checkpoint, manifest, advance)
     expansion = hash_parts(checkpoint, manifest, planned, advance)
+    differing = [] if base is None else base_differences(parts, damage.hashes, base, advance)
+    other_keys = [] if base is None else base_config_differences(manifest.replaced[CONFIG_FILE], base)
     return Integrity(
-        base=(*damage.base, *_differences(checkpoint, manifest, damage.hashes, base, advance)),
+        base=(*damage.base, *differing),
         structure=damage.structure,
-        config=(*damage.config, *_config_differences(manifest, base)),
+        config=(*damage.config, *other_keys),
         code=damage.code,
         foreign_code=manifest.foreign_code,
         unreleased_code=tuple(_unreleased(checkpoint, manifest)),
@@ -104,21 +106,21 @@ def bytes_to_check(checkpoint: Checkpoint, manifest: Manifest, base: Checkpoint 
     return total + (sum(info.bytes for info in base.tensors.values()) if base is not None else 0)
 
 
-def _differences(
-    checkpoint: Checkpoint,
-    manifest: Manifest,
-    hashes: Mapping[str, str],
-    base: Checkpoint | None,
-    advance: Progress,
+def base_differences(
+    tensors: Mapping[str, TensorInfo], hashes: Mapping[str, str], base: Checkpoint, advance: Progress = no_progress
 ) -> list[str]:
-    """Base tensors that are not those of a given base."""
-    problems: list[str] = []
-    if base is None:
-        return problems
+    """Base tensors of a folder that are not those of a given base, a line each.
+
+    Args:
+        tensors: What its headers say of them.
+        hashes: sha256 of each that is there.
+        base: The given base.
+        advance: Called with the bytes done.
+    """
     given = hash_tensors(base, list(base.tensors), advance)
-    parts = described_parts(checkpoint, manifest)
+    problems = []
     for name in sorted(set(given) | set(hashes)):
-        has, wants = _described(parts, hashes, name), _described(base.tensors, given, name)
+        has, wants = _described(tensors, hashes, name), _described(base.tensors, given, name)
         if has != wants:
             problems.append(f"{name}: {has}, expected {wants} as in the base model {base.path}.")
     return problems
@@ -131,12 +133,9 @@ def _described(tensors: Mapping[str, TensorInfo], hashes: Mapping[str, str], nam
     return f"{info.dtype} {list(info.shape)} with sha256 {hashes[name][:16]}..."
 
 
-def _config_differences(manifest: Manifest, base: Checkpoint | None) -> list[str]:
-    """Keys of the recorded base's config.json that differ in a given base."""
-    if base is None:
-        return []
-    recorded = parse_json(manifest.replaced[CONFIG_FILE])
-    keys = differing_keys(recorded, base.config)
+def base_config_differences(recorded: str, base: Checkpoint) -> list[str]:
+    """Keys of the text of a recorded base's config.json that differ in a given base, a line each."""
+    keys = differing_keys(parse_json(recorded), base.config)
     return [f"config.json: {key} differs from that of the base model {base.path}." for key in keys]
 
 

@@ -18,7 +18,9 @@ from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
 from scale_surgery.checkpoint.names import LOG_FILE, TRAINING_FOLDER
 from scale_surgery.checkpoint.reading import parse_json, read_bytes
 from scale_surgery.checkpoint.sources import listed
+from scale_surgery.composition.record import is_composition
 from scale_surgery.errors import CheckpointError, PlanError, name_some
+from scale_surgery.evidence.composition_summary import CompositionSummary, summarise_composition
 from scale_surgery.evidence.report_blocks import Comparison
 from scale_surgery.evidence.report_records import CURVES, Report, Streams, by_layer
 from scale_surgery.evidence.report_streams import compare_streams
@@ -35,14 +37,14 @@ def report(
     sequence_length: int | None = None,
     run: RunOptions = RunOptions(),
     track: Track = no_track,
-) -> Report:
-    """Show what training did to an expanded checkpoint.
+) -> Report | CompositionSummary:
+    """Show what training did to an expanded checkpoint; of a composed folder, what lies in it and what was verified.
 
     Norms are Frobenius norms; the effective rank is exp of the entropy of the normalised singular values (Roy and
     Vetterli 2007). A block is compared with what `expand` made it, which is made again from the base inside.
 
     Args:
-        expanded: Folder of the expanded checkpoint.
+        expanded: Folder of the expanded checkpoint, or a composed folder, of which records alone are read.
         texts: Probe text for the base stream: a file or saved dataset, or several, as for `data.read_documents`; by
             default the built-in prompts of `verify`.
         files_only: Read tensors, run no model; then nothing is said of the base stream.
@@ -52,17 +54,20 @@ def report(
         track: Makes progress bars.
 
     Returns:
-        Every expansion tensor, each layer, the base stream, and what the training runs measured.
+        Every expansion tensor, each layer, the base stream, and what the training runs measured; of a composed folder
+        its expansions, its router and what the last verification found.
 
     Raises:
         CheckpointError: If this is no expanded checkpoint, it is fused, tensors are missing or of a wrong shape (all
             are named), or it cannot be loaded.
         DataError: If a text cannot be read.
-        PlanError: If texts are given and no model is to run.
+        PlanError: If texts are given and no model is to run, as of a composed folder.
     """
     path, files = Path(expanded), listed(texts)
     if files and files_only:
         raise PlanError("--text with --files-only: no model runs, so no text is read. Leave out one of the two.")
+    if is_composition(path):
+        return _composed(path, files)
     checkpoint, manifest = open_checkpoint(path), read_manifest(path)
     refuse_fused(path, manifest)
     _check_tensors(checkpoint, manifest)
@@ -89,6 +94,15 @@ def report(
         log=tuple(_read_log(path)),
         notes=tuple(_notes(manifest, comparison, streams, state)),
     )
+
+
+def _composed(path: Path, files: Sequence[str | Path]) -> CompositionSummary:
+    if files:
+        raise PlanError(
+            f"--text: {path} is a composed folder, of which report reads the records alone, expected no text. Leave it "
+            "out; scale-surgery evaluate measures each path on a text."
+        )
+    return summarise_composition(path)
 
 
 def _check_tensors(checkpoint: Checkpoint, manifest: Manifest) -> None:

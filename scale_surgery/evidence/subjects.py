@@ -12,6 +12,8 @@ from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.checkpoint.hashes import hash_file
 from scale_surgery.checkpoint.names import MANIFEST_FILE
 from scale_surgery.checkpoint.sources import find_source
+from scale_surgery.composition.members import manifest_of
+from scale_surgery.composition.record import Composition, is_composition, read_composition
 from scale_surgery.errors import CheckpointError, DataError
 from scale_surgery.running.context import choose_length, context_of
 from scale_surgery.running.loading import load_config
@@ -35,11 +37,12 @@ class Subject:
         is_fused: Whether its blocks are joined with its base, so that neither can be measured by itself.
         is_routed: Whether it has a router, which can be disabled.
         manifest: Its surgery.json, which gives its base back; None where it has none.
-        base: What the base inside it is called, the same for models that share one; None without surgery.json. Of a
-            model that is itself the base of another one that is measured, what that is called.
+        base: What the base inside it is called, the same for models that share one; None without a record. Of a model
+            that is itself the base of another one that is measured, what that is called.
         tokenizer: Its tokenizer.
         context: Most tokens that it reads at once, or None where its config does not say.
         vocabulary: Token ids that it has embeddings for.
+        composition: composed.json of a composed model; None otherwise.
     """
 
     path: Path
@@ -52,6 +55,20 @@ class Subject:
     tokenizer: Any
     context: int | None
     vocabulary: int
+    composition: Composition | None = None
+
+    @property
+    def record(self) -> Manifest | Composition | None:
+        """What says of it which files are its base's: surgery.json or composed.json."""
+        return self.manifest or self.composition
+
+    @property
+    def runs(self) -> tuple[Mapping[str, Any], ...]:
+        """What is recorded of the training runs of its expansion, or of all."""
+        if self.composition is not None:
+            members = (manifest_of(self.path, name) for name in self.composition.names)
+            return tuple(run for manifest in members for run in manifest.training)
+        return () if self.manifest is None else tuple(self.manifest.training)
 
     @property
     def is_base(self) -> bool:
@@ -93,7 +110,7 @@ def open_subjects(
 def _name_bases(subjects: Sequence[Subject]) -> Iterator[str | None]:
     names, given = dict(_named_bases(subjects)), set[str]()
     for subject in subjects:
-        if subject.manifest is not None:
+        if subject.record is not None:
             yield names[subject.name]
             continue
         found = next((names[other.name] for other in subjects if _is_base(subject, other)), None)
@@ -104,9 +121,9 @@ def _name_bases(subjects: Sequence[Subject]) -> Iterator[str | None]:
 
 def _is_base(subject: Subject, other: Subject) -> bool:
     """Whether a folder holds every file of the base of another, byte for byte."""
-    if other.manifest is None:
+    if other.record is None:
         return False
-    files = {subject.path / name: file for name, file in other.manifest.base_files.items()}
+    files = {subject.path / name: file for name, file in other.record.base_files.items()}
     if not all(path.is_file() and path.stat().st_size == file.bytes for path, file in files.items()):
         return False
     return all(hash_file(path) == file.sha256 for path, file in files.items())
@@ -116,12 +133,13 @@ def _named_bases(subjects: Sequence[Subject]) -> Iterator[tuple[str, str]]:
     """What the base of each expanded model is called, by the name of the model."""
     names: dict[tuple[tuple[str, str], ...], str] = {}
     for subject in subjects:
-        if subject.manifest is None:
+        record = subject.record
+        if record is None:
             continue
-        files = tuple(sorted((name, file.sha256) for name, file in subject.manifest.base_files.items()))
-        name = f"{subject.manifest.base_name} (base)"
+        files = tuple(sorted((name, file.sha256) for name, file in record.base_files.items()))
+        name = f"{record.base_name} (base)"
         # two bases of one name: other files, for example another revision
-        unique = name if name not in names.values() else f"{subject.manifest.base_name} (base of {subject.name})"
+        unique = name if name not in names.values() else f"{record.base_name} (base of {subject.name})"
         yield subject.name, names.setdefault(files, unique)
 
 
@@ -146,6 +164,7 @@ def _open(model: str, revision: str | None, run: RunOptions) -> Subject:
         tokenizer=need_tokenizer(source.path, source.name, run),
         context=context_of(config),
         vocabulary=config.vocab_size,
+        composition=read_composition(source.path)[1] if is_composition(source.path) else None,
     )
 
 

@@ -15,84 +15,32 @@ hold. A trained model no longer claims `output_at_init`.
 
 from __future__ import annotations
 
-import platform
 import tempfile
-from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING
 
-from scale_surgery.checkpoint.files import plain_json, write_json
+from scale_surgery.checkpoint.files import write_json
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
 from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE
 from scale_surgery.checkpoint.reading import parse_json
 from scale_surgery.checkpoint.sources import find_source
+from scale_surgery.composition.record import is_composition
 from scale_surgery.errors import CheckpointError, PlanError
 from scale_surgery.evidence.integrity import Integrity, bytes_to_check, check_files
-from scale_surgery.evidence.promises import PROMISES, Promise, judge
+from scale_surgery.evidence.path_promises import COMPOSED_PROMISES
+from scale_surgery.evidence.promises import PROMISES, judge
 from scale_surgery.evidence.recorded_facts import fact_problems
-from scale_surgery.planning.routing_specs import Routing
+from scale_surgery.evidence.verification import Verification, circumstances, decide
+from scale_surgery.evidence.verify_composed import verify_composed
 from scale_surgery.progress import Track, no_track
 from scale_surgery.running.loading import needs_own_code
 from scale_surgery.running.options import Probes, RunOptions
 from scale_surgery.surgery.parts import described_parts, link_base
-from scale_surgery.surgery.record import Manifest, check_numbering, read_manifest, routing_of, tool_versions
+from scale_surgery.surgery.record import Manifest, check_numbering, read_manifest, routing_of
 
 if TYPE_CHECKING:
     from scale_surgery.running.probe import Numbers
-
-
-@dataclass(frozen=True)
-class Verification:
-    """The result of `verify`.
-
-    Attributes:
-        path: The expanded checkpoint.
-        base_name: What its base model is called.
-        variant: Its variant.
-        routing: How it routes, or None.
-        state: "initial", or "trained" where expansion tensors changed since the expansion.
-        trained_tensors: How many did.
-        promises: Every promise.
-        required: Promises that decide `passed`.
-        problems: Problems that no promise covers: code, structure, recorded facts, loading, token ids.
-        warnings: What a user should know before running the folder's own code; does not decide `passed`.
-        numbers: What the probe prompts showed, or None where they were not run.
-        passed: Whether all is as required.
-        fingerprint: sha256 over what the model computes with, tensors, router and code; what the result is about.
-        date: When, in UTC.
-        versions: Versions that were used.
-        machine: Processor architecture and system.
-        not_run: Why no model was run, or None.
-        recorded: Whether the result stands in surgery.json.
-    """
-
-    path: Path
-    base_name: str
-    variant: str
-    routing: Routing | None
-    state: Literal["initial", "trained"]
-    trained_tensors: int
-    promises: tuple[Promise, ...]
-    required: tuple[str, ...]
-    problems: tuple[str, ...]
-    warnings: tuple[str, ...]
-    numbers: Numbers | None
-    passed: bool
-    fingerprint: str
-    date: str
-    versions: dict[str, str]
-    machine: str
-    not_run: str | None = None
-    recorded: bool = False
-
-    def to_json(self) -> dict[str, Any]:
-        """The certificate as plain JSON values; the folder's name stands for its path."""
-        content = asdict(replace(self, path=Path(self.path.name)))
-        del content["recorded"]
-        # JSON has no NaN: a drift that is none becomes the text "NaN"
-        plain: dict[str, Any] = plain_json(content)
-        return plain
 
 
 def verify(
@@ -106,20 +54,20 @@ def verify(
     record: bool = True,
     track: Track = no_track,
 ) -> Verification:
-    """Find out which promises hold for an expanded checkpoint.
+    """Find out which promises hold for an expanded checkpoint, or for a composed folder.
 
     Without `base`, the base model is the one inside the checkpoint, and its bytes are compared with the hashes
     that were recorded when it was expanded.
 
     Args:
-        expanded: Folder of the expanded checkpoint.
+        expanded: Folder of the expanded checkpoint, or a composed folder.
         base: Its base model, a folder or a Hub id.
         probes: Prompts, and tokens to generate for each with and without KV cache. None: check bytes and structure,
             run no model.
         required: Promises that must hold; default: all that the variant claims in its present state.
         run: How the models run: device, trust_remote_code, memory_bytes.
         revision: Branch, tag or commit of the base's Hub repository.
-        record: Write the result into surgery.json.
+        record: Write the result into surgery.json, or composed.json.
         track: Makes progress bars.
 
     Returns:
@@ -128,10 +76,11 @@ def verify(
     Raises:
         CheckpointError: If this is no expanded checkpoint, or it or the base cannot be read.
     """
-    unknown = [name for name in required if name not in PROMISES]
-    if unknown:
-        raise PlanError(f"--promise {unknown[0]} is unknown, expected one of: {', '.join(PROMISES)}.")
     path = Path(expanded)
+    _check_promises(path, required)
+    if is_composition(path):
+        given = open_checkpoint(find_source(base, revision).path) if base is not None else None
+        return verify_composed(path, given, probes, required, run, track, record=record)
     checkpoint, manifest = open_checkpoint(path), read_manifest(path)
     check_numbering(checkpoint, manifest)
     given = open_checkpoint(find_source(base, revision).path) if base is not None else None
@@ -150,6 +99,23 @@ def verify(
         numbers = _run_probes(checkpoint, manifest, given, probes, run, track)
     result = replace(_judge(checkpoint, manifest, integrity, numbers, facts, required), not_run=reason)
     return replace(result, recorded=record and _record(path, manifest, result))
+
+
+def _check_promises(path: Path, required: tuple[str, ...]) -> None:
+    """Refuse promises that no folder of this kind makes."""
+    known, kind = (COMPOSED_PROMISES, "composed") if is_composition(path) else (PROMISES, "expanded")
+    problems = [
+        f"--promise {name} {_what_it_is(name, kind)}, expected one of: {', '.join(known)}."
+        for name in required
+        if name not in known
+    ]
+    if problems:
+        raise PlanError.from_problems(problems)
+
+
+def _what_it_is(name: str, kind: str) -> str:
+    """Why a promise cannot be asked for."""
+    return f"is none that a folder makes which is {kind}" if name in (*PROMISES, *COMPOSED_PROMISES) else "is unknown"
 
 
 def _why_not(integrity: Integrity, is_comparable: bool, run: RunOptions) -> str | None:
@@ -221,10 +187,7 @@ def _judge(
     if numbers is not None:
         problems += numbers.load_problems + numbers.token_problems
     promises = judge(checkpoint, manifest, integrity, numbers, problems, required)
-    # what no model was run for is neither kept nor broken, unless it was asked for by name
-    defaults = (promise for promise in promises if promise.claimed and promise.holds is not None)
-    decisive = required or tuple(promise.name for promise in defaults)
-    failed = [promise for promise in promises if promise.name in decisive and not promise.holds]
+    decisive, passed = decide(promises, required, problems)
     return Verification(
         path=checkpoint.path,
         base_name=manifest.base_name,
@@ -241,11 +204,9 @@ def _judge(
             for file in integrity.unreleased_code
         ),
         numbers=numbers,
-        passed=not failed and not (problems and not required),
+        passed=passed,
         fingerprint=integrity.fingerprint,
-        date=datetime.now(UTC).isoformat(timespec="seconds"),
-        versions=tool_versions(),
-        machine=f"{platform.machine()} {platform.system()}",
+        **circumstances(),
     )
 
 

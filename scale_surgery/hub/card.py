@@ -7,25 +7,25 @@ the card, by which a card that nobody has edited is known again: only such a one
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from scale_surgery.checkpoint.licence import read_licence
-from scale_surgery.checkpoint.names import MANIFEST_FILE
 from scale_surgery.checkpoint.reading import read_bytes
 from scale_surgery.errors import CheckpointError, HubError
+from scale_surgery.evidence.composition_summary import summarise_composition
+from scale_surgery.hub.card_composed import COMPOSED_TAGS, composed_body
 from scale_surgery.hub.card_sections import CardFacts, body
 from scale_surgery.hub.client import Remote, read_text
 from scale_surgery.hub.repository import CARD_FILE, _marked, is_written_card, read_card
 from scale_surgery.planning.routing_specs import Routing
-from scale_surgery.surgery.record import STOCK_RECORD_FILE
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
-    from scale_surgery.evidence.verify import Verification
+    from scale_surgery.evidence.verification import Verification
     from scale_surgery.hub.repository import Contents
 
 CardOrigin = Literal["written", "own", "kept"]
@@ -73,14 +73,14 @@ def make_card(
     """
     try:
         facts = card_facts(contents, repo, base_file, certificate)
-        text = body(facts)
+        held = summarise_composition(contents.path) if contents.form == "composed" else None
+        text = body(facts) if held is None else composed_body(facts, held)
         known = read_licence(base_text) or contents.licence
         licence = {"license": license} if license else known
-        metadata = _metadata(facts, licence)
+        metadata = _metadata(facts, licence, COMPOSED_TAGS if held is not None else _own_tags(facts))
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        file = MANIFEST_FILE if contents.manifest is not None else STOCK_RECORD_FILE
         raise CheckpointError(
-            f"{contents.path / file}: is incomplete ({error}). Restore it from where you got it."
+            f"{contents.path / contents.record_file}: is incomplete ({error}). Restore it from where you got it."
         ) from error
     notes = []
     if facts.base_id is None:
@@ -152,9 +152,12 @@ def metadata_problem(text: str) -> str | None:
     return None
 
 
-def _metadata(facts: CardFacts, licence: Mapping[str, Any]) -> dict[str, Any]:
-    tags = ["scale-surgery", "continual-learning", "model-expansion", str(facts.request.variant)]
-    tags += ["routed"] if facts.routing is not None else []
+def _own_tags(facts: CardFacts) -> list[str]:
+    return [str(facts.request.variant), *(["routed"] if facts.routing is not None else [])]
+
+
+def _metadata(facts: CardFacts, licence: Mapping[str, Any], own_tags: Sequence[str]) -> dict[str, Any]:
+    tags = ["scale-surgery", "continual-learning", "model-expansion", *own_tags]
     found: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation", **licence}
     if facts.base_id is not None:
         # an extract is added to the base; anything else holds it and has learned more

@@ -28,12 +28,12 @@ class CardFacts:
 
     Attributes:
         repo: Hub id of the model.
-        form: "expanded", "extract" or "stock".
+        form: "expanded", "composed", "extract" or "stock".
         base_id: Hub id of the base; None where it is not on a Hub.
         base_revision: Commit of the base; None likewise.
         base_fingerprint: sha256 over the base's config and the names, dtypes and shapes of its tensors.
-        record: surgery.json, or merge.json of a stock export.
-        plan: What was planned; None for a stock export.
+        record: surgery.json; composed.json of a composed folder, or merge.json of a stock export.
+        plan: What was planned; None for a stock export and for a composed folder.
         routing: How it routes, or None.
         is_fused: Whether blocks and base tensors are joined for serving.
         forced: What differs from the base that it was made on, where it was put on another by force; else None.
@@ -84,7 +84,7 @@ class CardFacts:
 
 def body(facts: CardFacts) -> str:
     """The text of a card below its metadata."""
-    parts = (_opening, _widened, _trained, _evaluated, _promised, _loaded, _taken_back, _cited)
+    parts = (_opening, _widened, _trained, _evaluated, promised, _loaded, _taken_back, _cited)
     return "\n\n".join(text for part in parts if (text := part(facts)))
 
 
@@ -216,7 +216,8 @@ def _share(accuracy: float | None) -> str:
     return "–" if accuracy is None else f"{accuracy:.1%}"
 
 
-def _promised(facts: CardFacts) -> str:
+def promised(facts: CardFacts) -> str:
+    """What was found of the promises."""
     if facts.form == "stock":
         return ""
     if facts.certificate is None:
@@ -242,8 +243,9 @@ def _promised(facts: CardFacts) -> str:
     if found.get("not_run") == "files only":
         # without a date, so that a second push of the same folder has the same card
         where = "`scale-surgery verify --files-only`: bytes and structure were checked, no model was run."
+    record = "composed.json" if facts.form == "composed" else "surgery.json"
     subject = " They are about the whole model, applied to its base." if facts.form == "extract" else ""
-    return f"## Promises\n\n{where}{subject} `surgery.json` holds the hashes behind them.\n\n{table(head, rows)}"
+    return f"## Promises\n\n{where}{subject} `{record}` holds the hashes behind them.\n\n{table(head, rows)}"
 
 
 def _verdict(promise: Mapping[str, Any], required: Any) -> Markdown:
@@ -273,9 +275,10 @@ def _loaded(facts: CardFacts) -> str:
         names = joined(map(code, facts.code))
         running = f"these lines do not run the code of {names}" if names else "no remote code is run"
         freezing = f"\n\n{facts.method.about_loading}" if facts.method.about_loading else ""
-        return f"## How to load\n\nAs any model of its architecture; {running}.\n\n{_python(facts.repo, '')}{freezing}"
-    trusting = _python(facts.repo, ", trust_remote_code=True")
-    own = _python(facts.repo, "", "import scale_surgery\n", "\nscale_surgery.register()")
+        loading = python_lines(facts.repo, "")
+        return f"## How to load\n\nAs any model of its architecture; {running}.\n\n{loading}{freezing}"
+    trusting = python_lines(facts.repo, ", trust_remote_code=True")
+    own = python_lines(facts.repo, "", "import scale_surgery\n", "\nscale_surgery.register()")
     switch = "" if facts.is_fused else _switches(facts.routing)
     if has_own_code:
         needs = "With the code in this repository, that of the base included, which may need more packages:"
@@ -287,7 +290,8 @@ def _loaded(facts: CardFacts) -> str:
     )
 
 
-def _python(repo: str, option: str, imports: str = "", register: str = "") -> str:
+def python_lines(repo: str, option: str, imports: str = "", register: str = "") -> str:
+    """The lines of Python that load a model and its tokenizer."""
     return (
         f"```python\n{imports}from transformers import AutoModelForCausalLM, AutoTokenizer\n{register}\n"
         f'tokenizer = AutoTokenizer.from_pretrained("{repo}"{option})\n'

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from scale_surgery.checkpoint.hashes import hash_files
 from scale_surgery.errors import CheckpointError, shorten
-from scale_surgery.evidence.verify import Verification, verify
+from scale_surgery.evidence.verification import Verification
+from scale_surgery.evidence.verify import verify
 from scale_surgery.hub.repository import CARD_FILE, Contents, names_code
 from scale_surgery.progress import Track
 from scale_surgery.surgery.extract_folder import check_own_files, open_extract

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE
+from scale_surgery.checkpoint.composed import refuse_composed
+from scale_surgery.checkpoint.names import COMPOSED_FILE, CONFIG_FILE, MANIFEST_FILE
 from scale_surgery.errors import CheckpointError, HubError, name_some
 from scale_surgery.hub.card import CardOrigin, ChosenCard, WishedCard, choose_card, metadata_problem
 from scale_surgery.hub.check import check_contents
@@ -77,7 +78,7 @@ class Pushed:
 
     Attributes:
         repo: Hub id.
-        form: "expanded", "extract" or "stock".
+        form: "expanded", "composed", "extract" or "stock".
         files: What the repository gets.
         left_out: Files of the folder that stay behind.
         removed: Model files in the repository that the folder does not have; they leave it.
@@ -128,10 +129,10 @@ def push(
     announce: Callable[[Pushed], None] = say_nothing,
     track: Track = no_track,
 ) -> Pushed:
-    """Push an expanded folder, a stock export or an extract to the Hub; the folder is only read.
+    """Push an expanded folder, a composed one, a stock export or an extract to the Hub; the folder is only read.
 
     Args:
-        folder: What `expand`, `train`, `route_export`, `merge` or `extract` made.
+        folder: What `expand`, `train`, `route_export`, `merge`, `extract` or `compose` made.
         repo: Hub id, user/name or organisation/name.
         how: How to push; by default to the main branch, with a card from facts, after a check.
         dry_run: Send nothing that changes anything.
@@ -195,6 +196,7 @@ def _extract(contents: Contents, place: Path, track: Track) -> Contents:
     """The expansion of a folder alone, in a temporary folder, without a copy where the file system allows that."""
     from scale_surgery.surgery.extract import extract
 
+    refuse_composed(contents.path, "an expanded model")
     if contents.form != "expanded":
         raise CheckpointError(f"{contents.path}: is no expanded folder, --extract-only needs one. Leave it out.")
     try:
@@ -234,7 +236,7 @@ def _refusal(api: HfApi, plan: Pushed, how: Push, remote: Remote, contents: Cont
         "Push to another repository or --revision, or give --replace, which makes this model of it; its history keeps "
         "the other."
     )
-    records = [name for name in (MANIFEST_FILE, STOCK_RECORD_FILE) if name in remote.files]
+    records = [name for name in (MANIFEST_FILE, COMPOSED_FILE, STOCK_RECORD_FILE) if name in remote.files]
     if CONFIG_FILE in remote.files and not records:
         return f"{plan.repo}: holds a model that scale-surgery did not make. {advice}"
     if records and not is_same_base(contents.record, read_text(api, remote, records[0])):
@@ -265,7 +267,12 @@ def _validate(api: HfApi, plan: Pushed) -> Pushed:
 
 
 def _send(api: HfApi, target: Path, remote: Remote, plan: Pushed, how: Push, track: Track) -> Pushed:
-    names = {"expanded": "an expanded model", "extract": "an expansion", "stock": "a widened model"}
+    names = {
+        "expanded": "an expanded model",
+        "composed": "a composed model",
+        "extract": "an expansion",
+        "stock": "a widened model",
+    }
     commit = upload(
         api,
         target,

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from scale_surgery.checkpoint.beside import locked
+from scale_surgery.checkpoint.composed import refuse_composed
 from scale_surgery.checkpoint.files import plain_json, temporary_of, write_json
 from scale_surgery.checkpoint.folder import Checkpoint, read_json
 from scale_surgery.checkpoint.names import JOB_FILE
@@ -121,6 +122,7 @@ def resolve_recipe(said: Mapping[str, Any]) -> Recipe:
 
 def _facts(recipe: Recipe) -> Facts:
     source, checkpoint = open_model(recipe.model, recipe.revision)
+    refuse_composed(source.path, "a base model")
     config = checkpoint.config.get("text_config") or checkpoint.config
     layers = int(config.get("num_hidden_layers") or config.get("n_layer") or 0)
     tokenizer = need_tokenizer(checkpoint.path, source.name, recipe.running)

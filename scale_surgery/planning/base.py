@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from scale_surgery.checkpoint.composed import refuse_composed
 from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.headers import FLOAT_DTYPES
 from scale_surgery.errors import CheckpointError
@@ -116,6 +117,7 @@ def refuse_expanded(checkpoint: Checkpoint) -> None:
         CheckpointError: If it is.
     """
     if "scale_surgery" in checkpoint.config or checkpoint.manifest is not None:
+        refuse_composed(checkpoint.path, "a base model")
         first = "Strip it first (scale-surgery strip), or expand" if checkpoint.manifest is not None else "Expand"
         raise CheckpointError(f"{checkpoint.path}: this model is expanded already. {first} its base model.")
 

@@ -16,9 +16,10 @@ from scale_surgery.planning.methods import DEFAULT_METHOD
 from scale_surgery.planning.request import Request, complete
 
 if TYPE_CHECKING:
+    from scale_surgery.evidence.composition_summary import CompositionSummary
     from scale_surgery.evidence.evaluate import Evaluation
     from scale_surgery.evidence.report_records import Report
-    from scale_surgery.evidence.verify import Verification
+    from scale_surgery.evidence.verification import Verification
     from scale_surgery.planning.architecture import Architecture
     from scale_surgery.planning.plan import Plan
 
@@ -85,7 +86,7 @@ def after_verification(result: Verification) -> str:
     """What to do with a model that keeps its promises, and with one that does not."""
     if not result.passed:
         return running_command("verify", result.path, "--report", "certificate.json")
-    if result.state == "trained" or result.routing is not None:
+    if result.state == "trained" or result.routing is not None or result.mixing is not None:
         return running_command("evaluate", result.path, "--old", "FILE", "--new", "FILE")
     return running_command("train", result.path, "--data", "FILE")
 
@@ -93,7 +94,7 @@ def after_verification(result: Verification) -> str:
 def after_evaluation(result: Evaluation, model: str) -> str:
     """What to do with a model that was measured: expand it, train it, see what training did, see how it routes."""
     kinds = {score.kind for score in result.scores}
-    if "adapt" in kinds:
+    if kinds & {"adapt", "path"}:
         texts = (word for file in (*result.old, *result.new) for word in ("--text", file))
         return running_command("route-report", Path(model), *texts)
     if "expanded" not in kinds:
@@ -104,6 +105,12 @@ def after_evaluation(result: Evaluation, model: str) -> str:
     is_trained = any(score.forgetting or score.learning for score in result.scores if score.kind == "expanded")
     name, *options = ("report", "-o", "report.html") if is_trained else ("train", "--data", "FILE")
     return running_command(name, path, *options)
+
+
+def after_composed(held: CompositionSummary, path: Path) -> str:
+    """What to do with a composed folder whose records were read."""
+    following = ("evaluate", path, "--old", "FILE", "--new", "FILE") if held.promises else ("verify", path)
+    return command(*following)
 
 
 def after_report(found: Report, path: Path) -> str:

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from scale_surgery.evidence.evaluate import Evaluation, Score
+    from scale_surgery.evidence.evaluate import Evaluation
+    from scale_surgery.evidence.meter import Score
 
 # in inches; each row of the legend comes to the height
 WIDTH, HEIGHT, ROW = 6.4, 4.2, 0.17
@@ -28,6 +29,7 @@ MARKERS: dict[str, dict[str, Any]] = {
     "base": {"marker": "*", "s": 190, "color": INK, "zorder": 4},
     "expanded": {"marker": "o", "s": 70, "color": "#0072B2", "zorder": 3},
     "adapt": {"marker": "^", "s": 70, "color": "#CC79A7", "zorder": 3},
+    "path": {"marker": "D", "s": 50, "color": "#E69F00", "zorder": 3},
     "disabled": {"marker": "o", "s": 330, "facecolor": "none", "edgecolor": "#009E73", "linewidth": 1.6, "zorder": 2},
     "other": {"marker": "s", "s": 60, "color": "#D55E00", "zorder": 3},
 }

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
-from scale_surgery.errors import shorten
 from scale_surgery.planning.architecture import Sizes
 from scale_surgery.planning.methods import METHODS
 from scale_surgery.planning.selection import format_layers
@@ -18,12 +16,10 @@ from scale_surgery.show.commands import command, verify_command
 from scale_surgery.show.layout import NEXT, Facts, NamedRows, PlainTable, heading, sentence
 
 if TYPE_CHECKING:
-    from scale_surgery.deriving.inspect import ExpansionSummary, Inspection
+    from scale_surgery.evidence.composition_summary import CompositionSummary
     from scale_surgery.evidence.evaluate import Evaluation
-    from scale_surgery.evidence.promises import Promise
-    from scale_surgery.evidence.verify import Verification
+    from scale_surgery.evidence.inspect import ExpansionSummary, Inspection
     from scale_surgery.running.loss import Measurement
-    from scale_surgery.running.probe import Layer
     from scale_surgery.surgery.expand import Expansion
     from scale_surgery.surgery.route import Routed
     from scale_surgery.surgery.strip import Stripped
@@ -79,6 +75,8 @@ def render_inspection(found: Inspection, model: str | None = None) -> Renderable
         ("shards", f"{len(found.shards)}, {found.tensors} tensors, {format_bytes(found.bytes)}"),
     ]
     rows += [("not taken along", ", ".join(found.left_out))] if found.left_out else []
+    if found.composition is not None:
+        return Group(facts(found.name, rows), Text(), render_composition(found.composition, model))
     if found.expansion is None:
         # the last quarter is what the quick start begins with
         last = f"last:{max(1, sizes.layers // 4)}"
@@ -88,6 +86,22 @@ def render_inspection(found: Inspection, model: str | None = None) -> Renderable
     then = found.expansion.adopt or ("" if model is None or is_current else command("verify", model))
     checked = [(NEXT, then)] if then else []
     return Group(facts(found.name, rows), Text(), _render_summary(found.expansion, checked))
+
+
+def render_composition(found: CompositionSummary, model: str | None = None) -> RenderableType:
+    """What lies in a composed folder, an expansion a line."""
+    table = NamedRows(["variant", "layers", "parameters", "steps"], name="expansion", left=(1, 2))
+    for name, own in found.expansions.items():
+        table.add_row(name, own.variant, format_layers(own.layers), format_count(own.parameters), f"{own.steps:,}")
+    revision = f" at {found.base_revision[:12]}" if found.base_revision else ""
+    rows = [
+        ("stands on", f"{found.base_name}{revision}"),
+        ("paths", found.paths),
+        ("router", found.mixing.description),
+        ("last verified", found.verified),
+    ]
+    rows += [] if model is None else [(NEXT, verify_command(Path(model)))]
+    return Group(table, Text(), facts("composition", rows))
 
 
 def _heads(sizes: Sizes) -> str:
@@ -140,91 +154,6 @@ def render_expansion(done: Expansion) -> RenderableType:
     return facts("expanded", [*rows, (NEXT, following)])
 
 
-def render_verification(result: Verification) -> RenderableType:
-    """A verification as tables: promises, numbers, problems."""
-    table = plain_table("promises")
-    table.add_column("promise", no_wrap=True)
-    table.add_column("result", no_wrap=True)
-    table.add_column("evidence", overflow="fold")
-    for promise in result.promises:
-        table.add_row(promise.name, _verdict(promise, promise.name in result.required), promise.evidence)
-    parts: list[RenderableType] = [table, Text(), _render_numbers(result)]
-    parts += [sentence(f"problem: {problem}", "red") for problem in _problems(result)]
-    parts += _warnings(result.warnings)
-    word = Text("verified", style="bold green") if result.passed else Text("NOT verified", style="bold red")
-    state = "untrained" if result.state == "initial" else f"trained ({_counted(result.trained_tensors)} changed)"
-    kind = result.variant if result.routing is None else f"{result.variant}, routed ({result.routing.description})"
-    return Group(*parts, Text(), word + sentence(f"  {kind}, {state}, base {result.base_name}"))
-
-
-def _counted(tensors: int) -> str:
-    return f"{tensors} tensor{'s' * (tensors != 1)}"
-
-
-def _verdict(promise: Promise, is_required: bool) -> Text:
-    if promise.holds is None and not (is_required or promise.claimed):
-        return Text("not claimed", style="dim")
-    if promise.holds is None:
-        return Text("not checked", style="bold red" if is_required else "yellow")
-    if promise.holds:
-        return Text("holds" if is_required or promise.claimed else "holds (unclaimed)", style="green")
-    return Text("BROKEN", style="bold red") if is_required else Text("not claimed", style="dim")
-
-
-def _problems(result: Verification) -> list[str]:
-    found = list(result.problems)
-    for promise in result.promises:
-        if promise.name in result.required and not promise.holds:
-            found += promise.problems
-    return shorten(list(dict.fromkeys(found)), ending="; -o FILE.json writes all")
-
-
-def _render_numbers(result: Verification) -> RenderableType:
-    numbers = result.numbers
-    if numbers is None:
-        return sentence(f"no model was run: {result.not_run}", "dim")
-    # a drift that is no number is the worst
-    worst = max(numbers.layers, key=lambda layer: math.inf if math.isnan(layer.drift) else layer.drift)
-    lowest = min((layer.cosine for layer in numbers.layers), key=lambda cosine: -2 if math.isnan(cosine) else cosine)
-    kind = "tokens" if numbers.is_text else "random ids (no tokenizer)"
-    how = f"{numbers.dtype}, {numbers.attention}, {numbers.device}"
-    rows = [
-        ("probes", f"{numbers.prompts} prompts, {numbers.tokens} {kind}, {how}"),
-        ("logits", "bit-equal" if numbers.is_bit_equal else f"drift {numbers.drift:.3g}"),
-        ("KL divergence", f"{numbers.kl_divergence:.3g} nats per token"),
-        ("top-1 agreement", f"{numbers.top1_agreement:.1%}"),
-        ("base stream", f"{_drift_of(worst)}, lowest cosine {lowest:.6f}"),
-        ("continuation", _continuation(numbers)),
-    ]
-    table = facts("numbers", rows)
-    return table if worst.drift == 0 else Group(table, Text(), _render_layers(numbers.layers))
-
-
-def _drift_of(worst: Layer) -> str:
-    if worst.is_bit_equal:
-        return "bit-equal after every layer"
-    return f"largest drift {worst.drift:.3g}, after {'the embedding' if worst.layer < 0 else f'layer {worst.layer}'}"
-
-
-def _render_layers(layers: tuple[Layer, ...]) -> Table:
-    table = plain_table("base stream against the base model's")
-    for name in ("after", "drift", "cosine"):
-        table.add_column(name, justify="right")
-    for layer in layers:
-        after = "embedding" if layer.layer < 0 else f"layer {layer.layer}"
-        table.add_row(after, "bit-equal" if layer.is_bit_equal else f"{layer.drift:.3g}", f"{layer.cosine:.6f}")
-    return table
-
-
-def _continuation(numbers: Any) -> str:
-    if numbers.generation_equal is None:
-        return "not run"
-    cached, uncached = numbers.generation_equal, numbers.uncached_equal
-    with_cache = "the base's tokens" if cached else "other tokens than the base's"
-    without = "too" if cached == uncached else "the base's tokens" if uncached else "other tokens than the base's"
-    return f"greedy, {numbers.new_tokens} tokens: {with_cache}; without KV cache {without}"
-
-
 def render_stripped(done: Stripped) -> RenderableType:
     """What `strip` gave back."""
     rows = [
@@ -273,7 +202,7 @@ def render_training(done: Training) -> RenderableType:
     following = [(NEXT, verify_command(done.path))]
     # what was said before the first step is not said again
     news = tuple(warning for warning in done.warnings if warning not in done.outlook.warnings)
-    return Group(facts("trained", rows), *_warnings(news), facts("", following))
+    return Group(facts("trained", rows), *render_warnings(news), facts("", following))
 
 
 def render_outlook(outlook: Outlook) -> RenderableType:
@@ -283,7 +212,7 @@ def render_outlook(outlook: Outlook) -> RenderableType:
         ("steps", f"{outlook.steps:,}, the learning rate rises in {outlook.warmup_steps:,} of them"),
     ]
     rows += [("rehearses", outlook.rehearses)] if outlook.rehearses else []
-    return Group(facts("to train", rows), *_warnings(outlook.warnings), Text())
+    return Group(facts("to train", rows), *render_warnings(outlook.warnings), Text())
 
 
 def _sequences(count: int) -> str:
@@ -294,7 +223,8 @@ def _times(passes: float) -> str:
     return "read once" if passes == 1 else f"read {passes:.3g} times"
 
 
-def _warnings(warnings: tuple[str, ...]) -> list[Text]:
+def render_warnings(warnings: tuple[str, ...]) -> list[Text]:
+    """What a user should know, a line each."""
     return [sentence(f"warning: {warning}", "yellow") for warning in warnings]
 
 

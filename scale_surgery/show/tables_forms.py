@@ -79,13 +79,11 @@ def render_extracted(done: Extracted) -> RenderableType:
 
 def render_composed(done: Composed) -> RenderableType:
     """What `compose` wrote."""
-    mixing = done.mixing
-    prior = "all paths alike" if mixing.prior is None else ", ".join(f"{own:g}" for own in mixing.prior)
     rows = [
         ("written", f"{done.path}  ({format_bytes(done.bytes_added)} beside the base)"),
         ("base", done.base_name),
         ("paths", f"{len(done.expansions) + 1}: the base, {', '.join(done.expansions)}"),
-        ("router", f"posterior, {prior} at the start, switch rate {mixing.switch_rate:g}"),
+        ("router", done.mixing.description),
     ]
     rows += [("not taken along", name_some(done.left_out))] if done.left_out else []
     rows.append((NEXT, verify_command(done.path)))

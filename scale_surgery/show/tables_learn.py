@@ -19,12 +19,12 @@ from scale_surgery.show.tables import (
     render_expansion,
     render_routed,
     render_training,
-    render_verification,
 )
 from scale_surgery.show.tables_calibrate import render_calibration
 from scale_surgery.show.tables_demo import render_step
 from scale_surgery.show.tables_plan import render_plan
 from scale_surgery.show.tables_rank_layers import render_ranking
+from scale_surgery.show.tables_verify import render_verification
 
 if TYPE_CHECKING:
     from scale_surgery.learning.ahead import Ahead

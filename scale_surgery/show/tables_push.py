@@ -15,7 +15,12 @@ if TYPE_CHECKING:
     from scale_surgery.running.serve import Served
 
 ORIGINS = {"base": "the base's, as it is", "model": "", "written": "written for the repository"}
-FORMS = {"expanded": "expanded model", "extract": "expansion without its base", "stock": "stock checkpoint"}
+FORMS = {
+    "expanded": "expanded model",
+    "composed": "base and expansions, composed",
+    "extract": "expansion without its base",
+    "stock": "stock checkpoint",
+}
 CARDS = {"written": "from facts", "own": "your own", "kept": "the one in the repository stays"}
 
 

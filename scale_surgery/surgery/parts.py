@@ -113,7 +113,7 @@ def link_base(expanded: Path, folder: Path, manifest: Manifest) -> dict[str, str
         What `from_pretrained` has to be given as `key_mapping`: where layers were duplicated, the shards name tensors
         by position, and these patterns make base names of them.
     """
-    restore(expanded, folder, manifest, lambda source, link: link.symlink_to(source.resolve()))
+    link_files(expanded, folder, manifest)
     numbering = manifest.plan.numbering
     if numbering is None:
         return {}
@@ -123,6 +123,11 @@ def link_base(expanded: Path, folder: Path, manifest: Manifest) -> dict[str, str
         places = {numbering.stored(name): shard for name, shard in content["weight_map"].items()}
         write_json(index, {**content, "weight_map": places})
     return numbering.as_key_mapping(manifest.plan.sizes.layers)
+
+
+def link_files(expanded: Path, folder: Path, manifest: OnBase) -> None:
+    """Put links to the base model's files into a folder, under their own names; what was replaced is written."""
+    restore(expanded, folder, manifest, lambda source, link: link.symlink_to(source.resolve()))
 
 
 def check_present(expanded: Path, manifest: OnBase) -> None:

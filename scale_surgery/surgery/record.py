@@ -14,6 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from scale_surgery.checkpoint.composed import refuse_composed
 from scale_surgery.checkpoint.files import plain_json
 from scale_surgery.checkpoint.folder import Checkpoint, read_json
 from scale_surgery.checkpoint.foreign import saved_elsewhere
@@ -63,6 +64,7 @@ class OnBase:
         base_tensors: sha256 of each of its tensors.
         left_out: Files of its folder that were not taken along.
         replaced: Texts of its files that the folder replaces.
+        code: sha256 of each code file of the folder.
     """
 
     base_name: str
@@ -72,6 +74,7 @@ class OnBase:
     base_tensors: Mapping[str, str]
     left_out: tuple[str, ...]
     replaced: Mapping[str, str]
+    code: Mapping[str, str]
 
     @property
     def record_file(self) -> str:
@@ -89,7 +92,6 @@ class Manifest(OnBase):
     """The content of surgery.json."""
 
     expansion_tensors: Mapping[str, str]
-    code: Mapping[str, str]
     plan: Plan
     tool: Mapping[str, str] = field(default_factory=dict)
     verification: Mapping[str, Any] | None = None
@@ -133,10 +135,11 @@ def read_manifest(path: Path) -> Manifest:
     """Read surgery.json of an expanded checkpoint.
 
     Raises:
-        CheckpointError: If it is missing, is of another format or is incomplete.
+        CheckpointError: If it is missing, is of another format or is incomplete; or if the folder is a composed one.
     """
     file = path / MANIFEST_FILE
     check_folder(path)
+    refuse_composed(path, "an expanded model")
     if not file.is_file() and (path / STOCK_RECORD_FILE).is_file():
         raise CheckpointError(
             f"{path}: is a plain checkpoint that scale-surgery merge --to stock made, it has no blocks. Give the "
@@ -204,7 +207,7 @@ def refuse_fused(path: Path, manifest: Manifest) -> None:
         )
 
 
-def refuse_linked(path: Path, manifest: Manifest) -> None:
+def refuse_linked(path: Path, manifest: OnBase) -> None:
     """Refuse a model that would not be whole elsewhere, since a file of it is a link that is never taken along.
 
     Raises:
@@ -212,8 +215,8 @@ def refuse_linked(path: Path, manifest: Manifest) -> None:
     """
     stored = dict.fromkeys([*(entry.stored_as for entry in manifest.base_files.values()), *manifest.code])
     problems = [
-        f"{name}: is a symbolic link that leads out of {path}, expected the file that {MANIFEST_FILE} names. Put the "
-        "file itself in its place."
+        f"{name}: is a symbolic link that leads out of {path}, expected the file that {manifest.record_file} names. "
+        "Put the file itself in its place."
         for name in stored
         if name is not None and is_left_link(path, name)
     ]

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
+from scale_surgery.checkpoint.composed import refuse_composed
 from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.hashes import hash_tensors
 from scale_surgery.checkpoint.names import CONFIG_FILE
@@ -34,6 +35,7 @@ def check_fit(extract: Extract, base: Checkpoint, name: str) -> None:
         PlanError: If the base is of an architecture that is not supported.
     """
     if "scale_surgery" in base.config or base.manifest is not None:
+        refuse_composed(base.path, "a base model")
         raise CheckpointError(
             f"{name}: is expanded already, expected a base model. Strip it first (scale-surgery strip)."
         )

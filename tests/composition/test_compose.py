@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from transformers import AutoModelForCausalLM
 
 import scale_surgery
 from scale_surgery import Mixing, Request, apply, compose, expand, extract, load_expansion, route_export, strip
+from scale_surgery.cli.program import main
 from scale_surgery.composition.intact import find_damage
 from scale_surgery.composition.record import read_composition
 from scale_surgery.errors import CheckpointError, PlanError
@@ -230,3 +232,35 @@ def test_the_router_of_a_composition_takes_the_place_of_its_own(llama: Made, tmp
     assert torch.equal(found, llama.alone("law")(**PROMPTS[0]).logits)
     assert not torch.equal(found, load(routed)(**PROMPTS[0]).logits), "the negative control"
     assert files_of(extract(composed, tmp_path / "back", name="law").path) == files_of(taken)
+
+
+TAKE_ONE = "extract {folder} --name medicine -o EXTRACT"
+ONE = f"an expanded model. Take one out: scale-surgery {TAKE_ONE}, and put it on its base: scale-surgery apply EXTRACT"
+BASE = "a base model. Take its base out: scale-surgery strip {folder} -o BASE"
+ELSEWHERE = {
+    "train {folder} --data {text} -o {out}": ONE,
+    "merge {folder} -o {out}": ONE,
+    "adopt {folder} --base {base} -o {out}": ONE,
+    "route-export {folder} -o {out}": ONE,
+    "plan {folder} --layers last:1": BASE,
+    "expand {folder} --layers last:1 -o {out}": BASE,
+    "rank-layers {folder} --data {text}": BASE,
+    "learn {folder} --data {text} --layers last:1 -o {out}": BASE,
+    "apply {law} --base {folder} -o {out}": BASE,
+    "apply {folder} --base {base} -o {out}": f"an extract. Take one out: scale-surgery {TAKE_ONE}",
+    "compose {base} {folder} -o {out} --names more": f"an extract. Take one out: scale-surgery {TAKE_ONE}",
+}
+
+
+@pytest.mark.parametrize("command", ELSEWHERE)
+def test_where_one_of_its_models_is_needed_it_says_how_to_take_it(
+    llama: Made, folder: Path, tmp_path: Path, command: str
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("One line.\n")
+    places = {"folder": folder, "base": llama.base, "law": llama.extracts["law"], "text": text, "out": tmp_path / "out"}
+    result = CliRunner().invoke(main, command.format(**places).split())
+    assert result.exit_code == 1, result.output
+    expected = f"{folder}: is a composed folder of medicine, law, music, chess, expected {ELSEWHERE[command]}"
+    assert expected.format(**places) in result.output
+    assert not (tmp_path / "out").exists()

@@ -24,6 +24,9 @@ from rich.console import Console
 
 from scale_surgery import Probes
 from scale_surgery.cli.program import main
+from scale_surgery.composition.compose import compose
+from scale_surgery.composition.separate import extract as take_out
+from scale_surgery.composition.separate import strip
 from scale_surgery.errors import CheckpointError, HubError
 from scale_surgery.evidence.verify import verify
 from scale_surgery.hub import client as asking
@@ -37,7 +40,6 @@ from scale_surgery.surgery.expand import expand
 from scale_surgery.surgery.extract import extract
 from scale_surgery.surgery.merge import merge
 from scale_surgery.surgery.route import route_export
-from scale_surgery.surgery.strip import strip
 from tests.conftest import DEEPENED, REQUESTS, digests, load, shake
 from tests.hub_server import Fault, Hub, Repository, account, running
 
@@ -125,6 +127,34 @@ def message(hub: Hub, folder: Path, **options: Any) -> str:
 
 
 # -- what arrives
+
+
+def test_a_composed_folder_arrives_and_comes_apart(hub: Hub, base: Path, expanded: Path, tmp_path: Path) -> None:
+    """The download verifies; its base and its expansion come back; its card says what lies in it."""
+    own = extract(expanded, tmp_path / "own").path
+    folder = compose(base, {"law": own}, tmp_path / "composed").path
+    done = send(hub, folder, check=True)
+    found = download(hub, tmp_path / "found")
+    assert verify(found, base, probes=None).passed
+    assert digests(strip(found, tmp_path / "back").path) == digests(base)
+    assert digests(take_out(found, tmp_path / "law", name="law").path) == digests(own)
+    assert done.form == "composed" and done.card_origin == "written"
+    assert {file.origin for file in done.files if file.name.startswith("expansions/")} == {"model"}
+    card = (found / "README.md").read_text()
+    assert "| paths | 2: the base, law |" in card and "| `law` | adapt | 0,2 |" in card
+    assert "| router | posterior, all paths alike at the start, switch rate 0.01 |" in card
+    assert "| `recoverable` | holds |" in card and "`composed.json` holds the hashes" in card
+    assert 'model.set_expansion("law")' in card and "extract composed --name law -o law" in card
+    assert "license: mit" in card and "- composed" in card
+    # once more sends nothing, and another model on the same base is not this one
+    assert send(hub, folder, check=True).is_unchanged
+    assert "holds model files that the folder does not have" in message(hub, expanded)
+    with pytest.raises(CheckpointError, match="composed folder of law, expected an expanded model"):
+        send(hub, folder, extract_only=True)
+    spoiled = Path(shutil.copytree(folder, tmp_path / "spoiled"))
+    flip_last_byte(next((spoiled / "expansions" / "law").glob("*.safetensors")))
+    with pytest.raises(CheckpointError, match="not pushed, it does not verify"):
+        send(hub, spoiled, repo="me/spoiled", check=True)
 
 
 @pytest.mark.parametrize("form", ("expanded", "routed", "fused"))
@@ -545,8 +575,9 @@ def test_a_folder_that_is_no_work_of_ours(hub: Hub, base: Path) -> None:
     with pytest.raises(CheckpointError) as error:
         send(hub, base)
     assert str(error.value) == (
-        f"{base}: has neither surgery.json, extract.json nor merge.json, expected a folder that scale-surgery expand, "
-        "train, route-export, merge or extract made. Another model is pushed by hf upload."
+        f"{base}: has neither surgery.json, extract.json, composed.json nor merge.json, expected a folder that "
+        "scale-surgery expand, train, route-export, merge, extract or compose made. Another model is pushed by hf "
+        "upload."
     )
 
 

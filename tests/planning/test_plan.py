@@ -14,11 +14,11 @@ from safetensors.torch import load_file, save_file
 
 from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.deriving.base import read_base
-from scale_surgery.deriving.inspect import inspect
 from scale_surgery.deriving.planned import load_plan, make_plan, plan
 from scale_surgery.deriving.weaken import weaker
 from scale_surgery.errors import CheckpointError, PlanError, UnsupportedFamilyError
 from scale_surgery.evidence.evaluate import evaluate
+from scale_surgery.evidence.inspect import inspect
 from scale_surgery.planning.base import sizes_of_blocks
 from scale_surgery.planning.plan import Plan, plan_expansion
 from scale_surgery.planning.request import Request

@@ -36,7 +36,7 @@ from scale_surgery import (
     set_routing,
 )
 from scale_surgery.cli.program import main
-from scale_surgery.evidence.evaluate import Score
+from scale_surgery.evidence.meter import Score
 from scale_surgery.modeling.expanded_routing import CosineRouter
 from scale_surgery.planning.routing_specs import read_routing
 from scale_surgery.routing.calibrate import Calibration, route_calibrate

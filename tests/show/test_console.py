@@ -18,9 +18,9 @@ from scale_surgery.show.tables import (
     render_expansion,
     render_inspection,
     render_stripped,
-    render_verification,
 )
 from scale_surgery.show.tables_plan import render_plan
+from scale_surgery.show.tables_verify import render_verification
 from tests.tiny import save_tiny
 
 

@@ -14,9 +14,9 @@ from scale_surgery.checkpoint.files import write_json
 from scale_surgery.checkpoint.folder import open_checkpoint, read_json
 from scale_surgery.checkpoint.headers import read_header
 from scale_surgery.cli.program import main
-from scale_surgery.deriving.inspect import inspect
 from scale_surgery.errors import CheckpointError
 from scale_surgery.evidence.evaluate import evaluate
+from scale_surgery.evidence.inspect import inspect
 from scale_surgery.evidence.verify import verify
 from scale_surgery.planning.base import fingerprint
 from scale_surgery.planning.request import Request

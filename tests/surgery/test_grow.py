@@ -18,10 +18,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from scale_surgery import EvalData, RunOptions
-from scale_surgery.deriving.inspect import inspect
 from scale_surgery.deriving.planned import plan
 from scale_surgery.errors import CheckpointError, PlanError, TrainingError
-from scale_surgery.evidence.verify import Verification, verify
+from scale_surgery.evidence.inspect import inspect
+from scale_surgery.evidence.verification import Verification
+from scale_surgery.evidence.verify import verify
 from scale_surgery.modeling.expanded_modules import GrownLinear
 from scale_surgery.planning.request import Request
 from scale_surgery.planning.routing_specs import Routing

@@ -130,8 +130,7 @@ def render_headed(report: Report, heading: Heading) -> str:
         "report.html",
         title=heading.title,
         model=heading.model,
-        light=_variables(LIGHT, "light"),
-        dark=_variables(DARK, "dark"),
+        **page_colours(),
         notes=heading.notes,
         facts=heading.facts,
         sections=[one for one in (*heading.sections, *_sections(report)) if one.has_content],
@@ -139,6 +138,11 @@ def render_headed(report: Report, heading: Heading) -> str:
         rows=[(tensor.name, _row(tensor)) for tensor in report.tensors],
         terms=list(_terms(report)),
     )
+
+
+def page_colours() -> dict[str, dict[str, str]]:
+    """The colours of a page by day and by night."""
+    return {"light": _variables(LIGHT, "light"), "dark": _variables(DARK, "dark")}
 
 
 def _variables(palette: Palette, mode: str) -> dict[str, str]:

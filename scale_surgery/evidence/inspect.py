@@ -13,8 +13,10 @@ from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE
 from scale_surgery.checkpoint.numbering import AFTER, CONFIG_KEY, ORIGIN_KEY, numbering_of
 from scale_surgery.checkpoint.schema import in_one_line, known_misfits
 from scale_surgery.checkpoint.sources import open_model
+from scale_surgery.composition.record import is_composition
 from scale_surgery.deriving.base import base_config, code_folder, derive_config
 from scale_surgery.errors import CheckpointError, PlanError
+from scale_surgery.evidence.composition_summary import CompositionSummary, summarise_composition
 from scale_surgery.planning.architecture import Architecture, Sizes
 from scale_surgery.planning.base import check_layers
 from scale_surgery.planning.methods import method_of_variant
@@ -90,6 +92,7 @@ class Inspection:
         bytes: Bytes of all tensors.
         left_out: Files with weights in other formats, and links that lead out of the folder.
         expansion: What was added, for an expanded model.
+        composition: What lies in it, for a composed one.
     """
 
     name: str
@@ -104,6 +107,7 @@ class Inspection:
     bytes: int
     left_out: tuple[str, ...]
     expansion: ExpansionSummary | None
+    composition: CompositionSummary | None = None
 
 
 @dataclass(frozen=True)
@@ -119,7 +123,7 @@ def inspect(model: str | Path, *, revision: str | None = None, run: RunOptions =
     """Describe a checkpoint; no weight is read.
 
     Args:
-        model: A folder or a Hub id, a base model or an expanded one.
+        model: A folder or a Hub id, a base model, an expanded one or a composed one.
         revision: Branch, tag or commit of a Hub repository.
         run: Whether its own code may run, where transformers does not have its type: trust_remote_code.
 
@@ -131,6 +135,7 @@ def inspect(model: str | Path, *, revision: str | None = None, run: RunOptions =
         UnsupportedFamilyError: If its architecture is not supported.
     """
     source, checkpoint = open_model(model, revision)
+    is_composed = is_composition(source.path)
     if CONFIG_KEY in checkpoint.config and checkpoint.manifest is None and needs_own_code(checkpoint.config):
         # the record alone names the base's classes
         raise CheckpointError(saved_elsewhere(Path(model), checkpoint.config))
@@ -156,7 +161,8 @@ def inspect(model: str | Path, *, revision: str | None = None, run: RunOptions =
         parameters_unique=stored - _tied_copy(checkpoint, architecture, sizes),
         bytes=sum(shards.values()),
         left_out=checkpoint.left_out,
-        expansion=_summarise(checkpoint, str(model)) if CONFIG_KEY in checkpoint.config else None,
+        expansion=_summarise(checkpoint, str(model)) if CONFIG_KEY in checkpoint.config and not is_composed else None,
+        composition=summarise_composition(source.path) if is_composed else None,
     )
 
 

@@ -1,0 +1,55 @@
+"""Composed folders where something else is needed: what to say of one, and the line to type."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Literal
+
+from scale_surgery.checkpoint.names import COMPOSED_FILE
+from scale_surgery.checkpoint.reading import parse_json, read_bytes
+from scale_surgery.errors import CheckpointError
+
+Wanted = Literal["an expanded model", "a base model", "an extract"]
+
+
+def refuse_composed(path: Path, wanted: Wanted) -> None:
+    """Refuse a composed folder where one of the models in it is needed.
+
+    Args:
+        path: A folder.
+        wanted: What is needed.
+
+    Raises:
+        CheckpointError: If it is a composed folder; its expansions are named.
+    """
+    if not (path / COMPOSED_FILE).is_file():
+        return
+    names = _names(path)
+    raise CheckpointError(
+        f"{path}: is a composed folder of {', '.join(names) or 'expansions'}, expected {wanted}. "
+        f"{_advice(path, names, wanted)}"
+    )
+
+
+def _names(path: Path) -> list[str]:
+    """Names of the expansions, as its record says; none where that cannot be read."""
+    try:
+        content = parse_json(read_bytes(path / COMPOSED_FILE).decode("utf-8"))
+        return list(map(str, content["expansions"]))
+    except (OSError, ValueError, LookupError, TypeError):
+        return []
+
+
+def _advice(path: Path, names: list[str], wanted: Wanted) -> str:
+    if wanted == "a base model":
+        return f"Take its base out: {_line('strip', path, '-o', 'BASE')}"
+    name = names[0] if names else "NAME"
+    taking = f"Take one out: {_line('extract', path, '--name', name, '-o', 'EXTRACT')}"
+    if wanted == "an extract":
+        return taking
+    return f"{taking}, and put it on its base: {_line('apply', 'EXTRACT', '--base', 'MODEL', '-o', 'EXPANDED')}"
+
+
+def _line(*words: object) -> str:
+    return shlex.join(["scale-surgery", *map(str, words)])

@@ -1,0 +1,98 @@
+"""Texts on which a mixture of paths may lose, and what it loses on each: prompts, what paths write, halves joined."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scale_surgery.running.context import context_of
+from scale_surgery.running.prompts import Batch
+
+BASE = "base"
+# texts that each path writes, how they begin, and how long they are, in tokens
+WRITTEN, BEGINNING, LENGTH = 2, 4, 24
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Token ids (texts, t) of the same length, and what each text is called."""
+
+    ids: Tensor
+    names: tuple[str, ...]
+
+
+def prompt_texts(batch: Batch) -> Iterator[Texts]:
+    """Each prompt by itself, without padding."""
+    rows = zip(batch.ids, batch.mask.bool(), strict=True)
+    for number, (ids, mask) in enumerate(rows, 1):
+        yield Texts(ids[mask][None], (f"prompt {number}",))
+
+
+def hostile_texts(model: Any, batch: Batch, *, write: bool) -> Iterator[Texts]:
+    """Texts that each path writes greedily, and halves of two of them joined: who has come to be trusted goes wrong.
+
+    Args:
+        model: The composed model.
+        batch: Prompts, whose first tokens the texts begin with.
+        write: Whether there are any.
+
+    Yields:
+        The texts of each path, and of each pair of neighbours in both orders.
+    """
+    begun = _beginnings(batch)
+    length = min(LENGTH, context_of(model.config.get_text_config()) or LENGTH)
+    if not write or length - begun.shape[1] < 1:
+        return
+    written = []
+    for name in (None, *model.expansions):
+        with model.use_expansion(name):
+            written.append(Texts(_write(model, begun, length), (f"written by {name or BASE}",) * len(begun)))
+    yield from _numbered(written)
+    pairs = [own for one, other in pairwise(written) for own in ((one, other), (other, one))]
+    half = length // 2
+    joined = [torch.cat((one.ids[:, :half], other.ids[:, half:]), 1) for one, other in pairs]
+    names = [f"{one.names[0]}, then {other.names[0]}" for one, other in pairs]
+    yield from _numbered([Texts(ids, (name,) * len(ids)) for ids, name in zip(joined, names, strict=True)])
+
+
+def _numbered(texts: Sequence[Texts]) -> Iterator[Texts]:
+    for own in texts:
+        yield Texts(own.ids, tuple(f"{name} ({number})" for number, name in enumerate(own.names, 1)))
+
+
+def _beginnings(batch: Batch) -> Tensor:
+    """The first tokens of some prompts (texts, t), as many of each."""
+    rows = [ids[mask] for ids, mask in zip(batch.ids, batch.mask.bool(), strict=True)][:WRITTEN]
+    size = min(BEGINNING, *map(len, rows), len(rows[0]))
+    return torch.stack([row[:size] for row in rows])
+
+
+@torch.no_grad()
+def _write(model: Any, begun: Tensor, length: int) -> Tensor:
+    """What a path writes greedily, to a length in tokens; never an end of text."""
+    new = length - begun.shape[1]
+    options = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "pad_token_id": 0}
+    found: Tensor = model.generate(begun.to(model.device), **options)
+    return found.cpu()
+
+
+@torch.no_grad()
+def excess(model: Any, texts: Texts) -> Iterator[tuple[str, float]]:
+    """What the mixture loses on each text above the best path for it, in nats."""
+    if texts.ids.shape[1] < 2:
+        return
+    ids = texts.ids.to(model.device)
+    best = torch.stack([_losses(own, ids) for own in model.path_logits(ids)]).amin(0)
+    lost = _losses(model(ids, use_cache=False).logits, ids) - best
+    yield from zip(texts.names, lost.tolist(), strict=True)
+
+
+def _losses(logits: Tensor, ids: Tensor) -> Tensor:
+    """Sum of -log p over the tokens of each text but its first, in nats, float64."""
+    scores = logits[:, :-1].double().log_softmax(-1)
+    return -scores.gather(-1, ids[:, 1:, None]).squeeze(-1).sum(-1)

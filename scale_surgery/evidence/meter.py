@@ -1,0 +1,138 @@
+"""Measure models on the same windows, and each as all that it can be: a row of a table for each.
+
+An expanded model is measured three times: its base model, by the stock class; as it is; and with its expansion
+disabled. One that routes is also measured with its routing disabled, which is its adapt path alone; a composed one
+with each of its expansions alone.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from scale_surgery.evidence.subjects import Subject
+from scale_surgery.progress import Progress
+from scale_surgery.running.freeze import expansion_disabled
+from scale_surgery.running.loading import loaded_whole
+from scale_surgery.running.loss import Measurement, measure
+from scale_surgery.running.options import RunOptions
+from scale_surgery.surgery.parts import link_base, link_files
+
+if TYPE_CHECKING:
+    from scale_surgery.running.sequences import Sequences
+
+Kind = Literal["base", "expanded", "adapt", "path", "disabled", "other"]
+
+
+@dataclass(frozen=True)
+class Score:
+    """What one model scored, a row of the table.
+
+    Attributes:
+        name: What it is called.
+        kind: "base", the base model of an expanded one; "expanded"; "adapt", a routed model with its routing disabled;
+            "path", a composed model with one expansion alone; "disabled", an expanded model with its expansion
+            disabled; or "other", a model without expansion.
+        base: Name of the row that it is compared with, or None.
+        old: What it scored on old text, or None where none was given.
+        new: The same on new text.
+        forgetting: Its nats per token on old text minus those of the base, or None.
+        learning: The base's nats per token on new text minus its own, or None.
+    """
+
+    name: str
+    kind: Kind
+    base: str | None
+    old: Measurement | None = None
+    new: Measurement | None = None
+    forgetting: float | None = None
+    learning: float | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """A score, and what it was measured on: sha256 of token ids and windows, by side.
+
+    Where those are equal, losses can be compared.
+    """
+
+    score: Score
+    fingerprints: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Meter:
+    """Measures models on the same windows.
+
+    Attributes:
+        texts: Windows by side.
+        run: How models run.
+    """
+
+    texts: Mapping[str, Sequences]
+    run: RunOptions
+
+    @cached_property
+    def fingerprints(self) -> dict[str, str]:
+        """sha256 of the windows, by side."""
+        return {side: text.fingerprint() for side, text in self.texts.items()}
+
+    def tokens(self, subject: Subject, *, with_base: bool) -> int:
+        """Tokens that will be read to measure a model, and its base where that is to be measured with it."""
+        parts = 0 if subject.composition is None else len(subject.composition.names)
+        parts += subject.is_expanded and subject.is_routed
+        return sum(len(text.ids) for text in self.texts.values()) * (1 + subject.is_expanded + parts + with_base)
+
+    def measure_base(self, subject: Subject, advance: Progress) -> Row:
+        """Measure the base model inside an expanded one, by the stock class."""
+        assert subject.base is not None
+        with tempfile.TemporaryDirectory() as folder:
+            renamed = _link_base(subject, Path(folder))
+            with loaded_whole(Path(folder), subject.base, self.run, renamed=renamed) as model:
+                return self._measure(model, Score(subject.base, "base", None), advance)
+
+    def measure_subject(self, subject: Subject, advance: Progress) -> list[Row]:
+        """Measure a model; of an expanded one also what each of its parts is alone, and last its base."""
+        with loaded_whole(subject.path, subject.name, self.run) as model:
+            if not subject.is_expanded:
+                own = Score(subject.base or subject.name, "base" if subject.is_base else "other", None)
+                return [self._measure(model, own, advance)]
+            disabled = f"{subject.name}, expansion disabled"
+            rows = [self._measure(model, Score(subject.name, "expanded", subject.base or disabled), advance)]
+            for name, kind, base, chosen in _parts(subject, model, disabled):
+                with chosen:
+                    rows.append(self._measure(model, Score(name, kind, base), advance))
+            return rows
+
+    def _measure(self, model: Any, score: Score, advance: Progress) -> Row:
+        report = partial(advance, note=score.name)
+        found = {side: measure(model, text, self.run.windows(), report) for side, text in self.texts.items()}
+        return Row(replace(score, old=found.get("old"), new=found.get("new")), self.fingerprints)
+
+
+def _link_base(subject: Subject, folder: Path) -> dict[str, str]:
+    """Make a folder that loads as the base inside a model; see `link_base`."""
+    if subject.manifest is not None:
+        return link_base(subject.path, folder, subject.manifest)
+    assert subject.composition is not None
+    link_files(subject.path, folder, subject.composition)
+    return {}
+
+
+def _parts(
+    subject: Subject, model: Any, disabled: str
+) -> Iterator[tuple[str, Kind, str | None, AbstractContextManager[Any]]]:
+    """What of an expanded model runs alone: what it is called, what that is, its base, and how it is chosen."""
+    if subject.composition is not None:
+        for name in subject.composition.names:
+            yield f"{subject.name}, {name} alone", "path", subject.base or disabled, model.use_expansion(name)
+        yield disabled, "disabled", subject.base, model.use_expansion(None)
+        return
+    if subject.is_routed:
+        yield f"{subject.name}, routing disabled", "adapt", subject.base or disabled, model.routing_disabled()
+    yield disabled, "disabled", subject.base, expansion_disabled(model)

@@ -1,0 +1,237 @@
+"""Numbers of a composed model: each path beside the model that it is alone, and what its mixture loses on any text.
+
+base files          --stock class-->                 path 0 alone
+base files, extract --as load_expansion puts it-->   path k alone, bit for bit what apply writes
+the composed folder --as a user loads it-->          the same paths, chosen by name and side by side, and their mixture
+
+The models alone share the weights of one base, which is freed before the composed model is loaded.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scale_surgery.composition.members import give_out
+from scale_surgery.composition.record import Composition
+from scale_surgery.evidence.hostile_texts import BASE, excess, hostile_texts, prompt_texts
+from scale_surgery.progress import Track
+from scale_surgery.running.drift import largest_difference
+from scale_surgery.running.loading import RUNNING, loaded, loaded_whole, translated
+from scale_surgery.running.options import Probes, RunOptions
+from scale_surgery.running.prompts import Batch, encode_prompts, token_problems
+from scale_surgery.running.tokenizer import load_tokenizer
+from scale_surgery.surgery.load_expansion import load_expansion
+
+
+@dataclass(frozen=True)
+class PathNumbers:
+    """What the probes showed of one path, beside the model that it is alone.
+
+    Attributes:
+        name: "base", or that of the expansion.
+        is_bit_equal: Whether its logits are those of that model, bit for bit, chosen by name and beside all others.
+        drift: Largest absolute difference of logits, chosen by name.
+        drift_beside: The same of the path beside all others.
+        generation_equal: Whether greedy continuation with KV cache gives that model's tokens; None if not run.
+        uncached_equal: The same without KV cache.
+    """
+
+    name: str
+    is_bit_equal: bool
+    drift: float
+    drift_beside: float
+    generation_equal: bool | None
+    uncached_equal: bool | None
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """In what it is not that model, a line each."""
+        of = "the base model" if self.name == BASE else f"the model that {self.name} is alone"
+        worst = max((self.drift, self.drift_beside), key=lambda own: math.inf if math.isnan(own) else own)
+        drift = f"path {self.name}: logits drift {worst:.3g} from {of}, expected bit-equal."
+        greedy = f"path {self.name}: its greedy continuation is not that of {of}, with or without KV cache."
+        is_other = self.generation_equal is False or self.uncached_equal is False
+        return (drift,) * (not self.is_bit_equal) + (greedy,) * is_other
+
+
+@dataclass(frozen=True)
+class MixtureNumbers:
+    """What the probes showed of a composed model.
+
+    Attributes:
+        prompts: Number of prompts, in one left-padded batch.
+        tokens: Tokens in them.
+        is_text: Whether they are text; seeded random ids otherwise, where the base has no tokenizer that loads.
+        device: Where all models ran; on another the last bits may be others.
+        dtype: Dtype of the logits.
+        attention: Attention kernel.
+        new_tokens: Tokens generated for each prompt.
+        paths: The base's path, and that of each expansion.
+        texts: Texts on which the mixture was weighed against each path: the prompts, what each path writes greedily,
+            and halves of these joined, so that what has come to be trusted goes wrong.
+        longest: Tokens of the longest.
+        excess: Loss of the mixture above that of the best path for a text, where it is largest, in nats.
+        worst: Which text that is.
+        rounding: What of it the rounding of logits in their dtype can explain, in nats.
+        load_problems: Tensors that were missing, unexpected or re-initialised on load.
+        token_problems: Prompts whose token ids differ between the tokenizers of base and composed model.
+    """
+
+    prompts: int
+    tokens: int
+    is_text: bool
+    device: str
+    dtype: str
+    attention: str
+    new_tokens: int
+    paths: tuple[PathNumbers, ...]
+    texts: int
+    longest: int
+    excess: float
+    worst: str
+    rounding: float
+    load_problems: tuple[str, ...]
+    token_problems: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class PathRun:
+    """What one model, or one path, made of a batch: logits of its tokens, without padding; on the CPU."""
+
+    logits: Tensor
+    cached: Tensor | None
+    uncached: Tensor | None
+
+
+def probe_paths(
+    path: Path, record: Composition, base: Path, probes: Probes, run: RunOptions, track: Track
+) -> MixtureNumbers:
+    """Run every model alone, then the composed one, on the same prompts, and compare.
+
+    Args:
+        path: The composed folder.
+        record: Its composed.json.
+        base: A folder that loads as its base.
+        probes: Prompts, and tokens to generate for each; without these no text is written either.
+        run: How the models run: device, trust_remote_code. They are as they are stored, and whole in memory.
+        track: Makes progress bars.
+
+    Returns:
+        What they showed.
+
+    Raises:
+        CheckpointError: If a model cannot be loaded or does not run.
+    """
+    run = replace(run.placed(), dtype=None)
+    encoded = encode_prompts(base, probes, run)
+    tokens = token_problems(encoded, load_tokenizer(path, run))
+    with track("probe prompts", 2 * (len(record.names) + 1)) as advance:
+        alone = []
+        for found in run_alone(path, record, base, encoded.batch, probes.new_tokens, run):
+            alone.append(found)
+            advance(1)
+        with loaded(path, run) as (model, problems), translated(*RUNNING):
+            beside = _beside(model, encoded.batch, run.device)
+            paths = []
+            for name, own, other in zip((None, *record.names), alone, beside, strict=True):
+                with model.use_expansion(name):
+                    paths.append(compare(name or BASE, own, run_path(model, encoded.batch, probes.new_tokens), other))
+                advance(1)
+            texts = [*prompt_texts(encoded.batch), *hostile_texts(model, encoded.batch, write=bool(probes.new_tokens))]
+            losses = {name: loss for text in texts for name, loss in excess(model, text)}
+            attention = str(model.config._attn_implementation)
+    worst, longest = max(losses, key=lambda name: losses[name]), max(text.ids.shape[1] for text in texts)
+    logits = alone[0].logits
+    rounding = 4 * float(logits.abs().max()) * torch.finfo(logits.dtype).eps * math.sqrt(longest)
+    return MixtureNumbers(
+        prompts=len(encoded.batch.ids),
+        tokens=int(encoded.batch.mask.sum()),
+        is_text=encoded.tokenizer is not None,
+        device=run.device,
+        dtype=str(logits.dtype).removeprefix("torch."),
+        attention=attention,
+        new_tokens=probes.new_tokens,
+        paths=tuple(paths),
+        texts=len(losses),
+        longest=longest,
+        excess=losses[worst],
+        worst=worst,
+        rounding=rounding,
+        load_problems=tuple(problems),
+        token_problems=tokens,
+    )
+
+
+def run_alone(
+    path: Path, record: Composition, base: Path, batch: Batch, new_tokens: int, run: RunOptions
+) -> Iterator[PathRun]:
+    """Run the base, and then each model that an expansion is alone, on the base's weights.
+
+    Args:
+        path: The composed folder.
+        record: Its composed.json.
+        base: A folder that loads as its base.
+        batch: The prompts.
+        new_tokens: Tokens to generate, 0 for none.
+        run: How the models run.
+
+    Yields:
+        What each made of the prompts, in the order of the paths.
+    """
+    with loaded_whole(base, record.base_name, run) as model, translated(*RUNNING):
+        yield run_path(model, batch, new_tokens)
+        for name in record.names:
+            with tempfile.TemporaryDirectory() as extract:
+                give_out(path, record, name, Path(extract), "auto")
+                # its files were compared already
+                expanded = load_expansion(model, extract, check=False)
+                yield run_path(expanded, batch, new_tokens)
+
+
+@torch.no_grad()
+def run_path(model: Any, batch: Batch, new_tokens: int) -> PathRun:
+    """Run a model as it stands: logits of prompts, and greedy continuation with and without KV cache."""
+    inputs = {"input_ids": batch.ids.to(model.device), "attention_mask": batch.mask.to(model.device)}
+    logits = model(**inputs, use_cache=False).logits.cpu()[batch.mask.bool()]
+    if not new_tokens:
+        return PathRun(logits, None, None)
+    options = {"max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 0}
+    cached, uncached = (model.generate(**inputs, **options, use_cache=own).cpu() for own in (True, False))
+    return PathRun(logits, cached, uncached)
+
+
+def _beside(model: Any, batch: Batch, device: str) -> list[Tensor]:
+    """Logits of each path beside all others, without padding."""
+    found = model.path_logits(batch.ids.to(device), attention_mask=batch.mask.to(device))
+    return [own.cpu()[batch.mask.bool()] for own in found]
+
+
+def compare(name: str, alone: PathRun, found: PathRun, beside: Tensor) -> PathNumbers:
+    """Compare a path with the model that it is alone.
+
+    Args:
+        name: What the path is called.
+        alone: What that model made of the prompts.
+        found: What the path made of them, chosen by name.
+        beside: Its logits beside all other paths.
+    """
+    return PathNumbers(
+        name=name,
+        is_bit_equal=torch.equal(alone.logits, found.logits) and torch.equal(alone.logits, beside),
+        drift=largest_difference(alone.logits, found.logits),
+        drift_beside=largest_difference(alone.logits, beside),
+        generation_equal=_same(alone.cached, found.cached),
+        uncached_equal=_same(alone.uncached, found.uncached),
+    )
+
+
+def _same(one: Tensor | None, other: Tensor | None) -> bool | None:
+    return None if one is None or other is None else torch.equal(one, other)

@@ -1,0 +1,103 @@
+"""What `verify` finds: a certificate."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from scale_surgery.checkpoint.files import plain_json
+from scale_surgery.composition.record import Mixing
+from scale_surgery.evidence.promises import Promise
+from scale_surgery.planning.routing_specs import Routing
+from scale_surgery.surgery.record import tool_versions
+
+if TYPE_CHECKING:
+    from scale_surgery.evidence.path_probes import MixtureNumbers
+    from scale_surgery.running.probe import Numbers
+
+
+@dataclass(frozen=True)
+class Verification:
+    """The result of `verify`.
+
+    Attributes:
+        path: The expanded or composed folder.
+        base_name: What its base model is called.
+        variant: Its variant; of a composed folder "composed".
+        routing: How it routes, or None.
+        state: "initial", or "trained" where expansion tensors changed since the expansion.
+        trained_tensors: How many did.
+        promises: Every promise.
+        required: Promises that decide `passed`.
+        problems: Problems that no promise covers: code, structure, recorded facts, loading, token ids.
+        warnings: What a user should know before running the folder's own code; does not decide `passed`.
+        numbers: What the probe prompts showed, or None where they were not run.
+        passed: Whether all is as required.
+        fingerprint: sha256 over what the model computes with, tensors, router and code; what the result is about.
+        date: When, in UTC.
+        versions: Versions that were used.
+        machine: Processor architecture and system.
+        not_run: Why no model was run, or None.
+        recorded: Whether the result stands in the folder's record, surgery.json or composed.json.
+        mixing: How the paths of a composed folder are mixed; None of an expanded one.
+        mixture: What the probe prompts showed of a composed folder, or None.
+    """
+
+    path: Path
+    base_name: str
+    variant: str
+    routing: Routing | None
+    state: Literal["initial", "trained"]
+    trained_tensors: int
+    promises: tuple[Promise, ...]
+    required: tuple[str, ...]
+    problems: tuple[str, ...]
+    warnings: tuple[str, ...]
+    numbers: Numbers | None
+    passed: bool
+    fingerprint: str
+    date: str
+    versions: dict[str, str]
+    machine: str
+    not_run: str | None = None
+    recorded: bool = False
+    mixing: Mixing | None = None
+    mixture: MixtureNumbers | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """The certificate as plain JSON values; the folder's name stands for its path."""
+        content = asdict(replace(self, path=Path(self.path.name)))
+        del content["recorded"]
+        # JSON has no NaN: a drift that is none becomes the text "NaN"
+        plain: dict[str, Any] = plain_json(content)
+        return plain
+
+
+def decide(
+    promises: Sequence[Promise], required: tuple[str, ...], problems: tuple[str, ...]
+) -> tuple[tuple[str, ...], bool]:
+    """Which promises decide, and whether all is as required.
+
+    Args:
+        promises: What was found.
+        required: Promises that are asked for by name.
+        problems: What no promise covers.
+
+    Returns:
+        Names of the promises that decide, all that are claimed where none is asked for; and whether all is well.
+    """
+    # what no model was run for is neither kept nor broken, unless it was asked for by name
+    defaults = (promise for promise in promises if promise.claimed and promise.holds is not None)
+    decisive = required or tuple(promise.name for promise in defaults)
+    failed = [promise for promise in promises if promise.name in decisive and not promise.holds]
+    return decisive, not failed and not (problems and not required)
+
+
+def circumstances() -> dict[str, Any]:
+    """When and with what something is verified, as fields of `Verification`."""
+    date = datetime.now(UTC).isoformat(timespec="seconds")
+    return {"date": date, "versions": tool_versions(), "machine": f"{platform.machine()} {platform.system()}"}

@@ -1,0 +1,146 @@
+"""What `verify` found, in a terminal: promises, numbers, problems; see `tables`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from scale_surgery.errors import shorten
+from scale_surgery.show.layout import NamedRows, heading, sentence
+from scale_surgery.show.tables import facts, plain_table, render_composition, render_warnings
+
+if TYPE_CHECKING:
+    from scale_surgery.evidence.composition_summary import CompositionSummary
+    from scale_surgery.evidence.path_probes import MixtureNumbers, PathNumbers
+    from scale_surgery.evidence.promises import Promise
+    from scale_surgery.evidence.verification import Verification
+    from scale_surgery.running.probe import Layer
+
+
+def render_verification(result: Verification) -> RenderableType:
+    """A verification as tables: promises, numbers, problems."""
+    table = render_promises(result.promises, result.required)
+    parts: list[RenderableType] = [table, Text(), _render_numbers(result)]
+    parts += [sentence(f"problem: {problem}", "red") for problem in _problems(result)]
+    parts += render_warnings(result.warnings)
+    word = Text("verified", style="bold green") if result.passed else Text("NOT verified", style="bold red")
+    state = "untrained" if result.state == "initial" else f"trained ({_counted(result.trained_tensors)} changed)"
+    router = result.routing or result.mixing
+    kind = result.variant if router is None else f"{result.variant}, routed ({router.description})"
+    return Group(*parts, Text(), word + sentence(f"  {kind}, {state}, base {result.base_name}"))
+
+
+def render_promises(promises: Sequence[Promise], required: Sequence[str]) -> RenderableType:
+    """What was found of each promise."""
+    table = plain_table("promises")
+    table.add_column("promise", no_wrap=True)
+    table.add_column("result", no_wrap=True)
+    table.add_column("evidence", overflow="fold")
+    for promise in promises:
+        table.add_row(promise.name, verdict(promise, promise.name in required), promise.evidence)
+    return table
+
+
+def render_held(held: CompositionSummary) -> RenderableType:
+    """What lies in a composed folder, and what the last verification found."""
+    found = [render_promises(held.promises, held.required), Text()] if held.promises else []
+    return Group(*found, render_composition(held))
+
+
+def _counted(tensors: int) -> str:
+    return f"{tensors} tensor{'s' * (tensors != 1)}"
+
+
+def verdict(promise: Promise, is_required: bool) -> Text:
+    """What was found of a promise, in a word or two."""
+    if promise.holds is None and not (is_required or promise.claimed):
+        return Text("not claimed", style="dim")
+    if promise.holds is None:
+        return Text("not checked", style="bold red" if is_required else "yellow")
+    if promise.holds:
+        return Text("holds" if is_required or promise.claimed else "holds (unclaimed)", style="green")
+    return Text("BROKEN", style="bold red") if is_required else Text("not claimed", style="dim")
+
+
+def _problems(result: Verification) -> list[str]:
+    found = list(result.problems)
+    for promise in result.promises:
+        if promise.name in result.required and not promise.holds:
+            found += promise.problems
+    return shorten(list(dict.fromkeys(found)), ending="; -o FILE.json writes all")
+
+
+def _render_numbers(result: Verification) -> RenderableType:
+    numbers = result.numbers
+    if result.mixture is not None:
+        return _render_mixture(result.mixture)
+    if numbers is None:
+        return sentence(f"no model was run: {result.not_run}", "dim")
+    # a drift that is no number is the worst
+    worst = max(numbers.layers, key=lambda layer: math.inf if math.isnan(layer.drift) else layer.drift)
+    lowest = min((layer.cosine for layer in numbers.layers), key=lambda cosine: -2 if math.isnan(cosine) else cosine)
+    kind = "tokens" if numbers.is_text else "random ids (no tokenizer)"
+    how = f"{numbers.dtype}, {numbers.attention}, {numbers.device}"
+    rows = [
+        ("probes", f"{numbers.prompts} prompts, {numbers.tokens} {kind}, {how}"),
+        ("logits", "bit-equal" if numbers.is_bit_equal else f"drift {numbers.drift:.3g}"),
+        ("KL divergence", f"{numbers.kl_divergence:.3g} nats per token"),
+        ("top-1 agreement", f"{numbers.top1_agreement:.1%}"),
+        ("base stream", f"{_drift_of(worst)}, lowest cosine {lowest:.6f}"),
+        ("continuation", _continuation(numbers)),
+    ]
+    table = facts("numbers", rows)
+    return table if worst.drift == 0 else Group(table, Text(), _render_layers(numbers.layers))
+
+
+def _drift_of(worst: Layer) -> str:
+    if worst.is_bit_equal:
+        return "bit-equal after every layer"
+    return f"largest drift {worst.drift:.3g}, after {'the embedding' if worst.layer < 0 else f'layer {worst.layer}'}"
+
+
+def _render_layers(layers: tuple[Layer, ...]) -> Table:
+    table = plain_table("base stream against the base model's")
+    for name in ("after", "drift", "cosine"):
+        table.add_column(name, justify="right")
+    for layer in layers:
+        after = "embedding" if layer.layer < 0 else f"layer {layer.layer}"
+        table.add_row(after, "bit-equal" if layer.is_bit_equal else f"{layer.drift:.3g}", f"{layer.cosine:.6f}")
+    return table
+
+
+def _continuation(numbers: Any) -> str:
+    if numbers.generation_equal is None:
+        return "not run"
+    cached, uncached = numbers.generation_equal, numbers.uncached_equal
+    with_cache = "the base's tokens" if cached else "other tokens than the base's"
+    without = "too" if cached == uncached else "the base's tokens" if uncached else "other tokens than the base's"
+    return f"greedy, {numbers.new_tokens} tokens: {with_cache}; without KV cache {without}"
+
+
+def _render_mixture(numbers: MixtureNumbers) -> RenderableType:
+    """Each path beside the model that it is alone, and what the mixture loses."""
+    kind = "tokens" if numbers.is_text else "random ids (no tokenizer)"
+    how = f"{numbers.dtype}, {numbers.attention}, {numbers.device}"
+    rounding = f", rounding explains {numbers.rounding:.2g}"
+    rows = [
+        ("probes", f"{numbers.prompts} prompts, {numbers.tokens} {kind}, {how}"),
+        ("mixture", f"{numbers.texts} texts of up to {numbers.longest} tokens"),
+        ("worst loss", f"{numbers.excess:.3g} nats against the best path{rounding}: {numbers.worst}"),
+    ]
+    table = NamedRows(["chosen by name", "beside the others", f"{numbers.new_tokens} greedy tokens"], name="path")
+    for path in numbers.paths:
+        drifts = ("bit-equal" if own == 0 else f"drift {own:.3g}" for own in (path.drift, path.drift_beside))
+        table.add_row(path.name, *drifts, _greedy(path))
+    return Group(facts("numbers", rows), Text(), heading("each path beside the model that it is alone"), table)
+
+
+def _greedy(path: PathNumbers) -> str:
+    if path.generation_equal is None:
+        return "not run"
+    return "the same" if path.generation_equal and path.uncached_equal else "others"

@@ -1,0 +1,113 @@
+"""A composed folder of a model with a tokenizer: what evaluate, inspect, report and the model card say of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from scale_surgery import (
+    CompositionSummary,
+    Mixing,
+    Request,
+    compose,
+    evaluate,
+    expand,
+    extract,
+    inspect,
+    report,
+    verify,
+)
+from scale_surgery.biographies import SHIPPED_MODEL, people, questions
+from scale_surgery.cli.program import main
+from scale_surgery.composition.mixing import set_mixing
+from tests.conftest import shake
+
+REQUESTS = {"medicine": Request("last:1"), "law": Request("last:1", variant="adapt", collaborate="both")}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with texts, both models alone, their extracts, and a composed folder."""
+    folder = tmp_path_factory.mktemp("shipped")
+    for side, group in (("known", people(2)), ("asked", people(2, start=400))):
+        rows = [{"question": own.prompt, "answer": own.answer} for person in group for own in questions(person)]
+        (folder / f"{side}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for seed, (name, request) in enumerate(REQUESTS.items()):
+        shake(expand(SHIPPED_MODEL, request, folder / name).path, seed)
+        extract(folder / name, folder / f"{name}.extract")
+    extracts = {name: folder / f"{name}.extract" for name in REQUESTS}
+    compose(SHIPPED_MODEL, extracts, folder / "composed", mixing=Mixing(switch_rate=0))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def command(place: Path) -> Callable[..., Any]:
+    """Run a command on the composed folder, in a terminal of 80 columns."""
+
+    def run(*words: object) -> Any:
+        return CliRunner(env={"COLUMNS": "80", "TERM": "dumb"}).invoke(main, list(map(str, words)))
+
+    return run
+
+
+def test_evaluate_has_a_row_for_each_path(place: Path) -> None:
+    """The mixture, each expansion alone as the model that it is, and the base; one base for all."""
+    found = evaluate([place / "composed", place / "law"], place / "known.jsonl", place / "asked.jsonl")
+    rows = {score.name: score for score in found.scores}
+    assert [(name, score.kind) for name, score in rows.items()] == [
+        ("biographies (base)", "base"),
+        ("composed", "expanded"),
+        ("composed, medicine alone", "path"),
+        ("composed, law alone", "path"),
+        ("composed, expansion disabled", "disabled"),
+        ("law", "expanded"),
+        ("law, expansion disabled", "disabled"),
+    ]
+    law, alone = rows["law"], rows["composed, law alone"]
+    assert (law.old, law.new, law.forgetting) == (alone.old, alone.new, alone.forgetting)
+    assert rows["composed, expansion disabled"].forgetting == 0
+    assert law.old != rows["composed, medicine alone"].old != rows["composed"].old, "the control"
+    # the mixture is as good as its best path, but for what finding that costs
+    lost = [score.forgetting for score in rows.values() if score.kind in ("expanded", "path")]
+    assert alone.forgetting is not None and rows["composed"].forgetting is not None
+    assert rows["composed"].forgetting < alone.forgetting and None not in lost
+    assert not found.notes
+
+
+def test_inspect_and_report_say_what_lies_in_it(place: Path, tmp_path: Path, command: Callable[..., Any]) -> None:
+    folder = place / "composed"
+    found, base = inspect(folder), inspect(SHIPPED_MODEL)
+    assert found.expansion is None and found.composition is not None
+    assert (found.family, found.sizes, found.dtype) == (base.family, base.sizes, base.dtype)
+    held = found.composition
+    assert (held.base_name, held.mixing) == ("biographies", Mixing(switch_rate=0))
+    assert held.paths == "3: the base, medicine, law"
+    assert [(own.variant, own.layers) for own in held.expansions.values()] == [("preserve", (3,)), ("adapt", (3,))]
+    added = sum(own.parameters for own in held.expansions.values())
+    assert found.parameters_stored == base.parameters_stored + added
+    shown = command("inspect", folder)
+    assert "law        adapt     3" in shown.output and "last verified  never" in shown.output
+    before = command("report", folder, "-o", tmp_path / "never.html")
+    assert before.output.splitlines()[-1] == f"next  scale-surgery verify {folder}"
+    assert "Never verified" in (tmp_path / "never.html").read_text()
+    result = verify(folder)
+    assert result.passed and report(folder) == inspect(folder).composition
+    page, numbers = tmp_path / "page.html", tmp_path / "numbers.json"
+    shown = command("report", folder, "-o", page, "-o", numbers)
+    assert max(len(line) for line in shown.output.splitlines() if not line.startswith(("next", "written"))) <= 80
+    assert "paths_as_alone" in shown.output and "router         posterior, all paths alike" in shown.output
+    text = page.read_text()
+    assert all(words in text for words in ("What lies in composed", "<th scope=row>medicine</th>", "paths_as_alone"))
+    assert "Every tensor" not in text
+    content = json.loads(numbers.read_text())
+    assert [own["name"] for own in content["promises"]] == [own.name for own in result.promises]
+    set_mixing(folder, Mixing(switch_rate=0.01))
+    held = report(folder)
+    assert isinstance(held, CompositionSummary) and held.verified.endswith("; the router's numbers changed since")
+    refused = command("report", folder, "--text", place / "known.jsonl")
+    assert refused.exit_code == 1 and "is a composed folder, of which report reads the records alone" in refused.output

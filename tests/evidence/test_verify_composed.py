@@ -1,0 +1,236 @@
+"""What verify says of composed folders, and that it notices when it is not so."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from scale_surgery import CheckpointError, Mixing, PlanError, Probes, RunOptions, Verification, compose, extract, verify
+from scale_surgery.cli.program import main
+from scale_surgery.composition.record import read_composition
+from scale_surgery.evidence.path_probes import compare, run_alone
+from scale_surgery.evidence.path_promises import COMPOSED_PROMISES
+from scale_surgery.running.prompts import Batch
+from tests.composed import LLAMA, Made
+from tests.conftest import digests, load
+from tests.routed import random_ids
+
+NAMES = ("medicine", "law", "chess")
+SHARD = "expansion-00001-of-00001.safetensors"
+
+
+@pytest.fixture(scope="module")
+def llama(made_of: Callable[..., Made]) -> Made:
+    return made_of("llama", LLAMA)
+
+
+@pytest.fixture(scope="module")
+def folder(llama: Made, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("verified") / "all"
+    own = {name: llama.extracts[name] for name in NAMES}
+    return compose(llama.base, own, path, mixing=Mixing(switch_rate=0)).path
+
+
+@pytest.fixture
+def copy(folder: Path, tmp_path: Path) -> Path:
+    """A copy, to be damaged by a test."""
+    return Path(shutil.copytree(folder, tmp_path / "copy"))
+
+
+def promise(result: Verification, name: str) -> Any:
+    return next(found for found in result.promises if found.name == name)
+
+
+def broken(result: Verification) -> set[str]:
+    assert not result.passed
+    return {found.name for found in result.promises if found.holds is False}
+
+
+def test_it_keeps_what_it_promises(llama: Made, folder: Path) -> None:
+    before = digests(folder)
+    result = verify(folder, llama.base)
+    assert result.passed and result.required == COMPOSED_PROMISES and result.recorded
+    found = result.mixture
+    assert found is not None and [path.name for path in found.paths] == ["base", *NAMES]
+    assert all(path.is_bit_equal and path.generation_equal and path.uncached_equal for path in found.paths)
+    # four prompts, two texts of each of four paths, and two halves of each of three pairs in both orders
+    assert found.texts == 4 + 2 * 4 + 2 * 2 * 3
+    assert 0.5 < found.excess <= math.log(4) + found.rounding < 1.5
+    assert promise(result, "bounded_forgetting").evidence.startswith("at most ln 4 = 1.39 nats a text; 24 texts lose")
+    assert result.mixing == Mixing(switch_rate=0) and result.state == "trained" and result.trained_tensors > 30
+    # what is found stands in the record, and in no other file
+    after = digests(folder)
+    assert {name for name in after if after[name] != before[name]} == {"composed.json"} and len(after) == len(before)
+    assert read_composition(folder)[1].verification == result.to_json()
+    assert extract(folder, folder.parent / "law", name="law").tensors
+
+
+def test_a_path_that_is_another_model_is_found(llama: Made, folder: Path) -> None:
+    """The control of `paths_as_alone`: no two of the models are equal."""
+    batch = Batch(random_ids(2, 9), torch.ones(2, 9, dtype=torch.long))
+    runs = list(run_alone(folder, read_composition(folder)[1], llama.base, batch, 4, RunOptions("cpu")))
+    assert torch.equal(runs[2].logits, llama.alone("law")(batch.ids).logits.flatten(0, 1))
+    for one in range(4):
+        for other in range(4):
+            found = compare("law", runs[one], runs[other], runs[other].logits)
+            assert found.is_bit_equal == (one == other) and bool(found.problems) == (one != other)
+    found = compare("law", runs[1], runs[1], runs[2].logits)
+    assert not found.is_bit_equal and found.drift == 0
+    assert found.problems == (
+        f"path law: logits drift {found.drift_beside:.3g} from the model that law is alone, expected bit-equal.",
+    )
+
+
+def test_with_switching_there_is_no_bound_for_all_lengths(llama: Made, tmp_path: Path) -> None:
+    own = {name: llama.extracts[name] for name in NAMES[:1]}
+    result = verify(compose(llama.base, own, tmp_path / "out").path, probes=Probes(new_tokens=0))
+    switching = promise(result, "bounded_forgetting")
+    assert result.passed and not switching.claimed and "bounded_forgetting" not in result.required
+    assert switching.evidence.startswith(
+        "no bound for all lengths: ln 2 = 0.693 nats a text and 0.01 more a token, by switching; 4 texts lose at most "
+    )
+    assert switching.problems == ("switch rate 0.01: the bound grows with the text, expected 0.",)
+    assert result.mixture is not None and result.mixture.paths[0].generation_equal is None
+    asked = verify(tmp_path / "out", probes=None, required=("bounded_forgetting",))
+    assert not asked.passed
+
+
+@pytest.mark.slow
+def test_who_begins_with_less_may_lose_more(llama: Made, tmp_path: Path) -> None:
+    """The bound is that of the smallest weight; with all paths alike it would be broken."""
+    own = {name: llama.extracts[name] for name in NAMES}
+    result = verify(compose(llama.base, own, tmp_path / "out", mixing=Mixing((0.333, 0.333, 0.001, 0.333), 0)).path)
+    assert result.passed and result.mixture is not None
+    assert math.log(4) + 1 < result.mixture.excess <= -math.log(0.001) + result.mixture.rounding
+    assert promise(result, "bounded_forgetting").evidence.startswith("at most 6.91 nats by the prior a text; ")
+
+
+def flip(file: Path, place: int = -2) -> None:
+    content = bytearray(file.read_bytes())
+    content[place] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("file", "expected", "problem"),
+    [
+        # headers are right, a byte of a tensor is not
+        ("model-00001-of-00001.safetensors", {"recoverable", "base_stream_always"}, "differ from the base's model.saf"),
+        (f"expansions/law/{SHARD}", {"paths_as_alone"}, f"expansions/law/{SHARD}: sha256"),
+        ("expansions/law/surgery.json", {"paths_as_alone"}, "law: "),
+    ],
+    ids=["base", "expansion", "record"],
+)
+def test_damage_breaks_what_it_concerns(copy: Path, file: str, expected: set[str], problem: str) -> None:
+    assert verify(copy, probes=None).passed, "the control"
+    flip(copy / file)
+    result = verify(copy, probes=None)
+    assert expected <= broken(result)
+    assert any(problem in line for found in result.promises for line in found.problems)
+
+
+def test_shards_that_were_swapped_or_lost(copy: Path) -> None:
+    law, chess = (copy / "expansions" / name / SHARD for name in ("law", "chess"))
+    law.rename(copy / "kept")
+    with pytest.raises(CheckpointError, match=f"expansions/law/{SHARD}"):
+        verify(copy)
+    chess.rename(law)
+    (copy / "kept").rename(chess)
+    with pytest.raises(CheckpointError, match="is said to lie in expansions/law"):
+        verify(copy)
+
+
+def change_config(path: Path, change: Callable[[Any], None]) -> None:
+    config = json.loads((path / "config.json").read_text())
+    change(config["scale_surgery"])
+    (path / "config.json").write_text(json.dumps(config))
+
+
+def test_another_plan_in_the_config_makes_a_path_another_model(copy: Path) -> None:
+    """Its tensors are as they were; nothing is run before that is asked for."""
+
+    def halve(said: Any) -> None:
+        spec = next(own for own in said["expansions"]["chess"]["expanded"].values() if "share" in own)
+        spec["share"] /= 2
+
+    change_config(copy, halve)
+    assert verify(copy).not_run == "code or config.json is not what was written"
+    result = verify(copy, run=RunOptions(trust_remote_code=True))
+    assert result.problems == ("config.json: scale_surgery is not what compose wrote.",)
+    assert result.mixture is not None
+    assert [path.name for path in result.mixture.paths if not path.is_bit_equal] == ["chess"]
+    assert "paths_as_alone" in broken(result)
+
+
+def test_another_prior_in_the_config_breaks_the_bound(copy: Path) -> None:
+    change_config(copy, lambda said: said["mixing"].update(prior=[0.333, 0.333, 0.001, 0.333]))
+    result = verify(copy, run=RunOptions(trust_remote_code=True))
+    assert any(
+        " against its best path, expected at most 1.3" in line
+        for line in promise(result, "bounded_forgetting").problems
+    )
+
+
+@pytest.mark.slow
+def test_another_base_is_found(llama: Made, folder: Path, tmp_path: Path) -> None:
+    other = Path(shutil.copytree(llama.base, tmp_path / "other"))
+    model = load(other)
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[0, 0] += 1
+    model.save_pretrained(other)
+    result = verify(folder, other, record=False)
+    assert {"recoverable", "base_stream_always"} <= broken(result)
+    assert any("model.layers.1.mlp.up_proj.weight: F32" in line for line in promise(result, "recoverable").problems)
+    assert any("path base: logits drift" in line for line in promise(result, "base_stream_always").problems)
+
+
+def test_the_command(copy: Path, llama: Made, tmp_path: Path) -> None:
+    def run(*words: object) -> Any:
+        return CliRunner(env={"COLUMNS": "80"}).invoke(main, [str(word) for word in ("verify", copy, *words)])
+
+    file = tmp_path / "certificate.json"
+    shown = run("--new-tokens", 2, "-o", file)
+    assert shown.exit_code == 0 and "verified  composed, routed (posterior, all paths alike" in shown.output
+    assert "medicine       bit-equal          bit-equal         the same" in shown.output
+    # names of files are never broken
+    assert max(len(line) for line in shown.output.splitlines() if "/" not in line) <= 80
+    content = json.loads(file.read_text())
+    assert content["passed"] and content["mixing"]["switch_rate"] == 0
+    assert [own["name"] for own in content["mixture"]["paths"]] == ["base", *NAMES]
+    refused = run("--promise", "output_at_init")
+    assert refused.exit_code and (
+        "--promise output_at_init is none that a folder makes which is composed, expected one of: recoverable, "
+        "base_stream_always, paths_as_alone, bounded_forgetting."
+    ) in " ".join(refused.output.split())
+    flip(next(copy.glob("model-*.safetensors")))
+    assert run("--files-only").exit_code == 1
+    with pytest.raises(PlanError, match="paths_as_alone is none that a folder makes which is expanded"):
+        verify(llama.folders["law"], required=("paths_as_alone",))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "names", "dtype"),
+    [
+        # tied and sharded, in half precision; experts that are put together on load; capped logits
+        ("gemma3_text", ("music", "late"), "bfloat16"),
+        ("qwen3_moe", ("whole", "late"), "float32"),
+        ("gemma2", ("late",), "float32"),
+    ],
+)
+def test_other_architectures(
+    made_of: Callable[..., Made], tmp_path: Path, family: str, names: tuple[str, ...], dtype: str
+) -> None:
+    made = made_of(family, names, dtype)
+    result = verify(compose(made.base, made.extracts, tmp_path / "out", mixing=Mixing(switch_rate=0)).path)
+    assert result.passed and result.required == COMPOSED_PROMISES
+    assert result.mixture is not None and result.mixture.dtype == dtype
+    assert all(path.is_bit_equal and path.generation_equal for path in result.mixture.paths)
