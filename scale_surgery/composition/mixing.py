@@ -26,7 +26,9 @@ def mixing_problems(mixing: Mixing, names: Sequence[str]) -> list[str]:
     expected = fields_of(Mixing)["switch_rate"].expects(mixing.switch_rate)
     problems = [] if expected is None else [f"switch rate: is {mixing.switch_rate}, expected {expected}."]
     prior = mixing.prior
-    if prior is not None and (len(prior) != len(names) + 1 or min(prior) <= 0 or abs(sum(prior) - 1) > 1e-6):
+    if prior is not None and not (
+        len(prior) == len(names) + 1 and all(own > 0 for own in prior) and abs(sum(prior) - 1) <= 1e-6
+    ):
         found = ", ".join(f"{own:g}" for own in prior)
         wanted = f"{len(names) + 1} positive weights of sum 1: the base, {', '.join(names)}"
         problems.append(f"prior: is {found}, expected {wanted}.")

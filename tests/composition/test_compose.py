@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -125,6 +126,9 @@ def test_what_cannot_be_composed(llama: Made, folder: Path, tmp_path: Path, made
     with pytest.raises(PlanError, match=r"prior: is 0.5, 0.5, expected 3 positive weights of sum 1: the base, law"):
         own = {name: llama.extracts[name] for name in ("law", "music")}
         compose(llama.base, own, tmp_path / "out", mixing=Mixing((0.5, 0.5)))
+    with pytest.raises(PlanError) as refused:
+        compose(llama.base, own, tmp_path / "out", mixing=Mixing((0.5, math.nan, 0.5), math.nan))
+    assert refused.value.lines[0].startswith("switch rate: is nan") and "prior: is 0.5, nan, 0.5" in str(refused.value)
     with pytest.raises(PlanError, match=r"expected an expansion of .*: medicine or law or music or chess"):
         extract(folder, tmp_path / "out", name="history")
     with pytest.raises(PlanError, match="holds one expansion, which has no name"):
