@@ -9,7 +9,6 @@ import click
 
 from scale_surgery.cli.options import output_options, overwrite_options
 from scale_surgery.cli.outputs import OUTPUT_FOLDER
-from scale_surgery.fields import fields_of
 
 if TYPE_CHECKING:
     from scale_surgery.composition.record import Mixing
@@ -75,15 +74,24 @@ def compose_command(
     given = (*extracts, *add)
     if names is not None and len(names) != len(given):
         raise click.UsageError(f"--names gives {len(names)} names for {len(given)} extracts, expected one for each.")
+    if names is not None and len(set(names)) < len(names):
+        raise click.UsageError(f"--names {','.join(names)}: one name stands twice, expected another for each extract.")
     named = given if names is None else dict(zip(names, given, strict=True))
-    mixing = read_mixing(options.pop("prior"), options.pop("switch_rate"))
+    mixing = read_mixing(base, options.pop("prior"), options.pop("switch_rate"), stays=not (given or options["remove"]))
     done = compose(base, named, output, mixing=mixing, track=out.track, **options)
     out.show(done, render_composed(done))
 
 
-def read_mixing(prior: tuple[str, ...] | None, switch_rate: float | None) -> Mixing | None:
-    """How paths are mixed, from command line options; None where nothing is said."""
-    from scale_surgery.composition.record import Mixing
+def read_mixing(base: str, prior: tuple[str, ...] | None, switch_rate: float | None, *, stays: bool) -> Mixing | None:
+    """How paths are mixed, from command line options; None where nothing is said.
+
+    Args:
+        base: What is composed; a composed folder has numbers, which stay where others are given.
+        prior: What is said of the prior.
+        switch_rate: What is said of the switch rate.
+        stays: Whether the expansions are those that it has.
+    """
+    from scale_surgery.composition.record import Mixing, is_composition, read_composed_record
 
     if prior is None and switch_rate is None:
         return None
@@ -93,5 +101,6 @@ def read_mixing(prior: tuple[str, ...] | None, switch_rate: float | None) -> Mix
         raise click.UsageError(
             f"--prior {','.join(prior or ())}: expected numbers with commas between them."
         ) from error
-    rate = fields_of(Mixing)["switch_rate"].default if switch_rate is None else switch_rate
-    return Mixing(weights, rate)
+    before = read_composed_record(Path(base)).mixing if is_composition(base) else Mixing()
+    kept = before.prior if stays and weights is None else weights
+    return Mixing(kept, before.switch_rate if switch_rate is None else switch_rate)

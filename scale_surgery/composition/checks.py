@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from scale_surgery.composition.ground import Ground
-from scale_surgery.composition.mixing import mixing_problems
-from scale_surgery.composition.record import Mixing
+from scale_surgery.composition.record import Mixing, mixing_problems
 from scale_surgery.errors import PlanError
 from scale_surgery.planning.methods import refuse
 from scale_surgery.planning.routing_specs import path_problems

@@ -13,6 +13,7 @@ from scale_surgery import modeling
 from scale_surgery.checkpoint.folder import Checkpoint, read_chunks
 from scale_surgery.checkpoint.hashes import hash_all, hash_file
 from scale_surgery.checkpoint.names import CONFIG_FILE, EXTRACT_FILE
+from scale_surgery.checkpoint.numbering import CONFIG_KEY
 from scale_surgery.checkpoint.reading import parse_json
 from scale_surgery.checkpoint.shards import header_bytes
 from scale_surgery.composition.config import composed_config, config_problems
@@ -172,7 +173,11 @@ def _config_problems(checkpoint: Checkpoint, record: Composition, manifests: Map
     base = parse_json(record.replaced[CONFIG_FILE])
     dtype = checkpoint.config.get("torch_dtype", "")
     written = composed_config(base, dtype, manifests, record.expansions, record.mixing)
-    return config_problems(written, checkpoint.config)
+    problems = config_problems(written, checkpoint.config)
+    own = checkpoint.config.get(CONFIG_KEY, {}).get("expansions", {})
+    # equal objects may list their keys in another order, which is that of the paths
+    is_reordered = not problems and list(own) != list(record.names)
+    return [*problems, *(["config.json: its expansions stand in another order."] if is_reordered else [])]
 
 
 def _code_problems(checkpoint: Checkpoint, record: Composition) -> Iterator[str]:

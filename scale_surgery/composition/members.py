@@ -17,7 +17,7 @@ from typing import Any
 from scale_surgery import modeling
 from scale_surgery.checkpoint.files import BaseWeights, take_over
 from scale_surgery.checkpoint.folder import Checkpoint
-from scale_surgery.checkpoint.listing import list_files
+from scale_surgery.checkpoint.listing import leads_out, list_files
 from scale_surgery.checkpoint.names import EXTRACT_FILE
 from scale_surgery.checkpoint.shards import header_bytes
 from scale_surgery.composition.record import Composition, Member, folder_of
@@ -25,7 +25,7 @@ from scale_surgery.errors import CheckpointError
 from scale_surgery.progress import Progress, no_progress
 from scale_surgery.running.stored_names import reading_of
 from scale_surgery.surgery.config import blocks_config
-from scale_surgery.surgery.extract_folder import Extract, name_in_extract
+from scale_surgery.surgery.extract_folder import Extract, name_in_extract, read_record
 from scale_surgery.surgery.record import Manifest, read_manifest
 from scale_surgery.surgery.renumbered import aligned_header, write_with_header
 
@@ -54,6 +54,24 @@ def files_in(path: Path, name: str) -> Files:
     """What of an expansion lies in a composed folder."""
     folder = path / folder_of(name)
     return _sizes(folder, list_files(folder))
+
+
+def known_files(path: Path, name: str) -> Files:
+    """Those files of an expansion in a composed folder that its extract had, and no others that came in later.
+
+    Raises:
+        CheckpointError: If its folder is not there, or one is a link that leads out of it.
+    """
+    folder = path / folder_of(name)
+    record = read_record(folder / EXTRACT_FILE)
+    wanted = {*map(name_in_extract, record.files), *record.licences, EXTRACT_FILE}
+    known = [file for file in list_files(folder) if file in wanted]
+    if links := [file for file in known if leads_out(path, f"{folder_of(name)}/{file}")]:
+        raise CheckpointError.from_problems(
+            f"{folder / file}: is a link that leads out of {path}, expected the file itself. Put it in its place."
+            for file in links
+        )
+    return _sizes(folder, known)
 
 
 def _sizes(folder: Path, names: list[str]) -> Files:
@@ -143,7 +161,7 @@ def give_out(
         how: How files are taken over; shards are written.
         advance: Called with the bytes done.
     """
-    files, shards = files_in(path, name), record.expansions[name].shards
+    files, shards = known_files(path, name), record.expansions[name].shards
     for file, size in files.sizes.items():
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
         if file in shards:

@@ -1,9 +1,8 @@
-"""The numbers of the router of a composed folder: what they may be, and how they are changed in place."""
+"""The numbers of the router of a composed folder are changed in place."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -11,28 +10,8 @@ from scale_surgery.checkpoint.files import plain_json, write_json, write_text
 from scale_surgery.checkpoint.folder import read_text
 from scale_surgery.checkpoint.names import COMPOSED_FILE, CONFIG_FILE
 from scale_surgery.checkpoint.numbering import CONFIG_KEY
-from scale_surgery.composition.record import Mixing, read_composition
+from scale_surgery.composition.record import Mixing, mixing_problems, read_composition
 from scale_surgery.errors import CheckpointError, PlanError
-from scale_surgery.fields import fields_of
-
-
-def mixing_problems(mixing: Mixing, names: Sequence[str]) -> list[str]:
-    """Numbers of a router over a base and expansions that make no sense.
-
-    Args:
-        mixing: The numbers.
-        names: Of the expansions.
-    """
-    expected = fields_of(Mixing)["switch_rate"].expects(mixing.switch_rate)
-    problems = [] if expected is None else [f"switch rate: is {mixing.switch_rate}, expected {expected}."]
-    prior = mixing.prior
-    if prior is not None and not (
-        len(prior) == len(names) + 1 and all(own > 0 for own in prior) and abs(sum(prior) - 1) <= 1e-6
-    ):
-        found = ", ".join(f"{own:g}" for own in prior)
-        wanted = f"{len(names) + 1} positive weights of sum 1: the base, {', '.join(names)}"
-        problems.append(f"prior: is {found}, expected {wanted}.")
-    return problems
 
 
 def set_mixing(composed: str | Path, mixing: Mixing) -> None:

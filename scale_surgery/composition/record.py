@@ -8,7 +8,7 @@ composed.json                         sha256 of the base's files and tensors, an
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,7 +18,7 @@ from scale_surgery.checkpoint.names import COMPOSED_FILE, CONFIG_FILE, is_inside
 from scale_surgery.checkpoint.reading import parse_json
 from scale_surgery.checkpoint.schema import build, in_one_line, misfits
 from scale_surgery.errors import CheckpointError
-from scale_surgery.fields import Range
+from scale_surgery.fields import Range, fields_of
 from scale_surgery.surgery.record import OnBase
 from scale_surgery.surgery.record_schema import header_problems
 
@@ -111,6 +111,16 @@ def read_composition(path: Path) -> tuple[Checkpoint, Composition]:
     Raises:
         CheckpointError: If this is no composed folder, or its record is not one that `compose` wrote.
     """
+    record = read_composed_record(path)
+    return open_checkpoint(path), record
+
+
+def read_composed_record(path: Path) -> Composition:
+    """Read composed.json alone, whatever has become of the files around it.
+
+    Raises:
+        CheckpointError: If there is none, or it is not one that `compose` wrote.
+    """
     file = path / COMPOSED_FILE
     if not file.is_file():
         raise CheckpointError(f"{path}: has no {COMPOSED_FILE}, expected a folder made by scale-surgery compose.")
@@ -119,11 +129,33 @@ def read_composition(path: Path) -> tuple[Checkpoint, Composition]:
         raise CheckpointError(
             f"{file}: format {content.get('format')!r}, expected {RECORD_FORMAT}. Use the release that made it."
         )
-    problems = list(misfits(content, Composition)) or _content_problems(content)
+    try:
+        problems = list(misfits(content, Composition)) or _content_problems(content)
+    except (LookupError, ValueError, RecursionError) as error:
+        problems = [str(error)]
     if problems:
         raise CheckpointError(f"{file}: is incomplete ({in_one_line(problems)}). Restore it from where you got it.")
     record: Composition = build(content, Composition)
-    return open_checkpoint(path), record
+    return record
+
+
+def mixing_problems(mixing: Mixing, names: Sequence[str]) -> list[str]:
+    """Numbers of a router over a base and expansions that make no sense.
+
+    Args:
+        mixing: The numbers.
+        names: Of the expansions.
+    """
+    expected = fields_of(Mixing)["switch_rate"].expects(mixing.switch_rate)
+    problems = [] if expected is None else [f"switch rate: is {mixing.switch_rate}, expected {expected}."]
+    prior = mixing.prior
+    if prior is not None and not (
+        len(prior) == len(names) + 1 and all(own > 0 for own in prior) and abs(sum(prior) - 1) <= 1e-6
+    ):
+        found = ", ".join(f"{own:g}" for own in prior)
+        wanted = f"{len(names) + 1} positive weights of sum 1: the base, {', '.join(names)}"
+        problems.append(f"prior: is {found}, expected {wanted}.")
+    return problems
 
 
 def _content_problems(content: Mapping[str, Any]) -> list[str]:
@@ -143,7 +175,6 @@ def _content_problems(content: Mapping[str, Any]) -> list[str]:
     problems += [] if CONFIG_FILE in files else [f"the base's {CONFIG_FILE} is missing"]
     is_object = isinstance(parse_json(replaced.get(CONFIG_FILE, "{}")), dict)
     problems += [] if is_object else [f"replaced.{CONFIG_FILE} is no object"]
-    prior = content["mixing"].get("prior")
-    if prior is not None and len(prior) != len(shards) + 1:
-        problems.append(f"mixing.prior has {len(prior)} weights, expected {len(shards) + 1}")
-    return problems
+    problems += [f"replaced.{name} is no file of the base" for name in replaced if name not in files]
+    problems += [] if shards else ["expansions is empty"]
+    return problems + mixing_problems(build(content["mixing"], Mixing), list(shards))

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from scale_surgery.checkpoint.files import BaseWeights, take_over
 from scale_surgery.checkpoint.staging import check_space, check_target, staged
-from scale_surgery.composition.members import files_in, give_out
-from scale_surgery.composition.record import is_composition, read_composition
+from scale_surgery.composition.members import give_out, known_files
+from scale_surgery.composition.record import is_composition, read_composed_record
 from scale_surgery.errors import PlanError
 from scale_surgery.progress import Track, no_track
 from scale_surgery.surgery import extract as single
@@ -45,7 +45,7 @@ def strip(
     path, target = Path(expanded), Path(output)
     if not is_composition(path):
         return expanded_base.strip(path, target, base_weights=base_weights, overwrite=overwrite, track=track)
-    _, record = read_composition(path)
+    record = read_composed_record(path)
     check_target(target, [path], overwrite=overwrite)
     total = sum(file.bytes for file in record.base_files.values())
     check_space(target, total if base_weights == "copy" else 0)
@@ -101,12 +101,12 @@ def extract(
 def _extract(
     path: Path, target: Path, name: str | None, how: BaseWeights, track: Track, *, overwrite: bool
 ) -> Extracted:
-    _, record = read_composition(path)
+    record = read_composed_record(path)
     if name is None or name not in record.expansions:
         given = "missing" if name is None else name
         raise PlanError(f"name: is {given}, expected an expansion of {path}: {' or '.join(record.names)}.")
     check_target(target, [path], overwrite=overwrite)
-    files = files_in(path, name)
+    files = known_files(path, name)
     check_space(target, files.total)
     state = {"extract": name, "files": dict(files.sizes), "base_weights": how}
     with staged(target, state, overwrite=overwrite) as partial:

@@ -110,6 +110,7 @@ def _bounded_forgetting(record: Composition, numbers: MixtureNumbers | None, gen
     if numbers is not None:
         problems += general
         evidence += f"; {numbers.texts} texts lose at most {max(0.0, numbers.excess):.3g} against their best path"
+        evidence += f", of which rounding explains {numbers.rounding:.2g}" if numbers.excess > bound else ""
         most = bound + each * numbers.longest + numbers.rounding
         if not numbers.excess <= most:
             problems += (

@@ -63,6 +63,15 @@ def tokens_of(inputs: dict[str, Any], choice: Choice, *, is_training: bool) -> T
     return Tokens(ids, restarts, state, kept, is_cached)
 
 
+def check_rows(rows: Sequence[str | None] | None, inputs: dict[str, Any]) -> None:
+    """Refuse another number of names than of rows."""
+    read = inputs.get("input_ids", inputs.get("inputs_embeds"))
+    if rows is not None and read is not None and len(rows) != len(read) and not isinstance(rows, str):
+        raise ValueError(
+            f"expansion_names: {len(rows)} names for {len(read)} rows, expected one for each, None for the base."
+        )
+
+
 def by_row(paths: Features, choice: Choice) -> Tensor:
     """Logits of each row's own path; beams of one row lie one after the other."""
     batch, rows = len(paths.streams[0][0]), len(choice.rows)

@@ -17,7 +17,17 @@ import torch
 from torch import Tensor, nn
 
 from .expanded_arranged import compose_layers, prepare, restore
-from .expanded_choice import Choice, by_row, cache_of, check_cache, make_mixture, remember, tokens_of, unknown_name
+from .expanded_choice import (
+    Choice,
+    by_row,
+    cache_of,
+    check_cache,
+    check_rows,
+    make_mixture,
+    remember,
+    tokens_of,
+    unknown_name,
+)
 from .expanded_model import find_base_model, separate
 from .expanded_modules import ExpandedModule, expanded_class
 from .expanded_posterior import Features, PathScores
@@ -160,6 +170,8 @@ class ComposedModel:
 
     def _rows(self, rows: Sequence[str | None]) -> Choice:
         """The choice of each row of a batch."""
+        if isinstance(rows, str):
+            raise ValueError(f"expansion_names: is {rows!r}, expected a list, a name or None for each row.")
         self._known({name for name in rows if name is not None})
         names = tuple(name for name in self.expansions if name in rows)
         if len(set(rows)) == 1:
@@ -195,7 +207,9 @@ class ComposedModel:
 
     def run(self, **inputs: Any) -> Any:
         """Run what was chosen; `expansion_names` chooses for each row of the batch."""
-        with self._chosen(inputs.pop("expansion_names", None)):
+        rows = inputs.pop("expansion_names", None)
+        check_rows(rows, inputs)
+        with self._chosen(rows):
             choice, cache = self.choice, inputs.get("past_key_values")
             check_cache(cache, choice)
             if choice.is_composed:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from copy import deepcopy
 from importlib import import_module
+from keyword import iskeyword
 from typing import Any
 
 from scale_surgery import modeling
@@ -33,7 +34,7 @@ def check_name(name: str, known: Collection[str]) -> None:
     """
     from torch import nn
 
-    if not name.isidentifier() or name == "base" or hasattr(nn.ModuleDict, name):
+    if not name.isidentifier() or iskeyword(name) or name == "base" or hasattr(nn.ModuleDict(), name):
         raise PlanError(
             f"name: is {name!r}, expected letters, digits and underscores, no digit first, and no word of Python's or "
             "ours. Choose another, such as medicine."
@@ -41,7 +42,7 @@ def check_name(name: str, known: Collection[str]) -> None:
     if name in known:
         raise PlanError(
             f"name: {name} is an expansion of this model already, expected a new name. Choose another, or take that "
-            "one off first: model.delete_expansion."
+            "one off first: compose --remove, or model.delete_expansion."
         )
 
 

@@ -268,3 +268,72 @@ def test_where_one_of_its_models_is_needed_it_says_how_to_take_it(
     expected = f"{folder}: is a composed folder of medicine, law, music, chess, expected {ELSEWHERE[command]}"
     assert expected.format(**places) in result.output
     assert not (tmp_path / "out").exists()
+
+
+def test_one_damaged_expansion_does_not_keep_the_others(llama: Made, folder: Path, tmp_path: Path) -> None:
+    """And what somebody put beside an expansion does not come along."""
+    spoiled = Path(shutil.copytree(folder, tmp_path / "spoiled"))
+    (spoiled / SHARD).unlink()
+    (tmp_path / "secret").write_text("secret")
+    (spoiled / "expansions/music/more.txt").symlink_to(tmp_path / "secret")
+    assert files_of(strip(spoiled, tmp_path / "base").path) == files_of(llama.base)
+    assert files_of(extract(spoiled, tmp_path / "music", name="music").path) == files_of(llama.extracts["music"])
+    record = spoiled / "expansions/music/surgery.json"
+    record.unlink()
+    record.symlink_to(tmp_path / "secret")
+    with pytest.raises(CheckpointError, match=r"surgery.json: is a link that leads out of"):
+        extract(spoiled, tmp_path / "out", name="music")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("mixing", {"prior": [0, 0.5, 0.2, 0.2, 0.1], "switch_rate": 0.1}, "expected 5 positive weights of sum 1"),
+        ("expansions", {}, "expansions is empty"),
+        ("replaced", {"config.json": "{"}, "Expecting property name"),
+        ("replaced", {"config.json": "{}", "other.json": "{}"}, "replaced.other.json is no file of the base"),
+        ("base_files", {}, "the base's config.json is missing"),
+    ],
+)
+def test_a_record_that_was_spoiled(folder: Path, tmp_path: Path, key: str, value: Any, expected: str) -> None:
+    spoiled = Path(shutil.copytree(folder, tmp_path / "spoiled"))
+    content = json.loads((spoiled / "composed.json").read_text())
+    (spoiled / "composed.json").write_text(json.dumps(content | {key: value}))
+    with pytest.raises(CheckpointError, match="is incomplete") as refused:
+        read_composition(spoiled)
+    assert expected in str(refused.value)
+
+
+def test_paths_in_another_order_are_noticed(folder: Path, tmp_path: Path) -> None:
+    spoiled = Path(shutil.copytree(folder, tmp_path / "spoiled"))
+    config = json.loads((spoiled / "config.json").read_text())
+    config["scale_surgery"]["expansions"] = dict(reversed(config["scale_surgery"]["expansions"].items()))
+    (spoiled / "config.json").write_text(json.dumps(config))
+    found = find_damage(*read_composition(spoiled)).config
+    assert found == ("config.json: its expansions stand in another order.",)
+
+
+def test_the_command_keeps_what_is_not_said(llama: Made, tmp_path: Path) -> None:
+    def run(*words: object) -> Any:
+        return CliRunner().invoke(main, ["compose", *map(str, words), "-q"])
+
+    two = [llama.extracts[name] for name in LLAMA[:2]]
+    first = tmp_path / "first"
+    twice = run(llama.base, *two, "--names", "law,law", "-o", first)
+    assert twice.exit_code == 2 and "one name stands twice" in twice.output
+    said = ("--names", "medicine,law", "--prior", "0.6,0.2,0.2", "--switch-rate", "0")
+    assert run(llama.base, *two, *said, "-o", first).exit_code == 0
+    assert run(first, "--switch-rate", "0.5", "-o", tmp_path / "rate").exit_code == 0
+    assert read_composition(tmp_path / "rate")[1].mixing == Mixing((0.6, 0.2, 0.2), 0.5)
+    assert run(first, "--remove", "law", "--prior", "0.7,0.3", "-o", tmp_path / "prior").exit_code == 0
+    assert read_composition(tmp_path / "prior")[1].mixing == Mixing((0.7, 0.3), 0.0)
+    for name in ("training", "class", "_modules", "base"):
+        refused = run(llama.base, two[0], "--names", name, "-o", tmp_path / "out")
+        assert refused.exit_code == 1 and "expected letters, digits and underscores" in refused.output
+
+
+def test_a_name_for_each_row(folder: Path) -> None:
+    model, ids = load(folder), random_ids(4, 5)
+    for names, expected in ((["law", None], "2 names for 4 rows"), ("law", "expected a list, a name or None for each")):
+        with pytest.raises(ValueError, match=expected):
+            model(ids, expansion_names=names)

@@ -279,7 +279,7 @@ def test_what_cannot_be_asked_for_is_refused(llama, made_of):
     ]
     assert message(load_expansion, PlanError, model, law, name="law") == (
         "name: law is an expansion of this model already, expected a new name. Choose another, or take that one off "
-        "first: model.delete_expansion."
+        "first: compose --remove, or model.delete_expansion."
     )
     for name in ("a b", "3d", "a.b", "", "base", "keys"):
         assert message(load_expansion, PlanError, model, law, name=name).startswith(f"name: is {name!r}, expected")
