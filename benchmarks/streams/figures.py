@@ -45,7 +45,7 @@ def _draw_course(axes: Axes, course: Course) -> matplotlib.image.AxesImage:
     image = axes.imshow(
         shares, cmap=COLOURS, vmin=0, vmax=100, aspect="auto", extent=(0.5, count + 0.5, count + 0.5, -0.5)
     )
-    axes.set_title(course.name + (", rehearsed" if course.rehearses else ""))
+    axes.set_title(course.name + (",\nrehearsed" if course.rehearses else ""), fontsize=9)
     axes.set_xticks([1, *range(2, count + 1, 2)] if count > 1 else [1])
     axes.tick_params(length=0, labelbottom=True)
     axes.axhline(0.5, color="white", linewidth=1.5)
