@@ -7,17 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from scale_surgery.cli.options import output_options, overwrite_options
+from scale_surgery.cli.options import as_list, output_options, overwrite_options
 from scale_surgery.cli.outputs import OUTPUT_FOLDER
 
 if TYPE_CHECKING:
     from scale_surgery.composition.record import Mixing
     from scale_surgery.show.console import Output
-
-
-def as_list(_context: click.Context, _parameter: click.Parameter, text: str | None) -> tuple[str, ...] | None:
-    """Read a list that is written with commas."""
-    return None if text is None else tuple(part.strip() for part in text.split(","))
 
 
 @click.command(name="compose")

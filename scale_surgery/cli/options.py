@@ -78,13 +78,18 @@ def _option(
     elif field.kind is tuple and not field.choices:
         more = {"multiple": True, "callback": lambda context, parameter, given: given or None}
     elif field.kind is tuple:
-        more = {"callback": lambda context, parameter, text: text and tuple(map(str.strip, text.split(",")))}
+        more = {"callback": as_list}
     elif field.kind is Path:
         more = {"type": FILE}
     elif field.choices:
         more = {"type": click.Choice(field.choices)}
     line = _help(field, helps.get(field.name, field.help), usual.get(field.name, _default(field)))
     return click.option(written, field.name, default=None, help=line, **more)
+
+
+def as_list(_context: click.Context, _parameter: click.Parameter, text: str | None) -> Any:
+    """Read a list that is written with commas; an empty text stays one, which no command takes for a list."""
+    return text and tuple(map(str.strip, text.split(",")))
 
 
 def _default(field: Field) -> str:

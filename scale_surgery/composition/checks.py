@@ -13,7 +13,7 @@ from scale_surgery.planning.routing_specs import path_problems
 from scale_surgery.progress import Track
 from scale_surgery.running.composing import check_name
 from scale_surgery.surgery.extract_folder import Extract, check_own_files
-from scale_surgery.surgery.same_base import check_fit, find_differing, refuse_differing
+from scale_surgery.surgery.same_base import find_differing, refuse_differing
 
 ADVICE = "An expansion runs on its own base alone: take it out of the list, or give that base."
 
@@ -86,7 +86,7 @@ def check_runs_beside(opened: Mapping[str, Extract]) -> None:
 
 
 def check_base(name: str, extract: Extract, ground: Ground, track: Track) -> None:
-    """Refuse an extract of another base, and one whose files are not what it says.
+    """Refuse an extract that fits a base, and was made on another; and one whose files are not what it says.
 
     Args:
         name: What the expansion is called.
@@ -97,7 +97,6 @@ def check_base(name: str, extract: Extract, ground: Ground, track: Track) -> Non
     Raises:
         CheckpointError: If it is one; the tensors are named.
     """
-    check_fit(extract, ground.base, ground.name)
     differing = find_differing(extract, ground.base, ground.tensors)
     refuse_differing(extract, f"{name}: {ground.name}", differing, len(ground.tensors), ADVICE)
     check_own_files(extract, track)

@@ -21,15 +21,22 @@ from scale_surgery.checkpoint.staging import check_space, check_target, staged
 from scale_surgery.checkpoint.stamps import Stamps
 from scale_surgery.composition.checks import check_base, check_names, check_runs_beside, named_extracts
 from scale_surgery.composition.config import composed_config, composed_index
-from scale_surgery.composition.ground import Ground, ground_in, ground_of
-from scale_surgery.composition.members import Files, files_in, files_of, manifest_of, member_of, stored_name, take_in
+from scale_surgery.composition.ground import Ground, base_bytes, ground_in, ground_of, open_base
+from scale_surgery.composition.members import (
+    Files,
+    files_in,
+    files_of,
+    manifest_of,
+    member_of,
+    place_files,
+    stored_headers,
+    stored_name,
+)
 from scale_surgery.composition.record import (
     Composition,
     Member,
     Mixing,
     folder_of,
-    is_composition,
-    read_composition,
 )
 from scale_surgery.errors import CheckpointError
 from scale_surgery.planning.architecture import CODE_FILES, COMPOSED_FILES
@@ -39,6 +46,7 @@ from scale_surgery.surgery.around import running_dtype
 from scale_surgery.surgery.config import hash_texts
 from scale_surgery.surgery.extract_folder import Extract, open_extract
 from scale_surgery.surgery.record import Manifest, tool_versions
+from scale_surgery.surgery.same_base import check_fit
 
 
 @dataclass(frozen=True)
@@ -113,22 +121,23 @@ def compose(
         PlanError: If a name cannot be had, the numbers make no sense, or an expansion cannot run beside others.
     """
     target, source = Path(output), find_source(base)
-    before = read_composition(source.path)[1] if is_composition(source.path) else None
+    given, before = open_base(source)
     wanted = named_extracts(extracts)
     check_names(wanted, remove, () if before is None else before.names, mixing)
     opened = {name: open_extract(extract) for name, extract in wanted.items()}
     check_target(target, [source.path, *(own.path for own in opened.values())], overwrite=overwrite)
     check_runs_beside(opened)
-    ground = ground_of(source, track) if before is None else ground_in(source, track)
+    for extract in opened.values():
+        check_fit(extract, given, source.name)
+    added = _bytes_added(source.path, before, remove, opened)
+    check_space(target, added + base_bytes(given) * (base_weights == "copy"))
+    # what can be known without reading the base was asked before
+    ground = ground_of(source, given, track) if before is None else ground_in(source, given, before, track)
     for name, extract in opened.items():
         check_base(name, extract, ground, track)
-    parts = {
-        **_kept_parts(source.path, before, remove),
-        **{name: _new_part(own, ground) for name, own in opened.items()},
-    }
+    parts = _kept_parts(source.path, before, remove)
+    parts |= {name: _new_part(extract, ground) for name, extract in opened.items()}
     mixing = _mixing(mixing, before, list(parts))
-    added = sum(part.files.total for part in parts.values())
-    check_space(target, added + (sum(own.stat().st_size for own in ground.taken.values()) * (base_weights == "copy")))
     state = {
         "compose": {name: [asdict(part.member), dict(part.files.sizes)] for name, part in parts.items()},
         "mixing": asdict(mixing),
@@ -144,6 +153,12 @@ def compose(
 def _new_part(extract: Extract, ground: Ground) -> Part:
     member = member_of(extract, ground.base.config)
     return Part(files_of(extract), member, extract.manifest, is_stored=False, stamps=extract.stamps)
+
+
+def _bytes_added(path: Path, record: Composition | None, remove: Sequence[str], opened: Mapping[str, Extract]) -> int:
+    """Bytes of all expansions that are to be in the folder."""
+    kept = () if record is None else (name for name in record.names if name not in remove)
+    return sum(files_in(path, name).total for name in kept) + sum(files_of(own).total for own in opened.values())
 
 
 def _kept_parts(path: Path, record: Composition | None, remove: Sequence[str]) -> dict[str, Part]:
@@ -169,10 +184,8 @@ def _write(
     with track("files", total) as advance:
         _take_over_base(partial, ground, how, advance)
         for name, part in parts.items():
-            if part.is_stored:
-                _take_over_part(partial / folder_of(name), part.files, how, advance)
-            else:
-                take_in(part.files, name, part.member, partial, how, advance)
+            headers = {} if part.is_stored else stored_headers(name, part.member)
+            place_files(part.files, partial / folder_of(name), headers, how, advance)
     manifests = {name: part.manifest for name, part in parts.items()}
     architecture = next(iter(manifests.values())).plan.architecture
     code = modeling.code_texts(architecture, (*CODE_FILES, *COMPOSED_FILES))
@@ -213,14 +226,6 @@ def _take_over_base(partial: Path, ground: Ground, how: BaseWeights, advance: Pr
         # small files, which a program may edit in place, are always copies
         take_over(file, partial / stored, how if stored.endswith(".safetensors") else "copy")
         advance(file.stat().st_size)
-
-
-def _take_over_part(folder: Path, files: Files, how: BaseWeights, advance: Progress) -> None:
-    """An expansion that lies in a composed folder goes into another as it is."""
-    for file, size in files.sizes.items():
-        (folder / file).parent.mkdir(parents=True, exist_ok=True)
-        take_over(files.folder / file, folder / file, how)
-        advance(size)
 
 
 def _pin_tokenizer(ground: Ground, partial: Path) -> dict[str, str]:

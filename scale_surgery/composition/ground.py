@@ -12,7 +12,7 @@ from scale_surgery.checkpoint.names import CONFIG_FILE, INDEX_FILE
 from scale_surgery.checkpoint.reading import parse_json
 from scale_surgery.checkpoint.sources import Source
 from scale_surgery.composition.intact import refuse_damaged
-from scale_surgery.composition.record import Composition, read_composition
+from scale_surgery.composition.record import Composition, is_composition, read_composition
 from scale_surgery.planning.base import fingerprint
 from scale_surgery.progress import Track
 from scale_surgery.surgery.config import stored_shard
@@ -61,33 +61,64 @@ class Ground:
         }
 
 
-def ground_of(source: Source, track: Track) -> Ground:
-    """Read and hash what expansions are composed on.
+def open_base(source: Source) -> tuple[Checkpoint, Composition | None]:
+    """Read config and headers of what expansions are composed on; no weight is read.
 
     Args:
         source: A base model, or a composed folder.
+
+    Returns:
+        The base as a checkpoint of its own; and composed.json, where it lies in a composed folder.
+
+    Raises:
+        CheckpointError: If it cannot be read.
+    """
+    if not is_composition(source.path):
+        return open_checkpoint(source.path), None
+    given, record = read_composition(source.path)
+    tensors = {name: given.tensors[name] for name in record.base_tensors if name in given.tensors}
+    return replace(given, config=parse_json(record.replaced[CONFIG_FILE]), tensors=tensors), record
+
+
+def base_bytes(base: Checkpoint) -> int:
+    """Bytes of the shards of a base."""
+    return sum((base.path / shard).stat().st_size for shard in {info.file for info in base.tensors.values()})
+
+
+def ground_of(source: Source, base: Checkpoint, track: Track) -> Ground:
+    """Hash a base model on which expansions are composed.
+
+    Args:
+        source: Where it is.
+        base: Its config and headers.
         track: Makes progress bars.
 
     Raises:
-        CheckpointError: If it cannot be read, or is a composed folder that is not what was written.
+        CheckpointError: If it cannot be read.
     """
-    given = open_checkpoint(source.path)
-    names = [*given.shards, *given.side_files]
+    names = [*base.shards, *base.side_files]
     sizes = {name: (source.path / name).stat().st_size for name in names}
     with track("base hashes", sum(sizes.values())) as advance:
-        sums = hash_all(given, names, advance)
-    replaced = {name: read_text(given, name) for name in given.side_files if name in (CONFIG_FILE, INDEX_FILE)}
+        sums = hash_all(base, names, advance)
+    replaced = {name: read_text(base, name) for name in base.side_files if name in (CONFIG_FILE, INDEX_FILE)}
     places = {name: None if name in replaced else stored_shard(name) for name in names}
     files = {name: BaseFile(sums.files[name], sizes[name], places[name]) for name in names}
-    tensors = {name: sums.tensors[name] for name in given.tensors}
-    return Ground(source.name, source.name, source.revision, given, files, tensors, replaced, given.left_out)
+    tensors = {name: sums.tensors[name] for name in base.tensors}
+    return Ground(source.name, source.name, source.revision, base, files, tensors, replaced, base.left_out)
 
 
-def ground_in(source: Source, track: Track) -> Ground:
-    """The base of a composed folder, which is checked by its hashes."""
-    given, record = read_composition(source.path)
-    refuse_damaged(given, record, track)
-    tensors = {name: given.tensors[name] for name in record.base_tensors}
-    base = replace(given, config=parse_json(record.replaced[CONFIG_FILE]), tensors=tensors)
+def ground_in(source: Source, base: Checkpoint, record: Composition, track: Track) -> Ground:
+    """The base of a composed folder, all of which is checked by its hashes.
+
+    Args:
+        source: The composed folder.
+        base: Config and headers of the base in it.
+        record: Its composed.json.
+        track: Makes progress bars.
+
+    Raises:
+        CheckpointError: If the folder is not what was written.
+    """
+    refuse_damaged(read_composition(source.path)[0], record, track)
     identity = (source.name, record.base_name, record.base_revision)
     return Ground(*identity, base, record.base_files, record.base_tensors, record.replaced, record.left_out, record)

@@ -10,12 +10,11 @@ from itertools import chain
 from pathlib import Path
 
 from scale_surgery import modeling
-from scale_surgery.checkpoint.folder import Checkpoint, read_chunks
+from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.hashes import hash_all, hash_file
 from scale_surgery.checkpoint.names import CONFIG_FILE, EXTRACT_FILE
 from scale_surgery.checkpoint.numbering import CONFIG_KEY
 from scale_surgery.checkpoint.reading import parse_json
-from scale_surgery.checkpoint.shards import header_bytes
 from scale_surgery.composition.config import composed_config, config_problems
 from scale_surgery.composition.members import check_header, files_in, manifest_of, stored_name, tensors_of
 from scale_surgery.composition.record import Composition, folder_of
@@ -24,6 +23,7 @@ from scale_surgery.progress import Progress, Track, no_progress
 from scale_surgery.surgery.extract_folder import ExtractRecord, name_in_extract, read_record
 from scale_surgery.surgery.intact import tokenizer_problems
 from scale_surgery.surgery.record import Manifest
+from scale_surgery.surgery.renumbered import behind_header, with_length
 
 
 @dataclass(frozen=True)
@@ -155,9 +155,8 @@ def _hash_as_extracted(file: Path, header: str | None, advance: Progress) -> str
     """sha256 of a file; of a shard, of what it is in the extract."""
     if header is None:
         return hash_file(file, advance)
-    digest, text = hashlib.sha256(), header.encode("utf-8")
-    start = chain([len(text).to_bytes(8, "little"), text], read_chunks(file, len(header_bytes(file))))
-    for chunk in start:
+    digest = hashlib.sha256()
+    for chunk in behind_header(file, with_length(header.encode("utf-8"))):
         digest.update(chunk)
         advance(len(chunk))
     return digest.hexdigest()

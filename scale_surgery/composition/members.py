@@ -27,7 +27,7 @@ from scale_surgery.running.stored_names import reading_of
 from scale_surgery.surgery.config import blocks_config
 from scale_surgery.surgery.extract_folder import Extract, name_in_extract, read_record
 from scale_surgery.surgery.record import Manifest, read_manifest
-from scale_surgery.surgery.renumbered import aligned_header, write_with_header
+from scale_surgery.surgery.renumbered import aligned_header, with_length, write_with_header
 
 PREFIX = "expanded_models"
 
@@ -127,25 +127,30 @@ def stored_header(name: str, member: Member, shard: str) -> bytes:
     return aligned_header(named, header)
 
 
-def take_in(files: Files, name: str, member: Member, folder: Path, how: BaseWeights, advance: Progress) -> None:
-    """Put an extract into a composed folder.
+def place_files(
+    files: Files, folder: Path, headers: Mapping[str, bytes], how: BaseWeights, advance: Progress = no_progress
+) -> None:
+    """Put the files of an expansion into a folder.
 
     Args:
-        files: Its files.
-        name: What the expansion is called there.
-        member: Its headers.
-        folder: The composed folder.
-        how: How small files are taken over; shards are written.
+        files: The files.
+        folder: Where they go.
+        headers: Of shards that get another header, with its length before it; these are written.
+        how: How the others are taken over.
         advance: Called with the bytes done.
     """
     for file, size in files.sizes.items():
-        target = folder / folder_of(name) / file
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if file in member.shards:
-            write_with_header(files.folder / file, target, stored_header(name, member, file), advance)
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        if file in headers:
+            write_with_header(files.folder / file, folder / file, headers[file], advance)
         else:
-            take_over(files.folder / file, target, how)
+            take_over(files.folder / file, folder / file, how)
             advance(size)
+
+
+def stored_headers(name: str, member: Member) -> dict[str, bytes]:
+    """Headers that the shards of an expansion have in a composed folder, with their lengths before them."""
+    return {shard: stored_header(name, member, shard) for shard in member.shards}
 
 
 def give_out(
@@ -162,16 +167,11 @@ def give_out(
         advance: Called with the bytes done.
     """
     files, shards = known_files(path, name), record.expansions[name].shards
-    for file, size in files.sizes.items():
-        (folder / file).parent.mkdir(parents=True, exist_ok=True)
-        if file in shards:
-            check_header(path, record, name, file)
-            text = shards[file].encode("utf-8")
-            header = len(text).to_bytes(8, "little") + text
-            write_with_header(files.folder / file, folder / file, header, advance)
-        else:
-            take_over(files.folder / file, folder / file, how)
-            advance(size)
+    for shard in shards:
+        if shard in files.sizes:
+            check_header(path, record, name, shard)
+    headers = {shard: with_length(text.encode("utf-8")) for shard, text in shards.items()}
+    place_files(files, folder, headers, how, advance)
 
 
 def check_header(path: Path, record: Composition, name: str, shard: str) -> None:

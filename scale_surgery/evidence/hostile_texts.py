@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from scale_surgery.composition.paths import BASE
 from scale_surgery.running.context import context_of
 from scale_surgery.running.prompts import Batch
 
-BASE = "base"
 # texts that each path writes, how they begin, and how long they are, in tokens
 WRITTEN, BEGINNING, LENGTH = 2, 4, 24
 

@@ -10,7 +10,6 @@ The models alone share the weights of one base, which is freed before the compos
 from __future__ import annotations
 
 import math
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,13 +18,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from scale_surgery.checkpoint.files import scratch_folder
 from scale_surgery.composition.members import give_out
+from scale_surgery.composition.paths import BASE
 from scale_surgery.composition.record import Composition
-from scale_surgery.evidence.hostile_texts import BASE, excess, hostile_texts, prompt_texts
+from scale_surgery.evidence.hostile_texts import excess, hostile_texts, prompt_texts
 from scale_surgery.progress import Track
 from scale_surgery.running.drift import largest_difference
 from scale_surgery.running.loading import RUNNING, loaded, loaded_whole, translated
 from scale_surgery.running.options import Probes, RunOptions
+from scale_surgery.running.probe import same_tokens
 from scale_surgery.running.prompts import Batch, encode_prompts, token_problems
 from scale_surgery.running.tokenizer import load_tokenizer
 from scale_surgery.surgery.load_expansion import load_expansion
@@ -189,8 +191,8 @@ def run_alone(
     with loaded_whole(base, record.base_name, run) as model, translated(*RUNNING):
         yield run_path(model, batch, new_tokens)
         for name in record.names:
-            with tempfile.TemporaryDirectory() as extract:
-                give_out(path, record, name, Path(extract), "auto")
+            with scratch_folder() as extract:
+                give_out(path, record, name, extract, "auto")
                 # its files were compared already
                 expanded = load_expansion(model, extract, check=False)
                 yield run_path(expanded, batch, new_tokens)
@@ -228,10 +230,6 @@ def compare(name: str, alone: PathRun, found: PathRun, beside: Tensor) -> PathNu
         is_bit_equal=torch.equal(alone.logits, found.logits) and torch.equal(alone.logits, beside),
         drift=largest_difference(alone.logits, found.logits),
         drift_beside=largest_difference(alone.logits, beside),
-        generation_equal=_same(alone.cached, found.cached),
-        uncached_equal=_same(alone.uncached, found.uncached),
+        generation_equal=same_tokens(alone.cached, found.cached),
+        uncached_equal=same_tokens(alone.uncached, found.uncached),
     )
-
-
-def _same(one: Tensor | None, other: Tensor | None) -> bool | None:
-    return None if one is None or other is None else torch.equal(one, other)

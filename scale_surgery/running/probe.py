@@ -176,8 +176,8 @@ def compare(
             _compare_layer(layer - 1, before[real], after[real])
             for layer, (before, after) in enumerate(zip(base.hidden, expanded.hidden, strict=True))
         ),
-        generation_equal=_same_tokens(base.cached, expanded.cached),
-        uncached_equal=_same_tokens(base.uncached, expanded.uncached),
+        generation_equal=same_tokens(base.cached, expanded.cached),
+        uncached_equal=same_tokens(base.uncached, expanded.uncached),
         new_tokens=new_tokens,
         load_problems=tuple(problem for problem in expanded.load_problems if problem not in known),
         token_problems=tokens,
@@ -189,5 +189,6 @@ def _compare_layer(layer: int, before: Tensor, after: Tensor) -> Layer:
     return Layer(layer, largest_difference(before, after), mean, torch.equal(before, after))
 
 
-def _same_tokens(one: Tensor | None, other: Tensor | None) -> bool | None:
+def same_tokens(one: Tensor | None, other: Tensor | None) -> bool | None:
+    """Whether two continuations are the same; None where one was not run."""
     return None if one is None or other is None else torch.equal(one, other)

@@ -9,7 +9,6 @@ surgery.json keeps the base's header, so that the base's file is that header and
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -58,11 +57,23 @@ def aligned_header(renamed: Mapping[str, Any], header: str) -> bytes:
         header: Text of the header with the names that they had.
     """
     text = json.dumps(renamed, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
-    return _with_length(text + b" " * ((len(header.encode("utf-8")) - len(text)) % ALIGNMENT))
+    return with_length(text + b" " * ((len(header.encode("utf-8")) - len(text)) % ALIGNMENT))
 
 
-def _with_length(text: bytes) -> bytes:
+def with_length(text: bytes) -> bytes:
+    """The text of a header with its length before it, as it begins a file."""
     return len(text).to_bytes(8, "little") + text
+
+
+def behind_header(file: Path, header: bytes) -> Iterator[bytes]:
+    """The bytes of a shard with another header.
+
+    Args:
+        file: The shard.
+        header: The header, with its length before it.
+    """
+    yield header
+    yield from read_chunks(file, len(header_bytes(file)))
 
 
 def write_renumbered(source: Path, file: Path, numbering: Numbering, advance: Progress = no_progress) -> None:
@@ -90,7 +101,7 @@ def write_with_header(source: Path, file: Path, header: bytes, advance: Progress
     if file.exists():
         advance(file.stat().st_size)
         return
-    _write(file, itertools.chain([header], read_chunks(source, len(header_bytes(source)))), advance)
+    _write(file, behind_header(source, header), advance)
 
 
 def _write(file: Path, chunks: Iterable[bytes], advance: Progress) -> None:
@@ -110,8 +121,7 @@ def base_bytes(file: Path, header: str, numbering: Numbering) -> Iterator[bytes]
     """
     own = header_bytes(file)
     is_as_written = own == renumbered_header(header, numbering)
-    yield _with_length(header.encode("utf-8")) if is_as_written else own
-    yield from read_chunks(file, len(own))
+    yield from behind_header(file, with_length(header.encode("utf-8")) if is_as_written else own)
 
 
 def write_base_shard(path: Path, manifest: Manifest, shard: str, file: Path, advance: Progress = no_progress) -> None:

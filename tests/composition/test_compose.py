@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -107,8 +109,16 @@ def test_one_more_and_one_less(llama: Made, folder: Path, tmp_path: Path) -> Non
 
 def test_what_cannot_be_composed(llama: Made, folder: Path, tmp_path: Path, made_of: Any) -> None:
     other = made_of("qwen3", ("medicine",))
+    begun: list[str] = []
+
+    @contextmanager
+    def track(name: str, total: int) -> Iterator[Any]:
+        begun.append(name)
+        yield lambda done: None
+
     with pytest.raises(CheckpointError, match="model_type is 'llama', expected 'qwen3'"):
-        compose(llama.base, other.extracts, tmp_path / "out")
+        compose(llama.base, other.extracts, tmp_path / "out", track=track)
+    assert not begun, "what headers show is said before a byte of the base is read"
     changed = Path(shutil.copytree(llama.base, tmp_path / "changed"))
     model = load(changed)
     with torch.no_grad():
