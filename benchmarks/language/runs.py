@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -19,6 +18,7 @@ from benchmarks.language.base import SIZES, base_rows, make_base, new_rows
 from benchmarks.language.measures import Examination, Ranking, Reading
 from benchmarks.language.methods import Method
 from benchmarks.language.rehearsing import Rehearsal, rehearsal_of
+from benchmarks.records import append_line, read_lines
 from scale_surgery import Routing
 
 MEASURED = (0, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1)  # shares of the steps; most is lost early
@@ -209,18 +209,12 @@ def _route(place: Place, method: Method, model: Any, routing: Routing) -> Any:
 
 def read_runs(file: Path) -> list[Run]:
     """Read the runs that a file holds; none where there is no file."""
-    if not file.exists():
-        return []
-    lines = file.read_text(encoding="utf-8").splitlines()
-    # a run that was killed while it wrote has left a part of a line
-    return [_parse(json.loads(line)) for line in lines if line.endswith("}}")]
+    return list(map(_parse, read_lines(file)))
 
 
 def append_run(file: Path, done: Run) -> None:
     """Write one run as one line at the end of a file."""
-    is_cut = file.exists() and not file.read_bytes().endswith(b"\n")
-    with file.open("a", encoding="utf-8") as stream:
-        stream.write("\n" * is_cut + json.dumps(asdict(done)) + "\n")
+    append_line(file, asdict(done))
 
 
 def _parse(record: dict[str, Any]) -> Run:

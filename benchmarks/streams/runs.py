@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -11,6 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from benchmarks.records import append_line, read_lines
 from benchmarks.streams.asking import Examiner
 from benchmarks.streams.learning import Settings, learn, make_rehearsal
 from benchmarks.streams.methods import Method
@@ -100,18 +100,12 @@ def _ends(rows: dict[str, tuple[tuple[float, ...], ...]]) -> str:
 
 def read_runs(file: Path) -> list[Run]:
     """Read the runs that a file holds; none where there is no file."""
-    if not file.exists():
-        return []
-    lines = file.read_text(encoding="utf-8").splitlines()
-    # a run that was killed while it wrote has left a part of a line
-    return [_parse(json.loads(line)) for line in lines if line.endswith("}}")]
+    return list(map(_parse, read_lines(file)))
 
 
 def append_run(file: Path, done: Run) -> None:
     """Write one run as one line at the end of a file."""
-    is_cut = file.exists() and not file.read_bytes().endswith(b"\n")
-    with file.open("a", encoding="utf-8") as stream:
-        stream.write("\n" * is_cut + json.dumps(asdict(done)) + "\n")
+    append_line(file, asdict(done))
 
 
 def _parse(record: dict[str, Any]) -> Run:
