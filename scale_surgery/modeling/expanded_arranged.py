@@ -7,7 +7,7 @@ This file needs only torch and transformers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from inspect import signature
 from typing import Any, NamedTuple
 
@@ -20,6 +20,9 @@ from .expanded_side_by_side import ComposedModule, PathThrough, compose_module
 
 MODE = "composed"
 ATTENTION_VALUES = ("attributes", "config")
+# what is told to a composed module, and to those before which streams enter
+OWN_NAMES = ("paths", "known_widths", "base_sections", "head_axis", "keeps_strides", "stacked_width")
+ALL_NAMES = {*OWN_NAMES, "rearranged", "entering"}
 
 
 class Stage(NamedTuple):
@@ -155,17 +158,46 @@ class Place(NamedTuple):
             compose_module(find_module(self.stock, name), members, known)
 
 
-def restore(model: nn.Module) -> None:
+def restore(modules: Iterable[nn.Module]) -> None:
     """Make stock modules of all that paths pass through."""
-    for module in list(model.modules()):
+    for module in modules:
         if isinstance(module, ComposedModule):
             module.__class__ = type(module).__bases__[1]
-            for name in ("paths", "known_widths", "base_sections", "head_axis", "keeps_strides", "stacked_width"):
+            for name in OWN_NAMES:
                 vars(module).pop(name, None)
         if MODE in getattr(module, "modes", ()):
             switch_attention(module, "stock")
         for name in {"rearranged", "entering"}.intersection(vars(module)):
             setattr(module, name, None)
+
+
+class Arranged(NamedTuple):
+    """What was made of a module, to be made of it again: its class, what it was told, and its heads, if any."""
+
+    module: nn.Module
+    kind: type
+    told: dict[str, Any]
+    heads: dict[str, Any] | None
+
+    def again(self) -> None:
+        """Let the same paths pass through a restored module."""
+        self.module.__class__ = self.kind
+        vars(self.module).update(self.told)
+        if self.heads is not None:
+            self.module.modes[MODE] = self.heads
+            switch_attention(self.module, MODE)
+
+
+def arrangement_of(model: nn.Module) -> list[Arranged]:
+    """All that is not as the stock model has it."""
+    found = []
+    for module in model.modules():
+        told = {name: own for name, own in vars(module).items() if name in ALL_NAMES and own is not None}
+        own = getattr(module, "modes", {}).get(MODE)
+        heads = own if own and module.parts is own["parts"] else None
+        if told or heads:
+            found.append(Arranged(module, type(module), told, heads))
+    return found
 
 
 def compose_attention(module: nn.Module, facts: dict[str, Any], parts: list[Part]) -> None:
@@ -186,7 +218,8 @@ def compose_attention(module: nn.Module, facts: dict[str, Any], parts: list[Part
 
 def parts_of(stage: Stage, old: Part, new: dict[str, Part]) -> list[Part]:
     """Heads of all paths in the order in which they lie."""
-    apart = [part for name in stage.apart for part in ([old, new[name]] if name in new else [old])]
+    own = {name: old._replace(owner=name) for name in stage.apart}
+    apart = [part for name in stage.apart for part in ([own[name], new[name]] if name in new else [own[name]])]
     return [old, *(new[name] for name in stage.shared if name in new), *apart]
 
 
@@ -277,6 +310,6 @@ def compose_layer(
         specs[name], attention[name] = (said["expanded"], said["attention"]) if is_expanded else (said["passing"], {})
     Place(layer, own, specs, attention, stage).compose(plans, facts["modules"])
     for name, heads in facts["attention"].items():
-        new = {one: new_heads(plans[one], each[name]) for one, each in attention.items() if name in each}
+        new = {one: new_heads(plans[one], each[name])._replace(owner=one) for one, each in attention.items() if name in each}
         old = Part(heads["heads"], heads["kv_heads"], is_old=True)
         compose_attention(layer.get_submodule(name), heads, parts_of(stage, old, new))

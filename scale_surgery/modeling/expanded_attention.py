@@ -21,12 +21,16 @@ ALIGNMENT = 64
 
 
 class Part(NamedTuple):
-    """Heads that attend by themselves: how many, whether the base model has them, and whether gradients stop there."""
+    """Heads that attend by themselves: how many, whether the base model has them, and whether gradients stop there.
+
+    `owner` is the expansion that has them beside others, "" for the base.
+    """
 
     heads: int
     kv_heads: int
     is_old: bool
     is_detached: bool = False
+    owner: str = ""
 
 
 def own_heads(states: Tensor, sizes: list[int], parts: list[Part], is_eager: bool) -> list[Tensor]:

@@ -85,7 +85,7 @@ def by_row(paths: Features, choice: Choice) -> Tensor:
     return found
 
 
-def make_mixture(paths: int, prior: Sequence[float] | None, switch_rate: float) -> PathMixture:
+def make_mixture(paths: int, prior: Sequence[float] | None, switch_rate: float, prune: float = 0.0, lag: int = 32) -> PathMixture:
     """The router over so many paths."""
     weights = (1 / paths,) * paths if prior is None else tuple(float(own) for own in prior)
     problems = []
@@ -95,7 +95,7 @@ def make_mixture(paths: int, prior: Sequence[float] | None, switch_rate: float) 
         problems += [f"switch_rate: is {switch_rate}, expected a share of at least 0 and less than 1."]
     if problems:
         raise ValueError("\n".join(problems))
-    return PathMixture(weights, switch_rate)
+    return PathMixture(weights, switch_rate, prune, lag)
 
 
 def unknown_name(name: str, known: list[str]) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .expanded_arranged import compose_layers, prepare, restore
+from .expanded_arranged import arrangement_of, compose_layers, prepare, restore
 from .expanded_choice import (
     Choice,
     by_row,
@@ -30,7 +30,9 @@ from .expanded_choice import (
 )
 from .expanded_model import find_base_model, separate
 from .expanded_modules import ExpandedModule, expanded_class
+from .expanded_left_out import LeftOut, bring_back, heads_of, leave_out, left_out_of, may_leave_out, weights_after
 from .expanded_posterior import Features, PathScores
+from .expanded_routing import state_of
 
 # what transformers' own adapters are called by
 ADAPTER_METHODS = (
@@ -63,6 +65,7 @@ class ComposedModel:
         base_model = find_base_model(self, facts["base_model"])
         layers = base_model.get_submodule(facts["layers"])
         separate(layers)
+        self.arrangements, self.arrangement = {}, []
         prepare(base_model, layers)
 
     @property
@@ -76,6 +79,8 @@ class ComposedModel:
         *,
         prior: Sequence[float] | None = None,
         switch_rate: float = 0.01,
+        prune: float = 0.0,
+        lag: int = 32,
     ) -> None:
         """Choose what the model is from now on.
 
@@ -98,7 +103,7 @@ class ComposedModel:
             return
         known = self._known(names)
         self._check_composable(known)
-        self.choice = Choice(known, make_mixture(len(known) + 1, prior, switch_rate))
+        self.choice = Choice(known, make_mixture(len(known) + 1, prior, switch_rate, prune, lag))
 
     @contextmanager
     def use_expansion(self, names: str | Sequence[str] | None, **options: Any) -> Iterator[None]:
@@ -212,17 +217,54 @@ class ComposedModel:
         with self._chosen(rows):
             choice, cache = self.choice, inputs.get("past_key_values")
             check_cache(cache, choice)
-            if choice.is_composed:
-                output = self._run_composed(choice, super().forward, inputs)
-            elif choice.names:
-                output = self.expanded_models[choice.names[0]](**inputs)
-            else:
-                self._arrange(())
-                output = super().forward(**inputs)
+            with self._leaving_out(super().forward, inputs):
+                output = self._run_choice(super().forward, inputs)
         cache = cache_of(output) if cache is None else cache
         if cache is not None:
             cache.expansion_choice = choice.key
         return output
+
+    def _run_choice(self, stock: Any, inputs: dict[str, Any]) -> Any:
+        """Run what is chosen for all rows."""
+        if self.choice.is_composed:
+            return self._run_composed(self.choice, stock, inputs)
+        if self.choice.names:
+            return self.expanded_models[self.choice.names[0]](**inputs)
+        self._arrange(())
+        return stock(**inputs)
+
+    @contextmanager
+    def _leaving_out(self, stock: Any, inputs: dict[str, Any]) -> Iterator[None]:
+        """Run only those of a mixture that weigh enough, where that is asked for, inside a `with` block."""
+        choice, cache = self.choice, inputs.get("past_key_values")
+        if cache is None or choice.mixture is None or not choice.mixture.prune:
+            yield
+            return
+        left, is_one = left_out_of(cache), may_leave_out(inputs)
+        if left and (not is_one or left.get_seq_length() >= choice.mixture.lag):
+            self._catch_up(stock, left, inputs)
+            left = None
+        if is_one and left is None and state_of(cache):
+            self._arrange(choice.names)
+            left = leave_out(cache, choice, lambda: heads_of(self))
+        self.choice = left.inside if left else choice
+        try:
+            yield
+        finally:
+            self.choice = choice
+        if left:
+            left.owe(inputs["input_ids"], inputs.get("position_ids"))
+
+    @torch.no_grad()
+    def _catch_up(self, stock: Any, left: LeftOut, inputs: dict[str, Any]) -> None:
+        """Let all paths read what some have not."""
+        cache, mask = inputs["past_key_values"], inputs.get("attention_mask")
+        weights = weights_after(left, self.choice, cache)
+        owed = bring_back(left, cache)
+        if mask is not None:
+            owed["attention_mask"] = mask[:, : left.whole.seen + left.get_seq_length()]
+        self._run_composed(self.choice, stock, owed)
+        state_of(cache).values[:, :, -1, 0] = weights
 
     def _run_composed(self, choice: Choice, stock: Any, inputs: dict[str, Any]) -> Any:
         """Run all paths side by side, and make one set of logits of them."""
@@ -303,10 +345,21 @@ class ComposedModel:
         """Let these expansions pass through the modules; without any they are stock ones."""
         if names == self.arranged:
             return
-        restore(self)
-        self.arranged = ()
+        known, self.arranged = self.arrangements.pop(names, None), ()
+        if self.arrangement is None or names and known is None:
+            restore(list(self.modules()))
+        else:
+            restore(own.module for own in self.arrangement)
+        self.arrangement = []
         if names:
-            self.stage = compose_layers(self, {name: self.expanded_models[name] for name in names}, self.facts)
+            if known is None: 
+                self.arrangement = None
+                stage = compose_layers(self, {name: self.expanded_models[name] for name in names}, self.facts)
+                known = stage, arrangement_of(self)
+            else:
+                for own in known[1]: own.again()
+            self.stage, self.arrangement = known
+            self.arrangements[names] = known
             self.arranged = names
 
     def _features(self, features: Tensor, cap: float | None) -> Features:

@@ -118,10 +118,16 @@ class PathState(RouterState):
     """
 
     def set(self, evidence: Tensor, weights: Tensor, tokens: int) -> None:
-        """Remember the state after so many more tokens; evidence (b, positions, k, v), weights (b, positions, k)."""
-        self.keys, self.values = evidence.transpose(1, 2), weights.transpose(1, 2).unsqueeze(-1)
+        """Remember the state after so many more tokens; evidence (b, positions, k, v), weights (b, positions, k, 1)."""
+        self.keys, self.values = evidence.transpose(1, 2), weights.transpose(1, 2)
         self.dtype, self.device, self.is_initialized = evidence.dtype, evidence.device, True
         self.seen += tokens
+
+    def among(self, numbers: list[int]) -> PathState:
+        """State of a mixture of some of the paths."""
+        found, weights = PathState(self.first), self.values[:, numbers, :, :1]
+        found.set(self.keys[:, numbers].transpose(1, 2), weights.log_softmax(1).transpose(1, 2), self.seen)
+        return found
 
 
 class PathScores(NamedTuple):
@@ -149,6 +155,8 @@ class PathMixture:
 
     prior: tuple[float, ...]
     switch_rate: float
+    prune: float = 0.0
+    lag: int = 32
 
     def logits(self, paths: Features, tokens: Tokens) -> Tensor:
         """Log-probabilities of the mixture (b, kept, v); no gradient passes through the weights.
@@ -204,7 +212,8 @@ class Following:
         self.weights: list[Tensor] = []
         self.prior = torch.tensor(mixture.prior, dtype=torch.float32, device=tokens.ids.device).log()
         state = tokens.state
-        self.before = self.prior.expand(len(tokens.ids), -1) if state is None else state.values[:, :, -1, 0]
+        prior = self.prior.expand(len(tokens.ids), -1)
+        self.before = [prior] * (1 + (mixture.prune > 0)) if state is None else state.values[:, :, -1].unbind(-1)
         self.next = None if state is None else state.keys[:, :, -1]
 
     def mixed(self, paths: Features, rows: slice, wanted: range) -> Tensor | None:
@@ -231,16 +240,16 @@ class Following:
         ]
         evidence = torch.cat((first, torch.stack(later, -1)), 1)
         restarts = self.tokens.restarts[:, rows]
-        weights = follow_paths(self.before, evidence, restarts, self.prior, self.mixture.switch_rate)
-        self.remember(rows, logits, norms, weights)
-        return weights
+        found = [follow_paths(own, evidence, restarts, self.prior, self.mixture.switch_rate) for own in self.before]
+        self.remember(rows, logits, norms, torch.stack(found, -1))
+        return found[0]
 
     def remember(self, rows: slice, logits: list[Tensor], norms: list[Tensor], weights: Tensor) -> None:
         """Note what the next positions, and the next call, begin with."""
         kept = slice(min(max(self.remembered - rows.start, 0), weights.shape[1] - 1), None)
         parts = [own[:, kept].float() - norm[:, kept, None] for own, norm in zip(logits, norms, strict=True)]
         evidence = torch.stack(parts, 2)
-        self.before, self.next = weights[:, -1], evidence[:, -1]
+        self.before, self.next = weights[:, -1].unbind(-1), evidence[:, -1]
         if rows.start + weights.shape[1] > self.remembered:
             self.evidence.append(evidence)
             self.weights.append(weights[:, kept])
