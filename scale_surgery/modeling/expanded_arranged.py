@@ -20,9 +20,9 @@ from .expanded_side_by_side import ComposedModule, PathThrough, compose_module
 
 MODE = "composed"
 ATTENTION_VALUES = ("attributes", "config")
-# what is told to a composed module, and to those before which streams enter
-OWN_NAMES = ("paths", "known_widths", "base_sections", "head_axis", "keeps_strides", "stacked_width")
-ALL_NAMES = {*OWN_NAMES, "rearranged", "entering"}
+# what a composed module knows, and what one knows where streams enter
+COMPOSED_NAMES = ("paths", "known_widths", "base_sections", "head_axis", "keeps_strides", "stacked_width")
+OWN_NAMES = (*COMPOSED_NAMES, "rearranged", "entering")
 
 
 class Stage(NamedTuple):
@@ -163,41 +163,59 @@ def restore(modules: Iterable[nn.Module]) -> None:
     for module in modules:
         if isinstance(module, ComposedModule):
             module.__class__ = type(module).__bases__[1]
-            for name in OWN_NAMES:
+            for name in COMPOSED_NAMES:
                 vars(module).pop(name, None)
         if MODE in getattr(module, "modes", ()):
             switch_attention(module, "stock")
+            del module.modes[MODE]
         for name in {"rearranged", "entering"}.intersection(vars(module)):
             setattr(module, name, None)
 
 
-class Arranged(NamedTuple):
-    """What was made of a module, to be made of it again: its class, what it was told, and its heads, if any."""
+class Arrangement(NamedTuple):
+    """How expansions pass through the modules, to be made again of restored ones; by default none does.
 
-    module: nn.Module
-    kind: type
-    told: dict[str, Any]
-    heads: dict[str, Any] | None
+    Attributes:
+        stage: Who leaves the last norm.
+        kinds: Class of each module, by module.
+        told: What each knows.
+        attention: What each attention module knows of its heads.
+    """
+
+    stage: Stage = Stage((), ())
+    kinds: dict[nn.Module, type] = {}
+    told: dict[nn.Module, dict[str, Any]] = {}
+    attention: dict[nn.Module, dict[str, Any]] = {}
+
+    @property
+    def modules(self) -> set[nn.Module]:
+        """All that is not as in the stock model."""
+        return {*self.told, *self.attention}
 
     def again(self) -> None:
-        """Let the same paths pass through a restored module."""
-        self.module.__class__ = self.kind
-        vars(self.module).update(self.told)
-        if self.heads is not None:
-            self.module.modes[MODE] = self.heads
-            switch_attention(self.module, MODE)
+        """Make it again."""
+        for module, told in self.told.items():
+            module.__class__ = self.kinds[module]
+            vars(module).update(told)
+        for module, heads in self.attention.items():
+            module.modes[MODE] = heads
+            switch_attention(module, MODE)
 
 
-def arrangement_of(model: nn.Module) -> list[Arranged]:
-    """All that is not as the stock model has it."""
-    found = []
-    for module in model.modules():
-        told = {name: own for name, own in vars(module).items() if name in ALL_NAMES and own is not None}
-        own = getattr(module, "modes", {}).get(MODE)
-        heads = own if own and module.parts is own["parts"] else None
-        if told or heads:
-            found.append(Arranged(module, type(module), told, heads))
-    return found
+def arrangement_of(model: nn.Module, stage: Stage) -> Arrangement:
+    """How expansions pass through the modules of a model now."""
+    all_told = {
+        module: {name: own for name, own in vars(module).items() if name in OWN_NAMES and own is not None}
+        for module in model.modules()
+    }
+    told = {module: own for module, own in all_told.items() if own}
+    return Arrangement(stage, {module: type(module) for module in told}, told, composed_attention(model))
+
+
+def composed_attention(model: nn.Module) -> dict[nn.Module, dict[str, Any]]:
+    """What each attention module in which expansions have heads of their own knows of all heads."""
+    found = {module: getattr(module, "modes", {}).get(MODE) for module in model.modules()}
+    return {module: own for module, own in found.items() if own}
 
 
 def compose_attention(module: nn.Module, facts: dict[str, Any], parts: list[Part]) -> None:
@@ -310,6 +328,10 @@ def compose_layer(
         specs[name], attention[name] = (said["expanded"], said["attention"]) if is_expanded else (said["passing"], {})
     Place(layer, own, specs, attention, stage).compose(plans, facts["modules"])
     for name, heads in facts["attention"].items():
-        new = {one: new_heads(plans[one], each[name])._replace(owner=one) for one, each in attention.items() if name in each}
+        new = {
+            one: new_heads(plans[one], each[name])._replace(owner=one)
+            for one, each in attention.items()
+            if name in each
+        }
         old = Part(heads["heads"], heads["kv_heads"], is_old=True)
         compose_attention(layer.get_submodule(name), heads, parts_of(stage, old, new))

@@ -52,15 +52,20 @@ def tokens_of(inputs: dict[str, Any], choice: Choice, *, is_training: bool) -> T
     past = 0 if cache is None else int(cache.get_seq_length())
     state = state_of(cache) if past else None
     if past and choice.mixture is not None and (state is None or state.seen != past or not state.keys.shape[-2]):
-        raise ValueError(
-            f"past_key_values: holds {past} tokens that this mixture has not read, or from which more were taken back "
-            "than it remembers, expected a cache that it filled itself. Begin with an empty one."
-        )
+        raise ValueError(forgotten(past))
     like = inputs["inputs_embeds"] if ids is None else ids
     restarts = find_restarts(inputs.get("attention_mask"), inputs.get("position_ids"), past, like)
     kept = slice(-keep or None, None) if isinstance(keep, int) else keep
     is_cached = cache is not None or not (is_training or inputs.get("use_cache") is False)
     return Tokens(ids, restarts, state, kept, is_cached)
+
+
+def forgotten(past: int) -> str:
+    """What is wrong with a KV cache of so many tokens where the mixture's state is of others."""
+    return (
+        f"past_key_values: holds {past} tokens that this mixture has not read, or from which more were taken back "
+        "than it remembers, expected a cache that it filled itself. Begin with an empty one."
+    )
 
 
 def check_rows(rows: Sequence[str | None] | None, inputs: dict[str, Any]) -> None:
@@ -85,7 +90,9 @@ def by_row(paths: Features, choice: Choice) -> Tensor:
     return found
 
 
-def make_mixture(paths: int, prior: Sequence[float] | None, switch_rate: float, prune: float = 0.0, lag: int = 32) -> PathMixture:
+def make_mixture(
+    paths: int, prior: Sequence[float] | None, switch_rate: float, prune: float = 0.0, lag: int = 32
+) -> PathMixture:
     """The router over so many paths."""
     weights = (1 / paths,) * paths if prior is None else tuple(float(own) for own in prior)
     problems = []

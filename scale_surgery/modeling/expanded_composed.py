@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .expanded_arranged import arrangement_of, compose_layers, prepare, restore
+from .expanded_arranged import Arrangement, arrangement_of, compose_layers, prepare, restore
 from .expanded_choice import (
     Choice,
     by_row,
@@ -28,17 +28,19 @@ from .expanded_choice import (
     tokens_of,
     unknown_name,
 )
+from .expanded_left_out import LeftOut, bring_back, leave_out, left_out_of, may_leave_out
 from .expanded_model import find_base_model, separate
 from .expanded_modules import ExpandedModule, expanded_class
-from .expanded_left_out import LeftOut, bring_back, heads_of, leave_out, left_out_of, may_leave_out, weights_after
 from .expanded_posterior import Features, PathScores
-from .expanded_routing import state_of
 
 # what transformers' own adapters are called by
 ADAPTER_METHODS = (
     *("load_adapter", "add_adapter", "set_adapter", "delete_adapter", "enable_adapters", "disable_adapters"),
     *("active_adapter", "active_adapters", "get_adapter_state_dict"),
 )
+
+# ways in which expansions pass through the modules that are remembered: making one takes as long as a token
+MOST_ARRANGED = 8
 
 
 class ComposedHead(ExpandedModule):
@@ -65,7 +67,7 @@ class ComposedModel:
         base_model = find_base_model(self, facts["base_model"])
         layers = base_model.get_submodule(facts["layers"])
         separate(layers)
-        self.arrangements, self.arrangement = {}, []
+        self._forget_arrangements()
         prepare(base_model, layers)
 
     @property
@@ -126,6 +128,7 @@ class ComposedModel:
         """
         self._known([name])
         self._arrange(())
+        self._forget_arrangements()
         del self.expanded_models[name]
         self.problems.pop(name, None)
         if name in self.choice.names:
@@ -140,6 +143,7 @@ class ComposedModel:
             problems: Why it cannot run beside others, a line each.
         """
         self.lend(model)
+        self._forget_arrangements()
         self.expanded_models[name], self.problems[name] = model, problems
         self.set_expansion(name)
 
@@ -235,18 +239,18 @@ class ComposedModel:
 
     @contextmanager
     def _leaving_out(self, stock: Any, inputs: dict[str, Any]) -> Iterator[None]:
-        """Run only those of a mixture that weigh enough, where that is asked for, inside a `with` block."""
+        """Run those paths of a mixture that weigh enough, where that is asked for, inside a `with` block."""
         choice, cache = self.choice, inputs.get("past_key_values")
         if cache is None or choice.mixture is None or not choice.mixture.prune:
             yield
             return
-        left, is_one = left_out_of(cache), may_leave_out(inputs)
-        if left and (not is_one or left.get_seq_length() >= choice.mixture.lag):
+        left, may = left_out_of(cache), may_leave_out(inputs)
+        if left and not (may and left.get_seq_length() < choice.mixture.lag):
             self._catch_up(stock, left, inputs)
             left = None
-        if is_one and left is None and state_of(cache):
+        if may and not left:
             self._arrange(choice.names)
-            left = leave_out(cache, choice, lambda: heads_of(self))
+            left = leave_out(self, choice, cache)
         self.choice = left.inside if left else choice
         try:
             yield
@@ -257,14 +261,15 @@ class ComposedModel:
 
     @torch.no_grad()
     def _catch_up(self, stock: Any, left: LeftOut, inputs: dict[str, Any]) -> None:
-        """Let all paths read what some have not."""
+        """Let all paths read what some have not; each then weighs in the mixture what it weighed before."""
         cache, mask = inputs["past_key_values"], inputs.get("attention_mask")
-        weights = weights_after(left, self.choice, cache)
-        owed = bring_back(left, cache)
+        owed, weights = bring_back(left, self.choice, cache)
+        if not left.get_seq_length():
+            return
         if mask is not None:
             owed["attention_mask"] = mask[:, : left.whole.seen + left.get_seq_length()]
         self._run_composed(self.choice, stock, owed)
-        state_of(cache).values[:, :, -1, 0] = weights
+        left.whole.values[:, :, -1, 0] = weights
 
     def _run_composed(self, choice: Choice, stock: Any, inputs: dict[str, Any]) -> Any:
         """Run all paths side by side, and make one set of logits of them."""
@@ -345,22 +350,22 @@ class ComposedModel:
         """Let these expansions pass through the modules; without any they are stock ones."""
         if names == self.arranged:
             return
-        known, self.arranged = self.arrangements.pop(names, None), ()
-        if self.arrangement is None or names and known is None:
-            restore(list(self.modules()))
+        before = self.arrangements.get(self.arranged)
+        restore(self.modules() if before is None else before.modules)
+        # whatever stops this, all is restored the next time
+        self.arranged = None
+        if names not in self.arrangements:
+            if len(self.arrangements) >= MOST_ARRANGED:
+                self._forget_arrangements()
+            stage = compose_layers(self, {name: self.expanded_models[name] for name in names}, self.facts)
+            self.arrangements[names] = arrangement_of(self, stage)
         else:
-            restore(own.module for own in self.arrangement)
-        self.arrangement = []
-        if names:
-            if known is None: 
-                self.arrangement = None
-                stage = compose_layers(self, {name: self.expanded_models[name] for name in names}, self.facts)
-                known = stage, arrangement_of(self)
-            else:
-                for own in known[1]: own.again()
-            self.stage, self.arrangement = known
-            self.arrangements[names] = known
-            self.arranged = names
+            self.arrangements[names].again()
+        self.stage, self.arranged = self.arrangements[names].stage, names
+
+    def _forget_arrangements(self) -> None:
+        """Forget how expansions passed through the modules, but for how none does."""
+        self.arrangements = {(): Arrangement()}
 
     def _features(self, features: Tensor, cap: float | None) -> Features:
         """Take apart what leaves the last norm, in the order of the names."""

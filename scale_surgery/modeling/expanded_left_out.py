@@ -1,10 +1,11 @@
 """Paths that are left out of a mixture while they weigh little, and come back when they would weigh more.
 
-Those that are in read token by token. The others owe what was read meanwhile, and read it at once: then every key,
-value and likelihood is there again, and each path's weight as if none had been out. That weight says who is in. In the
-mixture a path keeps the weight that it went out with: it wins nothing by tokens that it did not predict, so that with a
-switch rate of 0 no text loses more against the base, which is always in, than -ln of its prior. This file needs only
-torch and transformers.
+Those that are in read token by token. The others owe what was read meanwhile, and read it at once: then their keys and
+values are there again, and it is known what every path would weigh had none been out. That says who is in. In the
+mixture itself a path comes back with the weight that it went out with, since it predicted nothing meanwhile, as do
+experts that sleep (Freund et al. 1997). So with a switch rate of 0 no text loses more against the base, which is never
+out, than -ln of its prior; against another path, what that would have won while it was out comes on top.
+This file needs only torch and transformers.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicLayer
 
-from .expanded_arranged import MODE
-from .expanded_choice import Choice
+from .expanded_arranged import composed_attention
+from .expanded_choice import Choice, forgotten
 from .expanded_posterior import PathMixture, PathState
 from .expanded_routing import state_of
 
-# what a call may have where paths are left out: of anything else they would not know later
+# what a token can be read with once more; with anything else no path is out
 KNOWN = {"input_ids", "attention_mask", "position_ids", "past_key_values", "cache_position", "logits_to_keep"}
 KNOWN |= {"use_cache", "return_dict", "output_attentions", "output_hidden_states"}
-# heads of a layer as they lie in the cache: whose they are, "" for the base, and how many
-Heads = list[tuple[str, int]]
+# heads of one layer as they lie in the cache: how many, and whether they are of paths that are in
+Heads = list[tuple[int, bool]]
 
 
 class LeftOut(DynamicLayer):
@@ -36,141 +37,161 @@ class LeftOut(DynamicLayer):
     Attributes:
         inside: What the model is meanwhile.
         whole: State of the whole mixture when they went out.
-        heads: Heads of the paths that are out, by number of the layer.
-        lying: All heads of these layers.
+        order: Heads of the layers where some went out, by number of the layer.
+        heads: Keys and values that went out there.
     """
 
-    def __init__(self, first: DynamicLayer, inside: Choice, whole: PathState, lying: dict[int, Heads]) -> None:
+    def __init__(self, first: DynamicLayer, inside: Choice, whole: PathState, order: dict[int, Heads]) -> None:
         super().__init__()
-        self.inside, self.whole, self.lying = inside, whole, lying
+        self.inside, self.whole, self.order = inside, whole, order
         self.heads: dict[int, DynamicLayer] = {}
-        self.is_sliding, self.is_compileable = first.is_sliding, first.is_compileable
-        self.is_placed = False
-
-    @property
-    def kept(self) -> list[DynamicLayer]:
-        """All that moves with the rows of the cache."""
-        return [self.whole, *self.heads.values()]
+        self.is_sliding, self.is_compileable, self.is_placed = first.is_sliding, first.is_compileable, False
 
     def owe(self, ids: Tensor, positions: Tensor | None) -> None:
         """Note tokens that only the paths that are in have read."""
         self.is_placed |= positions is not None
-        past = self.whole.seen + self.get_seq_length()
-        default = torch.arange(past, past + ids.shape[1], device=ids.device)[None]
-        places = default if positions is None else positions
+        places = torch.full_like(ids, self.whole.seen + self.get_seq_length()) if positions is None else positions
         self.update(ids[:, None, :, None], places.expand_as(ids)[:, None, :, None])
 
     def take(self, cache: Cache) -> None:
-        """Take heads of those that are out from the cache."""
-        for number, heads in self.lying.items():
-            layer, own = cache.layers[number], DynamicLayer()
-            is_in = [name in ("", *self.inside.names) for name, _ in heads]
-            for kind in ("keys", "values"):
-                parts = getattr(layer, kind).split([count for _, count in heads], dim=1)
-                setattr(layer, kind, torch.cat([part for part, stays in zip(parts, is_in, strict=True) if stays], 1))
-                if not all(is_in):
-                    out = torch.cat([part for part, stays in zip(parts, is_in, strict=True) if not stays], 1)
-                    setattr(own, kind, out)
-            if not all(is_in):
-                own.is_initialized, own.dtype, own.device = True, out.dtype, out.device
-                self.heads[number] = own
+        """Take heads of paths that go out from the cache."""
+        for number, order in self.order.items():
+            layer, self.heads[number] = cache.layers[number], DynamicLayer()
+            (layer.keys, keys), (layer.values, values) = (split_heads(own, order) for own in (layer.keys, layer.values))
+            self.heads[number].update(keys, values)
 
     def give_back(self, cache: Cache) -> None:
-        """Put heads back into the cache, which then ends where they went out."""
-        for number, heads in self.lying.items():
-            layer, own = cache.layers[number], self.heads.get(number)
-            for kind in ("keys", "values"):
-                known = getattr(layer, kind)[..., : self.whole.seen, :]
-                if own is not None:
-                    is_in = [name in ("", *self.inside.names) for name, _ in heads]
-                    sizes = [[count for (_, count), stays in zip(heads, is_in, strict=True) if stays is one] for one in (True, False)]
-                    ins, outs = iter(known.split(sizes[0], 1)), iter(getattr(own, kind).split(sizes[1], 1))
-                    known = torch.cat([next(ins) if stays else next(outs) for stays in is_in], 1)
-                setattr(layer, kind, known)
+        """Let the cache end where they went out, with all heads."""
+        for number, layer in enumerate(layers_of(cache)):
+            if owed := self.get_seq_length():
+                layer.crop(-owed)
+            if order := self.order.get(number):
+                own = self.heads[number]
+                layer.keys = join_heads(layer.keys, own.keys, order)
+                layer.values = join_heads(layer.values, own.values, order)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last tokens; before transformers 5 the argument is a positive number of tokens to keep."""
+        owed, most = self.get_seq_length(), self.whole.seen + self.get_seq_length()
+        removed = -tokens_to_remove if tokens_to_remove <= 0 else max(0, most - tokens_to_remove)
+        if owed and removed:
+            kept = max(0, owed - removed)
+            self.keys, self.values = self.keys[..., :kept, :], self.values[..., :kept, :]
+        if removed > owed:
+            self._each("crop", owed - removed)
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.keys = self.values = None
+        self.is_initialized = False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Take rows of all that is kept."""
         super().reorder_cache(beam_idx)
-        for own in self.kept:
-            own.reorder_cache(beam_idx)
+        self._each("reorder_cache", beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat rows of all that is kept."""
         super().batch_repeat_interleave(repeats)
-        for own in self.kept:
-            own.batch_repeat_interleave(repeats)
+        self._each("batch_repeat_interleave", repeats)
 
     def batch_select_indices(self, indices: Tensor) -> None:
+        """Take rows of all that is kept."""
         super().batch_select_indices(indices)
-        for own in self.kept:
-            own.batch_select_indices(indices)
+        self._each("batch_select_indices", indices)
+
+    def _each(self, name: str, argument: Any) -> None:
+        for own in (self.whole, *self.heads.values()):
+            getattr(own, name)(argument)
 
 
-def left_out_of(cache: Cache | None) -> LeftOut | None:
-    """What is left out, or None."""
-    return next((own for own in getattr(cache, "layers", []) if isinstance(own, LeftOut)), None)
+def split_heads(states: Tensor, order: Heads) -> list[Tensor]:
+    """Keys or values (b, heads, t, head size) of paths that are in, and of those that are not."""
+    pairs = list(zip(states.split([count for count, _ in order], dim=1), order, strict=True))
+    return [torch.cat([part for part, (_, is_in) in pairs if is_in is side], dim=1) for side in (True, False)]
 
 
-def may_leave_out(inputs: dict[str, Any]) -> bool:
-    """Whether a call reads one token of each row, and all that it reads can be read again later."""
-    ids, cache = inputs.get("input_ids"), inputs.get("past_key_values")
-    own = [layer for layer in getattr(cache, "layers", []) if not isinstance(layer, (PathState, LeftOut))]
-    if ids is None or ids.shape[1] != 1 or not own or torch.compiler.is_compiling():
-        return False
-    is_flat = all(inputs.get(name) is None or inputs[name].dim() == 2 for name in ("attention_mask", "position_ids"))
-    is_known = all(name in KNOWN or value is None for name, value in inputs.items())
-    is_plain = all(type(layer) is DynamicLayer for layer in own) and not getattr(cache, "offloading", False)
-    return is_flat and is_known and is_plain
+def join_heads(inside: Tensor, outside: Tensor, order: Heads) -> Tensor:
+    """What was split, as it lay."""
+    sizes = {side: [count for count, is_in in order if is_in is side] for side in (True, False)}
+    parts = {True: iter(inside.split(sizes[True], dim=1)), False: iter(outside.split(sizes[False], dim=1))}
+    return torch.cat([next(parts[is_in]) for _, is_in in order], dim=1)
 
 
-def heads_of(model: nn.Module) -> dict[int, Heads]:
-    """All heads of keys and values of each layer of a composed model, as they lie in the cache."""
-    found = {}
-    for module in model.modules():
-        own = getattr(module, "modes", {}).get(MODE)
-        if own and module.parts is own["parts"]:
-            found[module.layer_idx] = [(part.owner, part.kv_heads) for part in own["parts"]]
+def layers_of(cache: Cache) -> list[Any]:
+    """Layers of a KV cache that are the model's."""
+    return [own for own in getattr(cache, "layers", []) if not isinstance(own, (PathState, LeftOut))]
+
+
+def left_out_of(cache: Cache) -> LeftOut | None:
+    """What is left out, or None; nothing is once a cache was emptied."""
+    found = next((own for own in getattr(cache, "layers", []) if isinstance(own, LeftOut)), None)
+    if found is not None and not cache.get_seq_length():
+        cache.layers.remove(found)
+        return None
     return found
 
 
-def leave_out(cache: Cache, choice: Choice, lying: Any) -> LeftOut | None:
-    """Leave out the paths that weigh too little in every row; None where there is none."""
+def may_leave_out(inputs: dict[str, Any]) -> bool:
+    """Whether a call reads one more token of each row, and all that it reads can be read once more."""
+    ids, cache = inputs.get("input_ids"), inputs["past_key_values"]
+    if ids is None or ids.shape[1] > 1 or not cache.get_seq_length() or torch.compiler.is_compiling():
+        return False
+    is_flat = all(inputs.get(name) is None or inputs[name].dim() == 2 for name in ("attention_mask", "position_ids"))
+    is_known = all(own is None or name in KNOWN for name, own in inputs.items())
+    is_plain = all(type(own) is DynamicLayer for own in layers_of(cache)) and not getattr(cache, "offloading", False)
+    return is_flat and is_known and is_plain
+
+
+def heads_of(model: nn.Module) -> dict[int, list[tuple[str, int]]]:
+    """Whose heads of keys and values lie in each layer of the cache, and how many, where expansions have some."""
+    found = composed_attention(model).items()
+    return {module.layer_idx: [(part.owner, part.kv_heads) for part in own["parts"]] for module, own in found}
+
+
+def leave_out(model: nn.Module, choice: Choice, cache: Cache) -> LeftOut | None:
+    """Leave out paths that would weigh too little in every row; None where there is none.
+
+    Args:
+        model: A composed model through which all paths pass.
+        choice: What it is.
+        cache: What all of them have read.
+    """
     state, mixture = state_of(cache), choice.mixture
-    weights = state.values[:, :, -1, -1]
-    is_in = [True, *(weights[:, 1:] >= log(mixture.prune)).any(0).tolist()]
+    is_in = [True, *(state.values[:, 1:, -1, -1] >= log(mixture.prune)).any(0).tolist()]
     if all(is_in):
         return None
-    names = tuple(name for name, stays in zip(choice.names, is_in[1:], strict=True) if stays)
     numbers = [number for number, stays in enumerate(is_in) if stays]
-    left = LeftOut(cache.layers[0], choice_among(choice, names, numbers), state, lying())
-    cache.layers.remove(state)
-    if names:
-        cache.layers.append(state.among(numbers))
-    left.take(cache)
-    cache.layers.append(left)
-    return left
+    names = tuple(choice.names[number - 1] for number in numbers[1:])
+    prior = [mixture.prior[number] for number in numbers]
+    few = PathMixture(tuple(own / sum(prior) for own in prior), mixture.switch_rate)
+    order = {place: [(count, own in ("", *names)) for own, count in heads] for place, heads in heads_of(model).items()}
+    order = {place: heads for place, heads in order.items() if not all(stays for _, stays in heads)}
+    found = LeftOut(cache.layers[0], Choice(names, few) if names else Choice(), state, order)
+    found.take(cache)
+    cache.layers = [*layers_of(cache), found, *([state.among(numbers)] if names else [])]
+    return found
 
 
-def choice_among(choice: Choice, names: tuple[str, ...], numbers: list[int]) -> Choice:
-    """The base and some of those of a mixture, with their shares of the prior."""
-    if not names:
-        return Choice()
-    prior = [choice.mixture.prior[number] for number in numbers]
-    return Choice(names, PathMixture(tuple(own / sum(prior) for own in prior), choice.mixture.switch_rate))
+def bring_back(left: LeftOut, choice: Choice, cache: Cache) -> tuple[dict[str, Any], Tensor]:
+    """Let the cache end where paths went out.
 
+    Args:
+        left: What was left out.
+        choice: What the model is with all of them.
+        cache: What those that were in have read.
 
-def weights_after(left: LeftOut, choice: Choice, cache: Cache) -> Tensor:
-    """Log weights in the mixture when paths come back: those that were in share what they had, by their own mixture."""
-    numbers = [0, *(1 + choice.names.index(name) for name in left.inside.names)]
-    weights, state = left.whole.values[:, :, -1, 0].clone(), state_of(cache)
-    shares = 0 if state is None else state.values[:, :, -1, 0]
+    Returns:
+        Inputs of the call in which all paths read the rest, and their log weights in the mixture after it (b, k):
+        paths that were in divide what they had, as they did by their own mixture.
+    """
+    numbers, state = [0, *(1 + choice.names.index(name) for name in left.inside.names)], state_of(cache)
+    if state is not None and not state.values.shape[-2]:
+        raise ValueError(forgotten(left.whole.seen + left.get_seq_length()))
+    weights = left.whole.values[:, :, -1, 0].clone()
+    shares = 0.0 if state is None else state.values[:, :, -1, 0]
     weights[:, numbers] = weights[:, numbers].logsumexp(1, keepdim=True) + shares
-    return weights
-
-
-def bring_back(left: LeftOut, cache: Cache) -> dict[str, Any]:
-    """Let the cache end where paths went out, with all heads; what is to be read is returned."""
-    state = state_of(cache)
-    cache.layers = [layer for layer in cache.layers if layer is not left and layer is not state]
     left.give_back(cache)
-    cache.layers.append(left.whole)
-    found = {"input_ids": left.keys[:, 0, :, 0], "past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
-    return found | ({"position_ids": left.values[:, 0, :, 0]} if left.is_placed else {})
+    cache.layers = [*layers_of(cache), left.whole]
+    owed = {"input_ids": left.keys[:, 0, :, 0], "past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
+    return owed | ({"position_ids": left.values[:, 0, :, 0]} if left.is_placed else {}), weights

@@ -24,6 +24,7 @@ from .expanded_causal_lm import ExpandedForCausalLM
 from .expanded_choice import Choice  # noqa: F401
 from .expanded_composed import ComposedModel, composed_class
 from .expanded_fused import FusedLinear  # noqa: F401
+from .expanded_left_out import LeftOut  # noqa: F401
 from .expanded_mixture import Mixture  # noqa: F401
 from .expanded_model import ExpandedPreTrainedModel, zero_missing
 from .expanded_modules import EXPANSION_NAMES

@@ -39,6 +39,7 @@ COMPOSED_FILES = (
     "expanded_arranged.py",
     "expanded_choice.py",
     "expanded_composed.py",
+    "expanded_left_out.py",
     "expanded_posterior.py",
     "expanded_side_by_side.py",
     "modeling_composed.py",
