@@ -21,11 +21,15 @@ class MixedPaths:
         names: Of all paths: the base, then each expansion.
         prior: Weight of each at the start of a text.
         switch_rate: Share of its weight that each path gives to the others at every token.
+        prune: Weight below which a path is left out while tokens are read one by one; 0 leaves none out.
+        lag: Tokens after which paths that are out read what they have not.
     """
 
     names: tuple[str, ...]
     prior: tuple[float, ...]
     switch_rate: float
+    prune: float = 0.0
+    lag: int = Mixing.lag
     router = "posterior"
 
     @property
@@ -74,7 +78,7 @@ class MixedPaths:
     @property
     def mixing(self) -> Mixing:
         """What a composed folder says of them."""
-        return Mixing(None if self.is_even else self.prior, self.switch_rate)
+        return Mixing(None if self.is_even else self.prior, self.switch_rate, self.prune, self.lag)
 
 
 def read_paths(specs: Mapping[str, Any]) -> MixedPaths | None:
@@ -83,7 +87,8 @@ def read_paths(specs: Mapping[str, Any]) -> MixedPaths | None:
         return None
     names, mixing = (BASE, *specs["expansions"]), specs["mixing"]
     prior = mixing["prior"] or [1 / len(names)] * len(names)
-    return MixedPaths(names, tuple(map(float, prior)), float(mixing["switch_rate"]))
+    own = Mixing(**mixing)
+    return MixedPaths(names, tuple(map(float, prior)), float(own.switch_rate), own.prune, own.lag)
 
 
 def base_name_in(path: Path) -> str | None:

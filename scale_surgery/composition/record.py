@@ -18,7 +18,7 @@ from scale_surgery.checkpoint.names import COMPOSED_FILE, CONFIG_FILE, is_inside
 from scale_surgery.checkpoint.reading import parse_json
 from scale_surgery.checkpoint.schema import build, in_one_line, misfits
 from scale_surgery.errors import CheckpointError
-from scale_surgery.fields import Range, fields_of
+from scale_surgery.fields import Count, Range, fields_of
 from scale_surgery.surgery.record import OnBase
 from scale_surgery.surgery.record_schema import header_problems
 
@@ -35,16 +35,21 @@ class Mixing:
     Attributes:
         prior: Weights of the base and of each expansion at the start of a text. Default: all equal.
         switch_rate: Share r of its weight that each path gives to the others at every token.
+        prune: Weight below which a path is left out while tokens are read one by one; 0 leaves none out.
+        lag: Tokens after which paths that are out read what they have not.
     """
 
     prior: tuple[float, ...] | None = None
     switch_rate: Annotated[float, Range(least=0, below=1, noun="a share")] = 0.01
+    prune: Annotated[float, Range(least=0, below=1, noun="a share")] = 0.0
+    lag: Count = 32
 
     @property
     def description(self) -> str:
         """The router and its numbers in one line."""
         prior = "all paths alike" if self.prior is None else ", ".join(f"{own:g}" for own in self.prior)
-        return f"posterior, {prior} at the start, switch rate {self.switch_rate:g}"
+        left_out = f", left out below {self.prune:g}" if self.prune else ""
+        return f"posterior, {prior} at the start, switch rate {self.switch_rate:g}{left_out}"
 
 
 @dataclass(frozen=True)
@@ -146,8 +151,13 @@ def mixing_problems(mixing: Mixing, names: Sequence[str]) -> list[str]:
         mixing: The numbers.
         names: Of the expansions.
     """
-    expected = fields_of(Mixing)["switch_rate"].expects(mixing.switch_rate)
-    problems = [] if expected is None else [f"switch rate: is {mixing.switch_rate}, expected {expected}."]
+    known, given = fields_of(Mixing), {"switch_rate": "switch rate", "prune": "prune", "lag": "lag"}
+    wanted = {name: known[name].expects(getattr(mixing, name)) for name in given}
+    problems = [
+        f"{called}: is {getattr(mixing, name)}, expected {wanted[name]}."
+        for name, called in given.items()
+        if wanted[name] is not None
+    ]
     prior = mixing.prior
     if prior is not None and not (
         len(prior) == len(names) + 1 and all(own > 0 for own in prior) and abs(sum(prior) - 1) <= 1e-6

@@ -3,7 +3,8 @@
 Of the base they are those of an expanded model. `paths_as_alone` says that the path of each expansion gives, bit for
 bit, the logits of the model that it is alone; `bounded_forgetting` that without switching the mixture loses at most
 ln(K + 1) nats on a text that it reads in one context, against the best path for it, and with a prior that is not
-uniform at most -ln of its smallest weight.
+uniform at most -ln of its smallest weight. Where paths are left out while tokens are read one by one, that holds
+against the base, which never is.
 """
 
 from __future__ import annotations
@@ -107,6 +108,9 @@ def _bounded_forgetting(record: Composition, numbers: MixtureNumbers | None, gen
     if each:
         evidence = f"no bound for all lengths: {how} a text and {each:.2g} more a token, by switching"
         problems = (f"switch rate {rate:g}: the bound grows with the text, expected 0.",)
+    if record.mixing.prune:
+        evidence += "; against a path that was left out, what it would have won meanwhile comes on top"
+        problems += (f"prune {record.mixing.prune:g}: the bound is against the base alone, expected 0.",)
     if numbers is not None:
         problems += general
         evidence += f"; {numbers.texts} texts lose at most {max(0.0, numbers.excess):.3g} against their best path"
@@ -119,4 +123,4 @@ def _bounded_forgetting(record: Composition, numbers: MixtureNumbers | None, gen
             )
         problems += tuple(line for path in numbers.paths for line in path.problems)
     holds = None if numbers is None and not problems else not problems
-    return Promise("bounded_forgetting", not each, holds, evidence, problems)
+    return Promise("bounded_forgetting", not (each or record.mixing.prune), holds, evidence, problems)

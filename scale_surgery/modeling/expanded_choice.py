@@ -90,9 +90,7 @@ def by_row(paths: Features, choice: Choice) -> Tensor:
     return found
 
 
-def make_mixture(
-    paths: int, prior: Sequence[float] | None, switch_rate: float, prune: float = 0.0, lag: int = 32
-) -> PathMixture:
+def make_mixture(paths: int, prior: Sequence[float] | None, switch_rate: float, prune: float, lag: int) -> PathMixture:
     """The router over so many paths."""
     weights = (1 / paths,) * paths if prior is None else tuple(float(own) for own in prior)
     problems = []
@@ -100,6 +98,10 @@ def make_mixture(
         problems = [f"prior: is {list(weights)}, expected {paths} positive weights of sum 1, the base's first."]
     if not 0 <= switch_rate < 1:
         problems += [f"switch_rate: is {switch_rate}, expected a share of at least 0 and less than 1."]
+    if not 0 <= prune < 1:
+        problems += [f"prune: is {prune}, expected a share of at least 0 and less than 1."]
+    if lag < 1:
+        problems += [f"lag: is {lag}, expected at least 1."]
     if problems:
         raise ValueError("\n".join(problems))
     return PathMixture(weights, switch_rate, prune, lag)

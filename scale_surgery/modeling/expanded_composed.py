@@ -28,10 +28,10 @@ from .expanded_choice import (
     tokens_of,
     unknown_name,
 )
-from .expanded_left_out import LeftOut, bring_back, leave_out, left_out_of, may_leave_out
+from .expanded_left_out import LeftOut, bring_back, leave_out, left_out_of, may_leave_out, weigh_next
 from .expanded_model import find_base_model, separate
 from .expanded_modules import ExpandedModule, expanded_class
-from .expanded_posterior import Features, PathScores
+from .expanded_posterior import LAG, Features, PathScores
 
 # what transformers' own adapters are called by
 ADAPTER_METHODS = (
@@ -82,7 +82,7 @@ class ComposedModel:
         prior: Sequence[float] | None = None,
         switch_rate: float = 0.01,
         prune: float = 0.0,
-        lag: int = 32,
+        lag: int = LAG,
     ) -> None:
         """Choose what the model is from now on.
 
@@ -93,6 +93,8 @@ class ComposedModel:
                 probability the mean of theirs, weighed by how well each predicted the text so far.
             prior: Weights of the base and of each of a list at the start of a text. Default: all equal.
             switch_rate: Share of its weight that each gives to the others at every token, at least 0 and less than 1.
+            prune: Weight below which one of a list is left out while tokens are read one by one; 0 leaves none out.
+            lag: Tokens after which those that are out read what they have not.
 
         Raises:
             ValueError: If there is no such expansion, a name stands twice in a list, several cannot be mixed on this
@@ -245,12 +247,12 @@ class ComposedModel:
             yield
             return
         left, may = left_out_of(cache), may_leave_out(inputs)
-        if left and not (may and left.get_seq_length() < choice.mixture.lag):
+        if left and not (may and 0 < left.get_seq_length() < choice.mixture.lag):
             self._catch_up(stock, left, inputs)
             left = None
         if may and not left:
             self._arrange(choice.names)
-            left = leave_out(self, choice, cache)
+            left = leave_out(self, choice, cache, inputs["input_ids"])
         self.choice = left.inside if left else choice
         try:
             yield
@@ -269,7 +271,8 @@ class ComposedModel:
         if mask is not None:
             owed["attention_mask"] = mask[:, : left.whole.seen + left.get_seq_length()]
         self._run_composed(self.choice, stock, owed)
-        left.whole.values[:, :, -1, 0] = weights
+        if inputs.get("input_ids") is not None:
+            weigh_next(left.whole, weights, left.numbers(self.choice), inputs["input_ids"][:, :1])
 
     def _run_composed(self, choice: Choice, stock: Any, inputs: dict[str, Any]) -> Any:
         """Run all paths side by side, and make one set of logits of them."""

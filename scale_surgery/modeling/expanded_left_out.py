@@ -39,13 +39,19 @@ class LeftOut(DynamicLayer):
         whole: State of the whole mixture when they went out.
         order: Heads of the layers where some went out, by number of the layer.
         heads: Keys and values that went out there.
+        weights: Log weights of all paths in the mixture after the first token that some have not read (b, k, 1, 1).
     """
 
     def __init__(self, first: DynamicLayer, inside: Choice, whole: PathState, order: dict[int, Heads]) -> None:
         super().__init__()
         self.inside, self.whole, self.order = inside, whole, order
         self.heads: dict[int, DynamicLayer] = {}
+        self.weights = DynamicLayer()
         self.is_sliding, self.is_compileable, self.is_placed = first.is_sliding, first.is_compileable, False
+
+    def numbers(self, choice: Choice) -> list[int]:
+        """Which of all paths are in; the base is 0."""
+        return [0, *(1 + choice.names.index(name) for name in self.inside.names)]
 
     def owe(self, ids: Tensor, positions: Tensor | None) -> None:
         """Note tokens that only the paths that are in have read."""
@@ -101,7 +107,7 @@ class LeftOut(DynamicLayer):
         self._each("batch_select_indices", indices)
 
     def _each(self, name: str, argument: Any) -> None:
-        for own in (self.whole, *self.heads.values()):
+        for own in (self.whole, self.weights, *self.heads.values()):
             getattr(own, name)(argument)
 
 
@@ -149,16 +155,18 @@ def heads_of(model: nn.Module) -> dict[int, list[tuple[str, int]]]:
     return {module.layer_idx: [(part.owner, part.kv_heads) for part in own["parts"]] for module, own in found}
 
 
-def leave_out(model: nn.Module, choice: Choice, cache: Cache) -> LeftOut | None:
+def leave_out(model: nn.Module, choice: Choice, cache: Cache, ids: Tensor) -> LeftOut | None:
     """Leave out paths that would weigh too little in every row; None where there is none.
 
     Args:
         model: A composed model through which all paths pass.
         choice: What it is.
         cache: What all of them have read.
+        ids: The next tokens (b, 1), which all of them predicted.
     """
     state, mixture = state_of(cache), choice.mixture
-    is_in = [True, *(state.values[:, 1:, -1, -1] >= log(mixture.prune)).any(0).tolist()]
+    weights = (state.values[:, :, -1] + likelihoods(state, ids)[..., None]).log_softmax(1)
+    is_in = [True, *(weights[:, 1:, 1] >= log(mixture.prune)).any(0).tolist()]
     if all(is_in):
         return None
     numbers = [number for number, stays in enumerate(is_in) if stays]
@@ -168,9 +176,15 @@ def leave_out(model: nn.Module, choice: Choice, cache: Cache) -> LeftOut | None:
     order = {place: [(count, own in ("", *names)) for own, count in heads] for place, heads in heads_of(model).items()}
     order = {place: heads for place, heads in order.items() if not all(stays for _, stays in heads)}
     found = LeftOut(cache.layers[0], Choice(names, few) if names else Choice(), state, order)
+    found.weights.update(*[weights[:, :, None, :1]] * 2)
     found.take(cache)
     cache.layers = [*layers_of(cache), found, *([state.among(numbers)] if names else [])]
     return found
+
+
+def likelihoods(state: PathState, ids: Tensor) -> Tensor:
+    """Log-probability of the next tokens (b, 1) on each path (b, k)."""
+    return state.keys[:, :, -1].gather(-1, ids[:, None].expand(-1, state.keys.shape[1], 1))[..., 0]
 
 
 def bring_back(left: LeftOut, choice: Choice, cache: Cache) -> tuple[dict[str, Any], Tensor]:
@@ -185,13 +199,24 @@ def bring_back(left: LeftOut, choice: Choice, cache: Cache) -> tuple[dict[str, A
         Inputs of the call in which all paths read the rest, and their log weights in the mixture after it (b, k):
         paths that were in divide what they had, as they did by their own mixture.
     """
-    numbers, state = [0, *(1 + choice.names.index(name) for name in left.inside.names)], state_of(cache)
+    state = state_of(cache)
     if state is not None and not state.values.shape[-2]:
         raise ValueError(forgotten(left.whole.seen + left.get_seq_length()))
-    weights = left.whole.values[:, :, -1, 0].clone()
+    weights, is_in = left.weights.keys[:, :, 0, 0].clone(), left.numbers(choice)
     shares = 0.0 if state is None else state.values[:, :, -1, 0]
-    weights[:, numbers] = weights[:, numbers].logsumexp(1, keepdim=True) + shares
+    weights[:, is_in] = weights[:, is_in].logsumexp(1, keepdim=True) + shares
     left.give_back(cache)
     cache.layers = [*layers_of(cache), left.whole]
     owed = {"input_ids": left.keys[:, 0, :, 0], "past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
     return owed | ({"position_ids": left.values[:, 0, :, 0]} if left.is_placed else {}), weights
+
+
+def weigh_next(state: PathState, weights: Tensor, is_in: list[int], ids: Tensor) -> None:
+    """Give paths their weights in the mixture; the next tokens (b, 1) count for those alone that predicted them.
+
+    What the others are given now is what the tokens are going to take from them, or to give.
+    """
+    known, own = likelihoods(state, ids), weights[:, is_in]
+    mixed = (own + known[:, is_in]).logsumexp(1, keepdim=True) - own.logsumexp(1, keepdim=True)
+    state.values[:, :, -1, 0] = weights + mixed - known
+    state.values[:, is_in, -1, 0] = own

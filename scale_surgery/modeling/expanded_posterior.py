@@ -22,6 +22,8 @@ from .expanded_streams import own_memory
 
 # logits of one path that stand in memory at a time: fewer rows make a matrix product slow
 AT_ONCE = 2**22
+# tokens that a path may not have read: at once they take far less time than one by one
+LAG = 32
 
 
 @dataclass(frozen=True)
@@ -151,12 +153,14 @@ class PathMixture:
     Attributes:
         prior: Weight of the base and of each expansion at the start of a text.
         switch_rate: Share of its weight that each path gives to the others at every token.
+        prune: Weight below which a path is left out while tokens are read one by one; 0 leaves none out.
+        lag: Tokens after which paths that are out read what they have not.
     """
 
     prior: tuple[float, ...]
     switch_rate: float
     prune: float = 0.0
-    lag: int = 32
+    lag: int = LAG
 
     def logits(self, paths: Features, tokens: Tokens) -> Tensor:
         """Log-probabilities of the mixture (b, kept, v); no gradient passes through the weights.

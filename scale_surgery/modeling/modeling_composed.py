@@ -115,8 +115,7 @@ class ComposedPreTrainedModel(ComposedModel):
         for model in self.expanded_models.values():
             self.lend(model)
             model.freeze_base()
-        mixing = self.config.scale_surgery["mixing"]
-        self.set_expansion(self.expansions, prior=mixing["prior"], switch_rate=mixing["switch_rate"])
+        self.set_expansion(self.expansions, **self.config.scale_surgery["mixing"])
 
     def initialize_weights(self):
         """Initialise as the stock model does; expansion tensors that no file gave are zero."""
