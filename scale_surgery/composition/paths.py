@@ -55,7 +55,7 @@ class MixedPaths:
     @property
     def is_default(self) -> bool:
         """Whether the numbers are those that nobody chose."""
-        return self.mixing == Mixing()
+        return self.mixing == Mixing(prune=self.prune, lag=self.lag)
 
     @property
     def numbers(self) -> str:

@@ -177,45 +177,36 @@ class Arrangement(NamedTuple):
 
     Attributes:
         stage: Who leaves the last norm.
-        kinds: Class of each module, by module.
-        told: What each knows.
-        attention: What each attention module knows of its heads.
+        told: Class of each module, what it knows, and what it knows of heads where it attends.
     """
 
     stage: Stage = Stage((), ())
-    kinds: dict[nn.Module, type] = {}
-    told: dict[nn.Module, dict[str, Any]] = {}
-    attention: dict[nn.Module, dict[str, Any]] = {}
+    told: dict[nn.Module, tuple[type, dict[str, Any], dict[str, Any] | None]] = {}
 
-    @property
-    def modules(self) -> set[nn.Module]:
-        """All that is not as in the stock model."""
-        return {*self.told, *self.attention}
+    @classmethod
+    def of(cls, model: nn.Module, stage: Stage) -> Arrangement:
+        """As it is now."""
+        found = {}
+        for module in model.modules():
+            told = {name: own for name, own in vars(module).items() if name in OWN_NAMES and own is not None}
+            heads = getattr(module, "modes", {}).get(MODE)
+            if told or heads:
+                found[module] = type(module), told, heads
+        return cls(stage, found)
 
     def again(self) -> None:
         """Make it again."""
-        for module, told in self.told.items():
-            module.__class__ = self.kinds[module]
+        for module, (kind, told, heads) in self.told.items():
+            module.__class__ = kind
             vars(module).update(told)
-        for module, heads in self.attention.items():
-            module.modes[MODE] = heads
-            switch_attention(module, MODE)
+            if heads:
+                module.modes[MODE] = heads
+                switch_attention(module, MODE)
 
-
-def arrangement_of(model: nn.Module, stage: Stage) -> Arrangement:
-    """How expansions pass through the modules of a model now."""
-    all_told = {
-        module: {name: own for name, own in vars(module).items() if name in OWN_NAMES and own is not None}
-        for module in model.modules()
-    }
-    told = {module: own for module, own in all_told.items() if own}
-    return Arrangement(stage, {module: type(module) for module in told}, told, composed_attention(model))
-
-
-def composed_attention(model: nn.Module) -> dict[nn.Module, dict[str, Any]]:
-    """What each attention module in which expansions have heads of their own knows of all heads."""
-    found = {module: getattr(module, "modes", {}).get(MODE) for module in model.modules()}
-    return {module: own for module, own in found.items() if own}
+    @property
+    def heads(self) -> dict[int, list[Part]]:
+        """Heads as they lie in the layers of the KV cache in which expansions have some, by number of the layer."""
+        return {module.layer_idx: heads["parts"] for module, (_, _, heads) in self.told.items() if heads}
 
 
 def compose_attention(module: nn.Module, facts: dict[str, Any], parts: list[Part]) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .expanded_arranged import Arrangement, arrangement_of, compose_layers, prepare, restore
+from .expanded_arranged import Arrangement, compose_layers, prepare, restore
 from .expanded_choice import (
     Choice,
     by_row,
@@ -252,7 +252,7 @@ class ComposedModel:
             left = None
         if may and not left:
             self._arrange(choice.names)
-            left = leave_out(self, choice, cache, inputs["input_ids"])
+            left = leave_out(choice, self.arrangements[choice.names].heads, cache, inputs["input_ids"])
         self.choice = left.inside if left else choice
         try:
             yield
@@ -354,14 +354,14 @@ class ComposedModel:
         if names == self.arranged:
             return
         before = self.arrangements.get(self.arranged)
-        restore(self.modules() if before is None else before.modules)
+        restore(self.modules() if before is None else before.told)
         # whatever stops this, all is restored the next time
         self.arranged = None
         if names not in self.arrangements:
             if len(self.arrangements) >= MOST_ARRANGED:
                 self._forget_arrangements()
             stage = compose_layers(self, {name: self.expanded_models[name] for name in names}, self.facts)
-            self.arrangements[names] = arrangement_of(self, stage)
+            self.arrangements[names] = Arrangement.of(self, stage)
         else:
             self.arrangements[names].again()
         self.stage, self.arranged = self.arrangements[names].stage, names

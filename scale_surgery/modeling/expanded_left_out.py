@@ -14,10 +14,10 @@ from math import log
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
-from .expanded_arranged import composed_attention
+from .expanded_attention import Part
 from .expanded_choice import Choice, forgotten
 from .expanded_posterior import PathMixture, PathState
 from .expanded_routing import state_of
@@ -42,12 +42,11 @@ class LeftOut(DynamicLayer):
         weights: Log weights of all paths in the mixture after the first token that some have not read (b, k, 1, 1).
     """
 
-    def __init__(self, first: DynamicLayer, inside: Choice, whole: PathState, order: dict[int, Heads]) -> None:
+    def __init__(self, inside: Choice, whole: PathState, order: dict[int, Heads]) -> None:
         super().__init__()
         self.inside, self.whole, self.order = inside, whole, order
         self.heads: dict[int, DynamicLayer] = {}
-        self.weights = DynamicLayer()
-        self.is_sliding, self.is_compileable, self.is_placed = first.is_sliding, first.is_compileable, False
+        self.weights, self.is_placed = DynamicLayer(), False
 
     def numbers(self, choice: Choice) -> list[int]:
         """Which of all paths are in; the base is 0."""
@@ -149,20 +148,14 @@ def may_leave_out(inputs: dict[str, Any]) -> bool:
     return is_flat and is_known and is_plain
 
 
-def heads_of(model: nn.Module) -> dict[int, list[tuple[str, int]]]:
-    """Whose heads of keys and values lie in each layer of the cache, and how many, where expansions have some."""
-    found = composed_attention(model).items()
-    return {module.layer_idx: [(part.owner, part.kv_heads) for part in own["parts"]] for module, own in found}
-
-
-def leave_out(model: nn.Module, choice: Choice, cache: Cache, ids: Tensor) -> LeftOut | None:
+def leave_out(choice: Choice, heads: dict[int, list[Part]], cache: Cache, ids: Tensor) -> LeftOut | None:
     """Leave out paths that would weigh too little in every row; None where there is none.
 
     Args:
-        model: A composed model through which all paths pass.
-        choice: What it is.
-        cache: What all of them have read.
-        ids: The next tokens (b, 1), which all of them predicted.
+        choice: What the model is.
+        heads: As they lie in the layers of the cache in which expansions have some.
+        cache: What all paths have read.
+        ids: The next tokens (b, 1).
     """
     state, mixture = state_of(cache), choice.mixture
     weights = (state.values[:, :, -1] + likelihoods(state, ids)[..., None]).log_softmax(1)
@@ -173,9 +166,9 @@ def leave_out(model: nn.Module, choice: Choice, cache: Cache, ids: Tensor) -> Le
     names = tuple(choice.names[number - 1] for number in numbers[1:])
     prior = [mixture.prior[number] for number in numbers]
     few = PathMixture(tuple(own / sum(prior) for own in prior), mixture.switch_rate)
-    order = {place: [(count, own in ("", *names)) for own, count in heads] for place, heads in heads_of(model).items()}
-    order = {place: heads for place, heads in order.items() if not all(stays for _, stays in heads)}
-    found = LeftOut(cache.layers[0], Choice(names, few) if names else Choice(), state, order)
+    order = {place: [(own.kv_heads, own.owner in ("", *names)) for own in parts] for place, parts in heads.items()}
+    order = {place: own for place, own in order.items() if not all(stays for _, stays in own)}
+    found = LeftOut(Choice(names, few) if names else Choice(), state, order)
     found.weights.update(*[weights[:, :, None, :1]] * 2)
     found.take(cache)
     cache.layers = [*layers_of(cache), found, *([state.among(numbers)] if names else [])]

@@ -337,6 +337,12 @@ def test_the_command_keeps_what_is_not_said(llama: Made, tmp_path: Path) -> None
     assert read_composition(tmp_path / "rate")[1].mixing == Mixing((0.6, 0.2, 0.2), 0.5)
     assert run(first, "--remove", "law", "--prior", "0.7,0.3", "-o", tmp_path / "prior").exit_code == 0
     assert read_composition(tmp_path / "prior")[1].mixing == Mixing((0.7, 0.3), 0.0)
+    assert run(first, "--prune", "0.01", "--lag", "16", "-o", tmp_path / "prune").exit_code == 0
+    assert run(tmp_path / "prune", "--switch-rate", "0.5", "-o", tmp_path / "rate").exit_code == 1
+    assert run(tmp_path / "prune", "--switch-rate", "0.5", "-o", tmp_path / "rate", "--overwrite").exit_code == 0
+    assert read_composition(tmp_path / "rate")[1].mixing == Mixing((0.6, 0.2, 0.2), 0.5, 0.01, 16)
+    mixture = load(tmp_path / "rate").choice.mixture
+    assert (mixture.switch_rate, mixture.prune, mixture.lag) == (0.5, 0.01, 16)
     for name in ("training", "class", "_modules", "base"):
         refused = run(llama.base, two[0], "--names", name, "-o", tmp_path / "out")
         assert refused.exit_code == 1 and "expected letters, digits and underscores" in refused.output

@@ -13,7 +13,18 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from scale_surgery import CheckpointError, Mixing, PlanError, Probes, RunOptions, Verification, compose, extract, verify
+from scale_surgery import (
+    CheckpointError,
+    Mixing,
+    PlanError,
+    Probes,
+    RunOptions,
+    Verification,
+    compose,
+    extract,
+    set_mixing,
+    verify,
+)
 from scale_surgery.cli.program import main
 from scale_surgery.composition.record import read_composition
 from scale_surgery.evidence.path_probes import compare, run_alone
@@ -101,6 +112,20 @@ def test_with_switching_there_is_no_bound_for_all_lengths(llama: Made, tmp_path:
     assert result.mixture is not None and result.mixture.paths[0].generation_equal is None
     asked = verify(tmp_path / "out", probes=None, required=("bounded_forgetting",))
     assert not asked.passed
+
+
+def test_where_paths_are_left_out_the_bound_is_against_the_base(llama: Made, tmp_path: Path) -> None:
+    own = {name: llama.extracts[name] for name in NAMES[:1]}
+    folder = compose(llama.base, own, tmp_path / "out", mixing=Mixing(switch_rate=0, prune=0.01)).path
+    found = promise(verify(folder, probes=None, record=False), "bounded_forgetting")
+    assert not found.claimed and found.problems == ("prune 0.01: the bound is against the base alone, expected 0.",)
+    assert found.evidence == (
+        "at most ln 2 = 0.693 nats a text; against a path that was left out, what it would have won meanwhile comes on "
+        "top"
+    )
+    set_mixing(folder, Mixing(switch_rate=0))
+    found = promise(verify(folder, probes=None, record=False), "bounded_forgetting")
+    assert found.claimed and not found.problems and "left out" not in found.evidence, "the negative control"
 
 
 @pytest.mark.slow

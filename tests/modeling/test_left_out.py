@@ -205,9 +205,9 @@ def test_no_text_loses_more_than_its_share_against_the_base(model, monkeypatch):
     changes = [one for one, other in itertools.pairwise(seen) if one != other]
     assert len(changes) >= 3, "it goes out and comes back"
 
-    def leave_out(model: Any, choice: Any, cache: Any, ids: Tensor) -> Any:
+    def leave_out(choice: Any, heads: Any, cache: Any, ids: Tensor) -> Any:
         state_of(cache).values[..., 0] = state_of(cache).values[..., 1]
-        return stock(model, choice, cache, ids)
+        return stock(choice, heads, cache, ids)
 
     stock = expanded_composed.leave_out
     monkeypatch.setattr(expanded_composed, "leave_out", leave_out)

@@ -148,9 +148,11 @@ def test_numbers_are_set_in_both_files_or_in_none(place: Path, tmp_path: Path) -
     folder = Path(shutil.copytree(place / "composed", tmp_path / "composed"))
     before = {file.name: file.read_bytes() for file in folder.glob("*.json")}
     with pytest.raises(PlanError) as refused:
-        set_mixing(folder, Mixing((0.5, 0.5), 1.5))
+        set_mixing(folder, Mixing((0.5, 0.5), 1.5, 1.0, 0))
     assert str(refused.value).splitlines() == [
         "switch rate: is 1.5, expected a share, at least 0 and less than 1.",
+        "prune: is 1.0, expected a share, at least 0 and less than 1.",
+        "lag: is 0, expected at least 1.",
         "prior: is 0.5, 0.5, expected 4 positive weights of sum 1: the base, medicine, law, music.",
     ]
     (folder / "composed.json.tmp").mkdir()

@@ -277,6 +277,10 @@ def test_what_cannot_be_asked_for_is_refused(llama, made_of):
         "prior: is [0.5], expected 2 positive weights of sum 1, the base's first.",
         "switch_rate: is 1.0, expected a share of at least 0 and less than 1.",
     ]
+    assert message(model.set_expansion, ValueError, ["law"], prune=1.0, lag=0).splitlines() == [
+        "prune: is 1.0, expected a share of at least 0 and less than 1.",
+        "lag: is 0, expected at least 1.",
+    ]
     assert message(load_expansion, PlanError, model, law, name="law") == (
         "name: law is an expansion of this model already, expected a new name. Choose another, or take that one off "
         "first: compose --remove, or model.delete_expansion."
