@@ -22,7 +22,7 @@ from benchmarks.records import append_line, read_lines
 from scale_surgery import Routing
 
 MEASURED = (0, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1)  # shares of the steps; most is lost early
-Rehearse = Literal["none", "own", "old"]
+Rehearse = Literal["none", "own", "own x4", "old"]
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,8 @@ class Key:
     Attributes:
         subject: Base and language.
         method: Name of the method.
-        rehearse: What is rehearsed: nothing, samples that the base wrote, or a hundredth of what it was trained on.
+        rehearse: What is rehearsed: nothing, samples that the base wrote, a hundredth of what it was trained on or four
+            times that, or a hundredth of what it was trained on itself.
         rate: Peak of the learning rate.
         tokens: Of the second language that are learned.
         seed: Of the order of texts and of random tensors.
