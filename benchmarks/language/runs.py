@@ -140,7 +140,7 @@ def run(place: Place, method: Method, key: Key, *, is_examined: bool = True) -> 
         place: Base and texts.
         method: How the model is made.
         key: What the run is.
-        is_examined: Whether it is measured on the way, and scored on what is held out for the end; a run of the sweep is
+        is_examined: Whether it is measured on the way and scored on what is held out for the end; a run of the sweep is
             not.
 
     Returns:
