@@ -45,9 +45,11 @@ from scale_surgery.cli.program import main
 from scale_surgery.errors import CheckpointError, PlanError
 from scale_surgery.running import serve as serving
 from scale_surgery.running.options import RunOptions
+from scale_surgery.show.tables_push import render_served
 from tests.composed import Made
 from tests.conftest import shake
 from tests.routed import random_ids
+from tests.show.test_console import shown
 from tests.test_docs import ROOT, SHIPPED, blocks, run_python
 
 needs_server = pytest.mark.skipif(
@@ -169,6 +171,12 @@ def test_missing_packages_are_named_with_how_to_get_them(monkeypatch: pytest.Mon
     assert result.exit_code == 1
     assert "not installed: fastapi_of_nowhere, uvicorn_of_nowhere. " in result.output.replace("\n", " ")
     assert "pip install 'scale-surgery[serve]'" in result.output
+
+
+def test_paths_are_shown_beside_the_name_of_the_model() -> None:
+    rows = render_served(serving.Served("both", "http://127.0.0.1:8000/v1", False, ("base", "law")))
+    assert shown(rows).splitlines()[1:3] == ["model     both", "or alone  base, law"]
+    assert "or alone" not in shown(render_served(serving.Served("wide", "http://127.0.0.1:8000/v1", False)))
 
 
 def test_urls_of_both_kinds_of_address() -> None:
