@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 @usual_options(Address(), "host", "port")
 @click.option(
     "--expansion",
-    help="Path of a composed folder that answers where a request names MODEL: an expansion, or base. Default: all, "
-    "weighed by the router. A request that names a path is answered by that one.",
+    help="Expansion of a composed folder, or base, that answers where a request names MODEL. Default: all, weighed by "
+    "the router. A request that names an expansion itself is answered by that one.",
 )
 @run_options("device", "dtype", code=code_of("MODEL"))
 @output_options
