@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from statistics import mean
 
 import pytest
 import torch
@@ -29,9 +30,11 @@ def test_what_a_text_loses_is_what_the_mixture_says(made_of, monkeypatch: pytest
     monkeypatch.setattr(leaving_out, "PRUNE", 0.1)
     whole = leaving_out.lose(model, [(ids, [0, 6, 12], [0, 1])], 0.05, None)
     assert whole.inside == len(LLAMA) and whole.back == (0, 0)
-    out = min(range(len(LLAMA)), key=lambda number: sum(LLAMA[number] in own for own in inside))
-    pruned = leaving_out.lose(model, [(ids, [0, 6, 12], [out, out])], 0.05, 4)
-    assert pruned.lag == 4 and pruned.inside < len(LLAMA) and pruned.back[1] > 0
+    name, place = next((name, place) for place, own in enumerate(inside) for name in LLAMA if name not in own)
+    later = [number for number in range(place, len(inside)) if name in inside[number]]
+    pruned = leaving_out.lose(model, [(ids, [place, 12], [LLAMA.index(name)])], 0.05, 4)
+    assert pruned.inside == pytest.approx(mean(map(len, inside)))
+    assert pruned.back == ((later[0] if later else 12) - place,) * 2 and pruned.back[1] > 0
 
 
 @pytest.mark.slow
