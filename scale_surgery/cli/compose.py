@@ -87,9 +87,7 @@ def compose_command(
     out.show(done, render_composed(done))
 
 
-def read_mixing(
-    base: str, prior: tuple[str, ...] | None, numbers: Mapping[str, float | None], *, stays: bool
-) -> Mixing | None:
+def read_mixing(base: str, prior: tuple[str, ...] | None, numbers: Mapping[str, Any], *, stays: bool) -> Mixing | None:
     """How paths are mixed, from command line options; None where nothing is said.
 
     Args:

@@ -151,13 +151,11 @@ def mixing_problems(mixing: Mixing, names: Sequence[str]) -> list[str]:
         mixing: The numbers.
         names: Of the expansions.
     """
-    known, given = fields_of(Mixing), {"switch_rate": "switch rate", "prune": "prune", "lag": "lag"}
-    wanted = {name: known[name].expects(getattr(mixing, name)) for name in given}
-    problems = [
-        f"{called}: is {getattr(mixing, name)}, expected {wanted[name]}."
-        for name, called in given.items()
-        if wanted[name] is not None
-    ]
+    problems = []
+    for name, called in {"switch_rate": "switch rate", "prune": "prune", "lag": "lag"}.items():
+        value = getattr(mixing, name)
+        if expected := fields_of(Mixing)[name].expects(value):
+            problems.append(f"{called}: is {value}, expected {expected}.")
     prior = mixing.prior
     if prior is not None and not (
         len(prior) == len(names) + 1 and all(own > 0 for own in prior) and abs(sum(prior) - 1) <= 1e-6
