@@ -48,6 +48,9 @@ class WatchedMixture:
         weights: Weight of each path in each forward pass, the base's first.
     """
 
+    # who is left out says nothing of its weight, so nobody is
+    prune = 0.0
+
     def __init__(self, mixture: Any) -> None:
         self.mixture = mixture
         self.weights: list[tuple[float, ...]] = []
@@ -59,7 +62,7 @@ class WatchedMixture:
         """The logits of the router."""
         tokens.is_cached = True
         logits = self.mixture.logits(paths, tokens)
-        self.weights.append(tuple(tokens.result[1][0, -1].exp().tolist()))
+        self.weights.append(tuple(tokens.result[1][0, -1, :, 0].exp().tolist()))
         return logits
 
 

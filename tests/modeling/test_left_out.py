@@ -15,6 +15,7 @@ from transformers import StaticCache
 from scale_surgery.modeling import expanded_composed
 from scale_surgery.modeling.expanded_left_out import left_out_of
 from scale_surgery.modeling.expanded_routing import state_of
+from scale_surgery.routing.watched import watched
 from tests.composed import LLAMA, Made
 from tests.routed import padded, random_ids
 
@@ -157,6 +158,20 @@ def test_generation(model):
         assert torch.equal(again, expected[0])
     with model.use_expansion(list(LLAMA), prior=prior_of(("law",)), switch_rate=0, prune=0.1, lag=3):
         assert not torch.equal(model.generate(**prompt), expected[0]), "the control"
+
+
+@torch.no_grad()
+def test_who_is_watched_is_not_left_out(model):
+    """Where the weights of all paths are shown, a set of them for each token, and the answer of all."""
+    prompt = {"input_ids": random_ids(1, 4), "max_new_tokens": 8, "do_sample": False}
+    found = []
+    for prune in (0, 0.1):
+        with model.use_expansion(list(LLAMA), prior=prior_of(("law",)), switch_rate=0, prune=prune, lag=3):
+            with watched(model) as weights:
+                found.append((model.generate(**prompt).tolist(), weights))
+            out = left_out_of(model.generate(**prompt, return_dict_in_generate=True).past_key_values)
+        assert (out is not None) == (prune > 0), "the control: unwatched it does"
+    assert found[0] == found[1] and len(weights) == 8 and all(sum(own) == pytest.approx(1) for own in weights)
 
 
 @torch.no_grad()
