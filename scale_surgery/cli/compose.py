@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     "--remove",
     multiple=True,
     metavar="NAME",
-    help="Expansion of BASE, a composed folder, to leave out. Can be repeated.",
+    help="Expansion of BASE, a composed folder, to leave out, damaged or not. Can be repeated.",
 )
 @click.option(
     "--prior",

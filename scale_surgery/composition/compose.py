@@ -60,6 +60,7 @@ class Composed:
         mixing: How the paths are mixed.
         bytes_added: Bytes of all expansions.
         left_out: Files that were not taken along.
+        removed: Expansions of a composed folder that were left out. They may have been damaged; all else was not.
     """
 
     path: Path
@@ -68,6 +69,7 @@ class Composed:
     mixing: Mixing
     bytes_added: int
     left_out: tuple[str, ...]
+    removed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,7 @@ def compose(
         base: The base model, a folder or a Hub id; or a composed folder, whose expansions stay.
         extracts: Extracts by the names that they get; of a list, each is called as its folder is.
         output: Folder to be.
-        remove: Expansions of a composed folder that are left out.
+        remove: Expansions of a composed folder that are left out, damaged or not; all else must be what was written.
         mixing: How the paths are mixed. Default: all paths alike, a switch rate of 1 %; of a composed folder as there.
         base_weights: How base shards are taken over: "auto", "copy" or "link".
         overwrite: Whether an existing output folder may be replaced.
@@ -121,7 +123,7 @@ def compose(
         PlanError: If a name cannot be had, the numbers make no sense, or an expansion cannot run beside others.
     """
     target, source = Path(output), find_source(base)
-    given, before = open_base(source)
+    given, before = open_base(source, remove)
     wanted = named_extracts(extracts)
     check_names(wanted, remove, () if before is None else before.names, mixing)
     opened = {name: open_extract(extract) for name, extract in wanted.items()}
@@ -132,7 +134,7 @@ def compose(
     added = _bytes_added(source.path, before, remove, opened)
     check_space(target, added + base_bytes(given) * (base_weights == "copy"))
     # what can be known without reading the base was asked before
-    ground = ground_of(source, given, track) if before is None else ground_in(source, given, before, track)
+    ground = ground_of(source, given, track) if before is None else ground_in(source, given, before, remove, track)
     for name, extract in opened.items():
         check_base(name, extract, ground, track)
     parts = _kept_parts(source.path, before, remove)
@@ -147,7 +149,7 @@ def compose(
     with staged(target, state, stamps, overwrite=overwrite) as partial:
         _write(partial, ground, parts, mixing, base_weights, track)
     tensors = {name: len(part.manifest.plan.tensors) for name, part in parts.items()}
-    return Composed(target, ground.base_name, tensors, mixing, added, ground.left_out)
+    return Composed(target, ground.base_name, tensors, mixing, added, ground.left_out, tuple(remove))
 
 
 def _new_part(extract: Extract, ground: Ground) -> Part:

@@ -68,9 +68,10 @@ def find_damage(checkpoint: Checkpoint, record: Composition, advance: Progress =
             expansions += _member_problems(checkpoint, record, name, manifests[name], advance)
         except CheckpointError as error:
             expansions.append(f"{name}: {error}")
-    complete = len(manifests) == len(record.names)
     expansions += _unknown(checkpoint, record)
-    config = _config_problems(checkpoint, record, manifests) if complete else []
+    # without any expansion, and without what one was planned to be, nobody knows what was written
+    is_known = 0 < len(manifests) == len(record.names)
+    config = _config_problems(checkpoint, record, manifests) if is_known else []
     config += tokenizer_problems(checkpoint, record)
     return Damage(base, tuple(expansions), tuple(config), tuple(_code_problems(checkpoint, record)))
 
@@ -88,10 +89,11 @@ def refuse_damaged(checkpoint: Checkpoint, record: Composition, track: Track) ->
         CheckpointError: If it is not; every problem is named.
     """
     with track("hashes", bytes_to_check(checkpoint, record)) as advance:
-        problems = find_damage(checkpoint, record, advance).problems
-    if problems:
+        found = find_damage(checkpoint, record, advance)
+    if problems := found.problems:
+        cure = ", or leave the expansion out by --remove" if found.expansions else ""
         advice = (
-            f"{checkpoint.path}: is not what was written, so nothing is made of it. Restore what is named; "
+            f"{checkpoint.path}: is not what was written, so nothing is made of it. Restore what is named{cure}; "
             f"scale-surgery verify {checkpoint.path} shows all."
         )
         raise CheckpointError.from_problems([*shorten(problems), advice])

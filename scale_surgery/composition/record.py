@@ -9,12 +9,13 @@ composed.json                         sha256 of the base's files and tensors, an
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint, read_json
 from scale_surgery.checkpoint.names import COMPOSED_FILE, CONFIG_FILE, is_inside
+from scale_surgery.checkpoint.numbering import CONFIG_KEY
 from scale_surgery.checkpoint.reading import parse_json
 from scale_surgery.checkpoint.schema import build, in_one_line, misfits
 from scale_surgery.errors import CheckpointError
@@ -113,6 +114,30 @@ def read_composition(path: Path) -> tuple[Checkpoint, Composition]:
     """
     record = read_composed_record(path)
     return open_checkpoint(path), record
+
+
+def read_rest(path: Path, removed: Sequence[str]) -> tuple[Checkpoint, Composition]:
+    """Read a composed folder as if some expansions were not in it, whatever has become of these.
+
+    Args:
+        path: The folder.
+        removed: Names of the expansions.
+
+    Returns:
+        The checkpoint, and what composed.json says of the rest; no tensor has been read.
+
+    Raises:
+        CheckpointError: If this is no composed folder, or its record is not one that `compose` wrote.
+    """
+    record = read_composed_record(path)
+    checkpoint = open_checkpoint(path, without=tuple(f"{folder_of(name)}/" for name in removed))
+    specs = dict(checkpoint.config.get(CONFIG_KEY, {}))
+    for key in ("expansions", "renamed"):
+        if isinstance(own := specs.get(key), dict):
+            specs[key] = {name: said for name, said in own.items() if name not in removed}
+    left = {name: member for name, member in record.expansions.items() if name not in removed}
+    config = {**checkpoint.config, CONFIG_KEY: specs}
+    return replace(checkpoint, config=config), replace(record, expansions=left)
 
 
 def read_composed_record(path: Path) -> Composition:

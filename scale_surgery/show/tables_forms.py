@@ -85,6 +85,8 @@ def render_composed(done: Composed) -> RenderableType:
         ("paths", f"{len(done.expansions) + 1}: the base, {', '.join(done.expansions)}"),
         ("router", done.mixing.description),
     ]
+    if done.removed:
+        rows.append(("taken out", f"{', '.join(done.removed)}; all else is what was written, by sha256"))
     rows += [("not taken along", name_some(done.left_out))] if done.left_out else []
     rows.append((NEXT, verify_command(done.path)))
     return facts("composed", rows)

@@ -296,6 +296,44 @@ def test_one_damaged_expansion_does_not_keep_the_others(llama: Made, folder: Pat
 
 
 @pytest.mark.parametrize(
+    "damage",
+    ["lost", "record", pytest.param("spoiled", marks=pytest.mark.slow), pytest.param("folder", marks=pytest.mark.slow)],
+)
+def test_a_damaged_expansion_can_be_left_out(llama: Made, folder: Path, tmp_path: Path, damage: str) -> None:
+    """Where the rest is intact, what comes is what it would be without the damage."""
+    spoiled = Path(shutil.copytree(folder, tmp_path / "spoiled"))
+    law = spoiled / "expansions/law"
+    match damage:
+        case "lost":
+            (spoiled / SHARD).unlink()
+        case "spoiled":
+            flip(spoiled / SHARD, 9)  # in its header
+        case "record":
+            (law / "surgery.json").write_text("{")
+            (law / "more.py").write_text("1 + 1")
+        case "folder":
+            shutil.rmtree(law)
+    shown = CliRunner().invoke(main, ["compose", str(spoiled), "--remove", "law", "-o", str(tmp_path / "out")])
+    assert "taken out  law; all else is what was written, by sha256" in shown.output
+    assert files_of(tmp_path / "out") == files_of(compose(folder, {}, tmp_path / "expected", remove=["law"]).path)
+    with pytest.raises(CheckpointError, match="expansions/law"):
+        compose(spoiled, {}, tmp_path / "others", remove=["music"])
+    flip(spoiled / "expansions/chess/expansion-00001-of-00001.safetensors", -2)
+    with pytest.raises(CheckpointError, match=r"expansions/chess/.*safetensors: sha256") as found:
+        compose(spoiled, {}, tmp_path / "others", remove=["law"])
+    assert "or leave the expansion out by --remove" in str(found.value)
+
+
+def test_all_can_be_taken_out_for_others(llama: Made, folder: Path, tmp_path: Path) -> None:
+    one = compose(folder, {"law": llama.extracts["law"]}, tmp_path / "one", remove=LLAMA, mixing=Mixing()).path
+    assert files_of(one) == files_of(compose(llama.base, {"law": llama.extracts["law"]}, tmp_path / "new").path)
+    spoiled = Path(shutil.copytree(folder, tmp_path / "spoiled"))
+    flip(spoiled / "model-00001-of-00001.safetensors", -2)
+    with pytest.raises(CheckpointError, match=r"bytes differ from the base's model.safetensors"):
+        compose(spoiled, {"law": llama.extracts["law"]}, tmp_path / "out", remove=LLAMA)
+
+
+@pytest.mark.parametrize(
     ("key", "value", "expected"),
     [
         ("mixing", {"prior": [0, 0.5, 0.2, 0.2, 0.1], "switch_rate": 0.1}, "expected 5 positive weights of sum 1"),
