@@ -16,9 +16,10 @@ from scale_surgery.checkpoint.reading import differing_keys, parse_json
 from scale_surgery.planning.plan import Plan
 from scale_surgery.planning.tensors import TensorPlan
 from scale_surgery.progress import Progress, no_progress
-from scale_surgery.surgery.intact import base_bytes_to_check, find_damage
+from scale_surgery.running.tokenizer import ASKING_FILES
+from scale_surgery.surgery.intact import added_files, base_bytes_to_check, find_damage
 from scale_surgery.surgery.parts import described_parts, hash_parts, part_readers
-from scale_surgery.surgery.record import Manifest
+from scale_surgery.surgery.record import Manifest, OnBase
 
 
 @dataclass(frozen=True)
@@ -131,6 +132,19 @@ def _described(tensors: Mapping[str, TensorInfo], hashes: Mapping[str, str], nam
         return "no such tensor"
     info = tensors[name]
     return f"{info.dtype} {list(info.shape)} with sha256 {hashes[name][:16]}..."
+
+
+def asking_warnings(checkpoint: Checkpoint, record: OnBase) -> list[str]:
+    """Files that the base has not, and that decide how a model is asked, a line each.
+
+    Args:
+        checkpoint: An expanded or composed folder.
+        record: Its surgery.json, or composed.json.
+    """
+    return [
+        f"{name}: the base has none. It changes how the model is asked, and no promise is about it."
+        for name in added_files(checkpoint, record, ASKING_FILES)
+    ]
 
 
 def base_config_differences(recorded: str, base: Checkpoint) -> list[str]:

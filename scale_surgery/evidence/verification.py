@@ -33,8 +33,9 @@ class Verification:
         trained_tensors: How many did.
         promises: Every promise.
         required: Promises that decide `passed`.
-        problems: Problems that no promise covers: code, structure, recorded facts, loading, token ids.
-        warnings: What a user should know before running the folder's own code; does not decide `passed`.
+        problems: Problems that no promise covers: code, structure, tokenizer, recorded facts, loading, token ids.
+        warnings: What a user should know before running the folder's own code or asking the model; does not decide
+            `passed`.
         numbers: What the probe prompts showed, or None where they were not run.
         passed: Whether all is as required.
         fingerprint: sha256 over what the model computes with, tensors, router and code; what the result is about.

@@ -16,6 +16,7 @@ hold. A trained model no longer claims `output_at_init`.
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,7 +28,7 @@ from scale_surgery.checkpoint.reading import parse_json
 from scale_surgery.checkpoint.sources import find_source
 from scale_surgery.composition.record import is_composition
 from scale_surgery.errors import CheckpointError, PlanError
-from scale_surgery.evidence.integrity import Integrity, bytes_to_check, check_files
+from scale_surgery.evidence.integrity import Integrity, asking_warnings, bytes_to_check, check_files
 from scale_surgery.evidence.path_promises import COMPOSED_PROMISES
 from scale_surgery.evidence.promises import PROMISES, judge
 from scale_surgery.evidence.recorded_facts import fact_problems
@@ -198,16 +199,20 @@ def _judge(
         promises=promises,
         required=decisive,
         problems=problems,
-        warnings=tuple(
-            f"{file}: {_origin(file, manifest)}. Read it before you let it run with trust_remote_code; without, "
-            f"{'no model of this base' if manifest.plan.architecture.own_code else 'the code of this program'} runs."
-            for file in integrity.unreleased_code
-        ),
+        warnings=(*_code_warnings(manifest, integrity), *asking_warnings(checkpoint, manifest)),
         numbers=numbers,
         passed=passed,
         fingerprint=integrity.fingerprint,
         **circumstances(),
     )
+
+
+def _code_warnings(manifest: Manifest, integrity: Integrity) -> Iterator[str]:
+    """What a user should know before running the folder's own code."""
+    without = "no model of this base" if manifest.plan.architecture.own_code else "the code of this program"
+    for file in integrity.unreleased_code:
+        origin = _origin(file, manifest)
+        yield f"{file}: {origin}. Read it before you let it run with trust_remote_code; without, {without} runs."
 
 
 def _origin(file: str, manifest: Manifest) -> str:

@@ -18,7 +18,7 @@ from scale_surgery.composition.intact import Damage, bytes_to_check, find_damage
 from scale_surgery.composition.members import manifest_of, stored_name
 from scale_surgery.composition.record import Composition, folder_of, read_composition
 from scale_surgery.errors import CheckpointError
-from scale_surgery.evidence.integrity import base_config_differences, base_differences
+from scale_surgery.evidence.integrity import asking_warnings, base_config_differences, base_differences
 from scale_surgery.evidence.path_promises import judge_composed
 from scale_surgery.evidence.verification import Verification, circumstances, decide
 from scale_surgery.progress import Progress, Track
@@ -71,7 +71,7 @@ def verify_composed(
         promises=promises,
         required=decisive,
         problems=problems,
-        warnings=tuple(_warnings(checkpoint, written)),
+        warnings=(*_code_warnings(checkpoint, written), *asking_warnings(checkpoint, written)),
         numbers=None,
         passed=passed,
         fingerprint=_fingerprint(path, written, damage),
@@ -121,7 +121,7 @@ def _why_not(
     return "code or config.json is not what was written"
 
 
-def _warnings(checkpoint: Checkpoint, record: Composition) -> Iterator[str]:
+def _code_warnings(checkpoint: Checkpoint, record: Composition) -> Iterator[str]:
     """What a user should know before running the folder's own code."""
     for file in checkpoint.side_files:
         if file.endswith(".py") and not modeling.is_ours(Path(file).name, hash_file(checkpoint.path / file)):

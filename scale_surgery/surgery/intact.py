@@ -16,7 +16,7 @@ from scale_surgery.checkpoint.reading import differing_keys, parse_json
 from scale_surgery.errors import CheckpointError, shorten
 from scale_surgery.planning.tensors import TensorPlan
 from scale_surgery.progress import Progress, Track, no_progress
-from scale_surgery.running.tokenizer import TOKENIZER_CONFIG_FILE
+from scale_surgery.running.tokenizer import TOKENIZER_CONFIG_FILE, TOKENIZER_FILES, VOCABULARY_FILES
 from scale_surgery.surgery.config import config_problems
 from scale_surgery.surgery.joining import joined_tensors
 from scale_surgery.surgery.parts import described_parts, hash_parts
@@ -182,7 +182,32 @@ def _unexpected_tensors(checkpoint: Checkpoint, manifest: Manifest, planned: Map
 
 
 def tokenizer_problems(checkpoint: Checkpoint, manifest: OnBase) -> list[str]:
-    """What the tokenizer's config names beside the class that the expansion wrote; it can name code to run."""
+    """What a tokenizer would read that is not the base's: files, and names in its config, which can be of code."""
+    return [*_added_vocabulary(checkpoint, manifest), *_other_settings(checkpoint, manifest)]
+
+
+def added_files(checkpoint: Checkpoint, manifest: OnBase, names: Iterable[str]) -> list[str]:
+    """Those of some files that lie in a folder and are not the base's.
+
+    Args:
+        checkpoint: The folder.
+        manifest: Its surgery.json, or composed.json.
+        names: Names of files at its top level.
+    """
+    return [name for name in names if name in checkpoint.side_files and name not in manifest.base_files]
+
+
+def _added_vocabulary(checkpoint: Checkpoint, manifest: OnBase) -> list[str]:
+    """Files that change token ids; to a base that has no tokenizer a user may add one."""
+    if not manifest.base_files.keys() & set(TOKENIZER_FILES):
+        return []
+    # what is said in the config is compared by its keys
+    names = [name for name in (*TOKENIZER_FILES, *VOCABULARY_FILES) if name != TOKENIZER_CONFIG_FILE]
+    added = added_files(checkpoint, manifest, names)
+    return [f"{name}: the base's tokenizer has no such file, expected the base's alone." for name in added]
+
+
+def _other_settings(checkpoint: Checkpoint, manifest: OnBase) -> list[str]:
     stored = manifest.base_files.get(TOKENIZER_CONFIG_FILE)
     file = checkpoint.path / TOKENIZER_CONFIG_FILE
     if not file.is_file() or (stored is not None and stored.stored_as is not None):

@@ -225,6 +225,28 @@ def test_code_and_config_that_the_expansion_did_not_write_are_named(copy) -> Non
     }
 
 
+@pytest.mark.parametrize("name", ["added_tokens.json", "tokenizer.model"])
+def test_a_tokenizer_file_that_the_base_has_not_is_named(tmp_path: Path, name: str) -> None:
+    """Where the base has a tokenizer; to one that has none a user may add one."""
+    base = save_tiny(tmp_path / "base", "llama")
+    bare = expand(base, Request("1"), tmp_path / "bare").path
+    (bare / name).write_text("{}")
+    assert verify(bare, probes=None).passed, "the control"
+    (base / "tokenizer.json").write_text("{}")
+    path = expand(base, Request("1"), tmp_path / "wide").path
+    (path / "README.md").write_text("Notes.")
+    (path / "chat_template.jinja").write_text("{{ messages }}")
+    result = verify(path, probes=None)
+    assert result.passed
+    assert result.warnings == (
+        "chat_template.jinja: the base has none. It changes how the model is asked, and no promise is about it.",
+    )
+    (path / name).write_text("{}")
+    result = verify(path, probes=None)
+    assert not result.passed
+    assert result.problems == (f"{name}: the base's tokenizer has no such file, expected the base's alone.",)
+
+
 def test_a_number_in_place_of_false_is_named_and_another_way_to_write_a_number_is_not(copy) -> None:
     path = copy("preserve")
     config = json.loads((path / "config.json").read_text())

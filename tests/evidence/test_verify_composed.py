@@ -192,6 +192,20 @@ def test_another_base_is_found(llama: Made, folder: Path, tmp_path: Path) -> Non
     assert any("path base: logits drift" in line for line in promise(result, "base_stream_always").problems)
 
 
+def test_files_of_a_tokenizer_that_were_added(copy: Path) -> None:
+    for name in ("tokenizer.model", "chat_template.jinja"):
+        (copy / name).write_text("{}")
+    result = verify(copy, probes=None)
+    assert result.passed, "a base without a tokenizer may be given one"
+    assert [line.partition(":")[0] for line in result.warnings] == ["chat_template.jinja"]
+    record = json.loads((copy / "composed.json").read_text())
+    record["base_files"]["tokenizer.json"] = {"sha256": "0", "bytes": 2, "stored_as": "tokenizer.json"}
+    (copy / "composed.json").write_text(json.dumps(record))
+    assert verify(copy, probes=None).problems == (
+        "tokenizer.model: the base's tokenizer has no such file, expected the base's alone.",
+    )
+
+
 def test_the_command(copy: Path, llama: Made, tmp_path: Path) -> None:
     def run(*words: object) -> Any:
         return CliRunner(env={"COLUMNS": "80"}).invoke(main, [str(word) for word in ("verify", copy, *words)])
