@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -43,7 +43,8 @@ class Verification:
         versions: Versions that were used.
         machine: Processor architecture and system.
         not_run: Why no model was run, or None.
-        recorded: Whether the result stands in the folder's record, surgery.json or composed.json.
+        recorded: Whether it stands in the folder's record, surgery.json or composed.json: this result, or one of the
+            same bytes that says more.
         mixing: How the paths of a composed folder are mixed; None of an expanded one.
         mixture: What the probe prompts showed of a composed folder, or None.
     """
@@ -76,6 +77,19 @@ class Verification:
         # JSON has no NaN: a drift that is none becomes the text "NaN"
         plain: dict[str, Any] = plain_json(content)
         return plain
+
+
+def says_more(recorded: Mapping[str, Any] | None, found: Verification) -> bool:
+    """Whether a recorded verification ran a model with the same bytes, and another one passed that ran none.
+
+    Args:
+        recorded: The last verification in the folder's record.
+        found: The other.
+    """
+    if recorded is None or found.not_run is None or not found.passed:
+        return False
+    has_run = recorded.get("numbers") is not None or recorded.get("mixture") is not None
+    return has_run and recorded.get("fingerprint") == found.fingerprint
 
 
 def decide(

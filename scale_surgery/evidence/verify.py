@@ -32,7 +32,7 @@ from scale_surgery.evidence.integrity import Integrity, asking_warnings, bytes_t
 from scale_surgery.evidence.path_promises import COMPOSED_PROMISES
 from scale_surgery.evidence.promises import PROMISES, judge
 from scale_surgery.evidence.recorded_facts import fact_problems
-from scale_surgery.evidence.verification import Verification, circumstances, decide
+from scale_surgery.evidence.verification import Verification, circumstances, decide, says_more
 from scale_surgery.evidence.verify_composed import verify_composed
 from scale_surgery.progress import Track, no_track
 from scale_surgery.running.loading import needs_own_code
@@ -133,6 +133,8 @@ def _why_not(integrity: Integrity, is_comparable: bool, run: RunOptions) -> str 
 
 
 def _record(path: Path, manifest: Manifest, result: Verification) -> bool:
+    if says_more(manifest.verification, result):
+        return True
     try:
         write_json(path / MANIFEST_FILE, asdict(replace(manifest, verification=result.to_json())))
     except (OSError, CheckpointError):

@@ -20,7 +20,7 @@ from scale_surgery.composition.record import Composition, folder_of, read_compos
 from scale_surgery.errors import CheckpointError
 from scale_surgery.evidence.integrity import asking_warnings, base_config_differences, base_differences
 from scale_surgery.evidence.path_promises import judge_composed
-from scale_surgery.evidence.verification import Verification, circumstances, decide
+from scale_surgery.evidence.verification import Verification, circumstances, decide, says_more
 from scale_surgery.progress import Progress, Track
 from scale_surgery.running.options import Probes, RunOptions
 from scale_surgery.surgery.parts import link_files
@@ -145,6 +145,8 @@ def _fingerprint(path: Path, record: Composition, damage: Damage) -> str:
 
 
 def _record(path: Path, record: Composition, result: Verification) -> bool:
+    if says_more(record.verification, result):
+        return True
     try:
         write_json(path / COMPOSED_FILE, asdict(replace(record, verification=result.to_json())))
     except (OSError, CheckpointError):

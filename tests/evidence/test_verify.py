@@ -87,6 +87,26 @@ def test_the_result_is_recorded_and_says_when(made: Path, copy) -> None:
     assert verify(path).passed  # recording changed nothing that is verified
 
 
+def test_what_a_model_showed_is_not_lost_to_files_alone(copy) -> None:
+    """As long as the bytes are those that it ran with."""
+    path = copy("preserve")
+
+    def recorded() -> dict:
+        return json.loads((path / "surgery.json").read_text())["verification"]
+
+    assert verify(path, probes=None).recorded and recorded()["numbers"] is None
+    full = verify(path, probes=Probes(new_tokens=0)).to_json()
+    assert verify(path, probes=None).recorded and recorded() == full
+    written = (path / "config.json").read_text()
+    (path / "config.json").write_text(json.dumps(json.loads(written) | {"rms_norm_eps": 0.5}))
+    assert not verify(path, probes=None).passed and not recorded()["passed"], "a problem is recorded"
+    (path / "config.json").write_text(written)
+    verify(path, probes=Probes(new_tokens=0))
+    edit_shard(path, lambda tensors: tensors[W21].add_(1))
+    changed = verify(path, probes=None)
+    assert changed.passed and recorded() == changed.to_json(), "it was another model that ran"
+
+
 def test_streamed_from_disk_gives_the_same_numbers(made: Path) -> None:
     whole = verify(made / "preserve", record=False)
     streamed = verify(made / "preserve", record=False, run=RunOptions(memory_bytes=60_000))

@@ -69,6 +69,7 @@ def test_it_keeps_what_it_promises(llama: Made, folder: Path) -> None:
     # what is found stands in the record, and in no other file
     after = digests(folder)
     assert {name for name in after if after[name] != before[name]} == {"composed.json"} and len(after) == len(before)
+    assert verify(folder, probes=None).recorded, "which says less, so what the models showed stays"
     assert read_composition(folder)[1].verification == result.to_json()
     assert extract(folder, folder.parent / "law", name="law").tensors
 
