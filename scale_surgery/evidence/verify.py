@@ -76,6 +76,8 @@ def verify(
 
     Raises:
         CheckpointError: If this is no expanded checkpoint, or it or the base cannot be read.
+        PlanError: If a promise is asked for that no such folder makes, or a composed one is to run in less memory than
+            it takes.
     """
     path = Path(expanded)
     _check_promises(path, required)

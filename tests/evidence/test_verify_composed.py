@@ -193,6 +193,20 @@ def test_another_base_is_found(llama: Made, folder: Path, tmp_path: Path) -> Non
     assert any("path base: logits drift" in line for line in promise(result, "base_stream_always").problems)
 
 
+def test_it_is_not_streamed(folder: Path) -> None:
+    """A memory that cannot be kept to is refused; one that suffices, and files alone, are fine."""
+    size = sum(info.bytes for info in read_composition(folder)[0].tensors.values())
+    with pytest.raises(PlanError) as refused:
+        verify(folder, run=RunOptions("cpu", memory_bytes=60_000))
+    assert str(refused.value) == (
+        f"--memory: is 60,000 bytes, expected at least {size:,}: the paths of a composed model run side by side, so it "
+        "is in memory whole. Give more, leave it out, or check --files-only."
+    )
+    assert verify(folder, probes=None, record=False, run=RunOptions("cpu", memory_bytes=60_000)).passed
+    run = RunOptions("cpu", memory_bytes=size)
+    assert verify(folder, probes=Probes(new_tokens=0), record=False, run=run).mixture is not None
+
+
 def test_files_of_a_tokenizer_that_were_added(copy: Path) -> None:
     for name in ("tokenizer.model", "chat_template.jinja"):
         (copy / name).write_text("{}")
