@@ -28,7 +28,7 @@ from scale_surgery.checkpoint.names import (
 from scale_surgery.checkpoint.numbering import CONFIG_KEY, Numbering, numbering_of
 from scale_surgery.checkpoint.reading import open_regular, parse_json, places_of_nan, read_bytes
 from scale_surgery.checkpoint.stamps import Stamps, take_stamps
-from scale_surgery.errors import CheckpointError, name_some, shorten
+from scale_surgery.errors import CheckpointError, counted, name_some, shorten
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -185,8 +185,8 @@ def boundless(config: Mapping[str, Any], tensors: int) -> list[str]:
     text = config.get("text_config")
     parts = {"": config} | ({"text_config.": text} if isinstance(text, dict) else {})
     return [
-        f"{CONFIG_FILE}: {path}{key} is {part[key]}, found {tensors} tensors in all. Is {CONFIG_FILE} from this "
-        "checkpoint?"
+        f"{CONFIG_FILE}: {path}{key} is {part[key]}, found {counted(tensors, 'tensor')} in all. Is {CONFIG_FILE} from "
+        "this checkpoint?"
         for path, part in parts.items()
         for key in LAYER_KEYS
         if isinstance(part.get(key), int | float) and part[key] > tensors

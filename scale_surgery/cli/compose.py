@@ -9,6 +9,7 @@ import click
 
 from scale_surgery.cli.options import as_list, output_options, overwrite_options
 from scale_surgery.cli.outputs import OUTPUT_FOLDER
+from scale_surgery.errors import counted
 
 if TYPE_CHECKING:
     from scale_surgery.composition.record import Mixing
@@ -68,7 +69,9 @@ def compose_command(
 
     given = (*extracts, *add)
     if names is not None and len(names) != len(given):
-        raise click.UsageError(f"--names gives {len(names)} names for {len(given)} extracts, expected one for each.")
+        raise click.UsageError(
+            f"--names gives {counted(len(names), 'name')} for {counted(len(given), 'extract')}, expected one for each."
+        )
     if names is not None and len(set(names)) < len(names):
         raise click.UsageError(f"--names {','.join(names)}: one name stands twice, expected another for each extract.")
     named = given if names is None else dict(zip(names, given, strict=True))

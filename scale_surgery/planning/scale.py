@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from scale_surgery.errors import PlanError
+from scale_surgery.errors import PlanError, counted
 from scale_surgery.fields import Range
 from scale_surgery.planning.added import NewTensor, new_tensors
 from scale_surgery.planning.architecture import Block, Kind, Sizes
@@ -112,7 +112,7 @@ class Scale(Method):
         """Whether what writes into the base stream and into the logits is still zero."""
         if not changed:
             return "W12 and head up part are zero"
-        return f"{changed} tensor{'s' * (changed != 1)} of W12 and the head's up part left zero"
+        return f"{counted(changed, 'tensor')} of W12 and the head's up part left zero"
 
     def rows(self, plan: Plan) -> list[tuple[str, str]]:
         """Collaboration, widths and initialisation."""

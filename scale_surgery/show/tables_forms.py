@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import RenderableType
 
-from scale_surgery.errors import name_some
+from scale_surgery.errors import counted, name_some
 from scale_surgery.show.commands import command, verify_command
 from scale_surgery.show.layout import NEXT
 from scale_surgery.show.tables import facts, format_bytes
@@ -55,7 +55,7 @@ def _drift_rows(drift: Drift) -> list[tuple[str, str]]:
     same = drift.generation_agreement
     greedy = "nothing was generated" if same is None else f"greedy continuation {same:.1%}"
     return [
-        ("drift", f"{found} ({drift.dtype}, {drift.device}, {drift.tokens} tokens)"),
+        ("drift", f"{found} ({drift.dtype}, {drift.device}, {counted(drift.tokens, 'token')})"),
         ("of the largest", f"{drift.share:.2g}, at most {drift.tolerance:g} passes for rounding"),
         ("same next token", f"{drift.top1_agreement:.1%}; {greedy}"),
         ("KL divergence", f"{drift.kl_divergence:.2g} nats per token"),
@@ -68,7 +68,7 @@ def render_extracted(done: Extracted) -> RenderableType:
     shards = sum(size for name, size in done.files.items() if name.endswith(".safetensors"))
     rows = [
         ("written", str(done.path)),
-        ("expansion", f"{done.tensors} tensors, {format_bytes(shards)}"),
+        ("expansion", f"{counted(done.tensors, 'tensor')}, {format_bytes(shards)}"),
         ("base", f"{_base(done.base_name, done.base_revision)}, {format_bytes(done.base_bytes)} that stay out"),
     ]
     rows += [("licences", ", ".join(done.licences))] if done.licences else []
@@ -103,7 +103,7 @@ def render_applied(done: Applied) -> RenderableType:
         ("base", _base(done.base_name, done.base_revision)),
         ("its tensors", tensors),
         ("its files", files),
-        ("expansion", f"{done.expansion_tensors} tensors"),
+        ("expansion", counted(done.expansion_tensors, "tensor")),
         ("shards", f"{format_bytes(done.bytes_written)} written"),
     ]
     if done.foreign_code:
@@ -119,7 +119,7 @@ def _base(name: str, revision: str | None) -> str:
 
 def render_adopted(done: Adopted) -> RenderableType:
     """What `adopt` wrote."""
-    steps = "" if done.steps is None else f", after {done.steps:,} steps"
+    steps = "" if done.steps is None else f", after {counted(done.steps, 'step')}"
     rows = [
         ("written", str(done.path)),
         ("base", done.base_name),

@@ -6,19 +6,23 @@ import json
 import math
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner
+from rich.console import Console
 
 from scale_surgery import CheckpointError, Mixing, PlanError, Probes, RunOptions, Verification, compose, extract, verify
 from scale_surgery.cli.program import main
+from scale_surgery.composition.intact import Damage
 from scale_surgery.composition.record import read_composition
-from scale_surgery.evidence.path_probes import compare, run_alone
-from scale_surgery.evidence.path_promises import COMPOSED_PROMISES
+from scale_surgery.evidence.path_probes import MixtureNumbers, PathNumbers, compare, run_alone
+from scale_surgery.evidence.path_promises import COMPOSED_PROMISES, judge_composed
 from scale_surgery.running.prompts import Batch
+from scale_surgery.show.tables_verify import render_verification
 from tests.composed import LLAMA, Made
 from tests.conftest import digests, load
 from tests.routed import random_ids
@@ -72,6 +76,21 @@ def test_it_keeps_what_it_promises(llama: Made, folder: Path) -> None:
     assert verify(folder, probes=None).recorded, "which says less, so what the models showed stays"
     assert read_composition(folder)[1].verification == result.to_json()
     assert extract(folder, folder.parent / "law", name="law").tensors
+
+
+def test_one_of_a_kind_and_nothing_lost(folder: Path) -> None:
+    numbers = PathNumbers("base", True, 0.0, 0.0, True, True)
+    mixture = MixtureNumbers(1, 1, True, "cpu", "float32", "sdpa", 1, (numbers,), 1, 1, -0.0, "prompt 1", 0.0, (), ())
+    result = replace(verify(folder, probes=None, record=False), mixture=mixture, trained_tensors=1)
+    console = Console(width=80)
+    with console.capture() as shown:
+        console.print(render_verification(result))
+    text = shown.get()
+    assert "probes      1 prompt, 1 token, float32, sdpa, cpu" in text
+    assert "mixture     1 text of up to 1 token" in text and "1 greedy token\n" in text
+    assert "worst loss  0 nats against the best path" in text and "trained (1 tensor changed)" in text
+    promises = judge_composed(*read_composition(folder), Damage((), (), (), ()), mixture, ())
+    assert promises[-1].evidence.endswith("; 1 text loses at most 0 against its best path")
 
 
 def test_a_path_that_is_another_model_is_found(llama: Made, folder: Path) -> None:
