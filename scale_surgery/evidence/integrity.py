@@ -13,6 +13,7 @@ from scale_surgery.checkpoint.hashes import hash_file, hash_tensors
 from scale_surgery.checkpoint.headers import TensorInfo
 from scale_surgery.checkpoint.names import CONFIG_FILE
 from scale_surgery.checkpoint.reading import differing_keys, parse_json
+from scale_surgery.errors import counted
 from scale_surgery.planning.plan import Plan
 from scale_surgery.planning.tensors import TensorPlan
 from scale_surgery.progress import Progress, no_progress
@@ -28,6 +29,7 @@ class Integrity:
 
     Attributes:
         base: Base tensors and files that are not what they were, or not the given base's.
+        is_other_base: Whether a base was given that is not the one inside, which is what it was.
         structure: Expansion tensors that are missing, unexpected, of a wrong shape, or where no W12 may be.
         config: Keys of config.json that are not what the expansion wrote.
         code: Code files that are missing, unknown, or not what the expansion wrote.
@@ -42,6 +44,7 @@ class Integrity:
     """
 
     base: tuple[str, ...]
+    is_other_base: bool
     structure: tuple[str, ...]
     config: tuple[str, ...]
     code: tuple[str, ...]
@@ -74,9 +77,11 @@ def check_files(
     damage = find_damage(checkpoint, manifest, advance)
     expansion = hash_parts(checkpoint, manifest, planned, advance)
     differing = [] if base is None else base_differences(parts, damage.hashes, base, advance)
+    other = () if base is None or damage.base else other_base(checkpoint, manifest, base, differing)
     other_keys = [] if base is None else base_config_differences(manifest.replaced[CONFIG_FILE], base)
     return Integrity(
-        base=(*damage.base, *differing),
+        base=(*damage.base, *other, *differing),
+        is_other_base=bool(other),
         structure=damage.structure,
         config=(*damage.config, *other_keys),
         code=damage.code,
@@ -125,6 +130,25 @@ def base_differences(
         if has != wants:
             problems.append(f"{name}: {has}, expected {wants} as in the base model {base.path}.")
     return problems
+
+
+def other_base(checkpoint: Checkpoint, record: OnBase, base: Checkpoint, differing: Sequence[str]) -> tuple[str, ...]:
+    """One line that says so, where a given base is not that of a folder; none where it is.
+
+    Args:
+        checkpoint: An expanded or composed folder whose base is what it was.
+        record: Its surgery.json, or composed.json.
+        base: The given base.
+        differing: What `base_differences` found.
+    """
+    if not differing:
+        return ()
+    count, all_of_them = len(differing), len({*record.base_tensors, *base.tensors})
+    others = f"{count} of {counted(all_of_them, 'tensor')} {'is another' if count == 1 else 'are others'}"
+    return (
+        f"{base.path}: is not the base of {checkpoint.path}, {others}. Give the one that it was made on, "
+        f"{record.base_name}, or leave --base out.",
+    )
 
 
 def _described(tensors: Mapping[str, TensorInfo], hashes: Mapping[str, str], name: str) -> str:

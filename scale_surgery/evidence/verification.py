@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from scale_surgery.evidence.path_probes import MixtureNumbers
     from scale_surgery.running.probe import Numbers
 
+# why no model is run beside a base that is not the folder's
+OTHER_BASE = "the given base is another one"
+
 
 @dataclass(frozen=True)
 class Verification:
@@ -80,13 +83,14 @@ class Verification:
 
 
 def says_more(recorded: Mapping[str, Any] | None, found: Verification) -> bool:
-    """Whether a recorded verification ran a model with the same bytes, and another one passed that ran none.
+    """Whether a recorded verification ran a model with the same bytes, and another one ran none and found no fault.
 
     Args:
         recorded: The last verification in the folder's record.
         found: The other.
     """
-    if recorded is None or found.not_run is None or not found.passed:
+    # of a folder that was given another base than its own nothing is said
+    if recorded is None or found.not_run is None or not (found.passed or found.not_run == OTHER_BASE):
         return False
     has_run = recorded.get("numbers") is not None or recorded.get("mixture") is not None
     return has_run and recorded.get("fingerprint") == found.fingerprint

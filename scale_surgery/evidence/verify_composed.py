@@ -18,9 +18,9 @@ from scale_surgery.composition.intact import Damage, bytes_to_check, find_damage
 from scale_surgery.composition.members import manifest_of, stored_name
 from scale_surgery.composition.record import Composition, folder_of, read_composition
 from scale_surgery.errors import CheckpointError, PlanError
-from scale_surgery.evidence.integrity import asking_warnings, base_config_differences, base_differences
+from scale_surgery.evidence.integrity import asking_warnings, base_config_differences, base_differences, other_base
 from scale_surgery.evidence.path_promises import judge_composed
-from scale_surgery.evidence.verification import Verification, circumstances, decide, says_more
+from scale_surgery.evidence.verification import OTHER_BASE, Verification, circumstances, decide, says_more
 from scale_surgery.progress import Progress, Track
 from scale_surgery.running.options import Probes, RunOptions
 from scale_surgery.surgery.parts import link_files
@@ -50,9 +50,10 @@ def verify_composed(
     total = bytes_to_check(checkpoint, written)
     total += 0 if given is None else sum(info.bytes for info in given.tensors.values())
     with track("bytes", total) as advance:
-        damage = _find_damage(checkpoint, written, given, advance)
+        inside = find_damage(checkpoint, written, advance)
+        damage, is_other = _beside(inside, checkpoint, written, given, advance)
         trained = _trained(checkpoint, written, damage, advance)
-    reason = "files only" if probes is None else _why_not(checkpoint, written, given, damage, run)
+    reason = "files only" if probes is None else _why_not(checkpoint, written, damage, is_other, run)
     numbers = None
     if reason is None and probes is not None:
         from scale_surgery.evidence.path_probes import probe_paths
@@ -77,7 +78,7 @@ def verify_composed(
         warnings=(*_code_warnings(checkpoint, written), *asking_warnings(checkpoint, written)),
         numbers=None,
         passed=passed,
-        fingerprint=_fingerprint(path, written, damage),
+        fingerprint=_fingerprint(path, written, inside),
         **circumstances(),
         not_run=reason,
         mixing=written.mixing,
@@ -96,15 +97,18 @@ def _check_memory(checkpoint: Checkpoint, run: RunOptions) -> None:
         )
 
 
-def _find_damage(checkpoint: Checkpoint, record: Composition, given: Checkpoint | None, advance: Progress) -> Damage:
-    """What files show, beside a given base too."""
-    damage = find_damage(checkpoint, record, advance)
+def _beside(
+    damage: Damage, checkpoint: Checkpoint, record: Composition, given: Checkpoint | None, advance: Progress
+) -> tuple[Damage, bool]:
+    """What files show beside a given base too; and whether that is another one than the base inside."""
     if given is None:
-        return damage
+        return damage, False
     there = {name: record.base_tensors[name] for name in record.base_tensors if name in checkpoint.tensors}
     differing = base_differences(checkpoint.tensors, there, given, advance)
+    other = () if damage.base else other_base(checkpoint, record, given, differing)
     config = base_config_differences(record.replaced[CONFIG_FILE], given)
-    return replace(damage, base=(*damage.base, *differing), config=(*damage.config, *config))
+    found = replace(damage, base=(*damage.base, *other, *differing), config=(*damage.config, *config))
+    return found, bool(other)
 
 
 def _trained(checkpoint: Checkpoint, record: Composition, damage: Damage, advance: Progress) -> int:
@@ -121,14 +125,13 @@ def _trained(checkpoint: Checkpoint, record: Composition, damage: Damage, advanc
 
 
 def _why_not(
-    checkpoint: Checkpoint, record: Composition, given: Checkpoint | None, damage: Damage, run: RunOptions
+    checkpoint: Checkpoint, record: Composition, damage: Damage, is_other: bool, run: RunOptions
 ) -> str | None:
     """Why no model is to be run, or None where nothing speaks against it."""
-    inside = {name: checkpoint.tensors[name].shape for name in record.base_tensors if name in checkpoint.tensors}
-    if damage.expansions or len(inside) < len(record.base_tensors):
+    if damage.expansions or not record.base_tensors.keys() <= checkpoint.tensors.keys():
         return "tensors are missing or damaged"
-    if given is not None and inside != {name: info.shape for name, info in given.tensors.items()}:
-        return "the given base has tensors of other names or shapes"
+    if is_other:
+        return OTHER_BASE
     if run.trust_remote_code or not (damage.code or damage.config):
         return None
     return "code or config.json is not what was written"

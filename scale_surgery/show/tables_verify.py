@@ -70,10 +70,9 @@ def verdict(promise: Promise, is_required: bool) -> Text:
 
 
 def _problems(result: Verification) -> list[str]:
-    found = list(result.problems)
-    for promise in result.promises:
-        if promise.name in result.required and not promise.holds:
-            found += promise.problems
+    # what concerns the base comes first: the rest may follow from it
+    broken = [promise for promise in result.promises if promise.name in result.required and not promise.holds]
+    found = [*(line for promise in broken for line in promise.problems), *result.problems]
     return shorten(list(dict.fromkeys(found)), ending="; -o FILE.json writes all")
 
 

@@ -212,15 +212,36 @@ def test_a_joint_norm_is_caught(copy) -> None:
     )
 
 
-def test_the_wrong_base_is_refused_by_tensor(made: Path, tmp_path: Path) -> None:
-    other = save_tiny(tmp_path / "other", "llama")
+def test_the_wrong_base_is_refused_by_tensor(copy, tmp_path: Path) -> None:
+    """It is said first, it is no fault of the folder, and no model is run to say the same."""
+    path, other = copy("preserve"), save_tiny(tmp_path / "other", "llama")
     tensors = load_file(other / "model.safetensors")
     tensors["model.norm.weight"] += 1
     save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
-    result = verify(made / "preserve", other, record=False)
+    full = verify(path, probes=Probes(new_tokens=0)).to_json()
+    result = verify(path, other)
     assert not result.passed
+    assert json.loads((path / "surgery.json").read_text())["verification"] == full
     problems = promise(result, "recoverable").problems
-    assert len(problems) == 1 and problems[0].startswith("model.norm.weight: ") and str(other) in problems[0]
+    assert len(problems) == 2 and problems[1].startswith("model.norm.weight: ") and str(other) in problems[1]
+    assert problems[0] == (
+        f"{other}: is not the base of {path}, 1 of 51 tensors is another. Give the one that it was made on, base, or "
+        "leave --base out."
+    )
+    assert result.not_run == "the given base is another one" and result.numbers is None
+    shown = CliRunner().invoke(main, ["verify", str(path), "--base", str(other)])
+    assert " ".join(shown.output.split()).partition("problem: ")[2].startswith(f"{other}: is not the base of ")
+
+
+def test_a_base_that_is_none_is_refused(made: Path) -> None:
+    with pytest.raises(CheckpointError) as refused:
+        verify(made / "preserve", made / "preserve")
+    assert str(refused.value) == (
+        f"--base: is {made / 'preserve'}, the folder that is verified, expected its base model. Leave it out: the base "
+        "inside is compared with the hashes that were recorded."
+    )
+    with pytest.raises(CheckpointError, match=r"adapt: is expanded already, expected a base model\."):
+        verify(made / "preserve", made / "adapt")
 
 
 def test_a_base_of_another_shape_is_no_base_and_runs_no_model(made: Path, tmp_path: Path) -> None:

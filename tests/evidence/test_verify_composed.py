@@ -199,17 +199,24 @@ def test_another_prior_in_the_config_breaks_the_bound(copy: Path) -> None:
     )
 
 
-@pytest.mark.slow
 def test_another_base_is_found(llama: Made, folder: Path, tmp_path: Path) -> None:
+    """It is said first, and what cannot be said of it is not said."""
     other = Path(shutil.copytree(llama.base, tmp_path / "other"))
     model = load(other)
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight[0, 0] += 1
     model.save_pretrained(other)
     result = verify(folder, other, record=False)
-    assert {"recoverable", "base_stream_always"} <= broken(result)
-    assert any("model.layers.1.mlp.up_proj.weight: F32" in line for line in promise(result, "recoverable").problems)
-    assert any("path base: logits drift" in line for line in promise(result, "base_stream_always").problems)
+    assert broken(result) == {"recoverable", "base_stream_always"} and result.mixture is None
+    assert result.not_run == "the given base is another one"
+    lines = promise(result, "recoverable").problems
+    assert lines[0].startswith(f"{other}: is not the base of {folder}, 1 of ") and len(lines) == 2
+    assert lines[1].startswith("model.layers.1.mlp.up_proj.weight: F32")
+    assert promise(result, "bounded_forgetting").holds is None
+    with pytest.raises(CheckpointError, match="the folder that is verified, expected its base model"):
+        verify(folder, folder)
+    with pytest.raises(CheckpointError, match="is a composed folder of medicine, law, chess, expected a base model"):
+        verify(llama.folders["law"], folder)
 
 
 def test_it_is_not_streamed(folder: Path) -> None:
