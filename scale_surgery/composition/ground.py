@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from scale_surgery.checkpoint.composed import refuse_lost_record
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint, read_text
 from scale_surgery.checkpoint.hashes import hash_all
 from scale_surgery.checkpoint.names import CONFIG_FILE, INDEX_FILE
@@ -74,6 +75,7 @@ def open_base(source: Source, removed: Sequence[str]) -> tuple[Checkpoint, Compo
     Raises:
         CheckpointError: If it cannot be read.
     """
+    refuse_lost_record(source.path)
     if not is_composition(source.path):
         return open_checkpoint(source.path), None
     record, (given, _) = read_composed_record(source.path), read_rest(source.path, removed)

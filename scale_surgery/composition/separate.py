@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from scale_surgery.checkpoint.composed import refuse_lost_record
 from scale_surgery.checkpoint.files import BaseWeights, take_over
 from scale_surgery.checkpoint.staging import check_space, check_target, staged
 from scale_surgery.composition.members import give_out, known_files
@@ -93,6 +94,7 @@ def extract(
     path, target = Path(expanded), Path(output)
     if is_composition(path):
         return _extract(path, target, name, base_weights, track, overwrite=overwrite)
+    refuse_lost_record(path)
     if name is not None:
         raise PlanError(f"{path}: holds one expansion, which has no name, expected a composed folder. Leave out name.")
     return single.extract(path, target, base_weights=base_weights, overwrite=overwrite, track=track)

@@ -333,6 +333,36 @@ def test_all_can_be_taken_out_for_others(llama: Made, folder: Path, tmp_path: Pa
         compose(spoiled, {"law": llama.extracts["law"]}, tmp_path / "out", remove=LLAMA)
 
 
+WITHOUT_RECORD = (
+    "verify {folder}",
+    "strip {folder} -o {out}",
+    "extract {folder} --name law -o {out}",
+    "compose {folder} --remove law -o {out}",
+    "compose {folder} {law} --names more -o {out}",
+    "apply {law} --base {folder} -o {out}",
+    "expand {folder} --layers 1 -o {out}",
+    "adopt {folder} -o {out}",
+    "report {folder} -o {out}.html",
+    "push {folder} me/model --dry-run",
+    "inspect {folder}",
+)
+
+
+@pytest.mark.parametrize("command", WITHOUT_RECORD)
+def test_a_record_that_was_lost(llama: Made, folder: Path, tmp_path: Path, command: str) -> None:
+    lost = Path(shutil.copytree(folder, tmp_path / "lost"))
+    (lost / "composed.json").unlink()
+    places = {"folder": lost, "law": llama.extracts["law"], "out": tmp_path / "out"}
+    result = CliRunner().invoke(main, command.format(**places).split())
+    assert result.exit_code == 1, result.output
+    expected = (
+        f"{lost}: has no composed.json, the record of a composed folder of medicine, law, music, chess, expected it. "
+        "Restore it from where you got the folder, or compose base and extracts again: scale-surgery "
+        "compose BASE EXTRACT ... -o COMPOSED"
+    )
+    assert expected in " ".join(result.output.split()), result.output
+
+
 @pytest.mark.parametrize(
     ("key", "value", "expected"),
     [
