@@ -164,23 +164,29 @@ def read_composed_record(path: Path) -> Composition:
     return record
 
 
-def mixing_problems(mixing: Mixing, names: Sequence[str]) -> list[str]:
+def mixing_problems(mixing: object, names: Sequence[str]) -> list[str]:
     """Numbers of a router over a base and expansions that make no sense.
 
     Args:
         mixing: The numbers.
         names: Of the expansions.
     """
+    if not isinstance(mixing, Mixing):
+        return [f"mixing: is {mixing!r}, expected scale_surgery.Mixing."]
     expected = fields_of(Mixing)["switch_rate"].expects(mixing.switch_rate)
     problems = [] if expected is None else [f"switch rate: is {mixing.switch_rate}, expected {expected}."]
     prior = mixing.prior
-    if prior is not None and not (
-        len(prior) == len(names) + 1 and all(own > 0 for own in prior) and abs(sum(prior) - 1) <= 1e-6
-    ):
-        found = ", ".join(f"{own:g}" for own in prior)
+    if prior is not None and not _are_weights(prior, len(names) + 1):
+        found = ", ".join(map(str, prior)) if isinstance(prior, list | tuple) else prior
         wanted = f"{len(names) + 1} positive weights of sum 1: the base, {', '.join(names)}"
         problems.append(f"prior: is {found}, expected {wanted}.")
     return problems
+
+
+def _are_weights(prior: Any, count: int) -> bool:
+    """Whether something is as many positive numbers of sum 1."""
+    are_numbers = isinstance(prior, list | tuple) and all(isinstance(own, int | float) for own in prior)
+    return are_numbers and len(prior) == count and all(own > 0 for own in prior) and abs(sum(prior) - 1) <= 1e-6
 
 
 def _content_problems(content: Mapping[str, Any]) -> list[str]:

@@ -149,6 +149,32 @@ def test_what_cannot_be_composed(llama: Made, folder: Path, tmp_path: Path, made
     assert not (tmp_path / "out").exists()
 
 
+def test_what_python_gives_otherwise(llama: Made, folder: Path, tmp_path: Path) -> None:
+    """One name or one extract by itself is meant; what cannot be meant is named."""
+    own = Path(shutil.copytree(llama.extracts["law"], tmp_path / "law"))
+    one = compose(llama.base, own, tmp_path / "one", mixing=Mixing([0.5, 0.5])).path
+    many = compose(llama.base, (path for path in [str(own)]), tmp_path / "many", mixing=Mixing((0.5, 0.5))).path
+    assert files_of(one) == files_of(many)
+    less = compose(folder, {}, tmp_path / "less", remove="law")
+    assert less.removed == ("law",) and "law" not in less.expansions
+    taken = compose(folder, {}, tmp_path / "taken", remove=(name for name in ["law"]))
+    assert files_of(taken.path) == files_of(less.path)
+    refused = {
+        r"name: is 1, expected letters, digits and underscores": {"extracts": {1: own}},
+        r"extracts: 3 is no folder, expected the path of one or a Hub id": {"extracts": {"law": 3}},
+        r"base_weights: is 'symlink', expected one of: auto, copy, link": {"base_weights": "symlink"},
+        r"mixing: is {'prior': None}, expected scale_surgery.Mixing": {"mixing": {"prior": None}},
+        r"prior: is a, b, expected 2 positive weights of sum 1": {"mixing": Mixing(("a", "b"))},
+        r"prior: is 0.5, expected 2 positive weights of sum 1": {"mixing": Mixing(0.5)},
+    }
+    for message, wrong in refused.items():
+        with pytest.raises(PlanError, match=message):
+            compose(llama.base, **({"extracts": {"law": own}, "output": tmp_path / "out"} | wrong))
+    with pytest.raises(PlanError, match=r"base_weights: is 'symlink'"):
+        strip(folder, tmp_path / "out", base_weights="symlink")
+    assert not (tmp_path / "out").exists() and not (tmp_path / "out.partial").exists()
+
+
 def flip(file: Path, place: int) -> None:
     content = bytearray(file.read_bytes())
     content[place] ^= 1
@@ -348,19 +374,18 @@ WITHOUT_RECORD = (
 )
 
 
-@pytest.mark.parametrize("command", WITHOUT_RECORD)
-def test_a_record_that_was_lost(llama: Made, folder: Path, tmp_path: Path, command: str) -> None:
+def test_a_record_that_was_lost(llama: Made, folder: Path, tmp_path: Path) -> None:
     lost = Path(shutil.copytree(folder, tmp_path / "lost"))
     (lost / "composed.json").unlink()
     places = {"folder": lost, "law": llama.extracts["law"], "out": tmp_path / "out"}
-    result = CliRunner().invoke(main, command.format(**places).split())
-    assert result.exit_code == 1, result.output
     expected = (
         f"{lost}: has no composed.json, the record of a composed folder of medicine, law, music, chess, expected it. "
         "Restore it from where you got the folder, or compose base and extracts again: scale-surgery "
         "compose BASE EXTRACT ... -o COMPOSED"
     )
-    assert expected in " ".join(result.output.split()), result.output
+    for command in WITHOUT_RECORD:
+        result = CliRunner().invoke(main, command.format(**places).split())
+        assert result.exit_code == 1 and expected in " ".join(result.output.split()), result.output
 
 
 @pytest.mark.parametrize(
