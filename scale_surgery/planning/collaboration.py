@@ -69,8 +69,8 @@ def _preserve_problems(request: Request, widths: Widths) -> list[str]:
     problems = []
     if widths.up_width == 0:
         problems.append(
-            f"{no_up_stream(request)} with --variant preserve: without an up stream, W12 is the only way out of the new "
-            "heads and the new inner features, and preserve has none. Use --variant adapt, or an --up-width."
+            f"{no_up_stream(request)} with --variant preserve: without an up stream, W12 is the only way out of the "
+            "new heads and the new inner features, and preserve has none. Use --variant adapt, or an --up-width."
         )
     for option, value in (
         ("--collaborative-layers", request.collaborative_layers),
@@ -100,14 +100,14 @@ def _sealed_problems(
     problems = []
     if set(layers) - set(chosen):
         problems.append(
-            f"{no_up_stream(request)}: --collaborative-layers names {format_layers(chosen)}, expected every expanded layer, "
-            f"{format_layers(layers)}. Leave the option out."
+            f"{no_up_stream(request)}: --collaborative-layers names {format_layers(chosen)}, expected every expanded "
+            f"layer, {format_layers(layers)}. Leave the option out."
         )
     missing = [group for group in _needed_groups(widths) if group not in groups]
     if missing:
         problems.append(
-            f"{no_up_stream(request)} and --collaborate leaves out {' and '.join(missing)}: what is added there would have "
-            "no way out. Use --collaborate both, or add nothing there."
+            f"{no_up_stream(request)} and --collaborate leaves out {' and '.join(missing)}: what is added there would "
+            "have no way out. Use --collaborate both, or add nothing there."
         )
     return problems
 

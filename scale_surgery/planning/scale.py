@@ -262,8 +262,8 @@ def _sealed_layers(base: Base, request: Request, layers: tuple[int, ...], widths
             "it there is nothing to add. Give an --up-inner-width, or other --layers."
         ]
     return [
-        f"{no_up_stream(request)}: layers {format_layers(closed)} have neither attention that can be given new heads nor an "
-        "MLP that can be made wider, so there is nothing to add. Give an --up-width, or other --layers."
+        f"{no_up_stream(request)}: layers {format_layers(closed)} have neither attention that can be given new heads "
+        "nor an MLP that can be made wider, so there is nothing to add. Give an --up-width, or other --layers."
     ]
 
 

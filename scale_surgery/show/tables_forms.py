@@ -6,12 +6,12 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from rich.console import RenderableType
+from rich.console import Group, RenderableType
 
 from scale_surgery.errors import counted, name_some
 from scale_surgery.show.commands import command, verify_command
 from scale_surgery.show.layout import NEXT
-from scale_surgery.show.tables import facts, format_bytes
+from scale_surgery.show.tables import facts, format_bytes, render_warnings
 
 if TYPE_CHECKING:
     from scale_surgery.composition.compose import Composed
@@ -130,8 +130,11 @@ def render_adopted(done: Adopted) -> RenderableType:
     rows += [("settings", text) for text in done.other_settings]
     rows += [("recorded", f"numbers of {name_some(done.read)}")] if done.read else []
     rows += [("not read", name_some(done.not_read))] if done.not_read else []
-    rows += [("shards", f"{format_bytes(done.bytes_written)} written"), (NEXT, verify_command(done.path))]
-    return facts("adopted", rows)
+    rows.append(("shards", f"{format_bytes(done.bytes_written)} written"))
+    following = (NEXT, verify_command(done.path))
+    if not done.other_computation:
+        return facts("adopted", [*rows, following])
+    return Group(facts("adopted", rows), *render_warnings(done.other_computation), facts("", [following]))
 
 
 def _compared(done: Adopted) -> str:
