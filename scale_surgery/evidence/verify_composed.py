@@ -12,7 +12,7 @@ from pathlib import Path
 from scale_surgery import modeling
 from scale_surgery.checkpoint.files import write_json
 from scale_surgery.checkpoint.folder import Checkpoint
-from scale_surgery.checkpoint.hashes import hash_file, hash_tensors
+from scale_surgery.checkpoint.hashes import hash_file
 from scale_surgery.checkpoint.names import COMPOSED_FILE, CONFIG_FILE, EXTRACT_FILE
 from scale_surgery.composition.intact import Damage, bytes_to_check, find_damage
 from scale_surgery.composition.members import manifest_of, stored_name
@@ -52,7 +52,7 @@ def verify_composed(
     with track("bytes", total) as advance:
         inside = find_damage(checkpoint, written, advance)
         damage, is_other = _beside(inside, checkpoint, written, given, advance)
-        trained = _trained(checkpoint, written, damage, advance)
+    trained = _trained(checkpoint, written, damage)
     reason = "files only" if probes is None else _why_not(checkpoint, written, damage, is_other, run)
     numbers = None
     if reason is None and probes is not None:
@@ -111,7 +111,7 @@ def _beside(
     return found, bool(other)
 
 
-def _trained(checkpoint: Checkpoint, record: Composition, damage: Damage, advance: Progress) -> int:
+def _trained(checkpoint: Checkpoint, record: Composition, damage: Damage) -> int:
     """How many tensors of expansions changed since these were made; 0 where files are damaged."""
     if damage.expansions:
         return 0
@@ -120,8 +120,7 @@ def _trained(checkpoint: Checkpoint, record: Composition, damage: Damage, advanc
         for name in record.names
         for tensor, digest in manifest_of(checkpoint.path, name).expansion_tensors.items()
     }
-    hashes = hash_tensors(checkpoint, list(started), advance)
-    return sum(digest != started[name] for name, digest in hashes.items())
+    return sum(damage.hashes[name] != digest for name, digest in started.items())
 
 
 def _why_not(

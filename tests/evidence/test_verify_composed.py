@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,9 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from scale_surgery import CheckpointError, Mixing, PlanError, Probes, RunOptions, Verification, compose, extract, verify
+from scale_surgery.checkpoint.hashes import hash_tensors
 from scale_surgery.cli.program import main
-from scale_surgery.composition.intact import Damage
+from scale_surgery.composition.intact import Damage, find_damage
 from scale_surgery.composition.record import read_composition
 from scale_surgery.evidence.path_probes import MixtureNumbers, PathNumbers, compare, run_alone
 from scale_surgery.evidence.path_promises import COMPOSED_PROMISES, judge_composed
@@ -231,6 +233,28 @@ def test_it_is_not_streamed(folder: Path) -> None:
     assert verify(folder, probes=None, record=False, run=RunOptions("cpu", memory_bytes=60_000)).passed
     run = RunOptions("cpu", memory_bytes=size)
     assert verify(folder, probes=Probes(new_tokens=0), record=False, run=run).mixture is not None
+
+
+def test_each_byte_is_read_once(folder: Path) -> None:
+    told: dict[str, list[int]] = {}
+
+    @contextmanager
+    def track(label: str, total: int) -> Iterator[Callable[[int], None]]:
+        told[label] = [total, 0]
+
+        def advance(done: int) -> None:
+            told[label][1] += done
+
+        yield advance
+
+    result = verify(folder, probes=None, record=False, track=track)
+    assert result.trained_tensors > 30
+    total, read = told["bytes"]
+    # headers of shards are read as they are in the extract, which names tensors shorter
+    assert 0.9 * total < read <= total
+    checkpoint, record = read_composition(folder)
+    own = [name for name in checkpoint.tensors if name not in record.base_tensors]
+    assert own and find_damage(checkpoint, record).hashes == hash_tensors(checkpoint, own)
 
 
 def test_files_of_a_tokenizer_that_were_added(copy: Path) -> None:

@@ -475,8 +475,8 @@ def test_settings_that_were_changed_are_told(pair: Pair, saved: Path, tmp_path: 
     )
     assert done.other_computation == (
         f"rms_norm_eps is 0.25 in what was saved, {config['rms_norm_eps']} stays: the saved model computes with its "
-        "own, so this one may give other numbers. Where the training meant it, write it into the base's config.json and "
-        "expand that.",
+        "own, so this one may give other numbers. Where the training meant it, write it into the base's config.json "
+        "and expand that.",
     )
     console = Console(width=300)
     with console.capture() as shown:
