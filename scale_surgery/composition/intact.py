@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -21,7 +20,7 @@ from scale_surgery.composition.record import Composition, folder_of
 from scale_surgery.errors import CheckpointError, shorten
 from scale_surgery.progress import Progress, Track, no_progress
 from scale_surgery.surgery.extract_folder import ExtractRecord, name_in_extract, read_record
-from scale_surgery.surgery.intact import tokenizer_problems
+from scale_surgery.surgery.intact import base_problems, tokenizer_problems
 from scale_surgery.surgery.record import Manifest
 from scale_surgery.surgery.renumbered import behind_header, with_length
 
@@ -61,7 +60,9 @@ def find_damage(checkpoint: Checkpoint, record: Composition, advance: Progress =
     Returns:
         Every problem, each naming its tensor or file.
     """
-    base = tuple(_base_problems(checkpoint, record, advance))
+    stored = [file.stored_as for file in record.base_files.values() if file.stored_as is not None]
+    there = [place for place in stored if (checkpoint.path / place).is_file()]
+    base = base_problems(checkpoint, record, hash_all(checkpoint, there, advance))
     expansions: list[str] = []
     manifests: dict[str, Manifest] = {}
     sums = Sums()
@@ -101,24 +102,6 @@ def refuse_damaged(checkpoint: Checkpoint, record: Composition, track: Track) ->
             f"scale-surgery verify {checkpoint.path} shows all."
         )
         raise CheckpointError.from_problems([*shorten(problems), advice])
-
-
-def _base_problems(checkpoint: Checkpoint, record: Composition, advance: Progress) -> Iterator[str]:
-    stored = {file.stored_as: name for name, file in record.base_files.items() if file.stored_as is not None}
-    there = [place for place in stored if (checkpoint.path / place).is_file()]
-    sums = hash_all(checkpoint, there, advance)
-    for name, digest in record.base_tensors.items():
-        if sums.tensors.get(name) != digest:
-            found = f"sha256 {sums.tensors[name][:16]}..., expected" if name in sums.tensors else "is missing, expected"
-            yield f"{name}: {found} {digest[:16]}... from composed.json."
-    for place, name in stored.items():
-        if place not in sums.files:
-            yield f"{place}: file is missing, it holds the base's {name}."
-        elif sums.files[place] != record.base_files[name].sha256:
-            yield f"{place}: bytes differ from the base's {name}."
-    for name, text in record.replaced.items():
-        if hashlib.sha256(text.encode("utf-8")).hexdigest() != record.base_files[name].sha256:
-            yield f"composed.json: its text of the base's {name} is not what it was."
 
 
 def _member_problems(
