@@ -85,6 +85,11 @@ def shorten(lines: Sequence[str], most: int = MOST_LINES, ending: str = ".") -> 
     return [*lines[:most], f"... and {more} more{ending}"] if more > 0 else list(lines)
 
 
+def counted(count: int, noun: str) -> str:
+    """Count things in a sentence: 1 prompt, 1,024 prompts."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
 def name_some(names: Sequence[str], most: int = MOST_NAMES) -> str:
     """Name the first of many things in a sentence, and count the rest."""
     more = len(names) - most

@@ -18,6 +18,7 @@ from scale_surgery.errors import (
     SurgeryError,
     TrainingError,
     UnsupportedFamilyError,
+    counted,
     name_some,
     shorten,
 )
@@ -59,6 +60,10 @@ def test_what_the_package_raises_is_in_the_tree():
                 name = ast.unparse(node.exc.func).removesuffix(".from_problems")
                 is_click = name.startswith(("click.", "SystemExit"))
                 assert name in known or is_click or name in elsewhere.get(file.name, set()), f"{file.name}: {name}"
+
+
+def test_things_are_counted_in_words():
+    assert [counted(count, "text") for count in (0, 1, 2, 1024)] == ["0 texts", "1 text", "2 texts", "1,024 texts"]
 
 
 def test_long_lists_are_shortened_and_counted():

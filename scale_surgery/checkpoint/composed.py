@@ -6,7 +6,8 @@ import shlex
 from pathlib import Path
 from typing import Literal
 
-from scale_surgery.checkpoint.names import COMPOSED_FILE
+from scale_surgery.checkpoint.names import COMPOSED_FILE, CONFIG_FILE
+from scale_surgery.checkpoint.numbering import CONFIG_KEY
 from scale_surgery.checkpoint.reading import parse_json, read_bytes
 from scale_surgery.errors import CheckpointError
 
@@ -21,21 +22,42 @@ def refuse_composed(path: Path, wanted: Wanted) -> None:
         wanted: What is needed.
 
     Raises:
-        CheckpointError: If it is a composed folder; its expansions are named.
+        CheckpointError: If it is a composed folder, with its record or without; its expansions are named.
     """
+    refuse_lost_record(path)
     if not (path / COMPOSED_FILE).is_file():
         return
-    names = _names(path)
+    names = _names(path, COMPOSED_FILE)
     raise CheckpointError(
         f"{path}: is a composed folder of {', '.join(names) or 'expansions'}, expected {wanted}. "
         f"{_advice(path, names, wanted)}"
     )
 
 
-def _names(path: Path) -> list[str]:
-    """Names of the expansions, as its record says; none where that cannot be read."""
+def refuse_lost_record(path: Path) -> None:
+    """Refuse a folder that is a composed one by its config.json, and has no record.
+
+    Args:
+        path: A folder.
+
+    Raises:
+        CheckpointError: If it is one; its expansions are named.
+    """
+    if (path / COMPOSED_FILE).is_file() or not (names := _names(path, CONFIG_FILE, CONFIG_KEY)):
+        return
+    line = _line("compose", "BASE", "EXTRACT")
+    raise CheckpointError(
+        f"{path}: has no {COMPOSED_FILE}, the record of a composed folder of {', '.join(names)}, expected it. "
+        f"Restore it from where you got the folder, or compose base and extracts again: {line} ... -o COMPOSED"
+    )
+
+
+def _names(path: Path, file: str, *keys: str) -> list[str]:
+    """Names of the expansions, as a file says under some keys; none where that cannot be read."""
     try:
-        content = parse_json(read_bytes(path / COMPOSED_FILE).decode("utf-8"))
+        content = parse_json(read_bytes(path / file).decode("utf-8"))
+        for key in keys:
+            content = content[key]
         return list(map(str, content["expansions"]))
     except (OSError, ValueError, LookupError, TypeError):
         return []

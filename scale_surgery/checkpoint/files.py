@@ -14,10 +14,10 @@ import re
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from scale_surgery.checkpoint.copying import Passing, copy_file, unseen
-from scale_surgery.errors import CheckpointError
+from scale_surgery.errors import CheckpointError, PlanError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -151,6 +151,16 @@ def scratch_folder() -> Iterator[Path]:
         ) from error
 
 
+def check_base_weights(how: str) -> None:
+    """Refuse a way to take files over that there is not: it would pass for another.
+
+    Raises:
+        PlanError: If it is none.
+    """
+    if how not in get_args(BaseWeights):
+        raise PlanError(f"base_weights: is {how!r}, expected one of: {', '.join(get_args(BaseWeights))}.")
+
+
 def take_over(source: Path, file: Path, how: BaseWeights, passing: Passing = unseen) -> bool:
     """Take a file over as a file.
 
@@ -166,7 +176,9 @@ def take_over(source: Path, file: Path, how: BaseWeights, passing: Passing = uns
 
     Raises:
         CheckpointError: If a hard link is asked for across file systems.
+        PlanError: If there is no such way.
     """
+    check_base_weights(how)
     real = source.resolve()
     if file.exists() and (file.stat().st_size == real.stat().st_size):
         return False

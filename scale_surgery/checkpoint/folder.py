@@ -28,7 +28,7 @@ from scale_surgery.checkpoint.names import (
 from scale_surgery.checkpoint.numbering import CONFIG_KEY, Numbering, numbering_of
 from scale_surgery.checkpoint.reading import open_regular, parse_json, places_of_nan, read_bytes
 from scale_surgery.checkpoint.stamps import Stamps, take_stamps
-from scale_surgery.errors import CheckpointError, name_some, shorten
+from scale_surgery.errors import CheckpointError, counted, name_some, shorten
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -127,12 +127,13 @@ def read_config(file: Path) -> dict[str, Any]:
     return config
 
 
-def open_checkpoint(path: Path, config: Mapping[str, Any] | None = None) -> Checkpoint:
+def open_checkpoint(path: Path, config: Mapping[str, Any] | None = None, without: tuple[str, ...] = ()) -> Checkpoint:
     """Read config, index and headers of a checkpoint, and check them against each other.
 
     Args:
         path: Folder with config.json and safetensors weights.
         config: What counts as its config.json where it has none, as what trainers put together of their shares.
+        without: Folders in it that are passed over, whatever has become of them; each ends with a slash.
 
     Returns:
         The checkpoint; no weight has been read.
@@ -141,13 +142,13 @@ def open_checkpoint(path: Path, config: Mapping[str, Any] | None = None) -> Chec
         CheckpointError: If the folder is missing or empty, has no config or no safetensors weights, a shard is
             missing or damaged, or index and shards disagree. Every problem found is listed.
     """
-    files = list_files(path)
+    files = [file for file in list_files(path) if not file.startswith(without)]
     stamps = take_stamps(path / file for file in files)
     refuse_extract(path, files)
     refuse_foreign(path, files)
     config = config if config is not None and CONFIG_FILE not in files else read_config(path / CONFIG_FILE)
     _refuse_other_specs(path, config)
-    shards, declared = _find_shards(path, files)
+    shards, declared = _find_shards(path, files, without)
     tensors, problems = _read_shards(path, shards)
     problems += _index_problems(declared, tensors) if declared is not None and not problems else []
     if not tensors and not problems:
@@ -184,8 +185,8 @@ def boundless(config: Mapping[str, Any], tensors: int) -> list[str]:
     text = config.get("text_config")
     parts = {"": config} | ({"text_config.": text} if isinstance(text, dict) else {})
     return [
-        f"{CONFIG_FILE}: {path}{key} is {part[key]}, found {tensors} tensors in all. Is {CONFIG_FILE} from this "
-        "checkpoint?"
+        f"{CONFIG_FILE}: {path}{key} is {part[key]}, found {counted(tensors, 'tensor')} in all. Is {CONFIG_FILE} from "
+        "this checkpoint?"
         for path, part in parts.items()
         for key in LAYER_KEYS
         if isinstance(part.get(key), int | float) and part[key] > tensors
@@ -213,7 +214,7 @@ def name_tensors(tensors: Mapping[str, TensorInfo], numbering: Numbering | None)
     return {named[stored]: replace(info, name=named[stored], stored_as=stored) for stored, info in tensors.items()}
 
 
-def _find_shards(path: Path, files: list[str]) -> tuple[list[str], dict[str, str] | None]:
+def _find_shards(path: Path, files: list[str], without: tuple[str, ...]) -> tuple[list[str], dict[str, str] | None]:
     # transformers takes model.safetensors before the index when both are there, and so do we
     if SINGLE_FILE in files:
         return [SINGLE_FILE], None
@@ -222,6 +223,7 @@ def _find_shards(path: Path, files: list[str]) -> tuple[list[str], dict[str, str
         if not isinstance(weight_map, dict) or not weight_map:
             raise CheckpointError(f"{INDEX_FILE}: has no weight_map, expected tensor names to shards.")
         _refuse_escapes(weight_map)
+        weight_map = {name: file for name, file in weight_map.items() if not file.startswith(without)}
         return sorted(set(weight_map.values())), weight_map
     raise CheckpointError(_no_weights(path, files))
 

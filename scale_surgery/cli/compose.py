@@ -11,6 +11,7 @@ import click
 
 from scale_surgery.cli.options import as_list, output_options, overwrite_options
 from scale_surgery.cli.outputs import OUTPUT_FOLDER
+from scale_surgery.errors import counted
 
 if TYPE_CHECKING:
     from scale_surgery.composition.record import Mixing
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     "--remove",
     multiple=True,
     metavar="NAME",
-    help="Expansion of BASE, a composed folder, to leave out. Can be repeated.",
+    help="Expansion of BASE, a composed folder, to leave out, damaged or not. Can be repeated.",
 )
 @click.option(
     "--prior",
@@ -77,7 +78,9 @@ def compose_command(
 
     given = (*extracts, *add)
     if names is not None and len(names) != len(given):
-        raise click.UsageError(f"--names gives {len(names)} names for {len(given)} extracts, expected one for each.")
+        raise click.UsageError(
+            f"--names gives {counted(len(names), 'name')} for {counted(len(given), 'extract')}, expected one for each."
+        )
     if names is not None and len(set(names)) < len(names):
         raise click.UsageError(f"--names {','.join(names)}: one name stands twice, expected another for each extract.")
     named = given if names is None else dict(zip(names, given, strict=True))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from scale_surgery.checkpoint.sources import listed
 from scale_surgery.composition.ground import Ground
 from scale_surgery.composition.record import Mixing, mixing_problems
 from scale_surgery.errors import PlanError
@@ -18,18 +19,25 @@ from scale_surgery.surgery.same_base import find_differing, refuse_differing
 ADVICE = "An expansion runs on its own base alone: take it out of the list, or give that base."
 
 
-def named_extracts(extracts: Mapping[str, str | Path] | Sequence[str | Path]) -> dict[str, str | Path]:
+def named_extracts(extracts: Mapping[str, str | Path] | Sequence[str | Path] | str | Path) -> dict[str, str | Path]:
     """Extracts by name; one without a name is called as its folder is.
 
     Raises:
-        PlanError: If two would have the same name.
+        PlanError: If two would have the same name, or one is no folder.
     """
+    given = list(extracts.values()) if isinstance(extracts, Mapping) else listed(extracts)
+    if problems := [
+        f"extracts: {own!r} is no folder, expected the path of one or a Hub id."
+        for own in given
+        if not isinstance(own, str | Path)
+    ]:
+        raise PlanError.from_problems(problems)
     if isinstance(extracts, Mapping):
         return dict(extracts)
-    names = [Path(extract).name for extract in extracts]
+    names = [Path(extract).name for extract in given]
     if len(set(names)) < len(names):
         raise PlanError(f"names: two extracts are called {', '.join(names)}, expected other names. Give names.")
-    return dict(zip(names, extracts, strict=True))
+    return dict(zip(names, given, strict=True))
 
 
 def check_names(

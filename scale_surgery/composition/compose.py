@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from scale_surgery import modeling
-from scale_surgery.checkpoint.files import BaseWeights, take_over, write_json, write_text
+from scale_surgery.checkpoint.files import BaseWeights, check_base_weights, take_over, write_json, write_text
 from scale_surgery.checkpoint.folder import open_checkpoint, read_text
 from scale_surgery.checkpoint.headers import TensorInfo, read_header
 from scale_surgery.checkpoint.names import COMPOSED_FILE, CONFIG_FILE, INDEX_FILE
@@ -60,6 +60,7 @@ class Composed:
         mixing: How the paths are mixed.
         bytes_added: Bytes of all expansions.
         left_out: Files that were not taken along.
+        removed: Expansions of a composed folder that were left out. They may have been damaged; all else was not.
     """
 
     path: Path
@@ -68,6 +69,7 @@ class Composed:
     mixing: Mixing
     bytes_added: int
     left_out: tuple[str, ...]
+    removed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -91,10 +93,10 @@ class Part:
 
 def compose(
     base: str | Path,
-    extracts: Mapping[str, str | Path] | Sequence[str | Path],
+    extracts: Mapping[str, str | Path] | Sequence[str | Path] | str | Path,
     output: str | Path,
     *,
-    remove: Sequence[str] = (),
+    remove: Sequence[str] | str = (),
     mixing: Mixing | None = None,
     base_weights: BaseWeights = "auto",
     overwrite: bool = False,
@@ -104,9 +106,9 @@ def compose(
 
     Args:
         base: The base model, a folder or a Hub id; or a composed folder, whose expansions stay.
-        extracts: Extracts by the names that they get; of a list, each is called as its folder is.
+        extracts: Extracts by the names that they get; one alone, or each of a list, is called as its folder is.
         output: Folder to be.
-        remove: Expansions of a composed folder that are left out.
+        remove: Expansions of a composed folder that are left out, damaged or not; all else must be what was written.
         mixing: How the paths are mixed. Default: all paths alike, a switch rate of 1 %; of a composed folder as there.
         base_weights: How base shards are taken over: "auto", "copy" or "link".
         overwrite: Whether an existing output folder may be replaced.
@@ -121,7 +123,9 @@ def compose(
         PlanError: If a name cannot be had, the numbers make no sense, or an expansion cannot run beside others.
     """
     target, source = Path(output), find_source(base)
-    given, before = open_base(source)
+    check_base_weights(base_weights)
+    remove = (remove,) if isinstance(remove, str) else tuple(dict.fromkeys(remove))
+    given, before = open_base(source, remove)
     wanted = named_extracts(extracts)
     check_names(wanted, remove, () if before is None else before.names, mixing)
     opened = {name: open_extract(extract) for name, extract in wanted.items()}
@@ -132,7 +136,7 @@ def compose(
     added = _bytes_added(source.path, before, remove, opened)
     check_space(target, added + base_bytes(given) * (base_weights == "copy"))
     # what can be known without reading the base was asked before
-    ground = ground_of(source, given, track) if before is None else ground_in(source, given, before, track)
+    ground = ground_of(source, given, track) if before is None else ground_in(source, given, before, remove, track)
     for name, extract in opened.items():
         check_base(name, extract, ground, track)
     parts = _kept_parts(source.path, before, remove)
@@ -147,7 +151,7 @@ def compose(
     with staged(target, state, stamps, overwrite=overwrite) as partial:
         _write(partial, ground, parts, mixing, base_weights, track)
     tensors = {name: len(part.manifest.plan.tensors) for name, part in parts.items()}
-    return Composed(target, ground.base_name, tensors, mixing, added, ground.left_out)
+    return Composed(target, ground.base_name, tensors, mixing, added, ground.left_out, remove)
 
 
 def _new_part(extract: Extract, ground: Ground) -> Part:

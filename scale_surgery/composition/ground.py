@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from scale_surgery.checkpoint.composed import refuse_lost_record
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint, read_text
 from scale_surgery.checkpoint.hashes import hash_all
 from scale_surgery.checkpoint.names import CONFIG_FILE, INDEX_FILE
 from scale_surgery.checkpoint.reading import parse_json
 from scale_surgery.checkpoint.sources import Source
 from scale_surgery.composition.intact import refuse_damaged
-from scale_surgery.composition.record import Composition, is_composition, read_composition
+from scale_surgery.composition.record import Composition, is_composition, read_composed_record, read_rest
 from scale_surgery.planning.base import fingerprint
 from scale_surgery.progress import Track
 from scale_surgery.surgery.config import stored_shard
@@ -61,11 +62,12 @@ class Ground:
         }
 
 
-def open_base(source: Source) -> tuple[Checkpoint, Composition | None]:
+def open_base(source: Source, removed: Sequence[str]) -> tuple[Checkpoint, Composition | None]:
     """Read config and headers of what expansions are composed on; no weight is read.
 
     Args:
         source: A base model, or a composed folder.
+        removed: Expansions of a composed folder that are left out, and not looked at.
 
     Returns:
         The base as a checkpoint of its own; and composed.json, where it lies in a composed folder.
@@ -73,9 +75,10 @@ def open_base(source: Source) -> tuple[Checkpoint, Composition | None]:
     Raises:
         CheckpointError: If it cannot be read.
     """
+    refuse_lost_record(source.path)
     if not is_composition(source.path):
         return open_checkpoint(source.path), None
-    given, record = read_composition(source.path)
+    record, (given, _) = read_composed_record(source.path), read_rest(source.path, removed)
     tensors = {name: given.tensors[name] for name in record.base_tensors if name in given.tensors}
     return replace(given, config=parse_json(record.replaced[CONFIG_FILE]), tensors=tensors), record
 
@@ -107,18 +110,19 @@ def ground_of(source: Source, base: Checkpoint, track: Track) -> Ground:
     return Ground(source.name, source.name, source.revision, base, files, tensors, replaced, base.left_out)
 
 
-def ground_in(source: Source, base: Checkpoint, record: Composition, track: Track) -> Ground:
-    """The base of a composed folder, all of which is checked by its hashes.
+def ground_in(source: Source, base: Checkpoint, record: Composition, removed: Sequence[str], track: Track) -> Ground:
+    """The base of a composed folder, which is checked by its hashes, with all expansions that stay.
 
     Args:
         source: The composed folder.
         base: Config and headers of the base in it.
         record: Its composed.json.
+        removed: Expansions that are left out, and not looked at.
         track: Makes progress bars.
 
     Raises:
         CheckpointError: If the folder is not what was written.
     """
-    refuse_damaged(read_composition(source.path)[0], record, track)
+    refuse_damaged(*read_rest(source.path, removed), track)
     identity = (source.name, record.base_name, record.base_revision)
     return Ground(*identity, base, record.base_files, record.base_tensors, record.replaced, record.left_out, record)

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
-from pathlib import Path
 
 from scale_surgery import modeling
 from scale_surgery.checkpoint.folder import Checkpoint
-from scale_surgery.checkpoint.hashes import hash_all, hash_file
+from scale_surgery.checkpoint.hashes import FileHash, Sums, hash_all, hash_file, tensors_by_file
 from scale_surgery.checkpoint.names import CONFIG_FILE, EXTRACT_FILE
 from scale_surgery.checkpoint.numbering import CONFIG_KEY
 from scale_surgery.checkpoint.reading import parse_json
+from scale_surgery.checkpoint.shards import header_bytes
 from scale_surgery.composition.config import composed_config, config_problems
 from scale_surgery.composition.members import check_header, files_in, manifest_of, stored_name, tensors_of
 from scale_surgery.composition.record import Composition, folder_of
 from scale_surgery.errors import CheckpointError, shorten
 from scale_surgery.progress import Progress, Track, no_progress
 from scale_surgery.surgery.extract_folder import ExtractRecord, name_in_extract, read_record
-from scale_surgery.surgery.intact import tokenizer_problems
+from scale_surgery.surgery.intact import base_problems, tokenizer_problems
 from scale_surgery.surgery.record import Manifest
 from scale_surgery.surgery.renumbered import behind_header, with_length
 
@@ -35,12 +34,14 @@ class Damage:
         expansions: Files and tensors of expansions that are missing, unknown, or not what their extracts held.
         config: Keys of config.json that are not what was written.
         code: Code files that are missing, unknown, or not what was written.
+        hashes: sha256 of each tensor of an expansion that is there.
     """
 
     base: tuple[str, ...]
     expansions: tuple[str, ...]
     config: tuple[str, ...]
     code: tuple[str, ...]
+    hashes: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def problems(self) -> list[str]:
@@ -59,20 +60,25 @@ def find_damage(checkpoint: Checkpoint, record: Composition, advance: Progress =
     Returns:
         Every problem, each naming its tensor or file.
     """
-    base = tuple(_base_problems(checkpoint, record, advance))
+    stored = [file.stored_as for file in record.base_files.values() if file.stored_as is not None]
+    there = [place for place in stored if (checkpoint.path / place).is_file()]
+    base = base_problems(checkpoint, record, hash_all(checkpoint, there, advance))
     expansions: list[str] = []
     manifests: dict[str, Manifest] = {}
+    sums = Sums()
     for name in record.names:
         try:
             manifests[name] = manifest_of(checkpoint.path, name)
-            expansions += _member_problems(checkpoint, record, name, manifests[name], advance)
+            expansions += _member_problems(checkpoint, record, name, manifests[name], sums, advance)
         except CheckpointError as error:
             expansions.append(f"{name}: {error}")
-    complete = len(manifests) == len(record.names)
     expansions += _unknown(checkpoint, record)
-    config = _config_problems(checkpoint, record, manifests) if complete else []
+    # without any expansion, and without what one was planned to be, nobody knows what was written
+    is_known = 0 < len(manifests) == len(record.names)
+    config = _config_problems(checkpoint, record, manifests) if is_known else []
     config += tokenizer_problems(checkpoint, record)
-    return Damage(base, tuple(expansions), tuple(config), tuple(_code_problems(checkpoint, record)))
+    code = tuple(_code_problems(checkpoint, record))
+    return Damage(base, tuple(expansions), tuple(config), code, sums.tensors)
 
 
 def bytes_to_check(checkpoint: Checkpoint, record: Composition) -> int:
@@ -88,42 +94,28 @@ def refuse_damaged(checkpoint: Checkpoint, record: Composition, track: Track) ->
         CheckpointError: If it is not; every problem is named.
     """
     with track("hashes", bytes_to_check(checkpoint, record)) as advance:
-        problems = find_damage(checkpoint, record, advance).problems
-    if problems:
+        found = find_damage(checkpoint, record, advance)
+    if problems := found.problems:
+        cure = ", or leave the expansion out by --remove" if found.expansions else ""
         advice = (
-            f"{checkpoint.path}: is not what was written, so nothing is made of it. Restore what is named; "
+            f"{checkpoint.path}: is not what was written, so nothing is made of it. Restore what is named{cure}; "
             f"scale-surgery verify {checkpoint.path} shows all."
         )
         raise CheckpointError.from_problems([*shorten(problems), advice])
 
 
-def _base_problems(checkpoint: Checkpoint, record: Composition, advance: Progress) -> Iterator[str]:
-    stored = {file.stored_as: name for name, file in record.base_files.items() if file.stored_as is not None}
-    there = [place for place in stored if (checkpoint.path / place).is_file()]
-    sums = hash_all(checkpoint, there, advance)
-    for name, digest in record.base_tensors.items():
-        if sums.tensors.get(name) != digest:
-            found = f"sha256 {sums.tensors[name][:16]}..., expected" if name in sums.tensors else "is missing, expected"
-            yield f"{name}: {found} {digest[:16]}... from composed.json."
-    for place, name in stored.items():
-        if place not in sums.files:
-            yield f"{place}: file is missing, it holds the base's {name}."
-        elif sums.files[place] != record.base_files[name].sha256:
-            yield f"{place}: bytes differ from the base's {name}."
-    for name, text in record.replaced.items():
-        if hashlib.sha256(text.encode("utf-8")).hexdigest() != record.base_files[name].sha256:
-            yield f"composed.json: its text of the base's {name} is not what it was."
-
-
 def _member_problems(
-    checkpoint: Checkpoint, record: Composition, name: str, manifest: Manifest, advance: Progress
+    checkpoint: Checkpoint, record: Composition, name: str, manifest: Manifest, sums: Sums, advance: Progress
 ) -> Iterator[str]:
-    """Files of an expansion that are not what its extract.json says, and another base than that of the folder."""
+    """Files of an expansion that are not what its extract.json says, and another base than that of the folder.
+
+    The sums of its tensors are collected on the way.
+    """
     folder = checkpoint.path / folder_of(name)
     wanted = read_record(folder / EXTRACT_FILE)
     if dict(manifest.base_tensors) != dict(record.base_tensors):
         yield f"{name}: was made on another base than that of this folder."
-    yield from _file_problems(checkpoint.path, record, name, wanted, advance)
+    yield from _file_problems(checkpoint, record, name, wanted, sums, advance)
     member = record.expansions[name]
     planned = {stored_name(name, member, tensor.name): tensor.shape for tensor in manifest.plan.tensors}
     found = {tensor: checkpoint.tensors[tensor].shape for tensor in tensors_of(checkpoint, name)}
@@ -133,33 +125,36 @@ def _member_problems(
 
 
 def _file_problems(
-    path: Path, record: Composition, name: str, wanted: ExtractRecord, advance: Progress
+    checkpoint: Checkpoint, record: Composition, name: str, wanted: ExtractRecord, sums: Sums, advance: Progress
 ) -> Iterator[str]:
-    folder, shards = path / folder_of(name), record.expansions[name].shards
+    path, shards = checkpoint.path, record.expansions[name].shards
     for file, entry in wanted.files.items():
-        stored = folder / name_in_extract(file)
-        if not stored.is_file():
-            yield f"{stored.relative_to(path)}: file is missing."
+        place = f"{folder_of(name)}/{name_in_extract(file)}"
+        if not (path / place).is_file():
+            yield f"{place}: file is missing."
             continue
         if file in shards:
             check_header(path, record, name, file)
-        digest = _hash_as_extracted(stored, shards.get(file), advance)
-        if digest != entry.sha256:
-            yield f"{stored.relative_to(path)}: sha256 {digest[:16]}..., expected {entry.sha256[:16]}..."
+            _hash_as_extracted(checkpoint, place, shards[file], sums, advance)
+        else:
+            sums.files[place] = hash_file(path / place, advance)
+        if sums.files[place] != entry.sha256:
+            yield f"{place}: sha256 {sums.files[place][:16]}..., expected {entry.sha256[:16]}..."
     known = {*map(name_in_extract, wanted.files), *wanted.licences, EXTRACT_FILE}
     unknown = sorted(set(files_in(path, name).sizes) - known)
     yield from (f"{folder_of(name)}/{file}: is no file of this expansion. Take it away." for file in unknown)
 
 
-def _hash_as_extracted(file: Path, header: str | None, advance: Progress) -> str:
-    """sha256 of a file; of a shard, of what it is in the extract."""
-    if header is None:
-        return hash_file(file, advance)
-    digest = hashlib.sha256()
-    for chunk in behind_header(file, with_length(header.encode("utf-8"))):
-        digest.update(chunk)
+def _hash_as_extracted(checkpoint: Checkpoint, place: str, header: str, sums: Sums, advance: Progress) -> None:
+    """sha256 of what a shard is in the extract, and of the tensors in it; each byte is read once."""
+    file, before = checkpoint.path / place, with_length(header.encode("utf-8"))
+    moved = len(before) - len(header_bytes(file))
+    held = [replace(info, offset=info.offset + moved) for info in tensors_by_file(checkpoint).get(place, [])]
+    found = FileHash(held)
+    for chunk in behind_header(file, before):
+        found.update(chunk)
         advance(len(chunk))
-    return digest.hexdigest()
+    found.add_to(sums, place)
 
 
 def _unknown(checkpoint: Checkpoint, record: Composition) -> Iterator[str]:

@@ -9,12 +9,13 @@ composed.json                         sha256 of the base's files and tensors, an
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint, read_json
 from scale_surgery.checkpoint.names import COMPOSED_FILE, CONFIG_FILE, is_inside
+from scale_surgery.checkpoint.numbering import CONFIG_KEY
 from scale_surgery.checkpoint.reading import parse_json
 from scale_surgery.checkpoint.schema import build, in_one_line, misfits
 from scale_surgery.errors import CheckpointError
@@ -120,6 +121,30 @@ def read_composition(path: Path) -> tuple[Checkpoint, Composition]:
     return open_checkpoint(path), record
 
 
+def read_rest(path: Path, removed: Sequence[str]) -> tuple[Checkpoint, Composition]:
+    """Read a composed folder as if some expansions were not in it, whatever has become of these.
+
+    Args:
+        path: The folder.
+        removed: Names of the expansions.
+
+    Returns:
+        The checkpoint, and what composed.json says of the rest; no tensor has been read.
+
+    Raises:
+        CheckpointError: If this is no composed folder, or its record is not one that `compose` wrote.
+    """
+    record = read_composed_record(path)
+    checkpoint = open_checkpoint(path, without=tuple(f"{folder_of(name)}/" for name in removed))
+    specs = dict(checkpoint.config.get(CONFIG_KEY, {}))
+    for key in ("expansions", "renamed"):
+        if isinstance(own := specs.get(key), dict):
+            specs[key] = {name: said for name, said in own.items() if name not in removed}
+    left = {name: member for name, member in record.expansions.items() if name not in removed}
+    config = {**checkpoint.config, CONFIG_KEY: specs}
+    return replace(checkpoint, config=config), replace(record, expansions=left)
+
+
 def read_composed_record(path: Path) -> Composition:
     """Read composed.json alone, whatever has become of the files around it.
 
@@ -144,26 +169,32 @@ def read_composed_record(path: Path) -> Composition:
     return record
 
 
-def mixing_problems(mixing: Mixing, names: Sequence[str]) -> list[str]:
+def mixing_problems(mixing: object, names: Sequence[str]) -> list[str]:
     """Numbers of a router over a base and expansions that make no sense.
 
     Args:
         mixing: The numbers.
         names: Of the expansions.
     """
+    if not isinstance(mixing, Mixing):
+        return [f"mixing: is {mixing!r}, expected scale_surgery.Mixing."]
     problems = []
     for name, called in {"switch_rate": "switch rate", "prune": "prune", "lag": "lag"}.items():
         value = getattr(mixing, name)
         if expected := fields_of(Mixing)[name].expects(value):
             problems.append(f"{called}: is {value}, expected {expected}.")
     prior = mixing.prior
-    if prior is not None and not (
-        len(prior) == len(names) + 1 and all(own > 0 for own in prior) and abs(sum(prior) - 1) <= 1e-6
-    ):
-        found = ", ".join(f"{own:g}" for own in prior)
+    if prior is not None and not _are_weights(prior, len(names) + 1):
+        found = ", ".join(map(str, prior)) if isinstance(prior, list | tuple) else prior
         wanted = f"{len(names) + 1} positive weights of sum 1: the base, {', '.join(names)}"
         problems.append(f"prior: is {found}, expected {wanted}.")
     return problems
+
+
+def _are_weights(prior: Any, count: int) -> bool:
+    """Whether something is as many positive numbers of sum 1."""
+    are_numbers = isinstance(prior, list | tuple) and all(isinstance(own, int | float) for own in prior)
+    return are_numbers and len(prior) == count and all(own > 0 for own in prior) and abs(sum(prior) - 1) <= 1e-6
 
 
 def _content_problems(content: Mapping[str, Any]) -> list[str]:

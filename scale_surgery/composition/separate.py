@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from scale_surgery.checkpoint.files import BaseWeights, take_over
+from scale_surgery.checkpoint.composed import refuse_lost_record
+from scale_surgery.checkpoint.files import BaseWeights, check_base_weights, take_over
 from scale_surgery.checkpoint.staging import check_space, check_target, staged
 from scale_surgery.composition.members import give_out, known_files
 from scale_surgery.composition.record import is_composition, read_composed_record
@@ -41,7 +42,9 @@ def strip(
     Raises:
         CheckpointError: If this is no expanded or composed folder, the output cannot be written, or a file is not what
             it was; then nothing is written, and every such file is named.
+        PlanError: If there is no such way to take files over.
     """
+    check_base_weights(base_weights)
     path, target = Path(expanded), Path(output)
     if not is_composition(path):
         return expanded_base.strip(path, target, base_weights=base_weights, overwrite=overwrite, track=track)
@@ -90,9 +93,11 @@ def extract(
             written; every problem is named.
         PlanError: If a composed folder has no such expansion, or a name is given with one that has no names.
     """
+    check_base_weights(base_weights)
     path, target = Path(expanded), Path(output)
     if is_composition(path):
         return _extract(path, target, name, base_weights, track, overwrite=overwrite)
+    refuse_lost_record(path)
     if name is not None:
         raise PlanError(f"{path}: holds one expansion, which has no name, expected a composed folder. Leave out name.")
     return single.extract(path, target, base_weights=base_weights, overwrite=overwrite, track=track)

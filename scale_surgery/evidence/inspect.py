@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from scale_surgery.checkpoint.composed import refuse_lost_record
 from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.foreign import adopt_line, saved_elsewhere
 from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE
@@ -135,6 +136,7 @@ def inspect(model: str | Path, *, revision: str | None = None, run: RunOptions =
         UnsupportedFamilyError: If its architecture is not supported.
     """
     source, checkpoint = open_model(model, revision)
+    refuse_lost_record(source.path)
     is_composed = is_composition(source.path)
     if CONFIG_KEY in checkpoint.config and checkpoint.manifest is None and needs_own_code(checkpoint.config):
         # the record alone names the base's classes

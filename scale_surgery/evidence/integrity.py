@@ -13,12 +13,14 @@ from scale_surgery.checkpoint.hashes import hash_file, hash_tensors
 from scale_surgery.checkpoint.headers import TensorInfo
 from scale_surgery.checkpoint.names import CONFIG_FILE
 from scale_surgery.checkpoint.reading import differing_keys, parse_json
+from scale_surgery.errors import counted
 from scale_surgery.planning.plan import Plan
 from scale_surgery.planning.tensors import TensorPlan
 from scale_surgery.progress import Progress, no_progress
-from scale_surgery.surgery.intact import base_bytes_to_check, find_damage
+from scale_surgery.running.tokenizer import ASKING_FILES
+from scale_surgery.surgery.intact import added_files, base_bytes_to_check, find_damage
 from scale_surgery.surgery.parts import described_parts, hash_parts, part_readers
-from scale_surgery.surgery.record import Manifest
+from scale_surgery.surgery.record import Manifest, OnBase
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,7 @@ class Integrity:
 
     Attributes:
         base: Base tensors and files that are not what they were, or not the given base's.
+        is_other_base: Whether a base was given that is not the one inside, which is what it was.
         structure: Expansion tensors that are missing, unexpected, of a wrong shape, or where no W12 may be.
         config: Keys of config.json that are not what the expansion wrote.
         code: Code files that are missing, unknown, or not what the expansion wrote.
@@ -41,6 +44,7 @@ class Integrity:
     """
 
     base: tuple[str, ...]
+    is_other_base: bool
     structure: tuple[str, ...]
     config: tuple[str, ...]
     code: tuple[str, ...]
@@ -73,9 +77,11 @@ def check_files(
     damage = find_damage(checkpoint, manifest, advance)
     expansion = hash_parts(checkpoint, manifest, planned, advance)
     differing = [] if base is None else base_differences(parts, damage.hashes, base, advance)
+    other = () if base is None or damage.base else other_base(checkpoint, manifest, base, differing)
     other_keys = [] if base is None else base_config_differences(manifest.replaced[CONFIG_FILE], base)
     return Integrity(
-        base=(*damage.base, *differing),
+        base=(*damage.base, *other, *differing),
+        is_other_base=bool(other),
         structure=damage.structure,
         config=(*damage.config, *other_keys),
         code=damage.code,
@@ -126,11 +132,43 @@ def base_differences(
     return problems
 
 
+def other_base(checkpoint: Checkpoint, record: OnBase, base: Checkpoint, differing: Sequence[str]) -> tuple[str, ...]:
+    """One line that says so, where a given base is not that of a folder; none where it is.
+
+    Args:
+        checkpoint: An expanded or composed folder whose base is what it was.
+        record: Its surgery.json, or composed.json.
+        base: The given base.
+        differing: What `base_differences` found.
+    """
+    if not differing:
+        return ()
+    count, all_of_them = len(differing), len({*record.base_tensors, *base.tensors})
+    others = f"{count} of {counted(all_of_them, 'tensor')} {'is another' if count == 1 else 'are others'}"
+    return (
+        f"{base.path}: is not the base of {checkpoint.path}, {others}. Give the one that it was made on, "
+        f"{record.base_name}, or leave --base out.",
+    )
+
+
 def _described(tensors: Mapping[str, TensorInfo], hashes: Mapping[str, str], name: str) -> str:
     if name not in hashes:
         return "no such tensor"
     info = tensors[name]
     return f"{info.dtype} {list(info.shape)} with sha256 {hashes[name][:16]}..."
+
+
+def asking_warnings(checkpoint: Checkpoint, record: OnBase) -> list[str]:
+    """Files that the base has not, and that decide how a model is asked, a line each.
+
+    Args:
+        checkpoint: An expanded or composed folder.
+        record: Its surgery.json, or composed.json.
+    """
+    return [
+        f"{name}: the base has none. It changes how the model is asked, and no promise is about it."
+        for name in added_files(checkpoint, record, ASKING_FILES)
+    ]
 
 
 def base_config_differences(recorded: str, base: Checkpoint) -> list[str]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.composition.intact import Damage
 from scale_surgery.composition.record import Composition, Mixing
+from scale_surgery.errors import counted
 from scale_surgery.evidence.promises import Promise
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ def judge_composed(
         The promises.
     """
     stored = [checkpoint.tensors[name].bytes for name in record.base_tensors if name in checkpoint.tensors]
-    evidence = f"{len(record.base_tensors)} base tensors, {sum(stored):,} bytes, sha256 compared"
+    evidence = f"{counted(len(record.base_tensors), 'base tensor')}, {sum(stored):,} bytes, sha256 compared"
     base, *expansions = ((), *((),) * len(record.names)) if numbers is None else map(_problems, numbers.paths)
     found = () if numbers is None else problems
     count = len(record.names)
@@ -67,7 +68,7 @@ def judge_composed(
         ),
         _about_paths(
             "paths_as_alone",
-            f"{count} expansion{'s' * (count != 1)}, files as in the extract{'s' * (count != 1)}",
+            f"{counted(count, 'expansion')}, files as in the extract{'s' * (count != 1)}",
             "each ",
             numbers,
             (*damage.expansions, *found, *(line for own in expansions for line in own)),
@@ -83,7 +84,7 @@ def _problems(path: PathNumbers) -> tuple[str, ...]:
 
 def _counting(evidence: str, problems: tuple[str, ...]) -> str:
     count = len(problems)
-    return f"{evidence}; {count} problem{'s' * (count != 1)}" if count else evidence
+    return f"{evidence}; {counted(count, 'problem')}" if count else evidence
 
 
 def _about_paths(
@@ -94,7 +95,7 @@ def _about_paths(
         return Promise(name, True, False if problems else None, f"{evidence}; no model was run", problems)
     others = [path for path in numbers.paths[which] if not path.is_bit_equal]
     equality = f"{each}bit-equal" if not others else f"differ on {', '.join(path.name for path in others)}"
-    how = f"{numbers.tokens} tokens ({numbers.dtype}, {numbers.attention}, {numbers.device})"
+    how = f"{counted(numbers.tokens, 'token')} ({numbers.dtype}, {numbers.attention}, {numbers.device})"
     return Promise(name, True, not problems, f"{evidence}; logits {equality} on {how}", problems)
 
 
@@ -113,7 +114,9 @@ def _bounded_forgetting(record: Composition, numbers: MixtureNumbers | None, gen
         problems += (f"prune {record.mixing.prune:g}: the bound is against the base alone, expected 0.",)
     if numbers is not None:
         problems += general
-        evidence += f"; {numbers.texts} texts lose at most {max(0.0, numbers.excess):.3g} against their best path"
+        lose = "lose" if numbers.texts > 1 else "loses"
+        evidence += f"; {counted(numbers.texts, 'text')} {lose} at most {max(0.0, numbers.excess):.3g} against "
+        evidence += "their best path" if numbers.texts > 1 else "its best path"
         evidence += f", of which rounding explains {numbers.rounding:.2g}" if numbers.excess > bound else ""
         most = bound + each * numbers.longest + numbers.rounding
         if not numbers.excess <= most:

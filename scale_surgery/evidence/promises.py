@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.numbering import CONFIG_KEY, numbering_of
+from scale_surgery.errors import counted
 from scale_surgery.evidence.integrity import Integrity
 from scale_surgery.planning.routing_specs import Routing
 from scale_surgery.running.drift import TOLERANCES
@@ -94,9 +95,9 @@ def _forced(promise: Promise, forced: Mapping[str, Any]) -> Promise:
 
 
 def _recoverable_evidence(integrity: Integrity) -> str:
-    evidence = f"{integrity.base_tensors} base tensors, {integrity.base_bytes:,} bytes, sha256 compared"
+    evidence = f"{counted(integrity.base_tensors, 'base tensor')}, {integrity.base_bytes:,} bytes, sha256 compared"
     count = len(integrity.base)
-    return f"{evidence}; {count} problem{'s' * (count != 1)}" if count else evidence
+    return f"{evidence}; {counted(count, 'problem')}" if count else evidence
 
 
 def _output_at_init(
@@ -176,7 +177,8 @@ def _bounded_forgetting(routing: Routing | None, numbers: Numbers | None, genera
     problems = [] if not each else [f"switch rate {routing.switch_rate:g}: the bound grows with the text, expected 0."]
     if numbers is not None:
         problems += general
-        evidence += f"; {numbers.prompts} prompts lose at most {max(0.0, numbers.excess):.3g}"
+        lose = "loses" if numbers.prompts == 1 else "lose"
+        evidence += f"; {counted(numbers.prompts, 'prompt')} {lose} at most {max(0.0, numbers.excess):.3g}"
         most = bound + each * numbers.longest + numbers.rounding
         if not numbers.excess <= most:
             problems.append(f"a prompt loses {numbers.excess:.3g} nats, expected at most {most:.3g}.")
@@ -191,4 +193,4 @@ def _holds(problems: list[str], numbers: Numbers | None) -> bool | None:
 
 def _equality(is_equal: bool, drift: float, numbers: Numbers) -> str:
     found = "bit-equal" if is_equal else f"differ by {drift:.3g}"
-    return f"{found} on {numbers.tokens} tokens ({numbers.dtype}, {numbers.attention}, {numbers.device})"
+    return f"{found} on {counted(numbers.tokens, 'token')} ({numbers.dtype}, {numbers.attention}, {numbers.device})"

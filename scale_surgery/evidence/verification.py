@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from scale_surgery.evidence.path_probes import MixtureNumbers
     from scale_surgery.running.probe import Numbers
 
+# why no model is run beside a base that is not the folder's
+OTHER_BASE = "the given base is another one"
+
 
 @dataclass(frozen=True)
 class Verification:
@@ -33,8 +36,9 @@ class Verification:
         trained_tensors: How many did.
         promises: Every promise.
         required: Promises that decide `passed`.
-        problems: Problems that no promise covers: code, structure, recorded facts, loading, token ids.
-        warnings: What a user should know before running the folder's own code; does not decide `passed`.
+        problems: Problems that no promise covers: code, structure, tokenizer, recorded facts, loading, token ids.
+        warnings: What a user should know before running the folder's own code or asking the model; does not decide
+            `passed`.
         numbers: What the probe prompts showed, or None where they were not run.
         passed: Whether all is as required.
         fingerprint: sha256 over what the model computes with, tensors, router and code; what the result is about.
@@ -42,7 +46,8 @@ class Verification:
         versions: Versions that were used.
         machine: Processor architecture and system.
         not_run: Why no model was run, or None.
-        recorded: Whether the result stands in the folder's record, surgery.json or composed.json.
+        recorded: Whether it stands in the folder's record, surgery.json or composed.json: this result, or one of the
+            same bytes that says more.
         mixing: How the paths of a composed folder are mixed; None of an expanded one.
         mixture: What the probe prompts showed of a composed folder, or None.
     """
@@ -75,6 +80,20 @@ class Verification:
         # JSON has no NaN: a drift that is none becomes the text "NaN"
         plain: dict[str, Any] = plain_json(content)
         return plain
+
+
+def says_more(recorded: Mapping[str, Any] | None, found: Verification) -> bool:
+    """Whether a recorded verification ran a model with the same bytes, and another one ran none and found no fault.
+
+    Args:
+        recorded: The last verification in the folder's record.
+        found: The other.
+    """
+    # of a folder that was given another base than its own nothing is said
+    if recorded is None or found.not_run is None or not (found.passed or found.not_run == OTHER_BASE):
+        return False
+    has_run = recorded.get("numbers") is not None or recorded.get("mixture") is not None
+    return has_run and recorded.get("fingerprint") == found.fingerprint
 
 
 def decide(

@@ -16,10 +16,12 @@ hold. A trained model no longer claims `output_at_init`.
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from scale_surgery.checkpoint.composed import refuse_composed
 from scale_surgery.checkpoint.files import write_json
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
 from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE
@@ -27,16 +29,16 @@ from scale_surgery.checkpoint.reading import parse_json
 from scale_surgery.checkpoint.sources import find_source
 from scale_surgery.composition.record import is_composition
 from scale_surgery.errors import CheckpointError, PlanError
-from scale_surgery.evidence.integrity import Integrity, bytes_to_check, check_files
+from scale_surgery.evidence.integrity import Integrity, asking_warnings, bytes_to_check, check_files
 from scale_surgery.evidence.path_promises import COMPOSED_PROMISES
 from scale_surgery.evidence.promises import PROMISES, judge
 from scale_surgery.evidence.recorded_facts import fact_problems
-from scale_surgery.evidence.verification import Verification, circumstances, decide
+from scale_surgery.evidence.verification import OTHER_BASE, Verification, circumstances, decide, says_more
 from scale_surgery.evidence.verify_composed import verify_composed
 from scale_surgery.progress import Track, no_track
 from scale_surgery.running.loading import needs_own_code
 from scale_surgery.running.options import Probes, RunOptions
-from scale_surgery.surgery.parts import described_parts, link_base
+from scale_surgery.surgery.parts import link_base
 from scale_surgery.surgery.record import Manifest, check_numbering, read_manifest, routing_of
 
 if TYPE_CHECKING:
@@ -75,22 +77,23 @@ def verify(
 
     Raises:
         CheckpointError: If this is no expanded checkpoint, or it or the base cannot be read.
+        PlanError: If a promise is asked for that no such folder makes, or a composed one is to run in less memory than
+            it takes.
     """
     path = Path(expanded)
     _check_promises(path, required)
     if is_composition(path):
-        given = open_checkpoint(find_source(base, revision).path) if base is not None else None
+        given = _open_base(path, base, revision)
         return verify_composed(path, given, probes, required, run, track, record=record)
     checkpoint, manifest = open_checkpoint(path), read_manifest(path)
     check_numbering(checkpoint, manifest)
-    given = open_checkpoint(find_source(base, revision).path) if base is not None else None
+    given = _open_base(path, base, revision)
     with track("bytes", bytes_to_check(checkpoint, manifest, given)) as advance:
         integrity = check_files(checkpoint, manifest, given, advance)
     is_unknown = needs_own_code(parse_json(manifest.replaced[CONFIG_FILE])) and not run.trust_remote_code
     facts = () if is_unknown else fact_problems(checkpoint, manifest, run)
     numbers = None
-    is_comparable = given is None or _same_shapes(checkpoint, manifest, given)
-    reason = "files only" if probes is None else _why_not(integrity, is_comparable, run)
+    reason = "files only" if probes is None else _why_not(integrity, run)
     if reason is None and is_unknown:
         reason = "the base has code of its own; --trust-remote-code runs it"
     if reason is None and manifest.fused is not None and given is None:
@@ -99,6 +102,25 @@ def verify(
         numbers = _run_probes(checkpoint, manifest, given, probes, run, track)
     result = replace(_judge(checkpoint, manifest, integrity, numbers, facts, required), not_run=reason)
     return replace(result, recorded=record and _record(path, manifest, result))
+
+
+def _open_base(path: Path, base: str | Path | None, revision: str | None) -> Checkpoint | None:
+    """The base that was given, if any; a folder that is none, or the one that is verified, is refused."""
+    if base is None:
+        return None
+    source = find_source(base, revision)
+    if source.path.resolve() == path.resolve():
+        raise CheckpointError(
+            f"--base: is {base}, the folder that is verified, expected its base model. Leave it out: the base "
+            "inside is compared with the hashes that were recorded."
+        )
+    given = open_checkpoint(source.path)
+    refuse_composed(source.path, "a base model")
+    if given.manifest is not None:
+        raise CheckpointError(
+            f"{base}: is expanded already, expected a base model. Take its base out: scale-surgery strip {base} -o BASE"
+        )
+    return given
 
 
 def _check_promises(path: Path, required: tuple[str, ...]) -> None:
@@ -118,12 +140,12 @@ def _what_it_is(name: str, kind: str) -> str:
     return f"is none that a folder makes which is {kind}" if name in (*PROMISES, *COMPOSED_PROMISES) else "is unknown"
 
 
-def _why_not(integrity: Integrity, is_comparable: bool, run: RunOptions) -> str | None:
+def _why_not(integrity: Integrity, run: RunOptions) -> str | None:
     """Why no model is to be run, or None where nothing speaks against it."""
     if not integrity.is_loadable:
         return "tensors are missing or damaged"
-    if not is_comparable:
-        return "the given base has tensors of other names or shapes"
+    if integrity.is_other_base:
+        return OTHER_BASE
     if run.trust_remote_code or not (integrity.code or integrity.foreign_code or integrity.config):
         return None
     if integrity.code or integrity.config:
@@ -132,19 +154,14 @@ def _why_not(integrity: Integrity, is_comparable: bool, run: RunOptions) -> str 
 
 
 def _record(path: Path, manifest: Manifest, result: Verification) -> bool:
+    if says_more(manifest.verification, result):
+        return True
     try:
         write_json(path / MANIFEST_FILE, asdict(replace(manifest, verification=result.to_json())))
     except (OSError, CheckpointError):
         # a model that is read-only, or has something in the way of the new surgery.json, can be verified too
         return False
     return True
-
-
-def _same_shapes(checkpoint: Checkpoint, manifest: Manifest, given: Checkpoint) -> bool:
-    """Whether the given base's tensors have the names and shapes of the base inside an expanded checkpoint."""
-    parts = described_parts(checkpoint, manifest)
-    inside = {name: parts[name].shape for name in manifest.base_tensors if name in parts}
-    return inside == {name: info.shape for name, info in given.tensors.items()}
 
 
 def _run_probes(
@@ -198,16 +215,20 @@ def _judge(
         promises=promises,
         required=decisive,
         problems=problems,
-        warnings=tuple(
-            f"{file}: {_origin(file, manifest)}. Read it before you let it run with trust_remote_code; without, "
-            f"{'no model of this base' if manifest.plan.architecture.own_code else 'the code of this program'} runs."
-            for file in integrity.unreleased_code
-        ),
+        warnings=(*_code_warnings(manifest, integrity), *asking_warnings(checkpoint, manifest)),
         numbers=numbers,
         passed=passed,
         fingerprint=integrity.fingerprint,
         **circumstances(),
     )
+
+
+def _code_warnings(manifest: Manifest, integrity: Integrity) -> Iterator[str]:
+    """What a user should know before running the folder's own code."""
+    without = "no model of this base" if manifest.plan.architecture.own_code else "the code of this program"
+    for file in integrity.unreleased_code:
+        origin = _origin(file, manifest)
+        yield f"{file}: {origin}. Read it before you let it run with trust_remote_code; without, {without} runs."
 
 
 def _origin(file: str, manifest: Manifest) -> str:

@@ -12,15 +12,15 @@ from pathlib import Path
 from scale_surgery import modeling
 from scale_surgery.checkpoint.files import write_json
 from scale_surgery.checkpoint.folder import Checkpoint
-from scale_surgery.checkpoint.hashes import hash_file, hash_tensors
+from scale_surgery.checkpoint.hashes import hash_file
 from scale_surgery.checkpoint.names import COMPOSED_FILE, CONFIG_FILE, EXTRACT_FILE
 from scale_surgery.composition.intact import Damage, bytes_to_check, find_damage
 from scale_surgery.composition.members import manifest_of, stored_name
 from scale_surgery.composition.record import Composition, folder_of, read_composition
-from scale_surgery.errors import CheckpointError
-from scale_surgery.evidence.integrity import base_config_differences, base_differences
+from scale_surgery.errors import CheckpointError, PlanError
+from scale_surgery.evidence.integrity import asking_warnings, base_config_differences, base_differences, other_base
 from scale_surgery.evidence.path_promises import judge_composed
-from scale_surgery.evidence.verification import Verification, circumstances, decide
+from scale_surgery.evidence.verification import OTHER_BASE, Verification, circumstances, decide, says_more
 from scale_surgery.progress import Progress, Track
 from scale_surgery.running.options import Probes, RunOptions
 from scale_surgery.surgery.parts import link_files
@@ -42,14 +42,18 @@ def verify_composed(
 
     Raises:
         CheckpointError: If this is no composed folder, or it or its base cannot be read.
+        PlanError: If its models are to run in less memory than they take.
     """
     checkpoint, written = read_composition(path)
+    if probes is not None:
+        _check_memory(checkpoint, run)
     total = bytes_to_check(checkpoint, written)
     total += 0 if given is None else sum(info.bytes for info in given.tensors.values())
     with track("bytes", total) as advance:
-        damage = _find_damage(checkpoint, written, given, advance)
-        trained = _trained(checkpoint, written, damage, advance)
-    reason = "files only" if probes is None else _why_not(checkpoint, written, given, damage, run)
+        inside = find_damage(checkpoint, written, advance)
+        damage, is_other = _beside(inside, checkpoint, written, given, advance)
+    trained = _trained(checkpoint, written, damage)
+    reason = "files only" if probes is None else _why_not(checkpoint, written, damage, is_other, run)
     numbers = None
     if reason is None and probes is not None:
         from scale_surgery.evidence.path_probes import probe_paths
@@ -71,10 +75,10 @@ def verify_composed(
         promises=promises,
         required=decisive,
         problems=problems,
-        warnings=tuple(_warnings(checkpoint, written)),
+        warnings=(*_code_warnings(checkpoint, written), *asking_warnings(checkpoint, written)),
         numbers=None,
         passed=passed,
-        fingerprint=_fingerprint(path, written, damage),
+        fingerprint=_fingerprint(path, written, inside),
         **circumstances(),
         not_run=reason,
         mixing=written.mixing,
@@ -83,18 +87,31 @@ def verify_composed(
     return replace(result, recorded=record and _record(path, written, result))
 
 
-def _find_damage(checkpoint: Checkpoint, record: Composition, given: Checkpoint | None, advance: Progress) -> Damage:
-    """What files show, beside a given base too."""
-    damage = find_damage(checkpoint, record, advance)
+def _check_memory(checkpoint: Checkpoint, run: RunOptions) -> None:
+    """Refuse a number of bytes that somebody gave and that cannot be kept to; nothing is streamed here."""
+    size = sum(info.bytes for info in checkpoint.tensors.values())
+    if run.memory_bytes != RunOptions().memory_bytes and size > run.memory_bytes and run.placed().device == "cpu":
+        raise PlanError(
+            f"--memory: is {run.memory_bytes:,} bytes, expected at least {size:,}: the paths of a composed model run "
+            "side by side, so it is in memory whole. Give more, leave it out, or check --files-only."
+        )
+
+
+def _beside(
+    damage: Damage, checkpoint: Checkpoint, record: Composition, given: Checkpoint | None, advance: Progress
+) -> tuple[Damage, bool]:
+    """What files show beside a given base too; and whether that is another one than the base inside."""
     if given is None:
-        return damage
+        return damage, False
     there = {name: record.base_tensors[name] for name in record.base_tensors if name in checkpoint.tensors}
     differing = base_differences(checkpoint.tensors, there, given, advance)
+    other = () if damage.base else other_base(checkpoint, record, given, differing)
     config = base_config_differences(record.replaced[CONFIG_FILE], given)
-    return replace(damage, base=(*damage.base, *differing), config=(*damage.config, *config))
+    found = replace(damage, base=(*damage.base, *other, *differing), config=(*damage.config, *config))
+    return found, bool(other)
 
 
-def _trained(checkpoint: Checkpoint, record: Composition, damage: Damage, advance: Progress) -> int:
+def _trained(checkpoint: Checkpoint, record: Composition, damage: Damage) -> int:
     """How many tensors of expansions changed since these were made; 0 where files are damaged."""
     if damage.expansions:
         return 0
@@ -103,25 +120,23 @@ def _trained(checkpoint: Checkpoint, record: Composition, damage: Damage, advanc
         for name in record.names
         for tensor, digest in manifest_of(checkpoint.path, name).expansion_tensors.items()
     }
-    hashes = hash_tensors(checkpoint, list(started), advance)
-    return sum(digest != started[name] for name, digest in hashes.items())
+    return sum(damage.hashes[name] != digest for name, digest in started.items())
 
 
 def _why_not(
-    checkpoint: Checkpoint, record: Composition, given: Checkpoint | None, damage: Damage, run: RunOptions
+    checkpoint: Checkpoint, record: Composition, damage: Damage, is_other: bool, run: RunOptions
 ) -> str | None:
     """Why no model is to be run, or None where nothing speaks against it."""
-    inside = {name: checkpoint.tensors[name].shape for name in record.base_tensors if name in checkpoint.tensors}
-    if damage.expansions or len(inside) < len(record.base_tensors):
+    if damage.expansions or not record.base_tensors.keys() <= checkpoint.tensors.keys():
         return "tensors are missing or damaged"
-    if given is not None and inside != {name: info.shape for name, info in given.tensors.items()}:
-        return "the given base has tensors of other names or shapes"
+    if is_other:
+        return OTHER_BASE
     if run.trust_remote_code or not (damage.code or damage.config):
         return None
     return "code or config.json is not what was written"
 
 
-def _warnings(checkpoint: Checkpoint, record: Composition) -> Iterator[str]:
+def _code_warnings(checkpoint: Checkpoint, record: Composition) -> Iterator[str]:
     """What a user should know before running the folder's own code."""
     for file in checkpoint.side_files:
         if file.endswith(".py") and not modeling.is_ours(Path(file).name, hash_file(checkpoint.path / file)):
@@ -145,6 +160,8 @@ def _fingerprint(path: Path, record: Composition, damage: Damage) -> str:
 
 
 def _record(path: Path, record: Composition, result: Verification) -> bool:
+    if says_more(record.verification, result):
+        return True
     try:
         write_json(path / COMPOSED_FILE, asdict(replace(record, verification=result.to_json())))
     except (OSError, CheckpointError):

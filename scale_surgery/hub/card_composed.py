@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from scale_surgery.errors import counted
 from scale_surgery.evidence.composition_summary import CompositionSummary
 from scale_surgery.hub.card_sections import CardFacts, promised, python_lines
 from scale_surgery.hub.markdown import Markdown, code, joined, table
@@ -30,8 +31,9 @@ def composed_body(facts: CardFacts, held: CompositionSummary) -> str:
 
 def _opening(facts: CardFacts, held: CompositionSummary) -> str:
     own_card = f"; its own card is [{facts.base_file}]({facts.base_file})" if facts.base_file else ""
+    count = counted(len(held.expansions), "expansion")
     return (
-        f"# {facts.repo.rpartition('/')[2]}\n\nA language model and {len(held.expansions)} expansions of it, composed "
+        f"# {facts.repo.rpartition('/')[2]}\n\nA language model and {count} of it, composed "
         f"with `scale-surgery`: each learned by itself, and a router weighs {len(held.expansions) + 1} paths, the base "
         f"and every expansion, by how well each has predicted the text so far. Base: {facts.base}{own_card}."
     )

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from scale_surgery.errors import counted
 from scale_surgery.evidence.rehearsed import rehearsed_text, rehearsed_texts
 from scale_surgery.hub.markdown import Markdown, code, joined, link, table
 from scale_surgery.planning.method import Method
@@ -135,7 +136,7 @@ def _drift_rows(drift: Mapping[str, Any] | None) -> list[tuple[str, str]]:
     if drift is None:
         return []
     differ = "bit-equal" if drift["is_bit_equal"] else f"differ by at most {drift['drift']:.3g}"
-    found = f"{differ} on {drift['tokens']} tokens ({drift['dtype']})"
+    found = f"{differ} on {counted(drift['tokens'], 'token')} ({drift['dtype']})"
     return [("logits against the model it was merged from", found)]
 
 
@@ -186,7 +187,7 @@ def _evaluated(facts: CardFacts) -> str:
             f"{text} text",
             f"{measured[f'{side}_nats_per_token']:.4f}",
             _share(measured.get(f"{side}_accuracy")),
-            f"{change} {measured[change]:+.4f}",
+            f"{change} {measured[change]:+z.4f}",
         )
         for side, text, change in (("old", "old", "forgetting"), ("new", "new", "learning"))
         if f"{side}_nats_per_token" in measured and change in measured

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from scale_surgery.checkpoint.composed import refuse_lost_record
 from scale_surgery.checkpoint.files import as_json, write_json
 from scale_surgery.checkpoint.folder import open_checkpoint, read_json
 from scale_surgery.checkpoint.foreign import saved_elsewhere
@@ -255,6 +256,7 @@ def _find_form(path: Path, names: list[str]) -> Form:
     for file, form in forms.items():
         if file in names:
             return form
+    refuse_lost_record(path)
     if CONFIG_FILE in names and CONFIG_KEY in (config := read_json(path / CONFIG_FILE)):
         raise CheckpointError(saved_elsewhere(path, config))
     raise CheckpointError(

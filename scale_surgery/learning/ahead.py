@@ -24,6 +24,7 @@ from scale_surgery.planning.plan import Plan
 from scale_surgery.running.context import choose_length, context_of
 from scale_surgery.running.device import choose_device
 from scale_surgery.running.tokenizer import need_tokenizer
+from scale_surgery.training.settings import TrainingSettings
 
 if TYPE_CHECKING:
     from torch import device as Device
@@ -89,6 +90,7 @@ class Sizes:
     added: int
     forward: float
     reached: float
+    carries_base: bool
     layers: int
     hidden: int
     vocabulary: int
@@ -164,6 +166,7 @@ def _sizes(work: Work, checkpoint: Checkpoint, plan: Plan) -> Sizes:
         added=added,
         forward=1 + (costs.forward_factor - 1) * share,
         reached=(layers - first) / layers,
+        carries_base=plan.variant in plan.method.preserving,
         layers=layers,
         hidden=plan.sizes.hidden,
         vocabulary=plan.sizes.vocabulary,
@@ -204,9 +207,7 @@ def _seconds(work: Work, sizes: Sizes) -> dict[str, float]:
     steps = training.steps or max(1, math.ceil(tokens["learn"] * training.epochs / step))
     pilot_tokens = min(recipe.pilot.tokens, 4 * tokens["learn"])
     measured = tokens["new aside"] + tokens["old aside"]
-    back = sizes.forward * (1 + 2 * sizes.reached)
-    # the base's predictions cost one more pass, and the base writes token by token
-    rehearsed = (back + 1) * training.rehearsed_rows / training.batch_size if training.rehearse else 0.0
+    # the base writes token by token
     written = training.rehearsal_samples * sizes.length if training.rehearses_itself else 0
     ahead = {
         "texts-new": sizes.text_bytes / 2e7,
@@ -214,7 +215,8 @@ def _seconds(work: Work, sizes: Sizes) -> dict[str, float]:
         "layers": min(60 * recipe.pilot.minutes, passes(pilot_tokens, 3)) + passes(tokens["old aside"], 6) + loading,
         "expand": sizes.expand_seconds + copying,
         # ten measurements during the run
-        "train": steps * (step * forward * (back + rehearsed) + 3 * training.gradient_accumulation * overhead)
+        "train": steps
+        * (step * forward * passes_of_a_step(sizes, training) + 3 * training.gradient_accumulation * overhead)
         + passes(measured, 12 * sizes.forward)
         + passes(written, 2)
         + loading
@@ -226,6 +228,19 @@ def _seconds(work: Work, sizes: Sizes) -> dict[str, float]:
         "report": CHECKING_PASSES * (loading + passes(162, 1)),
     }
     return ahead
+
+
+def passes_of_a_step(sizes: Sizes, training: TrainingSettings) -> float:
+    """Forward passes of the base that a training step is as long as, over the tokens to learn.
+
+    Args:
+        sizes: Numbers of the model and of the plan.
+        training: How it is trained.
+    """
+    back = sizes.forward * (1 + 2 * sizes.reached)
+    # the base's predictions come from the same forward where its stream stays the base's, else from one more
+    beside = back if sizes.carries_base else back + 1
+    return back + (beside * training.rehearsed_rows / training.batch_size if training.rehearse else 0.0)
 
 
 def _products_per_second(sizes: Sizes, work: Work) -> float:

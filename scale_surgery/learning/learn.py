@@ -16,23 +16,24 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from scale_surgery.checkpoint.beside import locked
 from scale_surgery.checkpoint.composed import refuse_composed
-from scale_surgery.checkpoint.files import plain_json, temporary_of, write_json
-from scale_surgery.checkpoint.folder import Checkpoint, read_json
+from scale_surgery.checkpoint.files import temporary_of
+from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.names import JOB_FILE
 from scale_surgery.checkpoint.sources import open_model
 from scale_surgery.deriving.planned import make_plan
 from scale_surgery.errors import CheckpointError, DataError, SurgeryError, TrainingError
 from scale_surgery.learning.ahead import Ahead, look_ahead
 from scale_surgery.learning.hold_out import text_files
+from scale_surgery.learning.job_record import Record, check_there, gone_since, take_up
 from scale_surgery.learning.learned import Learned, StageDone, rows_of, warnings_of
 from scale_surgery.learning.presets import Facts, with_preset
-from scale_surgery.learning.recipe import Recipe, differences, make_recipe, values_of
+from scale_surgery.learning.recipe import Recipe, make_recipe, values_of
 from scale_surgery.learning.recipe_file import PRESET, write_recipe
 from scale_surgery.learning.stages import Kept, Stage, Work, chosen_request, stages_of
 from scale_surgery.learning.token_count import count_tokens
@@ -47,26 +48,7 @@ from scale_surgery.running.tokenizer import need_tokenizer
 RECIPE_FILE, PAGE_FILE, LOCK = "recipe.yaml", "learn.html", "job"
 # what there may be before learn.json is: the lock, and learn.json half written
 BEFORE = {f".{LOCK}.lock", temporary_of(Path(JOB_FILE)).name}
-FORMAT = 1
 GO_ON = "Type the same line again to go on."
-
-
-@dataclass
-class Record:
-    """What learn.json holds: recipe, files read, what stages kept, their seconds, and whether another job has to go."""
-
-    file: Path
-    recipe: Mapping[str, Any]
-    read: Mapping[str, Any]
-    kept: dict[str, Kept] = field(default_factory=dict)
-    done: dict[str, Mapping[str, Any]] = field(default_factory=dict)
-    seconds: float = 0.0
-    clears: bool = False
-
-    def write(self) -> None:
-        """Write it, whole or not at all."""
-        content = {own.name: getattr(self, own.name) for own in fields(self) if own.name != "file"}
-        write_json(self.file, plain_json({"format": FORMAT, **content}))
 
 
 @dataclass(frozen=True)
@@ -137,11 +119,12 @@ def prepare(recipe: Recipe, output: str | Path, *, overwrite: bool = False, trac
     read = _stamp_texts(recipe)
     record = Record(folder / JOB_FILE, values_of(recipe), read, clears=overwrite)
     if record.file.is_file() and not overwrite:
-        record = _continue(record, recipe)
+        record = take_up(record, recipe)
     checkpoint, made = _plan_ahead(recipe, record.kept, track)
     problems = _route_problems(made) if recipe.route else []
     work = Work(recipe, folder, recipe.route and not problems)
     stages = tuple(stages_of(work))
+    check_there(work, stages, record)
     notes = [f"no router: {problem}" for problem in problems]
     return Job(work, stages, look_ahead(work, stages, checkpoint, made, record.kept, notes), record, started)
 
@@ -169,8 +152,8 @@ def learn(
     Raises:
         PlanError: If the recipe does not fit the model.
         DataError: If texts cannot be read, or there is too little.
-        CheckpointError: If the model cannot be read, the folder belongs to something else or to another recipe, or the
-            disk has no room.
+        CheckpointError: If the model cannot be read, the folder belongs to something else or to another recipe, what an
+            earlier run made is gone, or the disk has no room.
         TrainingError: If the job was interrupted, or training had to stop.
     """
     return run(prepare(recipe, output, overwrite=overwrite, track=track), told=told, track=track)
@@ -201,7 +184,10 @@ def _run(job: Job, told: Told, track: Track) -> Learned:
                 record.seconds = before + time.monotonic() - job.started
                 record.write()
                 told.ends(stage.name, result)
-    return _describe(job, record.done)
+    done = _describe(job, record.done)
+    gone = [*gone_since(job.stages, record).values(), *([] if done.page.is_file() else [done.page])]
+    said = [f"gone since the job was done: {', '.join(map(str, gone))}."] if gone else []
+    return replace(done, warnings=(*done.warnings, *said))
 
 
 def _clear(record: Record) -> None:
@@ -309,27 +295,6 @@ def _stamp_texts(recipe: Recipe) -> dict[str, list[int]]:
     if missing:
         raise DataError.from_problems(missing)
     return {str(file): [file.stat().st_size, file.stat().st_mtime_ns] for file in text_files(given)}
-
-
-def _continue(record: Record, recipe: Recipe) -> Record:
-    """Take up what an earlier run of the same recipe did."""
-    found = read_json(record.file)
-    problems = []
-    if found.get("format") != FORMAT or not found.keys() >= {own.name for own in fields(Record)} - {"file"}:
-        problems.append(f"{record.file}: is of another release of this program, or was changed.")
-    else:
-        changed = list(differences(recipe, found["recipe"]))
-        problems += [f"{record.file.parent}: was begun with {difference}." for difference in changed]
-        problems += [
-            f"{name}: has changed since {record.file.parent} was begun."
-            for name, stamp in record.read.items()
-            if found["read"].get(name) != stamp
-        ]
-    if problems:
-        raise CheckpointError.from_problems(
-            [*problems, "Choose another folder with -o, or begin anew with --overwrite."]
-        )
-    return replace(record, **{name: found[name] for name in ("kept", "done", "seconds", "clears")})
 
 
 def _plan_ahead(recipe: Recipe, kept: Mapping[str, Kept], track: Track) -> tuple[Checkpoint, Plan]:

@@ -45,7 +45,7 @@ def resolve_collaboration(
             f"--collaborative-layers {request.collaborative_layers}: {', '.join(map(str, outside))} not among the "
             f"expanded layers, which are {format_layers(layers)}. Choose among those, or add to --layers."
         )
-    problems += _sealed_problems(layers, chosen, groups, widths)
+    problems += _sealed_problems(request, layers, chosen, groups, widths)
     problems += [] if problems else _idle_problems(architecture, chosen, groups, widths)
     return Collaboration(chosen, groups), problems
 
@@ -69,8 +69,8 @@ def _preserve_problems(request: Request, widths: Widths) -> list[str]:
     problems = []
     if widths.up_width == 0:
         problems.append(
-            "--up-width is 0 with --variant preserve: without an up stream, W12 is the only way out of the new "
-            "heads and the new inner features, and preserve has none. Use --variant adapt, or an --up-width."
+            f"{no_up_stream(request)} with --variant preserve: without an up stream, W12 is the only way out of the "
+            "new heads and the new inner features, and preserve has none. Use --variant adapt, or an --up-width."
         )
     for option, value in (
         ("--collaborative-layers", request.collaborative_layers),
@@ -81,22 +81,33 @@ def _preserve_problems(request: Request, widths: Widths) -> list[str]:
     return problems
 
 
+def no_up_stream(request: Request) -> str:
+    """What left no up stream: the width that was asked for, or the heads from which it follows.
+
+    Args:
+        request: A request whose up width is 0.
+    """
+    if request.up_width is None and request.up_kv_heads == 0:
+        return "--up-kv-heads is 0 (and so the up width, which is that of the new heads)"
+    return "--up-width is 0"
+
+
 def _sealed_problems(
-    layers: tuple[int, ...], chosen: tuple[int, ...], groups: tuple[str, ...], widths: Widths
+    request: Request, layers: tuple[int, ...], chosen: tuple[int, ...], groups: tuple[str, ...], widths: Widths
 ) -> list[str]:
     if widths.up_width:
         return []
     problems = []
     if set(layers) - set(chosen):
         problems.append(
-            f"--up-width is 0: --collaborative-layers names {format_layers(chosen)}, expected every expanded layer, "
-            f"{format_layers(layers)}. Leave the option out."
+            f"{no_up_stream(request)}: --collaborative-layers names {format_layers(chosen)}, expected every expanded "
+            f"layer, {format_layers(layers)}. Leave the option out."
         )
     missing = [group for group in _needed_groups(widths) if group not in groups]
     if missing:
         problems.append(
-            f"--up-width is 0 and --collaborate leaves out {' and '.join(missing)}: what is added there would have "
-            "no way out. Use --collaborate both, or add nothing there."
+            f"{no_up_stream(request)} and --collaborate leaves out {' and '.join(missing)}: what is added there would "
+            "have no way out. Use --collaborate both, or add nothing there."
         )
     return problems
 

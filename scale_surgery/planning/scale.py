@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from scale_surgery.errors import PlanError
+from scale_surgery.errors import PlanError, counted
 from scale_surgery.fields import Range
 from scale_surgery.planning.added import NewTensor, new_tensors
 from scale_surgery.planning.architecture import Block, Kind, Sizes
 from scale_surgery.planning.base import Base
-from scale_surgery.planning.collaboration import resolve_collaboration
+from scale_surgery.planning.collaboration import no_up_stream, resolve_collaboration
 from scale_surgery.planning.method import Method, Resolved
 from scale_surgery.planning.selection import format_layers, select_layers
 from scale_surgery.planning.specs import Spec, Widths, build_specs
@@ -74,7 +74,7 @@ class Scale(Method):
             problems.append(str(error))
         widths = _resolve_widths(sizes, request)
         problems += _width_problems(sizes, request, widths)
-        problems += _sealed_layers(base, layers, widths)
+        problems += _sealed_layers(base, request, layers, widths)
         collaboration, found = resolve_collaboration(base.architecture, request, layers, widths)
         problems += found
         if problems:
@@ -112,7 +112,7 @@ class Scale(Method):
         """Whether what writes into the base stream and into the logits is still zero."""
         if not changed:
             return "W12 and head up part are zero"
-        return f"{changed} tensor{'s' * (changed != 1)} of W12 and the head's up part left zero"
+        return f"{counted(changed, 'tensor')} of W12 and the head's up part left zero"
 
     def rows(self, plan: Plan) -> list[tuple[str, str]]:
         """Collaboration, widths and initialisation."""
@@ -249,7 +249,7 @@ def _width_problems(sizes: Sizes, request: Request, widths: Widths) -> list[str]
     return problems
 
 
-def _sealed_layers(base: Base, layers: tuple[int, ...], widths: Widths) -> list[str]:
+def _sealed_layers(base: Base, request: Request, layers: tuple[int, ...], widths: Widths) -> list[str]:
     """Layers that would get nothing, for want of heads and inner features, or of an MLP beside blocks that stay."""
     if not any(asdict(widths).values()):
         return []
@@ -262,8 +262,8 @@ def _sealed_layers(base: Base, layers: tuple[int, ...], widths: Widths) -> list[
             "it there is nothing to add. Give an --up-inner-width, or other --layers."
         ]
     return [
-        f"--up-width is 0: layers {format_layers(closed)} have neither attention that can be given new heads nor an "
-        "MLP that can be made wider, so there is nothing to add. Give an --up-width, or other --layers."
+        f"{no_up_stream(request)}: layers {format_layers(closed)} have neither attention that can be given new heads "
+        "nor an MLP that can be made wider, so there is nothing to add. Give an --up-width, or other --layers."
     ]
 
 

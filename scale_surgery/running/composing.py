@@ -35,7 +35,8 @@ def check_name(name: str, known: Collection[str]) -> None:
     """
     from torch import nn
 
-    if not name.isidentifier() or iskeyword(name) or name == "base" or hasattr(nn.ModuleDict(), name):
+    is_word = isinstance(name, str) and name.isidentifier()
+    if not is_word or iskeyword(name) or name == "base" or hasattr(nn.ModuleDict(), name):
         raise PlanError(
             f"name: is {name!r}, expected letters, digits and underscores, no digit first, and no word of Python's or "
             "ours. Choose another, such as medicine."

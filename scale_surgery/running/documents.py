@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from scale_surgery.checkpoint.reading import HALF_A_CHARACTER
-from scale_surgery.errors import MOST_LINES, DataError, shorten
+from scale_surgery.errors import MOST_LINES, DataError, counted, shorten
 from scale_surgery.progress import Progress, no_progress
 from scale_surgery.running.saved_datasets import read_rows
 from scale_surgery.running.sources import TextSource, parse_source
@@ -159,7 +159,7 @@ def _from_rows(source: TextSource, advance: Progress) -> Iterator[Document]:
     more = 0
     for number, row in enumerate(rows, start=1):
         if number % ROWS_TOLD == 0:
-            advance(0, f"{number:,} rows")  # of a dataset nobody knows how many bytes they are
+            advance(0, counted(number, "row"))  # of a dataset nobody knows how many bytes they are
         names = _fields_of(row, source.column)
         if names is not None:
             yield from _documents([row[name] for name in names], f"{where} {number}", is_question=names == QUESTION)

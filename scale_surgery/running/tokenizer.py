@@ -23,6 +23,19 @@ from scale_surgery.running.options import RunOptions
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
+# what else decides token ids, or what images are turned into
+VOCABULARY_FILES = (
+    "added_tokens.json",
+    "special_tokens_map.json",
+    "merges.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tekken.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+)
+# what decides how a model is asked and continued, whatever it computes
+ASKING_FILES = ("chat_template.jinja", "chat_template.json", "generation_config.json")
 # what a call of a tokenizer leaves behind in it
 CHANGED_BY_CALLS = ("truncation", "padding")
 # files that a tokenizer in Python may be made of, and those among them that are the model's

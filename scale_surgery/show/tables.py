@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from scale_surgery.errors import counted
 from scale_surgery.planning.architecture import Sizes
 from scale_surgery.planning.methods import METHODS
 from scale_surgery.planning.selection import format_layers
@@ -72,7 +73,7 @@ def render_inspection(found: Inspection, model: str | None = None) -> Renderable
         ("dtype", found.dtype),
         ("head", "tied to the embedding" if sizes.is_tied else "its own tensor"),
         ("parameters", f"{found.parameters_stored:,} stored, {found.parameters_unique:,} unique"),
-        ("shards", f"{len(found.shards)}, {found.tensors} tensors, {format_bytes(found.bytes)}"),
+        ("shards", f"{len(found.shards)}, {counted(found.tensors, 'tensor')}, {format_bytes(found.bytes)}"),
     ]
     rows += [("not taken along", ", ".join(found.left_out))] if found.left_out else []
     if found.composition is not None:
@@ -196,7 +197,7 @@ def render_training(done: Training) -> RenderableType:
         if f"{side}_nats_per_token" in measured:
             accuracy = f", accuracy {measured[f'{side}_accuracy']:.1%}" if f"{side}_accuracy" in measured else ""
             loss = f"{measured[f'{side}_nats_per_token']:.4f} nats per token{accuracy}"
-            rows.append((f"{side} text", f"{loss}; {change} {measured[change]:+.4f}"))
+            rows.append((f"{side} text", f"{loss}; {change} {measured[change]:+z.4f}"))
     rows += [("not taken along", ", ".join(done.left_out))] if done.left_out else []
     rows.append(("curves", str(done.curves)))
     following = [(NEXT, verify_command(done.path))]
@@ -207,16 +208,13 @@ def render_training(done: Training) -> RenderableType:
 
 def render_outlook(outlook: Outlook) -> RenderableType:
     """What a training run will do, before its first step."""
+    texts, tokens = counted(outlook.sequences, "sequence"), counted(outlook.tokens, "token")
     rows = [
-        ("texts", f"{_sequences(outlook.sequences)}, {outlook.tokens:,} tokens to learn, {_times(outlook.passes)}"),
+        ("texts", f"{texts}, {tokens} to learn, {_times(outlook.passes)}"),
         ("steps", f"{outlook.steps:,}, the learning rate rises in {outlook.warmup_steps:,} of them"),
     ]
     rows += [("rehearses", outlook.rehearses)] if outlook.rehearses else []
     return Group(facts("to train", rows), *render_warnings(outlook.warnings), Text())
-
-
-def _sequences(count: int) -> str:
-    return f"{count:,} sequence{'' if count == 1 else 's'}"
 
 
 def _times(passes: float) -> str:
@@ -232,7 +230,7 @@ def _loss_rows(done: Training) -> list[tuple[str, str]]:
     change = done.change
     if change is None:
         return []
-    which = "the new text" if change.text == "new" else f"{_sequences(change.sequences)} to learn"
+    which = "the new text" if change.text == "new" else f"{counted(change.sequences, 'sequence')} to learn"
     before = "unknown" if change.before is None else f"{change.before:.4f}"
     return [("loss", f"{before} before, {change.after:.4f} after (nats per token, {which})")]
 
@@ -254,11 +252,12 @@ def render_evaluation(result: Evaluation) -> RenderableType:
 
 def _render_side(title: str, change: str, rows: list[tuple[str, Measurement, float | None]]) -> RenderableType:
     first = rows[0][1]
-    counts = f"{first.scored:,} tokens scored" + (f", {first.questions:,} questions" if first.questions else "")
+    asked = f", {counted(first.questions, 'question')}" if first.questions else ""
+    counts = f"{counted(first.scored, 'token')} scored{asked}"
     table = NamedRows(["loss", "perplexity", *(["accuracy"] if first.questions else []), change])
     for name, found, value in rows:
         accuracy = [] if found.accuracy is None else [f"{found.accuracy:.1%}"]
         # equal to the last bit is more than equal to four digits
-        gained = "" if value is None else "0" if value == 0 else f"{value:+.4f}"
+        gained = "" if value is None else "0" if value == 0 else f"{value:+z.4f}"
         table.add_row(name, f"{found.nats_per_token:.4f}", f"{found.perplexity:.4g}", *accuracy, gained)
     return Group(heading(title, f"{counts}; losses in nats per token"), table)

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from scale_surgery.composition.paths import MixedPaths
+from scale_surgery.errors import counted
 from scale_surgery.show.commands import command, verify_command
 from scale_surgery.show.layout import NEXT
 from scale_surgery.show.tables import facts, plain_table
@@ -27,7 +28,7 @@ DIFFERENT = 0.1
 def render_calibration(result: Calibration, *, details: bool = False) -> RenderableType:
     """What a sweep found: base, adapt path, present and best setting, those to choose from, and short prompts."""
     shown = list(result.outcomes) if details else choose_shown(result)
-    some = f"{len(shown)} of {len(result.outcomes)} settings"
+    some = f"{len(shown)} of {counted(len(result.outcomes), 'setting')}"
     return Group(
         _render_heading(result),
         _render_outcomes(result, shown),
@@ -83,7 +84,8 @@ def _differs(one: Outcome, other: Outcome, reach: Sequence[float]) -> bool:
 
 def _render_heading(result: Calibration) -> RenderableType:
     sides = [
-        f"{side} text: {found.scored:,} tokens" + (f", {found.questions:,} questions" if found.questions else "")
+        f"{side} text: {counted(found.scored, 'token')}"
+        + (f", {counted(found.questions, 'question')}" if found.questions else "")
         for side, found in (("old", result.base.old), ("new", result.base.new))
     ]
     router = result.present.routing

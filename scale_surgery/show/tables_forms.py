@@ -6,12 +6,12 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from rich.console import RenderableType
+from rich.console import Group, RenderableType
 
-from scale_surgery.errors import name_some
+from scale_surgery.errors import counted, name_some
 from scale_surgery.show.commands import command, verify_command
 from scale_surgery.show.layout import NEXT
-from scale_surgery.show.tables import facts, format_bytes
+from scale_surgery.show.tables import facts, format_bytes, render_warnings
 
 if TYPE_CHECKING:
     from scale_surgery.composition.compose import Composed
@@ -55,7 +55,7 @@ def _drift_rows(drift: Drift) -> list[tuple[str, str]]:
     same = drift.generation_agreement
     greedy = "nothing was generated" if same is None else f"greedy continuation {same:.1%}"
     return [
-        ("drift", f"{found} ({drift.dtype}, {drift.device}, {drift.tokens} tokens)"),
+        ("drift", f"{found} ({drift.dtype}, {drift.device}, {counted(drift.tokens, 'token')})"),
         ("of the largest", f"{drift.share:.2g}, at most {drift.tolerance:g} passes for rounding"),
         ("same next token", f"{drift.top1_agreement:.1%}; {greedy}"),
         ("KL divergence", f"{drift.kl_divergence:.2g} nats per token"),
@@ -68,7 +68,7 @@ def render_extracted(done: Extracted) -> RenderableType:
     shards = sum(size for name, size in done.files.items() if name.endswith(".safetensors"))
     rows = [
         ("written", str(done.path)),
-        ("expansion", f"{done.tensors} tensors, {format_bytes(shards)}"),
+        ("expansion", f"{counted(done.tensors, 'tensor')}, {format_bytes(shards)}"),
         ("base", f"{_base(done.base_name, done.base_revision)}, {format_bytes(done.base_bytes)} that stay out"),
     ]
     rows += [("licences", ", ".join(done.licences))] if done.licences else []
@@ -85,6 +85,8 @@ def render_composed(done: Composed) -> RenderableType:
         ("paths", f"{len(done.expansions) + 1}: the base, {', '.join(done.expansions)}"),
         ("router", done.mixing.description),
     ]
+    if done.removed:
+        rows.append(("taken out", f"{', '.join(done.removed)}; all else is what was written, by sha256"))
     rows += [("not taken along", name_some(done.left_out))] if done.left_out else []
     rows.append((NEXT, verify_command(done.path)))
     return facts("composed", rows)
@@ -101,7 +103,7 @@ def render_applied(done: Applied) -> RenderableType:
         ("base", _base(done.base_name, done.base_revision)),
         ("its tensors", tensors),
         ("its files", files),
-        ("expansion", f"{done.expansion_tensors} tensors"),
+        ("expansion", counted(done.expansion_tensors, "tensor")),
         ("shards", f"{format_bytes(done.bytes_written)} written"),
     ]
     if done.foreign_code:
@@ -117,7 +119,7 @@ def _base(name: str, revision: str | None) -> str:
 
 def render_adopted(done: Adopted) -> RenderableType:
     """What `adopt` wrote."""
-    steps = "" if done.steps is None else f", after {done.steps:,} steps"
+    steps = "" if done.steps is None else f", after {counted(done.steps, 'step')}"
     rows = [
         ("written", str(done.path)),
         ("base", done.base_name),
@@ -128,8 +130,11 @@ def render_adopted(done: Adopted) -> RenderableType:
     rows += [("settings", text) for text in done.other_settings]
     rows += [("recorded", f"numbers of {name_some(done.read)}")] if done.read else []
     rows += [("not read", name_some(done.not_read))] if done.not_read else []
-    rows += [("shards", f"{format_bytes(done.bytes_written)} written"), (NEXT, verify_command(done.path))]
-    return facts("adopted", rows)
+    rows.append(("shards", f"{format_bytes(done.bytes_written)} written"))
+    following = (NEXT, verify_command(done.path))
+    if not done.other_computation:
+        return facts("adopted", [*rows, following])
+    return Group(facts("adopted", rows), *render_warnings(done.other_computation), facts("", [following]))
 
 
 def _compared(done: Adopted) -> str:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from scale_surgery.errors import counted
 from scale_surgery.show.commands import running_command, verify_command
 from scale_surgery.show.layout import NEXT, NamedRows, heading, sentence
 from scale_surgery.show.tables import (
@@ -93,7 +94,7 @@ def render_result(name: str, result: Any) -> RenderableType | None:
 def render_held_out(done: HeldOut) -> RenderableType:
     """What text was set aside."""
     rows = [
-        (part, f"{count:,} document{'s' * (count != 1)}, {done.characters[part]:,} characters")
+        (part, f"{counted(count, 'document')}, {done.characters[part]:,} characters")
         for part, count in done.documents.items()
     ]
     return facts("set aside", [("written", str(done.path)), *rows])
@@ -108,7 +109,7 @@ def _side(side: Side | None) -> tuple[str, str, str]:
     if side is None:
         return "", "", ""
     accuracy = "" if side.accuracy is None else f"{side.accuracy:.1%}"
-    return f"{side.loss:.4f}", "" if side.change is None else f"{side.change:+.4f}", accuracy
+    return f"{side.loss:.4f}", "" if side.change is None else f"{side.change:+z.4f}", accuracy
 
 
 def render_learned(learned: Learned) -> RenderableType:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from scale_surgery.errors import counted
 from scale_surgery.planning.routing_specs import path_problems
 from scale_surgery.planning.selection import format_layers
 from scale_surgery.planning.stock import fused_problems
@@ -42,7 +43,7 @@ def plan_rows(plan: Plan) -> list[tuple[str, str]]:
         ("parameters", f"+{costs.parameters_added:,} on {costs.parameters_before:,} ({share:.1%})"),
         ("in one layer", f"+{costs.parameters_per_layer:,}" + (" at most" if is_mixed else "")),
         *_outside_layers(plan),
-        ("bytes", f"+{format_bytes(costs.bytes_added)} in {_shards(len(plan.shards))}"),
+        ("bytes", f"+{format_bytes(costs.bytes_added)} in {counted(len(plan.shards), 'new shard')}"),
         ("forward cost", f"x {costs.forward_factor:.3f}"),
         ("training reaches", _reach(plan)),
         ("estimates", f"{format_seconds(costs.seconds)}, {format_bytes(costs.peak_memory_bytes)} peak memory"),
@@ -58,10 +59,6 @@ def _added_by_layer(plan: Plan) -> dict[int, int]:
         if tensor.layer is not None:
             added[tensor.layer] += tensor.elements
     return added
-
-
-def _shards(count: int) -> str:
-    return f"{count} new shard{'s' * (count != 1)}"
 
 
 def _outside_layers(plan: Plan) -> list[tuple[str, str]]:

@@ -10,6 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from scale_surgery.errors import counted
 from scale_surgery.planning.methods import DEFAULT_METHOD, METHODS
 from scale_surgery.planning.request import Request, complete
 from scale_surgery.show.tables import facts, format_bytes, format_seconds, plain_table
@@ -41,7 +42,7 @@ def _render_pilot(result: Ranking) -> RenderableType:
     budget = pilot.budget
     rows = [
         ("trained", f"{TRAINED[pilot.settings.trains]}, {pilot.trained_parameters:,} of {result.parameters:,}"),
-        ("text", f"{pilot.tokens:,} tokens, {_passes(pilot.passes)}"),
+        ("text", f"{counted(pilot.tokens, 'token')}, {_passes(pilot.passes)}"),
         ("loss", f"{pilot.first_loss:.3f} nats per token in the first steps, {pilot.last_loss:.3f} in the last"),
         ("took", f"{_count(budget.pilots, budget.steps)}, {format_seconds(pilot.seconds)}{memory}"),
     ]
@@ -50,14 +51,14 @@ def _render_pilot(result: Ranking) -> RenderableType:
 
 def render_budget(budget: PilotBudget) -> RenderableType:
     """What pilots will read, and how long that takes: said before the first step."""
-    read = f"{budget.tokens:,} tokens, {_passes(budget.passes)}"
+    read = f"{counted(budget.tokens, 'token')}, {_passes(budget.passes)}"
     time = "" if budget.seconds is None else f"; about {format_seconds(budget.seconds)}"
     cut = " (fewer, for --minutes)" if budget.is_cut else ""
     return facts("", [("ahead", f"{_count(budget.pilots, budget.steps)}{cut}, {read}{time}")])
 
 
 def _count(pilots: int, steps: int) -> str:
-    return f"{steps} steps" if pilots == 1 else f"{pilots} pilots of {steps} steps"
+    return counted(steps, "step") if pilots == 1 else f"{pilots} pilots of {counted(steps, 'step')}"
 
 
 def _passes(passes: float) -> str:

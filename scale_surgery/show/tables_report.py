@@ -10,6 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from scale_surgery.errors import counted
 from scale_surgery.evidence.rehearsed import rehearsed_text
 from scale_surgery.evidence.report_records import Norms, TensorChange, add_norms
 from scale_surgery.planning.methods import METHODS
@@ -81,11 +82,11 @@ def describe_measured(report: Report) -> Iterator[tuple[str, str]]:
     for side, change in (("old", "forgetting"), ("new", "learning")):
         if change in report.measured:
             loss = report.measured[f"{side}_nats_per_token"]
-            yield change, f"{report.measured[change]:+.4f} nats per token on {side} text, to {loss:.4f}"
+            yield change, f"{report.measured[change]:+z.4f} nats per token on {side} text, to {loss:.4f}"
 
 
 def _run(run: Mapping[str, Any]) -> str:
-    steps = f"{run['steps']:,} steps" if "steps" in run else "steps not known"
+    steps = counted(run["steps"], "step") if "steps" in run else "steps not known"
     said = rehearsed_text(run)
     rehearsed = f", rehearsed on {said}" if said else ""
     return f"{steps}, by another trainer" if "adopted" in run else f"{steps}{rehearsed}"
@@ -111,7 +112,9 @@ def _facts(report: Report) -> RenderableType:
     rows += describe_measured(report)
     rows.append(("base stream", "no model was run" if report.streams is None else describe_streams(report.streams)))
     if report.streams is not None:
-        rows.append(("read", f"{report.streams.source}: {report.streams.tokens:,} tokens, {report.streams.dtype}"))
+        rows.append(
+            ("read", f"{report.streams.source}: {counted(report.streams.tokens, 'token')}, {report.streams.dtype}")
+        )
     return facts(report.path.name, rows)
 
 

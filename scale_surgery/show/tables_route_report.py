@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.text import Text
 
+from scale_surgery.errors import counted
 from scale_surgery.show.answers import Legend, has_colour, make_marks
 from scale_surgery.show.layout import NamedRows, heading, sentence
 from scale_surgery.show.path_colours import Colouring, choose_colours
@@ -67,7 +68,7 @@ def _file(file: FileRoute[Any, Any], colouring: Colouring | None = None) -> Iter
             yield Tokens(document.place_in(file.file), document.tokens[:left], colouring)
         left -= len(document.tokens)
     if left < 0:
-        yield Text(f"... {-left:,} more tokens; -o FILE.html or FILE.jsonl shows all", style="dim")
+        yield Text(f"... {counted(-left, 'more token')}; -o FILE.html or FILE.jsonl shows all", style="dim")
 
 
 def _totals(report: RouteReport) -> RenderableType:

@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from scale_surgery.errors import shorten
+from scale_surgery.errors import counted, shorten
 from scale_surgery.show.layout import NamedRows, heading, sentence
 from scale_surgery.show.tables import facts, plain_table, render_composition, render_warnings
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from scale_surgery.evidence.path_probes import MixtureNumbers, PathNumbers
     from scale_surgery.evidence.promises import Promise
     from scale_surgery.evidence.verification import Verification
-    from scale_surgery.running.probe import Layer
+    from scale_surgery.running.probe import Layer, Numbers
 
 
 def render_verification(result: Verification) -> RenderableType:
@@ -29,7 +29,8 @@ def render_verification(result: Verification) -> RenderableType:
     parts += [sentence(f"problem: {problem}", "red") for problem in _problems(result)]
     parts += render_warnings(result.warnings)
     word = Text("verified", style="bold green") if result.passed else Text("NOT verified", style="bold red")
-    state = "untrained" if result.state == "initial" else f"trained ({_counted(result.trained_tensors)} changed)"
+    changed = counted(result.trained_tensors, "tensor")
+    state = "untrained" if result.state == "initial" else f"trained ({changed} changed)"
     router = result.routing or result.mixing
     kind = result.variant if router is None else f"{result.variant}, routed ({router.description})"
     return Group(*parts, Text(), word + sentence(f"  {kind}, {state}, base {result.base_name}"))
@@ -52,8 +53,9 @@ def render_held(held: CompositionSummary) -> RenderableType:
     return Group(*found, render_composition(held))
 
 
-def _counted(tensors: int) -> str:
-    return f"{tensors} tensor{'s' * (tensors != 1)}"
+def _read(numbers: Numbers | MixtureNumbers) -> str:
+    kind, note = ("token", "") if numbers.is_text else ("random id", " (no tokenizer)")
+    return counted(numbers.tokens, kind) + note
 
 
 def verdict(promise: Promise, is_required: bool) -> Text:
@@ -68,10 +70,9 @@ def verdict(promise: Promise, is_required: bool) -> Text:
 
 
 def _problems(result: Verification) -> list[str]:
-    found = list(result.problems)
-    for promise in result.promises:
-        if promise.name in result.required and not promise.holds:
-            found += promise.problems
+    # what concerns the base comes first: the rest may follow from it
+    broken = [promise for promise in result.promises if promise.name in result.required and not promise.holds]
+    found = [*(line for promise in broken for line in promise.problems), *result.problems]
     return shorten(list(dict.fromkeys(found)), ending="; -o FILE.json writes all")
 
 
@@ -84,10 +85,9 @@ def _render_numbers(result: Verification) -> RenderableType:
     # a drift that is no number is the worst
     worst = max(numbers.layers, key=lambda layer: math.inf if math.isnan(layer.drift) else layer.drift)
     lowest = min((layer.cosine for layer in numbers.layers), key=lambda cosine: -2 if math.isnan(cosine) else cosine)
-    kind = "tokens" if numbers.is_text else "random ids (no tokenizer)"
     how = f"{numbers.dtype}, {numbers.attention}, {numbers.device}"
     rows = [
-        ("probes", f"{numbers.prompts} prompts, {numbers.tokens} {kind}, {how}"),
+        ("probes", f"{counted(numbers.prompts, 'prompt')}, {_read(numbers)}, {how}"),
         ("logits", "bit-equal" if numbers.is_bit_equal else f"drift {numbers.drift:.3g}"),
         ("KL divergence", f"{numbers.kl_divergence:.3g} nats per token"),
         ("top-1 agreement", f"{numbers.top1_agreement:.1%}"),
@@ -120,20 +120,19 @@ def _continuation(numbers: Any) -> str:
     cached, uncached = numbers.generation_equal, numbers.uncached_equal
     with_cache = "the base's tokens" if cached else "other tokens than the base's"
     without = "too" if cached == uncached else "the base's tokens" if uncached else "other tokens than the base's"
-    return f"greedy, {numbers.new_tokens} tokens: {with_cache}; without KV cache {without}"
+    return f"greedy, {counted(numbers.new_tokens, 'token')}: {with_cache}; without KV cache {without}"
 
 
 def _render_mixture(numbers: MixtureNumbers) -> RenderableType:
     """Each path beside the model that it is alone, and what the mixture loses."""
-    kind = "tokens" if numbers.is_text else "random ids (no tokenizer)"
     how = f"{numbers.dtype}, {numbers.attention}, {numbers.device}"
     rounding = f", rounding explains {numbers.rounding:.2g}"
     rows = [
-        ("probes", f"{numbers.prompts} prompts, {numbers.tokens} {kind}, {how}"),
-        ("mixture", f"{numbers.texts} texts of up to {numbers.longest} tokens"),
-        ("worst loss", f"{numbers.excess:.3g} nats against the best path{rounding}: {numbers.worst}"),
+        ("probes", f"{counted(numbers.prompts, 'prompt')}, {_read(numbers)}, {how}"),
+        ("mixture", f"{counted(numbers.texts, 'text')} of up to {counted(numbers.longest, 'token')}"),
+        ("worst loss", f"{numbers.excess:z.3g} nats against the best path{rounding}: {numbers.worst}"),
     ]
-    table = NamedRows(["chosen by name", "beside the others", f"{numbers.new_tokens} greedy tokens"], name="path")
+    table = NamedRows(["chosen by name", "beside the others", counted(numbers.new_tokens, "greedy token")], name="path")
     for path in numbers.paths:
         drifts = ("bit-equal" if own == 0 else f"drift {own:.3g}" for own in (path.drift, path.drift_beside))
         table.add_row(path.name, *drifts, _greedy(path))

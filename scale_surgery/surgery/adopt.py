@@ -48,7 +48,7 @@ from scale_surgery.surgery.record import (
 )
 from scale_surgery.surgery.route import with_router
 from scale_surgery.surgery.same_base import hash_base
-from scale_surgery.surgery.saved import Saved, Trained, check_specs, fit, open_saved, other_settings
+from scale_surgery.surgery.saved import Saved, Trained, check_specs, fit, open_saved, other_computation, other_settings
 from scale_surgery.surgery.saved_values import Compared, compare_base, new_entries, rounded_dtypes
 
 
@@ -67,7 +67,9 @@ class Adopted:
         steps: Optimizer steps, where the trainer left their number.
         read: Files of the trainer of which numbers were recorded.
         not_read: Files of the trainer that were not read.
-        other_settings: What the saved config.json has otherwise; what the trained model had stays.
+        other_settings: What was saved otherwise and changes no number of the model; what the trained model had stays.
+        other_computation: Keys of the saved config.json with which it computed otherwise; what the trained model had
+            stays here too.
         bytes_written: Bytes of shards that were written.
     """
 
@@ -82,6 +84,7 @@ class Adopted:
     read: tuple[str, ...]
     not_read: tuple[str, ...]
     other_settings: tuple[str, ...]
+    other_computation: tuple[str, ...]
     bytes_written: int
 
 
@@ -134,7 +137,7 @@ def adopt(
     match = fit(found, trained)
     base_hashes = hash_base(trained.checkpoint, track) if wide is None else wide.manifest.base_tensors
     compared = compare_base(found, trained, match, base_hashes, track)
-    settings = tuple(other_settings(found, trained))
+    settings, computation = tuple(other_settings(found, trained)), tuple(other_computation(found, trained))
     if wide is not None:
         refuse_damaged(wide.checkpoint, wide.manifest, track)
     check_space(target, _needed_bytes(trained, wide, base_weights))
@@ -161,6 +164,7 @@ def adopt(
         read=found.left.read,
         not_read=found.left.not_read,
         other_settings=settings,
+        other_computation=computation,
         bytes_written=written + trained.plan.costs.bytes_added,
     )
 

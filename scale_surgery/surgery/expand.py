@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from scale_surgery.checkpoint.files import BaseWeights, write_tensors
+from scale_surgery.checkpoint.files import BaseWeights, check_base_weights, write_tensors
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
 from scale_surgery.checkpoint.sources import Source, find_source
 from scale_surgery.checkpoint.staging import check_space, check_target, staged
@@ -79,6 +79,7 @@ def expand(
         PlanError: If the plan or the request does not fit the model.
         CheckpointError: If the model cannot be read or the output cannot be written.
     """
+    check_base_weights(base_weights)
     planned = None if isinstance(plan_or_request, Request) else plan_or_request
     # a branch of the Hub may have moved since the plan was made: its commit is what was planned
     source = find_source(model, (planned.base_revision if planned else None) or revision)

@@ -11,12 +11,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from scale_surgery.checkpoint.folder import Checkpoint, read_config, read_tensor
-from scale_surgery.checkpoint.hashes import hash_all, hash_file
+from scale_surgery.checkpoint.hashes import Sums, hash_all, hash_file
 from scale_surgery.checkpoint.reading import differing_keys, parse_json
 from scale_surgery.errors import CheckpointError, shorten
 from scale_surgery.planning.tensors import TensorPlan
 from scale_surgery.progress import Progress, Track, no_progress
-from scale_surgery.running.tokenizer import TOKENIZER_CONFIG_FILE
+from scale_surgery.running.tokenizer import TOKENIZER_CONFIG_FILE, TOKENIZER_FILES, VOCABULARY_FILES
 from scale_surgery.surgery.config import config_problems
 from scale_surgery.surgery.joining import joined_tensors
 from scale_surgery.surgery.parts import described_parts, hash_parts
@@ -65,7 +65,7 @@ def find_damage(checkpoint: Checkpoint, manifest: Manifest, advance: Progress = 
     files, hashes = _hash_base(checkpoint, manifest, advance)
     missing = _damaged(checkpoint, manifest, planned)
     return Damage(
-        base=(*_tensor_problems(manifest, hashes), *_file_problems(checkpoint, manifest, files)),
+        base=base_problems(checkpoint, manifest, Sums(files, hashes)),
         structure=(*missing, *_unexpected_tensors(checkpoint, manifest, planned)),
         missing=tuple(missing),
         config=(*config_problems(manifest, checkpoint.config), *tokenizer_problems(checkpoint, manifest)),
@@ -129,34 +129,51 @@ def _hash_base(checkpoint: Checkpoint, manifest: Manifest, advance: Progress) ->
     return files, {name: found[name] for name in manifest.base_tensors if name in found}
 
 
-def _tensor_problems(manifest: Manifest, hashes: Mapping[str, str]) -> list[str]:
+def base_problems(checkpoint: Checkpoint, record: OnBase, sums: Sums) -> tuple[str, ...]:
+    """Tensors and files of a base that are not what they were.
+
+    Args:
+        checkpoint: The expanded or composed folder.
+        record: Its surgery.json, or composed.json.
+        sums: sha256 of the base's files, by the names that they are stored under, and of its tensors; of those that are
+            there.
+
+    Returns:
+        Every problem, each naming its tensor or file.
+    """
+    return (*_tensor_problems(record, sums.tensors), *_file_problems(checkpoint, record, sums.files))
+
+
+def _tensor_problems(record: OnBase, hashes: Mapping[str, str]) -> list[str]:
     problems = []
-    for name, digest in manifest.base_tensors.items():
+    for name, digest in record.base_tensors.items():
         if name not in hashes:
             problems.append(f"{name}: base tensor is missing.")
         elif hashes[name] != digest:
-            problems.append(f"{name}: sha256 {hashes[name][:16]}..., expected {digest[:16]}... from surgery.json.")
+            problems.append(
+                f"{name}: sha256 {hashes[name][:16]}..., expected {digest[:16]}... from {record.record_file}."
+            )
     return problems
 
 
-def _file_problems(checkpoint: Checkpoint, manifest: Manifest, hashes: Mapping[str, str]) -> list[str]:
+def _file_problems(checkpoint: Checkpoint, record: OnBase, hashes: Mapping[str, str]) -> list[str]:
     problems = []
     # the bytes of a fused model's shards are known by the tensors that they were
-    joined = manifest.joined_shards
-    for name, file in manifest.base_files.items():
+    joined = record.joined_shards
+    for name, file in record.base_files.items():
         if file.stored_as in joined:
             continue
         if file.stored_as is None:
-            if hashlib.sha256(manifest.replaced[name].encode("utf-8")).hexdigest() != file.sha256:
-                problems.append(f"surgery.json: its text of the base's {name} is not what it was.")
+            if hashlib.sha256(record.replaced[name].encode("utf-8")).hexdigest() != file.sha256:
+                problems.append(f"{record.record_file}: its text of the base's {name} is not what it was.")
         elif file.stored_as not in hashes:
             problems.append(f"{file.stored_as}: file is missing, it holds the base's {name}.")
         elif hashes[file.stored_as] != file.sha256:
             problems.append(f"{file.stored_as}: bytes differ from the base's {name}.")
-    stored = {file.stored_as for file in manifest.base_files.values()}
-    if manifest.fused is not None:
+    stored = {file.stored_as for file in record.base_files.values()}
+    if joined:
         return problems
-    shards = {checkpoint.tensors[name].file for name in manifest.base_tensors if name in checkpoint.tensors}
+    shards = {checkpoint.tensors[name].file for name in record.base_tensors if name in checkpoint.tensors}
     problems += [f"{shard}: holds base tensors and is not among the base's files." for shard in sorted(shards - stored)]
     return problems
 
@@ -182,7 +199,32 @@ def _unexpected_tensors(checkpoint: Checkpoint, manifest: Manifest, planned: Map
 
 
 def tokenizer_problems(checkpoint: Checkpoint, manifest: OnBase) -> list[str]:
-    """What the tokenizer's config names beside the class that the expansion wrote; it can name code to run."""
+    """What a tokenizer would read that is not the base's: files, and names in its config, which can be of code."""
+    return [*_added_vocabulary(checkpoint, manifest), *_other_settings(checkpoint, manifest)]
+
+
+def added_files(checkpoint: Checkpoint, manifest: OnBase, names: Iterable[str]) -> list[str]:
+    """Those of some files that lie in a folder and are not the base's.
+
+    Args:
+        checkpoint: The folder.
+        manifest: Its surgery.json, or composed.json.
+        names: Names of files at its top level.
+    """
+    return [name for name in names if name in checkpoint.side_files and name not in manifest.base_files]
+
+
+def _added_vocabulary(checkpoint: Checkpoint, manifest: OnBase) -> list[str]:
+    """Files that change token ids; to a base that has no tokenizer a user may add one."""
+    if not manifest.base_files.keys() & set(TOKENIZER_FILES):
+        return []
+    # what is said in the config is compared by its keys
+    names = [name for name in (*TOKENIZER_FILES, *VOCABULARY_FILES) if name != TOKENIZER_CONFIG_FILE]
+    added = added_files(checkpoint, manifest, names)
+    return [f"{name}: the base's tokenizer has no such file, expected the base's alone." for name in added]
+
+
+def _other_settings(checkpoint: Checkpoint, manifest: OnBase) -> list[str]:
     stored = manifest.base_files.get(TOKENIZER_CONFIG_FILE)
     file = checkpoint.path / TOKENIZER_CONFIG_FILE
     if not file.is_file() or (stored is not None and stored.stored_as is not None):

@@ -7,6 +7,7 @@ values                         see `saved_values`
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -34,6 +35,8 @@ UNIMPORTANT = {
     *("architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "model_type", "use_cache"),
     *("_name_or_path", CONFIG_KEY),
 }
+# keys that matter in training alone, for how a model is begun, or for what it is asked and where its answer ends
+LEAVES_NUMBERS = re.compile(r"drop|jitter|initializer|init_std|aux_loss|z_loss|token_id$|checkpointing|output_")
 # numbers of these are compared with one another, and rounded to one another; others are no such numbers
 NUMBERS = {"F64", *FLOAT_DTYPES.values()}
 # of config.json's key: where the model is from, and a router, which is no part of the blocks
@@ -243,21 +246,42 @@ def _advice(saved: Saved, trained: Trained, match: Match) -> str:
 
 
 def other_settings(saved: Saved, trained: Trained) -> Iterator[str]:
-    """Say what a saved config.json has otherwise, beside the expansion: what the trained model had stays.
+    """Say what was saved otherwise beside the expansion and changes no number of a model: what was trained stays.
 
     Yields:
-        A line for each key.
+        A line for each setting.
     """
     yield from _other_template(saved, trained)
     if not saved.config:
         return
-    found, wanted = _both_settings(saved, trained)
-    for key in differing_keys(found, wanted):
-        yield f"{key} is {_short(found.get(key))} in what was saved, {_short(wanted.get(key))} stays"
+    yield from (line for key, line in _other_keys(saved, trained) if LEAVES_NUMBERS.search(key))
     mine, theirs = (specs.get("routing") for specs in _both(saved, trained))
     if mine is not None and theirs != mine:
         stays = "its router's numbers stay" if theirs is not None else "OUT has none: route-export gives it one"
         yield f"the saved model routes in another way than {trained.name}, {stays}"
+
+
+def other_computation(saved: Saved, trained: Trained) -> Iterator[str]:
+    """Say what a saved config.json has otherwise with which a model may compute otherwise: what was trained stays.
+
+    Yields:
+        A line for each key.
+    """
+    for key, line in _other_keys(saved, trained):
+        if not LEAVES_NUMBERS.search(key):
+            yield (
+                f"{line}: the saved model computes with its own, so this one may give other numbers. Where the "
+                "training meant it, write it into the base's config.json and expand that."
+            )
+
+
+def _other_keys(saved: Saved, trained: Trained) -> Iterator[tuple[str, str]]:
+    """Keys of a saved config.json with another value, and what to say of each."""
+    if not saved.config:
+        return
+    found, wanted = _both_settings(saved, trained)
+    for key in differing_keys(found, wanted):
+        yield key, f"{key} is {_short(found.get(key))} in what was saved, {_short(wanted.get(key))} stays"
 
 
 def _other_template(saved: Saved, trained: Trained) -> Iterator[str]:

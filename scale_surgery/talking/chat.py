@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from scale_surgery.errors import PlanError, SurgeryError
+from scale_surgery.errors import PlanError, SurgeryError, counted
 from scale_surgery.fields import KIND_NAMES, fields_of, problems_of
 from scale_surgery.running.composing import expansion_problems
 from scale_surgery.running.options import RunOptions
@@ -273,4 +273,4 @@ def changed(
 
 
 def _count(tokens: int | None) -> str:
-    return "unknown" if tokens is None else f"{tokens:,} tokens"
+    return "unknown" if tokens is None else counted(tokens, "token")

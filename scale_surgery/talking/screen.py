@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.text import Text
 
+from scale_surgery.errors import counted
 from scale_surgery.show.answers import Legend, Marking, SideBySide, choose_marking, make_marks
 from scale_surgery.show.console import Output
 from scale_surgery.show.layout import sentence
@@ -102,7 +103,9 @@ class Teller:
             self.out.warn(f"{result.model} has no chat template, so it went on with the text.")
         full = sum(answer.ended == "context" for answer in result.answers)
         if full:
-            self.out.warn(f"{full} of {len(result.answers)} answers ended where the model's context is full.")
+            self.out.warn(
+                f"{full} of {counted(len(result.answers), 'answer')} ended where the model's context is full."
+            )
 
     def _end(self) -> None:
         if self.place is not None:

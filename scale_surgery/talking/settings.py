@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any
 
+from scale_surgery.errors import counted
 from scale_surgery.fields import Count, Range, Seed
 
 # with any of them a model draws at random, unless the temperature is 0
@@ -66,4 +67,5 @@ class GenerationSettings:
         said = [f"{name.replace('_', '-')} {value:g}" for name, value in values.items() if value != WITHOUT.get(name)]
         how = "drawn with" if options["do_sample"] else "the most likely token each time,"
         whose = [] if self.expansion is None else [f"by {self.expansion} alone"]
-        return f"{how} {', '.join([*said, f'at most {self.max_new_tokens:,} tokens', *whose])}"
+        most = f"at most {counted(self.max_new_tokens, 'token')}"
+        return f"{how} {', '.join([*said, most, *whose])}"

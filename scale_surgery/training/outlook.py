@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from scale_surgery.errors import counted
 from scale_surgery.training.arguments import number_of_steps, warmup_steps
 from scale_surgery.training.settings import TrainingSettings
 
@@ -96,8 +97,10 @@ def look_ahead(settings: TrainingSettings, learned: Sequences, processes: int) -
 def _rehearses(settings: TrainingSettings) -> str:
     if not settings.rehearse:
         return ""
-    which = f"{settings.rehearsal_samples:,} samples of the base" if settings.rehearses_itself else "the given text"
-    return f"{which}, {settings.rehearsed_rows:,} beside each {settings.batch_size:,} sequences to learn"
+    drawn = f"{counted(settings.rehearsal_samples, 'sample')} of the base"
+    which = drawn if settings.rehearses_itself else "the given text"
+    learned = "sequence" if settings.batch_size == 1 else f"{settings.batch_size:,} sequences"
+    return f"{which}, {settings.rehearsed_rows:,} beside each {learned} to learn"
 
 
 def _few_steps(settings: TrainingSettings, steps: int, sequences: int) -> Iterator[str]:
@@ -109,20 +112,21 @@ def _few_steps(settings: TrainingSettings, steps: int, sequences: int) -> Iterat
         smaller = " and ".join(name for name, number in larger.items() if number > 1 and can_split)
         also = f"; a smaller {smaller} makes more steps of the same text" if smaller else ""
         yield (
-            f"{steps} optimizer step{'s' if steps > 1 else ''} can teach little, at least {ENOUGH_STEPS} are usual. "
+            f"{counted(steps, 'optimizer step')} can teach little, at least {ENOUGH_STEPS} are usual. "
             f"Give {longer}{also}."
         )
     rising = warmup_steps(settings, steps)
     if rising * 2 > steps > 1:
-        yield f"the learning rate still rises in {rising} of {steps} steps. Give a smaller --warmup."
+        yield f"the learning rate still rises in {rising} of {counted(steps, 'step')}. Give a smaller --warmup."
 
 
 def _short_steps(rate: float, steps: int) -> Iterator[str]:
     if (found := steps * rate) < ENOUGH_TRAVEL * (1 - ROUNDING):
         yield (
-            f"{steps} steps at a learning rate of {rate:g} move a weight by about {found / 2:.2g}, and weights are "
-            f"usually about {USUAL_WEIGHT:g}, so they can teach little. Give --learning-rate "
-            f"{_round_up(ENOUGH_TRAVEL / steps):g}, or --steps {math.ceil(ENOUGH_TRAVEL / rate * (1 - ROUNDING))}."
+            f"{counted(steps, 'step')} at a learning rate of {rate:g} {'moves' if steps == 1 else 'move'} a weight by "
+            f"about {found / 2:.2g}, and weights are usually about {USUAL_WEIGHT:g}, so they can teach little. Give "
+            f"--learning-rate {_round_up(ENOUGH_TRAVEL / steps):g}, or --steps "
+            f"{math.ceil(ENOUGH_TRAVEL / rate * (1 - ROUNDING))}."
         )
 
 
@@ -135,7 +139,7 @@ def _round_up(number: float) -> float:
 def _few_tokens(tokens: int) -> Iterator[str]:
     if tokens < ENOUGH_TOKENS:
         yield (
-            f"the texts have {tokens:,} tokens to learn, which a model learns by heart and not from; at least "
+            f"the texts have {counted(tokens, 'token')} to learn, which a model learns by heart and not from; at least "
             f"{ENOUGH_TOKENS:,} are usual. Give more text with --data."
         )
 

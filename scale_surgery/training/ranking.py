@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
 from scale_surgery.checkpoint.files import plain_json
+from scale_surgery.errors import counted
 from scale_surgery.planning.request import Request
 from scale_surgery.planning.selection import format_layers
 from scale_surgery.training.outlook import ENOUGH_STEPS
@@ -246,15 +247,15 @@ class Ranking:
             )
         if self.pilot.budget.is_cut:
             found.append(
-                f"--minutes {self.pilot.settings.minutes:g} left {self.pilot.budget.steps} steps to each pilot: the "
-                "order may say little. Raise it, or lower --sequence-length."
+                f"--minutes {self.pilot.settings.minutes:g} left {counted(self.pilot.budget.steps, 'step')} to each "
+                "pilot: the order may say little. Raise it, or lower --sequence-length."
             )
         steps = self.pilot.budget.steps
         if steps < ENOUGH_STEPS and not self.pilot.budget.is_cut:
             found.append(
-                f"{steps} steps a pilot tell little of the text, at least {ENOUGH_STEPS} are usual: the first ones "
-                "move every weight alike, whatever is learned. Give more text, more --tokens, or "
-                f"--steps {ENOUGH_STEPS}."
+                f"{counted(steps, 'step')} a pilot {'tells' if steps == 1 else 'tell'} little of the text, at least "
+                f"{ENOUGH_STEPS} are usual: the first ones move every weight alike, whatever is learned. Give more "
+                f"text, more --tokens, or --steps {ENOUGH_STEPS}."
             )
         if self.tie:
             found.append(f"{self.tie}. More --tokens, or a higher --learning-rate, may tell them apart.")

@@ -57,7 +57,8 @@ class TrainingSettings:
         rehearse: Text on which the model is asked to stay what its base is, beside the text to learn: self for text
             that the base writes, or a file, a folder or a dataset; can be repeated. Default: none.
         rehearsal_weight: Weight of the divergence from the base in the loss.
-        rehearsal_share: Share of the sequences of a step that are rehearsed.
+        rehearsal_share: Share of the sequences of a step that are rehearsed, rounded to whole sequences beside each
+            batch of each process, at least one.
         rehearsal_samples: Samples that the base writes (rehearse self).
         rehearsal_length: Tokens of a sample (rehearse self). Default: as many as a sequence has.
         rehearsal_temperature: Temperature of sampling (rehearse self).

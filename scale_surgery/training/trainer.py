@@ -19,7 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from scale_surgery.checkpoint.files import write_tensors
-from scale_surgery.errors import TrainingError, name_some
+from scale_surgery.errors import TrainingError, counted, name_some
 from scale_surgery.progress import Progress
 from scale_surgery.running.freeze import expansion_disabled, expansion_parts
 from scale_surgery.running.loss import Measurement, measure
@@ -97,7 +97,8 @@ class ExpansionTrainer(Trainer):
         tensors = {part.name.replace(WRAPPED, ""): full_tensor(part.parameter) for part in expansion_parts(model)}
         spoiled = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
         if spoiled:
-            raise TrainingError(self._diverged(f"{len(spoiled)} tensors hold numbers that are not finite"))
+            hold = "holds" if len(spoiled) == 1 else "hold"
+            raise TrainingError(self._diverged(f"{counted(len(spoiled), 'tensor')} {hold} numbers that are not finite"))
         if self.args.should_save:
             whole = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
             write_tensors(Path(output_dir or str(self.args.output_dir)) / EXPANSION_FILE, whole)

@@ -149,6 +149,32 @@ def test_what_cannot_be_composed(llama: Made, folder: Path, tmp_path: Path, made
     assert not (tmp_path / "out").exists()
 
 
+def test_what_python_gives_otherwise(llama: Made, folder: Path, tmp_path: Path) -> None:
+    """One name or one extract by itself is meant; what cannot be meant is named."""
+    own = Path(shutil.copytree(llama.extracts["law"], tmp_path / "law"))
+    one = compose(llama.base, own, tmp_path / "one", mixing=Mixing([0.5, 0.5])).path
+    many = compose(llama.base, (path for path in [str(own)]), tmp_path / "many", mixing=Mixing((0.5, 0.5))).path
+    assert files_of(one) == files_of(many)
+    less = compose(folder, {}, tmp_path / "less", remove="law")
+    assert less.removed == ("law",) and "law" not in less.expansions
+    taken = compose(folder, {}, tmp_path / "taken", remove=(name for name in ["law"]))
+    assert files_of(taken.path) == files_of(less.path)
+    refused = {
+        r"name: is 1, expected letters, digits and underscores": {"extracts": {1: own}},
+        r"extracts: 3 is no folder, expected the path of one or a Hub id": {"extracts": {"law": 3}},
+        r"base_weights: is 'symlink', expected one of: auto, copy, link": {"base_weights": "symlink"},
+        r"mixing: is {'prior': None}, expected scale_surgery.Mixing": {"mixing": {"prior": None}},
+        r"prior: is a, b, expected 2 positive weights of sum 1": {"mixing": Mixing(("a", "b"))},
+        r"prior: is 0.5, expected 2 positive weights of sum 1": {"mixing": Mixing(0.5)},
+    }
+    for message, wrong in refused.items():
+        with pytest.raises(PlanError, match=message):
+            compose(llama.base, **({"extracts": {"law": own}, "output": tmp_path / "out"} | wrong))
+    with pytest.raises(PlanError, match=r"base_weights: is 'symlink'"):
+        strip(folder, tmp_path / "out", base_weights="symlink")
+    assert not (tmp_path / "out").exists() and not (tmp_path / "out.partial").exists()
+
+
 def flip(file: Path, place: int) -> None:
     content = bytearray(file.read_bytes())
     content[place] ^= 1
@@ -293,6 +319,73 @@ def test_one_damaged_expansion_does_not_keep_the_others(llama: Made, folder: Pat
     record.symlink_to(tmp_path / "secret")
     with pytest.raises(CheckpointError, match=r"surgery.json: is a link that leads out of"):
         extract(spoiled, tmp_path / "out", name="music")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    ["lost", "record", pytest.param("spoiled", marks=pytest.mark.slow), pytest.param("folder", marks=pytest.mark.slow)],
+)
+def test_a_damaged_expansion_can_be_left_out(llama: Made, folder: Path, tmp_path: Path, damage: str) -> None:
+    """Where the rest is intact, what comes is what it would be without the damage."""
+    spoiled = Path(shutil.copytree(folder, tmp_path / "spoiled"))
+    law = spoiled / "expansions/law"
+    match damage:
+        case "lost":
+            (spoiled / SHARD).unlink()
+        case "spoiled":
+            flip(spoiled / SHARD, 9)  # in its header
+        case "record":
+            (law / "surgery.json").write_text("{")
+            (law / "more.py").write_text("1 + 1")
+        case "folder":
+            shutil.rmtree(law)
+    shown = CliRunner().invoke(main, ["compose", str(spoiled), "--remove", "law", "-o", str(tmp_path / "out")])
+    assert "taken out  law; all else is what was written, by sha256" in shown.output
+    assert files_of(tmp_path / "out") == files_of(compose(folder, {}, tmp_path / "expected", remove=["law"]).path)
+    with pytest.raises(CheckpointError, match="expansions/law"):
+        compose(spoiled, {}, tmp_path / "others", remove=["music"])
+    flip(spoiled / "expansions/chess/expansion-00001-of-00001.safetensors", -2)
+    with pytest.raises(CheckpointError, match=r"expansions/chess/.*safetensors: sha256") as found:
+        compose(spoiled, {}, tmp_path / "others", remove=["law"])
+    assert "or leave the expansion out by --remove" in str(found.value)
+
+
+def test_all_can_be_taken_out_for_others(llama: Made, folder: Path, tmp_path: Path) -> None:
+    one = compose(folder, {"law": llama.extracts["law"]}, tmp_path / "one", remove=LLAMA, mixing=Mixing()).path
+    assert files_of(one) == files_of(compose(llama.base, {"law": llama.extracts["law"]}, tmp_path / "new").path)
+    spoiled = Path(shutil.copytree(folder, tmp_path / "spoiled"))
+    flip(spoiled / "model-00001-of-00001.safetensors", -2)
+    with pytest.raises(CheckpointError, match=r"bytes differ from the base's model.safetensors"):
+        compose(spoiled, {"law": llama.extracts["law"]}, tmp_path / "out", remove=LLAMA)
+
+
+WITHOUT_RECORD = (
+    "verify {folder}",
+    "strip {folder} -o {out}",
+    "extract {folder} --name law -o {out}",
+    "compose {folder} --remove law -o {out}",
+    "compose {folder} {law} --names more -o {out}",
+    "apply {law} --base {folder} -o {out}",
+    "expand {folder} --layers 1 -o {out}",
+    "adopt {folder} -o {out}",
+    "report {folder} -o {out}.html",
+    "push {folder} me/model --dry-run",
+    "inspect {folder}",
+)
+
+
+def test_a_record_that_was_lost(llama: Made, folder: Path, tmp_path: Path) -> None:
+    lost = Path(shutil.copytree(folder, tmp_path / "lost"))
+    (lost / "composed.json").unlink()
+    places = {"folder": lost, "law": llama.extracts["law"], "out": tmp_path / "out"}
+    expected = (
+        f"{lost}: has no composed.json, the record of a composed folder of medicine, law, music, chess, expected it. "
+        "Restore it from where you got the folder, or compose base and extracts again: scale-surgery "
+        "compose BASE EXTRACT ... -o COMPOSED"
+    )
+    for command in WITHOUT_RECORD:
+        result = CliRunner().invoke(main, command.format(**places).split())
+        assert result.exit_code == 1 and expected in " ".join(result.output.split()), result.output
 
 
 @pytest.mark.parametrize(

@@ -87,6 +87,26 @@ def test_the_result_is_recorded_and_says_when(made: Path, copy) -> None:
     assert verify(path).passed  # recording changed nothing that is verified
 
 
+def test_what_a_model_showed_is_not_lost_to_files_alone(copy) -> None:
+    """As long as the bytes are those that it ran with."""
+    path = copy("preserve")
+
+    def recorded() -> dict:
+        return json.loads((path / "surgery.json").read_text())["verification"]
+
+    assert verify(path, probes=None).recorded and recorded()["numbers"] is None
+    full = verify(path, probes=Probes(new_tokens=0)).to_json()
+    assert verify(path, probes=None).recorded and recorded() == full
+    written = (path / "config.json").read_text()
+    (path / "config.json").write_text(json.dumps(json.loads(written) | {"rms_norm_eps": 0.5}))
+    assert not verify(path, probes=None).passed and not recorded()["passed"], "a problem is recorded"
+    (path / "config.json").write_text(written)
+    verify(path, probes=Probes(new_tokens=0))
+    edit_shard(path, lambda tensors: tensors[W21].add_(1))
+    changed = verify(path, probes=None)
+    assert changed.passed and recorded() == changed.to_json(), "it was another model that ran"
+
+
 def test_streamed_from_disk_gives_the_same_numbers(made: Path) -> None:
     whole = verify(made / "preserve", record=False)
     streamed = verify(made / "preserve", record=False, run=RunOptions(memory_bytes=60_000))
@@ -192,15 +212,36 @@ def test_a_joint_norm_is_caught(copy) -> None:
     )
 
 
-def test_the_wrong_base_is_refused_by_tensor(made: Path, tmp_path: Path) -> None:
-    other = save_tiny(tmp_path / "other", "llama")
+def test_the_wrong_base_is_refused_by_tensor(copy, tmp_path: Path) -> None:
+    """It is said first, it is no fault of the folder, and no model is run to say the same."""
+    path, other = copy("preserve"), save_tiny(tmp_path / "other", "llama")
     tensors = load_file(other / "model.safetensors")
     tensors["model.norm.weight"] += 1
     save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
-    result = verify(made / "preserve", other, record=False)
+    full = verify(path, probes=Probes(new_tokens=0)).to_json()
+    result = verify(path, other)
     assert not result.passed
+    assert json.loads((path / "surgery.json").read_text())["verification"] == full
     problems = promise(result, "recoverable").problems
-    assert len(problems) == 1 and problems[0].startswith("model.norm.weight: ") and str(other) in problems[0]
+    assert len(problems) == 2 and problems[1].startswith("model.norm.weight: ") and str(other) in problems[1]
+    assert problems[0] == (
+        f"{other}: is not the base of {path}, 1 of 51 tensors is another. Give the one that it was made on, base, or "
+        "leave --base out."
+    )
+    assert result.not_run == "the given base is another one" and result.numbers is None
+    shown = CliRunner().invoke(main, ["verify", str(path), "--base", str(other)])
+    assert " ".join(shown.output.split()).partition("problem: ")[2].startswith(f"{other}: is not the base of ")
+
+
+def test_a_base_that_is_none_is_refused(made: Path) -> None:
+    with pytest.raises(CheckpointError) as refused:
+        verify(made / "preserve", made / "preserve")
+    assert str(refused.value) == (
+        f"--base: is {made / 'preserve'}, the folder that is verified, expected its base model. Leave it out: the base "
+        "inside is compared with the hashes that were recorded."
+    )
+    with pytest.raises(CheckpointError, match=r"adapt: is expanded already, expected a base model\."):
+        verify(made / "preserve", made / "adapt")
 
 
 def test_a_base_of_another_shape_is_no_base_and_runs_no_model(made: Path, tmp_path: Path) -> None:
@@ -223,6 +264,28 @@ def test_code_and_config_that_the_expansion_did_not_write_are_named(copy) -> Non
         "config.json: auto_map is not what the expansion wrote.",
         "config.json: rope_theta is not what the expansion wrote.",
     }
+
+
+@pytest.mark.parametrize("name", ["added_tokens.json", "tokenizer.model"])
+def test_a_tokenizer_file_that_the_base_has_not_is_named(tmp_path: Path, name: str) -> None:
+    """Where the base has a tokenizer; to one that has none a user may add one."""
+    base = save_tiny(tmp_path / "base", "llama")
+    bare = expand(base, Request("1"), tmp_path / "bare").path
+    (bare / name).write_text("{}")
+    assert verify(bare, probes=None).passed, "the control"
+    (base / "tokenizer.json").write_text("{}")
+    path = expand(base, Request("1"), tmp_path / "wide").path
+    (path / "README.md").write_text("Notes.")
+    (path / "chat_template.jinja").write_text("{{ messages }}")
+    result = verify(path, probes=None)
+    assert result.passed
+    assert result.warnings == (
+        "chat_template.jinja: the base has none. It changes how the model is asked, and no promise is about it.",
+    )
+    (path / name).write_text("{}")
+    result = verify(path, probes=None)
+    assert not result.passed
+    assert result.problems == (f"{name}: the base's tokenizer has no such file, expected the base's alone.",)
 
 
 def test_a_number_in_place_of_false_is_named_and_another_way_to_write_a_number_is_not(copy) -> None:

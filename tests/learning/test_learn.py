@@ -29,11 +29,13 @@ from scale_surgery import (
 from scale_surgery.biographies import SHIPPED_MODEL, biography, people, questions
 from scale_surgery.checkpoint.names import JOB_FILE
 from scale_surgery.cli.program import main
+from scale_surgery.learning.ahead import Sizes, passes_of_a_step
 from scale_surgery.learning.learn import BEFORE, PAGE_FILE, RECIPE_FILE, Told, prepare
 from scale_surgery.learning.learned import Side
 from scale_surgery.learning.stages import stages_of
 from scale_surgery.progress import Progress, no_progress
 from scale_surgery.show.pages.learned import _sections
+from scale_surgery.training.settings import TrainingSettings
 from tests.conftest import digests
 
 # short enough for a test, and each stage does something
@@ -209,6 +211,25 @@ def test_a_finished_job_says_its_end_again_and_does_nothing(done, recipe):
     assert {name: own for name, own in digests(learned.path).items() if "lock" not in name} == before
 
 
+def test_what_is_gone_of_a_finished_job_is_said(done, recipe):
+    learned = done.learned
+    for name in ("expanded", "learn.html"):
+        (learned.path / name).rename(learned.path / f"{name}.away")
+    again = learn(recipe, learned.path)
+    assert again.warnings[-1] == f"gone since the job was done: {learned.path / 'expanded'}, {learned.page}."
+    assert replace(again, warnings=again.warnings[:-1]) == learned
+    for name in ("expanded", "learn.html"):
+        (learned.path / f"{name}.away").rename(learned.path / name)
+    learned.result.rename(learned.path / "away")
+    with pytest.raises(CheckpointError) as refused:
+        learn(recipe, learned.path)
+    (learned.path / "away").rename(learned.result)
+    assert refused.value.lines == (
+        f"{learned.result}: the stage route made it, and it is gone.",
+        "Restore it, choose another folder with -o, or begin anew with --overwrite.",
+    )
+
+
 def test_another_recipe_and_other_texts_are_refused(done, said, recipe, texts, tmp_path):
     learned = done.learned
     with pytest.raises(CheckpointError) as refused:
@@ -235,6 +256,10 @@ def test_a_changed_base_byte_is_found_and_nothing_is_lost(done, recipe, tmp_path
 
     with pytest.raises(EnoughError):
         learn(recipe, folder, told=Told(ends=stop))
+    (folder / "plan.json").rename(tmp_path / "plan.json")
+    with pytest.raises(CheckpointError, match=r"plan.json: the stage plan made it, and it is gone\."):
+        learn(recipe, folder)
+    (tmp_path / "plan.json").rename(folder / "plan.json")
     (shard,) = folder.glob("expanded/model*.safetensors")
     content = bytearray(shard.read_bytes())
     content[-1] ^= 1
@@ -373,6 +398,15 @@ def test_what_is_ahead_is_of_the_right_size(done, recipe, tmp_path):
     # more text takes longer, and so do longer sequences of as many tokens
     longer = prepare(replace(recipe, training=replace(recipe.training, steps=4000)), tmp_path / "job").ahead
     assert longer.seconds > 2 * ahead.seconds
+
+
+def test_the_predictions_of_the_base_are_counted_where_they_cost_a_pass():
+    sizes = Sizes(10, 40, 1, 1.1, 0.5, True, 5, 8, 97, 16, {}, 100, 1.0, 100)
+    plain, rehearsing = TrainingSettings(batch_size=4), TrainingSettings(batch_size=4, rehearse=("self",))
+    assert rehearsing.rehearsed_rows == 1
+    assert passes_of_a_step(sizes, plain) == 2.2
+    assert passes_of_a_step(sizes, rehearsing) == pytest.approx(2.2 + 2.2 / 4)
+    assert passes_of_a_step(replace(sizes, carries_base=False), rehearsing) == pytest.approx(2.2 + (2.2 + 1) / 4)
 
 
 def test_the_command_shows_what_it_would_do(said, tmp_path):

@@ -146,6 +146,21 @@ def test_without_up_stream_w12_stands_where_something_was_added(base_of):
             ],
         ),
         (
+            Request("0", up_kv_heads=0),
+            [
+                "--up-kv-heads is 0 (and so the up width, which is that of the new heads) with --variant preserve: "
+                "without an up stream, W12 is the only way out of the new heads and the new inner features, and "
+                "preserve has none. Use --variant adapt, or an --up-width."
+            ],
+        ),
+        (
+            Request("0-1", variant="adapt", up_kv_heads=0, collaborate="attn"),
+            [
+                "--up-kv-heads is 0 (and so the up width, which is that of the new heads) and --collaborate leaves "
+                "out ffn: what is added there would have no way out. Use --collaborate both, or add nothing there."
+            ],
+        ),
+        (
             Request("0", collaborate="both", collaborative_layers="0"),
             [
                 "--collaborative-layers 0 with --variant preserve: it has no W12. Use --variant adapt.",

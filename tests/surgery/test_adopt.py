@@ -466,9 +466,24 @@ def test_a_routed_model_keeps_its_router(pair: Pair, tmp_path: Path) -> None:
 
 def test_settings_that_were_changed_are_told(pair: Pair, saved: Path, tmp_path: Path) -> None:
     config = read_json(saved / "config.json")
-    write_json(saved / "config.json", {**config, "attention_dropout": 0.5, "use_cache": False})
+    other = {"attention_dropout": 0.5, "rms_norm_eps": 0.25, "eos_token_id": 5, "use_cache": False}
+    write_json(saved / "config.json", {**config, **other})
     done = adopt(saved, pair.path, tmp_path / "out")
-    assert done.other_settings == ("attention_dropout is 0.5 in what was saved, 0.0 stays",)
+    assert done.other_settings == (
+        "attention_dropout is 0.5 in what was saved, 0.0 stays",
+        f"eos_token_id is 5 in what was saved, {config['eos_token_id']} stays",
+    )
+    assert done.other_computation == (
+        f"rms_norm_eps is 0.25 in what was saved, {config['rms_norm_eps']} stays: the saved model computes with its "
+        "own, so this one may give other numbers. Where the training meant it, write it into the base's config.json "
+        "and expand that.",
+    )
+    console = Console(width=300)
+    with console.capture() as shown:
+        console.print(render_adopted(done))
+    text = " ".join(shown.get().split())
+    assert "settings attention_dropout is 0.5" in text and "warning: rms_norm_eps is 0.25 in what was saved" in text
+    assert text.endswith(f"next scale-surgery verify {done.path}")
     assert read_json(done.path / "config.json")["attention_dropout"] == 0.0
 
 

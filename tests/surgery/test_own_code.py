@@ -156,8 +156,8 @@ def test_what_a_trainer_saved_of_it_is_adopted(made: Any, tmp_path: Path) -> Non
         adopt(tmp_path / "saved", None, tmp_path / "other", base, run=RunOptions(device="cpu"))
     config = json.loads((tmp_path / "saved" / "config.json").read_text())
     (tmp_path / "saved" / "config.json").write_text(json.dumps({**config, "intermediate_size": 7, "unheard": 3.0}))
-    found = adopt(tmp_path / "saved", wide, tmp_path / "third").other_settings
-    assert found == ("intermediate_size is 7 in what was saved, 48 stays",)
+    found = adopt(tmp_path / "saved", wide, tmp_path / "third").other_computation
+    assert [line.partition(":")[0] for line in found] == ["intermediate_size is 7 in what was saved, 48 stays"]
     tensors = load_file(tmp_path / "saved" / "model.safetensors")
     save_file(tensors | {"other": torch.ones(1)}, tmp_path / "saved" / "model.safetensors")
     with pytest.raises(CheckpointError, match="Save the trained model by save_pretrained"):

@@ -45,9 +45,9 @@ def render_learned_page(learned: Learned, report: Report) -> str:
 def _facts(learned: Learned) -> Iterator[Fact]:
     last = learned.rows[-1]
     if last.new is not None and last.new.change is not None:
-        yield Fact("learned", f"{last.new.change:+.4f}", f"nats per token of new text, {last.name}")
+        yield Fact("learned", f"{last.new.change:+z.4f}", f"nats per token of new text, {last.name}")
     if last.old is not None and last.old.change is not None:
-        yield Fact("forgotten", f"{last.old.change:+.4f}", f"nats per token of old text, {last.name}")
+        yield Fact("forgotten", f"{last.old.change:+z.4f}", f"nats per token of old text, {last.name}")
     yield Fact("added", format_count(learned.parameters_added), f"parameters, in layers {learned.layers}")
     yield Fact("verified" if learned.verified else "NOT verified", "yes" if learned.verified else "no")
     yield Fact("took", format_seconds(learned.seconds))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scale_surgery.show.pages.filling import fill, write
-from scale_surgery.show.pages.routing import Document, Token, page_colours, reading_notes, shown_token
+from scale_surgery.show.pages.routing import Document, Token, lines_of, page_colours, reading_notes, shown_token
 from scale_surgery.show.palette import DARK, LIGHT, Palette
 from scale_surgery.show.path_colours import OTHERS_COLOUR, PATH_COLOURS, Colouring, choose_colours
 from scale_surgery.show.visible import visible_line, visible_text
@@ -115,23 +115,20 @@ def _file(file: FileRoute[TokenPaths, PathTotals], colouring: Colouring) -> File
             for name, place, loss, share in numbers
         ],
         f"{totals.mixed_nats_per_token:.4f}",
-        [Document(one.place_in(file.file), one.source, list(_lines(one, colouring))) for one in file.documents],
+        [
+            Document(one.place_in(file.file), one.source, list(lines_of(one.tokens, _shown(one, colouring))))
+            for one in file.documents
+        ],
     )
 
 
-def _lines(document: DocumentRoute[TokenPaths], colouring: Colouring) -> Iterator[list[Token]]:
-    """Tokens up to the end of each line of the document; where a path begins is marked."""
-    line: list[Token] = []
+def _shown(document: DocumentRoute[TokenPaths], colouring: Colouring) -> Iterator[Token]:
+    """Tokens of the page; where a path begins is marked."""
     before: tuple[int | None, int | None] = (None, None)
     for token in document.tokens:
         now = colouring.place_of(token.weights), _best(token.log_probabilities, colouring)
-        line.append(shown_token(token, list(_kinds(token, now, before))))
+        yield shown_token(token, list(_kinds(token, now, before)))
         before = now
-        if token.text.endswith("\n"):
-            yield line
-            line = []
-    if line:
-        yield line
 
 
 def _kinds(

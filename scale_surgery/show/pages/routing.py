@@ -6,7 +6,7 @@ The page itself is templates/route_report.html; here is what its gaps are filled
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ from scale_surgery.show.visible import visible, visible_line, visible_text
 
 if TYPE_CHECKING:
     from scale_surgery.routing.path_records import TokenPaths
-    from scale_surgery.routing.records import DocumentRoute, FileRoute, RouteReport, TokenRoute, Totals
+    from scale_surgery.routing.records import FileRoute, RouteReport, TokenRoute, Totals
 
 # difference of log-probabilities, in nats, at which the scale of evidence ends
 EVIDENCE = 4.0
@@ -102,15 +102,23 @@ def _file(file: FileRoute[TokenRoute, Totals]) -> File:
         [f"{totals.documents:,}", f"{totals.tokens:,}", *(f"{loss:.4f}" for loss in losses)],
         f"{0.0 if math.isnan(totals.routed_share) else 100 * totals.routed_share:.1f}",
         f"{totals.routed_share:.1%}",
-        [Document(one.place_in(file.file), one.source, list(_lines(one))) for one in file.documents],
+        [
+            Document(one.place_in(file.file), one.source, list(lines_of(one.tokens, map(_token, one.tokens))))
+            for one in file.documents
+        ],
     )
 
 
-def _lines(document: DocumentRoute[TokenRoute]) -> Iterator[list[Token]]:
-    """Tokens up to the end of each line of the document."""
+def lines_of(tokens: Sequence[TokenRoute | TokenPaths], shown: Iterable[Token]) -> Iterator[list[Token]]:
+    """Tokens of the page up to the end of each line of the document.
+
+    Args:
+        tokens: The tokens of the document.
+        shown: The same as the page shows them.
+    """
     line: list[Token] = []
-    for token in document.tokens:
-        line.append(_token(token))
+    for token, own in zip(tokens, shown, strict=True):
+        line.append(own)
         if token.text.endswith("\n"):
             yield line
             line = []

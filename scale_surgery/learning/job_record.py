@@ -1,0 +1,102 @@
+"""learn.json: what a job has done, and whether what it made is still there.
+
+A stage counts when the record says so, which is written after its outputs are whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from scale_surgery.checkpoint.files import plain_json, write_json
+from scale_surgery.checkpoint.folder import read_json
+from scale_surgery.errors import CheckpointError
+from scale_surgery.learning.recipe import Recipe, differences
+from scale_surgery.learning.stages import Kept, Stage, Work
+
+FORMAT = 1
+
+
+@dataclass
+class Record:
+    """What learn.json holds: recipe, files read, what stages kept, their seconds, and whether another job has to go."""
+
+    file: Path
+    recipe: Mapping[str, Any]
+    read: Mapping[str, Any]
+    kept: dict[str, Kept] = field(default_factory=dict)
+    done: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    seconds: float = 0.0
+    clears: bool = False
+
+    def write(self) -> None:
+        """Write it, whole or not at all."""
+        content = {own.name: getattr(self, own.name) for own in fields(self) if own.name != "file"}
+        write_json(self.file, plain_json({"format": FORMAT, **content}))
+
+
+def take_up(record: Record, recipe: Recipe) -> Record:
+    """Take up what an earlier run of the same recipe did.
+
+    Args:
+        record: Of the job that is to begin.
+        recipe: What it does.
+
+    Returns:
+        The same with what is done.
+
+    Raises:
+        CheckpointError: If the folder is that of another recipe, or of other texts.
+    """
+    found = read_json(record.file)
+    problems = []
+    if found.get("format") != FORMAT or not found.keys() >= {own.name for own in fields(Record)} - {"file"}:
+        problems.append(f"{record.file}: is of another release of this program, or was changed.")
+    else:
+        changed = list(differences(recipe, found["recipe"]))
+        problems += [f"{record.file.parent}: was begun with {difference}." for difference in changed]
+        problems += [
+            f"{name}: has changed since {record.file.parent} was begun."
+            for name, stamp in record.read.items()
+            if found["read"].get(name) != stamp
+        ]
+    if problems:
+        raise CheckpointError.from_problems(
+            [*problems, "Choose another folder with -o, or begin anew with --overwrite."]
+        )
+    return replace(record, **{name: found[name] for name in ("kept", "done", "seconds", "clears")})
+
+
+def gone_since(stages: Sequence[Stage], record: Record) -> dict[str, Path]:
+    """What stages that are done made and what is no longer there, by the name of the stage.
+
+    Args:
+        stages: All stages of a job.
+        record: What is done.
+    """
+    done = [(stage.name, output) for stage in stages if stage.name in record.kept for output in stage.outputs]
+    return {name: output for name, output in done if not output.exists()}
+
+
+def check_there(work: Work, stages: Sequence[Stage], record: Record) -> None:
+    """Refuse to go on where something is gone that is still needed; of a job that is done that is its result.
+
+    Args:
+        work: The job.
+        stages: Its stages.
+        record: What is done.
+
+    Raises:
+        CheckpointError: If something is; each is named.
+    """
+    is_done = all(stage.name in record.kept for stage in stages)
+    gone = {name: output for name, output in gone_since(stages, record).items() if output == work.result or not is_done}
+    if gone:
+        raise CheckpointError.from_problems(
+            [
+                *(f"{output}: the stage {name} made it, and it is gone." for name, output in gone.items()),
+                "Restore it, choose another folder with -o, or begin anew with --overwrite.",
+            ]
+        )
