@@ -160,7 +160,7 @@ def restore(model: nn.Module) -> None:
     for module in list(model.modules()):
         if isinstance(module, ComposedModule):
             module.__class__ = type(module).__bases__[1]
-            for name in ("paths", "known_widths", "base_sections", "head_axis", "keeps_strides", "stacked_width"):
+            for name in ("shared", "apart", "known_widths", "base_sections", "head_axis", "keeps_strides", "stacked_width"):
                 vars(module).pop(name, None)
         if MODE in getattr(module, "modes", ()):
             switch_attention(module, "stock")

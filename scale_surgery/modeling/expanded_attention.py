@@ -6,6 +6,7 @@ the base model's, bit for bit. This file travels with the checkpoint.
 
 from __future__ import annotations
 
+from functools import cache
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -29,7 +30,7 @@ class Part(NamedTuple):
     is_detached: bool = False
 
 
-def own_heads(states: Tensor, sizes: list[int], parts: list[Part], is_eager: bool) -> list[Tensor]:
+def own_heads(states: Tensor, sizes: list[int], parts: tuple[Part, ...], is_eager: bool) -> list[Tensor]:
     """Split queries, keys or values (b, heads, t, head size) into parts of so many heads.
 
     Old heads get the strides and the alignment that they have in the base model, because matrix kernels
@@ -55,23 +56,33 @@ def own_heads(states: Tensor, sizes: list[int], parts: list[Part], is_eager: boo
     return found
 
 
-def joined_parts(parts: list[Part], states: Tensor, name: str) -> list[Part]:
+def joined_parts(parts: tuple[Part, ...], states: Tensor, name: str) -> tuple[Part, ...]:
     """Parts as they attend together: on a CPU, new heads of several expansions do, where that is a token at a time.
 
     There the kernel takes a query of one row head by head, so that its bits do not depend on how many there are, if
     each head begins at a cache line. A call for each expansion costs more than what it computes.
     """
     is_apart = name != "sdpa" or states.device.type != "cpu" or states.shape[-2] > 1
-    if is_apart or states.shape[-1] * states.element_size() % ALIGNMENT:
-        return parts
-    found = parts[:1]
+    return parts if is_apart or states.shape[-1] * states.element_size() % ALIGNMENT else with_neighbours(parts)
+
+
+@cache
+def with_neighbours(parts: tuple[Part, ...]) -> tuple[Part, ...]:
+    """New heads that lie one after the other as one part."""
+    found = list(parts[:1])
     for part in parts[1:]:
         last = found[-1]
         if part.is_old or last.is_old or part.is_detached != last.is_detached:
             found.append(part)
         else:
             found[-1] = last._replace(heads=last.heads + part.heads, kv_heads=last.kv_heads + part.kv_heads)
-    return found
+    return tuple(found)
+
+
+@cache
+def with_detached(parts: tuple[Part, ...]) -> tuple[Part, ...]:
+    """The same where no gradient passes through old heads."""
+    return tuple(part._replace(is_detached=part.is_detached or part.is_old) for part in parts)
 
 
 def split_attention(module, query, key, value, attention_mask, **kwargs):
@@ -80,10 +91,7 @@ def split_attention(module, query, key, value, attention_mask, **kwargs):
     name = config._attn_implementation
     run = module.eager_attention if name == "eager" else ALL_ATTENTION_FUNCTIONS[name]
     seen = View(module, {"config": config})
-    parts = [
-        part._replace(is_detached=part.is_detached or (part.is_old and module.base_detached)) for part in module.parts
-    ]
-    parts = joined_parts(parts, query, name)
+    parts = joined_parts(with_detached(module.parts) if module.base_detached else module.parts, query, name)
     heads, kv_heads = [part.heads for part in parts], [part.kv_heads for part in parts]
     states = [
         own_heads(own, sizes, parts, name == "eager")
@@ -131,7 +139,7 @@ def expand_attention(module: nn.Module, mode: str, parts: list[Part], attributes
     module.modes["stock"] |= {name: getattr(module, name) for name in attributes}
     split = {"_attn_implementation": SPLIT_ATTENTION} if parts else {}
     own_config = View(module.modes["stock"]["config"], config | split)
-    module.modes[mode] = {"config": own_config, "parts": parts} | attributes
+    module.modes[mode] = {"config": own_config, "parts": tuple(parts)} | attributes
 
 
 def switch_attention(module: nn.Module, mode: str) -> None:

@@ -5,6 +5,7 @@ This file travels with the checkpoint: it opens no file, and needs only torch.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -54,6 +55,24 @@ def add_product(y: Tensor, x: Tensor, block: Tensor) -> Tensor:
     return y
 
 
+def is_row(x: Tensor, like: Tensor) -> bool:
+    """Whether x is one token in float32 on a CPU, of which nothing remembers what is computed."""
+    is_float = x.dtype == like.dtype == torch.float32 and x.is_cpu and x.numel() == x.shape[-1]
+    is_free = is_float and not (torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"))
+    return is_free and not torch.compiler.is_compiling()
+
+
+def row_up(x: Tensor, x_up: Tensor, w21: Tensor, w22: Tensor | None, bias: Tensor | None) -> Tensor:
+    """W21 x + W22 x_up + bias of a single row x (n,), as a row; x_up is (..., m).
+
+    A token at a time, what a product of matrices does around it costs as much as a small product itself.
+    """
+    y_up = torch.mv(w21, x)
+    if w22 is not None:
+        y_up.addmv_(w22, x_up.view(-1))
+    return y_up if bias is None else y_up.add_(bias)
+
+
 CACHE_LINE = 64
 
 
@@ -83,14 +102,14 @@ def join_streams(*streams: Tensor) -> Tensor:
     return joined
 
 
-def streams_of(x: Any, widths: list[int]) -> list[Tensor] | None:
+def streams_of(x: Any, widths: list[int]) -> Sequence[Tensor] | None:
     """The streams of these widths that a tensor was joined from; None where it was not, or was changed since."""
     streams, version = getattr(x, "streams", ((), None))
     found = streams and version == x._version and [stream.shape[-1] for stream in streams]
     if not found or found != [width for width in widths if width]:
         return None
     rest = iter(streams)
-    return [next(rest) if width else x[..., :0] for width in widths]
+    return streams if len(streams) == len(widths) else [next(rest) if width else x[..., :0] for width in widths]
 
 
 def stack(paths: list[Streams]) -> Tensor:

@@ -49,8 +49,8 @@ def test_each_path_reads_a_token_as_alone(tmp_path, family, dtype, head):
 
 def test_heads_attend_together_only_where_that_is_exact():
     old, new = Part(4, 2, is_old=True), Part(2, 1, is_old=False)
-    parts, token = [old, new, new, old, new], torch.zeros(2, 12, 1, 16)
-    together = [old, Part(4, 2, is_old=False), old, new]
+    parts, token = (old, new, new, old, new), torch.zeros(2, 12, 1, 16)
+    together = (old, Part(4, 2, is_old=False), old, new)
     assert joined_parts(parts, token, "sdpa") == together
     # heads that begin inside a cache line, several tokens, a batched product of all heads
     for states, name in ((token[..., :8], "sdpa"), (torch.zeros(2, 12, 3, 16), "sdpa"), (token, "eager")):
