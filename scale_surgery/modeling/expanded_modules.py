@@ -208,7 +208,7 @@ class ExpandedLinear(ExpandedModule):
         if w21 is None:
             return None
         if w21.dtype == like.dtype and is_row(x_base, like):
-            return row_up(x_base.view(-1), x_up, w21, w22, bias).view(*like.shape[:-1], -1)
+            return row_up(x_base.view(-1), x_up.view(-1), w21, w22, bias).view(*like.shape[:-1], -1)
         y_up = product(x_base, w21, like)
         if w22 is not None:
             y_up = add_product(y_up, x_up, w22)

@@ -17,8 +17,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from .expanded_modules import ExpandedBlock, ExpandedLinear, ExpandedModule, ExpandedNorm, expanded_class
-from .expanded_streams import CACHE_LINE, is_row, join_streams, own_memory, row_up, streams_of
+from .expanded_modules import (
+    ExpandedActivation,
+    ExpandedBlock,
+    ExpandedLinear,
+    ExpandedModule,
+    ExpandedNorm,
+    expanded_class,
+)
+from .expanded_streams import CACHE_LINE, is_row, join_rows, join_streams, own_memory, row_up, rows_of, streams_of
 
 
 class PathThrough(NamedTuple):
@@ -37,12 +44,6 @@ class PathThrough(NamedTuple):
     def up(self, base: Tensor, up: Tensor, y: Tensor) -> Tensor | None:
         """Up part beside a base part y that is known."""
         return self.module.forward_up(base, up, y) if isinstance(self.module, ExpandedModule) else None
-
-    def row_up(self, x: Tensor, up: Tensor, shape: list[int]) -> Tensor | None:
-        """The same of a linear for a single row x (n,), in this shape."""
-        own = self.module._parameters
-        w21 = own["w21"]
-        return None if w21 is None else row_up(x, up, w21, own["w22"], own["up_bias"]).view(shape)
 
     def streams(self, run: Callable[[Tensor], Tensor], base: Tensor, up: Tensor) -> tuple[Tensor, Tensor | None]:
         """Both streams of an expansion that stands apart; `run` is the stock module."""
@@ -149,22 +150,52 @@ class ComposedModule:
         return torch.cat([part for parts in zip(*columns, strict=True) for part in parts], dim=-1)
 
 
-class ComposedLinear(ComposedModule):
-    """A linear beside which all that share the base stream have a linear: what a single token asks is asked once."""
+class RowModule(ComposedModule):
+    """A module through which all up streams of a single token pass as rows: that has least around each of them."""
 
-    def ups(self, base: Tensor, ups: Sequence[Tensor], y: Tensor) -> list[Tensor | None]:
-        if not is_row(base, y):
-            return super().ups(base, ups, y)
-        x, shape = base.view(-1), [*y.shape[:-1], -1]
-        return [path.row_up(x, up, shape) for path, up in zip(self.shared, ups, strict=True)]
+    def forward_paths(self, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        if self.apart or not is_row(x, x):
+            return super().forward_paths(run, x)
+        base, *rows = rows_of(x, self.widths(x.shape[-1]))
+        y = run(base)
+        return join_rows(y, [own for own in self.up_rows(base.view(-1), rows) if own is not None])
+
+    def up_rows(self, base: Tensor, rows: list[Tensor]) -> list[Tensor | None]:
+        """What `ups` are, as rows."""
+        raise NotImplementedError
+
+
+class ComposedLinear(RowModule):
+    """A linear, all of whose up parts are those of expanded linears in its dtype."""
+
+    def up_rows(self, base: Tensor, rows: list[Tensor]) -> list[Tensor | None]:
+        found = []
+        for path, row in zip(self.shared, rows, strict=True):
+            own = path.module._parameters
+            w21 = own["w21"]
+            found.append(None if w21 is None else row_up(base, row, w21, own["w22"], own["up_bias"]))
+        return found
+
+
+class ComposedActivation(RowModule):
+    """An activation."""
+
+    def up_rows(self, base: Tensor, rows: list[Tensor]) -> list[Tensor | None]:
+        return [path.module.forward_stock(row) for path, row in zip(self.shared, rows, strict=True)]
+
+
+def are_all(kind: type, paths: tuple[PathThrough, ...]) -> bool:
+    """Whether the up parts of all that share the base stream are those of expanded modules of a kind."""
+    own = [type(path.module) for path in paths if not path.is_apart]
+    return bool(own) and all(issubclass(each, kind) and each.forward_up is kind.forward_up for each in own)
 
 
 def are_linears(stock: nn.Module, paths: tuple[PathThrough, ...]) -> bool:
-    """Whether the up part of all that share the base stream is that of an expanded linear, in the stock dtype."""
-    linears = [path.module for path in paths if not path.is_apart]
-    if not linears or any(getattr(type(own), "forward_up", None) is not ExpandedLinear.forward_up for own in linears):
-        return False
-    return all(own.w21 is None or own.w21.dtype == stock.weight.dtype for own in linears)
+    """Whether all up parts are those of expanded linears, in the dtype of the stock module."""
+    blocks = [path.module.w21 for path in paths if not path.is_apart] if are_all(ExpandedLinear, paths) else [None]
+    return any(own is not None for own in blocks) and {own.dtype for own in blocks if own is not None} == {
+        stock.weight.dtype
+    }
 
 
 class ComposedNorm(ComposedModule):
@@ -182,8 +213,11 @@ class ComposedNorm(ComposedModule):
         parts = x.split_with_sizes([widths[0], count * width, *widths[1 + count :]], dim=-1)
         base, ups, *apart = map(own_memory, parts)
         y = run(base)
-        rows = self.normalised(ups.view(count, width)).to(y.dtype).view(count, *x.shape[:-1], width)
-        return self.join([[y, *rows.unbind()], *self.streams_apart(run, apart)])
+        rows = self.normalised(ups.view(count, width)).to(y.dtype)
+        if not self.apart and is_row(x, y):
+            return join_rows(y, rows.unbind())
+        ups = rows.view(count, *x.shape[:-1], width)
+        return self.join([[y, *ups.unbind()], *self.streams_apart(run, apart)])
 
     def normalised(self, rows: Tensor) -> Tensor:
         """Up streams that share the base stream, a row each, in float32."""
@@ -235,10 +269,12 @@ def compose_module(module: nn.Module, paths: tuple[PathThrough, ...], specs: lis
     """
     norm = ComposedNorm if are_alike(paths) else ComposedModule
     linear = ComposedLinear if are_linears(module, paths) else ComposedModule
-    kinds = {"block": ComposedBlock, "padding": ComposedPadding, "norm": norm, "linear": linear}
-    kind = kinds.get(specs[0]["kind"], ComposedModule)
+    activation = ComposedActivation if are_all(ExpandedActivation, paths) else ComposedModule
+    own = {"norm": norm, "linear": linear, "activation": activation}
+    kinds = {"block": ComposedBlock, "padding": ComposedPadding} | own
     fused = [[base for base, _ in spec["out_features"]] for spec in specs if "out_features" in spec]
     sections = next((own for own in [*fused, *(spec.get("sections", ()) for spec in specs)] if len(own) > 1), ())
+    kind = ComposedModule if sections else kinds.get(specs[0]["kind"], ComposedModule)
     module.__class__ = expanded_class(kind, type(module))
     module.shared = tuple(path for path in paths if not path.is_apart)
     module.apart = tuple(path for path in paths if path.is_apart)

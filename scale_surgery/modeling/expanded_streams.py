@@ -63,13 +63,13 @@ def is_row(x: Tensor, like: Tensor) -> bool:
 
 
 def row_up(x: Tensor, x_up: Tensor, w21: Tensor, w22: Tensor | None, bias: Tensor | None) -> Tensor:
-    """W21 x + W22 x_up + bias of a single row x (n,), as a row; x_up is (..., m).
+    """W21 x + W22 x_up + bias of single rows x (n,) and x_up (m,).
 
     A token at a time, what a product of matrices does around it costs as much as a small product itself.
     """
     y_up = torch.mv(w21, x)
     if w22 is not None:
-        y_up.addmv_(w22, x_up.view(-1))
+        y_up.addmv_(w22, x_up)
     return y_up if bias is None else y_up.add_(bias)
 
 
@@ -95,11 +95,28 @@ def join_streams(*streams: Tensor) -> Tensor:
     """Join streams; what is joined remembers them, so that the next module need not copy them out of it."""
     if len(streams) == 1:
         return streams[0]
-    joined = torch.cat(streams, dim=-1)
+    joined: Any = torch.cat(streams, dim=-1)
     # a tensor of torch.inference_mode does not know whether it was changed since
     if not (torch.compiler.is_compiling() or joined.is_inference()):
         joined.streams = (streams, joined._version)
     return joined
+
+
+def join_rows(base: Tensor, rows: Sequence[Tensor]) -> Tensor:
+    """Join the base stream of a single token (1, 1, d) and other streams, a row (n,) each, and remember them."""
+    joined: Any = torch.cat((base.view(-1), *rows)).view(*base.shape[:-1], -1)
+    if not joined.is_inference():
+        joined.rows = ((base, *rows), joined._version)
+    return joined
+
+
+def rows_of(x: Tensor, widths: list[int]) -> Sequence[Tensor]:
+    """The base stream of a single token, and its other streams as rows, each in memory as if it had its own."""
+    rows, version = getattr(x, "rows", ((), None))
+    if rows and version == x._version and [row.shape[-1] for row in rows] == widths:
+        return rows
+    base, *rows = map(own_memory, x.view(-1).split_with_sizes(widths))
+    return base.view(*x.shape[:-1], -1), *rows
 
 
 def streams_of(x: Any, widths: list[int]) -> Sequence[Tensor] | None:
