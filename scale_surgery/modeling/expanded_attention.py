@@ -57,26 +57,22 @@ def own_heads(states: Tensor, sizes: list[int], parts: tuple[Part, ...], is_eage
 
 
 def joined_parts(parts: tuple[Part, ...], states: Tensor, name: str) -> tuple[Part, ...]:
-    """Parts as they attend together: on a CPU, new heads of several expansions do, where that is a token at a time.
+    """Parts as they attend together: on a CPU all heads do, where that is a token at a time.
 
     There the kernel takes a query of one row head by head, so that its bits do not depend on how many there are, if
-    each head begins at a cache line. A call for each expansion costs more than what it computes.
+    each head begins at a cache line. A call for each part costs more than what it computes.
     """
     is_apart = name != "sdpa" or states.device.type != "cpu" or states.shape[-2] > 1
-    return parts if is_apart or states.shape[-1] * states.element_size() % ALIGNMENT else with_neighbours(parts)
+    return parts if is_apart or states.shape[-1] * states.element_size() % ALIGNMENT else as_one(parts)
 
 
 @cache
-def with_neighbours(parts: tuple[Part, ...]) -> tuple[Part, ...]:
-    """New heads that lie one after the other as one part."""
-    found = list(parts[:1])
-    for part in parts[1:]:
-        last = found[-1]
-        if part.is_old or last.is_old or part.is_detached != last.is_detached:
-            found.append(part)
-        else:
-            found[-1] = last._replace(heads=last.heads + part.heads, kv_heads=last.kv_heads + part.kv_heads)
-    return tuple(found)
+def as_one(parts: tuple[Part, ...]) -> tuple[Part, ...]:
+    """All heads as one part, unless gradients stop at some of them."""
+    if len({part.is_detached for part in parts}) > 1:
+        return parts
+    heads, kv_heads = (sum(own) for own in ((part.heads for part in parts), (part.kv_heads for part in parts)))
+    return (Part(heads, kv_heads, is_old=False, is_detached=parts[0].is_detached),)
 
 
 @cache
@@ -98,6 +94,8 @@ def split_attention(module, query, key, value, attention_mask, **kwargs):
         for own, sizes in ((query, heads), (key, kv_heads), (value, kv_heads))
     ]
     outputs = [run(seen, *own, attention_mask, **kwargs) for own in zip(*states, strict=True)]
+    if len(outputs) == 1:
+        return outputs[0]
     attended, weights = zip(*outputs, strict=True)
     return torch.cat(attended, dim=2), None if weights[0] is None else torch.cat(weights, dim=1)
 
