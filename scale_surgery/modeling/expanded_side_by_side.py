@@ -81,6 +81,9 @@ class ComposedModule:
     keeps_strides = False
     stacked_width: int | None = None
 
+    def look_up(self) -> None:
+        """Keep at hand what every token needs."""
+
     def forward(self, x: Tensor) -> Tensor:
         return self.forward_paths(super().forward, x)
 
@@ -158,30 +161,37 @@ class RowModule(ComposedModule):
             return super().forward_paths(run, x)
         base, *rows = rows_of(x, self.widths(x.shape[-1]))
         y = run(base)
-        return join_rows(y, [own for own in self.up_rows(base.view(-1), rows) if own is not None])
+        return join_rows(y, self.up_rows(run, base.view(-1), rows))
 
-    def up_rows(self, base: Tensor, rows: list[Tensor]) -> list[Tensor | None]:
-        """What `ups` are, as rows."""
+    def up_rows(self, run: Callable[[Tensor], Tensor], base: Tensor, rows: list[Tensor]) -> list[Tensor]:
+        """What `ups` are, as rows; without those that are None."""
         raise NotImplementedError
 
 
 class ComposedLinear(RowModule):
-    """A linear, all of whose up parts are those of expanded linears in its dtype."""
+    """A linear, all of whose up parts are those of expanded linears in its dtype.
 
-    def up_rows(self, base: Tensor, rows: list[Tensor]) -> list[Tensor | None]:
-        found = []
-        for path, row in zip(self.shared, rows, strict=True):
-            own = path.module._parameters
-            w21 = own["w21"]
-            found.append(None if w21 is None else row_up(base, row, w21, own["w22"], own["up_bias"]))
-        return found
+    Attributes:
+        blocks: W21, W22 and bias of each. Between one token and the next all weights pass through the processor's
+            cache, so that to look them up in each module costs as much as a small product.
+    """
+
+    blocks: tuple[tuple[Tensor | None, ...], ...] = ()
+
+    def look_up(self) -> None:
+        names = ("w21", "w22", "up_bias")
+        self.blocks = tuple(tuple(path.module._parameters[name] for name in names) for path in self.shared)
+
+    def up_rows(self, run: Callable[[Tensor], Tensor], base: Tensor, rows: list[Tensor]) -> list[Tensor]:
+        pairs = zip(rows, self.blocks, strict=True)
+        return [row_up(base, row, w21, w22, bias) for row, (w21, w22, bias) in pairs if w21 is not None]
 
 
 class ComposedActivation(RowModule):
-    """An activation."""
+    """An activation, which is the stock one of each."""
 
-    def up_rows(self, base: Tensor, rows: list[Tensor]) -> list[Tensor | None]:
-        return [path.module.forward_stock(row) for path, row in zip(self.shared, rows, strict=True)]
+    def up_rows(self, run: Callable[[Tensor], Tensor], base: Tensor, rows: list[Tensor]) -> list[Tensor]:
+        return [run(row) for row in rows]
 
 
 def are_all(kind: type, paths: tuple[PathThrough, ...]) -> bool:
@@ -204,6 +214,11 @@ class ComposedNorm(ComposedModule):
     That is exact: each row is normalised by itself. What reads it later expects that it begins at a cache line.
     """
 
+    gains: tuple[Tensor, ...] = ()
+
+    def look_up(self) -> None:
+        self.gains = tuple(path.module.up_weight for path in self.shared)
+
     def forward_paths(self, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         width, count = self.shared[0].up_in, len(self.shared)
         is_token = count > 1 and x.numel() == x.shape[-1] and x.device.type == "cpu"
@@ -221,8 +236,7 @@ class ComposedNorm(ComposedModule):
 
     def normalised(self, rows: Tensor) -> Tensor:
         """Up streams that share the base stream, a row each, in float32."""
-        norm, gains = self.shared[0].module, torch.stack([path.module.up_weight for path in self.shared]).float()
-        rows = rows.float()
+        norm, gains, rows = self.shared[0].module, torch.stack(self.gains).float(), rows.float()
         rows = functional.rms_norm(rows, rows.shape[-1:], eps=norm.up_epsilon)
         return rows * (gains + 1.0 if norm.up_style.endswith("_plus_one") else gains)
 
@@ -281,3 +295,4 @@ def compose_module(module: nn.Module, paths: tuple[PathThrough, ...], specs: lis
     module.known_widths, module.base_sections = {}, tuple(sections)
     module.keeps_strides = any(spec["kind"] in ("activation", "head_norm") for spec in specs)
     module.head_axis = next((spec["axis"] for spec in specs if spec["kind"] == "head_norm"), None)
+    module.look_up()
