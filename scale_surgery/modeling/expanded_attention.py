@@ -6,7 +6,6 @@ the base model's, bit for bit. This file travels with the checkpoint.
 
 from __future__ import annotations
 
-from functools import cache
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -63,22 +62,10 @@ def joined_parts(parts: tuple[Part, ...], states: Tensor, name: str) -> tuple[Pa
     each head begins at a cache line. A call for each part costs more than what it computes.
     """
     is_apart = name != "sdpa" or states.device.type != "cpu" or states.shape[-2] > 1
-    return parts if is_apart or states.shape[-1] * states.element_size() % ALIGNMENT else as_one(parts)
-
-
-@cache
-def as_one(parts: tuple[Part, ...]) -> tuple[Part, ...]:
-    """All heads as one part, unless gradients stop at some of them."""
-    if len({part.is_detached for part in parts}) > 1:
+    if is_apart or states.shape[-1] * states.element_size() % ALIGNMENT or len({own.is_detached for own in parts}) > 1:
         return parts
-    heads, kv_heads = (sum(own) for own in ((part.heads for part in parts), (part.kv_heads for part in parts)))
+    heads, kv_heads = sum(own.heads for own in parts), sum(own.kv_heads for own in parts)
     return (Part(heads, kv_heads, is_old=False, is_detached=parts[0].is_detached),)
-
-
-@cache
-def with_detached(parts: tuple[Part, ...]) -> tuple[Part, ...]:
-    """The same where no gradient passes through old heads."""
-    return tuple(part._replace(is_detached=part.is_detached or part.is_old) for part in parts)
 
 
 def split_attention(module, query, key, value, attention_mask, **kwargs):
@@ -87,7 +74,10 @@ def split_attention(module, query, key, value, attention_mask, **kwargs):
     name = config._attn_implementation
     run = module.eager_attention if name == "eager" else ALL_ATTENTION_FUNCTIONS[name]
     seen = View(module, {"config": config})
-    parts = joined_parts(with_detached(module.parts) if module.base_detached else module.parts, query, name)
+    parts = module.parts
+    if module.base_detached and torch.is_grad_enabled():
+        parts = tuple(part._replace(is_detached=part.is_detached or part.is_old) for part in parts)
+    parts = joined_parts(parts, query, name)
     heads, kv_heads = [part.heads for part in parts], [part.kv_heads for part in parts]
     states = [
         own_heads(own, sizes, parts, name == "eager")

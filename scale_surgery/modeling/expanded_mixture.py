@@ -33,8 +33,6 @@ def row_chunks(logits: Tensor) -> Iterator[slice]:
 def by_row(function: Callable[..., Tensor], *logits: Tensor) -> Tensor:
     """Apply a function of logits to a number a row in float32, without a copy of all the logits."""
     flat = [tensor.flatten(0, -2) for tensor in logits]
-    if len(list(row_chunks(flat[0]))) == 1:
-        return function(*(tensor.float() for tensor in logits))
     # made before the loop: a small tensor that is kept after each chunk would let the heap grow by the chunk
     found = logits[0].new_empty(len(flat[0]), dtype=torch.float32)
     for rows in row_chunks(flat[0]):

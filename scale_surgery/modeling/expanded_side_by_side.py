@@ -25,7 +25,7 @@ from .expanded_modules import (
     ExpandedNorm,
     expanded_class,
 )
-from .expanded_streams import CACHE_LINE, is_row, join_rows, join_streams, own_memory, row_up, rows_of, streams_of
+from .expanded_streams import CACHE_LINE, is_row, join_streams, own_memory, row_up, streams_of
 
 
 class PathThrough(NamedTuple):
@@ -151,6 +151,23 @@ class ComposedModule:
             columns += [] if base is None else [base.split(self.base_sections, dim=-1)]
             columns += [] if up is None else [up.split(path.up_sections, dim=-1)]
         return torch.cat([part for parts in zip(*columns, strict=True) for part in parts], dim=-1)
+
+
+def join_rows(base: Tensor, rows: Sequence[Tensor]) -> Tensor:
+    """Join the base stream of a single token (1, 1, d) and other streams, a row (n,) each, and remember them."""
+    joined: Any = torch.cat((base.view(-1), *rows)).view(*base.shape[:-1], -1)
+    if not joined.is_inference():
+        joined.rows = ((base, *rows), joined._version)
+    return joined
+
+
+def rows_of(x: Tensor, widths: list[int]) -> Sequence[Tensor]:
+    """The base stream of a single token, and its other streams as rows, each in memory as if it had its own."""
+    rows, version = getattr(x, "rows", ((), None))
+    if rows and version == x._version and [row.shape[-1] for row in rows] == widths:
+        return rows
+    base, *rows = map(own_memory, x.view(-1).split_with_sizes(widths))
+    return base.view(*x.shape[:-1], -1), *rows
 
 
 class RowModule(ComposedModule):

@@ -5,7 +5,6 @@ This file travels with the checkpoint: it opens no file, and needs only torch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -67,9 +66,7 @@ def row_up(x: Tensor, x_up: Tensor, w21: Tensor, w22: Tensor | None, bias: Tenso
 
     A token at a time, what a product of matrices does around it costs as much as a small product itself.
     """
-    y_up = torch.mv(w21, x)
-    if w22 is not None:
-        y_up.addmv_(w22, x_up)
+    y_up = torch.mv(w21, x) if w22 is None else torch.mv(w21, x).addmv_(w22, x_up)
     return y_up if bias is None else y_up.add_(bias)
 
 
@@ -95,38 +92,21 @@ def join_streams(*streams: Tensor) -> Tensor:
     """Join streams; what is joined remembers them, so that the next module need not copy them out of it."""
     if len(streams) == 1:
         return streams[0]
-    joined: Any = torch.cat(streams, dim=-1)
+    joined = torch.cat(streams, dim=-1)
     # a tensor of torch.inference_mode does not know whether it was changed since
     if not (torch.compiler.is_compiling() or joined.is_inference()):
         joined.streams = (streams, joined._version)
     return joined
 
 
-def join_rows(base: Tensor, rows: Sequence[Tensor]) -> Tensor:
-    """Join the base stream of a single token (1, 1, d) and other streams, a row (n,) each, and remember them."""
-    joined: Any = torch.cat((base.view(-1), *rows)).view(*base.shape[:-1], -1)
-    if not joined.is_inference():
-        joined.rows = ((base, *rows), joined._version)
-    return joined
-
-
-def rows_of(x: Tensor, widths: list[int]) -> Sequence[Tensor]:
-    """The base stream of a single token, and its other streams as rows, each in memory as if it had its own."""
-    rows, version = getattr(x, "rows", ((), None))
-    if rows and version == x._version and [row.shape[-1] for row in rows] == widths:
-        return rows
-    base, *rows = map(own_memory, x.view(-1).split_with_sizes(widths))
-    return base.view(*x.shape[:-1], -1), *rows
-
-
-def streams_of(x: Any, widths: list[int]) -> Sequence[Tensor] | None:
+def streams_of(x: Any, widths: list[int]) -> list[Tensor] | None:
     """The streams of these widths that a tensor was joined from; None where it was not, or was changed since."""
     streams, version = getattr(x, "streams", ((), None))
     found = streams and version == x._version and [stream.shape[-1] for stream in streams]
     if not found or found != [width for width in widths if width]:
         return None
     rest = iter(streams)
-    return streams if len(streams) == len(widths) else [next(rest) if width else x[..., :0] for width in widths]
+    return [next(rest) if width else x[..., :0] for width in widths]
 
 
 def stack(paths: list[Streams]) -> Tensor:
