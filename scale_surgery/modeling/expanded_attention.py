@@ -21,10 +21,7 @@ ALIGNMENT = 64
 
 
 class Part(NamedTuple):
-    """Heads that attend by themselves: how many, whether the base model has them, and whether gradients stop there.
-
-    `owner` is the expansion that has them beside others, "" for the base.
-    """
+    """Heads that attend by themselves: how many, if the base has them, if gradients stop there, and whose they are."""
 
     heads: int
     kv_heads: int
