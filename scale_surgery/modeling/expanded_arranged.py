@@ -19,10 +19,12 @@ from .expanded_model import ADDED_AFTER, ADDED_BEFORE, change_hidden, find_base_
 from .expanded_side_by_side import ComposedModule, PathThrough, compose_module
 
 MODE = "composed"
+# attributes of a composed module
+COMPOSED = ("shared", "apart", "known_widths", "base_sections", "head_axis", "keeps_strides", "stacked_width")
+COMPOSED += ("blocks", "gains")
+# and of those before which streams enter
+OWN_NAMES = (*COMPOSED, "rearranged", "entering")
 ATTENTION_VALUES = ("attributes", "config")
-# what a composed module knows, and what one knows where streams enter
-COMPOSED_NAMES = ("paths", "known_widths", "base_sections", "head_axis", "keeps_strides", "stacked_width")
-OWN_NAMES = (*COMPOSED_NAMES, "rearranged", "entering")
 
 
 class Stage(NamedTuple):
@@ -163,7 +165,7 @@ def restore(modules: Iterable[nn.Module]) -> None:
     for module in modules:
         if isinstance(module, ComposedModule):
             module.__class__ = type(module).__bases__[1]
-            for name in COMPOSED_NAMES:
+            for name in COMPOSED:
                 vars(module).pop(name, None)
         if MODE in getattr(module, "modes", ()):
             switch_attention(module, "stock")
@@ -199,6 +201,8 @@ class Arrangement(NamedTuple):
         for module, (kind, told, heads) in self.told.items():
             module.__class__ = kind
             vars(module).update(told)
+            if isinstance(module, ComposedModule):
+                module.look_up()
             if heads:
                 module.modes[MODE] = heads
                 switch_attention(module, MODE)

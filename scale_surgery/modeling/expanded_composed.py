@@ -353,18 +353,20 @@ class ComposedModel:
         """Let these expansions pass through the modules; without any they are stock ones."""
         if names == self.arranged:
             return
-        before = self.arrangements.get(self.arranged)
+        members, before = {name: self.expanded_models[name] for name in names}, self.arrangements.get(self.arranged)
         restore(self.modules() if before is None else before.told)
         # whatever stops this, all is restored the next time
         self.arranged = None
         if names not in self.arrangements:
             if len(self.arrangements) >= MOST_ARRANGED:
                 self._forget_arrangements()
-            stage = compose_layers(self, {name: self.expanded_models[name] for name in names}, self.facts)
-            self.arrangements[names] = Arrangement.of(self, stage)
+            self.arrangements[names] = Arrangement.of(self, compose_layers(self, members, self.facts))
         else:
             self.arrangements[names].again()
         self.stage, self.arranged = self.arrangements[names].stage, names
+        # a token at a time, asking for them costs as much as a product
+        self.up_widths = {name: own.config.scale_surgery["widths"]["up_width"] for name, own in members.items()}
+        self.path_heads = tuple(own.get_output_embeddings() for own in members.values())
 
     def _forget_arrangements(self) -> None:
         """Forget how expansions passed through the modules, but for how none does."""
@@ -372,17 +374,15 @@ class ComposedModel:
 
     def _features(self, features: Tensor, cap: float | None) -> Features:
         """Take apart what leaves the last norm, in the order of the names."""
-        members, hidden = {name: self.expanded_models[name] for name in self.arranged}, self.facts["hidden"]
-        up = {name: own.config.scale_surgery["widths"]["up_width"] for name, own in members.items()}
+        hidden, up = self.facts["hidden"], self.up_widths
         whole, *apart = features.chunk(1 + len(self.stage.apart))
         sizes = [hidden, *(up[name] for name in self.stage.shared)]
         base, *shared = whole[..., : sum(sizes)].split(sizes, dim=-1)
         streams = {name: (base, own) for name, own in zip(self.stage.shared, shared, strict=True)}
         for name, own in zip(self.stage.apart, apart, strict=True):
             streams[name] = own[..., :hidden], own[..., hidden : hidden + up[name]]
-        heads = [own.get_output_embeddings() for own in members.values()]
-        found = (base, base[..., :0]), *(streams[name] for name in members)
-        return Features((heads[0], *heads), found, whole, cap)
+        found = (base, base[..., :0]), *(streams[name] for name in self.arranged)
+        return Features((self.path_heads[0], *self.path_heads), found, whole, cap)
 
 
 def _is_inside(name: str) -> bool:
