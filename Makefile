@@ -90,7 +90,7 @@ test-recipes: install  ## the training recipes in the documentation, that for TR
 	$(BIN)/pip install --quiet --editable '.[recipes]'
 	$(BIN)/python -m pytest tests/test_site.py
 
-test-serve: install  ## transformers' own server with expanded, routed and fused models, asked by the client of OpenAI
+test-serve: install  ## transformers' own server with expanded, routed, composed and fused models, asked by the client of OpenAI
 	$(BIN)/pip install --quiet --editable '.[serve]'
 	$(BIN)/python -m pytest tests/running/test_serve.py
 

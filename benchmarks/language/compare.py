@@ -46,7 +46,8 @@ def prepare(work: Path, subject: Subject) -> None:
         write_text(work, language)
     write_pairs(work, subject.second)
     place = Place(work, subject)
-    place.rehearsal("own", 0)
+    for rehearse in ("own", "own x4"):
+        place.rehearsal(rehearse, 0)
 
 
 @lru_cache(maxsize=1)

@@ -62,7 +62,7 @@ def draw_plane(rows: Sequence[Row], file: Path) -> None:
                 new,
                 look.marker,
                 color=look.colour,
-                markerfacecolor=look.colour if rehearse == "own" else "white",
+                markerfacecolor="white" if rehearse == "none" else look.colour,
                 markersize=REHEARSED_MARKER if "," in name else MARKER,
                 markeredgewidth=2.2 if "," in name else 1.2,
             )

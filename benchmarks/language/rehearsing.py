@@ -21,8 +21,8 @@ from benchmarks.language.base import Size
 from scale_surgery.training.rehearsal import Divergence
 
 SAMPLED_TOGETHER = 64
-# of what the base was trained on; as many tokens are sampled
-OLD_SHARE = 0.01
+# rehearsed tokens, as a share of what the base was trained on
+SHARES = {"own": 0.01, "own x4": 0.04, "old": 0.01}
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def rehearsal_of(
 
     Args:
         folder: Of the base.
-        rehearse: none, own or old.
+        rehearse: none or one of SHARES.
         old: Gives what the base was trained on, (rows, context).
         size: Of the base.
         seed: Of the order.
@@ -73,9 +73,9 @@ def rehearsal_of(
     if rehearse == "none":
         return None
     base = AutoModelForCausalLM.from_pretrained(folder).to(device).requires_grad_(False).eval()
-    count = max(1, round(OLD_SHARE * size.tokens / size.context))
+    count = max(1, round(SHARES[rehearse] * size.tokens / size.context))
     # rows of the base come in a random order already
-    rows = own_samples(base, folder, count, size.context) if rehearse == "own" else old()[:count]
+    rows = old()[:count] if rehearse == "old" else own_samples(base, folder, count, size.context)
     return Rehearsal(base, rows.to(device), size.rows // 2, seed)
 
 

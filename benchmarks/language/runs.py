@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from benchmarks.records import append_line, read_lines
 from scale_surgery import Routing
 
 MEASURED = (0, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1)  # shares of the steps; most is lost early
-Rehearse = Literal["none", "own", "old"]
+Rehearse = Literal["none", "own", "own x4", "old"]
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,8 @@ class Key:
     Attributes:
         subject: Base and language.
         method: Name of the method.
-        rehearse: What is rehearsed: nothing, samples that the base wrote, or a hundredth of what it was trained on.
+        rehearse: What is rehearsed: nothing, samples that the base wrote, a hundredth of what it was trained on or four
+            times that, or a hundredth of what it was trained on itself.
         rate: Peak of the learning rate.
         tokens: Of the second language that are learned.
         seed: Of the order of texts and of random tensors.
@@ -139,14 +140,15 @@ def run(place: Place, method: Method, key: Key, *, is_examined: bool = True) -> 
         place: Base and texts.
         method: How the model is made.
         key: What the run is.
-        is_examined: Whether it is scored on what is held out for the end; a run of the sweep is not.
+        is_examined: Whether it is measured on the way and scored on what is held out for the end; a run of the sweep is
+            not.
 
     Returns:
         The record.
     """
     started = time.process_time()
     model = method.make(place.base, key.seed).to(place.device)
-    points = tuple(_learn(place, model, key))
+    points = tuple(_learn(place, model, key, MEASURED if is_examined else (0, 1)))
     scores, routed = None, {}
     if is_examined:
         scores = examine(place, model)
@@ -170,14 +172,14 @@ def examine(place: Place, model: Any) -> Scores:
     return Scores(*asked.read(model, "test"), asked.rank(model), asked.parallel(model))
 
 
-def _learn(place: Place, model: Any, key: Key) -> Iterator[Point]:
+def _learn(place: Place, model: Any, key: Key, shares: Sequence[float]) -> Iterator[Point]:
     size = place.size
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=key.rate, weight_decay=0.0, fused=True)
     batches = place.rows(key.tokens, key.seed).to(place.device).split(size.rows)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: share_of_rate(step, len(batches)))
     rehearsal = place.rehearsal(key.rehearse, key.seed)
-    measured = {round(share * len(batches)) for share in MEASURED}
+    measured = {round(share * len(batches)) for share in shares}
     yield _point(place, model, 0)
     for step, batch in enumerate(batches):
         with torch.autocast(place.device.type, torch.bfloat16):

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 @usual_options(Address(), "host", "port")
 @click.option(
     "--expansion",
-    help="Expansion of a composed folder that answers alone, or base for its base. Default: all, weighed by the "
-    "router.",
+    help="Expansion of a composed folder, or base, that answers where a request names MODEL. Default: all, weighed by "
+    "the router. A request that names an expansion itself is answered by that one.",
 )
 @run_options("device", "dtype", code=code_of("MODEL"))
 @output_options

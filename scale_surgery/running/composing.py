@@ -12,9 +12,10 @@ from scale_surgery import modeling
 from scale_surgery.errors import PlanError
 from scale_surgery.planning.plan import Plan
 from scale_surgery.planning.routing_specs import build_paths, path_problems
-from scale_surgery.running.sharing import descriptions, quantised_modules
+from scale_surgery.running.sharing import descriptions, is_hooked, quantised_modules, spread, unhook
 
 COMPOSED = f"{modeling.__name__}.expanded_composed"
+SPREAD = "its base is spread over several devices, and paths that run side by side need one. Choose a single name."
 
 
 def is_composed(model: Any) -> bool:
@@ -70,6 +71,7 @@ def compose(model: Any, plan: Plan) -> Any:
     made = _on_same_weights(model, {})
     made.__class__ = import_module(COMPOSED).composed_class(type(model))
     made.become_composed(build_paths(plan.architecture, plan.sizes))
+    spread(model, made)
     return made
 
 
@@ -80,6 +82,7 @@ def base_alone(model: Any) -> Any:
         alone = _on_same_weights(model, {id(model.expanded_models): None})
     alone.__class__ = type(model).__bases__[1]
     del alone._modules["expanded_models"]
+    spread(model, alone)
     return alone
 
 
@@ -95,17 +98,21 @@ def add_expansion(model: Any, name: str, expanded: Any, plan: Plan) -> Any:
     Returns:
         The composed model.
     """
-    fork = min(plan.collaboration.layers, default=None)
-    model.add_expanded_model(name, expanded, path_problems(plan.architecture, fork))
+    problems = path_problems(plan.architecture, min(plan.collaboration.layers, default=None))
+    if is_hooked(model):
+        problems = [*problems, SPREAD]
+    model.add_expanded_model(name, expanded, problems)
     return model
 
 
 def _on_same_weights(model: Any, known: dict[int, Any]) -> Any:
-    """A copy whose parameters are frozen views of the model's."""
+    """A copy whose parameters are frozen views of the model's, without hooks that carry from device to device."""
     from torch import nn
 
     frozen = {id(own): nn.Parameter(own.detach(), requires_grad=False) for own in model.parameters()}
-    return deepcopy(model, {**frozen, **_quantised(model), **known})
+    copied = deepcopy(model, {**frozen, **_quantised(model), **known})
+    unhook(copied)
+    return copied
 
 
 def _quantised(model: Any) -> dict[int, Any]:

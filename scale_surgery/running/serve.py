@@ -1,4 +1,4 @@
-"""Serve a model by transformers' own server, whose endpoints are OpenAI's; no part of a server is ours.
+"""Serve a model by transformers' own server, whose endpoints are OpenAI's.
 
 The server reads a model's config by its type and looks up its class among the names of `transformers`. `register` tells
 of the one, an attribute of the other. It computes one request after the other, each as `generate` alone would; batches
@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
 from scale_surgery.checkpoint.numbering import CONFIG_KEY
@@ -55,11 +54,13 @@ class Served:
         model: What requests name as their model.
         url: Base URL for clients.
         has_chat_template: Whether the tokenizer can write a conversation, as /v1/chat/completions needs.
+        paths: What they may name instead: base and expansions of a composed folder, each of which then answers alone.
     """
 
     model: str
     url: str
     has_chat_template: bool
+    paths: tuple[str, ...] = ()
 
 
 def serve(
@@ -75,18 +76,18 @@ def serve(
 
     Args:
         model: A folder or a Hub id: a stock, expanded, routed, composed or fused model. Requests name it as it is given
-            here.
+            here, or one path of a composed one: an expansion, or base.
         address: Where to listen.
         revision: Branch, tag or commit of a Hub repository.
-        expansion: Expansion of a composed folder that answers alone, or base for its base. Default: all, weighed by the
-            router.
+        expansion: Expansion of a composed folder, or base, that answers where a request names the model itself.
+            Default: all, weighed by the router.
         run: How the model runs: device, dtype, trust_remote_code.
         ready: Called once the model is loaded.
 
     Raises:
         ServingError: If the server's packages are missing, or the address cannot be had.
         CheckpointError: If the model cannot be loaded.
-        PlanError: If it has no such expansion.
+        PlanError: If it has no such expansion, or is called as one of them.
         DataError: If it has no tokenizer that loads.
     """
     name = _name_for_server(model, revision)
@@ -94,14 +95,18 @@ def serve(
     _need_packages()
     source = find_source(model, revision)
     checkpoint = open_checkpoint(source.path)
-    _check_expansion(checkpoint, expansion, source.name)
+    paths = _paths(checkpoint)
+    _check_names(name, paths, expansion, source.name)
     tokenizer = need_tokenizer(source.path, source.name, run)
     # last: what imports a tokenizer may leave another module transformers than it found
-    _make_known(checkpoint, run, expansion)
-    served = Served(name, address.url, bool(getattr(tokenizer, "chat_template", None)))
+    _make_known(checkpoint, run)
+    from scale_surgery.running.server import Server
+
+    served = Served(name, address.url, bool(getattr(tokenizer, "chat_template", None)), paths)
     options = {"device": run.placed().device, "dtype": run.dtype or "auto", "trust_remote_code": run.trust_remote_code}
+    answering = {name: expansion, **{path: path for path in paths}}
     with translated(source.name, "cannot be served", LOADING_ADVICE):
-        _server_class(lambda: ready(served))(name, host=address.host, port=address.port, non_blocking=True, **options)
+        Server(name, answering, lambda: ready(served), host=address.host, port=address.port, **options)
 
 
 def _need_packages() -> None:
@@ -136,53 +141,27 @@ def _need_free(address: Address) -> None:
         ) from error
 
 
-def _check_expansion(checkpoint: Checkpoint, expansion: str | None, name: str) -> None:
-    """Refuse the name of an expansion that a model does not have."""
-    named = checkpoint.config.get(CONFIG_KEY, {}).get("expansions")
-    if problems := list(expansion_problems(expansion, ("base", *named) if named else (), name)):
+def _paths(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Names of the paths of a composed model, the base's first; none of another one."""
+    expansions = checkpoint.config.get(CONFIG_KEY, {}).get("expansions")
+    return ("base", *expansions) if expansions else ()
+
+
+def _check_names(model: str, paths: tuple[str, ...], expansion: str | None, folder: str) -> None:
+    """Refuse an expansion that is not there, and a model that is called as one of its paths."""
+    problems = list(expansion_problems(expansion, paths, folder))
+    if model in paths:
+        problems.append(
+            f"{model}: names the folder and a path in it, expected a name for each. Give the folder as ./{model}."
+        )
+    if problems:
         raise PlanError.from_problems(problems)
 
 
-def _make_known(checkpoint: Checkpoint, run: RunOptions, expansion: str | None = None) -> None:
-    """Put what loads an expanded model where transformers' server looks for a class of that name."""
+def _make_known(checkpoint: Checkpoint, run: RunOptions) -> None:
+    """Put an expanded model's class where transformers' server looks for a class of that name."""
     import transformers
 
     for name in checkpoint.config.get("architectures") or ():
-        known = getattr(transformers, name, None)
-        if known is None or isinstance(known, OneExpansion):
-            own = model_class(checkpoint, run)
-            setattr(transformers, name, own if expansion is None else OneExpansion(own, expansion))
-
-
-@dataclass(frozen=True)
-class OneExpansion:
-    """What loads a composed model of which one expansion answers, or the base.
-
-    Attributes:
-        model_class: What loads the model.
-        name: The expansion, or base.
-    """
-
-    model_class: Any
-    name: str
-
-    def from_pretrained(self, *args: Any, **options: Any) -> Any:
-        """Load the model."""
-        model = self.model_class.from_pretrained(*args, **options)
-        model.set_expansion(None if self.name == "base" else self.name)
-        return model
-
-
-def _server_class(ready: Callable[[], None]) -> Any:
-    """The server of transformers, which runs nobody else's code once it has the model, and ends quietly by Ctrl-C."""
-    from transformers.cli.serve import Serve
-
-    class Server(Serve):
-        def start_server(self) -> None:
-            # a request to /load_model may name any model; its code was not trusted
-            self._model_manager.trust_remote_code = False
-            ready()
-            with suppress(KeyboardInterrupt):
-                self.server.run()
-
-    return Server
+        if getattr(transformers, name, None) is None:
+            setattr(transformers, name, model_class(checkpoint, run))

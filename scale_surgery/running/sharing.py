@@ -176,7 +176,7 @@ def share_weights(model: Any, expanded_class: Any, config: Mapping[str, Any], bl
     expanded.align_copies()
     if getattr(model, "generation_config", None) is not None:
         expanded.generation_config = deepcopy(model.generation_config)
-    _spread(model, expanded)
+    spread(model, expanded)
     return expanded.train(model.training)
 
 
@@ -266,7 +266,17 @@ def _copy_buffers(model: Any, expanded: Any) -> None:
         vars(expanded.get_submodule(name)).update(reach)
 
 
-def _spread(model: Any, expanded: Any) -> None:
+def unhook(model: Any) -> None:
+    """Take off a copy the hooks of its original: they would go on calling the forward of the class it had then."""
+    from accelerate.hooks import remove_hook_from_module
+
+    for module in model.modules():
+        if hasattr(module, "_hf_hook"):
+            remove_hook_from_module(module)
+            del module.forward
+
+
+def spread(model: Any, expanded: Any) -> None:
     """Let the expanded model compute where the stock one does: hooks belong to the modules of one model."""
     from accelerate import dispatch_model
 

@@ -62,5 +62,5 @@ def render_pushed(found: Pushed) -> RenderableType:
 def render_served(served: Served) -> RenderableType:
     """Where a model is served, and by which name."""
     requests = "chat, responses, completions" if served.has_chat_template else "completions; it has no chat template"
-    rows = [("model", served.model), ("base URL", served.url), ("requests", requests), ("stop", "Ctrl-C")]
-    return Facts("serving", rows)
+    model = [("model", served.model), *([("or alone", ", ".join(served.paths))] if served.paths else [])]
+    return Facts("serving", [*model, ("base URL", served.url), ("requests", requests), ("stop", "Ctrl-C")])

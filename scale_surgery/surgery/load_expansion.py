@@ -28,7 +28,6 @@ from scale_surgery.running.sharing import (
     Blocks,
     check_shareable,
     expanded_class_of,
-    is_hooked,
     quantised_modules,
     quantised_shape,
     share_weights,
@@ -87,7 +86,7 @@ def load_expansion(
         CheckpointError: If this is no extract, or the model is not its base: another class, cast, trained, not in
             memory as a whole, quantised in a way that is not known.
         PlanError: If the base is of another architecture, options are given with a loaded model, an expansion cannot
-            have the name, or cannot be on a quantised base or on several devices.
+            have the name, or cannot be on a quantised base.
     """
     # the classes then take their code along when the model is saved
     modeling.register()
@@ -104,11 +103,6 @@ def load_expansion(
         model, check = _load_base(found, model, revision, options, track, check=check), False
     elif options:
         raise PlanError(f"{', '.join(options)}: says how to load a model, but this one is loaded. Leave it out.")
-    if name is not None and is_hooked(model):
-        raise PlanError(
-            "name: is of an expansion among others, which need a base on one device, found one that is spread over "
-            "several. Leave the name out, for an expanded model of its own; or load the base on one device."
-        )
     base = base_alone(model) if is_composed(model) else model
     expanded_class = expanded_class_of(base, found.manifest.plan.architecture)
     _check_model(found, base, track, check=check)

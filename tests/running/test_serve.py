@@ -25,16 +25,31 @@ import torch
 import transformers
 from click.testing import CliRunner
 
-from scale_surgery import Probes, Request, Routing, ServingError, expand, merge, route_export, serve
+from scale_surgery import (
+    GenerationSettings,
+    Probes,
+    Request,
+    Routing,
+    ServingError,
+    compose,
+    expand,
+    extract,
+    generate,
+    merge,
+    route_export,
+    serve,
+)
 from scale_surgery.biographies import people, questions
 from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.cli.program import main
 from scale_surgery.errors import CheckpointError, PlanError
 from scale_surgery.running import serve as serving
 from scale_surgery.running.options import RunOptions
+from scale_surgery.show.tables_push import render_served
 from tests.composed import Made
 from tests.conftest import shake
 from tests.routed import random_ids
+from tests.show.test_console import shown
 from tests.test_docs import ROOT, SHIPPED, blocks, run_python
 
 needs_server = pytest.mark.skipif(
@@ -88,27 +103,40 @@ def test_the_loader_of_transformers_server_loads_what_is_made_known(
     manager.shutdown()
 
 
-def test_one_expansion_of_a_composed_folder_is_served(
+@torch.no_grad()
+def test_paths_of_a_composed_folder_compute_on_one_thread_each_as_it_is_alone(
     speaking: tuple[Made, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     known, (made, folder) = importlib.import_module("transformers"), speaking
     from transformers.cli.serving.model_manager import ModelManager
 
+    from scale_surgery.running.server import InferenceThread, OnePath
+
     (name,) = open_checkpoint(folder).config["architectures"]
     monkeypatch.setattr(known, name, None, raising=False)  # taken away afterwards
-    monkeypatch.delattr(known, name)
-    ids = random_ids(1, 7)
-    for expansion, alone in (("law", "law"), ("base", None), (None, None)):
-        serving._make_known(open_checkpoint(folder), RunOptions(), expansion)
-        manager = ModelManager(device="cpu", force_model=str(folder))
-        (loaded,) = manager.loaded_models.values()
-        assert torch.equal(loaded.model(ids).logits, made.alone(alone)(ids).logits) is (expansion is not None)
-        manager.shutdown()
+    serving._make_known(open_checkpoint(folder), RunOptions())
+    manager, ids = ModelManager(device="cpu", force_model=str(folder)), random_ids(1, 7)
+    (model,), thread = (own.model for own in manager.loaded_models.values()), InferenceThread()
+    expected = {None: model(ids).logits, "base": made.alone(None)(ids).logits, "law": made.alone("law")(ids).logits}
+    asked = [(path, OnePath(thread, model, path).submit(model, ids)) for path in (*expected, *reversed(expected))]
+    found = [[path for path, own in expected.items() if torch.equal(own, one.result().logits)] for _, one in asked]
+    assert found == [[path] for path, _ in asked]
+    manager.shutdown()
+
+
+def test_names_are_checked_before_anything_is_loaded(
+    speaking: tuple[Made, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    made, folder = speaking
     monkeypatch.setattr(serving, "NEEDED", ("json",))
     with pytest.raises(PlanError, match=r"^expansion lw: is no path of composed, expected base or medicine or"):
         serve(folder, serving.Address(port=free_port()), expansion="lw")
     with pytest.raises(PlanError, match=r"^expansion law: base has no expansions under names, expected a composed fo"):
         serve(made.base, serving.Address(port=free_port()), expansion="law")
+    monkeypatch.chdir(tmp_path)
+    Path("law").symlink_to(folder)
+    with pytest.raises(PlanError, match=r"^law: names the folder and a path in it, .* Give the folder as \./law\.$"):
+        serve("law", serving.Address(port=free_port()))
 
 
 def test_a_path_with_a_revision_in_it_is_refused() -> None:
@@ -145,6 +173,12 @@ def test_missing_packages_are_named_with_how_to_get_them(monkeypatch: pytest.Mon
     assert "pip install 'scale-surgery[serve]'" in result.output
 
 
+def test_paths_are_shown_beside_the_name_of_the_model() -> None:
+    rows = render_served(serving.Served("both", "http://127.0.0.1:8000/v1", False, ("base", "law")))
+    assert shown(rows).splitlines()[1:3] == ["model     both", "or alone  base, law"]
+    assert "or alone" not in shown(render_served(serving.Served("wide", "http://127.0.0.1:8000/v1", False)))
+
+
 def test_urls_of_both_kinds_of_address() -> None:
     assert serving.Address().url == "http://127.0.0.1:8000/v1"
     assert serving.Address("::1", 80).url == "http://[::1]:80/v1"
@@ -167,16 +201,21 @@ class Running:
     served: dict[str, Any]
     client: Any
 
-    def complete(self, prompt: str, tokens: int = 1, **options: Any) -> Any:
-        return self.client.completions.create(
-            model=self.served["model"], prompt=prompt, max_tokens=tokens, temperature=0, **options
-        )
+    def complete(self, prompt: str, tokens: int = 1, model: str | None = None, **options: Any) -> Any:
+        name = model or self.served["model"]
+        return self.client.completions.create(model=name, prompt=prompt, max_tokens=tokens, temperature=0, **options)
 
-    def answer(self, asked: tuple[str, int]) -> str:
-        return str(self.complete(*asked).choices[0].text)
+    def answer(self, asked: tuple[str, int], model: str | None = None) -> str:
+        return str(self.complete(*asked, model).choices[0].text)
 
-    def streamed(self, asked: tuple[str, int]) -> str:
-        return "".join(part.choices[0].text for part in self.complete(*asked, stream=True))
+    def streamed(self, asked: tuple[str, int], model: str | None = None) -> str:
+        return "".join(part.choices[0].text for part in self.complete(*asked, model, stream=True))
+
+    def converse(self, question: str, model: str | None = None) -> str:
+        messages = [{"role": "user", "content": question}]
+        name = model or self.served["model"]
+        made = self.client.chat.completions.create(model=name, messages=messages, max_tokens=5, temperature=0)
+        return str(made.choices[0].message.content)
 
     def alone(self, *asked: tuple[str, int]) -> list[str]:
         """What `generate` gives without a server."""
@@ -261,22 +300,96 @@ def test_a_cancelled_request_ends_and_leaves_nothing_behind(server: Running) -> 
 
 
 @needs_server
+def test_a_model_without_paths_has_one_name(server: Running) -> None:
+    import openai
+
+    assert [own.id for own in server.client.models.list()] == [server.served["model"]]
+    assert server.complete("Q:").model == server.served["model"]
+    with pytest.raises(openai.NotFoundError, match="The model 'base' is not served here"):
+        server.answer(ASKED[0], "base")
+
+
+@needs_server
 def test_conversations_need_a_chat_template(server: Running) -> None:
     import openai
 
     question = QUESTIONS[0].removeprefix("Q: ").removesuffix("\nA:")
 
-    def converse() -> str:
-        messages = [{"role": "user", "content": question}]
-        made = server.client.chat.completions.create(model=server.served["model"], messages=messages, max_tokens=5)
-        return str(made.choices[0].message.content)
-
     assert server.served["has_chat_template"] is (server.folder.name == "routed")
     if server.served["has_chat_template"]:
-        assert converse() == server.alone((QUESTIONS[0], 5))[0]
+        assert server.converse(question) == server.alone((QUESTIONS[0], 5))[0]
     else:
         with pytest.raises(openai.InternalServerError):
-            converse()
+            server.converse(question)
+
+
+@pytest.fixture(scope="module")
+def mixed(folders: Callable[[str], Path]) -> Iterator[Running]:
+    """A composed folder, served so that one of its expansions answers for its own name."""
+    place = folders("expanded").parent
+    other = shake(expand(SHIPPED, Request("0-1", init_w22="random"), place / "other").path, 1)
+    extracts = {name: extract(own, place / name).path for name, own in (("law", folders("expanded")), ("art", other))}
+    made = compose(SHIPPED, extracts, place / "mixed").path
+    (made / "chat_template.jinja").write_text(CHAT)
+    with running(made, "--expansion", "art") as server:
+        yield server
+
+
+def by_generate(folder: Path, name: str | None, *asked: tuple[str, int], raw: bool = True) -> list[str]:
+    """What scale-surgery generate gives, --expansion NAME or without."""
+    found = []
+    for prompt, tokens in asked:
+        settings = GenerationSettings(temperature=0, max_new_tokens=tokens, expansion=name, raw=raw)
+        found.append(generate(folder, prompt, settings).answers[0].text)
+    return found
+
+
+@needs_server
+def test_requests_at_once_choose_their_paths_by_name(mixed: Running) -> None:
+    names = {None: "art", "base": "base", "law": "law", "art": "art"}
+    expected = {path: by_generate(mixed.folder, path, *ASKED) for path in names.values()}
+    assert len({str(own) for own in expected.values()}) == 3, "the control: paths differ"
+    assert expected["base"] == by_generate(SHIPPED, None, *ASKED)
+    wanted = [(asked, name, expected[names[name]][place]) for place, asked in enumerate(ASKED) for name in names]
+    with ThreadPoolExecutor(len(wanted)) as pool:
+        for ask in (mixed.answer, mixed.streamed):
+            assert list(pool.map(lambda one, ask=ask: ask(*one[:2]), wanted)) == [one[2] for one in wanted]
+
+
+@needs_server
+def test_conversations_choose_their_paths_by_name(mixed: Running) -> None:
+    question = QUESTIONS[0].removeprefix("Q: ").removesuffix("\nA:")
+    for name in mixed.served["paths"]:
+        assert [mixed.converse(question, name)] == by_generate(mixed.folder, name, (question, 5), raw=False)
+        made = mixed.client.responses.create(
+            model=name, input=question, max_output_tokens=5, temperature=0, stream=False
+        )
+        assert (made.output_text, made.model) == (mixed.converse(question, name), name)
+
+
+@needs_server
+def test_a_cancelled_request_leaves_no_path_behind(mixed: Running) -> None:
+    stream = mixed.complete("Q:", 10**7, "law", stream=True, extra_body=ENDLESS)
+    assert [part.choices[0].text for part, _ in zip(stream, range(3), strict=False)]
+    stream.close()
+    assert mixed.answer(ASKED[1], "base") == by_generate(SHIPPED, None, ASKED[1])[0]
+    assert mixed.answer(ASKED[1]) == by_generate(mixed.folder, "art", ASKED[1])[0]
+
+
+@needs_server
+def test_names_are_listed_and_others_refused(mixed: Running) -> None:
+    import openai
+
+    names = [mixed.served["model"], "base", "law", "art"]
+    assert [own.id for own in mixed.client.models.list()] == names and mixed.served["paths"] == names[1:]
+    assert [mixed.complete("Q:", model=name).model for name in names] == names
+    for ask in (mixed.answer, mixed.streamed):
+        with pytest.raises(openai.NotFoundError) as refused:
+            ask(ASKED[0], "lw")
+        assert (refused.value.code, refused.value.param) == ("model_not_found", "model")
+        assert f"The model 'lw' is not served here, expected {' or '.join(names)}." in refused.value.message
+    with pytest.raises(openai.NotFoundError, match="The model 'lw' is not served here"):
+        mixed.converse("Who?", "lw")
 
 
 @needs_server

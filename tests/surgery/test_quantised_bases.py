@@ -217,15 +217,35 @@ def test_a_base_that_is_spread_over_devices(spread, folders, extracts):
     assert {name for name, own in found.named_modules() if hasattr(own, "_hf_hook")} == {
         name for name, own in spread.named_modules() if hasattr(own, "_hf_hook")
     }
-    hook = found.model.layers[1].mlp.up_proj._hf_hook
-    seen, before = [], hook.pre_forward
-    hook.pre_forward = lambda *args, **kwargs: seen.append(1) or before(*args, **kwargs)
+    seen = watch_hook(found)
     found(IDS)
     assert seen, "hooks of modules that were expanded run"
+
+
+def watch_hook(model: Any) -> list[int]:
+    """A list that grows with each call of the hook of a module."""
+    hook = model.model.layers[1].mlp.up_proj._hf_hook
+    seen, before = [], hook.pre_forward
+    hook.pre_forward = lambda *args, **kwargs: seen.append(1) or before(*args, **kwargs)
+    return seen
+
+
+def test_expansions_by_name_on_a_base_that_is_spread_over_devices(spread, base, folders, extracts):
+    found, expected = spread, {None: load(base), **{name: load(folder) for name, folder in folders.items()}}
+    for name, own in extracts.items():
+        found = load_expansion(found, own, name=name)
+    for name, alone in expected.items():
+        seen = watch_hook(found if name is None else found.expanded_models[name])
+        with found.use_expansion(name):
+            assert torch.equal(found(IDS).logits, alone(IDS).logits) and seen
+            assert torch.equal(
+                found.generate(IDS, max_new_tokens=4, do_sample=False), alone.generate(IDS, max_new_tokens=4)
+            )
     with pytest.raises(
-        PlanError, match=r"^name: is of an expansion among others, which need a base on one device, fou"
+        ValueError, match=r"^preserve: its base is spread over .* Choose a single name\.\nadapt: its base"
     ):
-        load_expansion(spread, extracts["adapt"], name="medicine")
+        found.set_expansion(list(extracts))
+    assert torch.equal(spread(IDS).logits, expected[None](IDS).logits), "the base stays as it is"
 
 
 def test_an_offloaded_base_is_refused(base, extracts, tmp_path):
