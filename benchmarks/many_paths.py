@@ -82,7 +82,10 @@ class Chosen:
 
 
 def make_model(folder: Path, shape: str, most: int) -> Any:
-    """Compose a base with so many preserve expansions, and two that adapt; what starts at zero is random."""
+    """Compose a base with so many preserve expansions, and two that adapt; what starts at zero is random.
+
+    Each expansion has memory of its own, as different ones have.
+    """
     make_checkpoint.make_checkpoint(folder / "base", SHAPES[shape], dtype=torch.float32, device="cpu")
     requests = {"preserve": Request("all", init_w21="random")}
     adapt = Request("all", variant="adapt", collaborate="both", init_w21="random")
@@ -101,6 +104,9 @@ def make_model(folder: Path, shape: str, most: int) -> Any:
     for name, parameter in model.named_parameters():
         if name.endswith(("w12", "lm_head.up_weight")):
             parameter.data = torch.randn(parameter.shape, generator=generator) * SPREAD
+        elif name.startswith("expanded_models."):
+            # loaded from one extract, all would be the same pages of its file, which a processor's cache may hold
+            parameter.data = parameter.data.clone()
     return model.eval()
 
 

@@ -130,15 +130,27 @@ def product_flop(_: Sequence[int], one: Sequence[int], other: Sequence[int], **_
     return 2 * rows * inner * other[-1]
 
 
+def row_flop(block: Sequence[int], *_: Any, **__: Any) -> int:
+    """Operations of the product of a matrix and a single row."""
+    return 2 * block[0] * block[1]
+
+
+def added_row_flop(_: Sequence[int], block: Sequence[int], *__: Any, **___: Any) -> int:
+    """Operations of such a product that is added to what is there."""
+    return row_flop(block)
+
+
 def attention_flop(query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: Any, **__: Any) -> int:
     """Operations of attention, every query with every key, as torch counts them for its other kernels."""
     batch, heads, rows, size = query
     return 2 * batch * heads * rows * key[-2] * (size + value[-1])
 
 
-# torch's counter does not know these two
+# torch's counter does not know these
 ALSO_COUNTED = {
     torch.ops.aten.addmm_: product_flop,
+    torch.ops.aten.mv: row_flop,
+    torch.ops.aten.addmv_: added_row_flop,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: attention_flop,
 }
 

@@ -19,6 +19,9 @@ from .expanded_model import ADDED_AFTER, ADDED_BEFORE, change_hidden, find_base_
 from .expanded_side_by_side import ComposedModule, PathThrough, compose_module
 
 MODE = "composed"
+# attributes of a composed module
+COMPOSED = ("shared", "apart", "known_widths", "base_sections", "head_axis", "keeps_strides", "stacked_width")
+COMPOSED += ("blocks", "gains")
 ATTENTION_VALUES = ("attributes", "config")
 
 
@@ -160,7 +163,7 @@ def restore(model: nn.Module) -> None:
     for module in list(model.modules()):
         if isinstance(module, ComposedModule):
             module.__class__ = type(module).__bases__[1]
-            for name in ("paths", "known_widths", "base_sections", "head_axis", "keeps_strides", "stacked_width"):
+            for name in COMPOSED:
                 vars(module).pop(name, None)
         if MODE in getattr(module, "modes", ()):
             switch_attention(module, "stock")

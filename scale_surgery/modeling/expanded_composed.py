@@ -306,22 +306,24 @@ class ComposedModel:
         restore(self)
         self.arranged = ()
         if names:
-            self.stage = compose_layers(self, {name: self.expanded_models[name] for name in names}, self.facts)
+            members = {name: self.expanded_models[name] for name in names}
+            self.stage = compose_layers(self, members, self.facts)
             self.arranged = names
+            # a token at a time, asking for them costs as much as a product
+            self.up_widths = {name: own.config.scale_surgery["widths"]["up_width"] for name, own in members.items()}
+            self.path_heads = tuple(own.get_output_embeddings() for own in members.values())
 
     def _features(self, features: Tensor, cap: float | None) -> Features:
         """Take apart what leaves the last norm, in the order of the names."""
-        members, hidden = {name: self.expanded_models[name] for name in self.arranged}, self.facts["hidden"]
-        up = {name: own.config.scale_surgery["widths"]["up_width"] for name, own in members.items()}
+        hidden, up = self.facts["hidden"], self.up_widths
         whole, *apart = features.chunk(1 + len(self.stage.apart))
         sizes = [hidden, *(up[name] for name in self.stage.shared)]
         base, *shared = whole[..., : sum(sizes)].split(sizes, dim=-1)
         streams = {name: (base, own) for name, own in zip(self.stage.shared, shared, strict=True)}
         for name, own in zip(self.stage.apart, apart, strict=True):
             streams[name] = own[..., :hidden], own[..., hidden : hidden + up[name]]
-        heads = [own.get_output_embeddings() for own in members.values()]
-        found = (base, base[..., :0]), *(streams[name] for name in members)
-        return Features((heads[0], *heads), found, whole, cap)
+        found = (base, base[..., :0]), *(streams[name] for name in self.arranged)
+        return Features((self.path_heads[0], *self.path_heads), found, whole, cap)
 
 
 def _is_inside(name: str) -> bool:

@@ -29,9 +29,11 @@ from .expanded_streams import (
     Streams,
     add_new_product,
     add_product,
+    is_row,
     join,
     own_memory,
     product,
+    row_up,
     stack,
     streams_of,
 )
@@ -205,6 +207,8 @@ class ExpandedLinear(ExpandedModule):
         w21, w22, bias = self.w21, self.w22, self.up_bias
         if w21 is None:
             return None
+        if w21.dtype == like.dtype and is_row(x_base, like):
+            return row_up(x_base.view(-1), x_up.view(-1), w21, w22, bias).view(*like.shape[:-1], -1)
         y_up = product(x_base, w21, like)
         if w22 is not None:
             y_up = add_product(y_up, x_up, w22)

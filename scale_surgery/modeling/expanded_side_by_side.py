@@ -17,8 +17,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from .expanded_modules import ExpandedBlock, ExpandedModule, ExpandedNorm, expanded_class
-from .expanded_streams import CACHE_LINE, join_streams, own_memory, streams_of
+from .expanded_modules import (
+    ExpandedActivation,
+    ExpandedBlock,
+    ExpandedLinear,
+    ExpandedModule,
+    ExpandedNorm,
+    expanded_class,
+)
+from .expanded_streams import CACHE_LINE, is_row, join_streams, own_memory, row_up, streams_of
 
 
 class PathThrough(NamedTuple):
@@ -56,7 +63,8 @@ class ComposedModule:
     """A stock module through which several expansions pass; the second base class of such a module.
 
     Attributes:
-        paths: Those that share the base stream, then those that stand apart.
+        shared: Those that share the base stream.
+        apart: Those that stand apart.
         known_widths: Widths of all that it reads, by their sum.
         base_sections: Widths of the parts of a fused projection; empty where it is none.
         head_axis: Axis of the heads of a norm inside heads, None for any other module.
@@ -65,12 +73,16 @@ class ComposedModule:
             None for any other module.
     """
 
-    paths: tuple[PathThrough, ...] = ()
+    shared: tuple[PathThrough, ...] = ()
+    apart: tuple[PathThrough, ...] = ()
     known_widths: dict[int, list[int]] = {}
     base_sections: tuple[int, ...] = ()
     head_axis: int | None = None
     keeps_strides = False
     stacked_width: int | None = None
+
+    def look_up(self) -> None:
+        """Keep at hand what every token needs."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.forward_paths(super().forward, x)
@@ -79,24 +91,26 @@ class ComposedModule:
         """Every path by itself: no operation sees more of a base stream than in the base model."""
         base, *parts = self.split(x)
         y = run(base)
-        shared = [path for path in self.paths if not path.is_apart]
-        found = [[y, *self.ups(shared, base, parts[: len(shared)], y)]]
-        apart = iter(parts[len(shared) :])
-        found += [list(path.streams(run, next(apart), next(apart))) for path in self.paths[len(shared) :]]
-        return self.join(found)
+        shared = len(self.shared)
+        return self.join([[y, *self.ups(base, parts[:shared], y)], *self.streams_apart(run, parts[shared:])])
 
-    def ups(self, shared: list[PathThrough], base: Tensor, ups: list[Tensor], y: Tensor) -> list[Tensor | None]:
+    def streams_apart(self, run: Callable[[Tensor], Tensor], parts: Sequence[Tensor]) -> list[list[Tensor | None]]:
+        """Streams of those that stand apart."""
+        own = iter(parts)
+        return [list(path.streams(run, next(own), next(own))) for path in self.apart]
+
+    def ups(self, base: Tensor, ups: Sequence[Tensor], y: Tensor) -> list[Tensor | None]:
         """Up parts of those that share the base stream, where their base part y is known."""
-        return [path.up(base, up, y) for path, up in zip(shared, ups, strict=True)]
+        return [path.up(base, up, y) for path, up in zip(self.shared, ups, strict=True)]
 
     def widths(self, width: int) -> list[int]:
         """Widths of all that the module reads; every base stream is equally wide."""
         # a token at a time, working them out costs as much as a small product
         if width not in self.known_widths:
-            apart = sum(path.is_apart for path in self.paths)
-            base = (width - sum(path.up_in for path in self.paths)) // (1 + apart)
-            own = [own for path in self.paths for own in [base] * path.is_apart + [path.up_in]]
-            self.known_widths[width] = [base, *own]
+            up_in = [path.up_in for path in (*self.shared, *self.apart)]
+            base = (width - sum(up_in)) // (1 + len(self.apart))
+            own = [own for path in self.apart for own in (base, path.up_in)]
+            self.known_widths[width] = [base, *up_in[: len(self.shared)], *own]
         return self.known_widths[width]
 
     def split(self, x: Tensor) -> Sequence[Tensor]:
@@ -106,7 +120,7 @@ class ComposedModule:
         if self.head_axis is None and (known := streams_of(x, widths)):
             return known
         if widths[0] == x.shape[axis]:
-            return [self.whole(x), *(x[..., :0] for _ in self.paths)]
+            return [self.whole(x), *(x[..., :0] for _ in widths[1:])]
         parts = x.split_with_sizes(widths, dim=axis)
         if self.head_axis is not None:
             return [part.clone() for part in parts]
@@ -132,11 +146,83 @@ class ComposedModule:
         bases = [path[0] for path in found]
         columns = [bases[0].split(self.base_sections, dim=-1)]
         ups, apart = iter(found[0][1:]), iter(found[1:])
-        for path in self.paths:
+        for path in (*self.shared, *self.apart):
             base, up = next(apart) if path.is_apart else (None, next(ups))
             columns += [] if base is None else [base.split(self.base_sections, dim=-1)]
             columns += [] if up is None else [up.split(path.up_sections, dim=-1)]
         return torch.cat([part for parts in zip(*columns, strict=True) for part in parts], dim=-1)
+
+
+def join_rows(base: Tensor, rows: Sequence[Tensor]) -> Tensor:
+    """Join the base stream of a single token (1, 1, d) and other streams, a row (n,) each, and remember them."""
+    joined: Any = torch.cat((base.view(-1), *rows)).view(*base.shape[:-1], -1)
+    if not joined.is_inference():
+        joined.rows = ((base, *rows), joined._version)
+    return joined
+
+
+def rows_of(x: Tensor, widths: list[int]) -> Sequence[Tensor]:
+    """The base stream of a single token, and its other streams as rows, each in memory as if it had its own."""
+    rows, version = getattr(x, "rows", ((), None))
+    if rows and version == x._version and [row.shape[-1] for row in rows] == widths:
+        return rows
+    base, *rows = map(own_memory, x.view(-1).split_with_sizes(widths))
+    return base.view(*x.shape[:-1], -1), *rows
+
+
+class RowModule(ComposedModule):
+    """A module through which all up streams of a single token pass as rows: that has least around each of them."""
+
+    def forward_paths(self, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        if self.apart or not is_row(x, x):
+            return super().forward_paths(run, x)
+        base, *rows = rows_of(x, self.widths(x.shape[-1]))
+        y = run(base)
+        return join_rows(y, self.up_rows(run, base.view(-1), rows))
+
+    def up_rows(self, run: Callable[[Tensor], Tensor], base: Tensor, rows: list[Tensor]) -> list[Tensor]:
+        """What `ups` are, as rows; without those that are None."""
+        raise NotImplementedError
+
+
+class ComposedLinear(RowModule):
+    """A linear, all of whose up parts are those of expanded linears in its dtype.
+
+    Attributes:
+        blocks: W21, W22 and bias of each. Between one token and the next all weights pass through the processor's
+            cache, so that to look them up in each module costs as much as a small product.
+    """
+
+    blocks: tuple[tuple[Tensor | None, ...], ...] = ()
+
+    def look_up(self) -> None:
+        names = ("w21", "w22", "up_bias")
+        self.blocks = tuple(tuple(path.module._parameters[name] for name in names) for path in self.shared)
+
+    def up_rows(self, run: Callable[[Tensor], Tensor], base: Tensor, rows: list[Tensor]) -> list[Tensor]:
+        pairs = zip(rows, self.blocks, strict=True)
+        return [row_up(base, row, w21, w22, bias) for row, (w21, w22, bias) in pairs if w21 is not None]
+
+
+class ComposedActivation(RowModule):
+    """An activation, which is the stock one of each."""
+
+    def up_rows(self, run: Callable[[Tensor], Tensor], base: Tensor, rows: list[Tensor]) -> list[Tensor]:
+        return [run(row) for row in rows]
+
+
+def are_all(kind: type, paths: tuple[PathThrough, ...]) -> bool:
+    """Whether the up parts of all that share the base stream are those of expanded modules of a kind."""
+    own = [type(path.module) for path in paths if not path.is_apart]
+    return bool(own) and all(issubclass(each, kind) and each.forward_up is kind.forward_up for each in own)
+
+
+def are_linears(stock: nn.Module, paths: tuple[PathThrough, ...]) -> bool:
+    """Whether all up parts are those of expanded linears, in the dtype of the stock module."""
+    blocks = [path.module.w21 for path in paths if not path.is_apart] if are_all(ExpandedLinear, paths) else [None]
+    return any(own is not None for own in blocks) and {own.dtype for own in blocks if own is not None} == {
+        stock.weight.dtype
+    }
 
 
 class ComposedNorm(ComposedModule):
@@ -145,15 +231,31 @@ class ComposedNorm(ComposedModule):
     That is exact: each row is normalised by itself. What reads it later expects that it begins at a cache line.
     """
 
-    def ups(self, shared: list[PathThrough], base: Tensor, ups: list[Tensor], y: Tensor) -> list[Tensor | None]:
-        is_token = len(shared) > 1 and y.numel() == y.shape[-1] and y.device.type == "cpu"
-        if not is_token or ups[0].nbytes % CACHE_LINE:
-            return super().ups(shared, base, ups, y)
-        norm, gains = shared[0].module, torch.stack([path.module.up_weight for path in shared]).float()
-        rows = torch.cat([up.flatten(0, -2) for up in ups]).float()
+    gains: tuple[Tensor, ...] = ()
+
+    def look_up(self) -> None:
+        self.gains = tuple(path.module.up_weight for path in self.shared)
+
+    def forward_paths(self, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        width, count = self.shared[0].up_in, len(self.shared)
+        is_token = count > 1 and x.numel() == x.shape[-1] and x.device.type == "cpu"
+        if not is_token or width * x.element_size() % CACHE_LINE:
+            return super().forward_paths(run, x)
+        widths = self.widths(x.shape[-1])
+        parts = x.split_with_sizes([widths[0], count * width, *widths[1 + count :]], dim=-1)
+        base, ups, *apart = map(own_memory, parts)
+        y = run(base)
+        rows = self.normalised(ups.view(count, width)).to(y.dtype)
+        if not self.apart and is_row(x, y):
+            return join_rows(y, rows.unbind())
+        ups = rows.view(count, *x.shape[:-1], width)
+        return self.join([[y, *ups.unbind()], *self.streams_apart(run, apart)])
+
+    def normalised(self, rows: Tensor) -> Tensor:
+        """Up streams that share the base stream, a row each, in float32."""
+        norm, gains, rows = self.shared[0].module, torch.stack(self.gains).float(), rows.float()
         rows = functional.rms_norm(rows, rows.shape[-1:], eps=norm.up_epsilon)
-        rows = rows * (gains + 1.0 if norm.up_style.endswith("_plus_one") else gains)
-        return list(rows.to(y.dtype).view(-1, *y.shape[:-1], rows.shape[-1]))
+        return rows * (gains + 1.0 if norm.up_style.endswith("_plus_one") else gains)
 
 
 def are_alike(paths: tuple[PathThrough, ...]) -> bool:
@@ -185,7 +287,7 @@ class ComposedPadding(ComposedModule):
 
     def forward(self, *args, **kwargs):
         y = super(ComposedModule, self).forward(*args, **kwargs)
-        return functional.pad(y, (0, sum(getattr(path.module, "up_out", 0) for path in self.paths)))
+        return functional.pad(y, (0, sum(getattr(path.module, "up_out", 0) for path in (*self.shared, *self.apart))))
 
 
 def compose_module(module: nn.Module, paths: tuple[PathThrough, ...], specs: list[dict[str, Any]]) -> None:
@@ -197,11 +299,17 @@ def compose_module(module: nn.Module, paths: tuple[PathThrough, ...], specs: lis
         specs: All that is said of it, at least one.
     """
     norm = ComposedNorm if are_alike(paths) else ComposedModule
-    kinds = {"block": ComposedBlock, "padding": ComposedPadding, "norm": norm}
-    kind = kinds.get(specs[0]["kind"], ComposedModule)
+    linear = ComposedLinear if are_linears(module, paths) else ComposedModule
+    activation = ComposedActivation if are_all(ExpandedActivation, paths) else ComposedModule
+    own = {"norm": norm, "linear": linear, "activation": activation}
+    kinds = {"block": ComposedBlock, "padding": ComposedPadding} | own
     fused = [[base for base, _ in spec["out_features"]] for spec in specs if "out_features" in spec]
     sections = next((own for own in [*fused, *(spec.get("sections", ()) for spec in specs)] if len(own) > 1), ())
+    kind = ComposedModule if sections else kinds.get(specs[0]["kind"], ComposedModule)
     module.__class__ = expanded_class(kind, type(module))
-    module.paths, module.known_widths, module.base_sections = paths, {}, tuple(sections)
+    module.shared = tuple(path for path in paths if not path.is_apart)
+    module.apart = tuple(path for path in paths if path.is_apart)
+    module.known_widths, module.base_sections = {}, tuple(sections)
     module.keeps_strides = any(spec["kind"] in ("activation", "head_norm") for spec in specs)
     module.head_axis = next((spec["axis"] for spec in specs if spec["kind"] == "head_norm"), None)
+    module.look_up()

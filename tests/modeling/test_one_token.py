@@ -44,14 +44,16 @@ def test_each_path_reads_a_token_as_alone(tmp_path, family, dtype, head):
         assert not any(torch.equal(found[1], own) for own in expected[2:]), "the negative control: they differ"
     attention, query = model.model.layers[1].self_attn, torch.zeros(1, 1, 1, head, dtype=dtype)
     assert isinstance(model.model.layers[1].input_layernorm, ComposedNorm)
-    assert len(joined_parts(attention.parts, query, "sdpa")) == 2 < len(attention.parts)
+    assert len(joined_parts(attention.parts, query, "sdpa")) == 1 < len(attention.parts)
 
 
 def test_heads_attend_together_only_where_that_is_exact():
     old, new = Part(4, 2, is_old=True), Part(2, 1, is_old=False)
-    parts, token = [old, new, new, old, new], torch.zeros(2, 12, 1, 16)
-    together = [old, Part(4, 2, is_old=False), old, new]
-    assert joined_parts(parts, token, "sdpa") == together
+    parts, token = (old, new, new, old, new), torch.zeros(2, 12, 1, 16)
+    assert joined_parts(parts, token, "sdpa") == (Part(14, 7, is_old=False),)
+    # gradients that stop at some of them
+    detached = (old._replace(is_detached=True), new)
+    assert joined_parts(detached, token, "sdpa") == detached
     # heads that begin inside a cache line, several tokens, a batched product of all heads
     for states, name in ((token[..., :8], "sdpa"), (torch.zeros(2, 12, 3, 16), "sdpa"), (token, "eager")):
         assert joined_parts(parts, states, name) == parts
