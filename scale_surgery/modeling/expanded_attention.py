@@ -57,13 +57,15 @@ def own_heads(states: Tensor, sizes: list[int], parts: tuple[Part, ...], is_eage
 
 
 def joined_parts(parts: tuple[Part, ...], states: Tensor, name: str) -> tuple[Part, ...]:
-    """Parts as they attend together: on a CPU all heads do, where that is a token at a time.
+    """Parts as they attend together: on one thread of a CPU all heads do, where that is a token at a time.
 
     There the kernel takes a query of one row head by head, so that its bits do not depend on how many there are, if
-    each head begins at a cache line. A call for each part costs more than what it computes.
+    each head begins at a cache line. A call for each part costs more than what it computes. Several threads divide the
+    heads, and the memory of each that a head is computed in begins elsewhere, which its bits show.
     """
     is_apart = name != "sdpa" or states.device.type != "cpu" or states.shape[-2] > 1
-    if is_apart or states.shape[-1] * states.element_size() % ALIGNMENT or len({own.is_detached for own in parts}) > 1:
+    is_apart = is_apart or states.shape[-1] * states.element_size() % ALIGNMENT or torch.compiler.is_compiling()
+    if is_apart or torch.get_num_threads() > 1 or len({own.is_detached for own in parts}) > 1:
         return parts
     heads, kv_heads = sum(own.heads for own in parts), sum(own.kv_heads for own in parts)
     return (Part(heads, kv_heads, is_old=False, is_detached=parts[0].is_detached),)

@@ -368,6 +368,15 @@ class ComposedModel:
         self.up_widths = {name: own.config.scale_surgery["widths"]["up_width"] for name, own in members.items()}
         self.path_heads = tuple(own.get_output_embeddings() for own in members.values())
 
+    def load_state_dict(self, *args: Any, **options: Any) -> Any:
+        """As in the stock model; modules that keep parameters at hand may be given others."""
+        self.arranged = None
+        return super().load_state_dict(*args, **options)
+
+    def _apply(self, *args: Any, **options: Any) -> Any:
+        self.arranged = None
+        return super()._apply(*args, **options)
+
     def _forget_arrangements(self) -> None:
         """Forget how expansions passed through the modules, but for how none does."""
         self.arrangements = {(): Arrangement()}

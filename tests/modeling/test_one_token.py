@@ -11,7 +11,7 @@ from scale_surgery.modeling.expanded_mixture import normalizers
 from scale_surgery.modeling.expanded_posterior import follow_paths
 from scale_surgery.modeling.expanded_routing import state_of
 from scale_surgery.modeling.expanded_side_by_side import ComposedNorm
-from tests.composed import Made
+from tests.composed import LLAMA, Made
 from tests.conftest import shake
 from tests.routed import random_ids
 from tests.tiny import save_tiny
@@ -21,21 +21,30 @@ ADAPT = Request("1,2", variant="adapt", collaborative_layers="2", init_w22="rand
 REQUESTS = {"medicine": PRESERVE, "music": PRESERVE, "late": ADAPT, "chess": PRESERVE}
 
 
+@pytest.fixture(params=[1, 3])
+def threads(request):
+    """How many threads compute: which of them takes a head can change its bits."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize(
     ("family", "dtype", "head"),
     [("llama", torch.float32, 16), pytest.param("gemma3_text", torch.bfloat16, 32, marks=pytest.mark.slow)],
 )
 @torch.no_grad()
-def test_each_path_reads_a_token_as_alone(tmp_path, family, dtype, head):
+def test_each_path_reads_a_token_as_alone(tmp_path, family, dtype, head, threads):
     base = save_tiny(tmp_path / "base", family, dtype=dtype, head_dim=head, hidden_size=64)
     folders = {name: shake(expand(base, own, tmp_path / name).path, len(name)) for name, own in REQUESTS.items()}
     extracts = {name: extract(own, tmp_path / f"{name}.x").path for name, own in folders.items()}
     made = Made(base, folders, extracts)
     model, alone = made.composed(), [made.alone(name) for name in (None, *REQUESTS)]
     model.set_expansion(list(REQUESTS))
-    ids = random_ids(1, 12)
-    caches = [own(ids[:, :5], use_cache=True).past_key_values for own in (model, *alone)]
-    for token in ids[:, 5:].unbind(1):
+    ids = random_ids(1, 30)
+    caches = [own(ids[:, :20], use_cache=True).past_key_values for own in (model, *alone)]
+    for token in ids[:, 20:].unbind(1):
         model(token[:, None], past_key_values=caches[0])
         found = state_of(caches[0]).keys[:, :, -1].unbind(1)
         logits = [own(token[:, None], past_key_values=kept).logits for own, kept in zip(alone, caches[1:], strict=True)]
@@ -44,13 +53,30 @@ def test_each_path_reads_a_token_as_alone(tmp_path, family, dtype, head):
         assert not any(torch.equal(found[1], own) for own in expected[2:]), "the negative control: they differ"
     attention, query = model.model.layers[1].self_attn, torch.zeros(1, 1, 1, head, dtype=dtype)
     assert isinstance(model.model.layers[1].input_layernorm, ComposedNorm)
-    assert len(joined_parts(attention.parts, query, "sdpa")) == 1 < len(attention.parts)
+    assert (len(joined_parts(attention.parts, query, "sdpa")) == 1) is (threads == 1 < len(attention.parts))
 
 
-def test_heads_attend_together_only_where_that_is_exact():
+@pytest.mark.parametrize("give", ["assign", "dtype"])
+@torch.no_grad()
+def test_parameters_that_are_exchanged_are_those_that_compute(made_of, give):
+    model, token = made_of("llama", LLAMA).composed("medicine", "music"), random_ids(1, 2)
+    model.set_expansion(model.expansions)
+    cache = model(token[:, :1], use_cache=True).past_key_values
+    model(token[:, 1:], past_key_values=cache)
+    if give == "assign":
+        model.load_state_dict({name: 0.5 * own for name, own in model.state_dict().items()}, assign=True)
+    else:
+        model.double()
+    found = model(token[:, :1], use_cache=False).logits
+    with model.use_expansion(None):
+        model(token)
+    assert torch.equal(found, model(token[:, :1], use_cache=False).logits)
+
+
+def test_heads_attend_together_only_where_that_is_exact(threads):
     old, new = Part(4, 2, is_old=True), Part(2, 1, is_old=False)
     parts, token = (old, new, new, old, new), torch.zeros(2, 12, 1, 16)
-    assert joined_parts(parts, token, "sdpa") == (Part(14, 7, is_old=False),)
+    assert joined_parts(parts, token, "sdpa") == (parts if threads > 1 else (Part(14, 7, is_old=False),))
     # gradients that stop at some of them
     detached = (old._replace(is_detached=True), new)
     assert joined_parts(detached, token, "sdpa") == detached
