@@ -60,8 +60,7 @@ def joined_parts(parts: tuple[Part, ...], states: Tensor, name: str) -> tuple[Pa
     """Parts as they attend together: on one thread of a CPU all heads do, where that is a token at a time.
 
     There the kernel takes a query of one row head by head, so that its bits do not depend on how many there are, if
-    each head begins at a cache line. A call for each part costs more than what it computes. Several threads divide the
-    heads, and the memory of each that a head is computed in begins elsewhere, which its bits show.
+    each begins at a cache line; a head's bits show which of several threads took it. A call costs more than it computes.
     """
     is_apart = name != "sdpa" or states.device.type != "cpu" or states.shape[-2] > 1
     is_apart = is_apart or states.shape[-1] * states.element_size() % ALIGNMENT or torch.compiler.is_compiling()
