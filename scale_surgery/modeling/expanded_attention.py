@@ -59,12 +59,12 @@ def own_heads(states: Tensor, sizes: list[int], parts: tuple[Part, ...], is_eage
 def joined_parts(parts: tuple[Part, ...], states: Tensor, name: str) -> tuple[Part, ...]:
     """Parts as they attend together: on one thread of a CPU all heads do, where that is a token at a time.
 
-    There the kernel takes a query of one row head by head, so that its bits do not depend on how many there are, if
-    each begins at a cache line; a head's bits show which of several threads took it. A call costs more than it computes.
+    There the kernel takes a query of one row head by head, and its bits do not depend on how many there are if each
+    begins at a cache line; on several threads they show which of them took it. A call costs more than it computes.
     """
-    is_apart = name != "sdpa" or states.device.type != "cpu" or states.shape[-2] > 1
-    is_apart = is_apart or states.shape[-1] * states.element_size() % ALIGNMENT or torch.compiler.is_compiling()
-    if is_apart or torch.get_num_threads() > 1 or len({own.is_detached for own in parts}) > 1:
+    is_apart = name != "sdpa" or states.device.type != "cpu" or states.shape[-2] > 1 or torch.compiler.is_compiling()
+    is_apart = is_apart or states.shape[-1] * states.element_size() % ALIGNMENT or torch.get_num_threads() > 1
+    if is_apart or len({own.is_detached for own in parts}) > 1:
         return parts
     heads, kv_heads = sum(own.heads for own in parts), sum(own.kv_heads for own in parts)
     return (Part(heads, kv_heads, is_old=False, is_detached=parts[0].is_detached),)
@@ -86,10 +86,9 @@ def split_attention(module, query, key, value, attention_mask, **kwargs):
         for own, sizes in ((query, heads), (key, kv_heads), (value, kv_heads))
     ]
     outputs = [run(seen, *own, attention_mask, **kwargs) for own in zip(*states, strict=True)]
-    if len(outputs) == 1:
-        return outputs[0]
     attended, weights = zip(*outputs, strict=True)
-    return torch.cat(attended, dim=2), None if weights[0] is None else torch.cat(weights, dim=1)
+    joined = attended[0] if len(attended) == 1 else torch.cat(attended, dim=2)
+    return joined, None if weights[0] is None else torch.cat(weights, dim=1)
 
 
 SPLIT_ATTENTION = "scale_surgery_split_heads"
