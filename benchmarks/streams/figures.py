@@ -15,7 +15,7 @@ from benchmarks.streams.report import Course
 
 # read in grey and by colour-blind people too
 COLOURS, NOT_YET = "cividis", "#f2f2f2"
-ACROSS, PANEL = 5, 1.95
+ACROSS, PANEL = 4, 1.95
 
 
 def draw_retention(courses: Sequence[Course], file: Path) -> None:
