@@ -51,9 +51,13 @@ if TYPE_CHECKING:
     "--prune",
     type=float,
     help="Weight below which a path is left out while tokens are read one by one, until it would weigh more.  "
-    "[default: 0, none; less than 1]",
+    "[default: 0, none; at least 0 and less than 1]",
 )
-@click.option("--lag", type=int, help="Tokens after which paths that are out read what they have not.  [default: 32]")
+@click.option(
+    "--lag",
+    type=int,
+    help="Tokens after which paths that are left out read what they have not.  [default: 32; at least 1]",
+)
 @overwrite_options
 @output_options
 def compose_command(
@@ -111,4 +115,7 @@ def read_mixing(base: str, prior: tuple[str, ...] | None, numbers: Mapping[str, 
             f"--prior {','.join(prior or ())}: expected numbers with commas between them."
         ) from error
     before = read_composed_record(Path(base)).mixing if is_composition(base) else Mixing()
-    return replace(before, prior=before.prior if stays and weights is None else weights, **said)
+    mixing = replace(before, prior=before.prior if stays and weights is None else weights, **said)
+    if "lag" in said and not mixing.prune:
+        raise click.UsageError(f"--lag {mixing.lag}: no path is left out without --prune, expected both.")
+    return mixing

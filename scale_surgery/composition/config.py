@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
 from typing import Any
 
 from scale_surgery import modeling
@@ -45,7 +44,7 @@ def composed_config(
         "auto_map": {**(base.get("auto_map") or {}), **modeling.composed_auto_map(first.architecture)},
         CONFIG_KEY: {
             "paths": build_paths(first.architecture, first.sizes),
-            "mixing": plain_json(asdict(mixing)),
+            "mixing": plain_json(mixing.stored),
             "expansions": {name: config[CONFIG_KEY] for name, config in written.items()},
             # an older release of transformers may have modules under the names in the files
             "renamed": {name: dict(member.renamed) for name, member in members.items() if member.renamed},

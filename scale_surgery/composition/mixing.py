@@ -29,7 +29,7 @@ def set_mixing(composed: str | Path, mixing: Mixing) -> None:
     checkpoint, record = read_composition(path)
     if problems := mixing_problems(mixing, record.names):
         raise PlanError.from_problems(problems)
-    own = {**checkpoint.config[CONFIG_KEY], "mixing": plain_json(asdict(mixing))}
+    own = {**checkpoint.config[CONFIG_KEY], "mixing": plain_json(mixing.stored)}
     before = read_text(checkpoint, CONFIG_FILE)
     try:
         write_json(path / CONFIG_FILE, {**checkpoint.config, CONFIG_KEY: own})

@@ -9,7 +9,7 @@ composed.json                         sha256 of the base's files and tensors, an
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -46,10 +46,16 @@ class Mixing:
     lag: Count = 32
 
     @property
+    def stored(self) -> dict[str, Any]:
+        """As config.json holds it, which says nothing of what is left out where nothing is."""
+        unsaid = () if self.prune else ("prune", "lag")
+        return {name: own for name, own in asdict(self).items() if name not in unsaid}
+
+    @property
     def description(self) -> str:
         """The router and its numbers in one line."""
         prior = "all paths alike" if self.prior is None else ", ".join(f"{own:g}" for own in self.prior)
-        left_out = f", left out below {self.prune:g}" if self.prune else ""
+        left_out = f", left out below {self.prune:g} for {self.lag} tokens" if self.prune else ""
         return f"posterior, {prior} at the start, switch rate {self.switch_rate:g}{left_out}"
 
 

@@ -20,10 +20,10 @@ from .expanded_side_by_side import ComposedModule, PathThrough, compose_module
 
 MODE = "composed"
 # attributes of a composed module
-COMPOSED = ("shared", "apart", "known_widths", "base_sections", "head_axis", "keeps_strides", "stacked_width")
-COMPOSED += ("blocks", "gains")
+COMPOSED_ATTRIBUTES = ("shared", "apart", "known_widths", "base_sections", "head_axis", "keeps_strides")
+COMPOSED_ATTRIBUTES += ("stacked_width", "blocks", "gains")
 # and of those before which streams enter
-OWN_NAMES = (*COMPOSED, "rearranged", "entering")
+OWN_NAMES = (*COMPOSED_ATTRIBUTES, "rearranged", "entering")
 ATTENTION_VALUES = ("attributes", "config")
 
 
@@ -165,7 +165,7 @@ def restore(modules: Iterable[nn.Module]) -> None:
     for module in modules:
         if isinstance(module, ComposedModule):
             module.__class__ = type(module).__bases__[1]
-            for name in COMPOSED:
+            for name in COMPOSED_ATTRIBUTES:
                 vars(module).pop(name, None)
         if MODE in getattr(module, "modes", ()):
             switch_attention(module, "stock")

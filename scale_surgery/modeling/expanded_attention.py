@@ -15,9 +15,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .expanded_modules import View
-
-# bytes; kernels may treat rows that begin at a multiple of a vector register differently
-ALIGNMENT = 64
+from .expanded_streams import CACHE_LINE
 
 
 class Part(NamedTuple):
@@ -40,7 +38,7 @@ def own_heads(states: Tensor, sizes: list[int], parts: tuple[Part, ...], is_eage
     batch, _, rows, size = states.shape
     _, head_stride, row_stride, _ = states.stride()
     is_transposed = row_stride > head_stride
-    is_unaligned = is_eager or head_stride * states.element_size() % ALIGNMENT
+    is_unaligned = is_eager or head_stride * states.element_size() % CACHE_LINE
     found = []
     for index, (part, own) in enumerate(zip(parts, states.split(sizes, dim=1), strict=True)):
         own = own.detach() if part.is_detached else own
@@ -63,7 +61,7 @@ def joined_parts(parts: tuple[Part, ...], states: Tensor, name: str) -> tuple[Pa
     begins at a cache line; on several threads they show which of them took it. A call costs more than it computes.
     """
     is_apart = name != "sdpa" or states.device.type != "cpu" or states.shape[-2] > 1 or torch.compiler.is_compiling()
-    is_apart = is_apart or states.shape[-1] * states.element_size() % ALIGNMENT or torch.get_num_threads() > 1
+    is_apart = is_apart or states.shape[-1] * states.element_size() % CACHE_LINE or torch.get_num_threads() > 1
     if is_apart or len({own.is_detached for own in parts}) > 1:
         return parts
     heads, kv_heads = sum(own.heads for own in parts), sum(own.kv_heads for own in parts)

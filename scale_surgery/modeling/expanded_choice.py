@@ -90,18 +90,25 @@ def by_row(paths: Features, choice: Choice) -> Tensor:
     return found
 
 
+def number_problems(switch_rate: float, prune: float, lag: int) -> list[str]:
+    """Numbers of a router that make no sense."""
+    problems = [
+        f"{name}: is {own!r}, expected a share of at least 0 and less than 1."
+        for name, own in {"switch_rate": switch_rate, "prune": prune}.items()
+        if not isinstance(own, int | float) or not 0 <= own < 1
+    ]
+    if not isinstance(lag, int) or lag < 1:
+        problems += [f"lag: is {lag!r}, expected a whole number of at least 1."]
+    return problems
+
+
 def make_mixture(paths: int, prior: Sequence[float] | None, switch_rate: float, prune: float, lag: int) -> PathMixture:
     """The router over so many paths."""
     weights = (1 / paths,) * paths if prior is None else tuple(float(own) for own in prior)
-    problems = []
+    problems = number_problems(switch_rate, prune, lag)
     if len(weights) != paths or not all(own > 0 for own in weights) or abs(sum(weights) - 1) > 1e-6:
-        problems = [f"prior: is {list(weights)}, expected {paths} positive weights of sum 1, the base's first."]
-    if not 0 <= switch_rate < 1:
-        problems += [f"switch_rate: is {switch_rate}, expected a share of at least 0 and less than 1."]
-    if not 0 <= prune < 1:
-        problems += [f"prune: is {prune}, expected a share of at least 0 and less than 1."]
-    if lag < 1:
-        problems += [f"lag: is {lag}, expected at least 1."]
+        said = f"prior: is {list(weights)}, expected {paths} positive weights of sum 1, the base's first."
+        problems = [said, *problems]
     if problems:
         raise ValueError("\n".join(problems))
     return PathMixture(weights, switch_rate, prune, lag)

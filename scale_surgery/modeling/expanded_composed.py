@@ -24,11 +24,20 @@ from .expanded_choice import (
     check_cache,
     check_rows,
     make_mixture,
+    number_problems,
     remember,
     tokens_of,
     unknown_name,
 )
-from .expanded_left_out import LeftOut, bring_back, leave_out, left_out_of, may_leave_out, weigh_next
+from .expanded_left_out import (
+    LeftOut,
+    as_log_probabilities,
+    bring_back,
+    leave_out,
+    left_out_of,
+    may_leave_out,
+    weigh_next,
+)
 from .expanded_model import find_base_model, separate
 from .expanded_modules import ExpandedModule, expanded_class
 from .expanded_posterior import LAG, Features, PathScores
@@ -101,8 +110,11 @@ class ComposedModel:
                 architecture, or the numbers are out of range.
         """
         if names is None or isinstance(names, str):
+            problems = number_problems(switch_rate, prune, lag)
             if prior is not None:
-                raise ValueError(f"prior: weighs the paths of a list, but {names!r} is no list. Leave it out.")
+                problems = [f"prior: weighs the paths of a list, but {names!r} is no list. Leave it out.", *problems]
+            if problems:
+                raise ValueError("\n".join(problems))
             self.choice = Choice(self._known([] if names is None else [names]))
             return
         known = self._known(names)
@@ -225,6 +237,8 @@ class ComposedModel:
             check_cache(cache, choice)
             with self._leaving_out(super().forward, inputs):
                 output = self._run_choice(super().forward, inputs)
+                if choice.mixture is not None and self.choice.mixture is None:
+                    output = as_log_probabilities(output)
         cache = cache_of(output) if cache is None else cache
         if cache is not None:
             cache.expansion_choice = choice.key
@@ -367,15 +381,6 @@ class ComposedModel:
         # a token at a time, asking for them costs as much as a product
         self.up_widths = {name: own.config.scale_surgery["widths"]["up_width"] for name, own in members.items()}
         self.path_heads = tuple(own.get_output_embeddings() for own in members.values())
-
-    def load_state_dict(self, *args: Any, **options: Any) -> Any:
-        """As in the stock model; modules that keep parameters at hand may be given others."""
-        self.arranged = None
-        return super().load_state_dict(*args, **options)
-
-    def _apply(self, *args: Any, **options: Any) -> Any:
-        self.arranged = None
-        return super()._apply(*args, **options)
 
     def _forget_arrangements(self) -> None:
         """Forget how expansions passed through the modules, but for how none does."""

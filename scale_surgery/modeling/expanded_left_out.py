@@ -10,7 +10,6 @@ This file needs only torch and transformers.
 
 from __future__ import annotations
 
-from math import log
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from .expanded_routing import state_of
 
 # what a token can be read with once more; with anything else no path is out
 KNOWN = {"input_ids", "attention_mask", "position_ids", "past_key_values", "cache_position", "logits_to_keep"}
-KNOWN |= {"use_cache", "return_dict", "output_attentions", "output_hidden_states"}
+KNOWN |= {"use_cache", "return_dict"}
 # heads of one layer as they lie in the cache: how many, and whether they are of paths that are in
 Heads = list[tuple[int, bool]]
 
@@ -83,7 +82,8 @@ class LeftOut(DynamicLayer):
             kept = max(0, owed - removed)
             self.keys, self.values = self.keys[..., :kept, :], self.values[..., :kept, :]
         if removed > owed:
-            self._each("crop", owed - removed)
+            for own in (self.whole, *self.heads.values()):
+                own.crop(owed - removed)
 
     def reset(self) -> None:
         """Forget everything."""
@@ -159,7 +159,9 @@ def leave_out(choice: Choice, heads: dict[int, list[Part]], cache: Cache, ids: T
     """
     state, mixture = state_of(cache), choice.mixture
     weights = (state.values[:, :, -1] + likelihoods(state, ids)[..., None]).log_softmax(1)
-    is_in = [True, *(weights[:, 1:, 1] >= log(mixture.prune)).any(0).tolist()]
+    least = mixture.switch_rate / len(choice.names)
+    after = least + (1 - mixture.switch_rate - least) * weights[:, 1:, 1].exp()
+    is_in = [True, *(after >= mixture.prune).any(0).tolist()]
     if all(is_in):
         return None
     numbers = [number for number, stays in enumerate(is_in) if stays]
@@ -173,6 +175,17 @@ def leave_out(choice: Choice, heads: dict[int, list[Part]], cache: Cache, ids: T
     found.take(cache)
     cache.layers = [*layers_of(cache), found, *([state.among(numbers)] if names else [])]
     return found
+
+
+def as_log_probabilities(output: Any) -> Any:
+    """What the base gave out alone, with logits as a mixture gives them out."""
+    is_tuple = isinstance(output, tuple)
+    logits = output[0] if is_tuple else output.logits
+    found = logits.log_softmax(-1, dtype=torch.float32).to(logits.dtype)
+    if is_tuple:
+        return found, *output[1:]
+    output.logits = found
+    return output
 
 
 def likelihoods(state: PathState, ids: Tensor) -> Tensor:
@@ -193,7 +206,7 @@ def bring_back(left: LeftOut, choice: Choice, cache: Cache) -> tuple[dict[str, A
         paths that were in divide what they had, as they did by their own mixture.
     """
     state = state_of(cache)
-    if state is not None and not state.values.shape[-2]:
+    if any(own is not None and not own.values.shape[-2] for own in (state, left.whole)):
         raise ValueError(forgotten(left.whole.seen + left.get_seq_length()))
     weights, is_in = left.weights.keys[:, :, 0, 0].clone(), left.numbers(choice)
     shares = 0.0 if state is None else state.values[:, :, -1, 0]

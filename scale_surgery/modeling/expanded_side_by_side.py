@@ -189,19 +189,18 @@ class ComposedLinear(RowModule):
     """A linear, all of whose up parts are those of expanded linears in its dtype.
 
     Attributes:
-        blocks: W21, W22 and bias of each. Between one token and the next all weights pass through the processor's
-            cache, so that to look them up in each module costs as much as a small product.
+        blocks: Where each has W21, W22 and bias. Between one token and the next all weights pass through the
+            processor's cache, so that to look for them in each module costs as much as a small product.
     """
 
-    blocks: tuple[tuple[Tensor | None, ...], ...] = ()
+    blocks: tuple[dict[str, Tensor | None], ...] = ()
 
     def look_up(self) -> None:
-        names = ("w21", "w22", "up_bias")
-        self.blocks = tuple(tuple(path.module._parameters[name] for name in names) for path in self.shared)
+        self.blocks = tuple(path.module._parameters for path in self.shared)
 
     def up_rows(self, run: Callable[[Tensor], Tensor], base: Tensor, rows: list[Tensor]) -> list[Tensor]:
-        pairs = zip(rows, self.blocks, strict=True)
-        return [row_up(base, row, w21, w22, bias) for row, (w21, w22, bias) in pairs if w21 is not None]
+        pairs = [(row, own) for row, own in zip(rows, self.blocks, strict=True) if own["w21"] is not None]
+        return [row_up(base, row, own["w21"], own["w22"], own["up_bias"]) for row, own in pairs]
 
 
 class ComposedActivation(RowModule):
@@ -231,10 +230,10 @@ class ComposedNorm(ComposedModule):
     That is exact: each row is normalised by itself. What reads it later expects that it begins at a cache line.
     """
 
-    gains: tuple[Tensor, ...] = ()
+    gains: tuple[dict[str, Tensor], ...] = ()
 
     def look_up(self) -> None:
-        self.gains = tuple(path.module.up_weight for path in self.shared)
+        self.gains = tuple(path.module._parameters for path in self.shared)
 
     def forward_paths(self, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         width, count = self.shared[0].up_in, len(self.shared)
@@ -253,8 +252,8 @@ class ComposedNorm(ComposedModule):
 
     def normalised(self, rows: Tensor) -> Tensor:
         """Up streams that share the base stream, a row each, in float32."""
-        norm, gains, rows = self.shared[0].module, torch.stack(self.gains).float(), rows.float()
-        rows = functional.rms_norm(rows, rows.shape[-1:], eps=norm.up_epsilon)
+        norm, gains = self.shared[0].module, torch.stack([own["up_weight"] for own in self.gains]).float()
+        rows = functional.rms_norm(rows.float(), rows.shape[-1:], eps=norm.up_epsilon)
         return rows * (gains + 1.0 if norm.up_style.endswith("_plus_one") else gains)
 
 

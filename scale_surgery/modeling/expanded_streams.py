@@ -70,6 +70,7 @@ def row_up(x: Tensor, x_up: Tensor, w21: Tensor, w22: Tensor | None, bias: Tenso
     return y_up if bias is None else y_up.add_(bias)
 
 
+# bytes; kernels may treat rows that begin at a multiple of a vector register differently
 CACHE_LINE = 64
 
 

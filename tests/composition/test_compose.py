@@ -426,11 +426,15 @@ def test_the_command_keeps_what_is_not_said(llama: Made, tmp_path: Path) -> None
     assert twice.exit_code == 2 and "one name stands twice" in twice.output
     said = ("--names", "medicine,law", "--prior", "0.6,0.2,0.2", "--switch-rate", "0")
     assert run(llama.base, *two, *said, "-o", first).exit_code == 0
+    # where nothing is left out, nothing is said of it
+    assert load(first).config.scale_surgery["mixing"] == {"prior": [0.6, 0.2, 0.2], "switch_rate": 0.0}
     assert run(first, "--switch-rate", "0.5", "-o", tmp_path / "rate").exit_code == 0
     assert read_composition(tmp_path / "rate")[1].mixing == Mixing((0.6, 0.2, 0.2), 0.5)
     assert run(first, "--remove", "law", "--prior", "0.7,0.3", "-o", tmp_path / "prior").exit_code == 0
     assert read_composition(tmp_path / "prior")[1].mixing == Mixing((0.7, 0.3), 0.0)
     assert run(first, "--prune", "0.01", "--lag", "16", "-o", tmp_path / "prune").exit_code == 0
+    refused = run(first, "--lag", "16", "-o", tmp_path / "lag")
+    assert refused.exit_code == 2 and "--lag 16: no path is left out without --prune, expected both." in refused.output
     assert run(tmp_path / "prune", "--switch-rate", "0.5", "-o", tmp_path / "rate").exit_code == 1
     assert run(tmp_path / "prune", "--switch-rate", "0.5", "-o", tmp_path / "rate", "--overwrite").exit_code == 0
     assert read_composition(tmp_path / "rate")[1].mixing == Mixing((0.6, 0.2, 0.2), 0.5, 0.01, 16)

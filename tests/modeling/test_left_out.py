@@ -90,7 +90,7 @@ def test_who_comes_back_has_read_all(model, inside):
 @pytest.mark.parametrize("inside", INSIDE)
 @torch.no_grad()
 def test_meanwhile_it_is_the_mixture_of_the_others(model, inside):
-    """Token by token as under set_expansion with fewer names; the base alone bit for bit."""
+    """Token by token as under set_expansion with fewer names; the base alone bit for bit, as log-probabilities."""
     ids, prior = random_ids(3, 5, seed=1).split(1, dim=1), prior_of(inside)
     with model.use_expansion(list(LLAMA), prior=prior, switch_rate=0, prune=0.01):
         found = read(model, prompt_of(), *ids)[1]
@@ -99,7 +99,7 @@ def test_meanwhile_it_is_the_mixture_of_the_others(model, inside):
     with model.use_expansion(list(inside) or None, **options):
         expected = read(model, prompt_of(), *ids)[1]
     for one, other in zip(found, expected, strict=True):
-        assert torch.allclose(one, other, atol=1e-5) if inside else torch.equal(one, other)
+        assert torch.allclose(one, other, atol=1e-5) if inside else torch.equal(one, other.log_softmax(-1))
     with model.use_expansion(list(LLAMA), switch_rate=0):
         assert not torch.allclose(read(model, prompt_of(), *ids)[1][-1].log_softmax(-1), found[-1].log_softmax(-1))
 
@@ -114,6 +114,28 @@ def test_where_none_weighs_little_nothing_changes(model):
         found.append(logits)
         assert left_out_of(cache) is None and state_of(cache).values.shape[-1] == 1 + (prune > 0)
     assert all(map(torch.equal, *found))
+
+
+@torch.no_grad()
+def test_no_path_weighs_less_than_its_share(model):
+    """A threshold below the share that each path gets at every token leaves none out, and a higher one does."""
+    ids = random_ids(1, 12, seed=2).split(1, dim=1)
+    for prune, is_out in ((0.01, False), (0.2, True)):
+        with model.use_expansion(list(LLAMA), prior=prior_of(("law",)), switch_rate=0.05, prune=prune, lag=64):
+            cache, _ = read(model, prompt_of(1), *ids)
+        assert (left_out_of(cache) is not None) is is_out
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("inside", INSIDE)
+def test_more_is_cropped_than_is_remembered(model, inside):
+    ids = random_ids(3, 3, seed=1).split(1, dim=1)
+    with model.use_expansion(list(LLAMA), prior=prior_of(inside), switch_rate=0, prune=0.01):
+        cache, _ = read(model, prompt_of(), *ids)
+        assert left_out_of(cache) is not None
+        cache.crop(-4)
+        with pytest.raises(ValueError, match=r"that this mixture has not read"):
+            model(ids[0], past_key_values=cache)
 
 
 @torch.no_grad()

@@ -56,7 +56,7 @@ def test_each_path_reads_a_token_as_alone(tmp_path, family, dtype, head, threads
     assert (len(joined_parts(attention.parts, query, "sdpa")) == 1) is (threads == 1 < len(attention.parts))
 
 
-@pytest.mark.parametrize("give", ["assign", "dtype"])
+@pytest.mark.parametrize("give", ["assign", "part", "dtype"])
 @torch.no_grad()
 def test_parameters_that_are_exchanged_are_those_that_compute(made_of, give):
     model, token = made_of("llama", LLAMA).composed("medicine", "music"), random_ids(1, 2)
@@ -65,6 +65,9 @@ def test_parameters_that_are_exchanged_are_those_that_compute(made_of, give):
     model(token[:, 1:], past_key_values=cache)
     if give == "assign":
         model.load_state_dict({name: 0.5 * own for name, own in model.state_dict().items()}, assign=True)
+    elif give == "part":
+        part = model.expanded_models["medicine"]
+        part.load_state_dict({name: 0.5 * own for name, own in part.state_dict().items()}, assign=True)
     else:
         model.double()
     found = model(token[:, :1], use_cache=False).logits

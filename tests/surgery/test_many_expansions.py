@@ -279,7 +279,13 @@ def test_what_cannot_be_asked_for_is_refused(llama, made_of):
     ]
     assert message(model.set_expansion, ValueError, ["law"], prune=1.0, lag=0).splitlines() == [
         "prune: is 1.0, expected a share of at least 0 and less than 1.",
-        "lag: is 0, expected at least 1.",
+        "lag: is 0, expected a whole number of at least 1.",
+    ]
+    # numbers that one name has no use for
+    assert message(model.set_expansion, ValueError, "law", switch_rate=7, prune="a", lag=2.5).splitlines() == [
+        "switch_rate: is 7, expected a share of at least 0 and less than 1.",
+        "prune: is 'a', expected a share of at least 0 and less than 1.",
+        "lag: is 2.5, expected a whole number of at least 1.",
     ]
     assert message(load_expansion, PlanError, model, law, name="law") == (
         "name: law is an expansion of this model already, expected a new name. Choose another, or take that one off "
