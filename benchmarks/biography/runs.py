@@ -6,7 +6,7 @@ import json
 import math
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -203,21 +203,31 @@ def train(
     routes_late: bool = False,
 ) -> Iterator[Point]:
     """Train a model in place, and yield its scores on the way; a router may be on for the scores alone."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=rate, weight_decay=0.0, fused=True)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: share_of_rate(step, settings.steps))
+    take_step = stepping(model, rate, settings.steps)
     measured = {round(share * settings.steps) for share in MEASURED}
     yield examination.score(model, 0)
     for step in range(1, settings.steps + 1):
         batch = next(texts)
         with model.routing_disabled() if routes_late else nullcontext():
             model(input_ids=batch, labels=batch).loss.backward()
+        take_step()
+        if step in measured:
+            yield examination.score(model, step)
+
+
+def stepping(model: Any, rate: float, steps: int) -> Callable[[], None]:
+    """What takes an optimizer step after backward: AdamW of all that trains, gradients clipped, the rate scheduled."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=rate, weight_decay=0.0, fused=True)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: share_of_rate(step, steps))
+
+    def take_step() -> None:
         torch.nn.utils.clip_grad_norm_(trained, GRADIENT_NORM)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-        if step in measured:
-            yield examination.score(model, step)
+
+    return take_step
 
 
 def share_of_rate(step: int, steps: int) -> float:

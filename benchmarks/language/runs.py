@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.biography.runs import GRADIENT_NORM, share_of_rate
+from benchmarks.biography.runs import stepping
 from benchmarks.language.base import SIZES, base_rows, make_base, new_rows
 from benchmarks.language.measures import Examination, Ranking, Reading
 from benchmarks.language.methods import Method
@@ -174,10 +174,8 @@ def examine(place: Place, model: Any) -> Scores:
 
 def _learn(place: Place, model: Any, key: Key, shares: Sequence[float]) -> Iterator[Point]:
     size = place.size
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=key.rate, weight_decay=0.0, fused=True)
     batches = place.rows(key.tokens, key.seed).to(place.device).split(size.rows)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: share_of_rate(step, len(batches)))
+    take_step = stepping(model, key.rate, len(batches))
     rehearsal = place.rehearsal(key.rehearse, key.seed)
     measured = {round(share * len(batches)) for share in shares}
     yield _point(place, model, 0)
@@ -187,10 +185,7 @@ def _learn(place: Place, model: Any, key: Key, shares: Sequence[float]) -> Itera
         loss.backward()
         if rehearsal is not None:
             rehearsal.loss(model, step).backward()
-        torch.nn.utils.clip_grad_norm_(trained, GRADIENT_NORM)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
+        take_step()
         if step + 1 in measured:
             yield _point(place, model, (step + 1) * size.rows * size.context)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from benchmarks.biography.runs import GRADIENT_NORM, share_of_rate
+from benchmarks.biography.runs import stepping
 from benchmarks.biography.train_model import CONTEXT, batches
 from scale_surgery.progress import no_track
 from scale_surgery.running.texts import pack
@@ -83,17 +83,12 @@ def learn(
     rehearsal: Rehearsal | None,
 ) -> None:
     """Train what trains of a model, in place."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=rate, weight_decay=0.0, fused=True)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: share_of_rate(step, settings.steps))
+    take_step = stepping(model, rate, settings.steps)
     read = (rows for many in batches(tokenizer, texts) for rows in many.split(settings.rows))
     model.train()
     for step, batch in zip(range(settings.steps), read, strict=False):
         model(input_ids=batch, labels=batch).loss.backward()
         if rehearsal is not None:
             rehearsal.loss(model, step).backward()
-        torch.nn.utils.clip_grad_norm_(trained, GRADIENT_NORM)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
+        take_step()
     model.eval()
