@@ -79,6 +79,8 @@ bench-gpu: $(GPU_NEEDS)  ## the benchmarks of training, inference and routing on
 test-families: install  ## every model type that transformers knows goes the whole way (about 20 minutes); writes docs/families.md
 	$(BIN)/python -m tests.sweep --least 100 --table docs/families.md
 
+# small models on one thread, as in tests/conftest.py: several wait for each other on a machine that is busy
+test-compat: export OMP_NUM_THREADS := 1
 test-compat: install  ## load exported checkpoints under transformers 4.57, in an environment of its own
 	$(PYTHON) -m venv $(COMPAT)
 	PIP_CONSTRAINT=$(CURDIR)/constraints-compat.txt $(COMPAT)/bin/pip install --quiet torch transformers

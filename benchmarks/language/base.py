@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Trainer, TrainingArguments
 
 from benchmarks.language.packages import ENGLISH
+from benchmarks.language.precision import is_bfloat16_fast
 from benchmarks.language.text import read_text
 
 SPECIAL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
@@ -192,7 +193,7 @@ def _arguments(run: Path, size: Size, seed: int) -> TrainingArguments:
         lr_scheduler_type="cosine",
         warmup_steps=WARM_UP,
         weight_decay=WEIGHT_DECAY,
-        bf16=True,
+        bf16=is_bfloat16_fast("cuda" if torch.cuda.is_available() else "cpu"),
         use_cpu=not torch.cuda.is_available(),
         seed=seed,
         save_steps=SAVE_STEPS,

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from benchmarks.language.base import pack, shuffled
 from benchmarks.language.packages import ENGLISH
 from benchmarks.language.parallel import read_pairs
+from benchmarks.language.precision import mixed
 from benchmarks.language.text import Part, read_text
 
 CANDIDATES = 4
@@ -109,7 +110,11 @@ class Examination:
         return fmean(own.index(min(own)) == 0 for own in gains)
 
     def _score_all(self, model: Any, texts: Sequence[tuple[str, str]]) -> list[tuple[Tensor, Tensor]]:
-        return [own for start in range(0, len(texts), ROWS) for own in self._score(model, texts[start : start + ROWS])]
+        # texts of a length together, because a row is padded to the longest beside it
+        order = sorted(range(len(texts)), key=lambda place: sum(map(len, texts[place])))
+        batches = [order[start : start + ROWS] for start in range(0, len(order), ROWS)]
+        scores = [own for batch in batches for own in self._score(model, [texts[place] for place in batch])]
+        return [own for _, own in sorted(zip(order, scores, strict=True), key=lambda pair: pair[0])]
 
     def _score(self, model: Any, texts: Sequence[tuple[str, str]]) -> list[tuple[Tensor, Tensor]]:
         """Nats of each token of the endings, and whether it was held to be the likeliest."""
@@ -139,7 +144,7 @@ def read_rows(model: Any, rows: Tensor) -> Reading:
 
 def score(model: Any, ids: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Nats of every token but the first, and whether it was held to be the likeliest, both (rows, tokens - 1)."""
-    with torch.inference_mode(), torch.autocast(ids.device.type, torch.bfloat16):
+    with torch.inference_mode(), mixed(ids.device.type):
         logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1].float()
     wanted = ids[:, 1:]
     nats = torch.nn.functional.cross_entropy(logits.transpose(1, 2), wanted, reduction="none")

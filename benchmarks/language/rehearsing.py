@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from benchmarks.language.base import Size
+from benchmarks.language.precision import mixed
 from scale_surgery.training.rehearsal import Divergence
 
 SAMPLED_TOGETHER = 64
@@ -44,7 +45,7 @@ class Rehearsal:
     def loss(self, model: Any, step: int) -> Tensor:
         """KL(base || model) on the rows of a step, in nats per token."""
         rows = self.rows[[self._place(step * self.together + row) for row in range(self.together)]]
-        with torch.autocast(rows.device.type, torch.bfloat16):
+        with mixed(rows.device.type):
             with torch.no_grad():
                 wanted = self.base(input_ids=rows, use_cache=False).logits
             logits = model(input_ids=rows, use_cache=False).logits
@@ -97,7 +98,7 @@ def _write(base: Any, rows: int, context: int) -> Tensor:
     """Sample whole rows; after the end of a text comes the next one."""
     written = torch.full((rows, 1), base.config.bos_token_id, device=base.device)
     cache = None
-    with torch.inference_mode(), torch.autocast(base.device.type, torch.bfloat16):
+    with torch.inference_mode(), mixed(base.device.type):
         while written.shape[1] < context:
             made = base(input_ids=written[:, -1:], past_key_values=cache, use_cache=True)
             cache = made.past_key_values

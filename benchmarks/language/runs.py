@@ -17,6 +17,7 @@ from benchmarks.biography.runs import stepping
 from benchmarks.language.base import SIZES, base_rows, make_base, new_rows
 from benchmarks.language.measures import Examination, Ranking, Reading
 from benchmarks.language.methods import Method
+from benchmarks.language.precision import mixed
 from benchmarks.language.rehearsing import Rehearsal, rehearsal_of
 from benchmarks.records import append_line, read_lines
 from scale_surgery import Routing
@@ -180,7 +181,7 @@ def _learn(place: Place, model: Any, key: Key, shares: Sequence[float]) -> Itera
     measured = {round(share * len(batches)) for share in shares}
     yield _point(place, model, 0)
     for step, batch in enumerate(batches):
-        with torch.autocast(place.device.type, torch.bfloat16):
+        with mixed(place.device.type):
             loss = model(input_ids=batch, labels=batch).loss
         loss.backward()
         if rehearsal is not None:
