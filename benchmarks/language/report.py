@@ -10,7 +10,8 @@ on the development split.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -82,25 +83,24 @@ def at_equal(run: Run, level: float) -> float:
     return run.points[-1].old
 
 
-DOWNSTREAM: tuple[tuple[str, Callable[[Scores], float]], ...] = (
-    ("next token, old", lambda scores: scores.old.accuracy),
-    ("new", lambda scores: scores.new.accuracy),
-    ("parallel, old", lambda scores: scores.parallel[0]),
-    ("new", lambda scores: scores.parallel[1]),
-    ("continuation, old", lambda scores: scores.ranking.old_continuation),
-    ("new", lambda scores: scores.ranking.new_continuation),
-    ("translation", lambda scores: scores.ranking.translation),
-    ("back", lambda scores: scores.ranking.back_translation),
-)
+DOWNSTREAM = ("next token, old", "new", "parallel, old", "new", "continuation, old", "new", "translation", "back")
 
 
 def downstream(groups: Sequence[list[Run]]) -> Iterator[str]:
     """The table of what is asked beside perplexity, in Markdown."""
-    yield f"| method | rehearsed | {' | '.join(name for name, _ in DOWNSTREAM)} |"
+    yield f"| method | rehearsed | {' | '.join(DOWNSTREAM)} |"
     yield f"|---|---|{'--:|' * len(DOWNSTREAM)}"
     for name, rehearse, scores, group in rows_of(groups):
-        cells = [f"{fmean(measure(own) for own in scores):.1%}" for _, measure in DOWNSTREAM]
-        yield f"| {_with_rate(name, group, groups)} | {REHEARSED[rehearse]} | {' | '.join(cells)} |"
+        if asked := [shares for own in scores if (shares := _shares(own))]:
+            cells = [f"{fmean(shares):.1%}" for shares in zip(*asked, strict=True)]
+            yield f"| {_with_rate(name, group, groups)} | {REHEARSED[rehearse]} | {' | '.join(cells)} |"
+
+
+def _shares(scores: Scores) -> tuple[float, ...]:
+    """What `DOWNSTREAM` names; nothing where it was not asked."""
+    if scores.ranking is None or scores.parallel is None:
+        return ()
+    return (scores.old.accuracy, scores.new.accuracy, *scores.parallel, *astuple(scores.ranking))
 
 
 def _with_rate(name: str, group: list[Run], groups: Sequence[list[Run]]) -> str:

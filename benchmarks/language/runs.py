@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -83,14 +83,14 @@ class Scores:
     Attributes:
         old: Text of the first language.
         new: Text of the second.
-        ranking: Right answers among candidates.
-        parallel: Accuracy of the next token in paragraphs that mean the same, in both languages.
+        ranking: Right answers among candidates; None where that was not asked.
+        parallel: Accuracy of the next token in paragraphs that mean the same, in both languages; None with ranking.
     """
 
     old: Reading
     new: Reading
-    ranking: Ranking
-    parallel: tuple[float, float]
+    ranking: Ranking | None = None
+    parallel: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Run:
         seconds: Of processor time, measuring included.
         points: On the way.
         scores: At the end; None for a run of the sweep.
-        routed: At the end with a router, by its name.
+        routed: At the end with a router, by its name; text alone, because rankings take twice its time.
     """
 
     key: Key
@@ -153,9 +153,7 @@ def run(place: Place, method: Method, key: Key, *, is_examined: bool = True) -> 
     scores, routed = None, {}
     if is_examined:
         scores = examine(place, model)
-        routed = {
-            name: examine(place, _route(place, method, model, routing)) for name, routing in method.routers.items()
-        }
+        routed = {name: read(place, _route(place, method, model, routing)) for name, routing in method.routers.items()}
     parameters = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     return Run(key, parameters, round(time.process_time() - started, 1), points, scores, routed)
 
@@ -168,9 +166,14 @@ def run_base(place: Place) -> Run:
 
 def examine(place: Place, model: Any) -> Scores:
     """Score a model on what is held out for the end."""
-    model.eval()
-    asked = place.examination
-    return Scores(*asked.read(model, "test"), asked.rank(model), asked.parallel(model))
+    return replace(
+        read(place, model), ranking=place.examination.rank(model), parallel=place.examination.parallel(model)
+    )
+
+
+def read(place: Place, model: Any) -> Scores:
+    """Score a model on the text that is held out for the end."""
+    return Scores(*place.examination.read(model.eval(), "test"))
 
 
 def _learn(place: Place, model: Any, key: Key, shares: Sequence[float]) -> Iterator[Point]:
@@ -229,4 +232,6 @@ def _parse(record: dict[str, Any]) -> Run:
 
 def _parse_scores(scores: dict[str, Any]) -> Scores:
     old, new = (Reading(**scores[name]) for name in ("old", "new"))
+    if scores["ranking"] is None:
+        return Scores(old, new)
     return Scores(old, new, Ranking(**scores["ranking"]), tuple(scores["parallel"]))

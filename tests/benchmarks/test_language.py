@@ -3,6 +3,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks.language import base
 from benchmarks.language.base import SIZES, Size
@@ -156,4 +157,12 @@ def test_methods_learn_from_the_same_base_and_are_recorded(
     assert again.points == runs[-2].points
     groups = ended(runs)
     assert sum(line.startswith("| preserve, posterior") for line in perplexities(groups)) == 4
-    assert len(list(downstream(groups))) == len(list(perplexities(groups))) == 2 + 1 + 6 + 4
+    assert len(list(perplexities(groups))) == 2 + 1 + 6 + 4
+    assert len(list(downstream(groups))) == 2 + 1 + 6
+
+    texts = [(pair.old, pair.new) for pair in place.examination.pairs] + [("", "x"), ("a", "b" * 50)]
+    model = methods["full"].make(place.base, 0)
+    together = place.examination._score_all(model, texts)
+    alone = [place.examination._score(model, [text])[0] for text in texts]
+    for (nats, _), (wanted, _) in zip(together, alone, strict=True):
+        torch.testing.assert_close(nats, wanted, rtol=0.02, atol=0.02)
