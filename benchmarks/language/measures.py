@@ -147,7 +147,7 @@ def score(model: Any, ids: Tensor, mask: Tensor | None = None) -> tuple[Tensor, 
     with torch.inference_mode(), mixed(ids.device.type):
         logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1].float()
     wanted = ids[:, 1:]
-    nats = torch.nn.functional.cross_entropy(logits.transpose(1, 2), wanted, reduction="none")
+    nats = torch.nn.functional.cross_entropy(logits.flatten(0, 1), wanted.flatten(), reduction="none").view_as(wanted)
     return nats.cpu(), (logits.argmax(-1) == wanted).cpu()
 
 

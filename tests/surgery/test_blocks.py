@@ -246,7 +246,8 @@ def test_the_gram_matrix_is_that_of_the_dense_product(monkeypatch, shape, dtype,
         monkeypatch.setattr(blocks, "GRAM_COLUMNS", columns)
         found = blocks.gram(weight, method)
         error = (found - wanted).abs().max() / wanted.abs().max()
-        assert error < (1e-6 if method == "fast" else 1e-14)
+        # how float32 sums are rounded is the processor's
+        assert error < (1e-5 if method == "fast" else 1e-14)
         assert torch.equal(found.triu(columns), found.tril(-columns).T), "what is below is a copy of what is above"
     # negative control: what bfloat16 rounds, the weights of other dtypes and all sums, is far off
     rounded = long.bfloat16().T @ long.bfloat16()
