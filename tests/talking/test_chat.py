@@ -76,7 +76,7 @@ class Terminal:
             self.type("\x03")
             if select.select([self.handle], [], [], 1)[0]:
                 return self.wait_for(pattern)
-        pytest.fail(f"{pattern!r} does not come")
+        pytest.fail(f"{pattern!r} does not come: {self.text[-200:]!r}")
 
     def ask(self, message: str) -> str:
         """What comes after a line until the next prompt."""
