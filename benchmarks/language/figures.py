@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 from statistics import fmean
 
@@ -72,7 +72,12 @@ def draw_plane(rows: Sequence[Row], file: Path) -> None:
         axes.set_yscale("log")
         _plain_numbers(axes.xaxis)
         _plain_numbers(axes.yaxis)
-        axes.legend(handles=_legend(), frameon=False, fontsize=8, loc="upper right")
+        axes.legend(
+            handles=_legend({run.key.method for *_, group in rows for run in group}),
+            frameon=False,
+            fontsize=8,
+            loc="upper right",
+        )
         figure.savefig(file, dpi=DOTS_PER_INCH)
 
 
@@ -82,11 +87,12 @@ def _plain_numbers(axis: Axis) -> None:
         set_formatter("{x:g}")
 
 
-def _legend() -> list[Line2D]:
+def _legend(methods: Container[str]) -> list[Line2D]:
     return [
         *(
             Line2D([], [], color=look.colour, marker=look.marker, linestyle="", markerfacecolor="white", label=name)
             for name, look in LOOKS.items()
+            if name in methods
         ),
         Line2D(
             [],
@@ -131,6 +137,8 @@ def draw_curves(groups: Sequence[list[Run]], file: Path) -> None:
                     axes.set_title(title)
                 else:
                     axes.set_xlabel("million tokens learned")
-        handles = [Line2D([], [], color=look.colour, linestyle=_line(name), label=name) for name, look in LOOKS.items()]
+        drawn = {run.key.method for group in groups for run in group}
+        looks = ((name, look) for name, look in LOOKS.items() if name in drawn)
+        handles = [Line2D([], [], color=look.colour, linestyle=_line(name), label=name) for name, look in looks]
         figure.legend(handles=handles, loc="outside lower center", ncols=5, frameon=False, fontsize=8)
         figure.savefig(file, dpi=DOTS_PER_INCH)

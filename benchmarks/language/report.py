@@ -132,8 +132,9 @@ def main(records: Path, size: str, second: str, images: Path | None) -> None:
     for table in (perplexities, downstream, beside_paper):
         click.echo("\n".join(table(groups)) + "\n")
     if images is not None:
-        draw_plane([*rows_of(groups)], images / f"language-{second}.png")
-        draw_curves(groups, images / f"language-{second}-curves.png")
+        name = f"language-{records.stem}-{size}-{second}"
+        draw_plane([*rows_of(groups)], images / f"{name}.png")
+        draw_curves(groups, images / f"{name}-curves.png")
 
 
 if __name__ == "__main__":
