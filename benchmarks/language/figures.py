@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
@@ -72,12 +72,8 @@ def draw_plane(rows: Sequence[Row], file: Path) -> None:
         axes.set_yscale("log")
         _plain_numbers(axes.xaxis)
         _plain_numbers(axes.yaxis)
-        axes.legend(
-            handles=_legend({run.key.method for *_, group in rows for run in group}),
-            frameon=False,
-            fontsize=8,
-            loc="upper right",
-        )
+        looks = _looks_of([group for *_, group in rows])
+        axes.legend(handles=_legend(looks), frameon=False, fontsize=8, loc="upper right")
         figure.savefig(file, dpi=DOTS_PER_INCH)
 
 
@@ -87,12 +83,17 @@ def _plain_numbers(axis: Axis) -> None:
         set_formatter("{x:g}")
 
 
-def _legend(methods: Container[str]) -> list[Line2D]:
+def _looks_of(groups: Sequence[list[Run]]) -> dict[str, Look]:
+    """Looks of the methods that were run."""
+    methods = {run.key.method for group in groups for run in group}
+    return {name: look for name, look in LOOKS.items() if name in methods}
+
+
+def _legend(looks: Mapping[str, Look]) -> list[Line2D]:
     return [
         *(
             Line2D([], [], color=look.colour, marker=look.marker, linestyle="", markerfacecolor="white", label=name)
-            for name, look in LOOKS.items()
-            if name in methods
+            for name, look in looks.items()
         ),
         Line2D(
             [],
@@ -137,8 +138,7 @@ def draw_curves(groups: Sequence[list[Run]], file: Path) -> None:
                     axes.set_title(title)
                 else:
                     axes.set_xlabel("million tokens learned")
-        drawn = {run.key.method for group in groups for run in group}
-        looks = ((name, look) for name, look in LOOKS.items() if name in drawn)
+        looks = _looks_of(groups).items()
         handles = [Line2D([], [], color=look.colour, linestyle=_line(name), label=name) for name, look in looks]
         figure.legend(handles=handles, loc="outside lower center", ncols=5, frameon=False, fontsize=8)
         figure.savefig(file, dpi=DOTS_PER_INCH)

@@ -241,13 +241,14 @@ def test_the_gram_matrix_is_that_of_the_dense_product(monkeypatch, shape, dtype,
     weight = matrix(*shape, decay=0.999).to(dtype)
     long = weight if shape[0] >= shape[1] else weight.T
     wanted = long.double().T @ long.double()
+    # of float32 sums of so many products, where it goes up as often as down; their order is the processor's
+    rounding = max(shape) ** 0.5 * torch.finfo(torch.float32).eps
     monkeypatch.setattr(blocks, "CHUNK_ELEMENTS", 100_000)
     for columns in (7, blocks.GRAM_COLUMNS):
         monkeypatch.setattr(blocks, "GRAM_COLUMNS", columns)
         found = blocks.gram(weight, method)
         error = (found - wanted).abs().max() / wanted.abs().max()
-        # how float32 sums are rounded is the processor's
-        assert error < (1e-5 if method == "fast" else 1e-14)
+        assert error < (rounding if method == "fast" else 1e-14)
         assert torch.equal(found.triu(columns), found.tril(-columns).T), "what is below is a copy of what is above"
     # negative control: what bfloat16 rounds, the weights of other dtypes and all sums, is far off
     rounded = long.bfloat16().T @ long.bfloat16()
