@@ -1,8 +1,8 @@
 """The methods that benchmarks/language compares, as data: ways to make a model that learns, of a given base.
 
 But for full fine-tuning all train about as many parameters as `freeze` does, the upper half of the layers: the rank of
-adapters and the inner width of expansions are what comes nearest to that. What is called whole trains about as many as
-full fine-tuning.
+adapters and the inner width of expansions are what comes nearest to that. What is called whole or wide trains about as
+many as full fine-tuning: whole has more of them inside the MLPs, wide in the up stream.
 """
 
 from __future__ import annotations
@@ -53,12 +53,15 @@ def methods_for(base: Path) -> tuple[Method, ...]:
     upper = ",".join(map(str, range(1, layers, 2)))
     # an MLP is three quarters of a layer, so that more of them are copied
     grown = round(budget / _of_mlp(config))
+    wide = partial(_wide, base, most=all_of_it, step=_group(config))
     scale = {
         "preserve": (Request("all"), budget, 5e-3, POSTERIOR),
         "adapt attn": (Request("all", variant="adapt"), budget, 5e-3, ROUTERS),
         "adapt both": (ADAPT_BOTH, budget, 3e-3, ROUTERS),
         "preserve whole": (Request("all"), all_of_it, 5e-3, POSTERIOR),
         "adapt both whole": (ADAPT_BOTH, all_of_it, 3e-3, ROUTERS),
+        "preserve wide": (wide(Request("all")), all_of_it, 5e-3, POSTERIOR),
+        "adapt both wide": (wide(ADAPT_BOTH), all_of_it, 3e-3, ROUTERS),
     }
     return (
         Method("full", whole, 1e-3),
@@ -81,8 +84,21 @@ def _matched(base: Path, request: Request, budget: int) -> Request:
     return replace(request, up_inner_width=max(8, 8 * round((width + (budget - few) * width / (more - few)) / 8)))
 
 
+def _wide(base: Path, request: Request, most: int, step: int) -> Request:
+    """Choose the widest up stream, in steps, that leaves a budget something for the MLPs."""
+    width = step
+    while _added(base, replace(request, up_width=width + step, up_inner_width=8)) <= most:
+        width += step
+    return replace(request, up_width=width)
+
+
 def _added(base: Path, request: Request) -> int:
     return plan(base, request).costs.parameters_added
+
+
+def _group(config: Any) -> int:
+    """Features of the query heads that share a key/value head."""
+    return int(config.head_dim * config.num_attention_heads // config.num_key_value_heads)
 
 
 def _of_layer(config: Any) -> int:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.language import base
 from benchmarks.language.base import SIZES, Size
@@ -12,6 +13,7 @@ from benchmarks.language.parallel import read_pairs, write_pairs
 from benchmarks.language.report import at_equal, downstream, ended, perplexities
 from benchmarks.language.runs import Key, Place, Point, Run, Subject, append_run, read_runs, run, run_base
 from benchmarks.language.text import documents, is_in, part_of, read_text, write_text
+from scale_surgery import plan
 
 HELP = {"en": "libreoffice-help-en-us", "de": "libreoffice-help-de"}
 ENGLISH = "The {} of the document is shown in the window, and it can be changed if you click on it with the mouse."
@@ -123,6 +125,29 @@ def test_a_run_that_was_killed_while_it_wrote_is_run_again(tmp_path: Path) -> No
     assert read_runs(file) == [done]
     append_run(file, done)
     assert read_runs(file) == [done, done]
+
+
+@pytest.mark.parametrize("variant", ["preserve", "adapt both"])
+def test_what_is_called_whole_or_wide_trains_as_much_as_full_fine_tuning(tmp_path: Path, variant: str) -> None:
+    size = SIZES["3m"]
+    config = LlamaConfig(
+        vocab_size=size.vocabulary,
+        hidden_size=size.hidden_size,
+        intermediate_size=size.intermediate_size,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.heads,
+        num_key_value_heads=size.heads // 2,
+        tie_word_embeddings=True,
+    )
+    full = LlamaForCausalLM(config)
+    full.save_pretrained(tmp_path)
+    requests = {method.name: getattr(method.make, "keywords", {}).get("request") for method in methods_for(tmp_path)}
+    plans = {form: plan(tmp_path, requests[f"{variant} {form}"]) for form in ("whole", "wide")}
+
+    for found in plans.values():
+        assert found.costs.parameters_added == pytest.approx(full.num_parameters(), rel=0.03)
+    assert plans["wide"].widths.up_width > plans["whole"].widths.up_width
+    assert plans["wide"].widths.up_inner_width < plans["whole"].widths.up_inner_width
 
 
 @pytest.mark.slow
