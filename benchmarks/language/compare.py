@@ -118,6 +118,7 @@ def method_of(place: Place, name: str) -> Method:
 @click.option("--method", "names", multiple=True, metavar="NAME", help="Method; can be repeated.  [default: all]")
 @click.option("--rate", type=float, help="Learning rate, in place of the one that the sweep chooses.")
 @click.option("--rehearse", "rehearsed", type=click.Choice(get_args(Rehearse)), multiple=True, help="[default: all]")
+@click.option("--rehearsal-weight", "weight", default=1.0, show_default=True, help="Weight of the divergence.")
 @click.option("--jobs", type=click.IntRange(min=1), default=1, show_default=True, help="Runs at the same time.")
 @click.option("-o", "--records", type=click.Path(path_type=Path, dir_okay=False), default=RECORDS, help="File of runs.")
 def main(
@@ -129,6 +130,7 @@ def main(
     names: Sequence[str],
     rate: float | None,
     rehearsed: Sequence[Rehearse],
+    weight: float,
     jobs: int,
     records: Path,
 ) -> None:
@@ -145,7 +147,8 @@ def main(
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
         swept = [pool.submit(sweep, work, records, subject, name, tokens) for name in chosen if rate is None]
         rates = [found.result() for found in swept] or [rate] * len(chosen)
-        orders = product(range(seeds), rehearsed or get_args(Rehearse), zip(chosen, rates, strict=True))
-        keys = [Key(subject, name, rehearse, own, tokens, seed) for seed, rehearse, (name, own) in orders]
+        kinds = [(rehearse, 1.0 if rehearse == "none" else weight) for rehearse in rehearsed or get_args(Rehearse)]
+        orders = product(range(seeds), kinds, zip(chosen, rates, strict=True))
+        keys = [Key(subject, name, kind, own, tokens, seed, times) for seed, (kind, times), (name, own) in orders]
         for found in [pool.submit(learn, work, records, key) for key in keys]:
             found.result()

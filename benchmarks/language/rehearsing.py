@@ -1,6 +1,6 @@
 """Rehearsal in benchmarks/language: the loss of `scale-surgery train --rehearse`, for every method that is compared.
 
-    loss = cross entropy (new text) + KL(base || model) on rehearsal text
+    loss = cross entropy (new text) + weight * KL(base || model) on rehearsal text
 
 The base is a frozen copy here, because most methods that are compared do not carry it.
 """

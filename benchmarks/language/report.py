@@ -41,7 +41,8 @@ def ended(runs: Sequence[Run]) -> list[list[Run]]:
     groups: dict[tuple[Any, ...], list[Run]] = {}
     for run in runs:
         if run.scores is not None:
-            groups.setdefault((run.key.method, run.key.rehearse, run.key.rate, run.key.tokens), []).append(run)
+            key = (run.key.method, run.key.rehearse, run.key.weight, run.key.rate, run.key.tokens)
+            groups.setdefault(key, []).append(run)
     methods = list(dict.fromkeys(run.key.method for run in runs))
     orders = [(list(REHEARSED).index(key[1]), methods.index(key[0]), key[2:]) for key in groups]
     return [group for _, group in sorted(zip(orders, groups.values(), strict=True), key=lambda own: own[0])]
@@ -57,21 +58,60 @@ def rows_of(groups: Sequence[list[Run]]) -> Iterator[tuple[str, str, list[Scores
 
 
 def perplexities(groups: Sequence[list[Run]]) -> Iterator[str]:
-    """The table of perplexities, in Markdown."""
-    base = next(group[0] for group in groups if group[0].key.method == "base")
-    assert base.scores is not None
+    """The table of perplexities without a router, in Markdown."""
+    base = _base_of(groups)
     level = max(run.points[-1].new for group in groups for run in group if run.key.method != "base")
     yield "| method | rehearsed | trained | rate | old | change | new | at equal learning | seeds |"
     yield "|---|---|--:|--:|--:|--:|--:|--:|--:|"
-    for name, rehearse, scores, group in rows_of(groups):
-        old, new = (math.exp(fmean(getattr(own, part).nats for own in scores)) for part in ("old", "new"))
-        change = f"{old / math.exp(base.scores.old.nats) - 1:+.1%}" if name != "base" else ""
-        lost = fmean(at_equal(run, level) for run in group) - base.points[0].old
-        equal = f"{math.exp(lost) - 1:+.1%}" if name == group[0].key.method != "base" else ""
-        trained = f"{group[0].parameters / 1e6:.2f}M" if group[0].parameters else ""
-        rate = f"{group[0].key.rate:g}" if group[0].key.rate else ""
-        cells = (name, REHEARSED[rehearse], trained, rate, f"{old:.1f}", change, f"{new:.1f}", equal, str(len(group)))
-        yield f"| {' | '.join(cells)} |"
+    yield f"| base |  |  |  | {math.exp(base.old.nats):.1f} |  | {math.exp(base.new.nats):.1f} |  |  |"
+    for name, _, scores, group in rows_of(groups):
+        if name == group[0].key.method != "base":
+            old, new = _perplexity(scores, "old"), _perplexity(scores, "new")
+            lost = fmean(at_equal(run, level) - run.points[0].old for run in group)
+            trained, rate = f"{group[0].parameters / 1e6:.2f}M", f"{group[0].key.rate:g}"
+            change, equal = f"{old / math.exp(base.old.nats) - 1:+.1%}", f"{math.exp(lost) - 1:+.1%}"
+            cells = (name, _rehearsed(group), trained, rate, f"{old:.1f}", change, f"{new:.1f}", equal)
+            yield f"| {' | '.join(cells)} | {len(group)} |"
+
+
+def routed(groups: Sequence[list[Run]]) -> Iterator[str]:
+    """The table of perplexities with each router, in Markdown."""
+    base = _base_of(groups)
+    routers = list(dict.fromkeys(router for group in groups for router in group[0].routed))
+    yield f"| method | rehearsed | {' | '.join(f'{router}: old | new' for router in routers)} |"
+    yield f"|---|---|{'--:|' * 2 * len(routers)}"
+    for group in (group for group in groups if group[0].routed):
+        yield f"| {group[0].key.method} | {_rehearsed(group)} | {_routed_cells(group, routers, base)} |"
+
+
+def _routed_cells(group: list[Run], routers: Sequence[str], base: Scores) -> str:
+    cells = []
+    for router in routers:
+        if router not in group[0].routed:
+            cells += ["", ""]
+            continue
+        scores = [run.routed[router] for run in group]
+        old, new = _perplexity(scores, "old"), _perplexity(scores, "new")
+        cells += [f"{old:.1f} ({old / math.exp(base.old.nats) - 1:+.1%})", f"{new:.1f}"]
+    return " | ".join(cells)
+
+
+def _rehearsed(group: list[Run]) -> str:
+    """What was rehearsed, and with which weight where that is not 1."""
+    key = group[0].key
+    return REHEARSED[key.rehearse] + (f", weight {key.weight:g}" if key.weight != 1 else "")
+
+
+def _base_of(groups: Sequence[list[Run]]) -> Scores:
+    """What the base scores."""
+    base = next(group[0] for group in groups if group[0].key.method == "base")
+    assert base.scores is not None
+    return base.scores
+
+
+def _perplexity(scores: Sequence[Scores], part: str) -> float:
+    """Of the mean over seeds."""
+    return math.exp(fmean(getattr(own, part).nats for own in scores))
 
 
 def at_equal(run: Run, level: float) -> float:
@@ -90,10 +130,10 @@ def downstream(groups: Sequence[list[Run]]) -> Iterator[str]:
     """The table of what is asked beside perplexity, in Markdown."""
     yield f"| method | rehearsed | {' | '.join(DOWNSTREAM)} |"
     yield f"|---|---|{'--:|' * len(DOWNSTREAM)}"
-    for name, rehearse, scores, group in rows_of(groups):
+    for name, _, scores, group in rows_of(groups):
         if asked := [shares for own in scores if (shares := _shares(own))]:
             cells = [f"{fmean(shares):.1%}" for shares in zip(*asked, strict=True)]
-            yield f"| {_with_rate(name, group, groups)} | {REHEARSED[rehearse]} | {' | '.join(cells)} |"
+            yield f"| {_with_rate(name, group, groups)} | {_rehearsed(group)} | {' | '.join(cells)} |"
 
 
 def _shares(scores: Scores) -> tuple[float, ...]:
@@ -129,7 +169,7 @@ def main(records: Path, size: str, second: str, images: Path | None) -> None:
     """Print the tables, and draw."""
     runs = [run for run in read_runs(records) if run.key.subject == Subject(size, second)]
     groups = ended(runs)
-    for table in (perplexities, downstream, beside_paper):
+    for table in (perplexities, routed, downstream, beside_paper):
         click.echo("\n".join(table(groups)) + "\n")
     if images is not None:
         name = f"language-{records.stem}-{size}-{second}"

@@ -51,6 +51,7 @@ class Key:
         rate: Peak of the learning rate.
         tokens: Of the second language that are learned.
         seed: Of the order of texts and of random tensors.
+        weight: Of the divergence in rehearsal.
     """
 
     subject: Subject
@@ -59,6 +60,7 @@ class Key:
     rate: float
     tokens: int
     seed: int
+    weight: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -188,7 +190,7 @@ def _learn(place: Place, model: Any, key: Key, shares: Sequence[float]) -> Itera
             loss = model(input_ids=batch, labels=batch).loss
         loss.backward()
         if rehearsal is not None:
-            rehearsal.loss(model, step).backward()
+            (key.weight * rehearsal.loss(model, step)).backward()
         take_step()
         if step + 1 in measured:
             yield _point(place, model, (step + 1) * size.rows * size.context)
