@@ -2,7 +2,8 @@
 
 But for full fine-tuning all train about as many parameters as `freeze` does, the upper half of the layers: the rank of
 adapters and the inner width of expansions are what comes nearest to that. What is called whole or wide trains about as
-many as full fine-tuning: whole has more of them inside the MLPs, wide in the up stream.
+many as full fine-tuning: whole has more of them inside the MLPs, wide in the up stream. What is called double trains
+half as many again, and its up stream is as wide as the base's.
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ def methods_for(base: Path) -> tuple[Method, ...]:
         "adapt both whole": (ADAPT_BOTH, all_of_it, 3e-3, ROUTERS),
         "preserve wide": (wide(Request("all")), all_of_it, 5e-3, POSTERIOR),
         "adapt both wide": (wide(ADAPT_BOTH), all_of_it, 3e-3, ROUTERS),
+        "adapt both double": (replace(ADAPT_BOTH, up_width=config.hidden_size), 3 * all_of_it // 2, 3e-3, ROUTERS),
     }
     return (
         Method("full", whole, 1e-3),
