@@ -40,7 +40,12 @@ LOOKS = {
     "adapt both": Look(PURPLE, "^"),
     "preserve whole": Look(BLUE, "p"),
     "adapt both whole": Look(PURPLE, "p"),
+    "preserve wide": Look(BLUE, "X"),
+    "adapt both wide": Look(PURPLE, "X"),
+    "adapt both double": Look(PURPLE, "*"),
 }
+# of the same colour as the smaller form
+LINES = {"whole": "--", "wide": "-.", "double": ":"}
 MARKER, REHEARSED_MARKER = 7, 9
 Row = tuple[str, str, list[Scores], list[Run]]
 
@@ -110,8 +115,8 @@ def _legend(looks: Mapping[str, Look]) -> list[Line2D]:
 
 
 def _line(method: str) -> str:
-    """What is as large as the base is dashed; its colour is that of the smaller form."""
-    return "--" if method.endswith("whole") else "-"
+    """How the line of a method is drawn: that of a larger form is broken."""
+    return LINES.get(method.split()[-1], "-")
 
 
 def draw_curves(groups: Sequence[list[Run]], file: Path) -> None:
@@ -126,7 +131,7 @@ def draw_curves(groups: Sequence[list[Run]], file: Path) -> None:
                 _plain_numbers(axes.yaxis)
                 for group in groups:
                     look = LOOKS.get(group[0].key.method)
-                    if look is None or group[0].key.rehearse != rehearse:
+                    if look is None or group[0].key.rehearse != rehearse or group[0].key.weight != 1:
                         continue
                     points = group[0].points
                     tokens = [point.tokens / 1e6 for point in points]
