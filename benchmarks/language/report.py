@@ -43,7 +43,7 @@ def ended(runs: Sequence[Run]) -> list[list[Run]]:
         if run.scores is not None:
             key = (run.key.method, run.key.rehearse, run.key.weight, run.key.rate, run.key.tokens)
             groups.setdefault(key, []).append(run)
-    methods = list(dict.fromkeys(run.key.method for run in runs))
+    methods = list(dict.fromkeys(method for method, *_ in groups))
     orders = [(list(REHEARSED).index(key[1]), methods.index(key[0]), key[2:]) for key in groups]
     return [group for _, group in sorted(zip(orders, groups.values(), strict=True), key=lambda own: own[0])]
 
