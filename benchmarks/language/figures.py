@@ -36,11 +36,11 @@ LOOKS = {
     "depth": Look(SKY, "P"),
     "grow-freeze": Look(BROWN, "v"),
     "preserve": Look(BLUE),
+    "preserve whole": Look(BLUE, "p"),
+    "preserve wide": Look(BLUE, "X"),
     "adapt attn": Look(GREEN, "^"),
     "adapt both": Look(PURPLE, "^"),
-    "preserve whole": Look(BLUE, "p"),
     "adapt both whole": Look(PURPLE, "p"),
-    "preserve wide": Look(BLUE, "X"),
     "adapt both wide": Look(PURPLE, "X"),
     "adapt both double": Look(PURPLE, "*"),
 }

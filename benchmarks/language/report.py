@@ -19,7 +19,7 @@ from typing import Any
 import click
 
 from benchmarks.language.compare import RECORDS
-from benchmarks.language.figures import draw_curves, draw_plane
+from benchmarks.language.figures import LOOKS, draw_curves, draw_plane
 from benchmarks.language.runs import Run, Scores, Subject, read_runs
 
 REHEARSED = {"none": "", "own": "own samples", "own x4": "four times as many", "old": "1 % old text"}
@@ -43,7 +43,7 @@ def ended(runs: Sequence[Run]) -> list[list[Run]]:
         if run.scores is not None:
             key = (run.key.method, run.key.rehearse, run.key.weight, run.key.rate, run.key.tokens)
             groups.setdefault(key, []).append(run)
-    methods = list(dict.fromkeys(method for method, *_ in groups))
+    methods = ["base", *LOOKS]
     orders = [(list(REHEARSED).index(key[1]), methods.index(key[0]), key[2:]) for key in groups]
     return [group for _, group in sorted(zip(orders, groups.values(), strict=True), key=lambda own: own[0])]
 
