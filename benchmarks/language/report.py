@@ -23,16 +23,17 @@ from benchmarks.language.figures import LOOKS, draw_curves, draw_plane
 from benchmarks.language.runs import Run, Scores, Subject, read_runs
 
 REHEARSED = {"none": "", "own": "own samples", "own x4": "four times as many", "old": "1 % old text"}
-# averages of the paper's Table 1 (SCALE, arXiv 2511.03270), in percent: five English tasks, three Korean ones
+# of the paper (SCALE, arXiv 2511.03270): averages of Table 1 in percent, of five English tasks and three Korean ones,
+# and perplexities of English and Korean at the end, read off figures 2 and 9
 PAPER = {
-    "base": (47.14, 51.15),
-    "full": (42.79, 57.21),
-    "LoRA": (42.59, 57.25),
-    "depth": (44.55, 55.81),
-    "freeze": (42.44, 54.67),
-    "preserve": (46.09, 53.14),
-    "adapt attn": (46.15, 55.09),
-    "adapt attn, cosine": (46.49, 55.50),
+    "base": (47.14, 51.15, 10.42, 16.9),
+    "full": (42.79, 57.21, 12.49, 6.51),
+    "LoRA": (42.59, 57.25, 12.49, 6.50),
+    "depth": (44.55, 55.81, 11.24, 6.53),
+    "freeze": (42.44, 54.67, 12.62, 6.86),
+    "preserve": (46.09, 53.14, 10.57, 7.97),
+    "adapt attn": (46.15, 55.09, 10.75, 6.5),
+    "adapt attn, cosine": (46.49, 55.50, 10.64, 6.55),
 }
 
 
@@ -149,14 +150,21 @@ def _with_rate(name: str, group: list[Run], groups: Sequence[list[Run]]) -> str:
     return f"{name}, {group[0].key.rate:g}" if len(rates) > 1 else name
 
 
+BESIDE_PAPER = (
+    *("paper: tasks, English", "Korean", "perplexity, English", "Korean"),
+    *("here: next token, old", "new", "perplexity, old", "new"),
+)
+
+
 def beside_paper(groups: Sequence[list[Run]]) -> Iterator[str]:
-    """The rows of the paper's Table 1 beside ours without rehearsal, in Markdown."""
-    yield "| method | paper: English | Korean | here: next token, old | new |"
-    yield "|---|--:|--:|--:|--:|"
+    """The paper's rows beside ours without rehearsal, in Markdown."""
+    yield f"| method | {' | '.join(BESIDE_PAPER)} |"
+    yield f"|---|{'--:|' * len(BESIDE_PAPER)}"
     for name, rehearse, scores, group in rows_of(groups):
         if rehearse == "none" and name in PAPER:
-            ours = (fmean(getattr(own, part).accuracy for own in scores) for part in ("old", "new"))
-            cells = (*(f"{own:.2f}" for own in PAPER[name]), *(f"{own:.1%}" for own in ours))
+            accuracies = (f"{fmean(getattr(own, part).accuracy for own in scores):.1%}" for part in ("old", "new"))
+            perplexities = (f"{_perplexity(scores, part):.1f}" for part in ("old", "new"))
+            cells = (*(f"{own:.2f}" for own in PAPER[name]), *accuracies, *perplexities)
             yield f"| {_with_rate(name, group, groups)} | {' | '.join(cells)} |"
 
 
