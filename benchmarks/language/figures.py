@@ -57,9 +57,12 @@ def draw_plane(rows: Sequence[Row], file: Path) -> None:
         figure = Figure(figsize=(8, 5), layout="constrained")
         axes = figure.subplots()
         axes.axvline(math.exp(base.old.nats), color=GREY, linewidth=1, linestyle=":")
-        for name, rehearse, scores, _ in rows:
+        for name, rehearse, scores, group in rows:
             look = LOOKS.get(name.split(",")[0])
             if look is None or rehearse == "old" or name.endswith("cosine"):
+                continue
+            # with a router the weight of rehearsal moves little
+            if group[0].key.weight != 1 and name != group[0].key.method:
                 continue
             old, new = (math.exp(fmean(getattr(own, part).nats for own in scores)) for part in ("old", "new"))
             axes.plot(
