@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
 
 import matplotlib
 from matplotlib.axis import Axis
@@ -25,7 +24,7 @@ from benchmarks.biography.figures import (
     VERMILION,
     Look,
 )
-from benchmarks.language.runs import Run, Scores
+from benchmarks.language.runs import Run, Scores, perplexity
 
 SKY = "#56B4E9"
 LOOKS = {
@@ -61,10 +60,10 @@ def draw_plane(rows: Sequence[Row], file: Path) -> None:
             look = LOOKS.get(name.split(",")[0])
             if look is None or rehearse == "old" or name.endswith("cosine"):
                 continue
-            # with a router the weight of rehearsal moves little
+            # with a router all weights of rehearsal lie at the base, and would hide the other marks
             if group[0].key.weight != 1 and name != group[0].key.method:
                 continue
-            old, new = (math.exp(fmean(getattr(own, part).nats for own in scores)) for part in ("old", "new"))
+            old, new = perplexity(scores, "old"), perplexity(scores, "new")
             axes.plot(
                 old,
                 new,

@@ -20,7 +20,7 @@ import click
 
 from benchmarks.language.compare import RECORDS
 from benchmarks.language.figures import LOOKS, draw_curves, draw_plane
-from benchmarks.language.runs import Run, Scores, Subject, read_runs
+from benchmarks.language.runs import Run, Scores, Subject, perplexity, read_runs
 
 REHEARSED = {"none": "", "own": "own samples", "own x4": "four times as many", "old": "1 % old text"}
 # of the paper (SCALE, arXiv 2511.03270): averages of Table 1 in percent, of five English tasks and three Korean ones,
@@ -67,7 +67,7 @@ def perplexities(groups: Sequence[list[Run]]) -> Iterator[str]:
     yield f"| base |  |  |  | {math.exp(base.old.nats):.1f} |  | {math.exp(base.new.nats):.1f} |  |  |"
     for name, _, scores, group in rows_of(groups):
         if name == group[0].key.method != "base":
-            old, new = _perplexity(scores, "old"), _perplexity(scores, "new")
+            old, new = perplexity(scores, "old"), perplexity(scores, "new")
             lost = fmean(at_equal(run, level) - run.points[0].old for run in group)
             trained, rate = f"{group[0].parameters / 1e6:.2f}M", f"{group[0].key.rate:g}"
             change, equal = f"{old / math.exp(base.old.nats) - 1:+.1%}", f"{math.exp(lost) - 1:+.1%}"
@@ -92,7 +92,7 @@ def _routed_cells(group: list[Run], routers: Sequence[str], base: Scores) -> str
             cells += ["", ""]
             continue
         scores = [run.routed[router] for run in group]
-        old, new = _perplexity(scores, "old"), _perplexity(scores, "new")
+        old, new = perplexity(scores, "old"), perplexity(scores, "new")
         cells += [f"{old:.1f} ({old / math.exp(base.old.nats) - 1:+.1%})", f"{new:.1f}"]
     return " | ".join(cells)
 
@@ -108,11 +108,6 @@ def _base_of(groups: Sequence[list[Run]]) -> Scores:
     base = next(group[0] for group in groups if group[0].key.method == "base")
     assert base.scores is not None
     return base.scores
-
-
-def _perplexity(scores: Sequence[Scores], part: str) -> float:
-    """Of the mean over seeds."""
-    return math.exp(fmean(getattr(own, part).nats for own in scores))
 
 
 def at_equal(run: Run, level: float) -> float:
@@ -163,8 +158,8 @@ def beside_paper(groups: Sequence[list[Run]]) -> Iterator[str]:
     for name, rehearse, scores, group in rows_of(groups):
         if rehearse == "none" and name in PAPER:
             accuracies = (f"{fmean(getattr(own, part).accuracy for own in scores):.1%}" for part in ("old", "new"))
-            perplexities = (f"{_perplexity(scores, part):.1f}" for part in ("old", "new"))
-            cells = (*(f"{own:.2f}" for own in PAPER[name]), *accuracies, *perplexities)
+            ours = [f"{own:.1f}" for own in (perplexity(scores, "old"), perplexity(scores, "new"))]
+            cells = (*(f"{own:.2f}" for own in PAPER[name]), *accuracies, *ours)
             yield f"| {_with_rate(name, group, groups)} | {' | '.join(cells)} |"
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Literal
 
 import torch
@@ -114,6 +116,11 @@ class Run:
     points: tuple[Point, ...]
     scores: Scores | None = None
     routed: dict[str, Scores] = field(default_factory=dict)
+
+
+def perplexity(scores: Sequence[Scores], part: Literal["old", "new"]) -> float:
+    """Of the mean of nats over runs."""
+    return math.exp(fmean(getattr(own, part).nats for own in scores))
 
 
 class Place:
