@@ -6,7 +6,7 @@ COMPAT := .venv-compat
 # also read by pip for what builds the package
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 
-.PHONY: help install demo lint types test pytest test-fast test-slow torture fuzz test-gpu bench-gpu test-families test-compat test-recipes test-serve \
+.PHONY: help install demo lint types test pytest test-fast test-slow test-all torture fuzz test-gpu bench-gpu test-families test-compat test-recipes test-serve \
 	docs demo-model clean
 
 help:  ## show this list
@@ -51,7 +51,17 @@ test-fast: install  ## under a minute, for work in progress: rooms, planning, an
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(FAST) -k 'not ($(OTHER_FAMILIES))'
 
 test-slow: install  ## what make test leaves out: more families, types and forms, torch.compile, several processes
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder -m slow
+
+# each may fail without keeping the others from running; what failed is said at the end
+ALL := test test-slow test-recipes test-compat test-serve test-families "fuzz COUNT=1000 JOBS=2" "torture COUNT=200"
+
+test-all: install  ## every test that needs no GPU, in order (about two hours); says at the end what failed
+	@summary=; failed=0; for target in $(ALL); do \
+		start=$$(date +%s); result=passed; \
+		$(MAKE) $$target || { result=FAILED; failed=1; }; \
+		summary="$$summary$$result in $$(($$(date +%s) - start)) s: make $$target\n"; \
+	done; printf "\n$$summary"; exit $$failed
 
 COUNT ?= 100
 SEED ?= 0

@@ -159,6 +159,7 @@ def settled(found: str, shown: str) -> list[str]:
     return paired + printed[len(paired) :]
 
 
+@pytest.mark.slow
 def test_examples_in_commands_print_what_is_shown(tmp_path):
     with workplace(tmp_path):
         found = rewrite_examples(COMMANDS)

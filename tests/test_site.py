@@ -101,6 +101,7 @@ def place(tmp_path: Path) -> Iterator[Path]:
         yield tmp_path
 
 
+@pytest.mark.slow
 def test_the_quick_start_prints_what_is_shown(place: Path) -> None:
     found = rewrite_examples(QUICK_START)
     shown = QUICK_START.read_text(encoding="utf-8")

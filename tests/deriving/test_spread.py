@@ -10,6 +10,7 @@ from scale_surgery.errors import UnsupportedFamilyError
 from scale_surgery.planning.architecture import STREAMS, Architecture
 from scale_surgery.planning.routing_specs import path_problems
 from tests.deriving.configs import OPTIONS
+from tests.each import mostly
 
 # type -> for each kind of layer the treatments of its blocks, in the order in which they run
 # beside those that tests/sweep takes the whole way
@@ -41,13 +42,18 @@ def architecture(model_type: str) -> Architecture:
     return derive(CONFIG_MAPPING[model_type](**OPTIONS.get(model_type, {}))).architecture
 
 
-@pytest.mark.parametrize("model_type", EXPECTED)
+# state spaces beside attention, and images: the rarest are proved by test-slow
+COMMON = ("llama", "gemma3_text", "gptj", "starcoder2", "dbrx", "nemotron_h")
+each_type = pytest.mark.parametrize("model_type", mostly(EXPECTED, COMMON.__contains__))
+
+
+@each_type
 def test_treatments(model_type):
     found = [" ".join(block.treatment for block in kind.blocks) for kind in architecture(model_type).kinds]
     assert found == EXPECTED[model_type]
 
 
-@pytest.mark.parametrize("model_type", EXPECTED)
+@each_type
 def test_every_block_says_what_it_is(model_type):
     about = architecture(model_type)
     for block in (block for kind in about.kinds for block in kind.blocks):
@@ -58,7 +64,7 @@ def test_every_block_says_what_it_is(model_type):
     assert set(about.kind_of_layer) == set(range(len(about.kinds)))
 
 
-@pytest.mark.parametrize("model_type", EXPECTED)
+@each_type
 def test_streams_fit(model_type):
     found = derive(CONFIG_MAPPING[model_type](**OPTIONS.get(model_type, {})))
     for linear in (linear for kind in found.architecture.kinds for linear in kind.linears):

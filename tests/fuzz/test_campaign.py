@@ -10,7 +10,7 @@ from tests.fuzz.campaign import findings
 from tests.fuzz.case import run_case
 from tests.fuzz.seeds import make_seeds
 
-SEED, CASES = 1, 150
+SEED, CASES = 1, 80
 
 
 @pytest.fixture(scope="module")

@@ -265,7 +265,7 @@ def test_assisted_generation(trio_of: Callable[..., Trio], routing: str) -> None
             base.generate(prompt, **options, assistant_model=model)
 
 
-@pytest.mark.parametrize("padding", ((0, 4), (0, 0)), ids=str)
+@pytest.mark.parametrize("padding", ((0, 4), pytest.param((0, 0), marks=pytest.mark.slow)), ids=str)
 @pytest.mark.parametrize("family", ("llama", "gemma2", "gpt2"))
 def test_a_static_cache(trio_of: Callable[..., Trio], family: str, padding: tuple[int, int]) -> None:
     """Without padding masks are left out where all layers of a cache grow, and this one's do not."""

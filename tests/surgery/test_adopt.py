@@ -433,6 +433,7 @@ def test_experts_one_by_one_or_merged(tmp_path: Path) -> None:
     assert "1 of " in message[0] and re.match(r"model\.layers\.0\..+\.experts\.1\..+: 1 of [\d,]+ values", message[1])
 
 
+@pytest.mark.slow
 def test_a_model_that_sees_images(tmp_path: Path) -> None:
     base = write_image_base(image_config("llava"), torch.bfloat16, tmp_path / "base")
     wide = expand(base, ADAPT, tmp_path / "wide").path

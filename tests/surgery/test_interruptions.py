@@ -12,7 +12,7 @@ from scale_surgery.errors import CheckpointError
 from scale_surgery.planning.request import Request
 from scale_surgery.surgery.expand import expand
 from scale_surgery.surgery.strip import strip
-from tests.conftest import digests
+from tests.conftest import DEEPENED, digests
 from tests.interrupted_steps import SHARD_BYTES, expand_on_a_full_disk, run_apart, run_killed
 
 REQUEST = Request("1-2", variant="adapt", collaborate="both", init_w22="random")
@@ -53,6 +53,16 @@ def test_a_killed_expansion_leaves_no_target_and_a_second_run_completes_it(
     assert [file.name for file in target.parent.iterdir()] == ["expanded"], "nothing else is left behind"
     for file, written in finished.items():
         assert (target / file.name).stat().st_mtime_ns == written, "a finished shard is not made again"
+
+
+def test_killed_duplication_of_layers_is_completed_by_a_second_run(base_of, tmp_path):
+    base, target = base_of("llama", tied=True), tmp_path / "out" / "deep"
+    done = run_killed("base shards", 2, DEEPENED, base, target)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert not target.exists()
+    undisturbed = expand(base, DEEPENED, tmp_path / "undisturbed")
+    assert digests(expand(base, DEEPENED, target).path) == digests(undisturbed.path)
+    assert [path.name for path in target.parent.iterdir()] == ["deep"]
 
 
 def test_another_request_starts_clean(base_of, tmp_path, small_shards):

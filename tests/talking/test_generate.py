@@ -21,6 +21,7 @@ from scale_surgery.talking.conversation import Conversation
 from scale_surgery.talking.records import Answer, Said, Token
 from scale_surgery.talking.settings import USUAL
 from tests.conftest import load
+from tests.each import mostly
 from tests.routing.test_report import bytes_tokenizer
 
 KINDS = ("base", "wide", "posterior", "cosine", "fused", "deep")
@@ -44,7 +45,7 @@ def by_transformers(folder: Path, prompt: str, **options: Any) -> list[int]:
 # what transformers gives
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", mostly(KINDS, ("wide", "posterior", "deep").__contains__))
 def test_greedy_answers_are_those_of_transformers(place: Path, kind: str) -> None:
     found = generate(place / kind, PROMPTS, GREEDY)
     for prompt, answer in zip(PROMPTS, found.answers, strict=True):
@@ -62,7 +63,7 @@ def test_the_kinds_differ(place: Path) -> None:
     assert len(answers) == 3
 
 
-@pytest.mark.parametrize("kind", ("base", "posterior"))
+@pytest.mark.parametrize("kind", mostly(("base", "posterior"), "posterior".__eq__))
 def test_drawn_answers_are_those_of_transformers_with_that_seed(place: Path, kind: str) -> None:
     settings = GenerationSettings(
         temperature=0.9, top_p=0.95, top_k=40, repetition_penalty=1.2, max_new_tokens=12, seed=7

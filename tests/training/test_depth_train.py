@@ -167,6 +167,7 @@ def test_resume_gives_the_same_weights(place: Path, deepened: Path, tmp_path: Pa
     assert hash_tensors(one, list(one.tensors)) == hash_tensors(other, list(other.tensors))
 
 
+@pytest.mark.slow
 def test_training_in_bfloat16(place: Path, tmp_path: Path) -> None:
     base = Path(shutil.copytree(SHIPPED_MODEL, tmp_path / "base"))
     tensors = {name: tensor.bfloat16() for name, tensor in load_file(base / "model.safetensors").items()}
@@ -287,6 +288,7 @@ def test_what_makes_no_sense_for_copies_is_refused(deep_of: Deep, tmp_path: Path
     assert sorted(path.name for path in tmp_path.iterdir()) == ["extract"]
 
 
+@pytest.mark.slow
 def test_copies_of_a_mixture_s_layers_train(place: Path, tmp_path: Path) -> None:
     """Experts are one tensor in memory, and lie apart on disk, where each copied tensor is of its own."""
     shipped = AutoConfig.from_pretrained(SHIPPED_MODEL)

@@ -50,7 +50,7 @@ KEPT = {
 }  # fmt: skip
 each_case = pytest.mark.parametrize(("model", "wrapper"), mostly(CASES, KEPT.__contains__))
 # what only slow tests ask for
-SLOW_JOBS = ("more steps", "ddp", "rehearsed-ddp")
+SLOW_JOBS = ("more steps", "ddp", "rehearsed-ddp", "written", "deep")
 
 
 def launch_environment() -> dict[str, str]:
@@ -293,6 +293,7 @@ def test_two_processes_rehearse_what_one_rehearses(
     assert largest_difference(trained(place / job), alone) < by_rehearsal / 5
 
 
+@pytest.mark.slow
 def test_two_processes_rehearse_the_same_samples(done: Callable[..., Path], place: Path) -> None:
     """Of a base whose logits come from the base stream."""
     done("written")
@@ -304,6 +305,7 @@ def test_two_processes_rehearse_the_same_samples(done: Callable[..., Path], plac
     assert len(lines) == 8 and all(len(json.loads(line)["ids"]) <= 16 for line in lines)
 
 
+@pytest.mark.slow
 def test_duplicated_layers_learn_in_two_processes_what_they_learn_in_one(
     done: Callable[..., Path], place: Path
 ) -> None:

@@ -156,6 +156,7 @@ def test_the_sample_has_its_bounds() -> None:
     assert sampled(5000, batch_size=8) == MOST_SAMPLED
 
 
+@pytest.mark.slow
 def test_a_measurement_changes_nothing_of_what_is_learned(place: Path, tmp_path: Path) -> None:
     """Neither numbers nor chance: with dropout, each step draws its own."""
     base = Path(shutil.copytree(SHIPPED_MODEL, tmp_path / "base"))
@@ -200,6 +201,7 @@ def interrupted(label: str, total: int) -> Iterator[Progress]:
     yield advance
 
 
+@pytest.mark.slow
 def test_a_resumed_run_knows_the_loss_before_and_draws_once(place: Path, tmp_path: Path) -> None:
     whole = train(place / "wide", [place / "texts.jsonl"], tmp_path / "whole", SETTINGS, run=CPU)
     target = tmp_path / "made"

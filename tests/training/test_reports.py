@@ -97,12 +97,14 @@ def test_nothing_is_reported_unless_asked(place: Path, tmp_path: Path) -> None:
         }
 
 
+@pytest.mark.slow
 def test_a_reported_run_learns_the_same(place: Path, reported: Training, tmp_path: Path) -> None:
     silent = run(place, tmp_path / "out", TrainingStart())
     shard = "expansion-00001-of-00001.safetensors"
     assert digests(silent.path)[shard] == digests(reported.path)[shard]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", mostly([1, 5], (5).__eq__))
 def test_a_resumed_run_goes_on_in_the_same_place(place: Path, reported: Training, tmp_path: Path, stop: int) -> None:
     with pytest.raises(TrainingError, match="interrupted"):
@@ -132,6 +134,7 @@ def stopping(step: int) -> Callable[..., Any]:
     return track
 
 
+@pytest.mark.slow
 def test_the_environment_says_where(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "board"))
     done = run(place, tmp_path / "out")

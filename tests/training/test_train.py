@@ -269,7 +269,9 @@ def test_half_precision_is_trained_in_float32_and_stored_as_it_was(place: Path, 
     assert verify(done.path, record=False).passed
 
 
-@pytest.mark.parametrize("options", [{"bf16": True}, {"gradient_checkpointing": True}, {"packing": False}])
+@pytest.mark.parametrize(
+    "options", mostly([{"bf16": True}, {"gradient_checkpointing": True}, {"packing": False}], {"packing": False}.__eq__)
+)
 def test_other_ways_to_train(place: Path, tmp_path: Path, options: dict[str, Any]) -> None:
     settings = TrainingSettings(steps=2, **{**SHORT, "sequence_length": 256}, **options)
     done = train(place / "adapt", [place / "texts.jsonl"], tmp_path / "out", settings)
@@ -297,7 +299,7 @@ def test_checkpoints_hold_the_expansion_and_nothing_of_the_base(place: Path, tmp
 
 @pytest.mark.parametrize(
     ("variant", "stop"),
-    mostly(product(("preserve", "adapt"), (1, 3, 5)), {("preserve", 1), ("adapt", 5)}.__contains__),
+    mostly(product(("preserve", "adapt"), (1, 3, 5)), {("adapt", 5)}.__contains__),
 )
 def test_resume_gives_the_same_weights(
     place: Path, trained_whole: Callable[[str], Training], tmp_path: Path, variant: str, stop: int
@@ -377,6 +379,7 @@ def test_weights_that_are_no_numbers_are_not_published(place: Path, tmp_path: Pa
     assert all(tensor.isfinite().all() for tensor in expansion(tmp_path / "out").values())
 
 
+@pytest.mark.slow
 def test_resume_after_the_last_step_does_no_further_one(place: Path, tmp_path: Path) -> None:
     data, sides = [place / "texts.jsonl"], EvalData(old=[place / "old.jsonl"])
     settings = TrainingSettings(steps=4, save_every=2, schedule="constant", **SHORT)

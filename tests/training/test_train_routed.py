@@ -82,6 +82,7 @@ def same(one: Path, other: Path) -> bool:
     return all(torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.slow
 def test_without_the_route_it_trains_as_the_unrouted_model(place: Path, trained_of: Callable[..., Path]) -> None:
     unrouted = trained_of("adapt")
     assert not same(unrouted, place / "adapt"), "the control: it has learned"
@@ -140,6 +141,7 @@ def test_the_first_loss_is_that_of_the_routed_output(
     assert model.is_routing_enabled, "loaded again, it routes"
 
 
+@pytest.mark.slow
 def test_measurements_during_a_run_route(place: Path, tmp_path: Path) -> None:
     sides = EvalData([place / "old.jsonl"], [place / "new.jsonl"])
     done = train(
