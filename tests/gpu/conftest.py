@@ -1,7 +1,7 @@
 """Tests of models on a GPU; every test here takes `device`.
 
 `make test-gpu` runs all cases of all of them on CUDA, and with SCALE_SURGERY_TEST_DEVICE=cpu the very same on the CPU.
-The default run takes the first case of each test, on the CPU, so that the code does not rot where nobody has a GPU.
+`make test-slow` takes the first case of each test, on the CPU, so that the code does not rot where nobody has a GPU.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "device" in metafunc.fixturenames:
         is_for_device_alone = metafunc.definition.get_closest_marker("gpu") is not None
         places = [pytest.param(DEVICE, marks=pytest.mark.gpu)]
-        also = [] if is_for_device_alone else [pytest.param("cpu", id="first-case-on-cpu")]
+        also = [] if is_for_device_alone else [pytest.param("cpu", id="first-case-on-cpu", marks=pytest.mark.slow)]
         metafunc.parametrize("device", places + also)
 
 

@@ -253,7 +253,7 @@ COMPILED = [
 
 @pytest.mark.parametrize(
     ("family", "request_name", "use_cache"),
-    [pytest.param(*one, marks=() if one == ("llama", "adapt", False) else pytest.mark.slow) for one in COMPILED],
+    [pytest.param(*one, marks=pytest.mark.slow) for one in COMPILED],
 )
 def test_compile(
     model_of: Any, wanted_of: Any, compiler: None, family: str, request_name: str, use_cache: bool

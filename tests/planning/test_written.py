@@ -15,6 +15,7 @@ from scale_surgery.modeling.expanded_modules import EXPANSION_NAMES
 from scale_surgery.planning.specs import attention_values
 from scale_surgery.planning.stored import expected_shapes, find_prefix
 from tests.conftest import REQUESTS
+from tests.each import woven
 from tests.families import CONFIG_KEYS, FAMILIES, Family, Sizes, read_sizes
 from tests.tiny import CONFIGS, tiny_config
 from tests.written import written_architecture, written_sizes
@@ -127,9 +128,7 @@ def test_defaults_are_those_of_transformers(name):
     assert sizes.inner == (getattr(config, config_key(family, "inner")) or 4 * sizes.hidden)
 
 
-@each_family
-@pytest.mark.parametrize("request_name", REQUESTS)
-@pytest.mark.parametrize("tied", (False, True))
+@pytest.mark.parametrize(("name", "request_name", "tied"), woven(tuple(FAMILIES), tuple(REQUESTS), (False, True)))
 def test_the_plan_lists_exactly_the_tensors_that_the_model_has(pair_of, name, request_name, tied):
     pair = pair_of(name, request_name, tied=tied)
     head = pair.base.get_output_embeddings()

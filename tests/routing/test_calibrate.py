@@ -221,6 +221,7 @@ def test_another_setting_scores_what_evaluate_measures_when_it_is_set(
     assert agrees(outcome, routed) and not agrees(found.present, routed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "request_", "router"),
     [
@@ -613,6 +614,7 @@ def test_the_bound_that_was_asked_for_is_named() -> None:
         assert str(refused.value) == expected
 
 
+@pytest.mark.slow
 def test_windows_of_one_text_are_one_text(place: Path, tmp_path: Path) -> None:
     """What follows in a text is no new sample of texts: two texts of many windows tell as much noise as two texts."""
     (tmp_path / "one.txt").write_text(STORY)
@@ -636,6 +638,7 @@ def test_windows_of_one_text_are_one_text(place: Path, tmp_path: Path) -> None:
     assert max(found.gain.error for found in both[0].outcomes) > 1e-3
 
 
+@pytest.mark.slow
 def test_a_tighter_bound_can_be_asked_for(told: tuple[Path, Path, Path]) -> None:
     found = route_calibrate(*told, CalibrationSettings(bound=0.1, bound_per_token=0.0))
     assert found.proposed.bound < 0.1 < found.present.bound and found.proposed.bound_per_token == 0

@@ -37,6 +37,7 @@ ARCHIVE = Path(__file__).parents[1] / "data" / "release-0.1.0.tar.gz"
 EXPANDED = ("expanded", "trained", "routed", "grown", "deepened")
 SETTINGS = TrainingSettings(steps=2, sequence_length=16, batch_size=2, log_every=1)
 IDS = torch.tensor([[1, 5, 6, 7, 8, 9]])
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
