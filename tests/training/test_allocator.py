@@ -71,6 +71,7 @@ def test_a_block_that_comes_again_costs_no_new_pages() -> None:
     assert int(pages) < 100 < 4 * 48 * 2**20 / os.sysconf("SC_PAGE_SIZE") <= int(pages_as_it_is)
 
 
+@pytest.mark.slow
 def test_training_sets_it_once_and_no_number_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Here, where it is kept, and in a process whose user said that it is not."""
     text = tmp_path / "text.jsonl"
