@@ -123,7 +123,7 @@ def without_chance(text: str) -> list[str]:
     """Words of a page, without what differs from day to day and from machine to machine: dates, drift of training."""
     text = re.sub(r"(?m)^(wide-trained|routed|routed, routing disabled) +[\d.].*$", r"\1 NUMBERS", text)
     text = re.sub(r"(?m)^(base|learned|routed) +\d[\d.]+(?: .*)?$", r"\1 NUMBERS", text)
-    text = re.sub(r"(?m)^took +.* between the stages$", "took SECONDS", text)
+    text = re.sub(r"(?m)^took +(\d+ (s|min)|under a second)$", "took SECONDS", text)
     text = re.sub(r"(?m)^(mixed\.jsonl) +22 +[\d.].*$", r"\1 NUMBERS", text)
     text = re.sub(r"(?m)^( +\d+ +\d+) +[\d.]+% .*?(chosen.*?|tie|over budget)?$", r"\1 NUMBERS \2", text)
     text = re.sub(r"(?m)^( +\d)( +[\d.e-]+){3}$", r"\1 NUMBERS", text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -110,6 +111,7 @@ def learn_command(
     Recipes: scale-surgery learn MODEL --data FILE --write-recipe r.yaml
              scale-surgery learn --recipe r.yaml -o OUT
     """
+    started = time.monotonic()  # imports are a part of what a user waits for
     from scale_surgery.learning.learn import Told, default_output, prepare, resolve_recipe, run
     from scale_surgery.learning.recipe_file import write_recipe as write
     from scale_surgery.show.tables_learn import render_ahead, render_learned, render_lines, render_result, render_stage
@@ -121,7 +123,7 @@ def learn_command(
         write(resolved, write_recipe)
         out.say_file("written", write_recipe)
         return
-    job = prepare(resolved, output or default_output(resolved), overwrite=overwrite, track=out.track)
+    job = prepare(resolved, output or default_output(resolved), overwrite=overwrite, started=started, track=out.track)
     if dry_run:
         out.show(job.ahead, render_ahead(job.ahead))
         out.say(render_lines(job.ahead))

@@ -16,6 +16,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,7 @@ class Told:
 
 @dataclass(frozen=True)
 class Job:
-    """A job that was checked and can begin."""
+    """A job that was checked and can begin; it started when it would have, had its runs followed each other."""
 
     work: Work
     stages: tuple[Stage, ...]
@@ -111,9 +112,19 @@ def _facts(recipe: Recipe) -> Facts:
     return Facts(layers, context_of(config) or DEFAULT_LENGTH, count_tokens(recipe.data, tokenizer))
 
 
-def prepare(recipe: Recipe, output: str | Path, *, overwrite: bool = False, track: Track = no_track) -> Job:
-    """Check everything that a job needs, and estimate what it takes; its arguments and errors are those of `learn`."""
-    started, folder = time.monotonic(), Path(output)
+def prepare(
+    recipe: Recipe,
+    output: str | Path,
+    *,
+    overwrite: bool = False,
+    started: float | None = None,
+    track: Track = no_track,
+) -> Job:
+    """Check everything that a job needs, and estimate what it takes; its arguments and errors are those of `learn`.
+
+    The time that a job takes counts from `started`, a time of `time.monotonic`; by default from this call.
+    """
+    started, folder = time.monotonic() if started is None else started, Path(output)
     _check_alone()
     _check_folder(folder, recipe, overwrite=overwrite)
     read = _stamp_texts(recipe)
@@ -126,7 +137,7 @@ def prepare(recipe: Recipe, output: str | Path, *, overwrite: bool = False, trac
     stages = tuple(stages_of(work))
     check_there(work, stages, record)
     notes = [f"no router: {problem}" for problem in problems]
-    return Job(work, stages, look_ahead(work, stages, checkpoint, made, record.kept, notes), record, started)
+    return Job(work, stages, look_ahead(work, stages, checkpoint, made, record.kept, notes), record, started - record.seconds)
 
 
 def learn(
@@ -176,18 +187,22 @@ def _run(job: Job, told: Told, track: Track) -> Learned:
         if record.clears:
             _clear(record)
         write_recipe(work.recipe, work.folder / RECIPE_FILE)
-        before, left = record.seconds, [stage for stage in job.stages if stage.name not in record.kept]
+        left = [stage for stage in job.stages if stage.name not in record.kept]
         for number, stage in enumerate(job.stages, start=1):
             if stage in left:
                 told.begins(stage.name, stage.line(record.kept), number)
                 result = _do(stage, job, track)
-                record.seconds = before + time.monotonic() - job.started
-                record.write()
+                _write_record(job)
                 told.ends(stage.name, result)
     done = _describe(job, record.done)
     gone = [*gone_since(job.stages, record).values(), *([] if done.page.is_file() else [done.page])]
     said = [f"gone since the job was done: {', '.join(map(str, gone))}."] if gone else []
     return replace(done, warnings=(*done.warnings, *said))
+
+
+def _write_record(job: Job) -> None:
+    job.record.seconds = time.monotonic() - job.started
+    job.record.write()
 
 
 def _clear(record: Record) -> None:
@@ -215,6 +230,8 @@ def _do(stage: Stage, job: Job, track: Track) -> Any:
         if stage is job.stages[-1]:
             _write_page(job, stage, result, time.monotonic() - started)
     except (KeyboardInterrupt, SurgeryError) as error:
+        with suppress(OSError, SurgeryError):  # a full disk may be what ended it
+            _write_record(job)
         if isinstance(error, KeyboardInterrupt) or isinstance(error.__cause__, KeyboardInterrupt):
             raise TrainingError(f"{job.work.folder}: interrupted in the stage {stage.name}. {GO_ON}") from error
         raise
@@ -227,6 +244,7 @@ def _write_page(job: Job, last: Stage, report: Any, seconds: float) -> None:
     from scale_surgery.show.pages.learned import write_learned
 
     done = {last.name: {"line": last.line(job.record.kept), "seconds": seconds}}
+    job.record.seconds = time.monotonic() - job.started
     write_learned(_describe(job, {**job.record.done, **done}), report, job.work.folder / PAGE_FILE)
 
 

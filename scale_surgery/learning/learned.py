@@ -62,7 +62,7 @@ class Learned:
         verified: Whether every promise of the result holds.
         promises: Result and evidence of each promise, by its name.
         stages: What was done, in order.
-        seconds: Time of all runs of this job, with what is between its stages.
+        seconds: Wall time of all runs of this job, with what is before and between its stages.
         page: The page with all of it.
         warnings: What may be better.
     """

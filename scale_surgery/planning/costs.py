@@ -1,4 +1,4 @@
-"""What an expansion costs: parameters, bytes, forward cost, training depth, and estimates of time and memory."""
+"""What an expansion costs: parameters, bytes, forward cost, training depth, and an estimate of memory."""
 
 from __future__ import annotations
 
@@ -15,9 +15,6 @@ from scale_surgery.planning.stock import StockCost, cost_of_stock, stock_problem
 if TYPE_CHECKING:
     from scale_surgery.planning.tensors import TensorPlan
 
-# two ordinary CPU cores (docs/benchmarks.md); estimates are meant to be right within a factor of a few
-FLOPS_PER_SECOND = {"exact": 40e9, "fast": 100e9}
-BYTES_PER_SECOND = 1e9
 # interpreter with torch and transformers imported
 PROCESS_BYTES = 500_000_000
 
@@ -35,7 +32,7 @@ class Costs:
         up_stream_from: Lowest layer through which training backpropagates the up stream.
         base_stream_from: Lowest layer through which training backpropagates the base stream, None for none.
         peak_memory_bytes: Estimated peak memory of the expansion.
-        seconds: Estimated time of the expansion, without copying base files.
+        seconds: Nothing; plans of the first releases estimated the time of the expansion.
         stock: What the stock form would cost, a plain checkpoint of the base's architecture; None where there is none.
         stock_problems: Why there is none.
     """
@@ -48,7 +45,7 @@ class Costs:
     up_stream_from: int
     base_stream_from: int | None
     peak_memory_bytes: int
-    seconds: float
+    seconds: float | None = None
     # the first plans said nothing of a stock form
     stock: StockCost | None = None
     stock_problems: tuple[str, ...] = ()
@@ -64,7 +61,7 @@ def estimate(base: Base, specs: Mapping[str, Any], tensors: Sequence[TensorPlan]
         svd: "exact" or "fast".
 
     Returns:
-        Counts, which are exact, and estimates of time and memory, which are not.
+        Counts, which are exact, and an estimate of memory, which is not.
     """
     checkpoint = base.checkpoint
     added = sum(tensor.elements for tensor in tensors)
@@ -72,8 +69,6 @@ def estimate(base: Base, specs: Mapping[str, Any], tensors: Sequence[TensorPlan]
     first = specs["expanded_layers"][0]
     collaborative = specs["collaborative"]["layers"]
     decomposed = [tensor for tensor in tensors if tensor.init == "svd"]
-    base_bytes = sum(info.bytes for info in checkpoint.tensors.values())
-    flops = sum(_svd_flops(tensor, checkpoint, svd) for tensor in decomposed)
     before = sum(info.elements for info in checkpoint.tensors.values())
     widths = Widths(**specs["widths"])
     facts = (base.architecture, base.sizes, widths)
@@ -89,7 +84,6 @@ def estimate(base: Base, specs: Mapping[str, Any], tensors: Sequence[TensorPlan]
         up_stream_from=first,
         base_stream_from=min(collaborative) if collaborative else None,
         peak_memory_bytes=_peak_memory(decomposed, tensors, checkpoint, svd),
-        seconds=flops / FLOPS_PER_SECOND[svd] + 2 * base_bytes / BYTES_PER_SECOND,
         stock=None if problems else cost_of_stock(*facts, checkpoint.tensors, (before, beside)),
         stock_problems=problems,
     )
@@ -102,7 +96,6 @@ def estimate_depth(base: Base, specs: Mapping[str, Any], tensors: Sequence[Tenso
     """
     layers, checkpoint = specs["expanded_layers"], base.checkpoint
     added = sum(tensor.elements for tensor in tensors)
-    total = sum(info.bytes for info in checkpoint.tensors.values()) + sum(tensor.bytes for tensor in tensors)
     return Costs(
         parameters_before=sum(info.elements for info in checkpoint.tensors.values()),
         parameters_added=added,
@@ -112,7 +105,6 @@ def estimate_depth(base: Base, specs: Mapping[str, Any], tensors: Sequence[Tenso
         up_stream_from=layers[0],
         base_stream_from=layers[0],
         peak_memory_bytes=_peak_memory([], tensors, checkpoint, ""),
-        seconds=2 * total / BYTES_PER_SECOND,
         stock=None,
         stock_problems=("it is a stock checkpoint already, of more layers",),
     )
@@ -129,15 +121,6 @@ def _forward_factor(base: Base, tensors: Sequence[TensorPlan]) -> float:
     others = [tensor for tensor in tensors if len(tensor.shape) == 2 and tensor.block not in REPLACING]
     is_product = [tensor for tensor in others if not tensor.source.endswith(base.architecture.embedding_weight)]
     return (before + sum(tensor.elements for tensor in is_product)) / before
-
-
-def _svd_flops(tensor: TensorPlan, checkpoint: Checkpoint, svd: str) -> float:
-    """Half a Gram matrix, images of the directions of a wide matrix, then the directions themselves; see blocks.py."""
-    rows, columns = checkpoint.tensors[tensor.source].shape
-    small = min(rows, columns)
-    count = min(small, *tensor.shape)
-    products = 1.0 * rows * columns * (small if rows >= columns else small + 2 * count)
-    return products + (10.0 * small**3 if svd == "exact" else 16.0 * small**2 * count)
 
 
 def _peak_memory(

@@ -66,7 +66,7 @@ class Plan:
         specs: Module specifications, the key `scale_surgery` of the new config.json.
         tensors: Every new tensor.
         shards: Names of the new shards.
-        costs: Parameters, bytes, forward cost, training depth, and estimates of time and memory.
+        costs: Parameters, bytes, forward cost, training depth, and an estimate of memory.
         proof: What was proved of the facts on a tiny twin: checks, sizes of twins, versions.
     """
 

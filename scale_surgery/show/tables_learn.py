@@ -50,17 +50,14 @@ ABOUT = {
 
 def render_ahead(ahead: Ahead) -> RenderableType:
     """What a job will take, before it starts."""
-    table = NamedRows(["about", "", ""], left={2, 3})
-    for stage in ahead.stages:
-        table.add_row(stage.name, "done" if stage.is_done else format_seconds(stage.seconds), ABOUT[stage.name], "")
+    stages = [(stage.name, ABOUT[stage.name] + " (done)" * stage.is_done) for stage in ahead.stages]
     rows = [
-        ("time", f"about {format_seconds(ahead.seconds)}, within a factor of few"),
         ("memory", f"about {format_bytes(ahead.memory_bytes)} at most"),
         ("disk", f"about {format_bytes(ahead.disk_bytes)} at most, {format_bytes(ahead.free_bytes)} are free"),
         ("to learn", f"about {format_count(ahead.tokens)} tokens"),
     ]
     notes = [sentence(f"note: {note}", "yellow") for note in ahead.notes]
-    return Group(heading("to do"), table, Text(), facts("", rows), *notes)
+    return Group(facts("to do", stages), Text(), facts("", rows), *notes)
 
 
 def render_lines(ahead: Ahead) -> RenderableType:
@@ -123,15 +120,11 @@ def render_learned(learned: Learned) -> RenderableType:
         ("added", f"{format_count(learned.parameters_added)} parameters, in layers {learned.layers}"),
         *([("router", learned.router)] if learned.router is not None else []),
         ("page", str(learned.page)),
-        ("took", f"{format_seconds(learned.seconds)}; {_between(learned)} of it between the stages"),
+        ("took", format_seconds(learned.seconds)),
     ]
     warnings = [sentence(f"warning: {warning}", "yellow") for warning in learned.warnings]
     after = running_command("chat", learned.result) if learned.verified else verify_command(learned.result)
     return Group(*parts, word, facts("", rows), *warnings, facts("", [(NEXT, after)]))
-
-
-def _between(learned: Learned) -> str:
-    return f"{max(0.0, learned.seconds - sum(stage.seconds for stage in learned.stages)):.1f} s"
 
 
 def _render_side(side: str, rows: Sequence[Row]) -> Iterator[RenderableType]:

@@ -13,7 +13,7 @@ from scale_surgery.planning.selection import format_layers
 from scale_surgery.planning.stock import fused_problems
 from scale_surgery.planning.treatments import treatment_rows
 from scale_surgery.show.layout import NamedRows, heading
-from scale_surgery.show.tables import facts, format_bytes, format_seconds
+from scale_surgery.show.tables import facts, format_bytes
 
 if TYPE_CHECKING:
     from scale_surgery.planning.plan import Plan
@@ -46,7 +46,7 @@ def plan_rows(plan: Plan) -> list[tuple[str, str]]:
         ("bytes", f"+{format_bytes(costs.bytes_added)} in {counted(len(plan.shards), 'new shard')}"),
         ("forward cost", f"x {costs.forward_factor:.3f}"),
         ("training reaches", _reach(plan)),
-        ("estimates", f"{format_seconds(costs.seconds)}, {format_bytes(costs.peak_memory_bytes)} peak memory"),
+        ("memory", f"about {format_bytes(costs.peak_memory_bytes)} at most, to expand"),
         ("fused form", _fused_form(plan)),
         ("stock form", _stock_form(plan)),
         ("router", _router(plan)),
