@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from .expanded_model import ExpandedPreTrainedModel, specs_of
+from .expanded_model import ExpandedPreTrainedModel, refuse_adapter_names, specs_of
 from .expanded_modules import own_thread
 from .expanded_routing import (
     Paths,
@@ -27,6 +27,11 @@ from .expanded_routing import (
     make_router,
     score_tokens,
     state_of,
+)
+
+
+ONE_EXPANSION = (
+    "It has one: model.expansion_disabled() runs the base. A name for each row, expansion_names=, is for a composed model."
 )
 
 
@@ -91,8 +96,14 @@ class ExpandedForCausalLM(ExpandedPreTrainedModel):
             return head
         return WholeHead(torch.cat((head.weight, head.up_weight.to(head.weight.dtype)), dim=1), head.bias)
 
+    def generate(self, *args: Any, **options: Any) -> Any:
+        """Generate as transformers does."""
+        refuse_adapter_names(options, ONE_EXPANSION)
+        return super().generate(*args, **options)
+
     def route(self, **inputs: Any) -> Any:
         """Run the stock forward, and let the router make its logits where the model routes."""
+        refuse_adapter_names(inputs, ONE_EXPANSION)
         stock = super().forward
         if not self.is_routing_enabled:
             return stock(**inputs)

@@ -8,7 +8,7 @@ logits. This file needs only torch and transformers.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache, wraps
 from inspect import signature
 from typing import Any
@@ -38,7 +38,7 @@ from .expanded_left_out import (
     may_leave_out,
     weigh_next,
 )
-from .expanded_model import find_base_model, separate
+from .expanded_model import ExpandedPreTrainedModel, find_base_model, refuse_adapter_names, separate
 from .expanded_modules import ExpandedModule, expanded_class
 from .expanded_posterior import LAG, Features, PathScores
 
@@ -50,6 +50,9 @@ ADAPTER_METHODS = (
 
 # ways in which expansions pass through the modules that are remembered: making one takes as long as a token
 MOST_ARRANGED = 8
+
+
+A_NAME_A_ROW = "Give expansion_names=, a name or None for each row."
 
 
 class ComposedHead(ExpandedModule):
@@ -83,6 +86,12 @@ class ComposedModel:
     def expansions(self) -> list[str]:
         """Names of the expansions, in the order in which they were loaded."""
         return list(self.expanded_models)
+
+    @property
+    def active_expansion(self) -> str | list[str] | None:
+        """What was chosen by `set_expansion`: a name, a list that is mixed, or None for the base."""
+        names = list(self.choice.names)
+        return names if self.choice.mixture else names[0] if names else None
 
     def set_expansion(
         self,
@@ -130,6 +139,21 @@ class ComposedModel:
             yield
         finally:
             self.choice = before
+
+    def expansion_disabled(self) -> AbstractContextManager[None]:
+        """Run the base model alone inside a `with` block."""
+        return self.use_expansion(None)
+
+    def trainable_parameters(self) -> dict[str, dict[str, int]]:
+        """Count what trains: for each expansion, parameters by group."""
+        counts: dict[str, dict[str, int]] = {}
+        for name, model in self.expanded_models.items():
+            rows = model.trainable_parameters().values()
+            groups = {group: None for row in rows for group in row}
+            counts[name] = {group: sum(row.get(group, 0) for row in rows) for group in groups}
+        return counts
+
+    print_trainable_parameters = ExpandedPreTrainedModel.print_trainable_parameters
 
     def delete_expansion(self, name: str) -> None:
         """Forget an expansion; where it was chosen, the model is its base from then on.
@@ -225,11 +249,13 @@ class ComposedModel:
 
     def generate(self, *args: Any, expansion_names: Sequence[str | None] | None = None, **options: Any) -> Any:
         """Generate as transformers does; `expansion_names` chooses for each row of the batch, None for the base."""
+        refuse_adapter_names(options, A_NAME_A_ROW)
         with self._chosen(expansion_names):
             return super().generate(*args, **options)
 
     def run(self, **inputs: Any) -> Any:
         """Run what was chosen; `expansion_names` chooses for each row of the batch."""
+        refuse_adapter_names(inputs, A_NAME_A_ROW)
         rows = inputs.pop("expansion_names", None)
         check_rows(rows, inputs)
         with self._chosen(rows):

@@ -22,6 +22,13 @@ from .expanded_modules import EXPANSION_NAMES, ExpandedModule, GrownLinear, expa
 
 # tensors that an error names
 MOST_NAMED = 5
+# what transformers says of a folder or repository without weights, and what such a one may be: this code opens no file
+NO_WEIGHTS = "file named"
+AN_EXTRACT = (
+    "A folder with extract.json in place of weights is an extract: an expansion without its base, which extract.json "
+    "names. Put it on that base: scale-surgery apply EXTRACT --base BASE -o FOLDER writes a model that loads so; or "
+    "scale_surgery.load_expansion(BASE, EXTRACT) makes one in memory."
+)
 # what models that see images add to the hidden state between layers, by the number of a layer: after it, or before it
 ADDED_AFTER, ADDED_BEFORE = "deepstack_visual_embeds", "deepstack_features"
 
@@ -229,6 +236,12 @@ def detach_base(model: nn.Module, base_model: nn.Module, plan: dict[str, Any]) -
             module.base_detached = True
 
 
+def refuse_adapter_names(inputs: dict[str, Any], instead: str) -> None:
+    """Refuse PEFT's name for what each row runs: stock code would take it and do nothing."""
+    if "adapter_names" in inputs:
+        raise ValueError(f"adapter_names: is PEFT's, and this model has expansions. {instead}")
+
+
 def is_head(names: set[str]) -> bool:
     """Whether tensors that a model without a head has no place for are those of one head."""
     modules = {name.rpartition(".")[0] for name in names}
@@ -287,7 +300,12 @@ class ExpandedPreTrainedModel:
         """
         is_enabled, is_routed = kwargs.pop("expansion_enabled", True), kwargs.pop("routing_enabled", True)
         is_strict, says_more = kwargs.pop("strict_loading", True), kwargs.pop("output_loading_info", False)
-        model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)
+        try:
+            model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)
+        except OSError as error:
+            if NO_WEIGHTS not in str(error):
+                raise
+            raise OSError(f"{error}\n{AN_EXTRACT}") from error
         if is_strict:
             model.check_loaded(info)
         model.freeze_base()
@@ -439,9 +457,10 @@ class ExpandedPreTrainedModel:
         """Print what trains as a table: a row a layer, a column a group."""
         counts = self.trainable_parameters()
         groups = sorted({group for row in counts.values() for group in row})
-        print(f"{'':<10}" + "".join(f"{group:>12}" for group in groups))
+        width = max([10, *(len(place) + 1 for place in counts)])
+        print(" " * width + "".join(f"{group:>12}" for group in groups))
         for place, row in counts.items():
-            print(f"{place:<10}" + "".join(f"{row.get(group, 0):>12,}" for group in groups))
+            print(f"{place:<{width}}" + "".join(f"{row.get(group, 0):>12,}" for group in groups))
         total = sum(parameter.numel() for parameter in self.parameters())
         trained = sum(sum(row.values()) for row in counts.values())
         print(f"trains {trained:,} of {total:,} parameters ({trained / total:.2%})")

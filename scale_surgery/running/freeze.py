@@ -133,11 +133,7 @@ def expansion_disabled(model: Any) -> Iterator[None]:
     Raises:
         CheckpointError: If its config names no expansion.
     """
-    if is_composed(model):
-        with model.use_expansion(None):
-            yield
-        return
-    numbering = numbering_of(_specs(model))
+    numbering = None if is_composed(model) else numbering_of(_specs(model))
     if numbering is None:
         with model.expansion_disabled():
             yield

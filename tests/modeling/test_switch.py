@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from scale_surgery.modeling.expanded_modules import ExpandedModule
-from tests.conftest import load
+from tests.conftest import Pair, load
 from tests.each import each_way_in_a_form
 
 IDS = torch.arange(3, 29).reshape(2, 13)
@@ -107,3 +107,11 @@ def test_what_is_frozen_by_hand_is_not_counted(pair_of: Any) -> None:
         if isinstance(module, ExpandedModule) and getattr(module, "w22", None) is not None:
             module.w22.requires_grad_(False)
     assert sum(row.get("w22", 0) for row in model.trainable_parameters().values()) == 0
+
+
+def test_names_of_adapters_are_refused_with_what_is_there_instead(llama: Pair) -> None:
+    """Stock code would take them and do nothing."""
+    ids = torch.ones(1, 2, dtype=torch.long)
+    for run in (llama.expanded, llama.expanded.generate):
+        with pytest.raises(ValueError, match="^adapter_names: is PEFT's, and this model has expansions. It has one: "):
+            run(ids, adapter_names=["law"])

@@ -112,8 +112,11 @@ def test_licences_go_along_and_states_of_training_stay(llama_base, tmp_path):
 
 def test_no_loader_takes_it_for_a_whole_model(ready, pair_of):
     for options in ({}, {"trust_remote_code": True}):
-        with pytest.raises(OSError, match=r"model\.safetensors"):
-            transformers.AutoModelForCausalLM.from_pretrained(ready, **options)
+        for auto_class in (transformers.AutoModel, transformers.AutoModelForCausalLM):
+            with pytest.raises(OSError, match=r"model\.safetensors") as error:
+                auto_class.from_pretrained(ready, **options)
+            assert str(error.value).splitlines()[-1].startswith("A folder with extract.json in place of weights is an")
+            assert "scale-surgery apply EXTRACT --base BASE -o FOLDER" in str(error.value)
     peft = pytest.importorskip("peft")
     with pytest.raises(ValueError, match=r"adapter_config\.json"):
         peft.PeftModel.from_pretrained(pair_of("llama", "adapt").base, ready)

@@ -350,3 +350,26 @@ def test_a_model_without_a_head_is_switched_and_not_mixed(llama):
     expected = transformers.AutoModel.from_pretrained(llama.folders["law"])
     assert torch.equal(model(random_ids(2, 5)).last_hidden_state, expected(random_ids(2, 5)).last_hidden_state)
     assert "has no head" in message(model.set_expansion, ValueError, ["law"])
+
+
+@torch.no_grad()
+def test_what_people_who_come_from_peft_look_for(llama, capsys):
+    model, ids = llama.composed("medicine", "law"), random_ids(2, 5)
+    assert model.active_expansion == "law"
+    with model.use_expansion(["medicine", "law"]):
+        assert model.active_expansion == ["medicine", "law"]
+    with model.expansion_disabled():
+        assert model.active_expansion is None
+        assert torch.equal(model(ids).logits, load(llama.base)(ids).logits)
+    assert model.active_expansion == "law"
+
+    counts, wanted = model.trainable_parameters(), sum(own.numel() for own in model.parameters() if own.requires_grad)
+    assert list(counts) == ["medicine", "law"] and sum(sum(row.values()) for row in counts.values()) == wanted > 0
+    model.print_trainable_parameters()
+    printed = capsys.readouterr().out
+    assert "\nmedicine " in printed and f"trains {wanted:,} of " in printed
+
+    for run in (model, model.generate):
+        assert message(run, ValueError, ids, adapter_names=["law", None]) == (
+            "adapter_names: is PEFT's, and this model has expansions. Give expansion_names=, a name or None for each row."
+        )
