@@ -25,7 +25,7 @@ from tests.fuzz.operations import OPERATIONS, Call, Operation
 from tests.fuzz.seeds import BASE_OF, BASES, EXPANDED
 from tests.fuzz.tensors import flip_byte, mutate_header
 
-SECONDS = 20
+SECONDS = 60
 MORE_MEMORY = 2 << 30
 Mutator = Callable[[random.Random, Path, Path], str]
 MUTATORS: dict[str, Mutator] = {
