@@ -6,8 +6,8 @@ COMPAT := .venv-compat
 # also read by pip for what builds the package
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 
-.PHONY: help install demo lint types test pytest test-fast test-slow test-all torture fuzz test-gpu bench-gpu test-families test-compat test-recipes test-serve \
-	docs demo-model clean
+.PHONY: help install demo lint types test pytest test-fast test-slow test-all torture fuzz test-gpu bench-gpu \
+	test-families test-compat test-recipes test-serve docs demo-model clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
