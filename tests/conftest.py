@@ -20,6 +20,7 @@ import gc
 
 gc.disable()
 
+import errno
 import functools
 import hashlib
 import itertools
@@ -111,6 +112,22 @@ def nobody_installs_deepspeed_meanwhile() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(other, "is_deepspeed_available", functools.cache(other.is_deepspeed_available))
         yield
+
+
+@pytest.fixture
+def refuse_to_write(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
+    """Let the system refuse that a file gets its name, as a disk that fails does, also for a user who may all."""
+    rename = Path.rename
+
+    def refuse(wanted: Path) -> None:
+        def checked(file: Path, target: Path) -> Path:
+            if target == wanted:
+                raise OSError(errno.EIO, os.strerror(errno.EIO), str(file), None, str(target))
+            return rename(file, target)
+
+        monkeypatch.setattr(Path, "rename", checked)
+
+    return refuse
 
 
 @pytest.fixture(scope="session")

@@ -11,6 +11,7 @@ import errno
 import json
 import os
 import re
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -23,9 +24,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 BaseWeights = Literal["auto", "copy", "link"]
-ENDING = b".tmp"
-# of a file in a folder
-MAX_NAME_BYTES = 255
+# how the folders begin in which files are written before they get their names; no part of what they lie in
+UNFINISHED = ".scale-surgery-unfinished-"
 # a disk is full, or a quota or a limit is reached, or nothing may be written
 UNWRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO)
 FICLONE = 0x40049409  # Linux ioctl: share the blocks of another file until one of the two is written
@@ -42,44 +42,32 @@ def sync(path: Path) -> None:
 
 @contextlib.contextmanager
 def finished_file(file: Path) -> Iterator[Path]:
-    """Give a temporary sibling to write; when the block ends well it becomes `file`, on disk, readable as usual.
+    """Give a temporary file to write; when the block ends well it becomes `file`, on disk, readable as usual.
 
     Raises:
-        CheckpointError: If somebody else has put a link, or anything but a file, where the sibling is to be.
+        OSError: If it cannot be written; it is called as `file` is.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
-    if (problem := blocked(file)) is not None:
-        raise CheckpointError(problem)
-    temporary = temporary_of(file)
-    temporary.unlink(missing_ok=True)
-    # whoever writes it by its name then finds this file, and follows no link
-    os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
     try:
-        yield temporary
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    if temporary.stat().st_nlink == 1:
-        # safetensors writes 0600; a hard link shares its mode with the base, which is not ours to change
-        temporary.chmod(0o666 & ~_umask())
-    sync(temporary)
-    temporary.rename(file)
+        # nobody else has this name, or can put a link into the folder; safetensors' writer puts a file of its own there
+        with tempfile.TemporaryDirectory(prefix=UNFINISHED, dir=file.parent, ignore_cleanup_errors=True) as folder:
+            temporary = Path(folder, file.name)
+            yield temporary
+            if temporary.stat().st_nlink == 1:
+                # safetensors writes 0600; a hard link shares its mode with the base, which is not ours to change
+                temporary.chmod(0o666 & ~_umask())
+            sync(temporary)
+            temporary.rename(file)
+    except OSError as error:
+        if UNFINISHED not in str(error.filename):
+            raise
+        raise OSError(error.errno, error.strerror, str(file)) from error
 
 
-def blocked(file: Path) -> str | None:
-    """Say why a file cannot be written: something lies where it is to be made that no interrupted run left."""
-    temporary = temporary_of(file)
-    if temporary.is_symlink() or (temporary.exists() and not temporary.is_file()):
-        return (
-            f"{temporary}: was not made by this program, expected a free name to write to for a moment. Take it away."
-        )
-    return None
-
-
-def temporary_of(file: Path) -> Path:
-    """The sibling that is written before it becomes a file."""
-    # a name may be so long that no ending fits behind it
-    return file.parent / os.fsdecode(os.fsencode(file.name)[: MAX_NAME_BYTES - len(ENDING)] + ENDING)
+def remove_unfinished(folder: Path) -> None:
+    """Remove what a kill in the middle of a file left in a folder, and in those inside it."""
+    for left in list(folder.rglob(f"{UNFINISHED}*")):
+        shutil.rmtree(left, ignore_errors=True)
 
 
 def _umask() -> int:
@@ -184,7 +172,7 @@ def take_over(source: Path, file: Path, how: BaseWeights, passing: Passing = uns
         return False
     with finished_file(file) as temporary:
         if how == "link" and file.suffix == ".safetensors":
-            _link(real, temporary)
+            _link(real, temporary, file.parent)
             return False
         if how != "copy" and _reflink(real, temporary):
             return False
@@ -192,13 +180,12 @@ def take_over(source: Path, file: Path, how: BaseWeights, passing: Passing = uns
         return True
 
 
-def _link(source: Path, file: Path) -> None:
+def _link(source: Path, file: Path, folder: Path) -> None:
     try:
-        file.unlink()
         os.link(source, file)
     except OSError as error:
         raise CheckpointError(
-            f"{source}: cannot be hard-linked to {file.parent} ({error.strerror}). Hard links need one file system "
+            f"{source}: cannot be hard-linked to {folder} ({error.strerror}). Hard links need one file system "
             "and your own files: give --base-weights copy."
         ) from error
 

@@ -10,7 +10,8 @@ import re
 from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 
-from scale_surgery.checkpoint.names import CONFIG_FILE, EXTRACT_FILE, INDEX_FILE, MANIFEST_FILE, is_unicode
+from scale_surgery.checkpoint.files import UNFINISHED
+from scale_surgery.checkpoint.names import CONFIG_FILE, EXTRACT_FILE, INDEX_FILE, MANIFEST_FILE, is_inside, is_unicode
 from scale_surgery.checkpoint.reading import other_kind
 from scale_surgery.errors import CheckpointError, shorten
 
@@ -36,7 +37,7 @@ def check_folder(path: Path) -> None:
 
 
 def list_files(path: Path) -> list[str]:
-    """List the files of a folder, relative, sorted, without version control and download bookkeeping.
+    """List the files of a folder, relative, sorted, without version control, download bookkeeping and unfinished ones.
 
     Raises:
         CheckpointError: If the folder is missing, is not a folder or holds no file; or if it holds what is no file or
@@ -44,8 +45,7 @@ def list_files(path: Path) -> list[str]:
             transformers too, would wait for a pipe.
     """
     check_folder(path)
-    found = (file.relative_to(path) for file in sorted(path.rglob("*")) if file.exists() and not file.is_dir())
-    kept = [file.as_posix() for file in found if not set(file.parts).intersection(IGNORED_FOLDERS)]
+    kept = [file.as_posix() for file in _entries(path) if (path / file).exists() and not (path / file).is_dir()]
     if problems := [problem for name in kept if (problem := _unfit(path, name))]:
         raise CheckpointError.from_problems(shorten(problems))
     if not kept:
@@ -53,10 +53,22 @@ def list_files(path: Path) -> list[str]:
     return kept
 
 
+def _entries(path: Path) -> list[Path]:
+    """What lies in a folder and in those inside it, relative, sorted, but for what is no part of a checkpoint."""
+    entries: list[Path] = []
+    for folder, folders, files in os.walk(path):
+        # what another process is writing may be gone before it could be looked into
+        folders[:] = [name for name in folders if name not in IGNORED_FOLDERS and not name.startswith(UNFINISHED)]
+        entries += [Path(folder, name).relative_to(path) for name in (*folders, *files) if name not in IGNORED_FOLDERS]
+    return sorted(entries)
+
+
 def _unfit(path: Path, name: str) -> str | None:
     """Why an entry of a folder is no file of a model, or None."""
     if not is_unicode(name):
         return f"{path}: the name {os.fsencode(name)!r} is no UTF-8, expected Unicode text. Rename the file."
+    if not is_inside(name):
+        return f"{path / name}: has a backslash in its name, expected none: no record could name it. Rename the file."
     kind = other_kind((path / name).stat().st_mode)
     return kind and f"{path / name}: is {kind}, expected a regular file. Take it out of the folder."
 
@@ -87,9 +99,8 @@ def leads_out(path: Path, name: str) -> bool:
 
 def links_that_are_no_files(path: Path) -> tuple[str, ...]:
     """Links to folders, which nobody walks into, and links to nothing, by name."""
-    links = (link for link in sorted(path.rglob("*")) if link.is_symlink() and not link.is_file())
-    names = (link.relative_to(path) for link in links)
-    return tuple(name.as_posix() for name in names if not set(name.parts).intersection(IGNORED_FOLDERS))
+    links = (link for link in _entries(path) if (path / link).is_symlink() and not (path / link).is_file())
+    return tuple(link.as_posix() for link in links)
 
 
 def is_left_link(path: Path, name: str) -> bool:

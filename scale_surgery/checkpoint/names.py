@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import PurePosixPath
 
-from scale_surgery.checkpoint.files import MAX_NAME_BYTES
 from scale_surgery.checkpoint.reading import HALF_A_CHARACTER
 
 SINGLE_FILE = "model.safetensors"
@@ -14,7 +13,11 @@ MANIFEST_FILE = "surgery.json"
 EXTRACT_FILE = "extract.json"
 # what a composed folder holds in place of surgery.json
 COMPOSED_FILE = "composed.json"
+# of an extract, where no loader takes it for a whole model
+STORED_INDEX = "expanded.index.json"
 TRAINING_FOLDER = "training"
+# of a composed folder
+EXPANSIONS_FOLDER = "expansions"
 LOG_FILE = "log.jsonl"
 # of a job of learn, in whose folder models lie
 JOB_FILE = "learn.json"
@@ -22,6 +25,9 @@ JOB_FILE = "learn.json"
 REPORTS_FOLDER = f"{TRAINING_FOLDER}/runs"
 # the same weights in a format that this program does not read; transformers prefers safetensors to them
 OTHER_WEIGHT_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx")
+
+# of a file in a folder
+MAX_NAME_BYTES = 255
 
 
 def is_inside(name: object) -> bool:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from scale_surgery.checkpoint.beside import link_problems, locked, names_beside, refuse_links, replace_folder, settle
-from scale_surgery.checkpoint.files import blocked, sync, write_text
+from scale_surgery.checkpoint.files import remove_unfinished, sync, write_text
 from scale_surgery.checkpoint.names import CONFIG_FILE
 from scale_surgery.checkpoint.stamps import Stamps, check_unchanged
 from scale_surgery.errors import CheckpointError, SurgeryError
@@ -80,7 +80,6 @@ def output_file_problems(files: Sequence[Path | None], inputs: Sequence[str | Pa
         parent = next(folder for folder in place.parents if folder.exists())
         if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
             problems.append(f"{file}: {parent} is not a folder you may write to. Choose another place.")
-    problems += [problem for place in places.values() if (problem := blocked(place)) is not None]
     given = [file.resolve() for file in files if file is not None]
     if len(set(given)) < len(given):
         problems.append(f"{next(iter(places))}: is to be two different files at once. Choose two names.")
@@ -224,14 +223,6 @@ def _prepare(target: Path, state: Mapping[str, Any], stamps: Stamps) -> None:
     write_text(state_file, wanted)
     partial.mkdir(exist_ok=True)
     remove_unfinished(partial)
-
-
-def remove_unfinished(folder: Path) -> None:
-    """Remove what a kill in the middle of a file left: ours, and what safetensors' writer calls .tmp and more."""
-    left = [*folder.rglob("*.tmp"), *folder.rglob(".tmp??????")]
-    for file in left:
-        if not file.is_dir():
-            file.unlink()
 
 
 def _as_state(stamps: Stamps) -> dict[str, Any]:

@@ -40,6 +40,7 @@ from scale_surgery.composition.record import (
 )
 from scale_surgery.errors import CheckpointError
 from scale_surgery.planning.architecture import CODE_FILES, COMPOSED_FILES
+from scale_surgery.planning.reserved import check_clashes
 from scale_surgery.progress import Progress, Track, no_track
 from scale_surgery.running.tokenizer import TOKENIZER_CONFIG_FILE, pin_tokenizer_class
 from scale_surgery.surgery.around import running_dtype
@@ -133,6 +134,8 @@ def compose(
     check_runs_beside(opened)
     for extract in opened.values():
         check_fit(extract, given, source.name)
+    if before is None:
+        check_clashes(given)
     added = _bytes_added(source.path, before, remove, opened)
     check_space(target, added + base_bytes(given) * (base_weights == "copy"))
     # what can be known without reading the base was asked before

@@ -35,10 +35,8 @@ def set_mixing(composed: str | Path, mixing: Mixing) -> None:
         write_json(path / CONFIG_FILE, {**checkpoint.config, CONFIG_KEY: own})
         # the last verification stays; it names the numbers that it is about
         write_json(path / COMPOSED_FILE, asdict(replace(record, mixing=mixing)))
-    except (OSError, CheckpointError) as error:
+    except OSError as error:
         # the two say the same, or nothing has changed
-        with contextlib.suppress(OSError, CheckpointError):
+        with contextlib.suppress(OSError):
             write_text(path / CONFIG_FILE, before)
-        if isinstance(error, CheckpointError):
-            raise
         raise CheckpointError(f"{path}: cannot be written ({error.strerror or error}). Check the folder.") from error

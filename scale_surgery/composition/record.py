@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint, read_json
-from scale_surgery.checkpoint.names import COMPOSED_FILE, CONFIG_FILE, is_inside
+from scale_surgery.checkpoint.names import COMPOSED_FILE, CONFIG_FILE, EXPANSIONS_FOLDER, is_inside
 from scale_surgery.checkpoint.numbering import CONFIG_KEY
 from scale_surgery.checkpoint.reading import parse_json
 from scale_surgery.checkpoint.schema import build, in_one_line, misfits
@@ -24,7 +24,6 @@ from scale_surgery.surgery.record import OnBase
 from scale_surgery.surgery.record_schema import header_problems
 
 RECORD_FORMAT = 1
-EXPANSIONS_FOLDER = "expansions"
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from scale_surgery.planning.duplicable import per_layer_lists
 from scale_surgery.planning.methods import METHODS
 from scale_surgery.planning.plan import Plan, plan_expansion
 from scale_surgery.planning.request import Request
+from scale_surgery.planning.reserved import check_clashes
 from scale_surgery.planning.saved import saved_request
 from scale_surgery.progress import Track, no_track
 from scale_surgery.running.options import RunOptions
@@ -77,7 +78,8 @@ def make_plan(
     Raises:
         UnsupportedFamilyError: If the architecture cannot be expanded; the message names what stands in the way.
         PlanError: If the request does not fit the model; every problem is listed.
-        CheckpointError: If the model is expanded already, or a base tensor is missing or has a wrong shape.
+        CheckpointError: If the model is expanded already, or a base tensor is missing or has a wrong shape, or a
+            name is taken that the expansion needs.
     """
     refuse_expanded(checkpoint)
     asked = METHODS.get(request.method) if isinstance(request.method, str) else None
@@ -89,6 +91,7 @@ def make_plan(
         base = read_base(checkpoint, run)
         advance(1)
     made = plan_expansion(base, request, name=name, revision=revision)
+    check_clashes(checkpoint, made.tensors)
     if made.numbering is not None:
         _check_kinds(base, made, code_folder(checkpoint, run))
     return made

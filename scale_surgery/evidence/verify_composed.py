@@ -17,7 +17,7 @@ from scale_surgery.checkpoint.names import COMPOSED_FILE, CONFIG_FILE, EXTRACT_F
 from scale_surgery.composition.intact import Damage, bytes_to_check, find_damage
 from scale_surgery.composition.members import manifest_of, stored_name
 from scale_surgery.composition.record import Composition, folder_of, read_composition
-from scale_surgery.errors import CheckpointError, PlanError
+from scale_surgery.errors import PlanError
 from scale_surgery.evidence.integrity import asking_warnings, base_config_differences, base_differences, other_base
 from scale_surgery.evidence.path_promises import judge_composed
 from scale_surgery.evidence.verification import OTHER_BASE, Verification, circumstances, decide, says_more
@@ -164,7 +164,7 @@ def _record(path: Path, record: Composition, result: Verification) -> bool:
         return True
     try:
         write_json(path / COMPOSED_FILE, asdict(replace(record, verification=result.to_json())))
-    except (OSError, CheckpointError):
+    except OSError:
         # what is read-only can be verified too
         return False
     return True

@@ -150,9 +150,8 @@ def read_contents(path: Path) -> Contents:
     _check_record(path, form, record)
     known = {*(checkpoint.shards if checkpoint else ()), *_recorded(path, form, record)}
     foreign = checkpoint.left_out if checkpoint else ()
-    stays = {name for name in names if stays_behind(path, name)} - known
-    unfinished = {name for name in names if name.endswith(UNFINISHED_SUFFIXES)}
-    left_out = tuple(name for name in names if name in foreign or name in stays | unfinished)
+    stays = {name for name in names if stays_behind(path, name) or name.endswith(UNFINISHED_SUFFIXES)} - known
+    left_out = tuple(name for name in names if name in foreign or name in stays)
     left_out += tuple(name for name in foreign if name not in names)
     files = tuple(name for name in names if name not in left_out)
     base_card = None if form == "extract" else _find_base_card(path, files, record)

@@ -23,7 +23,7 @@ from typing import Any
 
 from scale_surgery.checkpoint.beside import locked
 from scale_surgery.checkpoint.composed import refuse_composed
-from scale_surgery.checkpoint.files import temporary_of
+from scale_surgery.checkpoint.files import UNFINISHED
 from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.names import JOB_FILE
 from scale_surgery.checkpoint.sources import open_model
@@ -48,7 +48,7 @@ from scale_surgery.running.tokenizer import need_tokenizer
 
 RECIPE_FILE, PAGE_FILE, LOCK = "recipe.yaml", "learn.html", "job"
 # what there may be before learn.json is: the lock, and learn.json half written
-BEFORE = {f".{LOCK}.lock", temporary_of(Path(JOB_FILE)).name}
+BEFORE = (f".{LOCK}.lock", UNFINISHED)
 GO_ON = "Type the same line again to go on."
 
 
@@ -208,7 +208,7 @@ def _write_record(job: Job) -> None:
 def _clear(record: Record) -> None:
     """Take away what another job left; until that is done, the record says that it has to be."""
     for own in record.file.parent.iterdir():
-        if own != record.file and own.name not in BEFORE:
+        if own != record.file and not own.name.startswith(BEFORE):
             _remove(own)
     record.clears = False
     record.write()
@@ -287,7 +287,7 @@ def _check_folder(folder: Path, recipe: Recipe, *, overwrite: bool) -> None:
     problems = []
     if folder.exists() and not folder.is_dir():
         problems.append(f"{folder}: is a file, expected a folder to be. Choose another with -o.")
-    elif folder.is_dir() and not (folder / JOB_FILE).is_file() and {own.name for own in folder.iterdir()} - BEFORE:
+    elif folder.is_dir() and not (folder / JOB_FILE).is_file() and _holds_others(folder):
         problems.append(f"{folder}: holds other files, no job of learn. Choose another folder with -o.")
     place = folder.resolve()
     for given in (recipe.model, *recipe.data, *recipe.old, *recipe.measure_new, *recipe.measure_old):
@@ -299,6 +299,10 @@ def _check_folder(folder: Path, recipe: Recipe, *, overwrite: bool) -> None:
         problems.append(f"{folder}: {parent} is not a folder you may write to. Choose another with -o.")
     if problems:
         raise CheckpointError.from_problems(problems)
+
+
+def _holds_others(folder: Path) -> bool:
+    return not all(own.name.startswith(BEFORE) for own in folder.iterdir())
 
 
 def _stamp_texts(recipe: Recipe) -> dict[str, list[int]]:

@@ -9,11 +9,12 @@ import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from scale_surgery.checkpoint.files import plain_json
+from scale_surgery.checkpoint.files import finished_file, plain_json
 from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.checkpoint.sources import listed
 from scale_surgery.checkpoint.staging import output_file_problems
@@ -279,22 +280,18 @@ def _write(result: Calibration) -> None:
     """Write the setting and the plot, both or none."""
     from scale_surgery.show.figure_calibration import plot_calibration
 
-    drawn = None if result.plot is None else result.plot.with_name(f".drawn-{result.plot.name}")
     try:
-        if drawn is not None:
-            plot_calibration(result, drawn)
-        if result.written:
-            _set(result.path, result.proposed.routing)
-        if drawn is not None and result.plot is not None:
-            drawn.rename(result.plot)
+        with ExitStack() as stack:
+            if result.plot is not None:
+                # it gets its name when the setting is written
+                plot_calibration(result, stack.enter_context(finished_file(result.plot)))
+            if result.written:
+                _set(result.path, result.proposed.routing)
     except OSError as error:
         raise CheckpointError(
             f"{error.filename or result.path}: cannot be written ({error.strerror or error}). Check the folder and its "
             "permissions."
         ) from error
-    finally:
-        if drawn is not None:
-            drawn.unlink(missing_ok=True)
 
 
 def _set(folder: Path, setting: Setting | None) -> None:

@@ -185,7 +185,7 @@ def _alone(folder: Path) -> Iterator[Path]:
         os.close(handle)
     try:
         for left in list(partial.iterdir()):
-            left.unlink()
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
         yield partial
     finally:
         shutil.rmtree(partial, ignore_errors=True)  # nothing is there by now, if all went well

@@ -36,7 +36,7 @@ from scale_surgery.running.matching import Match
 from scale_surgery.running.options import RunOptions
 from scale_surgery.surgery.around import base_shards, running_dtype, take_over_around, write_around
 from scale_surgery.surgery.config import expanded_config
-from scale_surgery.surgery.expand import check_clashes, needed_bytes
+from scale_surgery.surgery.expand import needed_bytes
 from scale_surgery.surgery.intact import refuse_damaged
 from scale_surgery.surgery.record import (
     Manifest,
@@ -205,7 +205,6 @@ def _again(saved: Saved, base: str | Path | None, run: RunOptions, track: Track)
     source = _find_base(saved, origin, base)
     checkpoint = open_checkpoint(source.path)
     plan = make_plan(checkpoint, origin.request, name=source.name, revision=source.revision, run=run, track=track)
-    check_clashes(checkpoint, plan)
     load_base_config(source.path, source.name, run)
     config = expanded_config(checkpoint.config, plan, running_dtype(checkpoint))
     return Trained(str(base or source.name), checkpoint, plan, checkpoint.tensors, plain_json(config))

@@ -220,7 +220,9 @@ def take_over_around(checkpoint: Checkpoint, manifest: Manifest, partial: Path, 
     """
     path, plan = checkpoint.path, manifest.plan
     shards, total = base_shards(checkpoint, manifest), sum(info.bytes for info in checkpoint.tensors.values())
-    others = [file for file in checkpoint.side_files if file != INDEX_FILE and not file.startswith(TRAINING_FOLDER)]
+    others = [
+        file for file in checkpoint.side_files if file != INDEX_FILE and not file.startswith(f"{TRAINING_FOLDER}/")
+    ]
     sizes = {file: (path / file).stat().st_size for file in (*shards, *others)}
     with track("files", sum(sizes.values())) as advance:
         for file, size in sizes.items():

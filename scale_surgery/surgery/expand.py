@@ -14,9 +14,9 @@ from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
 from scale_surgery.checkpoint.sources import Source, find_source
 from scale_surgery.checkpoint.staging import check_space, check_target, staged
 from scale_surgery.deriving.planned import make_plan
-from scale_surgery.errors import CheckpointError
 from scale_surgery.planning.plan import Plan, check_fits
 from scale_surgery.planning.request import Request
+from scale_surgery.planning.reserved import check_clashes
 from scale_surgery.progress import Track, no_track
 from scale_surgery.running.loading import load_base_config
 from scale_surgery.running.options import RunOptions
@@ -87,7 +87,6 @@ def expand(
     made, run = _plan_for(source, checkpoint, plan_or_request, run), run.placed()
     target = Path(output) if output is not None else default_output(made)
     check_target(target, [source.path], overwrite=overwrite)
-    check_clashes(checkpoint, made)
     load_base_config(source.path, source.name, run)  # what transformers refuses is known before anything is written
     check_space(target, needed_bytes(checkpoint, made, base_weights))
     state = {
@@ -106,6 +105,7 @@ def _plan_for(source: Source, checkpoint: Checkpoint, plan_or_request: Plan | Re
     if isinstance(plan_or_request, Request):
         return make_plan(checkpoint, plan_or_request, name=source.name, revision=source.revision, run=run)
     check_fits(plan_or_request, checkpoint)
+    check_clashes(checkpoint, plan_or_request.tensors)
     # surgery.json names the model that was read, not one of the same shapes elsewhere
     return replace(plan_or_request, base_name=source.name, base_revision=source.revision)
 
@@ -115,21 +115,6 @@ def needed_bytes(checkpoint: Checkpoint, plan: Plan, base_weights: BaseWeights) 
     # a reflink takes no space either, but whether it works is only known when it is tried
     copied = checkpoint.shards if base_weights == "copy" else renumbered_shards(checkpoint, plan.numbering)
     return sum((checkpoint.path / shard).stat().st_size for shard in copied) + plan.costs.bytes_added
-
-
-def check_clashes(checkpoint: Checkpoint, plan: Plan) -> None:
-    """Check that a base has no tensor and no file of a name that its expansion needs.
-
-    Raises:
-        CheckpointError: If it has; every one is named.
-    """
-    ours = {*plan.code_files, *plan.shards}
-    names = [tensor.name for tensor in plan.tensors if tensor.name in checkpoint.tensors]
-    problems = [f"{name}: the base model has a tensor of this name already." for name in names]
-    clashing = sorted(ours.intersection([*checkpoint.side_files, *checkpoint.shards]))
-    problems += [f"{file}: the base model has a file of this name, which the expansion needs." for file in clashing]
-    if problems:
-        raise CheckpointError.from_problems(problems)
 
 
 def write_expansion(plan: Plan, checkpoint: Checkpoint, partial: Path, device: str, track: Track) -> None:

@@ -17,14 +17,13 @@ from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
 from scale_surgery.checkpoint.hashes import hash_files
 from scale_surgery.checkpoint.licence import read_licence
 from scale_surgery.checkpoint.listing import stays_behind
-from scale_surgery.checkpoint.names import EXTRACT_FILE, MANIFEST_FILE
+from scale_surgery.checkpoint.names import EXTRACT_FILE, MANIFEST_FILE, STORED_INDEX
 from scale_surgery.checkpoint.reading import read_bytes
 from scale_surgery.checkpoint.staging import check_space, check_target, staged
 from scale_surgery.errors import CheckpointError
 from scale_surgery.progress import Track, no_track
 from scale_surgery.surgery.extract_folder import (
     EXTRACT_FORMAT,
-    STORED_INDEX,
     OwnFile,
     content_problems,
     name_in_extract,

@@ -24,6 +24,7 @@ from scale_surgery.checkpoint.names import (
     INDEX_FILE,
     MANIFEST_FILE,
     OTHER_WEIGHT_SUFFIXES,
+    STORED_INDEX,
     is_inside,
 )
 from scale_surgery.checkpoint.reading import parse_json
@@ -37,7 +38,6 @@ from scale_surgery.surgery.config import config_problems
 from scale_surgery.surgery.record import Manifest, read_manifest, refuse_fused
 
 EXTRACT_FORMAT = 1
-STORED_INDEX = "expanded.index.json"
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from scale_surgery.checkpoint.reading import read_bytes
 from scale_surgery.checkpoint.sources import Source
 from scale_surgery.errors import CheckpointError
 from scale_surgery.planning.base import fingerprint
+from scale_surgery.planning.reserved import name_clash, reserved_names
 from scale_surgery.progress import Track
 from scale_surgery.running.options import RunOptions
 from scale_surgery.running.tokenizer import TOKENIZER_CONFIG_FILE
@@ -70,12 +71,9 @@ def check_names(extract: Extract, base: ComparedBase) -> None:
     known = {file.stored_as or name for name, file in extract.manifest.base_files.items()}
     replacing = {name for name in own if name in known and not name.endswith(".safetensors")}
     uses = Counter([*places.values(), *(name for name in own if name not in replacing)])
-    clashing = sorted(name for name, count in uses.items() if count > 1)
+    clashing = sorted({*reserved_names(base.checkpoint), *(name for name, count in uses.items() if count > 1)})
     if clashing:
-        raise CheckpointError.from_problems(
-            f"{name}: the base model has a file of this name, which the expansion needs. Take it out of the base."
-            for name in clashing
-        )
+        raise CheckpointError.from_problems(map(name_clash, clashing))
 
 
 def rebase(extract: Extract, base: ComparedBase, folder: Path, how: BaseWeights, run: RunOptions, track: Track) -> None:

@@ -204,12 +204,10 @@ def set_routing(routed: str | Path, routing: Routing) -> None:
     try:
         write_json(checkpoint.path / CONFIG_FILE, config)
         write_json(checkpoint.path / MANIFEST_FILE, asdict(changed))
-    except (OSError, CheckpointError) as error:
+    except OSError as error:
         # the two say the same, or nothing has changed
-        with contextlib.suppress(OSError, CheckpointError):
+        with contextlib.suppress(OSError):
             write_text(checkpoint.path / CONFIG_FILE, before)
-        if isinstance(error, CheckpointError):
-            raise
         raise CheckpointError(f"{routed}: cannot be written ({error.strerror or error}). Check the folder.") from error
 
 

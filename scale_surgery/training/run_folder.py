@@ -21,10 +21,17 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from scale_surgery.checkpoint.files import BaseWeights, take_over, write_json, write_tensors, write_text
+from scale_surgery.checkpoint.files import (
+    BaseWeights,
+    remove_unfinished,
+    take_over,
+    write_json,
+    write_tensors,
+    write_text,
+)
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint, read_json
 from scale_surgery.checkpoint.names import INDEX_FILE, LOG_FILE, MANIFEST_FILE, TRAINING_FOLDER
-from scale_surgery.checkpoint.staging import remove_unfinished, staged
+from scale_surgery.checkpoint.staging import staged
 from scale_surgery.errors import TrainingError
 from scale_surgery.running.in_memory import InMemory
 from scale_surgery.surgery.record import read_manifest

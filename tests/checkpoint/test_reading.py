@@ -290,6 +290,15 @@ def test_names_that_no_record_can_hold(llama_base: Path, tmp_path: Path) -> None
     (llama_base / name).write_text("x")
     for call in OF_A_BASE.values():
         assert "the name b'caf\\xe9.txt' is no UTF-8, expected Unicode text" in refusal(call, llama_base, tmp_path)
+    (llama_base / name).unlink()
+    for name in ("a\\b.txt", "\\"):
+        (llama_base / name).write_text("x")
+    for call in OF_A_BASE.values():
+        assert refusal(call, llama_base, tmp_path).splitlines() == [
+            f"{llama_base / name}: has a backslash in its name, expected none: no record could name it. Rename the "
+            "file."
+            for name in ("\\", "a\\b.txt")
+        ]
 
 
 @pytest.mark.parametrize("file", ("a\0b.safetensors", os.fsdecode(b"\xff.safetensors")))

@@ -10,9 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from scale_surgery.checkpoint.files import finished_file, take_over, write_json, write_tensors, write_text
+from scale_surgery.checkpoint.files import UNFINISHED, finished_file, take_over, write_json, write_tensors, write_text
 from scale_surgery.checkpoint.staging import check_space, check_target, staged
 from scale_surgery.errors import CheckpointError
+from tests.conftest import digests
+
+# what a writer that was killed leaves
+LEFT = f"{UNFINISHED}x1y2z3"
 
 
 def test_a_folder_gets_its_name_when_it_is_complete(tmp_path):
@@ -30,7 +34,8 @@ def test_another_state_starts_clean_and_the_same_goes_on(tmp_path):
         with pytest.raises(KeyboardInterrupt), staged(tmp_path / "out", state, overwrite=False) as partial:
             found = sorted(path.name for path in partial.iterdir())
             (partial / "finished").write_text("x")
-            (partial / "half.tmp").write_text("x")
+            (partial / LEFT).mkdir()
+            (partial / LEFT / "half").write_text("x")
             raise KeyboardInterrupt
         return found
 
@@ -42,23 +47,29 @@ def test_another_state_starts_clean_and_the_same_goes_on(tmp_path):
     assert interrupted({"a": 2}) == []
 
 
-def test_a_folder_that_is_called_like_an_unfinished_file_goes_on(tmp_path):
+def test_what_a_killed_writer_left_is_removed_and_nothing_else(tmp_path):
+    """A writer has a folder of its own for each file, in which safetensors puts one more; others may end in .tmp."""
     with pytest.raises(ZeroDivisionError), staged(tmp_path / "made", {}, overwrite=False) as partial:
-        (partial / "weights.tmp").mkdir()
-        (partial / "weights.tmp" / "half.tmp").write_text("x")
+        (partial / "sub" / LEFT).mkdir(parents=True)
+        (partial / "sub" / LEFT / ".tmpvZVzs1").write_text("half")
+        for name in (".template", ".tmpvZVzs1", "sub/notes.tmp"):
+            (partial / name).write_text("theirs")
         raise ZeroDivisionError
     with staged(tmp_path / "made", {}, overwrite=False) as partial:
-        assert list((partial / "weights.tmp").iterdir()) == []
+        assert sorted(digests(partial)) == [".template", ".tmpvZVzs1", "sub/notes.tmp"]
+        assert not (partial / "sub" / LEFT).exists()
 
 
-def test_what_a_killed_writer_of_tensors_left_is_removed(tmp_path):
-    """safetensors writes beside the file under a name of its own, and renames."""
-    with pytest.raises(ZeroDivisionError), staged(tmp_path / "made", {}, overwrite=False) as partial:
-        (partial / ".tmpvZVzs1").write_text("x")
-        (partial / ".template").write_text("theirs")
-        raise ZeroDivisionError
-    with staged(tmp_path / "made", {}, overwrite=False) as partial:
-        assert [file.name for file in partial.iterdir()] == [".template"]
+def test_a_name_as_long_as_a_name_can_be(tmp_path):
+    write_text(tmp_path / ("x" * 255), "x")
+    assert [file.name for file in tmp_path.iterdir()] == ["x" * 255]
+
+
+def test_an_error_calls_a_file_by_its_own_name(tmp_path, refuse_to_write):
+    refuse_to_write(tmp_path / "page.html")
+    with pytest.raises(OSError, match=rf"^\[Errno 5\] Input/output error: '{tmp_path}/page\.html'$"):
+        write_text(tmp_path / "page.html", "x")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_texts_keep_their_line_ends_and_json_its_letters(tmp_path):

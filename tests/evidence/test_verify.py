@@ -335,12 +335,12 @@ def test_an_unknown_promise_is_refused(made: Path) -> None:
         verify(made / "preserve", required=("base_stream_alwys",))
 
 
-def test_a_folder_that_cannot_be_written_is_verified_and_not_recorded(copy) -> None:
+def test_a_folder_that_cannot_be_written_is_verified_and_not_recorded(copy, refuse_to_write) -> None:
     path = copy("preserve")
     assert verify(path, probes=None).recorded
     assert not verify(path, probes=None, record=False).recorded
     before = (path / "surgery.json").read_bytes()
-    (path / "surgery.json.tmp").mkdir()  # in the way of the new surgery.json, also for a user who may write anywhere
+    refuse_to_write(path / "surgery.json")
     result = verify(path, probes=None)
     assert result.passed and not result.recorded
     assert (path / "surgery.json").read_bytes() == before

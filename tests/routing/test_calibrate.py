@@ -684,31 +684,30 @@ def test_write_sets_the_best_and_nothing_else(place: Path, tmp_path: Path, route
 
 
 @pytest.mark.parametrize("file", ["config.json", "surgery.json"])
-def test_nothing_is_written_where_something_fails(place: Path, tmp_path: Path, file: str) -> None:
+def test_nothing_is_written_where_something_fails(
+    place: Path, tmp_path: Path, refuse_to_write: Any, monkeypatch: pytest.MonkeyPatch, file: str
+) -> None:
     model = Path(shutil.copytree(place / "posterior", tmp_path / "model"))
-    # nobody, not even root, can put a file where a folder is
-    (model / f"{file}.tmp").mkdir()
+    refuse_to_write(model / file)
     before = digests(model)
     plot = tmp_path / "plots" / "sweep.png"
     texts = (model, old(place), new(place))
     message = refusal(*texts, free("posterior", write=True, plot=plot))
-    assert message == (
-        f"{model}/{file}.tmp: was not made by this program, expected a free name to write to for a moment. Take it "
-        "away."
-    )
+    assert message == f"{model}: cannot be written (Input/output error). Check the folder."
     assert digests(model) == before and not list(plot.parent.iterdir())
-    (model / f"{file}.tmp").rmdir()
+    monkeypatch.undo()
     done = route_calibrate(*texts, free("posterior", write=True, plot=plot))
     assert done.written and [file.name for file in plot.parent.iterdir()] == ["sweep.png"]
 
 
-def test_a_plot_that_fails_changes_no_model(place: Path, tmp_path: Path) -> None:
+def test_a_plot_that_cannot_be_drawn_changes_no_model(place: Path, tmp_path: Path) -> None:
     model = Path(shutil.copytree(place / "posterior", tmp_path / "model"))
     before = digests(model)
-    (tmp_path / ".drawn-sweep.png.tmp").mkdir()
-    message = refusal(model, old(place), new(place), free("posterior", write=True, plot=tmp_path / "sweep.png"))
-    assert message.startswith(f"{tmp_path}/.drawn-sweep.png.tmp: was not made by this program")
-    assert digests(model) == before and not (tmp_path / "sweep.png").exists()
+    (tmp_path / "plots").touch()
+    plot = tmp_path / "plots" / "sweep.png"
+    message = refusal(model, old(place), new(place), free("posterior", write=True, plot=plot))
+    assert message.startswith(f"{plot}: ")
+    assert digests(model) == before and (tmp_path / "plots").is_file()
 
 
 # refusals

@@ -144,7 +144,9 @@ def test_the_best_is_written_and_the_folder_stays_whole(place: Path, tmp_path: P
     assert read_composition(place / "composed")[1].mixing == Mixing(switch_rate=0.05)
 
 
-def test_numbers_are_set_in_both_files_or_in_none(place: Path, tmp_path: Path) -> None:
+def test_numbers_are_set_in_both_files_or_in_none(
+    place: Path, tmp_path: Path, refuse_to_write: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = Path(shutil.copytree(place / "composed", tmp_path / "composed"))
     before = {file.name: file.read_bytes() for file in folder.glob("*.json")}
     with pytest.raises(PlanError) as refused:
@@ -155,10 +157,10 @@ def test_numbers_are_set_in_both_files_or_in_none(place: Path, tmp_path: Path) -
         "lag: is 0, expected at least 1.",
         "prior: is 0.5, 0.5, expected 4 positive weights of sum 1: the base, medicine, law, music.",
     ]
-    (folder / "composed.json.tmp").mkdir()
-    with pytest.raises(CheckpointError, match="Take it away"):
+    refuse_to_write(folder / "composed.json")
+    with pytest.raises(CheckpointError, match=r"composed: cannot be written \(Input/output error\)"):
         set_mixing(folder, Mixing((0.4, 0.2, 0.2, 0.2), 0.0))
-    (folder / "composed.json.tmp").rmdir()
+    monkeypatch.undo()
     assert {file.name: file.read_bytes() for file in folder.glob("*.json")} == before
     set_mixing(folder, Mixing((0.4, 0.2, 0.2, 0.2), 0.0))
     assert not find_damage(*read_composition(folder)).problems

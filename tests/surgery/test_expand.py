@@ -17,15 +17,23 @@ from transformers import AutoConfig
 from scale_surgery import modeling
 from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.checkpoint.hashes import hash_tensors
+from scale_surgery.composition.compose import compose
+from scale_surgery.composition.separate import strip
 from scale_surgery.deriving.planned import load_plan, plan
 from scale_surgery.errors import CheckpointError, PlanError
+from scale_surgery.evidence.verify import verify
+from scale_surgery.hub.repository import read_contents
 from scale_surgery.planning.request import Request
 from scale_surgery.planning.saved import save_plan
 from scale_surgery.running.options import RunOptions
+from scale_surgery.surgery.adopt import adopt
+from scale_surgery.surgery.apply import apply
 from scale_surgery.surgery.expand import expand
+from scale_surgery.surgery.extract import extract
+from scale_surgery.surgery.merge import merge
 from scale_surgery.surgery.record import read_manifest
-from scale_surgery.surgery.strip import strip
-from tests.conftest import digests
+from scale_surgery.surgery.route import route_export
+from tests.conftest import digests, load
 from tests.families import FAMILIES
 
 REQUEST = Request("0,2", variant="adapt", collaborate="both", init_w22="random")
@@ -237,13 +245,60 @@ def test_a_disk_without_room_is_noticed_before_any_work(llama_base, tmp_path, mo
 
 
 def test_names_that_the_base_has_already(llama_base, tmp_path):
-    (llama_base / "expanded_modules.py").write_text("x")
+    """Also names that are needed later: of a trained, a routed or a composed model, and of an extract."""
+    needed = ("composed.json", "expanded.index.json", "expanded_modules.py", "expanded_posterior.py")
+    needed += ("expansions", "training/log.jsonl")
+    (llama_base / "training").mkdir()
+    for file in (*needed, "training.txt", "sub-expansions"):
+        (llama_base / file).write_text("x")
     shard, name = llama_base / "model.safetensors", "model.layers.0.mlp.up_proj.w21"
     save_file(load_file(shard) | {name: torch.zeros(2)}, shard)
-    assert refusal(llama_base, REQUEST, tmp_path / "out").splitlines() == [
+    lines = [
         f"{name}: the base model has a tensor of this name already.",
-        "expanded_modules.py: the base model has a file of this name, which the expansion needs.",
+        *(
+            f"{file}: the base model has a file of this name, which the expansion needs. Take it out of the base, or "
+            "rename it."
+            for file in needed
+        ),
     ]
+    assert refusal(llama_base, REQUEST, tmp_path / "out").splitlines() == lines
+    assert not list(tmp_path.glob("*out*"))
+    with pytest.raises(CheckpointError) as found:
+        plan(llama_base, REQUEST)
+    assert str(found.value).splitlines() == lines
+
+
+@pytest.mark.parametrize("name", ["expansion-00001-of-00001.safetensors", "fused-00001-of-00001.safetensors"])
+def test_shards_that_are_called_like_ours(sharded_base, tmp_path, name):
+    index = sharded_base / "model.safetensors.index.json"
+    places = json.loads(index.read_text())["weight_map"]
+    shard = next(iter(places.values()))
+    (sharded_base / shard).rename(sharded_base / name)
+    index.write_text(json.dumps({"weight_map": {own: name if at == shard else at for own, at in places.items()}}))
+    assert refusal(sharded_base, REQUEST, tmp_path / "out").startswith(f"{name}: the base model has a file of this")
+
+
+def test_a_base_with_files_whose_names_end_like_temporary_ones(llama_base, tmp_path):
+    """They are the base's, whatever is written beside them; all that is made of the folder is whole."""
+    for name in ("surgery.json.tmp", "config.json.tmp", ".tmpvZVzs1", "training_args.json"):
+        (llama_base / name).write_text(name)
+    before = digests(llama_base)
+    expanded = expand(llama_base, replace(REQUEST, up_width=0), tmp_path / "expanded").path
+    assert verify(expanded, probes=None).recorded
+    assert (expanded / "surgery.json.tmp").read_text() == "surgery.json.tmp"
+    taken = extract(expanded, tmp_path / "extract").path
+    load(expanded).save_pretrained(tmp_path / "saved")
+    made = [
+        apply(taken, tmp_path / "applied", llama_base).path,
+        route_export(expanded, tmp_path / "routed").path,
+        merge(expanded, tmp_path / "fused").path,
+        adopt(tmp_path / "saved", expanded, tmp_path / "adopted").path,
+        compose(llama_base, taken, tmp_path / "composed").path,
+    ]
+    for path in (expanded, *made):
+        assert verify(path, probes=None).passed, path
+        assert digests(strip(path, tmp_path / f"{path.name}-stripped").path) == before
+        assert set(read_contents(path).left_out) == set()
 
 
 def test_a_base_of_one_numbered_shard(sharded_base, tmp_path):

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from scale_surgery.checkpoint.files import UNFINISHED
 from scale_surgery.checkpoint.staging import staged
 from scale_surgery.errors import CheckpointError
 from scale_surgery.planning.request import Request
@@ -101,13 +102,15 @@ def test_a_killed_strip_leaves_no_target_and_a_second_run_completes_it(pair_of, 
 
 
 def test_a_shard_cut_short_by_the_kill_is_not_taken_for_finished(base_of, tmp_path, small_shards):
-    """Unfinished files carry another name; one that lies there from a crash is thrown away."""
+    """An unfinished file lies in a folder of its own; one that a crash left in our unfinished folder is thrown away."""
     base, target = base_of("llama"), tmp_path / "out" / "expanded"
     assert run_killed("new tensors", 40, REQUEST, base, target).returncode == -signal.SIGKILL
     partial = target.parent / "expanded.partial"
-    (partial / "expansion-00002-of-00009.safetensors.tmp").write_bytes(b"half")
+    left = partial / f"{UNFINISHED}x1y2z3"
+    left.mkdir()
+    (left / "expansion-00002-of-00009.safetensors").write_bytes(b"half")
     expand(base, REQUEST, target)
-    assert not list(target.glob("*.tmp"))
+    assert not list(target.glob(f"{UNFINISHED}*"))
 
 
 def test_an_error_in_the_middle_leaves_the_target_absent(tmp_path):

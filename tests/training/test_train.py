@@ -36,6 +36,7 @@ from scale_surgery import (
 )
 from scale_surgery.biographies import SHIPPED_MODEL, biography, people, questions
 from scale_surgery.checkpoint.beside import locked
+from scale_surgery.checkpoint.files import UNFINISHED
 from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.cli.program import main
 from scale_surgery.running.in_memory import InMemory
@@ -516,15 +517,18 @@ def test_trained_tensors_find_their_names_on_disk(pair_of: Any, tmp_path: Path, 
     tensors = {name: p.data.clone() for name, p in model.named_parameters() if p.requires_grad}
     save_file(tensors, tmp_path / "trained.safetensors")
     # what a kill leaves in the middle of a shard
-    (tmp_path / "out" / "expansion-step-3-00001-of-00001.safetensors.tmp").write_bytes(b"half")
+    (tmp_path / "out" / f"{UNFINISHED}x1y2z3").mkdir()
+    (tmp_path / "out" / f"{UNFINISHED}x1y2z3" / "expansion-step-3-00001-of-00001.safetensors").write_bytes(b"half")
+    (tmp_path / "out" / "notes.tmp").write_text("a file of the base")
     stored = InMemory(model, open_checkpoint(pair.path).tensors)
     publish_tensors(tmp_path / "out", tmp_path / "trained.safetensors", "expansion-step-7-", stored)
     ids = torch.arange(3, 12)[None]
     with torch.no_grad():
         assert torch.equal(load(tmp_path / "out")(ids).logits, model(ids).logits)
-    assert [file.name for file in (tmp_path / "out").glob("expansion-*")] == [
+    assert [file.name for file in (tmp_path / "out").rglob("expansion-*")] == [
         "expansion-step-7-00001-of-00001.safetensors"
     ]
+    assert (tmp_path / "out" / "notes.tmp").is_file()
 
 
 def test_names_without_the_prefix_of_the_whole_model(pair_of: Any) -> None:

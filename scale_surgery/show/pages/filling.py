@@ -5,7 +5,6 @@ Control characters and marks of direction in it are shown by signs, also in the 
 
 from __future__ import annotations
 
-from contextlib import suppress
 from pathlib import Path
 
 from scale_surgery.checkpoint.files import write_text
@@ -59,9 +58,6 @@ def write(page: str, file: Path) -> None:
     try:
         write_text(file, page)
     except OSError as error:
-        # what was begun; where its folder is gone too there is none
-        with suppress(OSError):
-            file.with_name(f"{file.name}.tmp").unlink()
         raise CheckpointError(
             f"{file}: cannot be written ({error.strerror or error}). Choose another place."
         ) from error

@@ -1,0 +1,55 @@
+"""Names that an expanded folder, or what is made of one, needs for files and tensors of its own: no base may have them.
+
+A base is asked for all of them before anything is written. What is made of an expanded folder later, such as a run of
+training or a composed folder, cannot rename a file of the base any more.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import PurePosixPath
+
+from scale_surgery.checkpoint.folder import Checkpoint
+from scale_surgery.checkpoint.names import COMPOSED_FILE, EXPANSIONS_FOLDER, EXTRACT_FILE, STORED_INDEX, TRAINING_FOLDER
+from scale_surgery.errors import CheckpointError, shorten
+from scale_surgery.planning.architecture import CODE_FILES, COMPOSED_FILES, OWN_CODE_FILE
+from scale_surgery.planning.tensors import TensorPlan
+
+# surgery.json is no side file of a base: whoever has one is taken for an expanded model
+FILES = {COMPOSED_FILE, EXTRACT_FILE, STORED_INDEX, *CODE_FILES, *COMPOSED_FILES, OWN_CODE_FILE}
+FOLDERS = (TRAINING_FOLDER, EXPANSIONS_FOLDER)
+SHARDS = re.compile(r"(expansion|fused)-[^/]*\.safetensors")
+
+
+def check_clashes(base: Checkpoint, tensors: Iterable[TensorPlan] = ()) -> None:
+    """Check that a base has no tensor and no file of a name that is needed.
+
+    Args:
+        base: The base model.
+        tensors: The new tensors, where they are planned.
+
+    Raises:
+        CheckpointError: If it has; every one is named.
+    """
+    names = [tensor.name for tensor in tensors if tensor.name in base.tensors]
+    problems = [f"{name}: the base model has a tensor of this name already." for name in names]
+    if problems := [*shorten(problems), *shorten([*map(name_clash, reserved_names(base))])]:
+        raise CheckpointError.from_problems(problems)
+
+
+def reserved_names(base: Checkpoint) -> list[str]:
+    """Files of a base that have names which are needed."""
+    return [
+        name
+        for name in (*base.shards, *base.side_files)
+        if name in FILES or PurePosixPath(name).parts[0] in FOLDERS or SHARDS.fullmatch(name)
+    ]
+
+
+def name_clash(name: str) -> str:
+    """What to say of a file of a base whose name is needed."""
+    return (
+        f"{name}: the base model has a file of this name, which the expansion needs. Take it out of the base, or "
+        "rename it."
+    )
