@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from scale_surgery.checkpoint.files import finished_file
 from scale_surgery.checkpoint.folder import open_checkpoint, read_chunks, read_json, read_tensor
 from scale_surgery.checkpoint.headers import read_header
 from scale_surgery.checkpoint.listing import list_files
@@ -155,6 +156,14 @@ def test_what_is_inside():
     assert is_inside("a")
     assert is_inside("a/b..c/d.txt")
     assert not any(is_inside(name) for name in ("", ".", "..", "a/..", "/a", "\\a", None, 3))
+
+
+def test_what_another_process_is_writing_is_no_part_of_a_checkpoint(llama_base):
+    before = open_checkpoint(llama_base)
+    with finished_file(llama_base / "surgery.json") as temporary:
+        temporary.write_text("half")
+        assert open_checkpoint(llama_base) == before
+        assert "surgery.json" not in " ".join(list_files(llama_base))
 
 
 def test_index_and_shards_that_disagree(sharded_base):

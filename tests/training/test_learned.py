@@ -27,6 +27,7 @@ from scale_surgery import (
     train,
 )
 from scale_surgery.biographies import SHIPPED_MODEL, biography, people, questions
+from scale_surgery.checkpoint.files import UNFINISHED
 from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.running import documents
 from scale_surgery.running.documents import read_documents
@@ -303,6 +304,7 @@ def test_what_a_kill_left_is_made_anew_and_so_is_what_was_cut_off(place: Path, t
 
     folder.rename(f"{folder}.partial")  # killed before it got its name; all is there, and not to be trusted
     (tmp_path / f"{folder.name}.partial" / IDS_FILE).write_bytes(b"half of it")
+    (tmp_path / f"{folder.name}.partial" / f"{UNFINISHED}x1y2z3").mkdir()
     bars = Bars()
     again = read(place, "text.jsonl", cache=tmp_path, track=bars)
     assert "tokens" in bars.done and [again.fingerprint(), again.ids.tolist()] == expected
