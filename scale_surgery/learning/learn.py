@@ -137,7 +137,8 @@ def prepare(
     stages = tuple(stages_of(work))
     check_there(work, stages, record)
     notes = [f"no router: {problem}" for problem in problems]
-    return Job(work, stages, look_ahead(work, stages, checkpoint, made, record.kept, notes), record, started - record.seconds)
+    ahead = look_ahead(work, stages, checkpoint, made, record.kept, notes)
+    return Job(work, stages, ahead, record, started - record.seconds)
 
 
 def learn(
