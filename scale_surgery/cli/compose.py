@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     "--names",
     callback=as_list,
     metavar="A,B",
-    help="Names of the expansions, letters, digits and underscores, in the order of EXTRACTS. Default: as the folders.",
+    help="Names of the expansions, letters, digits and underscores, in the order of EXTRACTS.  "
+    "[default: as the folders, qwen3-law becomes qwen3_law]",
 )
 @click.option("--add", multiple=True, metavar="EXTRACT", help="The same as one of EXTRACTS. Can be repeated.")
 @click.option(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -20,7 +21,7 @@ ADVICE = "An expansion runs on its own base alone: take it out of the list, or g
 
 
 def named_extracts(extracts: Mapping[str, str | Path] | Sequence[str | Path] | str | Path) -> dict[str, str | Path]:
-    """Extracts by name; one without a name is called as its folder is.
+    """Extracts by name; one without a name is called as its folder is, with _ for each sign that no name may have.
 
     Raises:
         PlanError: If two would have the same name, or one is no folder.
@@ -34,9 +35,12 @@ def named_extracts(extracts: Mapping[str, str | Path] | Sequence[str | Path] | s
         raise PlanError.from_problems(problems)
     if isinstance(extracts, Mapping):
         return dict(extracts)
-    names = [Path(extract).name for extract in given]
-    if len(set(names)) < len(names):
-        raise PlanError(f"names: two extracts are called {', '.join(names)}, expected other names. Give names.")
+    # names of folders often have hyphens and dots, and may begin with a digit
+    names = [re.sub(r"\W|^(?=\d)", "_", Path(extract).name) for extract in given]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise PlanError(
+            f"names: {', '.join(twice)} would be the name of several extracts, expected a name for each. Give --names."
+        )
     return dict(zip(names, given, strict=True))
 
 

@@ -107,7 +107,8 @@ def compose(
 
     Args:
         base: The base model, a folder or a Hub id; or a composed folder, whose expansions stay.
-        extracts: Extracts by the names that they get; one alone, or each of a list, is called as its folder is.
+        extracts: Extracts by the names that they get; one alone, or each of a list, is called as its folder is,
+            with _ in place of hyphens and dots.
         output: Folder to be.
         remove: Expansions of a composed folder that are left out, damaged or not; all else must be what was written.
         mixing: How the paths are mixed. Default: all paths alike, a switch rate of 1 %; of a composed folder as there.

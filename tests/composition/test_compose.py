@@ -107,6 +107,20 @@ def test_one_more_and_one_less(llama: Made, folder: Path, tmp_path: Path) -> Non
     assert files_of(first).keys() < files_of(folder).keys()
 
 
+def test_expansions_are_called_as_their_folders_are(llama: Made, tmp_path: Path) -> None:
+    """With underscores for what no name may have: folders have hyphens, dots and digits."""
+    folders = [tmp_path / name / "v2" / f"{number}qwen3.5-{name}" for number, name in (("", "law"), ("7", "music"))]
+    for folder, name in zip(folders, ("law", "music"), strict=True):
+        shutil.copytree(llama.extracts[name], folder)
+    done = compose(llama.base, folders, tmp_path / "two")
+    assert list(done.expansions) == ["qwen3_5_law", "_7qwen3_5_music"]
+    assert load(done.path).expansions == list(done.expansions)
+    same = [Path(shutil.copytree(folders[0], tmp_path / name)) for name in ("my-law", "my_law")]
+    with pytest.raises(PlanError, match=r"^names: my_law would be the name of several extracts, .* Give --names\.$"):
+        compose(llama.base, same, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_what_cannot_be_composed(llama: Made, folder: Path, tmp_path: Path, made_of: Any) -> None:
     other = made_of("qwen3", ("medicine",))
     begun: list[str] = []
