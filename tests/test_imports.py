@@ -29,7 +29,7 @@ LIGHT = [
 STEPS = f"""
 import importlib, json, sys
 from pathlib import Path
-expanded, base, saved, output = sys.argv[1:]
+expanded, base, saved, output, stubs = sys.argv[1:]
 found = {{}}
 def note(step):
     slow = ("torch", "transformers", "transformers.models.llama.modeling_llama")
@@ -53,20 +53,36 @@ plan(base, Request("last:2"))
 note("a plan")
 register()
 from transformers import AutoModelForCausalLM
-print(json.dumps([found, type(AutoModelForCausalLM.from_pretrained(expanded)).__module__]))
+loaded = type(AutoModelForCausalLM.from_pretrained(expanded)).__module__
+from scale_surgery import DataError, train
+sys.path.insert(0, stubs)
+try:
+    train(expanded, ["no-file"], output + "-trained")
+except DataError:
+    found["a training"] = [name for name in ("peft", "bitsandbytes") if name in sys.modules]
+print(json.dumps([found, loaded]))
+"""
+# a peft that warns as bitsandbytes does, which peft imports; the real ones are slow, and not every CPU makes them warn
+PEFT = """
+import logging
+logging.getLogger("bitsandbytes.backends.cpu.ops").warning("Failed to load a kernel")
+class PeftModel: ...
+class PeftMixedModel: ...
 """
 
 
 @pytest.fixture(scope="module")
-def said(base_of, pair_of, tmp_path_factory) -> tuple[dict[str, list[str]], str]:
-    """What a process has imported after each step, and whose class it loads at the end."""
+def said(base_of, pair_of, tmp_path_factory) -> tuple[dict[str, list[str]], str, str]:
+    """What a process has imported after each step, whose class it loads at the end, and what it wrote to stderr."""
     place = tmp_path_factory.mktemp("steps")
     base, expanded = base_of("llama"), pair_of("llama", "adapt").path
     save_plan(plan(base, Request("0")), place / "plan.json")
-    words = [sys.executable, "-c", STEPS, str(expanded), str(base), str(place / "plan.json"), str(place / "out")]
+    (place / "peft.py").write_text(PEFT)
+    files = [expanded, base, place / "plan.json", place / "out", place]
+    words = [sys.executable, "-c", STEPS, *map(str, files)]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return *json.loads(done.stdout), done.stderr
 
 
 def test_planning_imports_neither_torch_nor_transformers(said):
@@ -88,6 +104,11 @@ def test_expanding_needs_no_transformers_model_class(said):
 def test_the_tests_above_can_fail(said):
     assert said[0]["blocks"] == ["torch"]
     assert len(said[0]["a plan"]) == 3
+
+
+def test_training_does_not_say_what_others_miss(said):
+    assert said[0]["a training"] == ["peft"]
+    assert "Failed to load" not in said[2]
 
 
 def test_registration_replaces_remote_code(said):

@@ -109,8 +109,10 @@ def train(
     from scale_surgery.running.loading import quiet_transformers
     from scale_surgery.training.learned import read_texts
     from scale_surgery.training.own_samples import as_learned, own_samples, read_samples, write_samples
-    from scale_surgery.training.trainer import RunReport
 
+    # the Trainer imports peft, and peft imports bitsandbytes, which warns that a kernel for inference is missing
+    with quiet_transformers():
+        from scale_surgery.training.trainer import RunReport
     path, settings = Path(expanded), settings or TrainingSettings()
     target = Path(output) if output is not None else default_output(path)
     check_settings(settings)
