@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
@@ -130,6 +133,21 @@ def stop(out: Output, *lines: str, debug: bool) -> None:
     sys.exit(1)
 
 
+@contextmanager
+def no_warnings() -> Iterator[None]:
+    """Drop what libraries warn of, by Python's warnings or by a logger; their errors are said."""
+    # torch's own code in C++ reads this when it is imported
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    level = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(level)
+
+
 def output_options(command: Command) -> Command:
     """Add --json, --quiet and --debug; give the command an `Output`; turn known errors into one line."""
 
@@ -142,10 +160,12 @@ def output_options(command: Command) -> Command:
 
         out = Output(as_json=as_json, quiet=quiet)
         if quiet or not sys.stderr.isatty():
-            # the Hub's client shows bars of its own, and reads this when it is imported
+            # the Hub's client, transformers and datasets show bars of their own, and read these when they are imported
             os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+            os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
         try:
-            command(*args, out=out, **options)
+            with no_warnings() if out.quiet else nullcontext():
+                command(*args, out=out, **options)
         except click.ClickException:
             raise
         except SurgeryError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -32,11 +31,9 @@ def serve_command(model: str, out: Output, **options: Any) -> None:
     \b
     Example: scale-surgery serve ROUTED --port 8000
     """
-    from scale_surgery.running.loading import quiet_transformers
     from scale_surgery.running.options import RunOptions
     from scale_surgery.running.serve import serve
     from scale_surgery.show.tables_push import render_served
 
     address, run = take(Address, options), take(RunOptions, options)
-    with quiet_transformers() if out.quiet else nullcontext():
-        serve(model, address, run=run, ready=lambda served: out.show(served, render_served(served)), **options)
+    serve(model, address, run=run, ready=lambda served: out.show(served, render_served(served)), **options)

@@ -18,12 +18,21 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.segment import Segment
 from rich.text import Text
 
-from scale_surgery.show.layout import NEXT, Facts, sentence
+from scale_surgery.show.layout import NEXT, Facts, Warned, sentence
 from scale_surgery.show.visible import visible_line, visible_text
 
 
 class VisibleConsole(Console):
-    """A console that shows control characters by signs, whoever prints them; only rich itself moves the cursor."""
+    """A console that shows control characters by signs, whoever prints them; only rich itself moves the cursor.
+
+    Args:
+        warns: Whether it shows what warns in a result.
+        options: As for Console.
+    """
+
+    def __init__(self, *, warns: bool = True, **options: Any) -> None:
+        super().__init__(**options)
+        self.warns = warns
 
     def render_str(self, text: str, **options: Any) -> Text:
         """Make a text of a string, before rich drops some of its control characters."""
@@ -31,6 +40,8 @@ class VisibleConsole(Console):
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """What is written for something that can be shown."""
+        if isinstance(renderable, Warned) and not self.warns:
+            return
         for part in super().render(renderable, options):
             yield part if part.control else part._replace(text=visible_text(part.text))
 
@@ -40,12 +51,12 @@ class Output:
 
     def __init__(self, *, as_json: bool = False, quiet: bool = False) -> None:
         self.as_json = as_json
-        # without markup: a name may hold brackets
-        self.results = VisibleConsole(highlight=False, soft_wrap=False, markup=False, emoji=False)
         self.messages = VisibleConsole(stderr=True, highlight=False, soft_wrap=True, markup=False, emoji=False)
         # of several processes that a launcher started, the first one speaks
         self.is_first = os.environ.get("RANK", "0") == "0"
         self.quiet = quiet or not self.is_first
+        # without markup: a name may hold brackets
+        self.results = VisibleConsole(warns=not self.quiet, highlight=False, soft_wrap=False, markup=False, emoji=False)
 
     def show(self, result: Any, rendered: RenderableType) -> None:
         """Print a result, as JSON or as it was rendered."""

@@ -23,6 +23,13 @@ def sentence(text: str, style: str = "") -> Text:
     return Text(visible_line(text), style=style)
 
 
+class Warned(Text):
+    """A line that warns, in a result; -q leaves it out."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(visible_line(f"warning: {text}"), style="yellow")
+
+
 def heading(title: str, note: str = "") -> Text:
     """What stands above a table, however narrow that is."""
     return sentence(title, "bold") + sentence(f"  ({note})" if note else "", "not bold")

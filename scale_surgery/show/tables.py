@@ -14,7 +14,7 @@ from scale_surgery.planning.methods import METHODS
 from scale_surgery.planning.selection import format_layers
 from scale_surgery.planning.specs import Widths
 from scale_surgery.show.commands import command, verify_command
-from scale_surgery.show.layout import NEXT, Facts, NamedRows, PlainTable, heading, sentence
+from scale_surgery.show.layout import NEXT, Facts, NamedRows, PlainTable, Warned, heading, sentence
 
 if TYPE_CHECKING:
     from scale_surgery.evidence.composition_summary import CompositionSummary
@@ -223,7 +223,7 @@ def _times(passes: float) -> str:
 
 def render_warnings(warnings: tuple[str, ...]) -> list[Text]:
     """What a user should know, a line each."""
-    return [sentence(f"warning: {warning}", "yellow") for warning in warnings]
+    return [Warned(warning) for warning in warnings]
 
 
 def _loss_rows(done: Training) -> list[tuple[str, str]]:

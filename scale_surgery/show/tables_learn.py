@@ -20,6 +20,7 @@ from scale_surgery.show.tables import (
     render_expansion,
     render_routed,
     render_training,
+    render_warnings,
 )
 from scale_surgery.show.tables_calibrate import render_calibration
 from scale_surgery.show.tables_demo import render_step
@@ -122,9 +123,8 @@ def render_learned(learned: Learned) -> RenderableType:
         ("page", str(learned.page)),
         ("took", format_seconds(learned.seconds)),
     ]
-    warnings = [sentence(f"warning: {warning}", "yellow") for warning in learned.warnings]
     after = running_command("chat", learned.result) if learned.verified else verify_command(learned.result)
-    return Group(*parts, word, facts("", rows), *warnings, facts("", [(NEXT, after)]))
+    return Group(*parts, word, facts("", rows), *render_warnings(learned.warnings), facts("", [(NEXT, after)]))
 
 
 def _render_side(side: str, rows: Sequence[Row]) -> Iterator[RenderableType]:

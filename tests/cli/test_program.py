@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,10 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from scale_surgery.cli.options import parse_size
+from scale_surgery.cli.options import output_options, parse_size
 from scale_surgery.cli.program import main
 from scale_surgery.deriving.planned import make_plan
+from scale_surgery.show.console import Output
 from tests.conftest import digests
 from tests.tiny import save_tiny
 
@@ -172,6 +175,22 @@ def test_errors_of_others_are_one_line_too(base: Path, tmp_path: Path) -> None:
     assert "plan.json" in result.stderr and "Traceback" not in result.stderr
     run("plan", base, "--layers", "0", "-o", tmp_path / "new" / "plan.json")
     assert (tmp_path / "new" / "plan.json").is_file()
+
+
+def test_quiet_leaves_out_what_libraries_warn_of(
+    caplog: pytest.LogCaptureFixture, recwarn: pytest.WarningsRecorder
+) -> None:
+    @click.command()
+    @output_options
+    def command(out: Output) -> None:
+        warnings.warn("old", stacklevel=1)
+        logging.getLogger("library").warning("slow")
+        logging.getLogger("library").error("broken")
+
+    assert CliRunner().invoke(command, ["-q"]).exit_code == 0
+    assert caplog.messages == ["broken"] and not recwarn.list
+    assert CliRunner().invoke(command, []).exit_code == 0, "the control, and nothing stays silent"
+    assert caplog.messages == ["broken", "slow", "broken"] and [str(own.message) for own in recwarn] == ["old"]
 
 
 @pytest.mark.parametrize(

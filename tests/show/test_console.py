@@ -6,7 +6,7 @@ import io
 from pathlib import Path
 
 import pytest
-from rich.console import Console
+from rich.console import Console, Group
 
 from scale_surgery import Request, expand, inspect, strip, verify
 from scale_surgery.show.console import Output
@@ -18,6 +18,7 @@ from scale_surgery.show.tables import (
     render_expansion,
     render_inspection,
     render_stripped,
+    render_warnings,
 )
 from scale_surgery.show.tables_plan import render_plan
 from scale_surgery.show.tables_verify import render_verification
@@ -78,6 +79,14 @@ def test_quiet_keeps_errors(capfd: pytest.CaptureFixture[str]) -> None:
     out.warn("careful")
     out.fail("broken [not markup]")
     assert capfd.readouterr().err == "error: broken [not markup]\n"
+
+
+def test_quiet_leaves_warnings_out_of_a_result(capfd: pytest.CaptureFixture[str]) -> None:
+    result = Group(facts("trained", [("steps", "1")]), *render_warnings(("hardly fell", "[odd] name")), facts("", []))
+    Output().show(None, result)
+    assert capfd.readouterr().out == "trained\nsteps  1\nwarning: hardly fell\nwarning: [odd] name\n"
+    Output(quiet=True).show(None, result)
+    assert capfd.readouterr().out == "trained\nsteps  1\n"
 
 
 def test_brackets_in_names_are_no_markup(capfd):

@@ -231,6 +231,8 @@ def test_the_console_says_it_in_80_columns_and_ends_with_next(place: Path, tmp_p
         f"next scale-surgery verify {made}".replace(" ", "") in result.stdout.replace("\n", "").replace(" ", "")[-300:]
     )
     assert "{'" not in result.output, "dictionaries of the Trainer"
+    quiet = CliRunner().invoke(main, [*map(str, command), "--overwrite", "-q"])
+    assert quiet.stdout.startswith("trained") and "warning" not in quiet.output
 
 
 def test_one_step_alone_learns(place: Path, tmp_path: Path) -> None:
