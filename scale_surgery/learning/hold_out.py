@@ -206,7 +206,7 @@ def _write(
 
 def _line(document: Document) -> str:
     row = {"prompt": document.prompt, "completion": document.text} if document.prompt else {"text": document.text}
-    return json.dumps(row, ensure_ascii=False) + "\n"
+    return json.dumps(document.chat or row, ensure_ascii=False) + "\n"
 
 
 def _pieces(document: Document, drawn: Drawn, settings: HoldOutSettings) -> Iterator[tuple[str, Document]]:
@@ -215,12 +215,13 @@ def _pieces(document: Document, drawn: Drawn, settings: HoldOutSettings) -> Iter
         part = drawn.parts.get(_hash(document, settings.seed), LEARN)
         yield part, document
         return
-    # an answer is not cut: its end says little without the question
-    starts = [] if document.prompt else _cut(document.text, drawn.ends, len(settings.parts))
-    bounds = [0, *starts, len(document.text)]
+    if not document.is_plain:
+        yield LEARN, document  # an answer is not cut: its end says little without the question
+        return
+    bounds = [0, *_cut(document.text, drawn.ends, len(settings.parts)), len(document.text)]
     for part, start, end in zip((LEARN, *settings.parts), bounds, bounds[1:], strict=False):
-        if (text := document.text[start:end] if document.prompt else document.text[start:end].strip("\n")).strip():
-            yield part, Document(document.prompt, text, document.source)
+        if (text := document.text[start:end].strip("\n")).strip():
+            yield part, Document("", text, document.source)
 
 
 def _cut(text: str, share: float, count: int) -> list[int]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from scale_surgery.errors import DataError
 from scale_surgery.learning.hold_out import text_files
+from scale_surgery.running.chat_template import tokenize_chat
 from scale_surgery.running.documents import read_documents
 
 if TYPE_CHECKING:
@@ -33,9 +34,12 @@ def count_tokens(files: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> in
 
 
 def _count(file: str, tokenizer: PreTrainedTokenizerBase) -> int:
-    texts = [document.prompt + document.text for document in islice(read_documents([file]), SAMPLED_DOCUMENTS)]
-    if not texts:
+    documents = list(islice(read_documents([file]), SAMPLED_DOCUMENTS))
+    if not documents:
         raise DataError(f"{file}: holds no text, expected at least one document.")
+    if conversation := next((document for document in documents if document.chat is not None), None):
+        tokenize_chat(conversation, tokenizer)  # a tokenizer that cannot is refused before any work
+    texts = [document.prompt + document.text for document in documents]
     sample = "\n".join(texts)[:SAMPLED_CHARACTERS]
     tokens = len(tokenizer(sample, verbose=False)["input_ids"])
     characters = sum(map(len, texts)) + len(texts) - 1

@@ -29,10 +29,7 @@ from .expanded_routing import (
     state_of,
 )
 
-
-ONE_EXPANSION = (
-    "It has one: model.expansion_disabled() runs the base. A name for each row, expansion_names=, is for a composed model."
-)
+ONE_EXPANSION = "It has one: model.expansion_disabled() runs the base. A name for each row, expansion_names=, is for a composed model."
 
 
 class WholeHead(NamedTuple):

@@ -1,8 +1,9 @@
 """Text to learn from or to measure on: files and datasets become documents.
 
-FILE.jsonl   an object a line: {"text"}, {"question", "answer"} or {"prompt", "completion"}
+FILE.jsonl   an object a line: {"text"}, {"question", "answer"}, {"prompt", "completion"}, {"messages"} as in a chat, or
+             {"instruction", "output"} as in Alpaca, perhaps with {"input"}
 FILE.json    the same, or an array of such objects
-FILE.*       any other file is one document of plain text
+FILE.*       any other file is one document of plain text, but no table
 FOLDER       a dataset saved by the library `datasets`, or a folder of data files, with the same fields as columns
 ORG/NAME     a dataset of the Hub, where no such path exists
 
@@ -11,8 +12,11 @@ After a comma stands what else is to be known of it, see `sources`: FILE.jsonl,c
 
 from __future__ import annotations
 
+import csv
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +28,31 @@ from scale_surgery.running.sources import TextSource, parse_source
 from scale_surgery.running.text_files import BLANK, is_array, read_array, read_lines, read_pieces, read_text
 
 QUESTION = ("question", "answer")
-FIELDS = (("text",), QUESTION, ("prompt", "completion"))
+ALPACA = ("instruction", "output")
+# a row is the first of these that it has
+FIELDS = (("text",), QUESTION, ("prompt", "completion"), ("messages",), ALPACA)
+TEXTS = frozenset(("input", *chain.from_iterable(FIELDS))) - {"messages"}
 PROMPTS = ("prompt", "question")
 EXPECTED_PROMPT = 'expected {"prompt"} or {"question"}, a text'
-EXPECTED = 'expected {"text"}, {"question", "answer"} or {"prompt", "completion"}, each a text'
+EXPECTED = (
+    'expected {"text"}, {"question", "answer"}, {"prompt", "completion"}, {"messages"} or {"instruction", "output"}'
+)
+# how rows of Alpaca are usually written out
+TASK = (
+    "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{instruction}\n\n### Response:\n"
+)
+TASK_WITH_INPUT = (
+    "Below is an instruction that describes a task, paired with an input that provides further context. Write a "
+    "response that appropriately completes the request.\n\n### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n"
+    "### Response:\n"
+)
+# of tables, and the characters of their first line that are read
+LONGEST_HEADER = 1000
+SEPARATORS = {".csv": ",", ".tsv": "\t"}
+HALF = "holds half a character (a lone surrogate), expected Unicode text"
+# what a value of JSON is called
+KINDS = {bool: "true or false", (int, float): "a number", str: "a text", list: "a list", Mapping: "an object"}
 # a text of more characters, or a file of more bytes, is read in pieces where that is asked for
 LONG_TEXT = 2**20
 ROWS_TOLD = 1000
@@ -35,11 +60,21 @@ ROWS_TOLD = 1000
 
 @dataclass(frozen=True)
 class Document:
-    """A text: `prompt` is read only and may be empty, `text` is learned and scored; `source` says where it stands."""
+    """A text: `prompt` is read only and may be empty, `text` is learned and scored; `source` says where it stands.
+
+    Of a conversation `chat` is what a chat template takes: its messages, perhaps tools. Then `text` is what the
+    assistant says, and `prompt` all else.
+    """
 
     prompt: str
     text: str
     source: str
+    chat: Mapping[str, Any] | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is one text, all of which is learned."""
+        return not self.prompt and self.chat is None
 
 
 @dataclass(frozen=True)
@@ -67,7 +102,7 @@ def read_documents(paths: Sequence[str | Path], advance: Progress = no_progress)
         if _holds_rows(source):
             yield from _from_rows(source, advance)
         else:
-            yield from _documents([read_text(source.path, advance)], source.name)
+            yield from _documents({"text": read_text(source.path, advance)}, ("text",), source.name)
 
 
 def stream_documents(paths: Sequence[str | Path], advance: Progress = no_progress) -> Iterator[Document | LongText]:
@@ -87,7 +122,7 @@ def stream_documents(paths: Sequence[str | Path], advance: Progress = no_progres
         source = parse_source(path)
         if _holds_rows(source) or not source.path.is_file() or source.path.stat().st_size <= LONG_TEXT:
             for document in read_documents([path], advance):
-                is_long = len(document.text) > LONG_TEXT and not document.prompt
+                is_long = len(document.text) > LONG_TEXT and document.is_plain
                 yield LongText([document.text], document.source) if is_long else document
         elif any(piece.strip() for piece in read_pieces(source.path)):
             yield LongText(read_pieces(source.path, advance), source.name)
@@ -123,11 +158,15 @@ def _prompts_of(path: Path) -> Iterator[str]:
     problems: list[str] = []
     rows, where = _rows_of(source, no_progress)
     for number, row in enumerate(rows, start=1):
-        own = [row[name] for name in names if _is_text(row.get(name))] if isinstance(row, Mapping) else []
+        own = (
+            [row[name] for name in names if _misfit_of_text(row.get(name), name) is None]
+            if isinstance(row, Mapping)
+            else []
+        )
         if own:
             yield own[0]
         elif row != BLANK:
-            problems.append(f"{where} {number}: {_problem(row, EXPECTED_PROMPT)}.")
+            problems.append(f"{where} {number}: {_problem(row, names, EXPECTED_PROMPT)}.")
     if problems:
         raise DataError.from_problems(shorten(problems))
 
@@ -141,7 +180,19 @@ def _holds_rows(source: TextSource) -> bool:
     if given and not is_dataset:
         kind = "a file" if is_rows else "plain text"
         raise DataError(f"{source.name}: is {kind}, which has no {given[0]}. Leave ,{given[0]}= out.")
+    if not is_dataset and source.path.suffix.lower() in SEPARATORS:
+        _refuse_table(source.path)
     return is_rows
+
+
+def _refuse_table(path: Path) -> None:
+    """Refuse a table: learned as plain text it would teach commas."""
+    line = next(read_pieces(path), "").partition("\n")[0][:LONGEST_HEADER]
+    header = next(csv.reader([line], delimiter=SEPARATORS[path.suffix.lower()]), [])
+    raise DataError(
+        f"{path}, line 1: is a table with the columns {', '.join(header) or 'none'}, expected plain text or JSONL. Write "
+        "its rows as JSONL, or put it into a folder of its own and give that; the library datasets reads it there."
+    )
 
 
 def _rows_of(source: TextSource, advance: Progress) -> tuple[Iterable[Any], str]:
@@ -154,61 +205,117 @@ def _rows_of(source: TextSource, advance: Progress) -> tuple[Iterable[Any], str]
 
 
 def _from_rows(source: TextSource, advance: Progress) -> Iterator[Document]:
-    (rows, where), expected = _rows_of(source, advance), _expected(source)
+    (rows, where), column = _rows_of(source, advance), source.column
+    names, expected = FIELDS if column is None else ((column,),), EXPECTED
+    if column is not None:
+        expected = f'expected {{"{column}"}}, a text or messages'
     problems: list[str] = []
     more = 0
     for number, row in enumerate(rows, start=1):
         if number % ROWS_TOLD == 0:
             advance(0, counted(number, "row"))  # of a dataset nobody knows how many bytes they are
-        names = _fields_of(row, source.column)
-        if names is not None:
-            yield from _documents([row[name] for name in names], f"{where} {number}", is_question=names == QUESTION)
+        # a blank line of JSONL has no fields at all
+        fields = ("text",) if row is BLANK else _fields_of(row, names)
+        if fields is not None:
+            yield from _documents(row, fields, f"{where} {number}")
         elif len(problems) < MOST_LINES:
-            problems.append(f"{where} {number}: {_problem(row, expected)}.")
+            problems.append(
+                f"{where} {number}: {_problem(row, chain.from_iterable(map(_with_optional, names)), expected)}."
+            )
         else:
             more += 1  # as many as there are rows
     if problems:
         raise DataError.from_problems([*problems, *([f"... and {more} more."] if more else [])])
 
 
-def _expected(source: TextSource) -> str:
-    return EXPECTED if source.column is None else f'expected {{"{source.column}"}}, a text'
-
-
-def _fields_of(row: Any, column: str | None) -> tuple[str, ...] | None:
+def _fields_of(row: Any, known: Sequence[tuple[str, ...]]) -> tuple[str, ...] | None:
+    """Those of the known fields that a row holds."""
     if not isinstance(row, Mapping):
         return None
-    if column is not None:
-        # a blank line of JSONL has no fields at all
-        return ("text",) if row is BLANK else (column,) if _is_text(row.get(column)) else None
-    return next((names for names in FIELDS if all(_is_text(row.get(name)) for name in names)), None)
+    return next((names for names in known if all(_misfit(row, name) is None for name in _with_optional(names))), None)
 
 
-def _is_text(value: Any) -> bool:
+def _with_optional(names: tuple[str, ...]) -> tuple[str, ...]:
+    return (*names, "input") if names == ALPACA else names
+
+
+def _misfit(row: Mapping[str, Any], name: str) -> str | None:
+    """What is wrong with a field; None where it holds what it has to."""
+    value = row.get(name)
+    if name == "messages" or (name not in TEXTS and isinstance(value, list)):
+        return _misfit_of_chat(value, name)
+    return None if name == "input" and value is None else _misfit_of_text(value, name)
+
+
+def _misfit_of_text(value: Any, name: str) -> str | None:
+    if not isinstance(value, str):
+        return f'"{name}" is {_kind(value)}, expected a text'
     # JSON can name halves of a character, which are no Unicode
-    return isinstance(value, str) and not _has_half_characters(value)
+    return f'"{name}" {HALF}' if HALF_A_CHARACTER.search(value) else None
 
 
-def _has_half_characters(text: str) -> bool:
-    return HALF_A_CHARACTER.search(text) is not None
+def _misfit_of_chat(messages: Any, name: str) -> str | None:
+    if not isinstance(messages, list) or not messages:
+        return f'"{name}" is {_kind(messages or None)}, expected a list of {{"role", "content"}}'
+    for number, message in enumerate(messages, start=1):
+        place = f'message {number} of "{name}"'
+        if not isinstance(message, Mapping):
+            return f'{place} is {_kind(message)}, expected {{"role", "content"}}'
+        if not isinstance(message.get("role"), str):
+            return f'{place} has the fields {_named(message)}; expected {{"role", "content"}}'
+        content = message.get("content")
+        calls = content is None and message.get("tool_calls")
+        if not calls and (wrong := _misfit_of_text(content, "content")):
+            return f"{place}: {wrong}"
+    return None
 
 
-def _problem(row: Any, expected: str) -> str:
+def _kind(value: Any) -> str:
+    """What a value is, in words."""
+    if value is None:
+        return "empty"
+    return next((said for kind, said in KINDS.items() if isinstance(value, kind)), type(value).__name__)
+
+
+def _named(row: Mapping[str, Any]) -> str:
+    return ", ".join(map(str, row)) or "none"
+
+
+def _problem(row: Any, names: Iterable[str], expected: str) -> str:
+    """What is wrong with a row that holds none of the fields as it has to."""
     if isinstance(row, ValueError):
         return f"is not JSON ({row})"
     if not isinstance(row, Mapping):
         return f"found {type(row).__name__}, {expected}"
-    if any(isinstance(value, str) and _has_half_characters(value) for value in row.values()):
-        return "holds half a character (a lone surrogate), expected Unicode text"
-    return f"has the fields {', '.join(map(str, row)) or 'none'}; {expected}"
+    wrong = (_misfit(row, name) for name in names if row.get(name) is not None)
+    return next(filter(None, wrong), f"has the fields {_named(row)}; {expected}")
 
 
-def _documents(texts: Sequence[str], source: str, *, is_question: bool = False) -> Iterator[Document]:
-    """The document of a text, or of a prompt and a text; nothing where there is no text."""
-    *prompt, text = texts
+def _documents(row: Mapping[str, Any], names: tuple[str, ...], source: str) -> Iterator[Document]:
+    """The document of a row; nothing where there is nothing to learn."""
+    values = [row[name] for name in names]
+    if isinstance(values[0], list):
+        yield from _conversation(row, values[0], source)
+        return
+    *prompt, text = values
+    if names == ALPACA:
+        asked = {name: row.get(name) or "" for name in ("instruction", "input")}
+        prompt = [(TASK_WITH_INPUT if asked["input"].strip() else TASK).format(**asked)]
     if text.strip():
         # the answer follows the question after a space
-        yield Document("".join(prompt), f" {text.lstrip()}" if is_question else text, source)
+        yield Document("".join(prompt), f" {text.lstrip()}" if names == QUESTION else text, source)
+
+
+def _conversation(row: Mapping[str, Any], messages: Sequence[Mapping[str, Any]], source: str) -> Iterator[Document]:
+    # datasets give every message the fields of all
+    said = [{key: value for key, value in message.items() if value is not None} for message in messages]
+    words: dict[bool, list[str]] = {False: [], True: []}
+    for place, message in enumerate(said):
+        text = message.get("content") or json.dumps(message.get("tool_calls", ""), default=str)
+        words[message["role"] == "assistant" and place > 0].append(text)
+    if any(map(str.strip, words[True])):
+        tools = {"tools": row["tools"]} if row.get("tools") else {}
+        yield Document("\n".join(words[False]), "\n".join(words[True]), source, {"messages": said, **tools})
 
 
 def read_files(texts: Sequence[str | Path]) -> dict[str, list[Document]]:

@@ -1,6 +1,6 @@
 """Token sequences to train on and to measure with: documents become tokens, packed or cut into windows.
 
-Of a question and its answer the answer alone is learned and scored. Tokens lie in flat arrays, so that a corpus
+Of a question and its answer the answer alone is learned and scored, of a conversation what the assistant says. Tokens lie in flat arrays, so that a corpus
 takes eight bytes a token in memory and nothing else.
 """
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from scale_surgery.errors import DataError, shorten
+from scale_surgery.running.chat_template import tokenize_chat
 from scale_surgery.running.documents import Document, LongText
 from scale_surgery.running.long_texts import tokenize_long
 from scale_surgery.running.sequences import IGNORED, NOTHING_SCORED, PROMPT, Sequences, from_arrays, join
@@ -32,6 +33,8 @@ def tokenize(
     documents: Iterable[Document], tokenizer: PreTrainedTokenizerBase, *, learn_prompts: bool = False
 ) -> Sequences:
     """Turn documents into token sequences, with the tokenizer's own start token and an end token after each.
+
+    A conversation is what the tokenizer's chat template makes of it, and nothing else.
 
     Args:
         documents: The documents.
@@ -92,14 +95,19 @@ def _tokenize_documents(
     documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase, *, learn_prompts: bool
 ) -> Sequences:
     ids, labels, starts = array("i"), array("i"), [0]
-    for document, (prompt, text) in zip(documents, _tokenize_some(documents, tokenizer), strict=True):
-        if not prompt + text:
+    texts = _tokenize_some([document for document in documents if document.chat is None], tokenizer)
+    for document in documents:
+        if document.chat is not None:
+            found, is_answer = tokenize_chat(document, tokenizer)
+            scored = [id_ if learned else PROMPT for id_, learned in zip(found, is_answer, strict=True)]
+        else:
+            prompt, text = next(texts)
+            # without a prompt there is at most a start token
+            found, scored = prompt + text, [PROMPT if document.prompt else IGNORED] * len(prompt) + text
+        if not found:
             raise DataError(f"{document.source}: has no token in this model's tokenizer. Leave it out.")
-        # without a prompt there is at most a start token
-        read_only = PROMPT if document.prompt else IGNORED
-        ids.extend(prompt + text)
-        labels.extend(prompt if learn_prompts and document.prompt else [read_only] * len(prompt))
-        labels.extend(text)
+        ids.extend(found)
+        labels.extend(found if learn_prompts and not document.is_plain else scored)
         starts.append(len(ids))
     return from_arrays(ids, labels, starts)
 
@@ -116,6 +124,8 @@ def _tokenize_pieces(text: LongText, tokenizer: PreTrainedTokenizerBase) -> Iter
 def _tokenize_some(
     documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[tuple[list[int], list[int]]]:
+    if not documents:
+        return
     end = _end(tokenizer)
     options: dict[str, Any] = {"return_attention_mask": False, "verbose": False}
     texts = tokenizer([document.text for document in documents], add_special_tokens=False, **options)["input_ids"]

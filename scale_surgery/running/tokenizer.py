@@ -104,6 +104,8 @@ def digest_tokenizer(tokenizer: Any, path: Path) -> str:
 
     special = [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.sep_token_id]
     told: list[Any] = [type(tokenizer).__name__, transformers.__version__, tokenizers.__version__, special]
+    if getattr(tokenizer, "chat_template", None) is not None:
+        told.append(tokenizer.chat_template)
     if tokenizer.is_fast:
         known = json.loads(tokenizer.backend_tokenizer.to_str())
         told.append({name: known[name] for name in known if name not in CHANGED_BY_CALLS})

@@ -582,8 +582,8 @@ def test_texts_that_are_not_there_are_all_named(place: Path, tmp_path: Path) -> 
     assert message.splitlines() == [
         f"{none}: there is no such file. Give UTF-8 text, JSONL or a saved dataset.",
         f"{tmp_path / 'empty.txt'}: is empty, expected at least one document with some text.",
-        f'{tmp_path / "wrong.jsonl"}, line 1: has the fields texts; expected {{"text"}}, {{"question", "answer"}} or '
-        '{"prompt", "completion"}, each a text.',
+        f'{tmp_path / "wrong.jsonl"}, line 1: has the fields texts; expected {{"text"}}, {{"question", "answer"}}, '
+        '{"prompt", "completion"}, {"messages"} or {"instruction", "output"}.',
     ]
     assert refusal(place / "posterior", []) == "There is no text to report on. Give a file with --text."
 

@@ -81,9 +81,7 @@ def test_a_column_of_lines_and_arrays(tmp_path: Path) -> None:
     for text, where in ((file, "line"), (tmp_path / "a.json", "entry")):
         assert read(f"{text},column=body") == [("one", f"{text}, {where} 1"), ("two", f"{text}, {where} 2")]
         assert [text for text, _ in read(text)] == ["un", "deux", "x"], "without it, the usual field"
-        assert refusal(f"{text},column=n")[0] == (
-            f'{text}, {where} 1: has the fields body, text, n; expected {{"n"}}, a text.'
-        )
+        assert refusal(f"{text},column=n")[0] == f'{text}, {where} 1: "n" is a number, expected a text.'
     assert read_prompts([Path(f"{file},column=body")]) == ["one", "two", " "]
 
 
@@ -148,7 +146,7 @@ def test_a_folder_of_parquet(folder: Path) -> None:
     (folder / "test.jsonl").unlink()
     assert [text for text, _ in read(folder)] == ["un", "deux", "x"]
     assert read(f"{folder},column=body,split=train") == [("one", f"{folder}, row 1"), ("two", f"{folder}, row 2")]
-    assert refusal(f"{folder},column=n")[0] == f'{folder}, row 1: has the fields n; expected {{"n"}}, a text.'
+    assert refusal(f"{folder},column=n")[0] == f'{folder}, row 1: "n" is a number, expected a text.'
     assert refusal(f"{folder},split=dev") == [
         f"{folder}: has no split dev, it holds train. Say which is meant: {folder},split=train."
     ]

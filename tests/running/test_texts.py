@@ -116,12 +116,15 @@ def test_every_problem_of_a_file_is_named(tmp_path: Path) -> None:
     file.write_text(
         '{"text": "good"}\n{"text": \n"a string"\n[1]\n{"text": 5, "more": 1}\n{}\n{"question": "no answer?"}\n'
     )
-    expected = 'expected {"text"}, {"question", "answer"} or {"prompt", "completion"}, each a text.'
+    expected = (
+        'expected {"text"}, {"question", "answer"}, {"prompt", "completion"}, {"messages"} or '
+        '{"instruction", "output"}.'
+    )
     assert refusal(file).splitlines() == [
         f"{file}, line 2: is not JSON (Expecting value: line 1 column 10 (char 9)).",
         f"{file}, line 3: found str, {expected}",
         f"{file}, line 4: found list, {expected}",
-        f"{file}, line 5: has the fields text, more; {expected}",
+        f'{file}, line 5: "text" is a number, expected a text.',
         f"{file}, line 6: has the fields none; {expected}",
         f"{file}, line 7: has the fields question; {expected}",
     ]
@@ -171,6 +174,63 @@ def test_a_saved_dataset_without_the_library(tmp_path: Path, monkeypatch: pytest
     )
 
 
+def test_alpaca_and_conversations(tmp_path: Path) -> None:
+    system, asked, answer = (
+        {"role": role, "content": text} for role, text in (("system", "s"), ("user", "q"), ("assistant", "a"))
+    )
+    tools = [{"type": "function"}]
+    file = lines(
+        tmp_path / "a.jsonl",
+        {"instruction": "Add {1}.", "input": "", "output": "2"},
+        {"instruction": "Add.", "input": "1", "output": "2"},
+        {"instruction": "Say nothing.", "output": ""},
+        {"messages": [system, asked, answer | {"name": None}, asked], "tools": tools, "prompt": "q"},
+        {"messages": [answer, asked]},
+        {"messages": [asked, {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}]},
+    )
+    plain, more, spoken, called = read_documents([file])
+    assert plain.prompt.endswith("completes the request.\n\n### Instruction:\nAdd {1}.\n\n### Response:\n")
+    assert more.prompt.endswith("### Instruction:\nAdd.\n\n### Input:\n1\n\n### Response:\n")
+    assert plain.text == more.text == "2" and plain.chat is more.chat is None
+    assert spoken.chat == {"messages": [system, asked, answer, asked], "tools": tools}
+    assert (spoken.prompt, spoken.text, spoken.source) == ("s\nq\nq", "a", f"{file}, line 4")
+    assert called.text == '[{"name": "f"}]' and called.chat is not None
+    body = lines(tmp_path / "b.jsonl", {"body": [asked, answer]})
+    assert [document.text for document in read_documents([f"{body},column=body"])] == ["a"]
+
+
+def test_what_is_wrong_with_a_row_is_named(tmp_path: Path) -> None:
+    rows = {
+        '{"text": 5}': '"text" is a number, expected a text.',
+        '{"text": ["a"]}': '"text" is a list, expected a text.',
+        '{"instruction": "i", "input": {}, "output": "o"}': '"input" is an object, expected a text.',
+        '{"messages": "hello"}': '"messages" is a text, expected a list of {"role", "content"}.',
+        '{"messages": []}': '"messages" is empty, expected a list of {"role", "content"}.',
+        '{"messages": ["hello"]}': 'message 1 of "messages" is a text, expected {"role", "content"}.',
+        '{"messages": [{"from": "human", "value": "hello"}]}': (
+            'message 1 of "messages" has the fields from, value; expected {"role", "content"}.'
+        ),
+        '{"messages": [{"role": "user", "content": ["x"]}]}': (
+            'message 1 of "messages": "content" is a list, expected a text.'
+        ),
+    }
+    file = tmp_path / "a.jsonl"
+    file.write_text("\n".join(rows))
+    assert refusal(file).splitlines() == [
+        f"{file}, line {number}: {problem}" for number, problem in enumerate(rows.values(), 1)
+    ]
+
+
+@pytest.mark.parametrize(("suffix", "separator"), [(".csv", ","), (".TSV", "\t")])
+def test_a_table_is_not_learned_as_text(tmp_path: Path, suffix: str, separator: str) -> None:
+    file = tmp_path / f"a{suffix}"
+    file.write_text(f'instruction{separator}"out{separator}put"\r\n1{separator}2\r\n')
+    assert refusal(file) == (
+        f"{file}, line 1: is a table with the columns instruction, out{separator}put, expected plain text or JSONL. "
+        "Write its rows as JSONL, or put it into a folder of its own and give that; the library datasets reads it there."
+    )
+
+
 # tokens
 
 
@@ -191,6 +251,76 @@ def test_prompts_can_be_learned_too() -> None:
     found = tokenize(documents, letters(), learn_prompts=True)
     assert found.labels[:8].tolist() == found.ids[:8].tolist()
     assert found.labels[8:].tolist() == [IGNORED, *found.ids[9:].tolist()]
+
+
+# a template that marks answers, one that does not, and one that leaves a thought out of all answers but the last
+TURN = "{{ m.role[0] + ' ' }}%s{{ m.content + '</s>' }}%s{{ '\n' }}"
+TURNS = "{{% for m in messages %}}{}{{% endfor %}}{{% if add_generation_prompt %}}{{{{ 'a ' }}}}{{% endif %}}".format
+MARKED = TURNS(
+    "{% if m.role == 'assistant' %}"
+    + TURN % ("{% generation %}", "{% endgeneration %}")
+    + "{% else %}"
+    + TURN % ("", "")
+    + "{% endif %}"
+)
+UNMARKED = TURNS(TURN % ("", ""))
+THINKING = TURNS(TURN % ("{% if loop.last and m.role == 'assistant' %}z {% endif %}", ""))
+TALK = [
+    {"role": role, "content": text}
+    for role, text in (("assistant", "hi"), ("user", "ab?"), ("assistant", "cd"), ("user", "ef?"), ("assistant", "gh"))
+]
+
+
+def chat_of(messages: list[dict[str, str]]) -> Document:
+    return Document("ab?", "cd", "talk.jsonl, line 1", {"messages": messages})
+
+
+@pytest.mark.parametrize(
+    ("template", "answers", "thought"),
+    [
+        (MARKED, ["hi</s>", "cd</s>", "gh</s>"], ""),
+        (UNMARKED, ["cd</s>\n", "gh</s>\n"], ""),
+        (THINKING, ["cd</s>\n", "z gh</s>\n"], "z "),
+    ],
+    ids=["marked", "unmarked", "thinking"],
+)
+def test_of_a_conversation_the_answers_are_scored(template: str, answers: list[str], thought: str) -> None:
+    tokenizer = letters()
+    tokenizer.chat_template = template
+    # beside others, whose order it keeps
+    found = tokenize([Document("", "x", ""), chat_of(TALK), Document("", "y", "")], tokenizer)
+    talk = found[1]
+    whole = f"a hi</s>\nu ab?</s>\na cd</s>\nu ef?</s>\na {thought}gh</s>\n"
+    assert talk["input_ids"].tolist() == tokenizer(whole, add_special_tokens=False)["input_ids"]
+    scored = talk["labels"] >= 0
+    assert talk["labels"][scored].tolist() == talk["input_ids"][scored].tolist()
+    assert set(talk["labels"][~scored].tolist()) == {PROMPT}
+    expected = tokenizer("".join(answers), add_special_tokens=False)["input_ids"]
+    assert talk["labels"][scored].tolist() == expected
+    # what is scored goes with its tokens, wherever sequences are cut
+    packed, all_labels = pack(found, 7), torch.cat([found[place]["labels"] for place in range(3)])
+    assert torch.cat([packed[place]["labels"] for place in range(len(packed))]).tolist() == all_labels.tolist()
+    learned = tokenize([chat_of(TALK)], tokenizer, learn_prompts=True)
+    assert learned.labels.tolist() == learned.ids.tolist() == talk["input_ids"].tolist()
+
+
+def test_conversations_that_no_template_can_write() -> None:
+    tokenizer = letters()
+    refused = {
+        None: "is a conversation, and this model's tokenizer has no chat template. Put a chat_template.jinja beside the "
+        'tokenizer\'s files, or give {"prompt", "completion"}.',
+        "{{ raise_exception('no such role') }}": "the chat template does not take the conversation (no such role). "
+        "Change its messages.",
+        # it counts its messages first
+        "{% for m in messages %}x{% endfor %}" + UNMARKED: "the chat template writes message 3 in another way in the "
+        "whole conversation than where it is asked for, so the answer cannot be found. Mark answers in the template by "
+        "{% generation %}, or give conversations that end with that message.",
+    }
+    for template, problem in refused.items():
+        tokenizer.chat_template = template
+        with pytest.raises(DataError) as error:
+            tokenize([chat_of(TALK)], tokenizer)
+        assert str(error.value) == f"talk.jsonl, line 1: {problem}"
 
 
 def test_without_a_start_token_the_first_token_is_not_scored() -> None:
@@ -342,7 +472,7 @@ def test_a_json_array_is_read_too(tmp_path: Path) -> None:
 
 def test_half_a_character_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "\\ud800 x"}\n')
-    with pytest.raises(DataError, match="line 1: holds half a character"):
+    with pytest.raises(DataError, match='line 1: "text" holds half a character'):
         list(read_documents([tmp_path / "a.jsonl"]))
 
 
