@@ -37,8 +37,10 @@ def _count(file: str, tokenizer: PreTrainedTokenizerBase) -> int:
     documents = list(islice(read_documents([file]), SAMPLED_DOCUMENTS))
     if not documents:
         raise DataError(f"{file}: holds no text, expected at least one document.")
-    if conversation := next((document for document in documents if document.chat is not None), None):
-        tokenize_chat(conversation, tokenizer)  # a tokenizer that cannot is refused before any work
+    for document in documents:
+        if document.chat is not None:
+            tokenize_chat(document.chat, document.source, tokenizer)  # what cannot be read is refused before any work
+            break
     texts = [document.prompt + document.text for document in documents]
     sample = "\n".join(texts)[:SAMPLED_CHARACTERS]
     tokens = len(tokenizer(sample, verbose=False)["input_ids"])

@@ -29,7 +29,10 @@ from .expanded_routing import (
     state_of,
 )
 
-ONE_EXPANSION = "It has one: model.expansion_disabled() runs the base. A name for each row, expansion_names=, is for a composed model."
+ONE_EXPANSION = (
+    "It has one: model.expansion_disabled() runs the base. Only a composed model takes a name for each row, by "
+    "expansion_names=."
+)
 
 
 class WholeHead(NamedTuple):

@@ -8,23 +8,24 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from scale_surgery.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from scale_surgery.running.documents import Document
-
 MARKED = re.compile(r"\{%[-+]?\s*generation\b")
 
 
-def tokenize_chat(document: Document, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[bool]]:
+def tokenize_chat(
+    chat: Mapping[str, Any], source: str, tokenizer: PreTrainedTokenizerBase
+) -> tuple[list[int], list[bool]]:
     """Turn a conversation into tokens, as the chat template writes it and with nothing added.
 
     Args:
-        document: A conversation.
+        chat: Its messages, and perhaps tools: what a chat template takes.
+        source: Where it stands.
         tokenizer: The model's tokenizer.
 
     Returns:
@@ -35,18 +36,18 @@ def tokenize_chat(document: Document, tokenizer: PreTrainedTokenizerBase) -> tup
     """
     if getattr(tokenizer, "chat_template", None) is None:
         raise DataError(
-            f"{document.source}: is a conversation, and this model's tokenizer has no chat template. Put a "
+            f"{source}: is a conversation, and this model's tokenizer has no chat template. Put a "
             'chat_template.jinja beside the tokenizer\'s files, or give {"prompt", "completion"}.'
         )
     if not tokenizer.is_fast:
         raise DataError(
-            f"{document.source}: is a conversation, and this model's tokenizer, which is written in Python, does not "
+            f"{source}: is a conversation, and this model's tokenizer, which is written in Python, does not "
             'say where tokens stand. Give {"prompt", "completion"}.'
         )
-    messages, tools = document.chat["messages"], document.chat.get("tools")
+    messages, tools = chat["messages"], chat.get("tools")
 
     def fill(some: Sequence[Mapping[str, Any]], **options: Any) -> Any:
-        return tokenizer.apply_chat_template(some, tools=tools, **options)
+        return tokenizer.apply_chat_template(cast(Any, some), tools=tools, **options)
 
     try:
         if MARKED.search(tokenizer.get_chat_template(tools=tools)):
@@ -54,14 +55,14 @@ def tokenize_chat(document: Document, tokenizer: PreTrainedTokenizerBase) -> tup
             return filled["input_ids"], list(map(bool, filled["assistant_masks"]))
         whole = fill(messages, tokenize=False)
         is_answer = bytearray(len(whole) + 1)
-        for start, end in _answers(document, whole, fill):
+        for start, end in _answers(messages, source, whole, fill):
             is_answer[start:end] = b"\1" * (end - start)
     except DataError:
         raise
     except Exception as error:  # templates raise what they like
         reason = " ".join(f"{error}".split()) or type(error).__name__
         raise DataError(
-            f"{document.source}: the chat template does not take the conversation ({reason}). Change its messages."
+            f"{source}: the chat template does not take the conversation ({reason}). Change its messages."
         ) from error
     found = tokenizer(
         whole, add_special_tokens=False, return_offsets_mapping=True, return_attention_mask=False, verbose=False
@@ -69,9 +70,10 @@ def tokenize_chat(document: Document, tokenizer: PreTrainedTokenizerBase) -> tup
     return found["input_ids"], [bool(is_answer[start]) for start, _ in found["offset_mapping"]]
 
 
-def _answers(document: Document, whole: str, fill: Callable[..., Any]) -> Iterator[tuple[int, int]]:
+def _answers(
+    messages: Sequence[Mapping[str, Any]], source: str, whole: str, fill: Callable[..., Any]
+) -> Iterator[tuple[int, int]]:
     """Where answers begin and end in the whole text; a first message answers nothing."""
-    messages = document.chat["messages"]
     for place, message in enumerate(messages):
         if message["role"] != "assistant" or not place:
             continue
@@ -83,7 +85,7 @@ def _answers(document: Document, whole: str, fill: Callable[..., Any]) -> Iterat
             closed = asked + words + closed.rpartition(words)[2] if words else ""
         if not (whole.startswith(asked) and closed.startswith(asked) and whole.startswith(closed)):
             raise DataError(
-                f"{document.source}: the chat template writes message {place + 1} in another way in the whole "
+                f"{source}: the chat template writes message {place + 1} in another way in the whole "
                 "conversation than where it is asked for, so the answer cannot be found. Mark answers in the template "
                 "by {% generation %}, or give conversations that end with that message."
             )

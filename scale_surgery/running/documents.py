@@ -52,7 +52,13 @@ LONGEST_HEADER = 1000
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
 HALF = "holds half a character (a lone surrogate), expected Unicode text"
 # what a value of JSON is called
-KINDS = {bool: "true or false", (int, float): "a number", str: "a text", list: "a list", Mapping: "an object"}
+KINDS: tuple[tuple[Any, str], ...] = (
+    (bool, "true or false"),
+    ((int, float), "a number"),
+    (str, "a text"),
+    (list, "a list"),
+    (Mapping, "an object"),
+)
 # a text of more characters, or a file of more bytes, is read in pieces where that is asked for
 LONG_TEXT = 2**20
 ROWS_TOLD = 1000
@@ -158,13 +164,10 @@ def _prompts_of(path: Path) -> Iterator[str]:
     problems: list[str] = []
     rows, where = _rows_of(source, no_progress)
     for number, row in enumerate(rows, start=1):
-        own = (
-            [row[name] for name in names if _misfit_of_text(row.get(name), name) is None]
-            if isinstance(row, Mapping)
-            else []
-        )
-        if own:
-            yield own[0]
+        texts = [row.get(name) for name in names] if isinstance(row, Mapping) else []
+        prompt = next((text for text in texts if _misfit_of_text(text, "") is None), None)
+        if prompt is not None:
+            yield prompt
         elif row != BLANK:
             problems.append(f"{where} {number}: {_problem(row, names, EXPECTED_PROMPT)}.")
     if problems:
@@ -175,13 +178,13 @@ def _holds_rows(source: TextSource) -> bool:
     """Whether a source holds objects with fields; otherwise it is plain text."""
     is_dataset = source.path.is_dir() or source.is_on_hub
     is_rows = is_dataset or source.path.suffix in (".jsonl", ".json")
+    if not is_dataset and source.path.suffix.lower() in SEPARATORS:
+        _refuse_table(source.path)
     settings = ("split", "config", "revision") if is_rows else ("column", "split", "config", "revision")
     given = [name for name in settings if getattr(source, name) is not None]
     if given and not is_dataset:
         kind = "a file" if is_rows else "plain text"
         raise DataError(f"{source.name}: is {kind}, which has no {given[0]}. Leave ,{given[0]}= out.")
-    if not is_dataset and source.path.suffix.lower() in SEPARATORS:
-        _refuse_table(source.path)
     return is_rows
 
 
@@ -190,8 +193,8 @@ def _refuse_table(path: Path) -> None:
     line = next(read_pieces(path), "").partition("\n")[0][:LONGEST_HEADER]
     header = next(csv.reader([line], delimiter=SEPARATORS[path.suffix.lower()]), [])
     raise DataError(
-        f"{path}, line 1: is a table with the columns {', '.join(header) or 'none'}, expected plain text or JSONL. Write "
-        "its rows as JSONL, or put it into a folder of its own and give that; the library datasets reads it there."
+        f"{path}, line 1: is a table with the columns {', '.join(header) or 'none'}, expected plain text or JSONL. "
+        "Write its rows as JSONL; or put it into a folder of its own and give that, which the library datasets reads."
     )
 
 
@@ -209,6 +212,7 @@ def _from_rows(source: TextSource, advance: Progress) -> Iterator[Document]:
     names, expected = FIELDS if column is None else ((column,),), EXPECTED
     if column is not None:
         expected = f'expected {{"{column}"}}, a text or messages'
+    every = tuple(chain.from_iterable(map(_with_optional, names)))
     problems: list[str] = []
     more = 0
     for number, row in enumerate(rows, start=1):
@@ -219,9 +223,7 @@ def _from_rows(source: TextSource, advance: Progress) -> Iterator[Document]:
         if fields is not None:
             yield from _documents(row, fields, f"{where} {number}")
         elif len(problems) < MOST_LINES:
-            problems.append(
-                f"{where} {number}: {_problem(row, chain.from_iterable(map(_with_optional, names)), expected)}."
-            )
+            problems.append(f"{where} {number}: {_problem(row, every, expected)}.")
         else:
             more += 1  # as many as there are rows
     if problems:
@@ -274,7 +276,7 @@ def _kind(value: Any) -> str:
     """What a value is, in words."""
     if value is None:
         return "empty"
-    return next((said for kind, said in KINDS.items() if isinstance(value, kind)), type(value).__name__)
+    return next((said for kind, said in KINDS if isinstance(value, kind)), type(value).__name__)
 
 
 def _named(row: Mapping[str, Any]) -> str:

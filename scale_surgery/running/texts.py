@@ -1,7 +1,7 @@
 """Token sequences to train on and to measure with: documents become tokens, packed or cut into windows.
 
-Of a question and its answer the answer alone is learned and scored, of a conversation what the assistant says. Tokens lie in flat arrays, so that a corpus
-takes eight bytes a token in memory and nothing else.
+Of a question and its answer the answer alone is learned and scored, of a conversation what the assistant says. Tokens
+lie in flat arrays, so that a corpus takes eight bytes a token in memory and nothing else.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def _tokenize_documents(
     texts = _tokenize_some([document for document in documents if document.chat is None], tokenizer)
     for document in documents:
         if document.chat is not None:
-            found, is_answer = tokenize_chat(document, tokenizer)
+            found, is_answer = tokenize_chat(document.chat, document.source, tokenizer)
             scored = [id_ if learned else PROMPT for id_, learned in zip(found, is_answer, strict=True)]
         else:
             prompt, text = next(texts)

@@ -227,7 +227,7 @@ def test_a_table_is_not_learned_as_text(tmp_path: Path, suffix: str, separator: 
     file.write_text(f'instruction{separator}"out{separator}put"\r\n1{separator}2\r\n')
     assert refusal(file) == (
         f"{file}, line 1: is a table with the columns instruction, out{separator}put, expected plain text or JSONL. "
-        "Write its rows as JSONL, or put it into a folder of its own and give that; the library datasets reads it there."
+        "Write its rows as JSONL; or put it into a folder of its own and give that, which the library datasets reads."
     )
 
 
@@ -307,8 +307,8 @@ def test_of_a_conversation_the_answers_are_scored(template: str, answers: list[s
 def test_conversations_that_no_template_can_write() -> None:
     tokenizer = letters()
     refused = {
-        None: "is a conversation, and this model's tokenizer has no chat template. Put a chat_template.jinja beside the "
-        'tokenizer\'s files, or give {"prompt", "completion"}.',
+        None: "is a conversation, and this model's tokenizer has no chat template. Put a chat_template.jinja beside "
+        'the tokenizer\'s files, or give {"prompt", "completion"}.',
         "{{ raise_exception('no such role') }}": "the chat template does not take the conversation (no such role). "
         "Change its messages.",
         # it counts its messages first

@@ -371,5 +371,6 @@ def test_what_people_who_come_from_peft_look_for(llama, capsys):
 
     for run in (model, model.generate):
         assert message(run, ValueError, ids, adapter_names=["law", None]) == (
-            "adapter_names: is PEFT's, and this model has expansions. Give expansion_names=, a name or None for each row."
+            "adapter_names: is PEFT's, and this model has expansions. Give expansion_names=, a name or None for each "
+            "row."
         )
