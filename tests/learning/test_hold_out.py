@@ -50,6 +50,24 @@ def test_every_document_is_in_one_part_and_says_what_it_said(data, tmp_path):
     assert parts["learn"] == [own for own in order if own in parts["learn"]]
 
 
+@pytest.mark.parametrize("count", [60, 5])
+def test_conversations_stay_what_they_are(tmp_path, count):
+    """The template that they are read by is the model's, so nothing of them is turned into text here."""
+    rows = [
+        {"messages": [{"role": "user", "content": f"Q {number}"}, {"role": "assistant", "content": f"A {number}"}]}
+        for number in range(count)
+    ]
+    # of few documents ends are set aside, of conversations none
+    rows += [{"text": BOOK}] * (count < 20)
+    file = tmp_path / "new.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = hold_out(file, tmp_path / "out")
+    files = [part_file(done.path, part) for part in (LEARN, *ASIDE)]
+    written = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    spoken = [row for row in written if "messages" in row]
+    assert sorted(spoken, key=str) == sorted((row for row in rows if "messages" in row), key=str)
+
+
 def test_equal_documents_go_the_same_way(tmp_path):
     file = tmp_path / "new.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in (*TEXTS, *TEXTS, *TEXTS)))

@@ -29,6 +29,8 @@ from scale_surgery import (
 from scale_surgery.biographies import SHIPPED_MODEL, biography, people, questions
 from scale_surgery.checkpoint.files import UNFINISHED
 from scale_surgery.checkpoint.folder import open_checkpoint
+from scale_surgery.evidence.evaluate import evaluate
+from scale_surgery.learning.token_count import count_tokens
 from scale_surgery.running import documents
 from scale_surgery.running.documents import read_documents
 from scale_surgery.running.options import RunOptions
@@ -134,6 +136,31 @@ def same(one: Sequences, other: Sequences) -> bool:
 
 
 # the same tokens
+
+
+def test_conversations_are_learned_and_measured_by_the_chat_template(place: Path, tmp_path: Path) -> None:
+    shutil.copytree(place / "wide", tmp_path / "wide")
+    file = tmp_path / "talk.jsonl"
+    rows = [
+        {"messages": [{"role": "user", "content": one.prompt}, {"role": "assistant", "content": one.answer}]}
+        for one in ASKED
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(DataError, match=r"line 1: is a conversation, and this model's tokenizer has no chat template"):
+        count_tokens([str(file)], AutoTokenizer.from_pretrained(tmp_path / "wide"))
+    found = {}
+    for end in ("!", "?"):
+        template = "{% for m in messages %}{{ m.content + '" + end + "\n' }}{% endfor %}"
+        (tmp_path / "wide" / "chat_template.jinja").write_text(template)
+        found[end] = as_before(tmp_path, "talk.jsonl", packing=True, length=32)
+        for cache in (None, tmp_path / "cache"):
+            assert same(read(tmp_path, "talk.jsonl", cache=cache), found[end])
+    assert not same(found["!"], found["?"]), "another template is another text, in the cache too"
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "wide")
+    answers = sum(len(tokenizer(f"{one.answer}?\n", add_special_tokens=False)["input_ids"]) for one in ASKED)
+    done = train(tmp_path / "wide", [file], tmp_path / "out", TrainingSettings(steps=2, **SHORT))
+    (score,) = [score for score in evaluate([done.path], new=[file]).scores if score.kind == "expanded"]
+    assert score.new is not None and (score.new.scored, score.new.questions) == (answers, len(ASKED))
 
 
 @pytest.mark.parametrize("packing", [True, False])
