@@ -15,11 +15,11 @@ from scale_surgery.checkpoint.numbering import AFTER, CONFIG_KEY, ORIGIN_KEY, nu
 from scale_surgery.checkpoint.schema import in_one_line, known_misfits
 from scale_surgery.checkpoint.sources import open_model
 from scale_surgery.composition.record import is_composition
-from scale_surgery.deriving.base import base_config, code_folder, derive_config
+from scale_surgery.deriving.base import base_config, code_folder, derive_config, read_base
 from scale_surgery.errors import CheckpointError, PlanError
 from scale_surgery.evidence.composition_summary import CompositionSummary, summarise_composition
 from scale_surgery.planning.architecture import Architecture, Sizes
-from scale_surgery.planning.base import check_layers
+from scale_surgery.planning.base import check_layers, quantisation_of
 from scale_surgery.planning.methods import method_of_variant
 from scale_surgery.planning.routing_specs import Routing, read_routing
 from scale_surgery.planning.spec_schema import spec_problems
@@ -94,6 +94,7 @@ class Inspection:
         left_out: Files with weights in other formats, and links that lead out of the folder.
         expansion: What was added, for an expanded model.
         composition: What lies in it, for a composed one.
+        quantisation: Why a base cannot be expanded as it is stored, or None.
     """
 
     name: str
@@ -109,6 +110,7 @@ class Inspection:
     left_out: tuple[str, ...]
     expansion: ExpansionSummary | None
     composition: CompositionSummary | None = None
+    quantisation: str | None = None
 
 
 @dataclass(frozen=True)
@@ -147,6 +149,7 @@ def inspect(model: str | Path, *, revision: str | None = None, run: RunOptions =
     if (numbering := numbering_of(checkpoint.config.get(CONFIG_KEY))) is not None:
         sizes = replace(sizes, layers=sizes.layers - len(numbering.new))
     check_layers(architecture, sizes.layers, checkpoint.tensors)
+    is_base = CONFIG_KEY not in checkpoint.config and not is_composed
     stored = sum(info.elements for info in checkpoint.tensors.values())
     shards: dict[str, int] = {}
     for info in checkpoint.tensors.values():
@@ -165,6 +168,7 @@ def inspect(model: str | Path, *, revision: str | None = None, run: RunOptions =
         left_out=checkpoint.left_out,
         expansion=_summarise(checkpoint, str(model)) if CONFIG_KEY in checkpoint.config and not is_composed else None,
         composition=summarise_composition(source.path) if is_composed else None,
+        quantisation=quantisation_of(read_base(checkpoint, run)) if is_base else None,
     )
 
 

@@ -128,6 +128,8 @@ def check_base(base: Base) -> None:
     Raises:
         CheckpointError: If not; every problem is listed.
     """
+    if (how := quantisation_of(base)) is not None:
+        raise CheckpointError(f"{base.checkpoint.path}: {how}")
     tensors, problems = base.checkpoint.tensors, _missing_biases(base)
     for name, shape in (_needed_shapes(base) | _optional_shapes(base)).items():
         info = tensors.get(name)
@@ -138,12 +140,28 @@ def check_base(base: Base) -> None:
                 f"{name}: shape {info.shape}, expected {shape} from config.json. Is config.json from this checkpoint?"
             )
         elif info.dtype not in FLOAT_DTYPES.values():
-            problems.append(
-                f"{name}: dtype {info.dtype}, expected one of {', '.join(FLOAT_DTYPES.values())}. "
-                "A quantised checkpoint must be dequantised first."
-            )
+            problems.append(f"{name}: dtype {info.dtype}, expected one of {', '.join(FLOAT_DTYPES.values())}. Cast it.")
     if problems:
         raise CheckpointError.from_problems(problems)
+
+
+def quantisation_of(base: Base) -> str | None:
+    """What to say of a base whose weights, beside which blocks would stand, are quantised; None where none is.
+
+    Experts may be: a mixture is expanded as a block, which reads none of its weights.
+    """
+    tensors, said = base.checkpoint.tensors, base.checkpoint.config.get("quantization_config")
+    needed = [tensors.get(name) for name in _needed_shapes(base)]
+    dtypes = sorted({info.dtype for info in needed if info is not None} - {*FLOAT_DTYPES.values(), "F64"})
+    # some ways to quantise store other tensors in place of a weight
+    if not dtypes and (not isinstance(said, Mapping) or None not in needed):
+        return None
+    method = str(said["quant_method"]) if isinstance(said, Mapping) and "quant_method" in said else ""
+    return (
+        f"is quantised ({', '.join([*filter(None, [method]), *dtypes])}), expected floating-point weights, from which "
+        "new blocks are computed. Expand the unquantised model; its base can be quantised while it trains: "
+        "scale-surgery train --base-quantization int8, or nf4."
+    )
 
 
 def _needed_shapes(base: Base) -> dict[str, tuple[int, ...]]:

@@ -82,7 +82,7 @@ def render_inspection(found: Inspection, model: str | None = None) -> Renderable
         # the last quarter is what the quick start begins with
         last = f"last:{max(1, sizes.layers // 4)}"
         planned = [] if model is None else [(NEXT, command("plan", model, "--layers", last))]
-        return facts(found.name, rows + planned)
+        return facts(found.name, rows + ([("not expandable", found.quantisation)] if found.quantisation else planned))
     is_current = (found.expansion.verified or "").startswith("passed") and not found.expansion.changed_since
     then = found.expansion.adopt or ("" if model is None or is_current else command("verify", model))
     checked = [(NEXT, then)] if then else []

@@ -113,5 +113,5 @@ def test_names_of_adapters_are_refused_with_what_is_there_instead(llama: Pair) -
     """Stock code would take them and do nothing."""
     ids = torch.ones(1, 2, dtype=torch.long)
     for run in (llama.expanded, llama.expanded.generate):
-        with pytest.raises(ValueError, match=r"^adapter_names: is PEFT's, and this model has expansions\. It has one: "):
+        with pytest.raises(ValueError, match=r"^adapter_names: is PEFT's, .* It has one: "):
             run(ids, adapter_names=["law"])

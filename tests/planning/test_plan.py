@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 from scale_surgery.checkpoint.folder import open_checkpoint
+from scale_surgery.cli.program import main
 from scale_surgery.deriving.base import read_base
 from scale_surgery.deriving.planned import load_plan, make_plan, plan
 from scale_surgery.deriving.weaken import weaker
@@ -234,13 +236,41 @@ def test_base_tensors_that_are_missing_or_wrong(llama_base):
     ]
 
 
-@pytest.mark.parametrize(
-    ("dtype", "found"), ((torch.int8, "I8"), (torch.float8_e4m3fn, "F8_E4M3"), (torch.float64, "F64"))
-)
-def test_quantised_weights_are_refused(llama_base, dtype, found):
-    assert damaged(llama_base, NORM, torch.zeros(40).to(dtype)) == [
-        f"{NORM}: dtype {found}, expected one of F32, F16, BF16. A quantised checkpoint must be dequantised first."
+def test_weights_of_another_dtype_are_refused(llama_base):
+    assert damaged(llama_base, NORM, torch.zeros(40).double()) == [
+        f"{NORM}: dtype F64, expected one of F32, F16, BF16. Cast it."
     ]
+
+
+def quantise(folder: Path, how: str) -> str:
+    """Store every linear as a quantiser does; gives what is said of it."""
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        weight = tensors.pop(name)
+        if how == "gptq":
+            tensors[name.removesuffix("weight") + "qweight"] = weight.int()
+        else:
+            tensors[name] = weight.to(torch.int8 if how == "int8" else torch.float8_e4m3fn)
+    save_file(tensors, file, metadata={"format": "pt"})
+    if how != "int8":
+        edit_config(folder, quantization_config={"quant_method": how})
+    return {"int8": "I8", "fp8": "fp8, F8_E4M3", "gptq": "gptq"}[how]
+
+
+@pytest.mark.parametrize("how", ("int8", "fp8", "gptq"))
+def test_a_quantised_base_is_refused_in_one_line(llama_base, how):
+    """And inspect says the same, in place of a command that would fail."""
+    said = quantise(llama_base, how)
+    with pytest.raises(CheckpointError) as refused:
+        plan(llama_base, Request("1"))
+    assert str(refused.value) == (
+        f"{llama_base}: is quantised ({said}), expected floating-point weights, from which new blocks are computed. "
+        "Expand the unquantised model; its base can be quantised while it trains: scale-surgery train "
+        "--base-quantization int8, or nf4."
+    )
+    shown = CliRunner().invoke(main, ["inspect", str(llama_base)]).output
+    assert f"is quantised ({said})" in " ".join(shown.split()) and "scale-surgery plan" not in shown
 
 
 def edit_config(folder: Path, **changes: object) -> None:
