@@ -1,4 +1,4 @@
-"""Rooms: imports that run point one way, none goes in a circle, and each folder is small enough to read."""
+"""Rooms: imports that run point one way, and none goes in a circle."""
 
 from __future__ import annotations
 
@@ -31,7 +31,6 @@ ROOMS = [
         "__main__",
     ),
 ]
-MOST_MODULES = 25
 
 
 def imports(file: Path, root: Path) -> Iterator[str]:
@@ -138,10 +137,8 @@ def test_one_circle_inside_a_room_is_found(copy):
     assert {"scale_surgery.planning.plan", "scale_surgery.planning.specs"} <= set(circles(copy))
 
 
-def test_rooms_are_small_and_say_what_they_are():
+def test_rooms_say_what_they_are():
     for folder in {file.parent for file in PACKAGE.rglob("*.py")}:
-        modules = [file for file in folder.glob("*.py") if file.name != "__init__.py"]
-        assert len(modules) <= MOST_MODULES or folder.name == "modeling", folder.name
         assert ast.get_docstring(ast.parse((folder / "__init__.py").read_text())), folder.name
 
 

@@ -102,7 +102,7 @@ def _side(score: Mapping[str, Any], side: str, change: str) -> Side | None:
 
 def warnings_of(kept: Mapping[str, Mapping[str, Any]], *, has_old: bool, routed: bool) -> tuple[str, ...]:
     """What a user should know of a job beside its numbers."""
-    found = list(kept.get("train", {}).get("warnings", ()))
+    found = [warning for stage in ("expand", "train") for warning in kept.get(stage, {}).get("warnings", ())]
     if not has_old:
         found.append("there was no old text, so nothing is known of what was forgotten. Give some with --old.")
     if routed and not kept.get("calibrate", {}).get("within", True):

@@ -275,7 +275,7 @@ def _expand(work: Work) -> Stage:
     def run(kept: Kept, track: Track) -> tuple[Any, Kept]:
         made: Plan = load_plan(recipe.model, work.plan_file, **given, track=track)
         done = expand(recipe.model, made, work.expanded, base_weights=recipe.base_weights, **given, track=track)
-        return done, {}
+        return done, {"warnings": list(done.warnings)}
 
     return Stage("expand", lambda kept: line, [work.expanded], run)
 

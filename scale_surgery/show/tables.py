@@ -151,8 +151,9 @@ def render_expansion(done: Expansion) -> RenderableType:
         ("base shards", f"{format_bytes(done.base_bytes_written)} written, {taken}"),
     ]
     rows += [("not taken along", ", ".join(done.left_out))] if done.left_out else []
-    following = verify_command(done.path)
-    return facts("expanded", [*rows, (NEXT, following)])
+    return Group(
+        facts("expanded", rows), *render_warnings(done.warnings), facts("", [(NEXT, verify_command(done.path))])
+    )
 
 
 def render_stripped(done: Stripped) -> RenderableType:

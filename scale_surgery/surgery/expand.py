@@ -20,6 +20,7 @@ from scale_surgery.planning.reserved import check_clashes
 from scale_surgery.progress import Track, no_track
 from scale_surgery.running.loading import load_base_config
 from scale_surgery.running.options import RunOptions
+from scale_surgery.surgery.added_tokens import warn_of_untrained_tokens
 from scale_surgery.surgery.around import tool_on, write_around
 from scale_surgery.surgery.renumbered import renumbered_shards
 
@@ -34,6 +35,7 @@ class Expansion:
         base_bytes_written: Bytes of base shards that were written; 0 with hard links.
         left_out: Base files that were not taken along: weights in another format, links that lead out of its folder.
         pinned_tokenizer: The tokenizer class that tokenizer_config.json now names, where it had to.
+        warnings: What may surprise: tokens that were added to the base and never trained.
     """
 
     path: Path
@@ -41,6 +43,7 @@ class Expansion:
     base_bytes_written: int
     left_out: tuple[str, ...]
     pinned_tokenizer: str | None
+    warnings: tuple[str, ...] = ()
 
 
 def default_output(plan: Plan) -> Path:
@@ -98,7 +101,9 @@ def expand(
     with staged(target, state, checkpoint.stamps, overwrite=overwrite) as partial:
         write_expansion(made, checkpoint, partial, run.device, track)
         written, pinned = write_around(made, checkpoint, partial, base_weights, run, track)
-    return Expansion(target, made, written, checkpoint.left_out, pinned)
+    return Expansion(
+        target, made, written, checkpoint.left_out, pinned, warn_of_untrained_tokens(checkpoint, made, run)
+    )
 
 
 def _plan_for(source: Source, checkpoint: Checkpoint, plan_or_request: Plan | Request, run: RunOptions) -> Plan:
