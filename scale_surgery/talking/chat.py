@@ -16,7 +16,7 @@ from scale_surgery.show.layout import Facts, sentence
 from scale_surgery.show.path_colours import choose_colours
 from scale_surgery.talking.conversation import Conversation, Reading
 from scale_surgery.talking.generate import summarise
-from scale_surgery.talking.interrupt import interruptible
+from scale_surgery.talking.interrupt import Interrupt, interruptible
 from scale_surgery.talking.records import Answer, Generation, Look
 from scale_surgery.talking.screen import Screen
 from scale_surgery.talking.settings import GenerationSettings
@@ -75,8 +75,12 @@ def chat(
         DataError: If it has no tokenizer that loads.
     """
     subject = open_subject(model, settings, compare=compare, run=run, revision=revision)
-    with loaded_speaker(subject, run, out.track) as speaker, speaker.own_random_numbers(settings.seed):
-        session = Session(speaker, out, settings, look, compare=compare)
+    with (
+        loaded_speaker(subject, run, out.track) as speaker,
+        speaker.own_random_numbers(settings.seed),
+        interruptible() as interrupt,
+    ):
+        session = Session(speaker, out, settings, look, interrupt, compare=compare)
         session.open()
         for message in session.messages():
             session.take(message)
@@ -88,9 +92,16 @@ class Session:
     """A conversation in a terminal, and what of it can be set."""
 
     def __init__(
-        self, speaker: Speaker, out: Output, settings: GenerationSettings, look: Look, *, compare: bool
+        self,
+        speaker: Speaker,
+        out: Output,
+        settings: GenerationSettings,
+        look: Look,
+        interrupt: Interrupt,
+        *,
+        compare: bool,
     ) -> None:
-        self.speaker, self.out, self.settings, self.look = speaker, out, settings, look
+        self.speaker, self.out, self.settings, self.look, self.interrupt = speaker, out, settings, look, interrupt
         self.has_template = has_template(speaker.subject, settings)
         named = [("base", True), ("expanded", False)] if compare else [(speaker.subject.name, False)]
         self.voices = [Voice(name, is_base, self._conversation(), []) for name, is_base in named]
@@ -119,21 +130,31 @@ class Session:
         self.out.say(render_opening(self.speaker.subject.name, rows, self.screen.marking, self.screen.colouring))
 
     def messages(self) -> Iterator[str]:
-        """What is typed, until the input ends; a line that ends with a backslash goes on in the next one."""
+        """What is typed, until the input ends."""
         while True:
             try:
-                lines = [self.out.ask(PROMPT)]
-                while lines[-1].endswith("\\"):
-                    lines[-1:] = [lines[-1][:-1], self.out.ask(MORE)]
+                message = self._ask()
             except EOFError:
                 return
             except KeyboardInterrupt:
                 self.out.say("")
                 self._note("Ctrl-D or /exit ends")
                 continue
-            if lines[0].strip() == "/exit":
+            if message.strip() == "/exit":
                 return
-            yield "\n".join(lines)
+            yield message
+
+    def _ask(self) -> str:
+        """A message; a line that ends with a backslash goes on in the next one."""
+        self.interrupt.times = 0
+        try:
+            self.interrupt.is_typing = True
+            lines = [self.out.ask(PROMPT)]
+            while lines[-1].endswith("\\"):
+                lines[-1:] = [lines[-1][:-1], self.out.ask(MORE)]
+        finally:
+            self.interrupt.is_typing = False
+        return "\n".join(lines)
 
     def take(self, message: str) -> None:
         """Do what a command says, or answer a message; what goes wrong is said, and ends nothing."""
@@ -145,8 +166,6 @@ class Session:
                 self._answer(message.removeprefix(" ") if message.startswith(" /") else message)
         except SurgeryError as error:
             self.out.fail(*error.lines)
-        except KeyboardInterrupt:
-            self._note("stopped")
 
     def _answer(self, message: str) -> None:
         readings = [self._read(voice, message) for voice in self.voices]
@@ -170,9 +189,9 @@ class Session:
     def _speak(self, place: int, message: str, reading: Reading) -> Answer:
         voice = self.voices[place]
         switched = self.speaker.as_base() if voice.is_base else self.speaker.as_asked(self.settings)
-        with interruptible() as interrupt, switched, interrupt.speaking():
+        with switched, self.interrupt.speaking():
             answer = self.speaker.speak(
-                message, reading.ids, self.settings, lambda token: self.screen.add(token, place), interrupt
+                message, reading.ids, self.settings, lambda token: self.screen.add(token, place), self.interrupt
             )
         voice.conversation.add(answer)
         voice.answers.append(answer)

@@ -19,6 +19,8 @@ from fcntl import ioctl
 from io import StringIO
 from pathlib import Path
 from termios import TIOCSWINSZ
+from types import FrameType
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
@@ -29,7 +31,9 @@ from scale_surgery import GenerationSettings, PlanError, generate
 from scale_surgery.biographies import SHIPPED_MODEL, people, questions
 from scale_surgery.cli.program import main
 from scale_surgery.evidence.subjects import open_subjects
+from scale_surgery.show import console
 from scale_surgery.show.answers import SideBySide, choose_marking
+from scale_surgery.talking import chat as conversing
 from scale_surgery.talking.chat import changed
 from scale_surgery.talking.conversation import Conversation
 from scale_surgery.talking.interrupt import interruptible
@@ -41,9 +45,11 @@ QUESTION = questions(people(1)[0])[1].prompt
 GREEDY = GenerationSettings(temperature=0, max_new_tokens=12)
 # of the background of a token, from the preserve path to the adapt path
 COLOUR = re.compile(r"\x1b\[38;2;22;24;29;48;2;\d+;\d+;\d+m")
-# a pseudo-terminal becomes that of a new session, so that Ctrl-C is the signal that it is
+# a pseudo-terminal becomes that of a new session, so that Ctrl-C is the signal that it is; SIGINT is ignored, as in what
+# a script starts in the background
 OWN_TERMINAL = (
-    "import fcntl, runpy, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+    "import fcntl, runpy, signal, termios; signal.signal(signal.SIGINT, signal.SIG_IGN); "
+    "fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
     "runpy.run_module('scale_surgery', run_name='__main__', alter_sys=True)"
 )
 
@@ -71,17 +77,17 @@ class Terminal:
         return self.text[start : self.done]
 
     def interrupt(self, pattern: str) -> str:
-        """What comes after Ctrl-C at a prompt; one that comes while the prompt is being printed has nothing to end."""
-        for _ in range(SECONDS):
+        """What comes after Ctrl-C at a prompt; readline hears one that comes before it waits for keys at the next one."""
+        for _ in range(0, SECONDS, 5):
             self.type("\x03")
-            if select.select([self.handle], [], [], 1)[0]:
+            if select.select([self.handle], [], [], 5)[0]:
                 return self.wait_for(pattern)
         pytest.fail(f"{pattern!r} does not come: {self.text[-200:]!r}")
 
-    def ask(self, message: str) -> str:
-        """What comes after a line until the next prompt."""
+    def ask(self, message: str, reply: str) -> str:
+        """What comes after a line: a reply, and the next prompt."""
         self.type(f"{message}\n")
-        return self.wait_for(r"\n(?:\x1b\[\?2004h)?> ")
+        return self.wait_for(rf"(?s){reply}.*\n(?:\x1b\[\?2004h)?> ")
 
 
 @contextmanager
@@ -118,9 +124,9 @@ def test_a_conversation_in_a_terminal(place: Path) -> None:
         # at the prompt, Ctrl-C ends nothing
         assert "Ctrl-D or /exit ends" in terminal.interrupt(r"\n[^\n]*> ")
         # another question, in the colours of its paths
-        terminal.ask("/reset")
-        terminal.ask("/set max-new-tokens 12")
-        answer = terminal.ask("Anna")
+        terminal.ask("/reset", "forgotten")
+        terminal.ask("/set max-new-tokens 12", "at most 12 tokens")
+        answer = terminal.ask("Anna", "stopped after 12 tokens")
         wanted = generate(place / "posterior", "Anna", GREEDY).answers[0]
         assert len(COLOUR.findall(answer)) == sum(bool(token.text.strip("\n")) for token in wanted.tokens)
         terminal.type("\x04")
@@ -147,25 +153,69 @@ def test_a_terminal_without_colours(place: Path, monkeypatch: pytest.MonkeyPatch
 
 def press(times: int) -> None:
     for _ in range(times):
-        os.kill(os.getpid(), signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
 
 
-@pytest.mark.parametrize(("times", "tokens"), [(1, 2), (2, 1)], ids=("after the next token", "at once"))
-def test_an_interrupt_ends_an_answer_and_nothing_else(place: Path, times: int, tokens: int) -> None:
-    (subject,), before = open_subjects([place / "posterior"]), signal.getsignal(signal.SIGINT)
+@pytest.mark.parametrize(("before", "during", "tokens"), [(0, 1, 2), (0, 3, 1), (1, 0, 1), (3, 0, 0)])
+def test_an_interrupt_ends_an_answer_and_nothing_else(place: Path, before: int, during: int, tokens: int) -> None:
+    (subject,), handler = open_subjects([place / "posterior"]), signal.getsignal(signal.SIGINT)
     wanted = generate(place / "posterior", "Anna", GREEDY).answers[0]
     ids = Conversation(subject, has_template=False).read("Anna", GREEDY).ids
     with loaded_speaker(subject) as speaker:
         with interruptible() as interrupt:
-            press(2)  # before anything is said, it waits
-            assert interrupt()
-            interrupt.times = 0
+            press(before)
             with interrupt.speaking():
-                answer = speaker.speak("Anna", ids, GREEDY, lambda token: press(times), interrupt)
+                answer = speaker.speak("Anna", ids, GREEDY, lambda token: press(during), interrupt)
+            assert not interrupt(), "the next answer is not stopped"
         assert (answer.tokens, answer.ended) == (wanted.tokens[:tokens], "interrupted")
-        assert signal.getsignal(signal.SIGINT) == before
+        assert signal.getsignal(signal.SIGINT) == handler
         # it goes on routing as if nothing had been
         assert speaker.speak("Anna", ids, GREEDY) == wanted
+
+
+class Typist(StringIO):
+    """Somebody who types, and presses Ctrl-C three times wherever a line of the conversation's code is reached first."""
+
+    MESSAGES = ("Anna", "/reset", "/help", "/wat")
+    CODE = (str(Path(conversing.__file__).parent), console.__file__)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pressed: set[tuple[str, int]] = set()
+        # how many lines were reached when each message was typed
+        self.reached: list[int] = []
+
+    def readline(self, size: int | None = -1) -> str:
+        self.reached.append(len(self.pressed))
+        if self.reached[-1:] == self.reached[-2 * len(self.MESSAGES) - 1 : -2 * len(self.MESSAGES)]:
+            sys.settrace(None)
+            return "/exit\n"
+        sys.settrace(self.trace)  # what a press raises ends it
+        return f"{self.MESSAGES[len(self.reached) % len(self.MESSAGES)]}\n"
+
+    def trace(self, frame: FrameType, event: str, _: object) -> Any:
+        if not frame.f_code.co_filename.startswith(self.CODE):
+            return None
+        where = (frame.f_code.co_filename, frame.f_lineno)
+        if event == "line" and where not in self.pressed:
+            self.pressed.add(where)
+            press(3)
+        return self.trace
+
+
+def test_no_press_ends_a_conversation(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    typist, before, tracing = Typist(), signal.getsignal(signal.SIGINT), sys.gettrace()
+    monkeypatch.setattr(sys, "stdin", typist)
+    try:
+        answers = conversing.chat(place / "posterior", console.Output(), replace(GREEDY, max_new_tokens=3)).answers
+    except KeyboardInterrupt:
+        pytest.fail("a press ended the conversation")
+    finally:
+        sys.settrace(tracing)
+    # whoever stopped an answer gets the next one whole
+    assert {answer.ended for answer in answers} == {"interrupted", "length"} and answers[-1].ended == "length"
+    assert {Path(file).name for file, _ in typist.pressed} > {"chat.py", "interrupt.py", "console.py", "speaker.py"}
+    assert signal.getsignal(signal.SIGINT) == before
 
 
 # line by line
