@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from scale_surgery.cli.options import TEXTS, output_options, reading_options, take
+from scale_surgery.cli.options import OLD_HELP, TEXTS, output_options, reading_options, take
 from scale_surgery.cli.outputs import PICTURES, as_result, files_option, pictures, write_files
+from scale_surgery.running.sources import NO_OLD_TEXT
 
 if TYPE_CHECKING:
     from scale_surgery.show.console import Output
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 @click.command(name="evaluate")
 @click.argument("models", nargs=-1, required=True)
-@click.option("--old", multiple=True, type=TEXTS, help="Text with what the base knows; can be repeated.")
+@click.option("--old", multiple=True, type=TEXTS, help=OLD_HELP)
 @click.option("--new", multiple=True, type=TEXTS, help="Text with what was to be learned; can be repeated.")
 @reading_options("MODELS")
 @files_option(
@@ -51,7 +52,7 @@ def evaluate_command(
     from scale_surgery.show.tables import render_evaluation
 
     if not (old or new):
-        raise click.UsageError("--old and --new are missing, give one of them or both.")
+        raise click.UsageError(f"--old and --new are missing, give one of them or both. {NO_OLD_TEXT}")
     if not (old and new) and any(file.suffix.lower() in PICTURES for file in outputs):
         raise click.UsageError("A picture needs --old and --new: the plane has an axis for each.")
     check_output_files(outputs, [*models, *old, *new])

@@ -60,14 +60,21 @@ def look_options(command: Command) -> Command:
     type=TEXTS,
     help='File of prompts: a line each, or JSONL with {"prompt"} or {"question"}; can be repeated.',
 )
+@click.option(
+    "--samples",
+    type=click.IntRange(min=1),
+    help="Let the base of MODEL write so many texts of its own, from the token that begins a text, into -o OLD.jsonl: "
+    "text for --old where there is no other. Takes --max-new-tokens, --temperature (default: 1) and --seed.",
+)
 @asking_options
 @look_options
-@files_option(".jsonl", ".json", help="Write a line of JSON for each prompt as .jsonl, or all as .json.")
+@files_option(".jsonl", ".json", help="Write a line of JSON for each prompt or sample as .jsonl, or all as .json.")
 @output_options
 def generate_command(
     model: str,
     prompts: tuple[str, ...],
     files: tuple[Path, ...],
+    samples: int | None,
     compare: bool,
     outputs: tuple[Path, ...],
     out: Output,
@@ -80,7 +87,15 @@ def generate_command(
 
     \b
     Example: scale-surgery generate ROUTED --prompt "Once upon a time"
+             scale-surgery generate MODEL --samples 500 -o old.jsonl
     """
+    if samples is not None:
+        if prompts or files or compare or any(options.pop(name) for name in ("paths", "is_plain")):
+            raise click.UsageError("--samples takes no prompt, and nothing is shown of them. Leave the others out.")
+        if [file.suffix.lower() for file in outputs] != [".jsonl"]:
+            raise click.UsageError("--samples needs one file for the texts, give -o OLD.jsonl.")
+        _write_samples(model, outputs[0], samples, out, options)
+        return
     from scale_surgery.checkpoint.staging import check_output_files
     from scale_surgery.running.documents import read_prompts
     from scale_surgery.running.options import RunOptions
@@ -97,6 +112,17 @@ def generate_command(
     if out.as_json:
         out.show(result, "")
     write_files(outputs, {".jsonl": lambda file: write_jsonl(result, file), ".json": as_result(result)}, out)
+
+
+def _write_samples(model: str, output: Path, count: int, out: Output, options: dict[str, Any]) -> None:
+    from scale_surgery.running.options import RunOptions
+    from scale_surgery.show.layout import Facts
+    from scale_surgery.talking.samples import write_samples_of
+
+    settings, run = take(GenerationSettings, options), take(RunOptions, options)
+    done = write_samples_of(model, output, count, settings, run=run, track=out.track, **options)
+    rows = [("written", str(output)), ("texts", f"{done.texts:,}"), ("tokens", f"{done.tokens:,}")]
+    out.show(done, Facts("samples", rows))
 
 
 def _from_stdin() -> str:

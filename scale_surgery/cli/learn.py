@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
-from scale_surgery.cli.options import BASE_CODE, options_from, output_options, run_options, take
+from scale_surgery.cli.options import BASE_CODE, OLD_HELP, options_from, output_options, run_options, take
 from scale_surgery.cli.outputs import OUTPUT_FOLDER, OutputFile
 from scale_surgery.fields import fields_of
 from scale_surgery.learning.hold_out import HoldOutSettings
@@ -76,7 +76,7 @@ def _from_options(options: dict[str, Any]) -> dict[str, Any]:
 @click.command(name="learn")
 @click.argument("model", required=False)
 @click.option("--data", multiple=True, help="Text to learn: a file, a folder or a dataset of the Hub; can be repeated.")
-@click.option("--old", multiple=True, help="Text with what MODEL knows; can be repeated.")
+@click.option("--old", multiple=True, help=OLD_HELP)
 @click.option("-o", "--output", type=OUTPUT_FOLDER, help="Folder of the job. Default: ./<name>-learn.")
 @options_from(Request, *EXPANSION, helps=HELPS, usual=USUAL)
 @options_from(RankingRequest, *RANKING, helps=HELPS)

@@ -21,6 +21,7 @@ from scale_surgery.errors import SurgeryError
 from scale_surgery.fields import Field, fields_of
 from scale_surgery.running.device import MORE_MEMORY, is_out_of_memory
 from scale_surgery.running.options import WINDOWS, Probes, RunOptions
+from scale_surgery.running.sources import NO_OLD_TEXT
 
 if TYPE_CHECKING:
     from scale_surgery.show.console import Output
@@ -34,6 +35,8 @@ TOKENIZER_CODE = "Allow a custom tokenizer to run code from its folder or reposi
 FOLDER = click.Path(path_type=Path, file_okay=False)
 FILE = click.Path(path_type=Path, dir_okay=False)
 TEXTS = click.Path(path_type=Path)
+# help of --old
+OLD_HELP = f"Text with what the base knows; can be repeated. {NO_OLD_TEXT}"
 
 
 def add_options(command: Command, options: Sequence[Callable[[Command], Command]]) -> Command:

@@ -9,6 +9,7 @@ import click
 
 from scale_surgery.cli.options import (
     BASE_CODE,
+    OLD_HELP,
     TEXTS,
     given,
     options_from,
@@ -44,7 +45,7 @@ EXPANSION_HELPS = {
     "--old",
     multiple=True,
     type=TEXTS,
-    help="Text with what the base knows; can be repeated. With it, layers for W12 are proposed too.",
+    help=f"{OLD_HELP} With it, layers for W12 are proposed too.",
 )
 @click.option(
     "--budget",

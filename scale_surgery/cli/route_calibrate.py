@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from scale_surgery.cli.options import FOLDER, TEXTS, options_from, output_options, reading_options, take
+from scale_surgery.cli.options import FOLDER, OLD_HELP, TEXTS, options_from, output_options, reading_options, take
 from scale_surgery.cli.outputs import PICTURES, OutputFile
 from scale_surgery.fields import fields_of
 from scale_surgery.routing.choice import CalibrationSettings
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @click.command(name="route-calibrate")
 @click.argument("routed", type=FOLDER)
-@click.option("--old", multiple=True, required=True, type=TEXTS, help="Text with what the base knows; can be repeated.")
+@click.option("--old", multiple=True, required=True, type=TEXTS, help=OLD_HELP)
 @click.option(
     "--new", multiple=True, required=True, type=TEXTS, help="Text with what was to be learned; can be repeated."
 )

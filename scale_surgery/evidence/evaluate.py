@@ -23,6 +23,7 @@ from scale_surgery.evidence.subjects import Subject, choose_lengths, open_subjec
 from scale_surgery.progress import Track, no_track
 from scale_surgery.running.loss import Measurement
 from scale_surgery.running.options import Dtype, RunOptions
+from scale_surgery.running.sources import NO_OLD_TEXT
 
 if TYPE_CHECKING:
     from scale_surgery.running.documents import Document
@@ -97,7 +98,9 @@ def evaluate(
     old_files, new_files = listed(old), listed(new)
     documents = {"old": _read(old_files, "old"), "new": _read(new_files, "new")}
     if not any(documents.values()):
-        raise DataError("There is no text to measure on. Give files with --old, with --new or with both.")
+        raise DataError(
+            f"There is no text to measure on. Give files with --old, with --new or with both. {NO_OLD_TEXT}"
+        )
     # a base comes first, as it does where it is measured with an expanded model
     subjects = sorted(open_subjects(listed(models), run, revision=revision), key=lambda subject: not subject.is_base)
     length, step = choose_lengths(subjects, sequence_length, step)

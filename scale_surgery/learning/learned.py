@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from scale_surgery.running.sources import NO_OLD_TEXT
+
 # how rows of an evaluation are called here, by kind: first of a model with a router, then of one without
 NAMES = {
     True: {"base": "base", "adapt": "learned", "expanded": "routed"},
@@ -104,7 +106,9 @@ def warnings_of(kept: Mapping[str, Mapping[str, Any]], *, has_old: bool, routed:
     """What a user should know of a job beside its numbers."""
     found = [warning for stage in ("expand", "train") for warning in kept.get(stage, {}).get("warnings", ())]
     if not has_old:
-        found.append("there was no old text, so nothing is known of what was forgotten. Give some with --old.")
+        found.append(
+            "there was no old text, so nothing is known of what was forgotten. Give some with --old. " + NO_OLD_TEXT
+        )
     if routed and not kept.get("calibrate", {}).get("within", True):
         found.append("no setting of the router forgets as little as was asked for; it keeps its own.")
     return tuple(found)

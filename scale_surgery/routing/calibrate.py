@@ -37,6 +37,7 @@ from scale_surgery.routing.choice import (
 from scale_surgery.routing.outcome import Outcome, Setting
 from scale_surgery.routing.sweep import Texts, sweep_model
 from scale_surgery.running.options import Dtype, RunOptions
+from scale_surgery.running.sources import NO_OLD_TEXT
 from scale_surgery.surgery.record import read_manifest
 from scale_surgery.surgery.route import set_routing
 
@@ -240,6 +241,7 @@ def _read(files: Mapping[str, Sequence[Path]]) -> dict[str, list[Document]]:
 
     missing = [
         f"There is no {side} text, on which {measured} is measured. Give files with --{side}."
+        + (f" {NO_OLD_TEXT}" if side == "old" else "")
         for side, measured in SIDES.items()
         if not files[side]
     ]

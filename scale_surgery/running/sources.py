@@ -14,6 +14,8 @@ from pathlib import Path
 
 from scale_surgery.errors import DataError
 
+# what to do where old text is asked for
+NO_OLD_TEXT = "Where there is none, the base writes some: scale-surgery generate MODEL --samples 500 -o old.jsonl."
 HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*")
 # a name that ends so was meant as a file
 FILE_SUFFIXES = (

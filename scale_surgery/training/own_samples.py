@@ -34,6 +34,7 @@ from scale_surgery.training.settings import TrainingSettings
 
 # samples in one call of generate, of short sequences; fewer of long ones
 TOGETHER, TOKENS_TOGETHER = 64, 16_384
+GIVE_BEGINNINGS = "Give beginnings with --rehearsal-prompts, or texts with --rehearse FILE."
 
 
 @dataclass(frozen=True)
@@ -130,13 +131,14 @@ def _shifted(samples: Sequences, length: int) -> Sequences:
     return Sequences(samples.ids[cut:], samples.labels[cut:], starts)
 
 
-def begin_tokens(tokenizer: Any, prompts: Sequence[str], place: str) -> list[list[int]]:
+def begin_tokens(tokenizer: Any, prompts: Sequence[str], place: str, advice: str = GIVE_BEGINNINGS) -> list[list[int]]:
     """What samples begin with: prompts, or the token with which texts begin.
 
     Args:
         tokenizer: The model's tokenizer.
         prompts: Beginnings of texts; none for the token.
         place: What the model is called.
+        advice: What to do where there is no such token.
 
     Returns:
         Token ids of each beginning.
@@ -149,8 +151,7 @@ def begin_tokens(tokenizer: Any, prompts: Sequence[str], place: str) -> list[lis
     begin = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     if begin is None:
         raise DataError(
-            f"{place}: its tokenizer has no token that begins a text, so its base cannot write one. Give beginnings "
-            "with --rehearsal-prompts, or texts with --rehearse FILE."
+            f"{place}: its tokenizer has no token that begins a text, so its base cannot write one. {advice}"
         )
     return [[begin]]
 

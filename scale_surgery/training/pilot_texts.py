@@ -13,6 +13,7 @@ from scale_surgery.deriving.base import read_base
 from scale_surgery.errors import DataError
 from scale_surgery.running.context import choose_length, context_of
 from scale_surgery.running.options import RunOptions
+from scale_surgery.running.sources import NO_OLD_TEXT
 from scale_surgery.running.tokenizer import need_tokenizer
 from scale_surgery.training.pilot_settings import PilotSettings
 
@@ -88,7 +89,7 @@ def _check_amount(tokens: Mapping[str, int], settings: PilotSettings, length: in
     if tokens.get("old", LEAST_OLD_TOKENS) < LEAST_OLD_TOKENS:
         problems.append(
             f"--old: {tokens['old']:,} tokens found, at least {LEAST_OLD_TOKENS:,} needed: what a step costs is "
-            "measured on them. Give more text, or leave --old out."
+            f"measured on them. Give more text, or leave --old out. {NO_OLD_TEXT}"
         )
     if problems:
         raise DataError.from_problems(problems)

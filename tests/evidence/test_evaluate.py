@@ -420,7 +420,10 @@ def test_texts_that_are_refused(place: Path, tmp_path: Path) -> None:
     (tmp_path / "empty.txt").write_text(" ")
     lines(tmp_path / "bad.jsonl", {"body": "x"})
     wide, old = place / "wide", [place / "old.txt"]
-    assert refusal(wide) == "There is no text to measure on. Give files with --old, with --new or with both."
+    assert refusal(wide) == (
+        "There is no text to measure on. Give files with --old, with --new or with both. Where there is none, the base "
+        "writes some: scale-surgery generate MODEL --samples 500 -o old.jsonl."
+    )
     assert refusal(wide, [], [tmp_path / "empty.txt"]) == (
         f"The new text is empty: {tmp_path}/empty.txt. Give at least one document."
     )

@@ -753,7 +753,10 @@ def test_a_folder_that_a_trainer_saved_is_measured(place: Path, tmp_path: Path) 
 @pytest.mark.usefixtures("unloaded")
 def test_texts_that_are_refused(place: Path, tmp_path: Path) -> None:
     model = place / "posterior"
-    no_old = "There is no old text, on which forgetting is measured. Give files with --old."
+    no_old = (
+        "There is no old text, on which forgetting is measured. Give files with --old. Where there is none, the base "
+        "writes some: scale-surgery generate MODEL --samples 500 -o old.jsonl."
+    )
     no_new = "There is no new text, on which learning is measured. Give files with --new."
     assert refusal(model, [], new(place), error=DataError) == no_old
     assert refusal(model, old(place), [], error=DataError) == no_new

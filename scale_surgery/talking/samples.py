@@ -1,0 +1,116 @@
+"""Old text for a model of which nobody has any: what its base writes from the token that begins a text."""
+
+from __future__ import annotations
+
+import json
+from contextlib import nullcontext
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from torch import Tensor
+
+from scale_surgery.checkpoint.files import write_text
+from scale_surgery.checkpoint.staging import check_output_files
+from scale_surgery.errors import DataError, PlanError
+from scale_surgery.fields import problems_of
+from scale_surgery.progress import Track, no_track
+from scale_surgery.running.freeze import expansion_disabled
+from scale_surgery.running.loading import RUNNING, translated
+from scale_surgery.running.options import RunOptions
+from scale_surgery.talking.settings import GenerationSettings
+from scale_surgery.talking.speaker import loaded_speaker, open_subject
+from scale_surgery.training.own_samples import Sampling, begin_tokens, sample_texts
+
+# samples are drawn from the distribution of the base, whole
+SAMPLED_BY = ("max_new_tokens", "temperature", "seed")
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Text that a base wrote.
+
+    Attributes:
+        path: The file: JSONL with {"text"}.
+        texts: How many texts; those without a word are left out.
+        tokens: Tokens that were written, the ends of texts included.
+    """
+
+    path: Path
+    texts: int
+    tokens: int
+
+
+def write_samples_of(
+    model: str | Path,
+    output: str | Path,
+    count: int,
+    settings: GenerationSettings = GenerationSettings(),
+    *,
+    run: RunOptions = RunOptions(),
+    revision: str | None = None,
+    track: Track = no_track,
+) -> Samples:
+    """Let a base write texts, as rehearsal does.
+
+    Args:
+        model: A model folder or Hub id; of an expanded, routed or composed one its base writes.
+        output: File to be, JSONL; an existing one is replaced when the new one is whole.
+        count: How many texts.
+        settings: `max_new_tokens` of each, `seed`, and `temperature`, by default 1.
+        run: How the model runs: device, dtype, trust_remote_code.
+        revision: Branch, tag or commit of a Hub repository.
+        track: Makes a progress bar.
+
+    Returns:
+        What was written.
+
+    Raises:
+        PlanError: If a setting has no meaning here or is out of range, or the model is fused.
+        DataError: If it has no tokenizer that loads, no token that begins a text, or writes nothing.
+        CheckpointError: If it cannot be found or loaded, does not run, or the file cannot be written.
+    """
+    check_output_files([Path(output)], [model])
+    usual = GenerationSettings()
+    useless = [
+        f"--{field.name.replace('_', '-')} has no meaning with --samples, which the base writes from its whole "
+        "distribution. Leave it out."
+        for field in fields(settings)
+        if field.name not in SAMPLED_BY and getattr(settings, field.name) != getattr(usual, field.name)
+    ]
+    if settings.temperature == 0:
+        useless.append("--temperature is 0, and all samples would be the same text. Give more than 0, such as 1.")
+    if count < 1:
+        useless.append(f"--samples is {count}, expected at least 1.")
+    if problems := [*problems_of(settings), *useless]:
+        raise PlanError.from_problems(problems)
+    subject = open_subject(model, usual, run=run, revision=revision)
+    if subject.is_fused:
+        raise PlanError(
+            f"--samples: {subject.name} is fused, base weights and blocks are one matrix, so its base cannot write. "
+            "Give the base itself."
+        )
+    tokenizer, most = subject.tokenizer, settings.max_new_tokens + 1
+    begins = begin_tokens(tokenizer, [], subject.name, "Give text with what it knows instead.")
+    length = most if subject.context is None else min(most, subject.context)
+    temperature = 1.0 if settings.temperature is None else settings.temperature
+    sampling = Sampling(count, length, temperature, settings.seed)
+    with loaded_speaker(subject, run, track) as speaker:
+        alone = expansion_disabled(speaker.network) if subject.is_expanded else nullcontext()
+        with alone, translated(subject.name, *RUNNING[1:]):
+            samples = sample_texts(speaker.network, begins, sampling, tokenizer, track)
+    written = [_without_ends(samples[place]["input_ids"], tokenizer.eos_token_id) for place in range(count)]
+    # other special tokens stay: read again, they are the same tokens
+    texts = [tokenizer.decode(ids, clean_up_tokenization_spaces=False) for ids in written]
+    texts = [text for text in texts if text.strip()]
+    if not texts:
+        raise DataError(
+            f"{subject.name}: its base ends every text before the first word. Give text with what it knows."
+        )
+    write_text(Path(output), "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts))
+    return Samples(Path(output), len(texts), len(samples.ids) - count)
+
+
+def _without_ends(ids: Tensor, end: int | None) -> list[int]:
+    """A sample without the token that began it and that which ended it: texts get theirs where they are read."""
+    inside: list[int] = ids[1:].tolist()
+    return inside[:-1] if inside and inside[-1] == end else inside

@@ -1,0 +1,96 @@
+"""Old text that a base writes itself: what rehearsal draws, readable, whole or not there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from transformers import AutoTokenizer
+
+from scale_surgery.cli.program import main
+from scale_surgery.errors import PlanError
+from scale_surgery.progress import no_track
+from scale_surgery.running.documents import read_documents
+from scale_surgery.talking.samples import write_samples_of
+from scale_surgery.talking.settings import GenerationSettings
+from scale_surgery.training.own_samples import Sampling, begin_tokens, sample_texts
+from tests.composed import make_speaking
+from tests.conftest import load
+
+SETTINGS = GenerationSettings(max_new_tokens=15, seed=3)
+
+
+def texts_of(file: Path) -> list[str]:
+    return [json.loads(line)["text"] for line in file.read_text().splitlines()]
+
+
+def as_rehearsed(model: Any, folder: Path, count: int) -> list[str]:
+    """What rehearsal would draw, as text."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    begins = begin_tokens(tokenizer, [], "model")
+    found = sample_texts(model, begins, Sampling(count, 16, 1.0, 3), tokenizer, no_track)
+    rows = [found[place]["input_ids"].tolist() for place in range(count)]
+    return [tokenizer.decode([id_ for id_ in row if id_ not in tokenizer.all_special_ids]) for row in rows]
+
+
+@pytest.mark.parametrize("kind", ["base", "wide", "posterior", "deep"])
+def test_the_base_writes_what_rehearsal_draws(place: Path, tmp_path: Path, kind: str) -> None:
+    file = tmp_path / "old.jsonl"
+    done = write_samples_of(place / kind, file, 5, SETTINGS)
+    expected = as_rehearsed(load(place / "base"), place / "base", 5)
+    assert texts_of(file) == [text for text in expected if text.strip()] and done.texts == len(texts_of(file)) > 0
+    assert [document.text for document in read_documents([file])] == texts_of(file)
+    assert 0 < done.tokens <= 5 * 15
+
+
+def test_of_many_expansions_the_base_writes(tmp_path: Path) -> None:
+    made, composed = make_speaking(tmp_path)
+    write_samples_of(composed, tmp_path / "old.jsonl", 4, SETTINGS)
+    assert texts_of(tmp_path / "old.jsonl") == as_rehearsed(load(made.base), made.base, 4)
+    with pytest.raises(PlanError, match=r"^--expansion has no meaning with --samples"):
+        write_samples_of(composed, tmp_path / "old.jsonl", 4, GenerationSettings(expansion="law"))
+
+
+def test_what_cannot_be_sampled_is_refused(place: Path, tmp_path: Path) -> None:
+    file = tmp_path / "old.jsonl"
+    with pytest.raises(PlanError, match="fused, base weights and blocks are one matrix, so its base cannot write"):
+        write_samples_of(place / "fused", file, 2)
+    with pytest.raises(PlanError) as error:
+        write_samples_of(place / "base", file, 2, GenerationSettings(temperature=0, top_k=3))
+    assert [line.partition(" ")[0] for line in str(error.value).splitlines()] == ["--top-k", "--temperature"]
+    assert not file.exists()
+
+
+def test_an_interrupted_run_leaves_what_was_there(place: Path, tmp_path: Path) -> None:
+    file = tmp_path / "old.jsonl"
+    file.write_text("before")
+
+    @contextmanager
+    def stopping(label: str, total: int) -> Iterator[Callable[..., None]]:
+        def advance(amount: int, note: str = "") -> None:
+            if label == "samples":
+                raise KeyboardInterrupt
+
+        yield advance
+
+    with pytest.raises(KeyboardInterrupt):
+        write_samples_of(place / "base", file, 2, SETTINGS, track=stopping)
+    assert file.read_text() == "before" and list(tmp_path.iterdir()) == [file]
+
+
+def test_the_command(place: Path, tmp_path: Path) -> None:
+    runner, file = CliRunner(), tmp_path / "old.jsonl"
+
+    def run(*arguments: object) -> Any:
+        return runner.invoke(main, ["generate", str(place / "base"), "--samples", "3", *map(str, arguments)])
+
+    found = run("-o", file, "--max-new-tokens", 15, "--seed", 3)
+    assert found.exit_code == 0 and len(texts_of(file)) == 3 and "texts" in found.output
+    for wrong in ([], ["-o", tmp_path / "old.json"], ["-o", file, "--prompt", "x"], ["-o", file, "--compare"]):
+        assert run(*wrong).exit_code == 2
+    assert "generate MODEL --samples 500" in " ".join(runner.invoke(main, ["learn", "--help"]).output.split())
