@@ -13,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from scale_surgery.checkpoint.code_names import kernel_problems
 from scale_surgery.checkpoint.foreign import refuse_foreign
 from scale_surgery.checkpoint.headers import FLOAT_DTYPES, TensorInfo, read_header
 from scale_surgery.checkpoint.listing import is_left_link, links_that_are_no_files, list_files, refuse_extract
@@ -111,19 +112,21 @@ def _what_it_is(folder: Path) -> str:
 
 
 def read_config(file: Path) -> dict[str, Any]:
-    """Read a config whose values are compared with what was written: a NaN is not even equal to itself.
+    """Read a config that names no code, and whose values can be compared: a NaN is not even equal to itself.
 
     Infinity is kept; some models have it, as the end of a range.
 
     Raises:
-        CheckpointError: If it cannot be read, or holds a NaN; every place is named.
+        CheckpointError: If it cannot be read, names kernels, or holds a NaN; every place is named.
     """
     config = read_json(file)
-    if places := places_of_nan(config):
-        raise CheckpointError.from_problems(
-            f"{file}: {place} is NaN, expected a number: no check could say that it was kept. Write one, or null."
-            for place in shorten(places)
-        )
+    problems = [
+        f"{place} is NaN, expected a number: no check could say that it was kept. Write one, or null."
+        for place in shorten(places_of_nan(config))
+    ]
+    problems += shorten(list(kernel_problems(config)))
+    if problems:
+        raise CheckpointError.from_problems(f"{file}: {problem}" for problem in problems)
     return config
 
 

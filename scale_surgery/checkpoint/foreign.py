@@ -47,7 +47,7 @@ def saved_elsewhere(path: Path, config: Mapping[str, Any]) -> str:
 
 
 def refuse_foreign(path: Path, files: Sequence[str]) -> None:
-    """Refuse a folder whose weights lie there in a form that only another program reads.
+    """Refuse a folder whose weights lie there in a form that only another program reads, or beside an adapter.
 
     Args:
         path: The folder.
@@ -57,6 +57,13 @@ def refuse_foreign(path: Path, files: Sequence[str]) -> None:
         CheckpointError: If it is one that is known; the message says what it is, and how to make safetensors of it.
     """
     if SINGLE_FILE in files or INDEX_FILE in files:
+        if ADAPTER_CONFIG in files:
+            raise CheckpointError(
+                f"{path}: holds {ADAPTER_CONFIG} beside whole weights, expected a model alone. With PEFT, "
+                "transformers puts that adapter on the model, and before release 5 loads the model that the file names "
+                "in place of this one. Take it out of the folder, or merge it: "
+                "PeftModel.from_pretrained(MODEL, ADAPTER).merge_and_unload().save_pretrained(MERGED)."
+            )
         return
     for find in (_adapter, _run, _deepspeed, _distributed, _pickled):
         if (found := find(path, files)) is not None:

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
+from scale_surgery.checkpoint.code_names import kernel_problems
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint, read_json
 from scale_surgery.checkpoint.names import COMPOSED_FILE, CONFIG_FILE, EXPANSIONS_FOLDER, is_inside
 from scale_surgery.checkpoint.numbering import CONFIG_KEY
@@ -217,8 +218,9 @@ def _content_problems(content: Mapping[str, Any]) -> list[str]:
     ]
     problems += [problem for name, own in shards.items() for problem in header_problems(own, f"expansions.{name}")]
     problems += [] if CONFIG_FILE in files else [f"the base's {CONFIG_FILE} is missing"]
-    is_object = isinstance(parse_json(replaced.get(CONFIG_FILE, "{}")), dict)
-    problems += [] if is_object else [f"replaced.{CONFIG_FILE} is no object"]
+    config = parse_json(replaced.get(CONFIG_FILE, "{}"))
+    problems += [] if isinstance(config, dict) else [f"replaced.{CONFIG_FILE} is no object"]
+    problems += [f"replaced.{CONFIG_FILE}.{problem}" for problem in kernel_problems(config)]
     problems += [f"replaced.{name} is no file of the base" for name in replaced if name not in files]
     problems += [] if shards else ["expansions is empty"]
     return problems + mixing_problems(build(content["mixing"], Mixing), list(shards))

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from scale_surgery.checkpoint.code_names import without_kernels
 from scale_surgery.checkpoint.files import scratch_folder
 from scale_surgery.checkpoint.names import CONFIG_FILE
 from scale_surgery.deriving.own_code import own_config_class
@@ -32,7 +33,7 @@ def config_of(config: Mapping[str, Any], code: Path | None = None) -> Any:
     made = _config_class(config, code)
     # as from a folder: numbers that JSON does not have are spelled out in it
     with scratch_folder() as folder:
-        (folder / CONFIG_FILE).write_text(json.dumps(_without_kernels(config)), encoding="utf-8")
+        (folder / CONFIG_FILE).write_text(json.dumps(without_kernels(dict(config))), encoding="utf-8")
         return made.from_pretrained(folder)
 
 
@@ -51,9 +52,3 @@ def _config_class(config: Mapping[str, Any], code: Path | None) -> Any:
         f"config.json: model_type is {model_type!r}, expected one that the installed transformers knows."
         f"{own or ' Install'} a release of transformers that has it."
     )
-
-
-def _without_kernels(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A config that names no kernels: some are not installed, and others transformers would fetch and run."""
-    kept = {key: value for key, value in config.items() if not str(key).endswith("_implementation")}
-    return {key: _without_kernels(value) if isinstance(value, Mapping) else value for key, value in kept.items()}

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from scale_surgery import modeling
-from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
+from scale_surgery.checkpoint.code_names import code_elsewhere
+from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint, read_json
 from scale_surgery.checkpoint.names import CONFIG_FILE
 from scale_surgery.checkpoint.numbering import CONFIG_KEY, numbering_of
 from scale_surgery.errors import CheckpointError, SurgeryError, shorten
@@ -82,8 +83,9 @@ def load_base_config(path: Path, name: str, run: RunOptions = RunOptions()) -> A
         "Expected a causal language model that this release of transformers knows; --trust-remote-code lets it run its "
         "own code."
     )
+    is_trusted = trusts_code(path, run)
     with translated(name, f"transformers does not read its {CONFIG_FILE}", advice):
-        config: Any = AutoConfig.from_pretrained(path, trust_remote_code=run.trust_remote_code)
+        config: Any = AutoConfig.from_pretrained(path, trust_remote_code=is_trusted)
         return config.get_text_config()
 
 
@@ -158,6 +160,7 @@ def model_class(checkpoint: Checkpoint, run: RunOptions) -> Any:
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
     modeling.register()
+    trusts_code(checkpoint.path, run)
     auto_class = auto_class_of(checkpoint.config)
     if not run.trust_remote_code and needs_own_code(checkpoint.config):
         raise CheckpointError(
@@ -167,6 +170,22 @@ def model_class(checkpoint: Checkpoint, run: RunOptions) -> Any:
     if run.trust_remote_code and _is_expanded(checkpoint):
         return get_class_from_dynamic_module(checkpoint.config["auto_map"][auto_class.__name__], checkpoint.path)
     return auto_class
+
+
+def trusts_code(path: Path, run: RunOptions) -> bool:
+    """Whether the code in a folder may run.
+
+    Raises:
+        CheckpointError: If it may, and a file there names code of another repository, which is not what was read.
+    """
+    files = sorted(path.glob("*config.json")) if run.trust_remote_code else []
+    if found := [f"{file}: {named}" for file in files if file.is_file() for named in code_elsewhere(read_json(file))]:
+        raise CheckpointError.from_problems(
+            f"{line}, code of another repository; --trust-remote-code runs what lies in the folder. Put its files "
+            "there, and name them without the repository."
+            for line in shorten(found)
+        )
+    return run.trust_remote_code
 
 
 def needs_own_code(config: Mapping[str, Any]) -> bool:

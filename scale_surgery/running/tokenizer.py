@@ -18,7 +18,7 @@ from scale_surgery.checkpoint.folder import read_config
 from scale_surgery.checkpoint.hashes import hash_file
 from scale_surgery.checkpoint.names import CONFIG_FILE, INDEX_FILE, MANIFEST_FILE
 from scale_surgery.errors import DataError
-from scale_surgery.running.loading import quiet_transformers
+from scale_surgery.running.loading import quiet_transformers, trusts_code
 from scale_surgery.running.options import RunOptions
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
@@ -57,10 +57,11 @@ def load_tokenizer(path: Path, run: RunOptions = RunOptions()) -> Any | None:
     from transformers import AutoTokenizer
 
     modeling.register()
+    is_trusted = trusts_code(path, run)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return AutoTokenizer.from_pretrained(path, trust_remote_code=run.trust_remote_code)
+            return AutoTokenizer.from_pretrained(path, trust_remote_code=is_trusted)
     except Exception:  # of tokenizers too, which raise it bare
         return None
 

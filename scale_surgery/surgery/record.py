@@ -14,6 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from scale_surgery.checkpoint.code_names import kernel_problems
 from scale_surgery.checkpoint.composed import refuse_composed
 from scale_surgery.checkpoint.files import plain_json
 from scale_surgery.checkpoint.folder import Checkpoint, read_json
@@ -191,6 +192,10 @@ def _base_config(manifest: Manifest) -> dict[str, Any] | None:
     config = None if text is None else parse_json(text)
     if text is not None and not isinstance(config, dict):
         raise PlanError(f"replaced.{CONFIG_FILE}")
+    if problems := list(kernel_problems(config)):
+        raise CheckpointError.from_problems(
+            f"{MANIFEST_FILE}: replaced.{CONFIG_FILE}.{problem}" for problem in problems
+        )
     return config
 
 

@@ -317,11 +317,6 @@ def test_the_base_of_rope_is_no_size(llama_base, key):
     assert plan(llama_base, Request("0")).layers == (0,)
 
 
-def test_no_kernel_that_a_config_names_is_asked_for(llama_base):
-    edit_config(llama_base, _attn_implementation="someone/kernels", attn_implementation="flash_attention_2")
-    assert plan(llama_base, Request("0")).layers == (0,)
-
-
 def test_layers_of_a_record_that_are_not_there_are_not_counted_to(pair_of, tmp_path):
     expanded = Path(shutil.copytree(pair_of("llama").path, tmp_path / "expanded"))
     record = json.loads((expanded / "surgery.json").read_text())
