@@ -2,7 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-COMPAT := .venv-compat
+# of transformers, beside the installed one: each has constraints-RELEASE.txt
+COMPAT ?= 4.57 5.19
 # also read by pip for what builds the package
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 
@@ -91,12 +92,15 @@ test-families: install  ## every model type that transformers knows goes the who
 
 # small models on one thread, as in tests/conftest.py: several wait for each other on a machine that is busy
 test-compat: export OMP_NUM_THREADS := 1
-test-compat: install  ## load exported checkpoints under transformers 4.57, in an environment of its own
-	$(PYTHON) -m venv $(COMPAT)
-	PIP_CONSTRAINT=$(CURDIR)/constraints-compat.txt $(COMPAT)/bin/pip install --quiet torch transformers
-	rm -rf $(COMPAT)/checkpoints
-	$(BIN)/python -m tests.compat_export $(COMPAT)/checkpoints
-	$(COMPAT)/bin/python tests/compat_check.py $(COMPAT)/checkpoints
+test-compat: install  ## load exported checkpoints under transformers 4.57 and 5.19, each in an environment of its own
+	rm -rf .compat-checkpoints
+	$(BIN)/python -m tests.compat_export .compat-checkpoints
+	$(MAKE) --keep-going $(COMPAT:%=compat-%)
+
+compat-%:
+	$(PYTHON) -m venv .venv-$*
+	PIP_CONSTRAINT=$(CURDIR)/constraints-$*.txt .venv-$*/bin/pip install --quiet torch transformers
+	.venv-$*/bin/python tests/compat_check.py .compat-checkpoints
 
 test-recipes: install  ## the training recipes in the documentation, that for TRL included
 	$(BIN)/pip install --quiet --editable '.[recipes]'
@@ -114,4 +118,4 @@ demo-model: install  ## train the shipped model again, from nothing (under 30 mi
 	$(BIN)/python benchmarks/biography/train_model.py
 
 clean:  ## remove environments and what was built
-	rm -rf $(VENV) $(COMPAT) demo site .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .venv-* .compat-checkpoints demo site .mypy_cache .ruff_cache .pytest_cache

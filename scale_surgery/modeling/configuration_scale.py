@@ -43,6 +43,11 @@ def config_of(stock: type, module: str = "") -> type:
 
 @cache
 def _make(stock: type, module: str) -> type:
+    if [int(number) for number in transformers.__version__.split(".")[:2]] < [5, 5]:
+        transformers.logging.get_logger("transformers").warning_once(
+            "transformers before 5.5 can run code that a config.json names (CVE-2026-4372, CVE-2026-5241). Install "
+            "a newer release, or load only files that you trust."
+        )
     own = {"model_type": f"scale_{stock.model_type}", "__module__": module, "__doc__": config_of.__doc__}
     return type(f"Scale{stock.__name__}", (stock,), own)
 

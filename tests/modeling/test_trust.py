@@ -8,14 +8,16 @@ from __future__ import annotations
 import ast
 import hashlib
 import json
+import logging
 import shutil
 from pathlib import Path
 
 import pytest
+import transformers
 
 from scale_surgery import Request, expand, modeling, verify
 from scale_surgery.biographies import SHIPPED_MODEL
-from scale_surgery.modeling import FOLDER, RELEASES_FILE
+from scale_surgery.modeling import FOLDER, RELEASES_FILE, configuration_scale
 from scale_surgery.planning.architecture import CODE_FILES, COMPOSED_FILES
 from tests.conftest import Pair
 from tests.tiny import save_tiny
@@ -78,6 +80,29 @@ def test_exported_code_is_small() -> None:
     lines = {file: len(modeling.code_text(file).splitlines()) for file in ALL_FILES}
     assert sum(lines[file] for file in CODE_FILES) < 2350
     assert sum(lines.values()) < 4250, "of a composed folder"
+
+
+@pytest.mark.parametrize(
+    ("release", "is_told"), (("4.57.6", True), ("5.4.1", True), ("5.5.0", False), ("5.10.0.dev0", False))
+)
+def test_releases_that_run_code_of_a_config_are_told(
+    monkeypatch: pytest.MonkeyPatch, release: str, is_told: bool
+) -> None:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("transformers")
+    monkeypatch.setattr(transformers, "__version__", release)
+    monkeypatch.setattr(logger, "handlers", [handler])
+    logging.Logger.warning_once.cache_clear()  # type: ignore[attr-defined]
+    # classes of modules of their own, which nobody made before; the second says nothing more
+    for number in range(2):
+        configuration_scale.config_of(transformers.LlamaConfig, f"{release}.{number}")
+    wanted = (
+        "transformers before 5.5 can run code that a config.json names (CVE-2026-4372, CVE-2026-5241). Install a newer "
+        "release, or load only files that you trust."
+    )
+    assert said == [wanted] * is_told
 
 
 def test_verify_does_not_warn_of_released_code(llama: Pair) -> None:
