@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,11 +13,12 @@ import pytest
 import transformers
 from transformers.dynamic_module_utils import get_relative_imports
 
-from scale_surgery import Request, modeling, plan
+from scale_surgery import Request, extract, modeling, plan
 from scale_surgery.planning.architecture import CODE_FILES, COMPOSED_FILES
 from scale_surgery.planning.saved import save_plan
 from tests.conftest import REQUESTS
 from tests.families import FAMILIES
+from tests.tiny import save_tiny
 
 LIGHT = [
     f"{room}.{file.stem}"
@@ -28,14 +30,17 @@ LIGHT = [
 # what a process has imported of the slow libraries, step by step
 STEPS = f"""
 import importlib, json, sys
+from contextlib import redirect_stderr, suppress
+from io import StringIO
 from pathlib import Path
-expanded, base, saved, output, stubs = sys.argv[1:]
+expanded, base, saved, mistaken, output, stubs = sys.argv[1:]
 found = {{}}
 def note(step):
     slow = ("torch", "transformers", "transformers.models.llama.modeling_llama")
     found[step] = [name for name in slow if name in sys.modules]
 
 from scale_surgery import CheckpointError, Request, plan, register
+from scale_surgery.cli.program import main
 for name in {LIGHT}:
     importlib.import_module("scale_surgery." + name)
 note("planning")
@@ -43,6 +48,12 @@ try:
     plan(expanded, Request("last:2"))
 except CheckpointError:
     note("a plan that is refused")
+refusals = []
+for line in json.loads(Path(mistaken).read_text()):
+    with redirect_stderr(StringIO()) as stderr, suppress(SystemExit):
+        main(line)
+    refusals.append(stderr.getvalue())
+note("what is no request")
 from scale_surgery.surgery import blocks
 note("blocks")
 from scale_surgery.planning.saved import read_plan
@@ -60,7 +71,7 @@ try:
     train(expanded, ["no-file"], output + "-trained")
 except DataError:
     found["a training"] = [name for name in ("peft", "bitsandbytes") if name in sys.modules]
-print(json.dumps([found, loaded]))
+print(json.dumps([found, loaded, refusals]))
 """
 # a peft that warns as bitsandbytes does, which peft imports; the real ones are slow, and not every CPU makes them warn
 PEFT = """
@@ -72,15 +83,54 @@ class PeftMixedModel: ...
 
 
 @pytest.fixture(scope="module")
-def said(base_of, pair_of, tmp_path_factory) -> tuple[dict[str, list[str]], str, str]:
-    """What a process has imported after each step, whose class it loads at the end, and what it wrote to stderr."""
+def mistaken(base_of, pair_of, tmp_path_factory) -> dict[str, str]:
+    """Command lines with folders in places of others, and what is said of each."""
+    place = tmp_path_factory.mktemp("mistaken")
+    base, expanded = base_of("llama"), pair_of("llama", "adapt").path
+    text, out, saved = place / "text.txt", place / "out", place / "saved"
+    text.write_text("some text")
+    shutil.copytree(expanded, saved, ignore=shutil.ignore_patterns("surgery.json"))
+    extracted = extract(expanded, place / "extracted").path
+    wider = save_tiny(place / "wider", "llama", intermediate_size=60)
+    is_base = f"{base}: is a base model, expected"
+    no_text = (
+        f"{base}: is a model (config.json says model_type 'llama'), expected text. Give a file of UTF-8 text, JSONL or "
+        "a saved dataset."
+    )
+    trained = "what a trainer saved of an expanded model"
+    return {
+        f"train {base} --data {text} -o {out}": f"{is_base} one made by scale-surgery expand. Expand it first: "
+        f"scale-surgery expand {base} --layers LAYERS -o EXPANDED.",
+        f"train {expanded} --data {text} --eval-data old={base} -o {out}": no_text,
+        f"train {expanded} --data {text} --rehearse {base} -o {out}": no_text,
+        f"learn {base} --data {text} --old {base} -o {out}": no_text,
+        f"evaluate {expanded} --old {base}": no_text,
+        f"adopt {expanded} --expanded {saved} -o {out}": f"{expanded}: is an expanded model, and {saved}, given as "
+        f"--expanded, is {trained}. Exchange them: scale-surgery adopt {saved} --expanded {expanded} -o OUT",
+        f"adopt {base} --base {saved} -o {out}": f"{base}: is a base model, and {saved}, given as --base, is {trained}."
+        f" Exchange them: scale-surgery adopt {saved} --base {base} -o OUT",
+        f"adopt {saved} --expanded {base} -o {out}": f"{is_base} an expanded model as --expanded. Type: scale-surgery "
+        f"adopt {saved} --base {base} -o OUT",
+        f"adopt {saved} --base {expanded} -o {out}": f"{expanded}: is an expanded model, expected a base model as "
+        f"--base. Type: scale-surgery adopt {saved} --expanded {expanded} -o OUT",
+        f"adopt {base} --expanded {expanded} -o {out}": f"{base}: its config.json says nothing of an expansion "
+        f"(model_type 'llama'), expected {trained}. Give the folder that it wrote.",
+        f"compose {wider} {extracted} -o {out}": f"wider: does not fit, this expansion was made on {base.name}. The "
+        "first of 15 differences: model.layers.0.mlp.down_proj.weight: shape [40, 60], expected [40, 52]. Give that "
+        "base.",
+    }
+
+
+@pytest.fixture(scope="module")
+def said(base_of, pair_of, mistaken, tmp_path_factory) -> tuple[dict[str, list[str]], str, list[str], str]:
+    """What a process has imported after each step, whose class it loads, what it refused, and its stderr."""
     place = tmp_path_factory.mktemp("steps")
     base, expanded = base_of("llama"), pair_of("llama", "adapt").path
     save_plan(plan(base, Request("0")), place / "plan.json")
+    (place / "mistaken.json").write_text(json.dumps([line.split() for line in mistaken]))
+    files = [expanded, base, place / "plan.json", place / "mistaken.json", place / "out", place]
     (place / "peft.py").write_text(PEFT)
-    files = [expanded, base, place / "plan.json", place / "out", place]
-    words = [sys.executable, "-c", STEPS, *map(str, files)]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", STEPS, *map(str, files)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return *json.loads(done.stdout), done.stderr
 
@@ -93,6 +143,11 @@ def test_torch_is_imported_when_facts_are_derived_and_not_before(said):
     """Facts come from the stock model itself; what is refused before they are asked for costs no import."""
     assert said[0]["a plan that is refused"] == []
     assert said[0]["a plan"] == ["torch", "transformers", "transformers.models.llama.modeling_llama"]
+
+
+def test_a_folder_in_the_place_of_another_is_refused_in_one_line_and_at_once(said, mistaken):
+    assert said[2] == [f"error: {text}\n" for text in mistaken.values()]
+    assert said[0]["what is no request"] == []
 
 
 def test_expanding_needs_no_transformers_model_class(said):
@@ -108,7 +163,7 @@ def test_the_tests_above_can_fail(said):
 
 def test_training_does_not_say_what_others_miss(said):
     assert said[0]["a training"] == ["peft"]
-    assert "Failed to load" not in said[2]
+    assert "Failed to load" not in said[3]
 
 
 def test_registration_replaces_remote_code(said):

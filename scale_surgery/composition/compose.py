@@ -129,7 +129,6 @@ def compose(
     remove = (remove,) if isinstance(remove, str) else tuple(dict.fromkeys(remove))
     given, before = open_base(source, remove)
     wanted = named_extracts(extracts)
-    check_names(wanted, remove, () if before is None else before.names, mixing)
     opened = {name: open_extract(extract) for name, extract in wanted.items()}
     check_target(target, [source.path, *(own.path for own in opened.values())], overwrite=overwrite)
     check_runs_beside(opened)
@@ -137,6 +136,8 @@ def compose(
         check_fit(extract, given, source.name)
     if before is None:
         check_clashes(given)
+    # whether torch has a name for itself is known seconds later
+    check_names(wanted, remove, () if before is None else before.names, mixing)
     added = _bytes_added(source.path, before, remove, opened)
     check_space(target, added + base_bytes(given) * (base_weights == "copy"))
     # what can be known without reading the base was asked before

@@ -291,8 +291,10 @@ def _check_folder(folder: Path, recipe: Recipe, *, overwrite: bool) -> None:
     elif folder.is_dir() and not (folder / JOB_FILE).is_file() and _holds_others(folder):
         problems.append(f"{folder}: holds other files, no job of learn. Choose another folder with -o.")
     place = folder.resolve()
-    for given in (recipe.model, *recipe.data, *recipe.old, *recipe.measure_new, *recipe.measure_old):
-        read = parse_source(given).path.resolve()
+    texts = (*recipe.data, *recipe.old, *recipe.measure_new, *recipe.measure_old)
+    inputs = {str(recipe.model): Path(recipe.model)} | {name: parse_source(name).path for name in texts}
+    for given, path in inputs.items():
+        read = path.resolve()
         if read.exists() and (read == place or read.is_relative_to(place) or place.is_relative_to(read)):
             problems.append(f"{folder}: lies inside, around or at the input {given}. Choose another folder with -o.")
     parent = next(own for own in (place, *place.parents) if own.exists())

@@ -2,7 +2,8 @@
 
 NAME[,column=FIELD][,split=SPLIT][,config=CONFIG][,revision=BRANCH, TAG OR COMMIT]
 
-A path that exists is always that path, whatever else its name could mean.
+A path that exists is always that path, whatever else its name could mean. A model is no text, and refused before
+anything is read.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import re
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from scale_surgery.checkpoint.names import CONFIG_FILE
+from scale_surgery.checkpoint.reading import parse_json, read_bytes
 from scale_surgery.errors import DataError
 
 # what to do where old text is asked for
@@ -78,9 +81,18 @@ def parse_source(text: str | Path) -> TextSource:
         The source.
 
     Raises:
-        DataError: If a setting is unknown, or given twice.
+        DataError: If a setting is unknown, or given twice, or the folder of a model is named.
     """
-    whole = str(text)
+    source = _parse(str(text))
+    if (model_type := _model_type(source.path)) is not None:
+        raise DataError(
+            f"{source.name}: is a model ({CONFIG_FILE} says model_type {model_type!r}), expected text. Give a file of "
+            "UTF-8 text, JSONL or a saved dataset."
+        )
+    return source
+
+
+def _parse(whole: str) -> TextSource:
     name, *settings = whole.split(",")
     is_path = os.path.exists(whole) or not settings  # noqa: PTH110, which no name breaks
     if is_path or not all(re.match(r"\w+=.", setting) for setting in settings):
@@ -96,3 +108,12 @@ def parse_source(text: str | Path) -> TextSource:
     if problems:
         raise DataError.from_problems(problems)
     return TextSource(name, **dict(pairs))
+
+
+def _model_type(path: Path) -> object:
+    """What the config.json of a model says it is; None where there is none, as in folders of data."""
+    try:
+        config = parse_json(read_bytes(path / CONFIG_FILE).decode("utf-8"))
+    except (OSError, ValueError):
+        return None
+    return config.get("model_type") if isinstance(config, dict) else None

@@ -13,11 +13,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shlex
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Final
 
+from scale_surgery.checkpoint.composed import Wanted, refuse_composed
 from scale_surgery.checkpoint.files import BaseWeights, plain_json, write_json, write_text
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
 from scale_surgery.checkpoint.hashes import hash_tensors
@@ -41,6 +44,7 @@ from scale_surgery.surgery.intact import refuse_damaged
 from scale_surgery.surgery.record import (
     Manifest,
     check_numbering,
+    is_base,
     read_manifest,
     refuse_fused,
     refuse_linked,
@@ -50,6 +54,11 @@ from scale_surgery.surgery.route import with_router
 from scale_surgery.surgery.same_base import hash_base
 from scale_surgery.surgery.saved import Saved, Trained, check_specs, fit, open_saved, other_computation, other_settings
 from scale_surgery.surgery.saved_values import Compared, compare_base, new_entries, rounded_dtypes
+
+# what a folder can be that is given to `adopt`
+EXPANDED: Final = "an expanded model"
+BASE: Final = "a base model"
+SAVED: Final = "what a trainer saved of an expanded model"
 
 
 @dataclass(frozen=True)
@@ -128,8 +137,10 @@ def adopt(
     """
     if expanded is not None and base is not None:
         raise PlanError("--base with --expanded: an expanded model holds its base. Leave out one of the two.")
-    wide, run = None if expanded is None else _open_expanded(expanded), run.placed()
+    _check_places(saved, expanded, base)
+    wide = None if expanded is None else _open_expanded(expanded)
     found = open_saved(saved, None if wide is None else wide.checkpoint.config)
+    run = run.placed()
     trained = _again(found, base, run, track) if wide is None else wide.trained
     target = Path(output) if output is not None else default_output(saved)
     check_target(target, [found.checkpoint.path, trained.checkpoint.path], overwrite=overwrite)
@@ -167,6 +178,36 @@ def adopt(
         other_computation=computation,
         bytes_written=written + trained.plan.costs.bytes_added,
     )
+
+
+def _check_places(saved: str | Path, expanded: str | Path | None, base: str | Path | None) -> None:
+    """Refuse folders that stand in each other's place, and a base as --expanded or the other way around."""
+    given = base if expanded is None else expanded
+    if given is None:
+        return
+    option = "--base" if expanded is None else "--expanded"
+    wanted: Wanted = BASE if expanded is None else EXPANDED
+    found = _kind(given, wanted)
+    if found == SAVED and _kind(saved, EXPANDED) == wanted:
+        raise CheckpointError(
+            f"{saved}: is {wanted}, and {given}, given as {option}, is {SAVED}. Exchange them: "
+            f"{_line(given, option, saved)}"
+        )
+    if found not in (wanted, SAVED):
+        other = "--base" if found == BASE else "--expanded"
+        raise CheckpointError(f"{given}: is {found}, expected {wanted} as {option}. Type: {_line(saved, other, given)}")
+
+
+def _kind(model: str | Path, wanted: Wanted) -> str:
+    path = find_source(model).path
+    refuse_composed(path, wanted)
+    if (path / MANIFEST_FILE).is_file():
+        return EXPANDED
+    return BASE if is_base(path) else SAVED
+
+
+def _line(*words: str | Path) -> str:
+    return shlex.join(["scale-surgery", "adopt", *map(str, words), "-o", "OUT"])
 
 
 @dataclass(frozen=True)

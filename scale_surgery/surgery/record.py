@@ -146,7 +146,7 @@ def read_manifest(path: Path) -> Manifest:
             f"{path}: is a plain checkpoint that scale-surgery merge --to stock made, it has no blocks. Give the "
             "expanded model that it was made from."
         )
-    if path.is_dir() and not file.is_file() and _is_base(path):
+    if path.is_dir() and not file.is_file() and is_base(path):
         raise CheckpointError(
             f"{path}: is a base model, expected one made by scale-surgery expand. Expand it first: scale-surgery "
             f"expand {path} --layers LAYERS -o EXPANDED."
@@ -173,7 +173,7 @@ def read_manifest(path: Path) -> Manifest:
     return manifest
 
 
-def _is_base(path: Path) -> bool:
+def is_base(path: Path) -> bool:
     """Whether a folder without a record never had one: a trainer that drops it keeps what config.json says."""
     config = path / CONFIG_FILE
     return config.is_file() and CONFIG_KEY not in read_json(config)

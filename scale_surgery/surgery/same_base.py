@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -12,7 +12,7 @@ from scale_surgery.checkpoint.hashes import hash_tensors
 from scale_surgery.checkpoint.names import CONFIG_FILE
 from scale_surgery.checkpoint.reading import differing_keys, parse_json
 from scale_surgery.deriving.base import derive_config
-from scale_surgery.errors import CheckpointError, shorten
+from scale_surgery.errors import MOST_NAMES, CheckpointError
 from scale_surgery.progress import Track
 from scale_surgery.surgery.extract_folder import Extract, TensorForm
 from scale_surgery.surgery.record import Manifest
@@ -31,7 +31,7 @@ def check_fit(extract: Extract, base: Checkpoint, name: str) -> None:
         name: What it is called.
 
     Raises:
-        CheckpointError: If it does not fit; the first problems are listed.
+        CheckpointError: If it does not fit; a few problems are listed, of many the first.
         PlanError: If the base is of an architecture that is not supported.
     """
     if "scale_surgery" in base.config or base.manifest is not None:
@@ -55,12 +55,18 @@ def check_sizes(extract: Extract, config: Mapping[str, Any], shapes: Shapes, giv
         name: What the base is called.
 
     Raises:
-        CheckpointError: If they do not fit; the first problems are listed.
+        CheckpointError: If they do not fit; a few problems are listed, of many the first.
         PlanError: If the base is of an architecture that is not supported.
     """
-    if problems := [*_config_problems(extract.manifest, config, name), *_shape_problems(shapes, given)]:
+    # sizes are derived, which takes seconds, and are others too where shapes are
+    problems = (
+        [*_type_problems(extract.manifest, config)]
+        or [*_shape_problems(shapes, given)]
+        or [*_config_problems(extract.manifest, config, name)]
+    )
+    if problems:
         head = f"{name}: does not fit, this expansion was made on {base_title(extract.manifest)}."
-        raise CheckpointError.from_problems([head, *shorten(problems)])
+        raise CheckpointError.from_problems(_told(head, problems, "Give that base."))
 
 
 def hash_base(base: Checkpoint, track: Track) -> dict[str, str]:
@@ -101,12 +107,19 @@ def refuse_differing(extract: Extract, name: str, differing: Mapping[str, str], 
         advice: What to do.
 
     Raises:
-        CheckpointError: If there are some; all are counted, the first are named.
+        CheckpointError: If there are some; all are counted, a few are named, of many the first.
     """
     if differing:
         head = f"{name}: {len(differing)} of {count} tensors differ from those of {base_title(extract.manifest)}, on "
-        lines = shorten([f"{tensor}: {how}" for tensor, how in differing.items()])
-        raise CheckpointError.from_problems([f"{head}which this expansion was made.", *lines, advice])
+        problems = [f"{tensor}: {how}" for tensor, how in differing.items()]
+        raise CheckpointError.from_problems(_told(f"{head}which this expansion was made.", problems, advice))
+
+
+def _told(head: str, problems: Sequence[str], advice: str) -> list[str]:
+    """A few problems are listed; many say together that this is another model, and their names say no more."""
+    if len(problems) <= MOST_NAMES:
+        return [head, *problems, advice]
+    return [f"{head} The first of {len(problems)} differences: {problems[0]} {advice}"]
 
 
 def base_title(manifest: Manifest) -> str:
@@ -114,10 +127,12 @@ def base_title(manifest: Manifest) -> str:
     return manifest.base_name + (f" at {manifest.base_revision}" if manifest.base_revision else "")
 
 
-def _config_problems(manifest: Manifest, config: Mapping[str, Any], name: str) -> Iterator[str]:
+def _type_problems(manifest: Manifest, config: Mapping[str, Any]) -> Iterator[str]:
     if config.get("model_type") != manifest.plan.family:
         yield f"config.json: model_type is {config.get('model_type')!r}, expected {manifest.plan.family!r}."
-        return
+
+
+def _config_problems(manifest: Manifest, config: Mapping[str, Any], name: str) -> Iterator[str]:
     if manifest.plan.architecture.own_code:
         # its sizes are known to its own code alone, which is not run to compare
         recorded = parse_json(manifest.replaced[CONFIG_FILE])
@@ -131,8 +146,8 @@ def _config_problems(manifest: Manifest, config: Mapping[str, Any], name: str) -
 
 
 def _shape_problems(shapes: Shapes, given: Shapes) -> Iterator[str]:
-    yield from (f"{name}: no such tensor in this base." for name in shapes if name not in given)
-    yield from (f"{name}: not expected in this base." for name in given if name not in shapes)
     for name in shapes:
         if name in given and shapes[name] != given[name]:
             yield f"{name}: shape {list(given[name])}, expected {list(shapes[name])}."
+    yield from (f"{name}: no such tensor in this base." for name in shapes if name not in given)
+    yield from (f"{name}: not expected in this base." for name in given if name not in shapes)

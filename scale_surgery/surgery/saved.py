@@ -125,7 +125,8 @@ def _refuse_other(name: str, checkpoint: Checkpoint) -> None:
     if specs is None:
         raise CheckpointError(
             f"{name}: its {CONFIG_FILE} says nothing of an expansion (model_type "
-            f"{checkpoint.config.get('model_type')!r}), expected what a trainer saved of an expanded model."
+            f"{checkpoint.config.get('model_type')!r}), expected what a trainer saved of an expanded model. "
+            "Give the folder that it wrote."
         )
     if specs.get("fused"):
         raise CheckpointError(

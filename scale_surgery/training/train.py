@@ -26,6 +26,7 @@ from scale_surgery.evidence.integrity import Integrity, bytes_to_check, check_fi
 from scale_surgery.progress import Track, no_track
 from scale_surgery.running.in_memory import InMemory
 from scale_surgery.running.options import RunOptions
+from scale_surgery.running.sources import parse_source
 from scale_surgery.running.tokenizer import need_tokenizer
 from scale_surgery.surgery.record import (
     Manifest,
@@ -104,6 +105,18 @@ def train(
         DataError: If the data cannot be read, are empty or do not fit the model.
         TrainingError: If nothing would train, a run cannot be resumed, or it had to stop.
     """
+    path, settings = Path(expanded), settings or TrainingSettings()
+    target = Path(output) if output is not None else default_output(path)
+    check_settings(settings)
+    checkpoint, manifest = open_checkpoint(path), read_manifest(path)
+    refuse_fused(path, manifest)
+    refuse_linked(path, manifest)
+    check_numbering(checkpoint, manifest)
+    files = {"learn": data, "old": eval_data.old, "new": eval_data.new}
+    files |= {} if settings.rehearses_itself else {REHEARSAL: settings.rehearse}
+    for text in (name for names in files.values() for name in names):
+        parse_source(text)
+    # these take seconds, for which nobody waits who gave something else than an expanded model and texts
     from accelerate import DistributedType, PartialState
 
     from scale_surgery.running.loading import quiet_transformers
@@ -113,15 +126,8 @@ def train(
     # the Trainer imports peft, and peft imports bitsandbytes, which warns that a kernel for inference is missing
     with quiet_transformers():
         from scale_surgery.training.trainer import RunReport
-    path, settings = Path(expanded), settings or TrainingSettings()
-    target = Path(output) if output is not None else default_output(path)
-    check_settings(settings)
     check_device(run)
     reports = find_reports(start.report_to)
-    checkpoint, manifest = open_checkpoint(path), read_manifest(path)
-    refuse_fused(path, manifest)
-    refuse_linked(path, manifest)
-    check_numbering(checkpoint, manifest)
     check_quantisation(checkpoint, manifest, settings.base_quantization, run)
     if settings.routed and manifest.routing is None:
         raise TrainingError(
@@ -145,8 +151,6 @@ def train(
         keep_freed_memory()
     with locked(target) if processes.is_main_process else nullcontext():
         _check_files(checkpoint, manifest, processes, run, track)
-        files = {"learn": data, "old": eval_data.old, "new": eval_data.new}
-        files |= {} if settings.rehearses_itself else {REHEARSAL: settings.rehearse}
         texts = read_texts(checkpoint, files, settings, run, cache=start.cache_dir, processes=processes, track=track)
         outlook = look_ahead(settings, texts["learn"], processes.num_processes)
         model = load_to_train(checkpoint, settings, run)

@@ -79,7 +79,7 @@ def test_exported_code_is_the_code_of_the_package(llama: Pair) -> None:
 def test_exported_code_is_small() -> None:
     lines = {file: len(modeling.code_text(file).splitlines()) for file in ALL_FILES}
     assert sum(lines[file] for file in CODE_FILES) < 2350
-    assert sum(lines.values()) < 4250, "of a composed folder"
+    assert sum(lines.values()) < 4300, "of a composed folder"
 
 
 @pytest.mark.parametrize(
