@@ -37,7 +37,7 @@ from scale_surgery.show.pages.charts import (
 )
 from scale_surgery.show.pages.filling import fill
 from scale_surgery.show.pages.inline_svg import inline_svg
-from scale_surgery.show.pages.report import render_page, write_page
+from scale_surgery.show.pages.report import Cells, Heading, Section, render_headed, render_page, write_page
 from scale_surgery.show.palette import DARK, LIGHT, Palette
 from scale_surgery.show.tables_report import render_report
 from tests.conftest import shake
@@ -45,6 +45,7 @@ from tests.routing.test_report import CHROMIUM, COLOUR_VISION, contrast, parse, 
 from tests.test_docs import COMMANDS
 from tests.tiny import save_tiny
 
+needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium to show the page")
 EVIL = "<script>alert(1)</script>&\"'{{ facts }}"
 
 
@@ -173,22 +174,42 @@ def test_lines_are_seen_and_told_apart(mode: str, palette: Palette) -> None:
     assert contrast(palette.text, palette.stops[0]) >= 4.5
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium to show the page")
-def test_page_fits_a_telephone(found: Report, tmp_path: Path) -> None:
-    """In a frame, since a window of Chromium is 500 pixels wide at least; tables scroll in themselves."""
-    (tmp_path / "page.html").write_text(render_page(found), encoding="utf-8")
+def on_a_telephone(page: str, numbers: str, tmp_path: Path) -> list[int]:
+    """What JavaScript says of a page, in a frame, since a window of Chromium is 500 pixels wide at least."""
+    (tmp_path / "page.html").write_text(page, encoding="utf-8")
     (
         tmp_path / "frame.html"
-    ).write_text("""<iframe src="page.html" style="width: 400px; height: 900px"></iframe><script>
-    onload = () => { const page = frames[0].document.documentElement;
-      document.body.textContent = "RESULT" + page.clientWidth + " " + page.scrollWidth + "END"; };
+    ).write_text(f"""<iframe src="page.html" style="width: 400px; height: 900px"></iframe><script>
+    onload = () => {{ const page = frames[0].document.documentElement;
+      document.body.textContent = "RESULT" + [{numbers}].join(" ") + "END"; }};
     </script>""")
     command = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files"]
     command += [f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", (tmp_path / "frame.html").as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    (sizes,) = re.findall("RESULT(.*)END", done.stdout)
-    shown_width, needed = map(int, sizes.split())
-    assert 380 <= shown_width <= 400 and needed <= shown_width
+    (said,) = re.findall("RESULT(.*)END", done.stdout)
+    return [int(number) for number in said.split()]
+
+
+@needs_chromium
+def test_page_fits_a_telephone(found: Report, tmp_path: Path) -> None:
+    """Tables scroll in themselves."""
+    width, needed = on_a_telephone(render_page(found), "page.clientWidth, page.scrollWidth", tmp_path)
+    assert 380 <= width <= 400 and needed <= width
+
+
+@needs_chromium
+def test_every_column_of_what_was_learned_is_on_a_telephone(found: Report, tmp_path: Path) -> None:
+    """And a text has the whole width, in which words need not break."""
+    head = ("", "old: loss", "old: forgetting", "new: loss", "new: learning")
+    losses = Cells(head, [("learned", "3.2928", "-0.5374", "3.0768", "+0.5924")])
+    promise = ("base_stream_always", "not claimed", "47 base tensors, 1,040,128 bytes, sha256 compared")
+    promises = Cells(("promise", "result", "evidence"), [promise], True)
+    sections = [Section("Learned", "", cells=losses), Section("Promises", "", cells=promises)]
+    page = render_headed(found, Heading("Title", "model", (), [], sections))
+    numbers = """...[...page.querySelectorAll(".scroll:has(.cells)")].map(own => own.scrollWidth - own.clientWidth),
+      page.querySelector(".cells.text td:last-child").clientWidth"""
+    *hidden, width = on_a_telephone(page, numbers, tmp_path)
+    assert hidden == [0, 0] and width > 300
 
 
 # charts
