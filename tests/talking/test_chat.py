@@ -45,8 +45,8 @@ QUESTION = questions(people(1)[0])[1].prompt
 GREEDY = GenerationSettings(temperature=0, max_new_tokens=12)
 # of the background of a token, from the preserve path to the adapt path
 COLOUR = re.compile(r"\x1b\[38;2;22;24;29;48;2;\d+;\d+;\d+m")
-# a pseudo-terminal becomes that of a new session, so that Ctrl-C is the signal that it is; SIGINT is ignored, as in what
-# a script starts in the background
+# a pseudo-terminal becomes that of a new session, so that Ctrl-C is the signal that it is; SIGINT is ignored, as in
+# what a script starts in the background
 OWN_TERMINAL = (
     "import fcntl, runpy, signal, termios; signal.signal(signal.SIGINT, signal.SIG_IGN); "
     "fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
@@ -77,7 +77,7 @@ class Terminal:
         return self.text[start : self.done]
 
     def interrupt(self, pattern: str) -> str:
-        """What comes after Ctrl-C at a prompt; readline hears one that comes before it waits for keys at the next one."""
+        """What comes after Ctrl-C at a prompt; readline hears one that comes too early at the next one."""
         for _ in range(0, SECONDS, 5):
             self.type("\x03")
             if select.select([self.handle], [], [], 5)[0]:
@@ -174,7 +174,7 @@ def test_an_interrupt_ends_an_answer_and_nothing_else(place: Path, before: int, 
 
 
 class Typist(StringIO):
-    """Somebody who types, and presses Ctrl-C three times wherever a line of the conversation's code is reached first."""
+    """Somebody who types, and presses Ctrl-C three times wherever a line of the code is reached first."""
 
     MESSAGES = ("Anna", "/reset", "/help", "/wat")
     CODE = (str(Path(conversing.__file__).parent), console.__file__)
@@ -340,9 +340,9 @@ def test_paths_are_shown_where_there_are_colours_or_when_asked_for() -> None:
     refusing = Console(file=StringIO(), color_system="truecolor", no_color=True)
     assert choose_marking(coloured, Look()) == "colours"
     assert choose_marking(coloured, Look(paths=False)) == "nothing"
-    for console, look in ((plain, Look()), (refusing, Look()), (coloured, Look(is_plain=True))):
-        assert choose_marking(console, look) == "nothing"
-        assert choose_marking(console, replace(look, paths=True)) == "brackets"
+    for without, look in ((plain, Look()), (refusing, Look()), (coloured, Look(is_plain=True))):
+        assert choose_marking(without, look) == "nothing"
+        assert choose_marking(without, replace(look, paths=True)) == "brackets"
 
 
 def test_refusals_come_before_anything_is_loaded(place: Path) -> None:
