@@ -15,6 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, ALL_EXPERTS_FUN
 from scale_surgery import Probes, Request, RunOptions, expand, inspect, plan, strip, verify
 from scale_surgery.biographies import SHIPPED_MODEL
 from scale_surgery.checkpoint.code_names import BUILT_IN
+from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.cli import main
 from scale_surgery.errors import CheckpointError
 from scale_surgery.modeling.expanded_attention import SPLIT_ATTENTION
@@ -90,11 +91,13 @@ def test_keys_that_get_another_meaning(llama_base: Path, aliases: dict[str, str]
         inspect(llama_base)
 
 
-@pytest.mark.parametrize("name", sorted(BUILT_IN))
-def test_implementations_of_transformers_are_kept(llama_base: Path, name: str) -> None:
+def test_implementations_of_transformers_are_kept(llama_base: Path) -> None:
     """Also those that are not installed here, and where no name stands."""
-    asked = {"": name, "text_config": None}
-    edit_json(llama_base / "config.json", attn_implementation=asked, _attn_implementation_autoset=True)
+    for name in sorted(BUILT_IN):
+        asked = {"": name, "text_config": None}
+        edit_json(llama_base / "config.json", attn_implementation=asked, _attn_implementation_autoset=True)
+        assert open_checkpoint(llama_base).config["attn_implementation"] == asked
+    edit_json(llama_base / "config.json", attn_implementation="flash_attention_3")
     assert plan(llama_base, Request("0")).layers == (0,)
 
 
