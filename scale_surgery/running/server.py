@@ -6,7 +6,7 @@ of each other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from functools import partial
 from time import time
@@ -15,7 +15,58 @@ from typing import Any
 from transformers.cli.serve import Serve
 from transformers.cli.serving.utils import GenerateManager, InferenceThread
 
-from scale_surgery.errors import ServingError
+from scale_surgery.running.context import context_of
+
+# fields of OpenAI's that transformers' server would pass over, and that ask nothing of an answer
+ASKING_NOTHING = {"metadata", "service_tier", "store", "user"}
+# values that ask for what is done anyway
+USUAL = {"n": 1, "best_of": 1, "parallel_tool_calls": True}
+
+
+class Refusal(Exception):  # noqa: N818
+    """A request that is not answered: what is said of it, by OpenAI's words for errors."""
+
+    def __init__(self, message: str, parameter: str, code: str, status: int = 400) -> None:
+        super().__init__(message)
+        self.parameter, self.code, self.status = parameter, code, status
+
+
+def refuse_unsupported(body: Mapping[str, Any], unsupported: Collection[str]) -> None:
+    """Refuse fields that would change an answer, and that the server would pass over.
+
+    Args:
+        body: A request.
+        unsupported: Names of the fields that the server passes over.
+
+    Raises:
+        Refusal: If there are some; all are named.
+    """
+    asked = sorted(
+        name
+        for name in body.keys() & (set(unsupported) - ASKING_NOTHING)
+        if body[name] and body[name] != USUAL.get(name)
+    )
+    if asked:
+        raise Refusal(f"Not supported here: {', '.join(asked)}. Leave them out.", asked[0], "unsupported_parameter")
+
+
+def refuse_too_long(tokens: int, context: int | None) -> None:
+    """Refuse a prompt that leaves no room for an answer.
+
+    Args:
+        tokens: Tokens of the prompt.
+        context: Most tokens that the model reads at once; None where its config does not say.
+
+    Raises:
+        Refusal: If it is as long as that.
+    """
+    if context is not None and tokens >= context:
+        raise Refusal(
+            f"The prompt has {tokens} tokens, expected fewer than {context}, which this model reads at once. "
+            "Shorten it.",
+            "prompt",
+            "context_length_exceeded",
+        )
 
 
 class OnePath(GenerateManager):
@@ -31,6 +82,16 @@ class OnePath(GenerateManager):
     def async_submit(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Compute, to be awaited."""
         return super().async_submit(self._by_path(fn), *args, **kwargs)
+
+    def generate_streaming(self, model: Any, processor: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Begin a stream; for a prompt that is too long none is begun."""
+        refuse_too_long(inputs["input_ids"].shape[-1], context_of(model.config))
+        return super().generate_streaming(model, processor, inputs, *args, **kwargs)
+
+    async def generate_non_streaming(self, model: Any, processor: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Compute an answer to a prompt that is not too long."""
+        refuse_too_long(inputs["input_ids"].shape[-1], context_of(model.config))
+        return await super().generate_non_streaming(model, processor, inputs, *args, **kwargs)
 
     def _by_path(self, run: Callable[..., Any]) -> Callable[..., Any]:
         if self.path is None:
@@ -66,8 +127,8 @@ class Server(Serve):
         manager.trust_remote_code = False
         manager.get_gen_models = self._listed
         for handler in (*handlers, self._systemone_handler):
-            handler._resolve_model = partial(self._resolve, handler._resolve_model)
-        self.server.config.app.add_exception_handler(ServingError, _refuse)
+            handler._resolve_model = partial(self._resolve, handler._resolve_model, handler)
+        self.server.config.app.add_exception_handler(Refusal, _refuse)
         self.ready()
         with suppress(KeyboardInterrupt):
             self.server.run()
@@ -77,23 +138,35 @@ class Server(Serve):
         facts = {"object": "model", "created": int(time()), "owned_by": "scale-surgery"}
         return [{"id": name, **facts} for name in self.paths]
 
-    def _resolve(self, stock: Callable[..., Any], body: dict[str, Any]) -> tuple[str, Any, Any]:
+    def _resolve(self, stock: Callable[..., Any], handler: Any, body: dict[str, Any]) -> tuple[str, Any, Any]:
         """The name that a request gives, model and processor, with what computes by that name's path."""
+        refuse_unsupported(body, handler._unused_fields)
         own = self._model_manager.force_model
         name = own if body.get("model") is None else body["model"]
         # JSON may hold what cannot be looked up
         if name not in tuple(self.paths):
-            raise ServingError(f"The model {name!r} is not served here, expected {' or '.join(self.paths)}.")
+            raise Refusal(
+                f"The model {name!r} is not served here, expected {' or '.join(self.paths)}.",
+                "model",
+                "model_not_found",
+                404,
+            )
         _, model, processor = stock({"model": own})
+        if handler is self._chat_handler and not getattr(processor, "chat_template", None):
+            raise Refusal(
+                "This model's tokenizer has no chat template, which writes a conversation. Ask /v1/completions.",
+                "messages",
+                "no_chat_template",
+            )
         body["model"] = name
         # where the server looks for what computes for a model
         self._generation_state._generate_managers[name] = OnePath(self.thread, model, self.paths[name])
         return name, model, processor
 
 
-def _refuse(request: Any, error: ServingError) -> Any:
+def _refuse(request: Any, error: Refusal) -> Any:
     """An error in the form of OpenAI."""
     from fastapi.responses import JSONResponse
 
-    said = {"message": str(error), "type": "invalid_request_error", "param": "model", "code": "model_not_found"}
-    return JSONResponse({"error": said}, status_code=404)
+    said = {"message": str(error), "type": "invalid_request_error", "param": error.parameter, "code": error.code}
+    return JSONResponse({"error": said}, status_code=error.status)

@@ -173,6 +173,21 @@ def test_missing_packages_are_named_with_how_to_get_them(monkeypatch: pytest.Mon
     assert "pip install 'scale-surgery[serve]'" in result.output
 
 
+def test_what_cannot_be_answered_is_refused_by_name() -> None:
+    from transformers.cli.serving.chat_completion import UNUSED_CHAT_COMPLETION_FIELDS as FIELDS
+
+    from scale_surgery.running.server import Refusal, refuse_too_long, refuse_unsupported
+
+    usual = {"n": 1, "logprobs": False, "top_logprobs": None, "presence_penalty": 0, "user": "x", "max_tokens": 5}
+    refuse_unsupported(usual, FIELDS)
+    with pytest.raises(Refusal, match=r"^Not supported here: logprobs, n, tool_choice\. Leave them out\.$") as refused:
+        refuse_unsupported(usual | {"n": 2, "logprobs": True, "tool_choice": "auto"}, FIELDS)
+    assert (refused.value.status, refused.value.code) == (400, "unsupported_parameter")
+    refuse_too_long(7, 8), refuse_too_long(10**6, None)
+    with pytest.raises(Refusal, match=r"^The prompt has 8 tokens, expected fewer than 8, which this model"):
+        refuse_too_long(8, 8)
+
+
 def test_paths_are_shown_beside_the_name_of_the_model() -> None:
     rows = render_served(serving.Served("both", "http://127.0.0.1:8000/v1", False, ("base", "law")))
     assert shown(rows).splitlines()[1:3] == ["model     both", "or alone  base, law"]
@@ -319,8 +334,26 @@ def test_conversations_need_a_chat_template(server: Running) -> None:
     if server.served["has_chat_template"]:
         assert server.converse(question) == server.alone((QUESTIONS[0], 5))[0]
     else:
-        with pytest.raises(openai.InternalServerError):
+        with pytest.raises(openai.BadRequestError, match=r"has no chat template, .* Ask /v1/completions\."):
             server.converse(question)
+
+
+@needs_server
+def test_a_request_that_cannot_be_answered_is_a_bad_one(server: Running) -> None:
+    import openai
+
+    name, create = server.served["model"], server.client.completions.create
+    context = json.loads((server.folder / "config.json").read_text())["max_position_embeddings"]
+    for options in ({}, {"stream": True}):
+        with pytest.raises(
+            openai.BadRequestError, match=rf"has \d+ tokens, expected fewer than {context}, "
+        ) as refused:
+            create(model=name, prompt="Anna " * context, max_tokens=2, **options)
+        assert (refused.value.code, refused.value.param) == ("context_length_exceeded", "prompt")
+    with pytest.raises(openai.BadRequestError, match="Not supported here: logprobs, n") as refused:
+        create(model=name, prompt="Q:", max_tokens=2, n=2, logprobs=1)
+    assert refused.value.code == "unsupported_parameter"
+    assert create(model=name, prompt="Q:", max_tokens=2, n=1).choices, "and the next one is answered"
 
 
 @pytest.fixture(scope="module")
