@@ -98,9 +98,9 @@ def render_held_out(done: HeldOut) -> RenderableType:
     return facts("set aside", [("written", str(done.path)), *rows])
 
 
-def cells_of(learned: Learned) -> list[tuple[str, ...]]:
-    """Rows of the table of what was learned and forgotten."""
-    return [(row.name, *_side(row.old), *_side(row.new)) for row in learned.rows]
+def cells_of(side: str, learned: Learned) -> list[tuple[str, ...]]:
+    """Rows of the table of what was forgotten, "old", or learned, "new"."""
+    return [(row.name, *_side(getattr(row, side))) for row in learned.rows]
 
 
 def _side(side: Side | None) -> tuple[str, str, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +14,11 @@ from scale_surgery.show.tables_learn import COLUMNS, cells_of
 if TYPE_CHECKING:
     from scale_surgery.evidence.report_records import Report
     from scale_surgery.learning.learned import Learned
+
+SIDES = {
+    "old": ("What was forgotten", "Losses on old text; forgetting is the loss minus the base's."),
+    "new": ("What was learned", "Losses on new text; learning is the base's loss minus the model's."),
+}
 
 
 def write_learned(learned: Learned, report: Report, file: Path) -> None:
@@ -54,14 +59,14 @@ def _facts(learned: Learned) -> Iterator[Fact]:
 
 
 def _sections(learned: Learned) -> Iterator[Section]:
-    yield Section(
-        "What was learned and forgotten",
-        "Losses in nats per token, on text that no stage learned or chose by. Forgetting is the loss on old text minus "
-        "the base's, learning the base's loss on new text minus the model's.",
-        cells=_filled(
-            ("", *(f"{side}: {name}" for side in ("old", "new") for name in COLUMNS[side])), cells_of(learned)
-        ),
-    )
+    # a table for each, as in the terminal: both side by side are wider than a telephone
+    for side, (title, text) in SIDES.items():
+        if any(getattr(row, side) is not None for row in learned.rows):
+            yield Section(
+                title,
+                f"{text} In nats per token, on text that no stage learned or chose by.",
+                cells=_cells(side, learned),
+            )
     promises = [(name, *text.partition(": ")[::2]) for name, text in learned.promises.items()]
     yield Section(
         "Promises",
@@ -76,7 +81,8 @@ def _sections(learned: Learned) -> Iterator[Section]:
     )
 
 
-def _filled(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Cells:
+def _cells(side: str, learned: Learned) -> Cells:
     """A table without the columns that nothing stands in: accuracies without questions, say."""
+    head, rows = ("", *COLUMNS[side]), cells_of(side, learned)
     kept = [column for column in range(len(head)) if not column or any(row[column] for row in rows)]
     return Cells(tuple(head[column] for column in kept), [tuple(row[column] for column in kept) for row in rows])
