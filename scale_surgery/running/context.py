@@ -23,6 +23,24 @@ def context_of(config: Any) -> int | None:
     return int(found) if found else None
 
 
+def check_room(tokens: int, context: int | None, name: str) -> None:
+    """Check that a model can read a prompt and say at least one token more.
+
+    Args:
+        tokens: Tokens of the prompt.
+        context: What `context_of` says of the model.
+        name: What the model is called.
+
+    Raises:
+        DataError: If it has no room for that.
+    """
+    if context is not None and tokens >= context:
+        raise DataError(
+            f"The prompt has {tokens:,} tokens, expected fewer than {context:,}, the context of {name}, in which the "
+            "answer stands too. Give a shorter one."
+        )
+
+
 def choose_length(asked: int | None, contexts: Mapping[str, int | None]) -> int:
     """Choose how many tokens are read at once, the same for all models.
 

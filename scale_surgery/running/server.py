@@ -15,58 +15,72 @@ from typing import Any
 from transformers.cli.serve import Serve
 from transformers.cli.serving.utils import GenerateManager, InferenceThread
 
-from scale_surgery.running.context import context_of
+from scale_surgery.errors import DataError
+from scale_surgery.running.context import check_room, context_of
 
-# fields of OpenAI's that transformers' server would pass over, and that ask nothing of an answer
-ASKING_NOTHING = {"metadata", "service_tier", "store", "user"}
-# values that ask for what is done anyway
-USUAL = {"n": 1, "best_of": 1, "parallel_tool_calls": True}
+# what transformers' server reads of a request, by endpoint; it takes more fields, and does nothing with them
+EVERYWHERE = frozenset({"generation_config", "model", "seed", "stream", "temperature", "top_p"})
+COMPLETIONS = EVERYWHERE | {"frequency_penalty", "max_tokens", "prompt", "stop", "suffix"}
+CHAT = EVERYWHERE | {"chat_template_kwargs", "frequency_penalty", "logit_bias", "max_completion_tokens", "max_tokens"}
+CHAT |= {"messages", "stop", "tools"}
+RESPONSES = EVERYWHERE | {"input", "instructions", "max_output_tokens", "tools"}
+# what asks for nothing in an answer
+LABELS = frozenset({"metadata", "prompt_cache_key", "safety_identifier", "service_tier", "user"})
+# what asks for what the server does anyway; clients send it unasked
+USUAL = {
+    "background": False,
+    "best_of": 1,
+    "echo": False,
+    "logprobs": False,
+    "n": 1,
+    "parallel_tool_calls": True,
+    "presence_penalty": 0,
+    "response_format": {"type": "text"},
+    "store": False,
+    "stream_options": {"include_usage": True},
+    "tool_choice": "auto",
+}
 
 
 class Refusal(Exception):  # noqa: N818
     """A request that is not answered: what is said of it, by OpenAI's words for errors."""
 
-    def __init__(self, message: str, parameter: str, code: str, status: int = 400) -> None:
+    def __init__(self, message: str, parameter: str | None, code: str, status: int = 400) -> None:
         super().__init__(message)
         self.parameter, self.code, self.status = parameter, code, status
 
 
-def refuse_unsupported(body: Mapping[str, Any], unsupported: Collection[str]) -> None:
-    """Refuse fields that would change an answer, and that the server would pass over.
+def check_fields(read: Collection[str], body: Mapping[str, Any]) -> None:
+    """Check that a request asks for nothing that the server would ignore.
 
     Args:
-        body: A request.
-        unsupported: Names of the fields that the server passes over.
+        read: Fields that its endpoint reads.
+        body: The request.
 
     Raises:
-        Refusal: If there are some; all are named.
+        Refusal: If it does; every such field is named.
     """
-    asked = sorted(
-        name
-        for name in body.keys() & (set(unsupported) - ASKING_NOTHING)
-        if body[name] and body[name] != USUAL.get(name)
-    )
-    if asked:
-        raise Refusal(f"Not supported here: {', '.join(asked)}. Leave them out.", asked[0], "unsupported_parameter")
-
-
-def refuse_too_long(tokens: int, context: int | None) -> None:
-    """Refuse a prompt that leaves no room for an answer.
-
-    Args:
-        tokens: Tokens of the prompt.
-        context: Most tokens that the model reads at once; None where its config does not say.
-
-    Raises:
-        Refusal: If it is as long as that.
-    """
-    if context is not None and tokens >= context:
+    asked = {name for name, value in body.items() if value is not None and not _is_usual(name, value)}
+    if ignored := sorted(asked - LABELS - set(read)):
         raise Refusal(
-            f"The prompt has {tokens} tokens, expected fewer than {context}, which this model reads at once. "
-            "Shorten it.",
-            "prompt",
-            "context_length_exceeded",
+            f"{', '.join(ignored)}: not offered by this server, expected some of {', '.join(sorted(read))}. Leave out "
+            "what it does not offer; generation_config takes what transformers' GenerationConfig does.",
+            ignored[0],
+            "unsupported_parameter",
         )
+
+
+def _is_usual(name: str, value: Any) -> bool:
+    """Whether a field asks for what the server does anyway; 0 is no false: it asks for the logprobs of one token."""
+    usual = USUAL.get(name)
+    return bool(value == usual) and isinstance(value, bool) == isinstance(usual, bool)
+
+
+def _check_length(model: Any, inputs: Any) -> None:
+    try:
+        check_room(inputs["input_ids"].shape[-1], context_of(model.config), "the model")
+    except DataError as error:
+        raise Refusal(str(error), None, "context_length_exceeded") from error
 
 
 class OnePath(GenerateManager):
@@ -85,12 +99,12 @@ class OnePath(GenerateManager):
 
     def generate_streaming(self, model: Any, processor: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Begin a stream; for a prompt that is too long none is begun."""
-        refuse_too_long(inputs["input_ids"].shape[-1], context_of(model.config))
+        _check_length(model, inputs)
         return super().generate_streaming(model, processor, inputs, *args, **kwargs)
 
     async def generate_non_streaming(self, model: Any, processor: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Compute an answer to a prompt that is not too long."""
-        refuse_too_long(inputs["input_ids"].shape[-1], context_of(model.config))
+        _check_length(model, inputs)
         return await super().generate_non_streaming(model, processor, inputs, *args, **kwargs)
 
     def _by_path(self, run: Callable[..., Any]) -> Callable[..., Any]:
@@ -123,6 +137,8 @@ class Server(Serve):
         """Serve until Ctrl-C."""
         manager: Any = self._model_manager
         handlers: tuple[Any, ...] = (self._chat_handler, self._completion_handler, self._response_handler)
+        for handler, read in zip(handlers, (CHAT, COMPLETIONS, RESPONSES), strict=True):
+            handler._validate_request = partial(check_fields, read)
         # a request to /load_model may name any model; its code was not trusted
         manager.trust_remote_code = False
         manager.get_gen_models = self._listed
@@ -140,7 +156,6 @@ class Server(Serve):
 
     def _resolve(self, stock: Callable[..., Any], handler: Any, body: dict[str, Any]) -> tuple[str, Any, Any]:
         """The name that a request gives, model and processor, with what computes by that name's path."""
-        refuse_unsupported(body, handler._unused_fields)
         own = self._model_manager.force_model
         name = own if body.get("model") is None else body["model"]
         # JSON may hold what cannot be looked up

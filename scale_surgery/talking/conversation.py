@@ -11,6 +11,7 @@ from typing import Any
 
 from scale_surgery.errors import DataError
 from scale_surgery.evidence.subjects import Subject
+from scale_surgery.running.context import check_room
 from scale_surgery.running.loading import translated
 from scale_surgery.talking.records import Answer
 from scale_surgery.talking.settings import GenerationSettings
@@ -119,8 +120,4 @@ def check_ids(subject: Subject, ids: Sequence[int]) -> None:
             f"{subject.name}: its tokenizer gives the id {max(ids)}, expected ids below {subject.vocabulary}, the size "
             "of its embedding. Use the tokenizer that the model was trained with."
         )
-    if subject.context is not None and len(ids) >= subject.context:
-        raise DataError(
-            f"The prompt has {len(ids):,} tokens, expected fewer than {subject.context:,}, the context of "
-            f"{subject.name}, in which the answer stands too. Give a shorter one."
-        )
+    check_room(len(ids), subject.context, subject.name)

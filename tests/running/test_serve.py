@@ -173,19 +173,27 @@ def test_missing_packages_are_named_with_how_to_get_them(monkeypatch: pytest.Mon
     assert "pip install 'scale-surgery[serve]'" in result.output
 
 
-def test_what_cannot_be_answered_is_refused_by_name() -> None:
-    from transformers.cli.serving.chat_completion import UNUSED_CHAT_COMPLETION_FIELDS as FIELDS
+def test_fields_that_would_be_ignored_are_refused_by_name() -> None:
+    from scale_surgery.running.server import CHAT, COMPLETIONS, Refusal, check_fields
 
-    from scale_surgery.running.server import Refusal, refuse_too_long, refuse_unsupported
-
-    usual = {"n": 1, "logprobs": False, "top_logprobs": None, "presence_penalty": 0, "user": "x", "max_tokens": 5}
-    refuse_unsupported(usual, FIELDS)
-    with pytest.raises(Refusal, match=r"^Not supported here: logprobs, n, tool_choice\. Leave them out\.$") as refused:
-        refuse_unsupported(usual | {"n": 2, "logprobs": True, "tool_choice": "auto"}, FIELDS)
-    assert (refused.value.status, refused.value.code) == (400, "unsupported_parameter")
-    refuse_too_long(7, 8), refuse_too_long(10**6, None)
-    with pytest.raises(Refusal, match=r"^The prompt has 8 tokens, expected fewer than 8, which this model"):
-        refuse_too_long(8, 8)
+    usual = {
+        "n": 1,
+        "logprobs": False,
+        "top_logprobs": None,
+        "presence_penalty": 0.0,
+        "user": "x",
+        "tool_choice": "auto",
+    }
+    check_fields(CHAT, usual | {"messages": [], "max_tokens": 5, "response_format": {"type": "text"}})
+    for fields, named in (
+        ({"n": 2, "logprobs": True, "prompt": "Q:"}, "logprobs, n"),
+        ({"logprobs": 0}, "logprobs"),  # of one token each
+        ({"messages": []}, "messages"),
+        ({"response_format": {"type": "json_object"}, "what": 1}, "response_format, what"),
+    ):
+        with pytest.raises(Refusal, match=rf"^{named}: not offered by this server, expected some of ") as refused:
+            check_fields(COMPLETIONS, usual | fields)
+        assert (refused.value.status, refused.value.code) == (400, "unsupported_parameter")
 
 
 def test_paths_are_shown_beside_the_name_of_the_model() -> None:
@@ -346,11 +354,11 @@ def test_a_request_that_cannot_be_answered_is_a_bad_one(server: Running) -> None
     context = json.loads((server.folder / "config.json").read_text())["max_position_embeddings"]
     for options in ({}, {"stream": True}):
         with pytest.raises(
-            openai.BadRequestError, match=rf"has \d+ tokens, expected fewer than {context}, "
+            openai.BadRequestError, match=rf"has \d+ tokens, expected fewer than {context}, the context"
         ) as refused:
             create(model=name, prompt="Anna " * context, max_tokens=2, **options)
-        assert (refused.value.code, refused.value.param) == ("context_length_exceeded", "prompt")
-    with pytest.raises(openai.BadRequestError, match="Not supported here: logprobs, n") as refused:
+        assert (refused.value.code, refused.value.param) == ("context_length_exceeded", None)
+    with pytest.raises(openai.BadRequestError, match="logprobs, n: not offered") as refused:
         create(model=name, prompt="Q:", max_tokens=2, n=2, logprobs=1)
     assert refused.value.code == "unsupported_parameter"
     assert create(model=name, prompt="Q:", max_tokens=2, n=1).choices, "and the next one is answered"
