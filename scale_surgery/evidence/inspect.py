@@ -245,7 +245,7 @@ def _count_mlps(specs: Mapping[str, Any]) -> int | None:
 
 def _count_copies(checkpoint: Checkpoint) -> dict[str, int]:
     """Parameters of copied layers by group."""
-    groups = checkpoint.config[CONFIG_KEY].get("groups")
+    groups = checkpoint.config[CONFIG_KEY].get("groups") or {}
     counts = dict.fromkeys(("attn", "ffn", "norms"), 0)
     for info in checkpoint.tensors.values():
         _, is_copy, inside = info.name.partition(f".{AFTER}")

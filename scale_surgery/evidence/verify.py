@@ -233,6 +233,6 @@ def _code_warnings(manifest: Manifest, integrity: Integrity) -> Iterator[str]:
 
 def _origin(file: str, manifest: Manifest) -> str:
     """Where a code file comes from that no release of this program wrote."""
-    if file in manifest.code_files:
+    if file in manifest.plan.code_files:
         return "differs from every release of this program"
     return "is code of the base model, not of this program"

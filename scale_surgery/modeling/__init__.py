@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable, Mapping
-from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,8 +11,6 @@ from typing import Any, Protocol
 from scale_surgery.planning.architecture import OWN_CODE_FILE
 
 FOLDER = Path(__file__).parent
-# release -> exported code file -> sha256; python -m tests.modeling.test_trust writes the entry of the one to be
-RELEASES_FILE = "releases.json"
 # what stands before the model type of a base model: expanded once, or composed of several expansions
 EXPANDED = "scale_"
 COMPOSED = "composed_"
@@ -80,7 +76,7 @@ def code_hash(file: str) -> str:
 
 
 def is_ours(file: str, digest: str, architecture: Described | None = None) -> bool:
-    """Whether a code file, by its name and sha256, is that of this release or of one whose folders it loads.
+    """Whether a code file, by its name and sha256, is that of this release.
 
     Args:
         file: Name of the file.
@@ -91,19 +87,7 @@ def is_ours(file: str, digest: str, architecture: Described | None = None) -> bo
         if architecture is None or not architecture.own_code:
             return False
         return digest == hashlib.sha256(own_code_text(architecture).encode()).hexdigest()
-    is_present = (FOLDER / file).is_file() and digest == code_hash(file)
-    return is_present or digest in released_hashes().get(file, ())
-
-
-@cache
-def released_hashes() -> dict[str, frozenset[str]]:
-    """sha256 of every released form of each exported code file, this release's included."""
-    releases = json.loads((FOLDER / RELEASES_FILE).read_text(encoding="utf-8"))
-    found: dict[str, set[str]] = {}
-    for release in releases.values():
-        for file, digest in release.items():
-            found.setdefault(file, set()).add(digest)
-    return {file: frozenset(digests) for file, digests in found.items()}
+    return (FOLDER / file).is_file() and digest == code_hash(file)
 
 
 def expansion_names() -> tuple[str, ...]:
@@ -151,25 +135,6 @@ def composed_architectures(architecture: Described) -> list[str]:
 def stock_type(model_type: object) -> str:
     """Model type of the base of a model, by its own model type."""
     return str(model_type).removeprefix(EXPANDED).removeprefix(COMPOSED)
-
-
-def first_code_files(model_type: str) -> tuple[str, str]:
-    """Names of the two code files that a model type had of its own in release 0.1.0."""
-    return f"configuration_{EXPANDED}{model_type}.py", f"modeling_{EXPANDED}{model_type}.py"
-
-
-def first_names(architecture: Described) -> dict[str, Any]:
-    """What a folder of release 0.1.0 says of its classes in config.json."""
-    stem = f"Scale{architecture.config_class.removesuffix('Config')}"
-    configuration, modeling = (file.removesuffix(".py") for file in first_code_files(architecture.model_type))
-    return {
-        "architectures": [f"{stem}ForCausalLM"],
-        "auto_map": {
-            "AutoConfig": f"{configuration}.{stem}Config",
-            "AutoModel": f"{modeling}.{stem}Model",
-            "AutoModelForCausalLM": f"{modeling}.{stem}ForCausalLM",
-        },
-    }
 
 
 def expanded_classes(stock: Mapping[str, type], config: type) -> dict[str, Any]:

@@ -31,9 +31,6 @@ def check_same(plan: Plan, file: Path) -> None:
             what differs, and what both were made with.
     """
     saved, made = read_json(file), plan.to_json()
-    if isinstance(saved.get("sizes"), Mapping):
-        # the first releases did not write it: their models had none
-        saved["sizes"] = {"unpredicted": 0} | saved["sizes"]
     differing = {key for key in made if key not in UNDECISIVE and saved.get(key) != made[key]}
     if differing & OF_THE_BASE:
         raise PlanError(

@@ -32,7 +32,6 @@ class Costs:
         up_stream_from: Lowest layer through which training backpropagates the up stream.
         base_stream_from: Lowest layer through which training backpropagates the base stream, None for none.
         peak_memory_bytes: Estimated peak memory of the expansion.
-        seconds: Nothing; plans of the first releases estimated the time of the expansion.
         stock: What the stock form would cost, a plain checkpoint of the base's architecture; None where there is none.
         stock_problems: Why there is none.
     """
@@ -45,10 +44,8 @@ class Costs:
     up_stream_from: int
     base_stream_from: int | None
     peak_memory_bytes: int
-    seconds: float | None = None
-    # the first plans said nothing of a stock form
-    stock: StockCost | None = None
-    stock_problems: tuple[str, ...] = ()
+    stock: StockCost | None
+    stock_problems: tuple[str, ...]
 
 
 def estimate(base: Base, specs: Mapping[str, Any], tensors: Sequence[TensorPlan], svd: str) -> Costs:

@@ -110,8 +110,7 @@ def saved_request(file: Path) -> Request:
     missing = "" if file.exists() else "there is no such file, it "
     try:
         content = read_json(file)
-        # plans of the first releases hold no facts: they are derived again
-        if problems := [line for line in misfits(content, Plan) if line != "architecture is missing"]:
+        if problems := list(misfits(content, Plan)):
             raise PlanError(in_one_line(problems))
     except (PlanError, CheckpointError) as error:
         found = "" if missing else f" ({error})"
@@ -133,8 +132,8 @@ def saved_origin(config: Mapping[str, Any], title: str) -> Origin:
     plain = config[CONFIG_KEY].get(ORIGIN_KEY)
     if plain is None:
         raise PlanError(
-            f"{title}: its {CONFIG_FILE} does not say how it was expanded, as that of the first releases. Give the "
-            "expanded model that was trained: --expanded EXPANDED."
+            f"{title}: its {CONFIG_FILE} does not say how it was expanded. Give the expanded model that was "
+            "trained: --expanded EXPANDED."
         )
     if problems := list(misfits(plain, Origin, f"{CONFIG_KEY}.{ORIGIN_KEY}")):
         raise PlanError(f"{title}: {CONFIG_FILE}: {in_one_line(problems)}. Restore it from where you got it.")

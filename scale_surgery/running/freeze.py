@@ -19,10 +19,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
-# the first releases knew ten architectures, and wrote no groups
-GROUPS_OF_OLD = {"self_attn": "attn", "attention": "attn", "attn": "attn", "mlp": "ffn"}
-
-
 class Part(NamedTuple):
     """A parameter of an expansion: its name in the model, its group (see settings.GROUPS), and itself."""
 
@@ -63,24 +59,23 @@ def expansion_parts(model: Any) -> Iterator[Part]:
             for name, parameter in getattr(module, "expansion_parameters", dict)().items():
                 yield Part(f"{path}.{name}", module.groups[name], parameter)
         return
-    groups = _specs(model).get("groups")
+    groups = _specs(model).get("groups") or {}
     for path, layer in new_layers(model, numbering).items():
         for name, parameter in layer.named_parameters():
             yield Part(f"{path}.{name}", group_of(name, groups), parameter)
 
 
-def group_of(name: str, groups: Mapping[str, str] | None) -> str:
+def group_of(name: str, groups: Mapping[str, str]) -> str:
     """Group that a parameter of a copied layer belongs to: "attn", "ffn" or "norms".
 
     Args:
         name: Its name inside the layer.
-        groups: Names of modules and their groups, as config.json has them; None where an old release wrote it.
+        groups: Names of modules and their groups, as config.json has them.
     """
     module = name.rpartition(".")[0]
-    known = GROUPS_OF_OLD if groups is None else groups
     if "norm" in module.rpartition(".")[2].lower():
         return "norms"
-    return next((group for own, group in known.items() if f"{module}.".startswith(f"{own}.")), "norms")
+    return next((group for own, group in groups.items() if f"{module}.".startswith(f"{own}.")), "norms")
 
 
 def _specs(model: Any) -> Any:

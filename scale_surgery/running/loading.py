@@ -124,7 +124,8 @@ def loaded(
         with quiet_transformers():
             with translated(name or path.name, "cannot be loaded", LOADING_ADVICE):
                 auto_class = model_class(checkpoint, run)
-                options |= _leniently(checkpoint, auto_class)
+                # our classes then load what does not fit, so that all that is wrong is said
+                options |= {"strict_loading": False} if _is_expanded(checkpoint) else {}
                 model, info = auto_class.from_pretrained(path, output_loading_info=True, **options)
                 model.eval()
             yield model, _load_problems(info)
@@ -216,12 +217,6 @@ def auto_class_of(config: Mapping[str, Any]) -> Any:
     known = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING.get(stock_config, None)
     is_whole = known is not None and not modeling.is_part(known, stock_config)
     return AutoModelForCausalLM if is_whole else AutoModelForImageTextToText
-
-
-def _leniently(checkpoint: Checkpoint, auto_class: Any) -> dict[str, bool]:
-    """What lets our classes load a model that does not fit, so that all that is wrong is said; code of 0.1.0 does."""
-    is_strict = auto_class is auto_class_of(checkpoint.config) or hasattr(auto_class, "check_loaded")
-    return {"strict_loading": False} if is_strict and _is_expanded(checkpoint) else {}
 
 
 def _is_expanded(checkpoint: Checkpoint) -> bool:

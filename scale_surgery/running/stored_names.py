@@ -9,8 +9,7 @@ What it does is asked of its own conversions; not every file that can be read ha
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -37,13 +36,11 @@ class Reading:
 
     Attributes:
         conversions: What it renames and converts, in its own form.
-        renamed: Patterns and words of modules that code of release 0.1.0 renames itself.
         prefix: What it takes off from names, or puts before them, where whole models and parts of them are exchanged.
         tensors: Names of tensors in memory.
     """
 
     conversions: tuple[Any, ...]
-    renamed: Mapping[str, str]
     prefix: str
     tensors: Collection[str]
 
@@ -64,8 +61,6 @@ class Reading:
         found = {}
         for name in sorted(names, key=dot_natural_key):
             renamed, _ = rename_source_key(name, renamings, [])
-            for pattern, word in self.renamed.items():
-                renamed = re.sub(pattern, word, renamed)
             own, part = rename_source_key(renamed, [], converters, self.prefix, tensors)
             if own not in tensors and name in tensors:
                 own, part, renamed = name, None, name
@@ -78,5 +73,4 @@ def reading_of(model: Any) -> Reading:
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     conversions = tuple(get_model_conversion_mapping(model))
-    renamed = getattr(model, "renamed_modules", {})
-    return Reading(conversions, renamed, model.base_model_prefix, frozenset(model.state_dict()))
+    return Reading(conversions, model.base_model_prefix, frozenset(model.state_dict()))

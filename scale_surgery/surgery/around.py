@@ -13,7 +13,6 @@ from dataclasses import asdict, replace
 from hashlib import sha256
 from pathlib import Path
 
-from scale_surgery import modeling
 from scale_surgery.checkpoint.files import BaseWeights, take_over, write_json, write_text
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint, read_text
 from scale_surgery.checkpoint.hashes import FileHash, Sums, hash_all, hash_tensors, tensors_by_file
@@ -24,7 +23,14 @@ from scale_surgery.planning.plan import Plan
 from scale_surgery.progress import Progress, Track
 from scale_surgery.running.options import RunOptions
 from scale_surgery.surgery import record as manifests
-from scale_surgery.surgery.config import expanded_config, hash_texts, make_index, planned_index, stored_shard
+from scale_surgery.surgery.config import (
+    code_texts,
+    expanded_config,
+    hash_texts,
+    make_index,
+    planned_index,
+    stored_shard,
+)
 from scale_surgery.surgery.record import BaseFile, Manifest
 from scale_surgery.surgery.renumbered import hash_stored, renumbered_shards, write_renumbered
 
@@ -128,7 +134,7 @@ def _take_over_shard(
 def _write_code_and_config(plan: Plan, checkpoint: Checkpoint, partial: Path, run: RunOptions) -> str | None:
     from scale_surgery.running.tokenizer import pin_tokenizer_class
 
-    for file, text in modeling.code_texts(plan.architecture, plan.code_files).items():
+    for file, text in code_texts(plan).items():
         write_text(partial / file, text)
     write_json(partial / CONFIG_FILE, expanded_config(checkpoint.config, plan, running_dtype(checkpoint)))
     return pin_tokenizer_class(checkpoint.path, partial, run)
@@ -160,7 +166,7 @@ def _make_manifest(
         left_out=checkpoint.left_out,
         replaced=replaced,
         expansion_tensors=hash_tensors(expanded, [tensor.name for tensor in plan.tensors]),
-        code=hash_texts(modeling.code_texts(plan.architecture, plan.code_files)),
+        code=hash_texts(code_texts(plan)),
         plan=plan,
         tool=tool,
         renumbered={stored_shard(shard): header for shard, header in renumbered.items()},

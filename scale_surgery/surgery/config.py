@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from scale_surgery import modeling
-from scale_surgery.checkpoint.folder import Checkpoint, read_text
+from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.names import CONFIG_FILE, SINGLE_FILE
 from scale_surgery.checkpoint.numbering import CONFIG_KEY, ORIGIN_KEY, stored_name
 from scale_surgery.checkpoint.reading import differing_keys, parse_json
@@ -84,30 +84,12 @@ def blocks_config(manifest: Manifest, base: Mapping[str, Any], dtype: str) -> di
         base: Parsed config.json of the base.
         dtype: Dtype of the base, for a config that names none.
     """
-    architecture = manifest.plan.architecture
-    written = expanded_config(base, manifest.plan, dtype)
-    if manifest.code_files == manifest.plan.code_files:
-        return written
-    names = modeling.first_names(architecture)
-    return {**written, **names, "auto_map": {**(base.get("auto_map") or {}), **names["auto_map"]}}
+    return expanded_config(base, manifest.plan, dtype)
 
 
-def carried_code(checkpoint: Checkpoint, manifest: Manifest) -> dict[str, str]:
-    """Code of what is made of an expanded model: this release's, or all that release 0.1.0 wrote, which fits itself.
-
-    Args:
-        checkpoint: The expanded model.
-        manifest: Its surgery.json.
-
-    Returns:
-        Texts by the names of the files.
-
-    Raises:
-        CheckpointError: If one cannot be read.
-    """
-    if manifest.code_files == manifest.plan.code_files:
-        return modeling.code_texts(manifest.plan.architecture, manifest.code_files)
-    return {file: read_text(checkpoint, file) for file in manifest.code_files}
+def code_texts(plan: Plan) -> dict[str, str]:
+    """Texts of the code files that what is made of a plan carries, by their names."""
+    return modeling.code_texts(plan.architecture, plan.code_files)
 
 
 def hash_texts(texts: Mapping[str, str]) -> dict[str, str]:

@@ -254,7 +254,7 @@ def _text_problems(manifest: Manifest) -> Iterator[str]:
 
 def _code_problems(manifest: Manifest, files: Mapping[str, OwnFile]) -> Iterator[str]:
     code = {name for name in files if name.endswith(".py")}
-    known = set(manifest.code_files)
+    known = set(manifest.plan.code_files)
     yield from (f"{name}: unknown code file. Read it before you trust it." for name in sorted(code - known))
     for name in sorted(code & known):
         if manifest.code.get(name) != files[name].sha256:

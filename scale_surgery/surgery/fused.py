@@ -27,7 +27,7 @@ from scale_surgery.checkpoint.shards import (
 from scale_surgery.errors import CheckpointError, PlanError
 from scale_surgery.planning.stock import fused_problems
 from scale_surgery.progress import Track
-from scale_surgery.surgery.config import carried_code, fused_config
+from scale_surgery.surgery.config import code_texts, fused_config
 from scale_surgery.surgery.joining import cast_problems, join, joined_tensors
 from scale_surgery.surgery.parts import described_parts, rebuild_shard
 from scale_surgery.surgery.record import Manifest
@@ -64,7 +64,7 @@ def write_fused(checkpoint: Checkpoint, manifest: Manifest, folder: Path, track:
     Raises:
         CheckpointError: If a text cannot be read.
     """
-    code = carried_code(checkpoint, manifest)
+    code = code_texts(manifest.plan)
     before = {file: read_text(checkpoint, file) for file in (INDEX_FILE, CONFIG_FILE, *code, MANIFEST_FILE)}
     remembered = _shards_of(checkpoint, manifest, track)
     shards = fused_shards(checkpoint, manifest)

@@ -26,7 +26,7 @@ from scale_surgery.planning.methods import refuse
 from scale_surgery.progress import Track, no_track
 from scale_surgery.running.drift import Drift, measure_drift
 from scale_surgery.running.options import Probes, RunOptions
-from scale_surgery.surgery.config import carried_code, hash_texts
+from scale_surgery.surgery.config import code_texts, hash_texts
 from scale_surgery.surgery.fused import check_fusible, fused_shards, write_blocks, write_fused
 from scale_surgery.surgery.intact import base_bytes_to_check, find_damage, refuse_damaged
 from scale_surgery.surgery.joining import damaged_pieces
@@ -197,7 +197,7 @@ def _fused_record(
     checkpoint: Checkpoint, manifest: Manifest, remembered: Mapping[str, Any], drift: Drift
 ) -> dict[str, Any]:
     """surgery.json of a fused model."""
-    code = hash_texts(carried_code(checkpoint, manifest))
+    code = hash_texts(code_texts(manifest.plan))
     return asdict(replace(manifest, fused={**remembered, "drift": asdict(drift)}, code=code, verification=None))
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -16,7 +16,6 @@ from typing import Any
 
 from scale_surgery.checkpoint.code_names import kernel_problems
 from scale_surgery.checkpoint.composed import refuse_composed
-from scale_surgery.checkpoint.files import plain_json
 from scale_surgery.checkpoint.folder import Checkpoint, read_json
 from scale_surgery.checkpoint.foreign import saved_elsewhere
 from scale_surgery.checkpoint.listing import check_folder, is_left_link
@@ -24,10 +23,8 @@ from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE, is_inside
 from scale_surgery.checkpoint.numbering import CONFIG_KEY, Numbering, numbering_of
 from scale_surgery.checkpoint.reading import parse_json
 from scale_surgery.checkpoint.schema import build, in_one_line, misfits
-from scale_surgery.deriving.base import derive_stored
 from scale_surgery.errors import CheckpointError, PlanError
-from scale_surgery.modeling import first_code_files, is_ours
-from scale_surgery.planning.architecture import CODE_FILES
+from scale_surgery.modeling import is_ours
 from scale_surgery.planning.base import check_layers
 from scale_surgery.planning.plan import Plan
 from scale_surgery.planning.routing_specs import Routing
@@ -109,14 +106,8 @@ class Manifest(OnBase):
     format: int = MANIFEST_FORMAT
 
     @property
-    def code_files(self) -> tuple[str, ...]:
-        """Names of the code files that it must have: this release's, or those of release 0.1.0 where that wrote it."""
-        own = first_code_files(self.plan.family)
-        return (*own, *CODE_FILES[len(own) :]) if set(own) <= set(self.code) else self.plan.code_files
-
-    @property
     def foreign_code(self) -> tuple[str, ...]:
-        """Code files that no release of this program wrote."""
+        """Code files that this release did not write."""
         facts = self.plan.architecture
         return tuple(file for file, digest in self.code.items() if not is_ours(file, digest, facts))
 
@@ -159,7 +150,6 @@ def read_manifest(path: Path) -> Manifest:
             f"{file}: format {content.get('format')!r}, expected {MANIFEST_FORMAT}. Use the release that made it."
         )
     try:
-        content = _with_facts(content, path)
         _check_values(content)
         manifest: Manifest = build(content, Manifest)
         check_plan(manifest.plan)
@@ -227,15 +217,6 @@ def refuse_linked(path: Path, manifest: OnBase) -> None:
     ]
     if problems:
         raise CheckpointError.from_problems(problems)
-
-
-def _with_facts(content: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Derive what the records of the first releases do not hold: facts about the architecture."""
-    plan, config = content.get("plan"), parse_json(content.get("replaced", {}).get(CONFIG_FILE, "null"))
-    if not isinstance(plan, dict) or "architecture" in plan or not isinstance(config, dict):
-        return content
-    facts = plain_json(asdict(derive_stored(config, str(path), content["base_tensors"]).architecture))
-    return content | {"plan": plan | {"architecture": facts}}
 
 
 def _check_plan(file: Path, plan: Plan, base_tensors: Mapping[str, str]) -> None:

@@ -23,7 +23,7 @@ from scale_surgery.fields import problems_of
 from scale_surgery.planning.methods import refuse
 from scale_surgery.planning.routing_specs import Routing, path_problems, router_settings
 from scale_surgery.progress import Track, no_track
-from scale_surgery.surgery.config import carried_code, hash_texts, routed_config
+from scale_surgery.surgery.config import code_texts, hash_texts, routed_config
 from scale_surgery.surgery.intact import refuse_damaged
 from scale_surgery.surgery.record import (
     Manifest,
@@ -135,7 +135,7 @@ def with_router(checkpoint: Checkpoint, manifest: Manifest, routing: Routing) ->
     Returns:
         The new record, and texts by the names of files.
     """
-    code = carried_code(checkpoint, manifest)
+    code = code_texts(manifest.plan)
     record = {"settings": asdict(routing), "before": _before(checkpoint, manifest, code)}
     changed = replace(manifest, routing=record, code=hash_texts(code), verification=None)
     return changed, {**code, CONFIG_FILE: as_json(routed_config(checkpoint.config, changed))}

@@ -1,4 +1,4 @@
-"""What is derived equals what was written by hand, for the ten families of release 0.1.0."""
+"""What is derived equals what was written by hand, for ten families."""
 
 from __future__ import annotations
 

@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tarfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +17,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from scale_surgery.modeling import modeling_scale
 from scale_surgery.planning.architecture import CODE_FILES
 from tests import routed
-from tests.by_hand import same_logits
 from tests.conftest import Pair, load
 from tests.each import WAYS
 from tests.modeling import test_generic_classes
@@ -29,7 +26,6 @@ from tests.routed import Trio, train
 
 made, trio_of = test_generic_classes.made, routed.trio_of
 IDS = torch.arange(3, 16).repeat(2, 1)
-OLD = Path(__file__).parents[1] / "data" / "release-0.1.0.tar.gz"
 # classes that are made when they are named, and the auto classes that name them
 CAUSAL = "AutoModelForCausalLM"
 GENERIC = {"internlm3": CAUSAL, "smollm3": CAUSAL, "gemma3": "AutoModelForImageTextToText"}
@@ -89,13 +85,11 @@ class Alone:
         place: Where it wrote tensors, and the models that it saved.
         report: What it said of each folder, by name.
         routed: Routed models that were trained here, by the names of the folders to which they were saved.
-        old: Folders of release 0.1.0.
     """
 
     place: Path
     report: dict[str, dict[str, Any]]
     routed: dict[str, tuple[Trio, Any]]
-    old: Path
 
     def tensors(self, name: str) -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = torch.load(self.place / f"{name}.pt")
@@ -105,17 +99,15 @@ class Alone:
 @pytest.fixture(scope="module")
 def alone(pair_of: Any, trio_of: Any, made: Any, tmp_path_factory: pytest.TempPathFactory) -> Alone:
     place = tmp_path_factory.mktemp("alone")
-    with tarfile.open(OLD) as archive:
-        archive.extractall(place / "old", filter="data")
-    old, trained = place / "old" / "release-0.1.0", saved_routed(trio_of, place)
+    trained = saved_routed(trio_of, place)
     folders = [pair.path for pair in map(pair_with(pair_of), WAYS)]
     folders += [Path(shutil.copytree(pair_of("llama", "adapt").path, place / "tiny-llama.v1.0-scale"))]
     folders += [place / name for name in trained]
-    asked = [(str(folder), CAUSAL) for folder in (*folders, old / "trained")]
+    asked = [(str(folder), CAUSAL) for folder in folders]
     asked += [(str(made(name)[1]), auto) for name, auto in GENERIC.items()]
     done = run_fresh(ALONE, place, json.dumps(IDS.tolist()), json.dumps(asked), cwd=place)
     assert done.returncode == 0, done.stderr
-    return Alone(place, json.loads((place / "report.json").read_text()), trained, old)
+    return Alone(place, json.loads((place / "report.json").read_text()), trained)
 
 
 def saved_routed(trio_of: Callable[..., Trio], place: Path) -> dict[str, tuple[Trio, Any]]:
@@ -198,16 +190,3 @@ def test_classes_that_are_made_when_they_are_named(alone: Alone, made: Callable[
         names = set().union(*(load_file(file) for file in saved.glob("*.safetensors")))
         stored = set().union(*(load_file(file) for file in made(name)[1].glob("*.safetensors")))
         assert names == stored
-
-
-def test_a_folder_of_the_first_release_by_its_own_code_and_by_the_package(alone: Alone) -> None:
-    base = AutoModelForCausalLM.from_pretrained(alone.old / "base").eval()
-    model = AutoModelForCausalLM.from_pretrained(alone.old / "expanded").eval()
-    assert type(model) is modeling_scale.ScaleLlamaForCausalLM
-    ids = torch.tensor([[5, 6, 7], [8, 9, 5]])
-    assert same_logits(base, model, input_ids=ids)
-    assert alone.report["trained"]["modules"][0].endswith("modeling_scale_llama")
-    trained = AutoModelForCausalLM.from_pretrained(alone.old / "trained").eval()
-    with torch.no_grad():
-        assert torch.equal(alone.tensors("trained")["logits"], trained(IDS).logits)
-    assert not same_logits(base, trained, input_ids=ids)

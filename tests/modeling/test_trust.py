@@ -1,7 +1,4 @@
-"""Exported code is what a stranger runs: known, small, and unable to touch anything but tensors.
-
-`python -m tests.modeling.test_trust` writes the hashes of this version's code into releases.json.
-"""
+"""Exported code is what a stranger runs: known, small, and unable to touch anything but tensors."""
 
 from __future__ import annotations
 
@@ -17,13 +14,11 @@ import transformers
 
 from scale_surgery import Request, expand, modeling, verify
 from scale_surgery.biographies import SHIPPED_MODEL
-from scale_surgery.modeling import FOLDER, RELEASES_FILE, configuration_scale
+from scale_surgery.modeling import FOLDER, configuration_scale
 from scale_surgery.planning.architecture import CODE_FILES, COMPOSED_FILES
 from tests.conftest import Pair
 from tests.tiny import save_tiny
 
-# entry of the code that no release wrote yet; a release gives it its number
-TO_BE = "unreleased"
 STANDARD_LIBRARY = {
     *("__future__", "collections", "contextlib", "copy", "dataclasses", "difflib", "functools", "importlib", "inspect"),
     *("math", "re", "threading", "typing"),
@@ -32,18 +27,6 @@ STANDARD_LIBRARY = {
 ALL_FILES = (*CODE_FILES, *COMPOSED_FILES)
 # no files, no network, no processes, no code from texts
 FORBIDDEN_CALLS = {"open", "eval", "exec", "compile", "__import__", "input", "getenv", "system", "popen", "load"}
-
-
-def test_the_hashes_of_this_version_are_recorded() -> None:
-    released = json.loads((FOLDER / RELEASES_FILE).read_text(encoding="utf-8"))
-    assert released[TO_BE] == {file: modeling.code_hash(file) for file in ALL_FILES}
-
-
-def test_code_of_a_release_whose_files_are_no_more_is_known() -> None:
-    released = json.loads((FOLDER / RELEASES_FILE).read_text(encoding="utf-8"))["0.1.0"]
-    assert not (FOLDER / "modeling_scale_llama.py").exists()
-    assert all(modeling.is_ours(file, digest) for file, digest in released.items())
-    assert not modeling.is_ours("modeling_scale_llama.py", "0" * 64)
 
 
 @pytest.mark.parametrize("file", ALL_FILES)
@@ -157,10 +140,3 @@ def test_verify_notices_code_that_a_pinned_tokenizer_names(tmp_path: Path) -> No
     assert verify(folder, probes=None, record=False).problems == (
         "tokenizer_config.json: auto_map is not what the base's says.",
     )
-
-
-if __name__ == "__main__":
-    path = FOLDER / RELEASES_FILE
-    releases = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    releases[TO_BE] = {file: modeling.code_hash(file) for file in ALL_FILES}
-    path.write_text(json.dumps(releases, indent=2) + "\n", encoding="utf-8")

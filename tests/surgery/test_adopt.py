@@ -551,7 +551,7 @@ def test_nothing_says_where_it_is_from(pair: Pair, saved: Path, tmp_path: Path) 
     del config["scale_surgery"]["origin"]
     write_json(saved / "config.json", config)
     assert refusal(saved, None, tmp_path / "out", pair.base_path).startswith(
-        f"{saved}: its config.json does not say how it was expanded, as that of the first releases."
+        f"{saved}: its config.json does not say how it was expanded."
     )
     assert adopt(saved, pair.path, tmp_path / "out").trained_tensors == len(own_new(pair))
     write_json(saved / "config.json", {**config, "scale_surgery": {**config["scale_surgery"], "origin": {"a": 1}}})

@@ -31,7 +31,7 @@ from scale_surgery.running.drift import TOLERANCES, measure_drift
 from scale_surgery.show.tables_plan import render_plan
 from scale_surgery.surgery.expand import expand
 from scale_surgery.surgery.merge_stock import check_stock, stock_config, stock_cost, write_stock
-from scale_surgery.surgery.record import Manifest, read_manifest
+from scale_surgery.surgery.record import read_manifest
 from scale_surgery.surgery.route import route_export
 from tests.conftest import digests, load, shake
 from tests.each import FORMS, each_family, each_way
@@ -476,16 +476,3 @@ def test_query_heads_divide_the_hidden_size_where_the_config_wants_it(hidden, up
     assert stock_sizes(FAMILIES["mistral"], sizes, Widths(0, up, 0)).query_heads == 4 + 2 * up
     odd = replace(sizes, hidden=41)
     assert stock_sizes(FAMILIES["llama"], odd, Widths(0, up, 0)).query_heads == 4 + 2 * up
-
-
-def test_a_manifest_of_an_older_release_has_the_same_cost(stock_of, tmp_path):
-    """The cost is counted from the widths, not read from the recorded plan."""
-    _, expanded, _ = stock_of("llama", BOTH)
-    manifest: Manifest = read_manifest(expanded)
-    content = json.loads((expanded / "surgery.json").read_text())
-    costs = {name: value for name, value in content["plan"]["costs"].items() if not name.startswith("stock")}
-    old = Path(shutil.copytree(expanded, tmp_path / "old"))
-    (old / "surgery.json").write_text(json.dumps(content | {"plan": content["plan"] | {"costs": costs}}))
-    older = read_manifest(old)
-    assert older.plan.costs.stock is None
-    assert stock_cost(older) == manifest.plan.costs.stock
