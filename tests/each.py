@@ -46,6 +46,9 @@ def _slow(value: Any) -> Any:
 
 each_family = pytest.mark.parametrize("family", FAMILIES)
 each_way = pytest.mark.parametrize("family", mostly(FAMILIES, WAYS.__contains__))
+# for what happens to files: a fused projection and a Conv1D lie there in another way than the usual linear
+SHAPES = ("llama", "phi3", "gpt2")
+each_shape = pytest.mark.parametrize("family", mostly(FAMILIES, SHAPES.__contains__))
 each_dtype = pytest.mark.parametrize("dtype", DTYPES)
 # an untied base is a single file, a tied one is sharded
 ALL_FORMS = [(dtype, tied) for dtype in DTYPES for tied in (False, True)]
@@ -57,4 +60,8 @@ each_family_in_a_form = pytest.mark.parametrize(
 each_way_in_a_form = pytest.mark.parametrize(
     ("family", "dtype", "tied"),
     mostly(FAMILIES_IN_FORMS, lambda own: own[0] in WAYS and FORM_OF[own[0]] == own[1:]),
+)
+each_shape_in_a_form = pytest.mark.parametrize(
+    ("family", "dtype", "tied"),
+    mostly(FAMILIES_IN_FORMS, lambda own: own[0] in SHAPES and FORM_OF[own[0]] == own[1:]),
 )

@@ -18,6 +18,7 @@ from scale_surgery.show.console import Output
 from scale_surgery.show.tables_demo import render_lesson
 from tests.conftest import digests
 
+pytestmark = pytest.mark.slow
 ROUTED = "job/routed"
 ROWS = {"base": "biographies", "preserve": "trained", "learn, without its router": ROUTED, "learn": ROUTED}
 

@@ -107,9 +107,9 @@ def test_nothing_imports_itself_in_a_circle():
 @pytest.mark.parametrize(
     "line",
     [
-        "from scale_surgery.evidence.verify import verify",
-        "from scale_surgery.evidence import verify",
-        "import scale_surgery.evidence.verify",
+        pytest.param("from scale_surgery.evidence.verify import verify", marks=pytest.mark.slow),
+        pytest.param("from scale_surgery.evidence import verify", marks=pytest.mark.slow),
+        pytest.param("import scale_surgery.evidence.verify", marks=pytest.mark.slow),
         "def later():\n    from scale_surgery.evidence.verify import verify",
     ],
 )

@@ -115,6 +115,7 @@ def folder_digests(folder: Path) -> dict[str, bytes]:
 
 
 # pin_memory, a default of the data loader, warns where there is no accelerator
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:'pin_memory'")
 def test_the_training_recipes_run(place: Path) -> None:
     page, trl = recipes()

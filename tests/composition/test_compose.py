@@ -236,6 +236,7 @@ def test_the_dtype_of_an_expansion_stays(made_of, tmp_path: Path) -> None:
     assert scale_surgery.Composed is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "names"),
     [

@@ -119,7 +119,7 @@ def test_what_is_renamed_alone_cannot_be_expanded():
     """Were one tensor of a module renamed, and no other, what stands beside it would be unexpected on load."""
     renaming = WeightRenaming("self_attn.wq.weight", "self_attn.q_proj.weight")
     tensors = frozenset({"model.layers.0.self_attn.q_proj.weight", "model.norm.weight"})
-    how, about = Reading((renaming,), {}, "model", tensors), architecture(kind("norm", "self_attn.q_proj"))
+    how, about = Reading((renaming,), "model", tensors), architecture(kind("norm", "self_attn.q_proj"))
     with pytest.raises(UnsupportedFamilyError) as error:
         named(about, how, "layers.0.self_attn.wq")
     assert str(error.value) == (
@@ -127,6 +127,6 @@ def test_what_is_renamed_alone_cannot_be_expanded():
         "a tensor that stands beside it. Supported are modules that are renamed as a whole."
     )
     # the negative control: a module that is renamed as a whole
-    how = Reading((WeightRenaming("self_attn.wq.", "self_attn.q_proj."),), {}, "model", tensors)
+    how = Reading((WeightRenaming("self_attn.wq.", "self_attn.q_proj."),), "model", tensors)
     found = named(about, how, "layers.0.self_attn.wq")
     assert renamed(found) == [{"self_attn.q_proj": "self_attn.wq"}]

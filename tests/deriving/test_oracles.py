@@ -8,7 +8,7 @@ import pytest
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from scale_surgery.deriving.derive import Derived, derive
-from tests.each import each_way
+from tests.each import each_shape
 from tests.families import FAMILIES, Family, read_sizes
 from tests.tiny import tiny_config
 
@@ -92,7 +92,7 @@ def test_what_mutes_a_block(oracle):
         assert {name.rpartition(".")[0] for name in block.mute} == {block.linears[-1].name}
 
 
-@each_way
+@each_shape
 def test_default_config_gives_the_same(family):
     tiny, default = (derive(own).architecture for own in (tiny_config(family), CONFIG_MAPPING[family]()))
     names = [[(own.name, own.roles) for own in about.kinds[0].linears] for about in (tiny, default)]

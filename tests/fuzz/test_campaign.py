@@ -21,6 +21,7 @@ def seeds(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # what a mutated config makes transformers warn of is none of our business here
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_nothing_is_found(seeds: Path) -> None:
     outcomes = [run_case(seeds, SEED, number) for number in range(CASES)]

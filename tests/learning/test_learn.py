@@ -366,6 +366,7 @@ def test_several_processes_are_refused(recipe, tmp_path, monkeypatch):
         learn(recipe, tmp_path / "job")
 
 
+@pytest.mark.slow
 def test_without_old_text_and_without_a_router(said, tmp_path):
     values = {name: value for name, value in said.items() if name != "old"}
     recipe = resolve_recipe(values | {"expansion.layers": "last:1", "route": False})

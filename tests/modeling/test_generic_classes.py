@@ -193,6 +193,7 @@ def test_names_that_config_json_gets():
     assert modeling.auto_map(own)["AutoModelForCausalLM"] == "modeling_scale.ScaleGemma3ForCausalLM"
 
 
+@pytest.mark.slow
 def test_every_causal_language_model_of_transformers_has_a_class():
     mapping = AutoModelForCausalLM._model_mapping
     for model_type, stock in mapping._model_mapping.items():

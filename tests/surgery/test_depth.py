@@ -32,7 +32,7 @@ from scale_surgery.show.tables_plan import render_plan
 from scale_surgery.surgery.extract import extract
 from scale_surgery.surgery.record import read_manifest
 from tests.conftest import DEEPENED, Pair, digests, load, shake
-from tests.each import FORM_OF, WAYS, each_way_in_a_form, mostly
+from tests.each import FORM_OF, WAYS, each_shape_in_a_form, mostly
 from tests.families import get_family
 from tests.modeling.test_promises import prompts, unequal
 from tests.tiny import FAMILIES, save_tiny, tiny_config
@@ -65,7 +65,7 @@ def test_names_of_the_readme_of_names() -> None:
     assert numbering.stored("model.layers.2.mlp.x") == "model.layers.3.mlp.x"
 
 
-@each_way_in_a_form
+@each_shape_in_a_form
 def test_output_at_init(deep_of, family, dtype, tied):
     pair = deep_of(family, dtype, tied)
     assert type(pair.expanded) is type(pair.base), "a stock class"
@@ -73,7 +73,7 @@ def test_output_at_init(deep_of, family, dtype, tied):
     assert unequal(pair.base, pair.expanded) == []
 
 
-@each_way_in_a_form
+@each_shape_in_a_form
 def test_output_at_init_in_generation(deep_of, family, dtype, tied):
     pair = deep_of(family, dtype, tied)
     for prompt in (prompts()[3], prompts()[-2]):
@@ -140,7 +140,7 @@ def first_step(pair: Pair, model: Any) -> float:
     return float((before.exp() * (before - after)).sum(-1).mean())
 
 
-@each_way_in_a_form
+@each_shape_in_a_form
 def test_recoverable(deep_of, tmp_path, family, dtype, tied):
     pair = deep_of(family, dtype, tied)
     base, stored = open_checkpoint(pair.base_path), open_checkpoint(pair.path)
@@ -151,7 +151,7 @@ def test_recoverable(deep_of, tmp_path, family, dtype, tied):
     assert strip(trained, tmp_path / "stripped").files == digests(tmp_path / "stripped") == digests(pair.base_path)
 
 
-@each_way_in_a_form
+@each_shape_in_a_form
 def test_a_copy_is_its_layer_but_for_what_it_writes(deep_of, family, dtype, tied):
     pair = deep_of(family, dtype, tied)
     checkpoint = open_checkpoint(pair.path)
@@ -168,7 +168,7 @@ def test_a_copy_is_its_layer_but_for_what_it_writes(deep_of, family, dtype, tied
     }, "everything that a layer has"
 
 
-@each_way_in_a_form
+@each_shape_in_a_form
 def test_the_folder_is_a_stock_checkpoint(deep_of, family, dtype, tied):
     pair = deep_of(family, dtype, tied)
     before, after = (json.loads((path / "config.json").read_text()) for path in (pair.base_path, pair.path))

@@ -38,7 +38,7 @@ from scale_surgery.surgery.strip import strip
 from scale_surgery.training.settings import GROUPS, TrainingSettings
 from scale_surgery.training.train import train
 from tests.conftest import digests, load, shake
-from tests.each import DTYPES, WAYS, each_way, mostly, woven
+from tests.each import DTYPES, WAYS, each_shape, mostly, woven
 from tests.families import FAMILIES as FACTS
 from tests.tiny import save_tiny
 
@@ -75,7 +75,7 @@ def promise(result: Verification, name: str) -> Any:
     ),
     ids=lambda own: own if isinstance(own, str) else own.variant or "grow-freeze",
 )
-@each_way
+@each_shape
 def test_output_at_init(
     family: str, dtype: str, request_: Request, grown_of: Callable[..., Path], base_of: Callable[..., Path]
 ) -> None:
@@ -271,7 +271,7 @@ def test_a_spoiled_number_of_copies_is_noticed(copies: Any, reason: str, grown_o
 
 
 @pytest.mark.parametrize("request_", [FREEZE, TRAIN], ids=["freeze", "train"])
-@each_way
+@each_shape
 def test_strip_extract_apply(
     family: str, request_: Request, grown_of: Callable[..., Path], base_of: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -287,7 +287,7 @@ def test_strip_extract_apply(
 
 
 @pytest.mark.parametrize(("variant", "copies"), [("grow-freeze", 3), ("grow-train", 2)])
-@each_way
+@each_shape
 def test_stock_form(family: str, variant: Any, copies: int, grown_of: Callable[..., Path], tmp_path: Path) -> None:
     grown = shake(grown_of(family, Request("0,2", method="grow", variant=variant, copies=copies)))
     done = merge(grown, tmp_path / "stock", "stock")

@@ -67,7 +67,7 @@ def replace(file: Path) -> None:
     file.with_name("other").rename(file)
 
 
-@pytest.mark.parametrize("request_", (REQUEST, DEEPENED), ids=("adapt", "depth"))
+@pytest.mark.parametrize("request_", (REQUEST, pytest.param(DEEPENED, marks=pytest.mark.slow)), ids=("adapt", "depth"))
 @pytest.mark.parametrize("change", (rewrite, rewrite_and_set_back, lengthen, replace, Path.unlink))
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_base_that_changes_is_not_expanded(llama_base, tmp_path, request_, change, moment):

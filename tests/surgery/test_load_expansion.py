@@ -18,7 +18,7 @@ from scale_surgery.surgery.expand import expand
 from scale_surgery.surgery.extract import extract
 from scale_surgery.surgery.load_expansion import load_expansion
 from tests.conftest import load
-from tests.each import each_way
+from tests.each import each_shape
 from tests.families import FAMILIES
 from tests.routed import prompts, random_ids, trio_of  # noqa: F401
 from tests.tiny import save_tiny
@@ -61,7 +61,7 @@ def pair(pair_of, tmp_path) -> tuple[Any, Path, Path]:
     return load(made.base_path), folder, extract(folder, tmp_path / "extract").path
 
 
-@each_way
+@each_shape
 def test_it_is_what_the_folder_gives(trio_of, tmp_path, family):  # noqa: F811
     """Ten families, tied and not, two dtypes, routed, trained; the base stays as it was."""
     tied = sorted(FAMILIES).index(family) % 2 == 0

@@ -42,7 +42,7 @@ from scale_surgery.surgery.fused import check_fusible
 from scale_surgery.surgery.joining import join, joined_tensors, take
 from scale_surgery.surgery.record import read_manifest
 from tests.conftest import REQUESTS, digests, load, shake
-from tests.each import each_way, mostly
+from tests.each import each_shape, mostly
 
 ROUTERS = (Routing(), Routing("cosine", threshold=0.9))
 
@@ -80,7 +80,7 @@ def fused(expanded: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return merge(expanded, tmp_path_factory.mktemp("fused") / "fused").path
 
 
-@each_way
+@each_shape
 def test_fused_computes_what_the_blocks_compute_and_comes_apart_byte_for_byte(
     expanded_of: Callable[..., Path], base_of: Callable[..., Path], tmp_path: Path, family: str
 ) -> None:

@@ -34,7 +34,7 @@ from scale_surgery.surgery.merge_stock import check_stock, stock_config, stock_c
 from scale_surgery.surgery.record import read_manifest
 from scale_surgery.surgery.route import route_export
 from tests.conftest import digests, load, shake
-from tests.each import FORMS, each_family, each_way
+from tests.each import FORMS, each_family, each_shape
 from tests.families import FAMILIES, read_sizes
 from tests.routed import prompts, random_ids
 from tests.tiny import tiny_config
@@ -87,7 +87,7 @@ def plain(family: str) -> Any:
     return transformers.AutoModelForCausalLM._model_mapping[type(tiny_config(family))]
 
 
-@each_way
+@each_shape
 @pytest.mark.parametrize(("dtype", "tied"), FORMS)
 def test_the_stock_class_computes_what_the_expanded_model_does(stock_of, family, dtype, tied):
     base, expanded, path = stock_of(family, None, dtype, tied)
@@ -105,7 +105,7 @@ def test_the_stock_class_computes_what_the_expanded_model_does(stock_of, family,
         assert generated[0] == generated[1]
 
 
-@each_way
+@each_shape
 def test_every_file_but_weights_config_and_index_is_the_base_s_own(stock_of, family):
     base, expanded, path = stock_of(family, None, "bfloat16", True)
     before, after = digests(base), digests(path)

@@ -49,8 +49,8 @@ KEPT = {
     ("bfloat16_base", "fsdp2"), ("bfloat16_base", "fsdp2_bfloat16"),
 }  # fmt: skip
 each_case = pytest.mark.parametrize(("model", "wrapper"), mostly(CASES, KEPT.__contains__))
-# what only slow tests ask for
-SLOW_JOBS = ("more steps", "ddp", "rehearsed-ddp", "written", "deep")
+# what the default run asks for
+QUICK_JOBS = ("steps", "kept", "refused")
 
 
 def launch_environment() -> dict[str, str]:
@@ -137,7 +137,7 @@ def done(paths: dict[str, Path], place: Path, tmp_path_factory: pytest.TempPathF
     @functools.cache
     def run(is_slow: bool) -> Path:
         out = tmp_path_factory.mktemp("distributed")
-        jobs = {name: job for name, job in make_jobs(paths, place, out).items() if (name in SLOW_JOBS) == is_slow}
+        jobs = {name: job for name, job in make_jobs(paths, place, out).items() if (name not in QUICK_JOBS) == is_slow}
         (out / "jobs.json").write_text(json.dumps(jobs))
         words = [sys.executable, "-m", "tests.distributed_steps", str(out / "jobs.json")]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
@@ -147,7 +147,7 @@ def done(paths: dict[str, Path], place: Path, tmp_path_factory: pytest.TempPathF
         return out
 
     def ask(job: str, wanted: int = 0) -> Path:
-        out = run(job in SLOW_JOBS)
+        out = run(job not in QUICK_JOBS)
         codes = json.loads((out / "codes.json").read_text())[job]
         assert codes == [wanted, wanted], (out / "log.txt").read_text()[-5000:]
         return out
@@ -268,7 +268,7 @@ def trained_alone(place: Path) -> dict[str, torch.Tensor]:
     return train_alone(place, "expanded", "alone")
 
 
-@pytest.mark.parametrize("way", mostly(["ddp", "kept", "fsdp2"], "ddp".__ne__))
+@pytest.mark.parametrize("way", mostly(["ddp", "kept", "fsdp2"], "kept".__eq__))
 def test_training_in_two_processes_learns_what_one_learns(
     done: Callable[..., Path], place: Path, trained_alone: dict[str, torch.Tensor], way: str
 ) -> None:
@@ -281,7 +281,8 @@ def test_training_in_two_processes_learns_what_one_learns(
         assert found == pytest.approx(wanted, abs=1e-4)
 
 
-@pytest.mark.parametrize("job", mostly(["rehearsed", "rehearsed-ddp"], "rehearsed".__eq__))
+@pytest.mark.slow
+@pytest.mark.parametrize("job", ["rehearsed", "rehearsed-ddp"])
 def test_two_processes_rehearse_what_one_rehearses(
     done: Callable[..., Path], place: Path, trained_alone: dict[str, torch.Tensor], job: str
 ) -> None:
@@ -315,11 +316,13 @@ def test_duplicated_layers_learn_in_two_processes_what_they_learn_in_one(
     assert largest_difference(trained(place / "deep-fsdp2"), alone) < ALLOWED_AFTER_TRAINING < moved / 50
 
 
+@pytest.mark.slow
 def test_a_stopped_run_in_two_processes_resumes_to_the_same_bits(done: Callable[..., Path], place: Path) -> None:
     done("stopped", wanted=1), done("resumed"), done("fsdp2")
     assert largest_difference(trained(place / "stopped"), trained(place / "fsdp2")) == 0
 
 
+@pytest.mark.slow
 def test_checkpoints_of_sharded_models_hold_no_base_tensor(done: Callable[..., Path]) -> None:
     sizes = json.loads((done("resumed") / "stopped.json").read_text())
     kept = {name: size for name, size in sizes.items() if "checkpoint-2/" in name}

@@ -18,7 +18,7 @@ from scale_surgery.training.pilot_changes import find_matrices, measure_updates,
 from scale_surgery.training.pilot_settings import PilotSettings
 from scale_surgery.training.update_scores import relative_norm
 from tests.conftest import load
-from tests.each import each_way
+from tests.each import each_shape
 from tests.families import FAMILIES
 
 CPU = torch.device("cpu")
@@ -42,7 +42,7 @@ def changed(path, model) -> set[str]:
 
 
 @pytest.mark.parametrize("trains", ["mlp", "full"])
-@each_way
+@each_shape
 def test_what_trains_and_what_is_measured(base_of, family, trains):
     path = base_of(family)
     model, pilot = run(path, replace(SETTINGS, trains=trains, steps=2))

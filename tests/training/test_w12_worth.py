@@ -23,7 +23,7 @@ from scale_surgery.training.w12_worth import (
     worth,
 )
 from tests.conftest import digests, load
-from tests.each import each_way
+from tests.each import each_shape
 from tests.training.test_rank_layers_pilot import text
 
 CPU = torch.device("cpu")
@@ -44,7 +44,7 @@ def opened(llama):
         yield model, found, measure_energy(model, found, learn, no_progress)
 
 
-@each_way
+@each_shape
 def test_every_family_is_estimated_and_left_as_it_was(base_of, family):
     path = base_of(family, tied=family == "llama")
     before = digests(path)
