@@ -151,9 +151,10 @@ def render_expansion(done: Expansion) -> RenderableType:
         ("base shards", f"{format_bytes(done.base_bytes_written)} written, {taken}"),
     ]
     rows += [("not taken along", ", ".join(done.left_out))] if done.left_out else []
-    return Group(
-        facts("expanded", rows), *render_warnings(done.warnings), facts("", [(NEXT, verify_command(done.path))])
-    )
+    following = (NEXT, verify_command(done.path))
+    if not done.warnings:
+        return facts("expanded", [*rows, following])
+    return Group(facts("expanded", rows), *render_warnings(done.warnings), facts("", [following]))
 
 
 def render_stripped(done: Stripped) -> RenderableType:
