@@ -44,7 +44,7 @@ from scale_surgery.errors import CheckpointError, DataError
 from scale_surgery.running.documents import read_documents
 from scale_surgery.running.prompts import read_prompts
 
-MUTATED_HEADERS = 1500
+MUTATED_HEADERS = 4000
 
 
 @pytest.fixture(autouse=True)
@@ -396,7 +396,7 @@ def test_headers_are_judged_as_safetensors_judges_them(tmp_path: Path) -> None:
         verdicts.append(theirs)
         assert ours == theirs or (theirs and not is_plain(text)), text
     # a test that refuses everything would pass too
-    assert MUTATED_HEADERS / 20 < sum(verdicts) < MUTATED_HEADERS * 9 / 10
+    assert MUTATED_HEADERS / 10 < sum(verdicts) < MUTATED_HEADERS * 9 / 10
 
 
 def test_what_safetensors_finds_is_what_a_header_says(tmp_path: Path) -> None:
