@@ -43,7 +43,7 @@ def architecture(model_type: str) -> Architecture:
 
 
 # state spaces beside attention, and images: the rarest are proved by test-slow
-COMMON = ("llama", "gemma3_text", "gptj", "starcoder2", "dbrx", "nemotron_h")
+COMMON = ("llama", "gemma3_text", "dbrx", "nemotron_h")
 each_type = pytest.mark.parametrize("model_type", mostly(EXPECTED, COMMON.__contains__))
 
 

@@ -42,6 +42,7 @@ from tests.by_hand import (
     shaken,
     write_expanded,
 )
+from tests.each import woven
 from tests.tiny import LLAMA_LIKE, TOKENS
 from tests.written import written_architecture
 
@@ -209,8 +210,7 @@ def load(path: Path, **options: Any) -> Any:
     return AutoModelForCausalLM.from_pretrained(path, **options).eval()
 
 
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "dtype"), woven(tuple(CASES), (torch.float32, torch.bfloat16)))
 def test_the_output_is_the_base_s(made, name, dtype):
     base, expanded = map(load, made(name, dtype))
     assert type(expanded).__name__ == f"Scale{type(base).__name__}"

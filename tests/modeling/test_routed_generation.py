@@ -32,10 +32,7 @@ DRIFT = 2e-4  # float32: cached and uncached runs multiply matrices of other sha
 # full attention, sliding windows, both with a cap, learned positions, heads fused one by one
 USED = ("llama", "mistral", "gemma2", "gpt2", "gpt_neox")
 EACH_ROUTING = pytest.mark.parametrize("routing", ("posterior", "cosine", "strict"))
-EACH = pytest.mark.parametrize(
-    ("family", "routing"),
-    (*((family, "posterior") for family in USED), *zip(USED, ("cosine", "strict") * 2, strict=False)),
-)
+EACH = pytest.mark.parametrize(("family", "routing"), woven(USED, ("posterior", "cosine", "strict")))
 GREEDY = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
 
 

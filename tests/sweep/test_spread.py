@@ -39,7 +39,7 @@ SPREAD = {
 
 
 # the default run takes a type of each treatment the whole way, and proves facts of a few others on their twins
-WHOLE = {"deepseek_v3", "gpt_oss"}
+WHOLE = {"gpt_oss"}
 PROVED = {"falcon", "mixtral", "phi"}
 REASONS = {
     "deepseek_v3": "keys and values are made from a latent: self_attn.kv_b_proj reads what another linear wrote",

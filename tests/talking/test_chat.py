@@ -40,7 +40,7 @@ from scale_surgery.talking.interrupt import interruptible
 from scale_surgery.talking.records import Look
 from scale_surgery.talking.speaker import loaded_speaker
 
-SECONDS = 90
+SECONDS = 300
 QUESTION = questions(people(1)[0])[1].prompt
 GREEDY = GenerationSettings(temperature=0, max_new_tokens=12)
 # of the background of a token, from the preserve path to the adapt path
