@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 COMPAT ?= 4.57 5.19
 # also read by pip for what builds the package
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
+# images for containers set it; then each process that tests start would compile the package again
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help install demo lint types test pytest test-fast test-slow test-all torture fuzz test-gpu bench-gpu \
 	test-families test-compat test-recipes test-serve docs demo-model clean
