@@ -15,7 +15,18 @@ import scale_surgery
 PACKAGE = Path(scale_surgery.__file__).parent
 # an import that runs may point to a room further left, or stay in its own
 ROOMS = [
-    *("errors", "fields", "progress", "checkpoint", "planning", "modeling", "running", "deriving", "biographies"),
+    *(
+        "errors",
+        "fields",
+        "progress",
+        "checkpoint",
+        "planning",
+        "modeling",
+        "engine",
+        "running",
+        "deriving",
+        "biographies",
+    ),
     *(
         "surgery",
         "composition",
@@ -61,7 +72,11 @@ def _is_module(name: str, root: Path) -> bool:
 
 def graph(root: Path) -> dict[str, set[str]]:
     """What each module imports; code that travels with checkpoints stands alone, see test_imports.py."""
-    files = [file for file in root.rglob("*.py") if file.parent.name != "modeling" or file.name == "__init__.py"]
+    files = [
+        file
+        for file in root.rglob("*.py")
+        if file.parent.name not in ("modeling", "engine") or file.name == "__init__.py"
+    ]
     named = {".".join(file.relative_to(root.parent).with_suffix("").parts): file for file in files}
     return {name.removesuffix(".__init__"): set(imports(file, root)) for name, file in named.items()}
 

@@ -1,0 +1,1 @@
+"""One model, any number of named expansions: the code that travels with checkpoints."""

@@ -1,0 +1,522 @@
+"""The mixin before a stock model class: one base, any number of named expansions, and a choice of what runs.
+
+This file travels with the checkpoint: it opens no file, and needs only torch and transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import wraps
+from inspect import signature
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+
+from scale_surgery.modeling.expanded_choice import cache_of, unknown_name
+from scale_surgery.modeling.expanded_model import (
+    ADDED_AFTER,
+    ADDED_BEFORE,
+    change_hidden,
+    find_base_model,
+    find_module,
+    separate,
+    specs_of,
+)
+
+from .expanded_attention import ExpandedAttention, NewHeads, expand_attention
+from .expanded_modules import KINDS, Blocks, expand_module, expanded_modules
+from .expanded_paths import BASE, Call, Parting, Path, Paths, Running, parting, streams_of_groups, this_thread
+from .expanded_routers import Features, Router, TokenScores, make_router, route, score_tokens
+from .expanded_state import Tokens
+
+A_NAME_A_ROW = "Give expansion_names=, a name or None for each row."
+
+
+class Choice(NamedTuple):
+    """What the model is for now.
+
+    Attributes:
+        names: Expansions that take part; none for the base.
+        router: What weighs the base and these, or None.
+        rows: The expansion of each row of a batch, None for the base's; empty where all rows are alike.
+    """
+
+    names: tuple[str, ...] = ()
+    router: Router | None = None
+    rows: tuple[str | None, ...] = ()
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """The paths that run for it."""
+        if self.router is not None:
+            return self.router.paths(self.names)
+        return (BASE, *map(Path, self.names)) if self.rows or not self.names else (Path(self.names[0]),)
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What a KV cache belongs to."""
+        return self.names, bool(self.rows), self.router
+
+
+def up_in(plan: dict[str, Any], spec: dict[str, Any], attention: dict[str, dict]) -> int:
+    """Features of its up stream, or heads, that a module of an expansion reads, where its kind does not say it.
+
+    Args:
+        plan: What config.json says of the expansion.
+        spec: What it says of the module.
+        attention: What it says of the attention of the layer.
+    """
+    if spec["kind"] == "activation":
+        return plan["widths"]["up_inner_width"]
+    if spec["kind"] == "head_norm":
+        heads = next(iter(attention.values()))
+        new = new_heads(plan, heads)
+        return new.heads if spec["heads"] == heads["heads"] else new.kv_heads
+    return plan["widths"]["up_width"] if spec["base"] is not None else 0
+
+
+def new_heads(plan: dict[str, Any], spec: dict[str, Any]) -> NewHeads:
+    """The heads that an expansion adds to a layer."""
+    kv_heads = plan["widths"]["up_kv_heads"]
+    return NewHeads(kv_heads * (spec["heads"] // spec["kv_heads"]), kv_heads)
+
+
+def make_blocks(module: nn.Module, plan: dict[str, Any], spec: dict[str, Any], attention: dict, groups: list) -> Blocks:
+    """What an expansion adds to a module, as its plan says."""
+    kind, sizes = spec["kind"], {key: own for key, own in spec.items() if key not in ("kind", "group")}
+    if kind in ("activation", "head_norm"):
+        return KINDS[kind][1](module, up_in(plan, spec, attention))
+    if kind in ("passing", "padding"):
+        sections = [0 for _ in spec.get("sections") or ()]
+        return KINDS[kind][1](module, up_in(plan, spec, attention) if kind == "passing" else 0, spec["up"], sections)
+    if kind in ("linear", "grown", "block"):
+        sizes["collaborative"] = spec.get("group") in groups
+    return KINDS[kind][1](module, **sizes, dtype=plan["dtype"])
+
+
+class ExpandedModel:
+    """Mixin before a stock model class: several expansions of it, each under its name."""
+
+    def begin(self, facts: dict[str, Any]) -> None:
+        """Let paths pass through the modules of a stock model; it has no expansion yet.
+
+        Args:
+            facts: What config.json says of the base.
+        """
+        self.facts, self.plans, self.problems = facts, {}, {}
+        # of the base stream, by the empty name, and of the up stream of each expansion; before the first layer, some
+        # have not entered
+        self.stream_widths, self.entering_widths = {"": facts["hidden"]}, {"": facts["hidden"]}
+        self.known_paths: dict[tuple[Path, ...], Paths] = {}
+        self.known_partings: dict[Paths, list[Parting | None]] = {}
+        self.default_choice, self.choices = Choice(), {}
+        base_model = find_base_model(self, facts["base_model"])
+        layers = base_model.get_submodule(facts["layers"])
+        self.layer_count = len(layers)
+        self.running = Running(self.paths_of(Choice()))
+        separate(layers)
+        for index, layer in enumerate(layers):
+            kind = facts["kinds"][facts["kind_of_layer"][index]]
+            for name, spec in kind["modules"].items():
+                self._expand(layer, name, spec, index)
+            for name, heads in kind["attention"].items():
+                expand_attention(layer.get_submodule(name), heads, self.running, index)
+            layer.register_forward_pre_hook(_Rearranging(self, index), with_kwargs=True)
+        self._expand(base_model, facts["last"], {"kind": "last"}, len(layers)).stream_widths = self.stream_widths
+        head = self.get_output_embeddings()
+        if head is not None:
+            expand_module(head, "head", self.running, len(layers))
+            # stock code caps logits after the head, which is too late for a router: the head does it, for all paths
+            config, key = self.config.get_text_config(decoder=True), facts["softcap"]
+            head.softcap = facts.get("softcap_value") or (getattr(config, key) if key else None)
+            if key:
+                setattr(config, key, None)
+        if {ADDED_AFTER, ADDED_BEFORE}.intersection(signature(base_model.forward).parameters):
+            base_model.register_forward_pre_hook(_Widening(self), with_kwargs=True)
+
+    def _expand(self, parent: nn.Module, name: str, spec: dict[str, Any], place: int) -> nn.Module:
+        """Let paths pass through a module."""
+        module = find_module(parent, name)
+        expand_module(module, spec["kind"], self.running, place)
+        if "axis" in spec:
+            module.head_axis = spec["axis"]
+        sections = spec.get("sections") or [base for base, _ in spec.get("out_features", ())]
+        if len(sections) > 1:
+            module.sections = tuple(sections)
+        return module
+
+    def add_expansion(self, name: str, plan: dict[str, Any], problems: Sequence[str] = ()) -> None:
+        """Add an expansion, all of whose tensors are zero until they are loaded.
+
+        Args:
+            name: Its name.
+            plan: What config.json says of it.
+            problems: Why it cannot run beside others, a line each.
+        """
+        self._forget()
+        base_model = find_base_model(self, self.facts["base_model"])
+        layers = base_model.get_submodule(self.facts["layers"])
+        last = self.facts["last"]
+        for path, spec in plan["model"].items():
+            self._add(base_model, path, name, plan, spec, {}, [], len(layers) if path == last else -1)
+        head = self.get_output_embeddings()
+        if head is not None and plan["head"]:
+            head.expansions[name] = make_blocks(head, plan, plan["head"], {}, [])
+        for index, layer in enumerate(layers):
+            own = specs_of(plan, plan, index)
+            is_expanded = index in plan["expanded_layers"]
+            groups = plan["collaborative"]["groups"] if index in plan["collaborative"]["layers"] else []
+            attention = own["attention"] if is_expanded else {}
+            for path, spec in own["expanded" if is_expanded else "passing"].items():
+                self._add(layer, path, name, plan, spec, attention, groups, index)
+            for path, spec in attention.items():
+                module = layer.get_submodule(path)
+                expand_attention(module, spec, self.running, index)
+                module.new_heads[name] = new_heads(plan, spec)
+        self.plans[name], self.problems[name] = plan, list(problems)
+        width = plan["widths"]["up_width"]
+        self.stream_widths[name], self.entering_widths[name] = width, 0 if plan.get("enter") == "hook" else width
+        self.set_expansion(name)
+
+    def _add(self, parent, path, name, plan, spec, attention, groups, place) -> None:
+        module = self._expand(parent, path, spec, place)
+        module.expansions[name] = make_blocks(module, plan, spec, attention, groups)
+
+    def _forget(self) -> None:
+        """Forget how streams lie: an expansion comes, or goes."""
+        self.known_paths.clear()
+        self.known_partings.clear()
+        for module in expanded_modules(self):
+            module.layouts.clear()
+        for module in self.modules():
+            if isinstance(module, ExpandedAttention):
+                module.parts_of.clear()
+
+    # ---- what runs
+
+    @property
+    def expansions(self) -> list[str]:
+        """Names of the expansions, in the order in which they came."""
+        return list(self.plans)
+
+    @property
+    def choice(self) -> Choice:
+        """What the model is now, in this thread."""
+        return self.choices.get(this_thread(), self.default_choice)
+
+    @property
+    def active_expansion(self) -> str | list[str] | None:
+        """What was chosen: a name, a list that is mixed, or None for the base."""
+        names = list(self.choice.names)
+        return names if self.choice.router else names[0] if names else None
+
+    def paths_of(self, choice: Choice) -> Paths:
+        """The paths that run for a choice."""
+        paths = choice.paths
+        if paths not in self.known_paths:
+            forks = {name: min(plan["collaborative"]["layers"], default=None) for name, plan in self.plans.items()}
+            self.known_paths[paths] = Paths(paths, forks, self.layer_count)
+        return self.known_paths[paths]
+
+    def set_expansion(self, names: str | Sequence[str] | None, **router: Any) -> None:
+        """Choose what the model is from now on, in all threads.
+
+        A KV cache belongs to the choice under which it was filled.
+
+        Args:
+            names: A name: the base with that expansion. None: the base. A list: the base and these, which a router
+                mixes.
+            router: Settings of the router: by default the posterior one, all paths weighing the same at first.
+
+        Raises:
+            ValueError: If there is no such expansion, a name stands twice in a list, several cannot run side by side
+                on this architecture, or a setting is out of range.
+        """
+        self.default_choice = self.make_choice(names, **router)
+        self.running.chosen = Call(self.paths_of(self.default_choice))
+
+    def make_choice(self, names: str | Sequence[str] | None, **router: Any) -> Choice:
+        """What `set_expansion` chooses."""
+        if names is None or isinstance(names, str):
+            if router:
+                raise ValueError(
+                    f"{', '.join(router)}: is for a list of expansions, but {names!r} is none. Leave it out."
+                )
+            return Choice(self._known([] if names is None else [names]))
+        known = self._known(names)
+        self._check_beside(known)
+        if router.get("router", "posterior") == "posterior" and router.get("prior") is None:
+            router = router | {"prior": (1 / (1 + len(known)),) * (1 + len(known))}
+        return Choice(known, make_router({"router": "posterior"} | router, len(known)))
+
+    @contextmanager
+    def use_choice(self, choice: Choice) -> Iterator[None]:
+        """Let the model be something else in this thread inside a `with` block."""
+        thread, before = this_thread(), self.choices.get(this_thread())
+        self.choices[thread] = choice
+        try:
+            with self.running.within(Call(self.paths_of(choice))):
+                yield
+        finally:
+            if before is None:
+                del self.choices[thread]
+            else:
+                self.choices[thread] = before
+
+    def use_expansion(self, names: str | Sequence[str] | None, **router: Any) -> AbstractContextManager[None]:
+        """Choose as `set_expansion` does inside a `with` block, for this thread alone."""
+        return self.use_choice(self.make_choice(names, **router))
+
+    def expansion_disabled(self) -> AbstractContextManager[None]:
+        """Run the base model alone inside a `with` block."""
+        return self.use_choice(Choice())
+
+    def delete_expansion(self, name: str) -> None:
+        """Forget an expansion; where it was chosen, the model is its base from then on."""
+        self._known([name])
+        for module in expanded_modules(self):
+            if name in module.expansions:
+                del module.expansions[name]
+        for module in self.modules():
+            if isinstance(module, ExpandedAttention):
+                module.new_heads.pop(name, None)
+        del self.plans[name], self.problems[name], self.stream_widths[name], self.entering_widths[name]
+        self._forget()
+        self.default_choice = Choice() if name in self.default_choice.names else self.default_choice
+        self.running.chosen = Call(self.paths_of(self.default_choice))
+
+    def _known(self, names: Sequence[str]) -> tuple[str, ...]:
+        """Names of a request, refused where one is unknown or stands twice."""
+        found = tuple(names)
+        problems = [unknown_name(name, self.expansions) for name in found if name not in self.plans]
+        twice = [name for name in dict.fromkeys(found) if found.count(name) > 1]
+        problems += [f"{name}: is named {found.count(name)} times, expected once." for name in twice]
+        if problems:
+            raise ValueError("\n".join(problems))
+        return found
+
+    def _check_beside(self, names: tuple[str, ...]) -> None:
+        """Refuse what cannot run side by side."""
+        problems = [f"{name}: {line}" for name in names for line in self.problems[name]]
+        if not names:
+            problems = ["A list of no names: expected at least one. None gives the base."]
+        elif self.get_output_embeddings() is None:
+            problems = [f"{type(self).__name__}: has no head, so nothing mixes its paths. Load the language model."]
+        if problems:
+            raise ValueError("\n".join(problems))
+
+    def rows(self, names: Sequence[str | None]) -> Choice:
+        """A choice for each row of a batch."""
+        if isinstance(names, str):
+            raise ValueError(f"expansion_names: is {names!r}, expected a list, a name or None for each row.")
+        self._known(list({name for name in names if name is not None}))
+        known = tuple(name for name in self.expansions if name in names)
+        if len(set(names)) == 1:
+            return Choice(known)
+        self._check_beside(known)
+        return Choice(known, rows=tuple(names))
+
+    # ---- a forward
+
+    def run(self, **inputs: Any) -> Any:
+        """Run what was chosen; `expansion_names` chooses for each row of the batch."""
+        rows = inputs.pop("expansion_names", None)
+        if rows is not None:
+            with self.use_choice(self.rows(rows)):
+                return self.run(**inputs)
+        choice, cache = self.choice, inputs.get("past_key_values")
+        check_cache(cache, choice)
+        stock = super().forward
+        output = stock(**inputs) if choice.router is None and not choice.rows else self._run_beside(stock, inputs)
+        cache = cache_of(output) if cache is None else cache
+        if cache is not None:
+            cache.expansion_choice = choice.key
+        return output
+
+    def _run_beside(self, stock: Any, inputs: dict[str, Any]) -> Any:
+        """Run several paths side by side, and make one set of logits of them."""
+        router, choice = self.choice.router, self.choice
+        tokens = Tokens.of(inputs, reads_tokens=router is not None and router.reads_tokens, is_training=self.training)
+
+        def answer(features: Features) -> Tensor:
+            tokens.move(features.read.device)
+            return by_row(features.at(tokens.keep), choice) if router is None else route(router, features, tokens)
+
+        with self._answering(answer):
+            output = stock(**inputs)
+        cache = inputs.get("past_key_values")
+        tokens.remember(cache_of(output) if cache is None else cache)
+        return output
+
+    @contextmanager
+    def _answering(self, answer: Any) -> Iterator[None]:
+        """Let the head give what `answer` makes of the features of all paths, inside a `with` block."""
+        head, paths = self.get_output_embeddings(), self.paths_of(self.choice)
+
+        def answer_features(features: Tensor) -> Tensor:
+            return answer(Features.of(head, features, paths, self.stream_widths))
+
+        with self.running.within(Call(paths, answer_features)):
+            yield
+
+    def path_logits(self, input_ids: Tensor, **inputs: Any) -> list[Tensor]:
+        """Logits of each path of what was chosen alone (b, t, v) each, the base's first.
+
+        Args:
+            input_ids: Token ids (b, t).
+            inputs: attention_mask and position_ids, where there are any.
+        """
+        found: list[Tensor] = []
+
+        def answer(features: Features) -> Tensor:
+            found.extend(features.logits())
+            return found[0]
+
+        with self._answering(answer):
+            super().forward(input_ids=input_ids, use_cache=False, **inputs)
+        return found
+
+    @torch.no_grad()
+    def score_tokens(self, input_ids: Tensor, **inputs: Any) -> TokenScores:
+        """Log-probability of each token but the first on each path, and how it was routed.
+
+        Args:
+            input_ids: Token ids (b, t).
+            inputs: attention_mask and position_ids, where there are any.
+        """
+        router, found = self.choice.router, []
+        if router is None:
+            raise ValueError("One path runs now. Choose several with set_expansion([...]) first.")
+        tokens = Tokens.of({"input_ids": input_ids, **inputs}, reads_tokens=router.reads_tokens, is_training=False)
+
+        def answer(features: Features) -> Tensor:
+            tokens.move(features.read.device)
+            found.append(score_tokens(router, features, tokens))
+            return found[0].routed
+
+        with self._answering(answer):
+            super().forward(input_ids=input_ids, use_cache=False, **inputs)
+        return found[0]
+
+    def generate(self, *args: Any, expansion_names: Sequence[str | None] | None = None, **options: Any) -> Any:
+        """Generate as transformers does; `expansion_names` chooses for each row of the batch, None for the base."""
+        if expansion_names is None:
+            return super().generate(*args, **options)
+        with self.use_choice(self.rows(expansion_names)):
+            return super().generate(*args, **options)
+
+    def _set_gradient_checkpointing(self, enable: bool = True, gradient_checkpointing_func: Any = None) -> None:
+        """As transformers; what a backward pass computes again runs the paths that ran the first time."""
+        checkpoint = gradient_checkpointing_func or torch.utils.checkpoint.checkpoint
+
+        def kept(function: Any, *args: Any, **options: Any) -> Any:
+            return checkpoint(self.running.kept(function), *args, **options)
+
+        super()._set_gradient_checkpointing(enable=enable, gradient_checkpointing_func=kept)
+        if enable:
+            self.enable_input_require_grads()
+
+    def freeze_base(self) -> None:
+        """Let the tensors of the expansions train, and nothing else."""
+        own = {id(tensor) for module in self.modules() if isinstance(module, Blocks) for tensor in module.parameters()}
+        for parameter in self.parameters():
+            parameter.requires_grad_(id(parameter) in own)
+
+    def align(self) -> None:
+        """Let what copies the base's weights lie in memory as these do."""
+        for module in self.modules():
+            if isinstance(module, Blocks):
+                module.align()
+
+    # ---- hidden states
+
+    def partings(self, paths: Paths) -> list[Parting | None]:
+        """What changes of the hidden state before each layer."""
+        if paths not in self.known_partings:
+            self.known_partings[paths] = [
+                parting(paths, layer, self.entering_widths if layer == 0 else self.stream_widths, self.stream_widths)
+                for layer in range(self.layer_count)
+            ]
+        return self.known_partings[paths]
+
+    def streams_after(self, paths: Paths, layer: int) -> list[tuple[bool, int]]:
+        """The streams that leave a layer: whether each is a base stream, and its width."""
+        widths = self.entering_widths if layer == -1 else self.stream_widths
+        return [(not up, widths[up]) for _, up in streams_of_groups(paths.groups(layer))]
+
+
+class _Rearranging:
+    """A hook before a layer, so that no stock forward is touched: streams enter and part."""
+
+    def __init__(self, model: ExpandedModel, layer: int) -> None:
+        self.model, self.layer = model, layer
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        change = self.model.partings(self.model.running.now().paths)[self.layer]
+        return None if change is None else change_hidden(args, kwargs, change)
+
+
+class _Widening:
+    """A hook before the base model: what stock code adds to the hidden state between layers goes to each base stream.
+
+    Models that see images may add features of them once more after each of the first layers, or before some.
+    """
+
+    def __init__(self, model: ExpandedModel) -> None:
+        self.model = model
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        paths = self.model.running.now().paths
+        if paths.is_base:
+            return None
+
+        def wide(features: Tensor, layer: int) -> Tensor:
+            streams = self.model.streams_after(paths, layer)
+            return torch.cat(
+                [features if is_base else features.new_zeros(*features.shape[:-1], own) for is_base, own in streams], -1
+            )
+
+        own: dict[str, Any] = {}
+        if kwargs.get(ADDED_AFTER) is not None:
+            own[ADDED_AFTER] = [wide(features, layer) for layer, features in enumerate(kwargs[ADDED_AFTER])]
+        if kwargs.get(ADDED_BEFORE) is not None:
+            own[ADDED_BEFORE] = {layer: wide(features, layer - 1) for layer, features in kwargs[ADDED_BEFORE].items()}
+        return args, kwargs | own
+
+
+def by_row(features: Features, choice: Choice) -> Tensor:
+    """Logits of each row's own path; beams of one row lie one after the other."""
+    batch, rows = len(features.bases[0]), len(choice.rows)
+    if batch % rows:
+        raise ValueError(f"expansion_names: {rows} names for {batch} rows, expected one for each, None for the base.")
+    numbers = [0 if name is None else 1 + choice.names.index(name) for name in choice.rows]
+    chosen = torch.tensor(numbers, device=features.read.device).repeat_interleave(batch // rows)[:, None, None]
+    found, *others = features.logits()
+    for number, logits in enumerate(others, 1):
+        found = torch.where(chosen == number, logits, found)
+    return found
+
+
+def check_cache(cache: Cache | None, choice: Choice) -> None:
+    """Refuse a KV cache that was filled under another choice: it holds other heads, or other values."""
+    past = 0 if cache is None else int(cache.get_seq_length())
+    if past and getattr(cache, "expansion_choice", choice.key) != choice.key:
+        raise ValueError(
+            f"past_key_values: holds {past} tokens that were read under another choice of expansions than "
+            f"{', '.join(choice.names) or 'none'}. Begin with an empty one."
+        )
+
+
+def with_forward(stock: type, name: str = "", **own: Any) -> type:
+    """The expanded form of a stock class; its forward has the signature from which others learn what it takes."""
+    names = list(signature(stock.forward).parameters)[1:]
+
+    @wraps(stock.forward)
+    def forward(self, *args, **inputs):
+        return self.run(**dict(zip(names, args, strict=False)), **inputs)
+
+    said = {"forward": forward, "__module__": __name__, "__doc__": ExpandedModel.__doc__, **own}
+    return type(name or f"Scale{stock.__name__}", (ExpandedModel, stock), said)

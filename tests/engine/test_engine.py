@@ -1,0 +1,145 @@
+"""The new engine beside the old one: the same bits, whatever runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from tests.each import WAYS, each_way, woven
+from tests.engine.made import with_expansions
+from tests.routed import REQUESTS, ROUTINGS, Trio, prompts, random_ids
+
+GREEDY = {
+    "max_new_tokens": 8,
+    "do_sample": False,
+    "pad_token_id": 0,
+    "return_dict_in_generate": True,
+    "output_logits": True,
+}
+
+
+def same(one: Any, other: Any) -> None:
+    for prompt in prompts():
+        with torch.no_grad():
+            assert bool((one(**prompt).logits == other(**prompt).logits).all()), prompt["input_ids"].shape
+
+
+def same_generation(one: Any, other: Any) -> None:
+    for prompt in prompts(((1, 5), (2, 7))):
+        a, b = one.generate(**prompt, **GREEDY), other.generate(**prompt, **GREEDY)
+        assert torch.equal(a.sequences, b.sequences)
+        for x, y in zip(a.logits, b.logits, strict=True):
+            assert bool((x == y).all())
+
+
+def moved(model: Any, like: Any) -> Any:
+    """The model with the expansion tensors of another."""
+    modules = dict(model.named_modules())
+    with torch.no_grad():
+        for key, tensor in like.named_parameters():
+            if tensor.requires_grad:
+                place, _, last = key.rpartition(".")
+                modules[f"{place}.expansions.default"]._parameters[last].data = tensor.data
+    return model
+
+
+@pytest.mark.parametrize("request_name", REQUESTS)
+@each_way
+def test_one_expansion(trio_of: Callable[..., Trio], family: str, request_name: str) -> None:
+    trio = trio_of(family, request_name)
+    base, expanded, _ = trio.trained()
+    model = moved(with_expansions(trio.base_path, {"default": trio.expanded_path}), expanded)
+    assert model.active_expansion == "default"
+    same(model, expanded)
+    same_generation(model, expanded)
+    with model.expansion_disabled():
+        same(model, base)
+        same_generation(model, base)
+    same(model, expanded)
+
+
+@pytest.mark.parametrize(("family", "request_name", "routing"), woven(WAYS, tuple(REQUESTS), tuple(ROUTINGS)))
+def test_base_and_one_expansion(trio_of: Callable[..., Trio], family: str, request_name: str, routing: str) -> None:
+    trio = trio_of(family, request_name, routing)
+    _, expanded, _ = trio.trained()
+    old = trio.routed()
+    model = moved(with_expansions(trio.base_path, {"default": trio.expanded_path}), expanded)
+    own = dict(vars(old.router))
+    if routing == "posterior":
+        own = {"prior": (own["prior"], 1 - own["prior"]), "switch_rate": own["switch_rate"]}
+    model.set_expansion(["default"], router="posterior" if routing == "posterior" else "cosine", **own)
+    for prompt in prompts():
+        with torch.no_grad():
+            wanted = old.path_logits(**prompt)
+        if routing != "cosine":
+            for one, other in zip(model.path_logits(**prompt), wanted, strict=True):
+                assert bool((one == other).all())
+        with torch.no_grad():
+            one, other = model(**prompt).logits, old(**prompt).logits
+        torch.testing.assert_close(one, other, rtol=0, atol=0 if routing != "posterior" else 1e-5)
+        scores, known = model.score_tokens(**prompt), old.score_tokens(**prompt)
+        torch.testing.assert_close(scores.routed, known.routed, rtol=0, atol=1e-5)
+        torch.testing.assert_close(scores.base, known.base, rtol=0, atol=1e-5)
+        torch.testing.assert_close(scores.weights[..., 1], known.weight, rtol=0, atol=1e-5)
+    for prompt in prompts(((1, 5), (2, 7))):
+        a, b = model.generate(**prompt, **GREEDY), old.generate(**prompt, **GREEDY)
+        assert torch.equal(a.sequences, b.sequences)
+        for x, y in zip(a.logits, b.logits, strict=True):
+            torch.testing.assert_close(x, y, rtol=0, atol=1e-5)
+
+
+NAMES = ("medicine", "law", "music", "chess")
+FAMILY_NAMES = [("llama", NAMES), *((family, ("medicine", "law", "late")) for family in WAYS[1:])]
+
+
+@pytest.mark.parametrize(("family", "names"), FAMILY_NAMES)
+def test_many_expansions(made_of: Callable[..., Any], family: str, names: tuple[str, ...]) -> None:
+    """Each alone, side by side, mixed and by row: what the old composed model gives."""
+    made = made_of(family, names)
+    old, model = made.composed(), with_expansions(made.base, made.folders)
+    for name in (None, *names):
+        old.set_expansion(name), model.set_expansion(name)
+        same(model, old)
+    old.set_expansion(list(names)), model.set_expansion(list(names))
+    for prompt in prompts():
+        for one, other in zip(model.path_logits(**prompt), old.path_logits(**prompt), strict=True):
+            assert bool((one == other).all())
+        with torch.no_grad():
+            one, other = model(**prompt).logits, old(**prompt).logits
+        torch.testing.assert_close(one.log_softmax(-1), other, rtol=0, atol=1e-5)
+        scores, known = model.score_tokens(**prompt), old.score_tokens(**prompt)
+        torch.testing.assert_close(scores.routed, known.mixed, rtol=0, atol=1e-5)
+        torch.testing.assert_close(scores.weights, known.weights, rtol=0, atol=1e-5)
+    for prompt in prompts(((1, 5), (2, 7))):
+        a, b = model.generate(**prompt, **GREEDY), old.generate(**prompt, **GREEDY)
+        assert torch.equal(a.sequences, b.sequences)
+    ids, rows = random_ids(3, 9), [names[0], None, names[1]]
+    with torch.no_grad():
+        assert torch.equal(model(ids, expansion_names=rows).logits, old(ids, expansion_names=rows).logits)
+    a = model.generate(ids, expansion_names=rows, **GREEDY)
+    assert torch.equal(a.sequences, old.generate(ids, expansion_names=rows, **GREEDY).sequences)
+
+
+def test_threads_run_their_own_choices(made_of: Callable[..., Any]) -> None:
+    """Eight threads, four choices: the bits of one at a time."""
+    made = made_of("llama", NAMES)
+    model = with_expansions(made.base, made.folders)
+    choices = [None, "law", ["medicine", "law"], list(NAMES)]
+    prompt = list(prompts())[-1]
+
+    def run(number: int) -> list[torch.Tensor]:
+        with model.use_expansion(choices[number % 4]), torch.no_grad():
+            found = [model(**prompt).logits for _ in range(6)]
+            found.append(model.generate(**prompt, max_new_tokens=6, do_sample=False, pad_token_id=0))
+        return found
+
+    wanted = [run(number) for number in range(4)]
+    assert not torch.equal(wanted[0][0], wanted[1][0]), "the control: choices differ"
+    with ThreadPoolExecutor(8) as pool:
+        for number, found in enumerate(pool.map(run, range(8))):
+            assert all(map(torch.equal, found, wanted[number % 4])), choices[number % 4]
+    assert model.active_expansion == "chess"
