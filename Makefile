@@ -107,7 +107,7 @@ compat-%:
 
 test-recipes: install  ## the training recipes in the documentation, that for TRL included
 	$(BIN)/pip install --quiet --editable '.[recipes]'
-	$(BIN)/python -m pytest tests/test_site.py
+	$(BIN)/python -m pytest -m 'slow or not slow' tests/test_site.py
 
 test-serve: install  ## transformers' own server with expanded, routed, composed and fused models, asked by the client of OpenAI
 	$(BIN)/pip install --quiet --editable '.[serve]'

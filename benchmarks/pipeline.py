@@ -242,8 +242,8 @@ def show_estimate(console: Console, measurements: Sequence[Measurement]) -> None
     costs = found["plan"].result.get("costs")
     if costs and "expand" in found:
         expand = found["expand"]
-        console.print(f"estimated for expand: {costs['seconds']:.0f} s, {costs['peak_memory_bytes'] / 2**30:.2f} GiB")
-        console.print(f"measured:             {expand.seconds:.0f} s, {expand.peak_rss_bytes / 2**30:.2f} GiB")
+        console.print(f"estimated for expand: {costs['peak_memory_bytes'] / 2**30:.2f} GiB")
+        console.print(f"measured:             {expand.peak_rss_bytes / 2**30:.2f} GiB, in {expand.seconds:.0f} s")
 
 
 @click.command()
