@@ -408,14 +408,14 @@ class ExpandedModel:
         with self.use_choice(self.rows(expansion_names)):
             return super().generate(*args, **options)
 
-    def _set_gradient_checkpointing(self, enable: bool = True, gradient_checkpointing_func: Any = None) -> None:
+    def _set_gradient_checkpointing(self, enable: bool = True, **options: Any) -> None:
         """As transformers; what a backward pass computes again runs the paths that ran the first time."""
-        checkpoint = gradient_checkpointing_func or torch.utils.checkpoint.checkpoint
+        checkpoint = options.pop("gradient_checkpointing_func", torch.utils.checkpoint.checkpoint)
 
-        def kept(function: Any, *args: Any, **options: Any) -> Any:
-            return checkpoint(self.running.kept(function), *args, **options)
+        def kept(function: Any, *args: Any, **inputs: Any) -> Any:
+            return checkpoint(self.running.kept(function), *args, **inputs)
 
-        super()._set_gradient_checkpointing(enable=enable, gradient_checkpointing_func=kept)
+        super()._set_gradient_checkpointing(enable=enable, gradient_checkpointing_func=kept, **options)
         if enable:
             self.enable_input_require_grads()
 
