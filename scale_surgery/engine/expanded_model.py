@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import wraps
 from inspect import signature
 from typing import Any, NamedTuple
 
@@ -22,11 +21,13 @@ from scale_surgery.modeling.expanded_model import (
     change_hidden,
     find_base_model,
     find_module,
+    refuse_adapter_names,
     separate,
     specs_of,
 )
 
 from .expanded_attention import ExpandedAttention, NewHeads, expand_attention
+from .expanded_loading import LoadedModel
 from .expanded_modules import KINDS, Blocks, expand_module, expanded_modules
 from .expanded_paths import BASE, Call, Parting, Path, Paths, Running, parting, streams_of_groups, this_thread
 from .expanded_routers import Features, Router, TokenScores, make_router, route, score_tokens
@@ -97,22 +98,34 @@ def make_blocks(module: nn.Module, plan: dict[str, Any], spec: dict[str, Any], a
     return KINDS[kind][1](module, **sizes, dtype=plan["dtype"])
 
 
-class ExpandedModel:
-    """Mixin before a stock model class: several expansions of it, each under its name."""
+class ExpandedPreTrainedModel(LoadedModel):
+    """Mixin before a stock model class: several expansions of it, each under its name.
 
-    def begin(self, facts: dict[str, Any]) -> None:
-        """Let paths pass through the modules of a stock model; it has no expansion yet.
+    `config.scale_surgery` says of the base through what its paths pass, of each expansion what it adds where, and how
+    a router weighs them.
+    """
 
-        Args:
-            facts: What config.json says of the base.
-        """
-        self.facts, self.plans, self.problems = facts, {}, {}
+    def __init__(self, config, *args, **kwargs):
+        super().__init__(config, *args, **kwargs)
+        self.begin()
+        for plan in config.scale_surgery["expansions"]:
+            self._add_blocks(plan["name"], plan)
+        self.post_init()
+        self.choose_all()
+        self.freeze_base()
+
+    def begin(self) -> None:
+        """Let paths pass through the modules of a stock model; it has no expansion yet."""
+        facts = self.config.scale_surgery["base"]
+        self.facts, self.plans = facts, {}
         # of the base stream, by the empty name, and of the up stream of each expansion; before the first layer, some
         # have not entered
         self.stream_widths, self.entering_widths = {"": facts["hidden"]}, {"": facts["hidden"]}
         self.known_paths: dict[tuple[Path, ...], Paths] = {}
         self.known_partings: dict[Paths, list[Parting | None]] = {}
         self.default_choice, self.choices = Choice(), {}
+        # threads in which a forward runs that others put in place of the model's own
+        self.replaced_in: set[int] = set()
         base_model = find_base_model(self, facts["base_model"])
         layers = base_model.get_submodule(facts["layers"])
         self.layer_count = len(layers)
@@ -129,11 +142,10 @@ class ExpandedModel:
         head = self.get_output_embeddings()
         if head is not None:
             expand_module(head, "head", self.running, len(layers))
-            # stock code caps logits after the head, which is too late for a router: the head does it, for all paths
-            config, key = self.config.get_text_config(decoder=True), facts["softcap"]
-            head.softcap = facts.get("softcap_value") or (getattr(config, key) if key else None)
-            if key:
-                setattr(config, key, None)
+            # stock code would cap logits after the head, which is too late for a router: the head does, for all paths
+            head.softcap, config = facts["softcap"], self.config.get_text_config(decoder=True)
+            if facts["softcap_key"]:
+                setattr(config, facts["softcap_key"], None)
         if {ADDED_AFTER, ADDED_BEFORE}.intersection(signature(base_model.forward).parameters):
             base_model.register_forward_pre_hook(_Widening(self), with_kwargs=True)
 
@@ -148,14 +160,18 @@ class ExpandedModel:
             module.sections = tuple(sections)
         return module
 
-    def add_expansion(self, name: str, plan: dict[str, Any], problems: Sequence[str] = ()) -> None:
-        """Add an expansion, all of whose tensors are zero until they are loaded.
+    def add_expansion(self, name: str, plan: dict[str, Any]) -> None:
+        """Add an expansion, all of whose tensors are zero until they are loaded, and choose it.
 
         Args:
             name: Its name.
             plan: What config.json says of it.
-            problems: Why it cannot run beside others, a line each.
         """
+        self._add_blocks(name, plan)
+        self.config.scale_surgery["expansions"].append({"name": name, **plan})
+        self.set_expansion(name)
+
+    def _add_blocks(self, name: str, plan: dict[str, Any]) -> None:
         self._forget()
         base_model = find_base_model(self, self.facts["base_model"])
         layers = base_model.get_submodule(self.facts["layers"])
@@ -176,10 +192,14 @@ class ExpandedModel:
                 module = layer.get_submodule(path)
                 expand_attention(module, spec, self.running, index)
                 module.new_heads[name] = new_heads(plan, spec)
-        self.plans[name], self.problems[name] = plan, list(problems)
+        self.plans[name] = plan
         width = plan["widths"]["up_width"]
         self.stream_widths[name], self.entering_widths[name] = width, 0 if plan.get("enter") == "hook" else width
-        self.set_expansion(name)
+        if plan["dtype"] == "float32":
+            # new tensors that were asked for in float32 stay so when the base is loaded in half precision, as does what
+            # the stock class keeps
+            kept = self._keep_in_fp32_modules_strict or ()
+            self._keep_in_fp32_modules_strict = {*kept, f"expansions.{name}"}
 
     def _add(self, parent, path, name, plan, spec, attention, groups, place) -> None:
         module = self._expand(parent, path, spec, place)
@@ -274,6 +294,49 @@ class ExpandedModel:
         """Run the base model alone inside a `with` block."""
         return self.use_choice(Choice())
 
+    def choose_all(self) -> None:
+        """Choose what the model is when it is loaded: its only expansion, or all that its router weighs."""
+        names, router = self.expansions, self.config.scale_surgery.get("router")
+        if self.get_output_embeddings() is None or (len(names) < 2 and router is None):
+            # without a head there is nothing to route
+            self.set_expansion(names[0] if names else None)
+        else:
+            self.set_expansion(names, **(router or {}))
+
+    def enable_expansion(self, is_enabled: bool = True) -> None:
+        """Run what the model was loaded for, or its base alone."""
+        self.choose_all() if is_enabled else self.set_expansion(None)
+
+    @property
+    def is_expansion_enabled(self) -> bool:
+        """Whether an expansion takes part in a forward."""
+        return bool(self.choice.names)
+
+    def enable_routing(self, is_enabled: bool = True) -> None:
+        """Let the router weigh all paths, or run the only expansion without it."""
+        if is_enabled and self.config.scale_surgery.get("router") is None:
+            raise ValueError("This model has no router. Write one that has: scale-surgery route-export.")
+        if is_enabled and self.get_output_embeddings() is None:
+            raise ValueError("This model has no head, so there is nothing to route. Load it as AutoModelForCausalLM.")
+        self.choose_all() if is_enabled else self.set_expansion(self._only())
+
+    @property
+    def is_routing_enabled(self) -> bool:
+        """Whether several paths run, and a router makes the logits."""
+        return self.choice.router is not None
+
+    def routing_disabled(self) -> AbstractContextManager[None]:
+        """Run the only expansion alone inside a `with` block."""
+        return self.use_expansion(self._only())
+
+    def _only(self) -> str:
+        if len(self.expansions) != 1:
+            raise ValueError(
+                f"The model has {len(self.expansions)} expansions ({', '.join(self.expansions)}). Say which is to run: "
+                "model.set_expansion(NAME), or model.use_expansion(NAME) in a with block."
+            )
+        return self.expansions[0]
+
     def delete_expansion(self, name: str) -> None:
         """Forget an expansion; where it was chosen, the model is its base from then on."""
         self._known([name])
@@ -283,7 +346,9 @@ class ExpandedModel:
         for module in self.modules():
             if isinstance(module, ExpandedAttention):
                 module.new_heads.pop(name, None)
-        del self.plans[name], self.problems[name], self.stream_widths[name], self.entering_widths[name]
+        del self.plans[name], self.stream_widths[name], self.entering_widths[name]
+        said = self.config.scale_surgery
+        said["expansions"] = [plan for plan in said["expansions"] if plan["name"] != name]
         self._forget()
         self.default_choice = Choice() if name in self.default_choice.names else self.default_choice
         self.running.chosen = Call(self.paths_of(self.default_choice))
@@ -300,7 +365,7 @@ class ExpandedModel:
 
     def _check_beside(self, names: tuple[str, ...]) -> None:
         """Refuse what cannot run side by side."""
-        problems = [f"{name}: {line}" for name in names for line in self.problems[name]]
+        problems = [f"{name}: {line}" for name in names for line in self.plans[name].get("problems", ())]
         if not names:
             problems = ["A list of no names: expected at least one. None gives the base."]
         elif self.get_output_embeddings() is None:
@@ -323,8 +388,10 @@ class ExpandedModel:
 
     def run(self, **inputs: Any) -> Any:
         """Run what was chosen; `expansion_names` chooses for each row of the batch."""
+        refuse_adapter_names(inputs, A_NAME_A_ROW)
         rows = inputs.pop("expansion_names", None)
         if rows is not None:
+            check_rows(rows, inputs)
             with self.use_choice(self.rows(rows)):
                 return self.run(**inputs)
         choice, cache = self.choice, inputs.get("past_key_values")
@@ -403,6 +470,7 @@ class ExpandedModel:
 
     def generate(self, *args: Any, expansion_names: Sequence[str | None] | None = None, **options: Any) -> Any:
         """Generate as transformers does; `expansion_names` chooses for each row of the batch, None for the base."""
+        refuse_adapter_names(options, A_NAME_A_ROW)
         if expansion_names is None:
             return super().generate(*args, **options)
         with self.use_choice(self.rows(expansion_names)):
@@ -419,17 +487,34 @@ class ExpandedModel:
         if enable:
             self.enable_input_require_grads()
 
-    def freeze_base(self) -> None:
-        """Let the tensors of the expansions train, and nothing else."""
-        own = {id(tensor) for module in self.modules() if isinstance(module, Blocks) for tensor in module.parameters()}
-        for parameter in self.parameters():
-            parameter.requires_grad_(id(parameter) in own)
+    def __call__(self, *args: Any, **inputs: Any) -> Any:
+        """Run the model; where others replaced its forward, note that it runs: see `get_output_embeddings`."""
+        if "forward" not in vars(self):
+            return super().__call__(*args, **inputs)
+        self.replaced_in.add(this_thread())
+        try:
+            return super().__call__(*args, **inputs)
+        finally:
+            self.replaced_in.discard(this_thread())
 
-    def align(self) -> None:
-        """Let what copies the base's weights lie in memory as these do."""
-        for module in self.modules():
-            if isinstance(module, Blocks):
-                module.align()
+    def get_output_embeddings(self) -> Any:
+        """The head; to a forward that others put in place of the model's own, one matrix over both streams.
+
+        Stock forwards do not ask for it. The trainers of TRL multiply what the base model gives by its weight, to have
+        no logits of a whole batch in memory.
+        """
+        head = super().get_output_embeddings()
+        if this_thread() not in getattr(self, "replaced_in", ()):
+            return head
+        if self.choice.router is not None or self.choice.rows:
+            raise ValueError(
+                "This model routes: no weight of a head gives its logits, which a trainer wants to compute itself. "
+                "Train before you route, or train one expansion alone: model.set_expansion(NAME)."
+            )
+        blocks = [head.expansions[name] for name in self.choice.names if name in head.expansions]
+        if not blocks or blocks[0].up_weight is None:
+            return head
+        return WholeHead(torch.cat((head.weight, blocks[0].up_weight.to(head.weight.dtype)), dim=1), head.bias)
 
     # ---- hidden states
 
@@ -448,10 +533,17 @@ class ExpandedModel:
         return [(not up, widths[up]) for _, up in streams_of_groups(paths.groups(layer))]
 
 
+class WholeHead(NamedTuple):
+    """The head as one matrix [head, head_up] over what the base model gives, [base stream, up stream]."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
 class _Rearranging:
     """A hook before a layer, so that no stock forward is touched: streams enter and part."""
 
-    def __init__(self, model: ExpandedModel, layer: int) -> None:
+    def __init__(self, model: ExpandedPreTrainedModel, layer: int) -> None:
         self.model, self.layer = model, layer
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
@@ -465,7 +557,7 @@ class _Widening:
     Models that see images may add features of them once more after each of the first layers, or before some.
     """
 
-    def __init__(self, model: ExpandedModel) -> None:
+    def __init__(self, model: ExpandedPreTrainedModel) -> None:
         self.model = model
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
@@ -510,13 +602,10 @@ def check_cache(cache: Cache | None, choice: Choice) -> None:
         )
 
 
-def with_forward(stock: type, name: str = "", **own: Any) -> type:
-    """The expanded form of a stock class; its forward has the signature from which others learn what it takes."""
-    names = list(signature(stock.forward).parameters)[1:]
-
-    @wraps(stock.forward)
-    def forward(self, *args, **inputs):
-        return self.run(**dict(zip(names, args, strict=False)), **inputs)
-
-    said = {"forward": forward, "__module__": __name__, "__doc__": ExpandedModel.__doc__, **own}
-    return type(name or f"Scale{stock.__name__}", (ExpandedModel, stock), said)
+def check_rows(rows: Sequence[str | None], inputs: dict[str, Any]) -> None:
+    """Refuse another number of names than of rows."""
+    read = inputs.get("input_ids", inputs.get("inputs_embeds"))
+    if read is not None and len(rows) != len(read) and not isinstance(rows, str):
+        raise ValueError(
+            f"expansion_names: {len(rows)} names for {len(read)} rows, expected one for each, None for the base."
+        )

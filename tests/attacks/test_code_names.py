@@ -17,6 +17,7 @@ from scale_surgery.biographies import SHIPPED_MODEL
 from scale_surgery.checkpoint.code_names import BUILT_IN
 from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.cli import main
+from scale_surgery.engine.expanded_attention import SPLIT_ATTENTION as PATH_ATTENTION
 from scale_surgery.errors import CheckpointError
 from scale_surgery.modeling.expanded_attention import SPLIT_ATTENTION
 from scale_surgery.running.loading import loaded
@@ -103,8 +104,8 @@ def test_implementations_of_transformers_are_kept(llama_base: Path) -> None:
 
 def test_no_implementation_of_transformers_is_refused() -> None:
     known = {*ALL_ATTENTION_FUNCTIONS.valid_keys(), *ALL_EXPERTS_FUNCTIONS, *ALL_FP8_EXPERTS_FUNCTIONS, "eager"}
-    # the two are registered by expanded models and by a test
-    assert known - {SPLIT_ATTENTION, JOINT_ATTENTION} <= BUILT_IN
+    # the three are registered by expanded models and by a test
+    assert known - {SPLIT_ATTENTION, PATH_ATTENTION, JOINT_ATTENTION} <= BUILT_IN
 
 
 def test_every_way_into_a_folder_is_guarded(speaking: tuple[Made, Path], tmp_path: Path) -> None:
