@@ -1,11 +1,13 @@
-"""Attention of an expanded layer: old and new heads attend one after the other, inside the stock forward.
+"""Attention of an expanded model: the heads of each path attend by themselves, inside the stock forward.
 
-The old heads get the shapes, the strides and the alignment that they have in the base model, so their results are
-the base model's, bit for bit. This file travels with the checkpoint.
+The base's heads get the shapes, the strides and the alignment that they have in the base model, so their results are
+the base model's, bit for bit. The stock forward runs on a copy of its module that sees as many heads as there are;
+nothing of the module itself changes. This file travels with the checkpoint.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -15,17 +17,31 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .expanded_modules import View
+from .expanded_paths import Paths, Running
 from .expanded_streams import CACHE_LINE
 
 
 class Part(NamedTuple):
-    """Heads that attend by themselves: how many, if the base has them, if gradients stop there, and whose they are."""
+    """Heads that attend by themselves.
+
+    Attributes:
+        heads: How many heads of queries.
+        kv_heads: How many of keys and values.
+        is_old: Whether the base has them.
+        is_detached: Whether gradients stop there: nothing that trains has reached the base's own stream.
+    """
 
     heads: int
     kv_heads: int
     is_old: bool
     is_detached: bool = False
-    owner: str = ""
+
+
+class NewHeads(NamedTuple):
+    """Heads that an expansion adds to a layer."""
+
+    heads: int
+    kv_heads: int
 
 
 def own_heads(states: Tensor, sizes: list[int], parts: tuple[Part, ...], is_eager: bool) -> list[Tensor]:
@@ -70,27 +86,68 @@ def joined_parts(parts: tuple[Part, ...], states: Tensor, name: str) -> tuple[Pa
 
 def split_attention(module, query, key, value, attention_mask, **kwargs):
     """Attention of each part of the heads, one after the other, by the kernel that the model's config names."""
-    config = module.config.viewed
-    name = config._attn_implementation
-    run = module.eager_attention if name == "eager" else ALL_ATTENTION_FUNCTIONS[name]
-    seen = View(module, {"config": config})
+    stock = module.stock
+    name = stock.config._attn_implementation
+    run = stock.eager_attention if name == "eager" else ALL_ATTENTION_FUNCTIONS[name]
     parts = module.parts
-    if module.base_detached and torch.is_grad_enabled():
-        parts = tuple(part._replace(is_detached=part.is_detached or part.is_old) for part in parts)
-    parts = joined_parts(parts, query, name)
+    if not torch.is_grad_enabled():
+        parts = joined_parts(tuple(part._replace(is_detached=False) for part in parts), query, name)
     heads, kv_heads = [part.heads for part in parts], [part.kv_heads for part in parts]
     states = [
         own_heads(own, sizes, parts, name == "eager")
         for own, sizes in ((query, heads), (key, kv_heads), (value, kv_heads))
     ]
-    outputs = [run(seen, *own, attention_mask, **kwargs) for own in zip(*states, strict=True)]
+    outputs = [run(stock, *own, attention_mask, **kwargs) for own in zip(*states, strict=True)]
     attended, weights = zip(*outputs, strict=True)
     joined = attended[0] if len(attended) == 1 else torch.cat(attended, dim=2)
     return joined, None if weights[0] is None else torch.cat(weights, dim=1)
 
 
-SPLIT_ATTENTION = "scale_surgery_split_heads"
+SPLIT_ATTENTION = "scale_surgery_heads_of_paths"
 ALL_ATTENTION_FUNCTIONS.register(SPLIT_ATTENTION, split_attention)
+
+
+class ExpandedAttention:
+    """Attention of a layer; its stock forward sees the heads of all chosen paths.
+
+    Attributes:
+        running: What the model runs.
+        place: Number of its layer.
+        old: Heads of the base.
+        new_heads: Heads that expansions add, by name.
+        attributes: Names of its attributes that say how many heads there are, or how wide they are together.
+        config_values: Names of such values of its config.
+        parts_of: Heads that attend by themselves, by the paths; None where they are the base's alone.
+    """
+
+    running: Running
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        paths = self.running.now().paths
+        if paths not in self.parts_of:
+            self.parts_of[paths] = self.make_parts(paths)
+        parts = self.parts_of[paths]
+        if parts is None:
+            return super().forward(*args, **kwargs)
+        return type(self).__bases__[1].forward(self.seen(parts), *args, **kwargs)
+
+    def make_parts(self, paths: Paths) -> tuple[Part, ...] | None:
+        """Heads of these paths, in the order in which they lie."""
+        parts = []
+        for group in paths.groups(self.place):
+            parts.append(Part(self.old.heads, self.old.kv_heads, is_old=True, is_detached=not group.writer))
+            parts += [Part(*self.new_heads[name], is_old=False) for name in group.ups if name in self.new_heads]
+        return None if len(parts) == 1 else tuple(parts)
+
+    def seen(self, parts: tuple[Part, ...]) -> nn.Module:
+        """This module as its stock forward sees it: the same tensors and modules, with as many heads as there are."""
+        heads = sum(part.heads for part in parts)
+        config = {name: getattr(self.config, name) * heads // self.old.heads for name in self.config_values}
+        values = {name: getattr(self, name) * heads // self.old.heads for name in self.attributes}
+        found = object.__new__(type(self))
+        found.__dict__.update(self.__dict__, **values, parts=parts, stock=self)
+        found.__dict__["config"] = View(self.config, config | {"_attn_implementation": SPLIT_ATTENTION})
+        return found
 
 
 def find_eager_attention(module: nn.Module) -> Any:
@@ -109,27 +166,25 @@ def find_eager_attention(module: nn.Module) -> Any:
     return found
 
 
-def expand_attention(module: nn.Module, mode: str, parts: list[Part], attributes: dict, config: dict) -> None:
-    """Tell an attention module of its heads in a mode: what its stock forward then reads from itself and its config.
+@cache
+def expanded_attention_class(stock: type) -> type:
+    """The class of an attention module that sees the heads of all paths."""
+    return type(f"{stock.__name__}WithNewHeads", (ExpandedAttention, stock), {"__module__": __name__})
+
+
+def expand_attention(module: nn.Module, facts: dict[str, Any], running: Running, place: int) -> None:
+    """Let the heads of all paths attend in a stock module of attention, in place.
 
     Args:
         module: The attention module.
-        mode: "expanded", one path, or "routed", two.
-        parts: Its heads, in the order in which they lie; none where all of them attend at once.
-        attributes: Values of the module's attributes.
-        config: Values of its config.
+        facts: `heads`, `kv_heads`, and `attributes` and `config`, whose keys name what says how many there are.
+        running: What the model runs.
+        place: Number of its layer.
     """
-    if not hasattr(module, "modes"):
-        module.base_detached = False
-        module.eager_attention = find_eager_attention(module)
-        module.modes = {"stock": {"config": module.config}}
-    module.modes["stock"] |= {name: getattr(module, name) for name in attributes}
-    split = {"_attn_implementation": SPLIT_ATTENTION} if parts else {}
-    own_config = View(module.modes["stock"]["config"], config | split)
-    module.modes[mode] = {"config": own_config, "parts": tuple(parts)} | attributes
-
-
-def switch_attention(module: nn.Module, mode: str) -> None:
-    """Let an attention module see the heads of a mode; the stock ones where it has none of its own in that mode."""
-    for name, value in (module.modes["stock"] | module.modes.get(mode, {})).items():
-        setattr(module, name, value)
+    if isinstance(module, ExpandedAttention):
+        return
+    module.eager_attention = find_eager_attention(module)
+    module.__class__ = expanded_attention_class(type(module))
+    module.running, module.place, module.parts_of, module.new_heads = running, place, {}, {}
+    module.old = NewHeads(facts["heads"], facts["kv_heads"])
+    module.attributes, module.config_values = tuple(facts["attributes"]), tuple(facts["config"])

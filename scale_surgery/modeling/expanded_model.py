@@ -1,44 +1,620 @@
-"""The mixin before a stock model class: it expands the model's modules as its configuration says.
+"""The mixin before a stock model class: one base, any number of named expansions, and a choice of what runs.
 
-It also freezes the base after loading, says what trains, and switches the expansion and the routing off and on.
 This file travels with the checkpoint: it opens no file, and needs only torch and transformers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from difflib import get_close_matches
 from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
 import transformers
 from torch import Tensor, nn
-from torch.nn import functional
+from transformers.cache_utils import Cache
 
-from .expanded_attention import Part, expand_attention, switch_attention
-from .expanded_fused import fuse_layer, fuse_norm, widen
-from .expanded_modules import EXPANSION_NAMES, ExpandedModule, GrownLinear, expand_module
+from .expanded_attention import ExpandedAttention, NewHeads, expand_attention
+from .expanded_loading import MOST_NAMED, LoadedModel
+from .expanded_modules import KINDS, Blocks, expand_module, expanded_modules
+from .expanded_paths import BASE, Call, Parting, Path, Paths, Running, parting, streams_of_groups, this_thread
+from .expanded_routers import Features, Router, TokenScores, make_router, route, score_tokens
+from .expanded_state import Tokens
 
-# tensors that an error names
-MOST_NAMED = 5
-# what transformers says of a folder or repository without weights, and what such a one may be: this code opens no file
-NO_WEIGHTS = "file named"
-AN_EXTRACT = (
-    "A folder with extract.json in place of weights is an extract: an expansion without its base, which extract.json "
-    "names. Put it on that base: scale-surgery apply EXTRACT --base BASE -o FOLDER writes a model that loads so; or "
-    "scale_surgery.load_expansion(BASE, EXTRACT) makes one in memory."
-)
 # what models that see images add to the hidden state between layers, by the number of a layer: after it, or before it
 ADDED_AFTER, ADDED_BEFORE = "deepstack_visual_embeds", "deepstack_features"
 
 
-class Wide(NamedTuple):
-    """How wide the hidden state is: beside the base stream, and on the preserve path above the layer that forks."""
+A_NAME_A_ROW = "Give expansion_names=, a name or None for each row."
 
-    up: int
-    preserve: int = 0
-    fork: int | None = None
+
+class Choice(NamedTuple):
+    """What the model is for now.
+
+    Attributes:
+        names: Expansions that take part; none for the base.
+        router: What weighs the base and these, or None.
+        rows: The expansion of each row of a batch, None for the base's; empty where all rows are alike.
+    """
+
+    names: tuple[str, ...] = ()
+    router: Router | None = None
+    rows: tuple[str | None, ...] = ()
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """The paths that run for it."""
+        if self.router is not None:
+            return self.router.paths(self.names)
+        return (BASE, *map(Path, self.names)) if self.rows or not self.names else (Path(self.names[0]),)
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What a KV cache belongs to."""
+        return self.names, bool(self.rows), self.router
+
+
+def up_in(plan: dict[str, Any], spec: dict[str, Any], attention: dict[str, dict]) -> int:
+    """Features of its up stream, or heads, that a module of an expansion reads, where its kind does not say it.
+
+    Args:
+        plan: What config.json says of the expansion.
+        spec: What it says of the module.
+        attention: What it says of the attention of the layer.
+    """
+    if spec["kind"] == "activation":
+        return plan["widths"]["up_inner_width"]
+    if spec["kind"] == "head_norm":
+        heads = next(iter(attention.values()))
+        new = new_heads(plan, heads)
+        return new.heads if spec["heads"] == heads["heads"] else new.kv_heads
+    return plan["widths"]["up_width"] if spec["base"] is not None else 0
+
+
+def new_heads(plan: dict[str, Any], spec: dict[str, Any]) -> NewHeads:
+    """The heads that an expansion adds to a layer."""
+    kv_heads = plan["widths"]["up_kv_heads"]
+    return NewHeads(kv_heads * (spec["heads"] // spec["kv_heads"]), kv_heads)
+
+
+def make_blocks(module: nn.Module, plan: dict[str, Any], spec: dict[str, Any], attention: dict, groups: list) -> Blocks:
+    """What an expansion adds to a module, as its plan says."""
+    kind, sizes = spec["kind"], {key: own for key, own in spec.items() if key not in ("kind", "group")}
+    if kind in ("activation", "head_norm"):
+        return KINDS[kind][1](module, up_in(plan, spec, attention))
+    if kind in ("passing", "padding"):
+        sections = [0 for _ in spec.get("sections") or ()]
+        return KINDS[kind][1](module, up_in(plan, spec, attention) if kind == "passing" else 0, spec["up"], sections)
+    if kind in ("linear", "grown", "block"):
+        sizes["collaborative"] = spec.get("group") in groups
+    return KINDS[kind][1](module, **sizes, dtype=plan["dtype"])
+
+
+class ExpandedPreTrainedModel(LoadedModel):
+    """Mixin before a stock model class: several expansions of it, each under its name.
+
+    `config.scale_surgery` says of the base through what its paths pass, of each expansion what it adds where, and how
+    a router weighs them.
+    """
+
+    def __init__(self, config, *args, **kwargs):
+        super().__init__(config, *args, **kwargs)
+        self.begin()
+        for plan in config.scale_surgery["expansions"]:
+            self._add_blocks(plan["name"], plan)
+        self.post_init()
+        self.choose_all()
+        self.freeze_base()
+
+    def begin(self) -> None:
+        """Let paths pass through the modules of a stock model; it has no expansion yet."""
+        facts = self.config.scale_surgery["base"]
+        self.facts, self.plans = facts, {}
+        # of the base stream, by the empty name, and of the up stream of each expansion; before the first layer, some
+        # have not entered
+        self.stream_widths, self.entering_widths = {"": facts["hidden"]}, {"": facts["hidden"]}
+        self.known_paths: dict[tuple[Path, ...], Paths] = {}
+        self.known_partings: dict[Paths, list[Parting | None]] = {}
+        self.default_choice, self.choices = Choice(), {}
+        # threads in which a forward runs that others put in place of the model's own
+        self.replaced_in: set[int] = set()
+        base_model = find_base_model(self, facts["base_model"])
+        layers = base_model.get_submodule(facts["layers"])
+        self.layer_count = len(layers)
+        self.running = Running(self.paths_of(Choice()))
+        separate(layers)
+        for index, layer in enumerate(layers):
+            kind = facts["kinds"][facts["kind_of_layer"][index]]
+            for name, spec in kind["modules"].items():
+                self._expand(layer, name, spec, index)
+            for name, heads in kind["attention"].items():
+                expand_attention(layer.get_submodule(name), heads, self.running, index)
+            layer.register_forward_pre_hook(_Rearranging(self, index), with_kwargs=True)
+        self._expand(base_model, facts["last"], {"kind": "last"}, len(layers)).stream_widths = self.stream_widths
+        head = self.get_output_embeddings()
+        if head is not None:
+            expand_module(head, "head", self.running, len(layers))
+            # stock code would cap logits after the head, which is too late for a router: the head does, for all paths
+            head.softcap, config = facts["softcap"], self.config.get_text_config(decoder=True)
+            if facts["softcap_key"]:
+                setattr(config, facts["softcap_key"], None)
+        if {ADDED_AFTER, ADDED_BEFORE}.intersection(signature(base_model.forward).parameters):
+            base_model.register_forward_pre_hook(_Widening(self), with_kwargs=True)
+
+    def _expand(self, parent: nn.Module, name: str, spec: dict[str, Any], place: int) -> nn.Module:
+        """Let paths pass through a module."""
+        module = find_module(parent, name)
+        expand_module(module, spec["kind"], self.running, place)
+        if "axis" in spec:
+            module.head_axis = spec["axis"]
+        sections = spec.get("sections") or [base for base, _ in spec.get("out_features", ())]
+        if len(sections) > 1:
+            module.sections = tuple(sections)
+        return module
+
+    def add_expansion(self, name: str, plan: dict[str, Any]) -> None:
+        """Add an expansion, all of whose tensors are zero until they are loaded, and choose it.
+
+        Args:
+            name: Its name.
+            plan: What config.json says of it.
+        """
+        self._add_blocks(name, plan)
+        self.config.scale_surgery["expansions"].append({"name": name, **plan})
+        self.set_expansion(name)
+
+    def _add_blocks(self, name: str, plan: dict[str, Any]) -> None:
+        self._forget()
+        base_model = find_base_model(self, self.facts["base_model"])
+        layers = base_model.get_submodule(self.facts["layers"])
+        last = self.facts["last"]
+        for path, spec in plan["model"].items():
+            self._add(base_model, path, name, plan, spec, {}, [], len(layers) if path == last else -1)
+        head = self.get_output_embeddings()
+        if head is not None and plan["head"]:
+            head.expansions[name] = make_blocks(head, plan, plan["head"], {}, [])
+        for index, layer in enumerate(layers):
+            own = specs_of(plan, plan, index)
+            is_expanded = index in plan["expanded_layers"]
+            groups = plan["collaborative"]["groups"] if index in plan["collaborative"]["layers"] else []
+            attention = own["attention"] if is_expanded else {}
+            for path, spec in own["expanded" if is_expanded else "passing"].items():
+                self._add(layer, path, name, plan, spec, attention, groups, index)
+            for path, spec in attention.items():
+                module = layer.get_submodule(path)
+                expand_attention(module, spec, self.running, index)
+                module.new_heads[name] = new_heads(plan, spec)
+        self.plans[name] = plan
+        width = plan["widths"]["up_width"]
+        self.stream_widths[name], self.entering_widths[name] = width, 0 if plan.get("enter") == "hook" else width
+        if plan["dtype"] == "float32":
+            # new tensors that were asked for in float32 stay so when the base is loaded in half precision, as does what
+            # the stock class keeps
+            kept = self._keep_in_fp32_modules_strict or ()
+            self._keep_in_fp32_modules_strict = {*kept, f"expansions.{name}"}
+
+    def _add(self, parent, path, name, plan, spec, attention, groups, place) -> None:
+        module = self._expand(parent, path, spec, place)
+        module.expansions[name] = make_blocks(module, plan, spec, attention, groups)
+
+    def _forget(self) -> None:
+        """Forget how streams lie: an expansion comes, or goes."""
+        self.known_paths.clear()
+        self.known_partings.clear()
+        for module in expanded_modules(self):
+            module.layouts.clear()
+        for module in self.modules():
+            if isinstance(module, ExpandedAttention):
+                module.parts_of.clear()
+
+    # ---- what runs
+
+    @property
+    def expansions(self) -> list[str]:
+        """Names of the expansions, in the order in which they came."""
+        return list(self.plans)
+
+    @property
+    def choice(self) -> Choice:
+        """What the model is now, in this thread."""
+        return self.choices.get(this_thread(), self.default_choice)
+
+    @property
+    def active_expansion(self) -> str | list[str] | None:
+        """What was chosen: a name, a list that is mixed, or None for the base."""
+        names = list(self.choice.names)
+        return names if self.choice.router else names[0] if names else None
+
+    def paths_of(self, choice: Choice) -> Paths:
+        """The paths that run for a choice."""
+        paths = choice.paths
+        if paths not in self.known_paths:
+            forks = {name: min(plan["collaborative"]["layers"], default=None) for name, plan in self.plans.items()}
+            self.known_paths[paths] = Paths(paths, forks, self.layer_count)
+        return self.known_paths[paths]
+
+    def set_expansion(self, names: str | Sequence[str] | None, **router: Any) -> None:
+        """Choose what the model is from now on, in all threads.
+
+        A KV cache belongs to the choice under which it was filled.
+
+        Args:
+            names: A name: the base with that expansion. None: the base. A list: the base and these, which a router
+                mixes.
+            router: Settings of the router: by default the posterior one, all paths weighing the same at first.
+
+        Raises:
+            ValueError: If there is no such expansion, a name stands twice in a list, several cannot run side by side
+                on this architecture, or a setting is out of range.
+        """
+        self.default_choice = self.make_choice(names, **router)
+        self.running.chosen = Call(self.paths_of(self.default_choice))
+
+    def make_choice(self, names: str | Sequence[str] | None, **router: Any) -> Choice:
+        """What `set_expansion` chooses."""
+        if names is None or isinstance(names, str):
+            if router:
+                raise ValueError(
+                    f"{', '.join(router)}: is for a list of expansions, but {names!r} is none. Leave it out."
+                )
+            return Choice(self._known([] if names is None else [names]))
+        known = self._known(names)
+        self._check_beside(known)
+        if router.get("router", "posterior") == "posterior" and router.get("prior") is None:
+            router = router | {"prior": (1 / (1 + len(known)),) * (1 + len(known))}
+        return Choice(known, make_router({"router": "posterior"} | router, len(known)))
+
+    @contextmanager
+    def use_choice(self, choice: Choice) -> Iterator[None]:
+        """Let the model be something else in this thread inside a `with` block."""
+        thread, before = this_thread(), self.choices.get(this_thread())
+        self.choices[thread] = choice
+        try:
+            with self.running.within(Call(self.paths_of(choice))):
+                yield
+        finally:
+            if before is None:
+                del self.choices[thread]
+            else:
+                self.choices[thread] = before
+
+    def use_expansion(self, names: str | Sequence[str] | None, **router: Any) -> AbstractContextManager[None]:
+        """Choose as `set_expansion` does inside a `with` block, for this thread alone."""
+        return self.use_choice(self.make_choice(names, **router))
+
+    def expansion_disabled(self) -> AbstractContextManager[None]:
+        """Run the base model alone inside a `with` block."""
+        return self.use_choice(Choice())
+
+    def choose_all(self) -> None:
+        """Choose what the model is when it is loaded: its only expansion, or all that its router weighs."""
+        names, router = self.expansions, self.config.scale_surgery.get("router")
+        if self.get_output_embeddings() is None or (len(names) < 2 and router is None):
+            # without a head there is nothing to route
+            self.set_expansion(names[0] if names else None)
+        else:
+            self.set_expansion(names, **(router or {}))
+
+    def enable_expansion(self, is_enabled: bool = True) -> None:
+        """Run what the model was loaded for, or its base alone."""
+        self.choose_all() if is_enabled else self.set_expansion(None)
+
+    @property
+    def is_expansion_enabled(self) -> bool:
+        """Whether an expansion takes part in a forward."""
+        return bool(self.choice.names)
+
+    def enable_routing(self, is_enabled: bool = True) -> None:
+        """Let the router weigh all paths, or run the only expansion without it."""
+        if is_enabled and self.config.scale_surgery.get("router") is None:
+            raise ValueError("This model has no router. Write one that has: scale-surgery route-export.")
+        if is_enabled and self.get_output_embeddings() is None:
+            raise ValueError("This model has no head, so there is nothing to route. Load it as AutoModelForCausalLM.")
+        self.choose_all() if is_enabled else self.set_expansion(self._only())
+
+    @property
+    def is_routing_enabled(self) -> bool:
+        """Whether several paths run, and a router makes the logits."""
+        return self.choice.router is not None
+
+    def routing_disabled(self) -> AbstractContextManager[None]:
+        """Run the only expansion alone inside a `with` block."""
+        return self.use_expansion(self._only())
+
+    def _only(self) -> str:
+        if len(self.expansions) != 1:
+            raise ValueError(
+                f"The model has {len(self.expansions)} expansions ({', '.join(self.expansions)}). Say which is to run: "
+                "model.set_expansion(NAME), or model.use_expansion(NAME) in a with block."
+            )
+        return self.expansions[0]
+
+    def delete_expansion(self, name: str) -> None:
+        """Forget an expansion; where it was chosen, the model is its base from then on."""
+        self._known([name])
+        for module in expanded_modules(self):
+            if name in module.expansions:
+                del module.expansions[name]
+        for module in self.modules():
+            if isinstance(module, ExpandedAttention):
+                module.new_heads.pop(name, None)
+        del self.plans[name], self.stream_widths[name], self.entering_widths[name]
+        said = self.config.scale_surgery
+        said["expansions"] = [plan for plan in said["expansions"] if plan["name"] != name]
+        self._forget()
+        self.default_choice = Choice() if name in self.default_choice.names else self.default_choice
+        self.running.chosen = Call(self.paths_of(self.default_choice))
+
+    def _known(self, names: Sequence[str]) -> tuple[str, ...]:
+        """Names of a request, refused where one is unknown or stands twice."""
+        found = tuple(names)
+        problems = [unknown_name(name, self.expansions) for name in found if name not in self.plans]
+        twice = [name for name in dict.fromkeys(found) if found.count(name) > 1]
+        problems += [f"{name}: is named {found.count(name)} times, expected once." for name in twice]
+        if problems:
+            raise ValueError("\n".join(problems))
+        return found
+
+    def _check_beside(self, names: tuple[str, ...]) -> None:
+        """Refuse what cannot run side by side."""
+        problems = [f"{name}: {line}" for name in names for line in self.plans[name].get("problems", ())]
+        if not names:
+            problems = ["A list of no names: expected at least one. None gives the base."]
+        elif self.get_output_embeddings() is None:
+            problems = [f"{type(self).__name__}: has no head, so nothing mixes its paths. Load the language model."]
+        if problems:
+            raise ValueError("\n".join(problems))
+
+    def rows(self, names: Sequence[str | None]) -> Choice:
+        """A choice for each row of a batch."""
+        if isinstance(names, str):
+            raise ValueError(f"expansion_names: is {names!r}, expected a list, a name or None for each row.")
+        self._known(list({name for name in names if name is not None}))
+        known = tuple(name for name in self.expansions if name in names)
+        if len(set(names)) == 1:
+            return Choice(known)
+        self._check_beside(known)
+        return Choice(known, rows=tuple(names))
+
+    # ---- a forward
+
+    def run(self, **inputs: Any) -> Any:
+        """Run what was chosen; `expansion_names` chooses for each row of the batch."""
+        refuse_adapter_names(inputs, A_NAME_A_ROW)
+        rows = inputs.pop("expansion_names", None)
+        if rows is not None:
+            check_rows(rows, inputs)
+            with self.use_choice(self.rows(rows)):
+                return self.run(**inputs)
+        choice, cache = self.choice, inputs.get("past_key_values")
+        check_cache(cache, choice)
+        stock = super().forward
+        output = stock(**inputs) if choice.router is None and not choice.rows else self._run_beside(stock, inputs)
+        cache = cache_of(output) if cache is None else cache
+        if cache is not None:
+            cache.expansion_choice = choice.key
+        return output
+
+    def _run_beside(self, stock: Any, inputs: dict[str, Any]) -> Any:
+        """Run several paths side by side, and make one set of logits of them."""
+        router, choice = self.choice.router, self.choice
+        tokens = Tokens.of(inputs, reads_tokens=router is not None and router.reads_tokens, is_training=self.training)
+
+        def answer(features: Features) -> Tensor:
+            tokens.move(features.read.device)
+            return by_row(features.at(tokens.keep), choice) if router is None else route(router, features, tokens)
+
+        with self._answering(answer):
+            output = stock(**inputs)
+        cache = inputs.get("past_key_values")
+        tokens.remember(cache_of(output) if cache is None else cache)
+        return output
+
+    @contextmanager
+    def _answering(self, answer: Any) -> Iterator[None]:
+        """Let the head give what `answer` makes of the features of all paths, inside a `with` block."""
+        head, paths = self.get_output_embeddings(), self.paths_of(self.choice)
+
+        def answer_features(features: Tensor) -> Tensor:
+            return answer(Features.of(head, features, paths, self.stream_widths))
+
+        with self.running.within(Call(paths, answer_features)):
+            yield
+
+    def path_logits(self, input_ids: Tensor, **inputs: Any) -> list[Tensor]:
+        """Logits of each path of what was chosen alone (b, t, v) each, the base's first.
+
+        Args:
+            input_ids: Token ids (b, t).
+            inputs: attention_mask and position_ids, where there are any.
+        """
+        found: list[Tensor] = []
+
+        def answer(features: Features) -> Tensor:
+            found.extend(features.logits())
+            return found[0]
+
+        with self._answering(answer):
+            super().forward(input_ids=input_ids, use_cache=False, **inputs)
+        return found
+
+    @torch.no_grad()
+    def score_tokens(self, input_ids: Tensor, **inputs: Any) -> TokenScores:
+        """Log-probability of each token but the first on each path, and how it was routed.
+
+        Args:
+            input_ids: Token ids (b, t).
+            inputs: attention_mask and position_ids, where there are any.
+        """
+        router, found = self.choice.router, []
+        if router is None:
+            raise ValueError("One path runs now. Choose several with set_expansion([...]) first.")
+        tokens = Tokens.of({"input_ids": input_ids, **inputs}, reads_tokens=router.reads_tokens, is_training=False)
+
+        def answer(features: Features) -> Tensor:
+            tokens.move(features.read.device)
+            found.append(score_tokens(router, features, tokens))
+            return found[0].routed
+
+        with self._answering(answer):
+            super().forward(input_ids=input_ids, use_cache=False, **inputs)
+        return found[0]
+
+    def generate(self, *args: Any, expansion_names: Sequence[str | None] | None = None, **options: Any) -> Any:
+        """Generate as transformers does; `expansion_names` chooses for each row of the batch, None for the base."""
+        refuse_adapter_names(options, A_NAME_A_ROW)
+        if expansion_names is None:
+            return super().generate(*args, **options)
+        with self.use_choice(self.rows(expansion_names)):
+            return super().generate(*args, **options)
+
+    def _set_gradient_checkpointing(self, enable: bool = True, **options: Any) -> None:
+        """As transformers; what a backward pass computes again runs the paths that ran the first time."""
+        checkpoint = options.pop("gradient_checkpointing_func", torch.utils.checkpoint.checkpoint)
+
+        def kept(function: Any, *args: Any, **inputs: Any) -> Any:
+            return checkpoint(self.running.kept(function), *args, **inputs)
+
+        super()._set_gradient_checkpointing(enable=enable, gradient_checkpointing_func=kept, **options)
+        if enable:
+            self.enable_input_require_grads()
+
+    def __call__(self, *args: Any, **inputs: Any) -> Any:
+        """Run the model; where others replaced its forward, note that it runs: see `get_output_embeddings`."""
+        if "forward" not in vars(self):
+            return super().__call__(*args, **inputs)
+        self.replaced_in.add(this_thread())
+        try:
+            return super().__call__(*args, **inputs)
+        finally:
+            self.replaced_in.discard(this_thread())
+
+    def get_output_embeddings(self) -> Any:
+        """The head; to a forward that others put in place of the model's own, one matrix over both streams.
+
+        Stock forwards do not ask for it. The trainers of TRL multiply what the base model gives by its weight, to have
+        no logits of a whole batch in memory.
+        """
+        head = super().get_output_embeddings()
+        if this_thread() not in getattr(self, "replaced_in", ()):
+            return head
+        if self.choice.router is not None or self.choice.rows:
+            raise ValueError(
+                "This model routes: no weight of a head gives its logits, which a trainer wants to compute itself. "
+                "Train before you route, or train one expansion alone: model.set_expansion(NAME)."
+            )
+        blocks = [head.expansions[name] for name in self.choice.names if name in head.expansions]
+        if not blocks or blocks[0].up_weight is None:
+            return head
+        return WholeHead(torch.cat((head.weight, blocks[0].up_weight.to(head.weight.dtype)), dim=1), head.bias)
+
+    # ---- hidden states
+
+    def partings(self, paths: Paths) -> list[Parting | None]:
+        """What changes of the hidden state before each layer."""
+        if paths not in self.known_partings:
+            self.known_partings[paths] = [
+                parting(paths, layer, self.entering_widths if layer == 0 else self.stream_widths, self.stream_widths)
+                for layer in range(self.layer_count)
+            ]
+        return self.known_partings[paths]
+
+    def streams_after(self, paths: Paths, layer: int) -> list[tuple[bool, int]]:
+        """The streams that leave a layer: whether each is a base stream, and its width."""
+        widths = self.entering_widths if layer == -1 else self.stream_widths
+        return [(not up, widths[up]) for _, up in streams_of_groups(paths.groups(layer))]
+
+
+class WholeHead(NamedTuple):
+    """The head as one matrix [head, head_up] over what the base model gives, [base stream, up stream]."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
+class _Rearranging:
+    """A hook before a layer, so that no stock forward is touched: streams enter and part."""
+
+    def __init__(self, model: ExpandedPreTrainedModel, layer: int) -> None:
+        self.model, self.layer = model, layer
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        change = self.model.partings(self.model.running.now().paths)[self.layer]
+        return None if change is None else change_hidden(args, kwargs, change)
+
+
+class _Widening:
+    """A hook before the base model: what stock code adds to the hidden state between layers goes to each base stream.
+
+    Models that see images may add features of them once more after each of the first layers, or before some.
+    """
+
+    def __init__(self, model: ExpandedPreTrainedModel) -> None:
+        self.model = model
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        paths = self.model.running.now().paths
+        if paths.is_base:
+            return None
+
+        def wide(features: Tensor, layer: int) -> Tensor:
+            streams = self.model.streams_after(paths, layer)
+            return torch.cat(
+                [features if is_base else features.new_zeros(*features.shape[:-1], own) for is_base, own in streams], -1
+            )
+
+        own: dict[str, Any] = {}
+        if kwargs.get(ADDED_AFTER) is not None:
+            own[ADDED_AFTER] = [wide(features, layer) for layer, features in enumerate(kwargs[ADDED_AFTER])]
+        if kwargs.get(ADDED_BEFORE) is not None:
+            own[ADDED_BEFORE] = {layer: wide(features, layer - 1) for layer, features in kwargs[ADDED_BEFORE].items()}
+        return args, kwargs | own
+
+
+def by_row(features: Features, choice: Choice) -> Tensor:
+    """Logits of each row's own path; beams of one row lie one after the other."""
+    batch, rows = len(features.bases[0]), len(choice.rows)
+    if batch % rows:
+        raise ValueError(f"expansion_names: {rows} names for {batch} rows, expected one for each, None for the base.")
+    numbers = [0 if name is None else 1 + choice.names.index(name) for name in choice.rows]
+    chosen = torch.tensor(numbers, device=features.read.device).repeat_interleave(batch // rows)[:, None, None]
+    found, *others = features.logits()
+    for number, logits in enumerate(others, 1):
+        found = torch.where(chosen == number, logits, found)
+    return found
+
+
+def check_cache(cache: Cache | None, choice: Choice) -> None:
+    """Refuse a KV cache that was filled under another choice: it holds other heads, or other values."""
+    past = 0 if cache is None else int(cache.get_seq_length())
+    if past and getattr(cache, "expansion_choice", choice.key) != choice.key:
+        raise ValueError(
+            f"past_key_values: holds {past} tokens that were read under another choice of expansions than "
+            f"{', '.join(choice.names) or 'none'}. Begin with an empty one."
+        )
+
+
+def check_rows(rows: Sequence[str | None], inputs: dict[str, Any]) -> None:
+    """Refuse another number of names than of rows."""
+    read = inputs.get("input_ids", inputs.get("inputs_embeds"))
+    if read is not None and len(rows) != len(read) and not isinstance(rows, str):
+        raise ValueError(
+            f"expansion_names: {len(rows)} names for {len(read)} rows, expected one for each, None for the base."
+        )
+
+
+def unknown_name(name: str, known: list[str]) -> str:
+    """What is wrong with a name that no expansion has; the nearest ones, or all."""
+    near = get_close_matches(name, known, 3, 0.5) or known[:MOST_NAMED]
+    return f"{name}: is no expansion of this model, expected {' or '.join(near) or 'none, it has none yet'}."
+
+
+def cache_of(output: Any) -> Cache | None:
+    """The KV cache that a forward gave out."""
+    found = output.values() if hasattr(output, "values") else output
+    return next((value for value in found if isinstance(value, Cache)), None)
 
 
 def find_base_model(model: nn.Module, path: str) -> nn.Module:
@@ -76,17 +652,6 @@ def specs_of(specs: dict[str, Any], plan: dict[str, Any], layer: int) -> dict[st
     return specs["kinds"][plan["kind_of_layer"][layer]] if "kinds" in specs else specs
 
 
-def expand_layer(layer: nn.Module, specs: dict[str, dict], collaborative_groups: list[str], dtype: str | None) -> None:
-    """Expand the modules of one layer as `specs` say: module name to kind and sizes."""
-    for name, spec in specs.items():
-        sizes = {key: value for key, value in spec.items() if key != "group"}
-        if spec["kind"] in ("linear", "grown", "block"):
-            sizes["collaborative"] = spec.get("group") in collaborative_groups
-        if spec["kind"] in ("linear", "grown", "block", "norm"):
-            sizes["dtype"] = dtype
-        expand_module(find_module(layer, name), **sizes)
-
-
 def separate(layers: nn.Module) -> None:
     """Give every layer an activation of its own where one serves several: two paths may pass through some of them."""
     seen: set[nn.Module] = set()
@@ -100,38 +665,6 @@ def separate(layers: nn.Module) -> None:
         seen.add(module)
 
 
-def expand_layers(base_model: nn.Module, plan: dict[str, Any]) -> None:
-    """Expand the chosen layers, and let the up stream pass through the others."""
-    collaborative = plan["collaborative"]
-    separate(base_model.get_submodule(plan["layers"]))
-    for index, layer in enumerate(base_model.get_submodule(plan["layers"])):
-        own = specs_of(plan, plan, index)
-        if index not in plan["expanded_layers"]:
-            fuse_layer(layer, own["passing"]) if is_fused(plan) else expand_layer(layer, own["passing"], [], None)
-            continue
-        if is_fused(plan):
-            fuse_layer(layer, own["expanded"])
-        else:
-            groups = collaborative["groups"] if index in collaborative["layers"] else []
-            expand_layer(layer, own["expanded"], groups, plan["dtype"])
-        for name, spec in own["attention"].items():
-            # in the fused form nothing is equal bit for bit, so that all heads may attend at once
-            parts = [Part(spec["heads"], spec["kv_heads"], is_old=True), new_heads(plan, spec)]
-            attending = [] if is_fused(plan) else parts
-            expand_attention(layer.get_submodule(name), "expanded", attending, spec["attributes"], spec["config"])
-
-
-def is_fused(plan: dict[str, Any]) -> bool:
-    """Whether base weight and blocks of each linear are one matrix, and those of a head that is not tied."""
-    return plan.get("fused", False)
-
-
-def new_heads(plan: dict[str, Any], spec: dict[str, Any]) -> Part:
-    """The heads that an expansion adds to a layer."""
-    kv_heads = plan["widths"]["up_kv_heads"]
-    return Part(kv_heads * (spec["heads"] // spec["kv_heads"]), kv_heads, is_old=False)
-
-
 def change_hidden(args: tuple, kwargs: dict, change: Callable[[Tensor], Tensor]) -> tuple[tuple, dict]:
     """What a layer is called with, its hidden states changed."""
     if args:
@@ -139,389 +672,7 @@ def change_hidden(args: tuple, kwargs: dict, change: Callable[[Tensor], Tensor])
     return args, kwargs | {"hidden_states": change(kwargs["hidden_states"])}
 
 
-def enter(layer: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-    """Begin the up stream as zeros with what enters the first layer, whatever made that; a hook."""
-    if not layer.is_entered:
-        return None
-    return change_hidden(args, kwargs, lambda hidden: functional.pad(hidden, (0, layer.entering_width)))
-
-
-def fork(layer: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-    """Begin two paths with what enters the first collaborative layer; a hook, so that no stock forward is touched."""
-    if not layer.is_forking:
-        return None
-    width = layer.preserve_width
-    return change_hidden(args, kwargs, lambda hidden: torch.cat((hidden[..., :width], hidden), dim=-1))
-
-
-def widen_added(base_model: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-    """Let what stock code adds to the hidden state between layers be as wide as that, zeros beside it; a hook.
-
-    Models that see images may add features of them once more after each of the first layers, or before some.
-    """
-    if not base_model.is_widening:
-        return None
-    wide, own = base_model.wide, {}
-    if kwargs.get(ADDED_AFTER) is not None:
-        own[ADDED_AFTER] = [wide_for(features, layer + 1, wide) for layer, features in enumerate(kwargs[ADDED_AFTER])]
-    if kwargs.get(ADDED_BEFORE) is not None:
-        own[ADDED_BEFORE] = {layer: wide_for(features, layer, wide) for layer, features in kwargs[ADDED_BEFORE].items()}
-    return args, kwargs | own
-
-
-def wide_for(features: Tensor, layer: int, wide: Wide) -> Tensor:
-    """Features as wide as the hidden state that enters a layer."""
-    adapt = functional.pad(features, (0, wide.up))
-    is_forked = wide.fork is not None and layer > wide.fork
-    return torch.cat((adapt[..., : wide.preserve], adapt), dim=-1) if is_forked else adapt
-
-
-def widen_what_is_added(base_model: nn.Module, plan: dict[str, Any]) -> None:
-    """Widen what stock code adds to the hidden state between layers, where there is any such thing."""
-    if {ADDED_AFTER, ADDED_BEFORE}.intersection(signature(base_model.forward).parameters):
-        base_model.wide, base_model.is_widening = Wide(plan["widths"]["up_width"]), False
-        base_model.register_forward_pre_hook(widen_added, with_kwargs=True)
-
-
-def route_layers(base_model: nn.Module, plan: dict[str, Any]) -> None:
-    """Let two paths pass through every module from the first collaborative layer to the last norm."""
-    routing, layers = plan["routing"], base_model.get_submodule(plan["layers"])
-    if routing["fork"] != min(plan["collaborative"]["layers"], default=None):
-        raise ValueError(
-            f"config.json: scale_surgery.routing.fork is {routing['fork']}, expected the first collaborative layer: "
-            "the preserve path would not be the base model's. Was it changed by hand?"
-        )
-    if routing["fork"] is None:
-        return
-    first = layers[routing["fork"]]
-    first.preserve_width, first.is_forking = routing["preserve_width"], False
-    first.register_forward_pre_hook(fork, with_kwargs=True)
-    for index, layer in enumerate(layers):
-        if index >= routing["fork"]:
-            route_layer(layer, index, plan)
-    for name, spec in routing["last"].items():
-        norm = base_model.get_submodule(name)
-        if not isinstance(norm, ExpandedModule):
-            expand_module(norm, **spec)
-        norm.can_route, norm.is_last, norm.keeps_up = True, True, routing["keeps_up"]
-
-
-def route_layer(layer: nn.Module, index: int, plan: dict[str, Any]) -> None:
-    """Let two paths pass through one layer."""
-    routing, kind = plan["routing"], "expanded" if index in plan["expanded_layers"] else "passing"
-    own, has_new_heads = specs_of(routing, plan, index), bool(specs_of(plan, plan, index)["attention"])
-    for name, spec in own["modules"][kind].items():
-        expand_module(find_module(layer, name), **spec)
-    for module in layer.modules():
-        if isinstance(module, ExpandedModule):
-            module.check_paths()
-            module.can_route, module.keeps_up = True, routing["keeps_up"]
-    for name, spec in own["attention"].items():
-        old = Part(spec["heads"], spec["kv_heads"], is_old=True)
-        new = [new_heads(plan, spec)] if kind == "expanded" and has_new_heads else []
-        parts = [old._replace(is_detached=True), *(new if routing["keeps_up"] else []), old, *new]
-        expand_attention(layer.get_submodule(name), "routed", parts, **spec[kind])
-
-
-def detach_base(model: nn.Module, base_model: nn.Module, plan: dict[str, Any]) -> None:
-    """Let no gradient pass through the base stream where nothing that trains reaches it.
-
-    That is below the first collaborative layer; without one it is the whole model, final norm and head included.
-    """
-    collaborative = plan["collaborative"]["layers"]
-    layers = base_model.get_submodule(plan["layers"])
-    parts = layers[: min(collaborative)] if collaborative else [model]
-    for module in (module for part in parts for module in part.modules()):
-        if hasattr(module, "base_detached"):
-            module.base_detached = True
-
-
 def refuse_adapter_names(inputs: dict[str, Any], instead: str) -> None:
     """Refuse PEFT's name for what each row runs: stock code would take it and do nothing."""
     if "adapter_names" in inputs:
         raise ValueError(f"adapter_names: is PEFT's, and this model has expansions. {instead}")
-
-
-def is_head(names: set[str]) -> bool:
-    """Whether tensors that a model without a head has no place for are those of one head."""
-    modules = {name.rpartition(".")[0] for name in names}
-    return len(modules) == 1 and ("." not in modules.pop() or any(name.endswith(".up_weight") for name in names))
-
-
-class ExpandedPreTrainedModel:
-    """Mixin before a stock model class: expands its modules as `config.scale_surgery` says, and freezes the base."""
-
-    # set where the model was put around one that was quantised
-    is_base_quantised = False
-
-    def __init__(self, config, *args, **kwargs):
-        super().__init__(config, *args, **kwargs)
-        plan = config.scale_surgery
-        base_model = find_base_model(self, plan["base_model"])
-        if plan.get("enter") == "hook":
-            first = base_model.get_submodule(plan["layers"])[0]
-            first.entering_width, first.is_entered = plan["widths"]["up_width"], True
-            first.register_forward_pre_hook(enter, with_kwargs=True)
-        widen_what_is_added(base_model, plan)
-        for name, spec in plan["model"].items():
-            own_dtype = {} if spec["kind"] in ("passing", "padding") else {"dtype": plan["dtype"]}
-            if is_fused(plan) and spec["kind"] == "norm":
-                fuse_norm(base_model.get_submodule(name), spec)
-            else:
-                expand_module(find_module(base_model, name), **spec, **own_dtype)
-        head = self.get_output_embeddings()
-        if head is not None and is_fused(plan) and plan["fused_head"]:
-            widen(head, plan["head"]["base"] + plan["head"]["up"], head.weight.shape[0])
-        elif head is not None:
-            without = {"kind": "head", "base": head.weight.shape[1], "up": 0}
-            expand_module(head, **(plan["head"] or without), dtype=plan["dtype"])
-        expand_layers(base_model, plan)
-        detach_base(self, base_model, plan)
-        if "routing" in plan:
-            route_layers(base_model, plan)
-        if plan["dtype"] == "float32":
-            # new tensors that were asked for in float32 stay so when the base is loaded in half precision, as does what
-            # the stock class keeps
-            kept = self._keep_in_fp32_modules_strict or ()
-            self._keep_in_fp32_modules_strict = {*kept, *self.expansion_names()}
-        # without a head there is nothing to route: then the model is the adapt path
-        self.switches = {"expansion": True, "routing": "routing" in plan and head is not None}
-        self.apply_switches()
-        self.post_init()
-        self.freeze_base()
-
-    @classmethod
-    def from_pretrained(cls, *args, **kwargs):
-        """Load as transformers does, refuse what does not fit, then freeze the base: loading resets `requires_grad`.
-
-        `expansion_enabled=False` gives the base model, `routing_enabled=False` the adapt path alone: see
-        `enable_expansion` and `enable_routing`. `strict_loading=False` takes what is missing as it was initialised, as
-        transformers does; `output_loading_info=True` then says what that is.
-        """
-        is_enabled, is_routed = kwargs.pop("expansion_enabled", True), kwargs.pop("routing_enabled", True)
-        is_strict, says_more = kwargs.pop("strict_loading", True), kwargs.pop("output_loading_info", False)
-        try:
-            model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)
-        except OSError as error:
-            if NO_WEIGHTS not in str(error):
-                raise
-            raise OSError(f"{error}\n{AN_EXTRACT}") from error
-        if is_strict:
-            model.check_loaded(info)
-        model.freeze_base()
-        model.align_copies()
-        model.enable_expansion(is_enabled)
-        if not is_routed:
-            model.enable_routing(False)
-        return (model, info) if says_more else model
-
-    def check_loaded(self, info: dict[str, Any]) -> None:
-        """Refuse files whose tensors are not the model's; transformers warns, and initialises what is missing.
-
-        Tied tensors, and what the stock class leaves out itself, are not in `info`. A model without a head needs none.
-
-        Args:
-            info: What transformers says of loading.
-
-        Raises:
-            ValueError: If a tensor is missing, unexpected or of another shape.
-        """
-        unexpected = set(info["unexpected_keys"])
-        if self.get_output_embeddings() is None and is_head(unexpected):
-            unexpected = set()
-        found = [f"{name} is missing" for name in sorted(info["missing_keys"])]
-        found += [f"{name} is unexpected" for name in sorted(unexpected)]
-        found += [f"{name[0]} is of another shape" for name in sorted(info["mismatched_keys"])]
-        if found:
-            more = f" and {len(found) - MOST_NAMED} more" if len(found) > MOST_NAMED else ""
-            raise ValueError(
-                f"{type(self).__name__}: the files do not hold its tensors: {', '.join(found[:MOST_NAMED])}{more}. "
-                "Nothing may be initialised anew. Restore the files from where you got them, or load them with the "
-                "release of transformers that wrote them; strict_loading=False loads what there is."
-            )
-
-    def freeze_base(self) -> None:
-        """Let the expansion tensors train, and nothing else; in the fused form nothing trains."""
-        names = () if is_fused(self.config.scale_surgery) else EXPANSION_NAMES
-        for name, parameter in self.named_parameters():
-            parameter.requires_grad_(name.rsplit(".", 1)[-1] in names)
-
-    def align_copies(self) -> None:
-        """Let what a grown model copied from its base lie in memory as the base does."""
-        for module in self.modules():
-            if isinstance(module, GrownLinear):
-                module.align_copies()
-
-    def _set_gradient_checkpointing(self, enable=True, **kwargs):
-        """As transformers; some of its releases let no gradient into a layer whose input requires none.
-
-        Reentrant checkpointing is like that, and below the first expanded layer nothing requires a gradient.
-        """
-        super()._set_gradient_checkpointing(enable=enable, **kwargs)
-        if enable:
-            self.enable_input_require_grads()
-
-    def enable_expansion(self, is_enabled: bool = True) -> None:
-        """Switch the expansion on, or off for good: then the stock modules run alone, and the model is its base.
-
-        A KV cache belongs to the state in which it was filled.
-        """
-        if not is_enabled:
-            self._check_blocks()
-        self.switches["expansion"] = is_enabled
-        self.apply_switches()
-
-    def _check_blocks(self) -> None:
-        if is_fused(self.config.scale_surgery):
-            raise ValueError(
-                "This model is fused: base weights and blocks are one matrix, so the expansion cannot be switched off. "
-                "Write its blocks again: scale-surgery merge FUSED --to blocks."
-            )
-
-    @property
-    def is_expansion_enabled(self) -> bool:
-        """Whether the expansion takes part in a forward."""
-        return self.switches["expansion"]
-
-    def expansion_disabled(self) -> AbstractContextManager[None]:
-        """Run the base model alone inside a `with` block."""
-        self._check_blocks()
-        return self._switched_off("expansion")
-
-    def enable_routing(self, is_enabled: bool = True) -> None:
-        """Switch the routing on, or off for good: then the adapt path runs alone, as before the model was routed.
-
-        A KV cache belongs to the state in which it was filled, and so does a backward pass that computes activations
-        again.
-        """
-        if is_enabled and "routing" not in self.config.scale_surgery:
-            raise ValueError("This model has no router. Write one that has: scale-surgery route-export.")
-        if is_enabled and self.get_output_embeddings() is None:
-            raise ValueError("This model has no head, so there is nothing to route. Load it as AutoModelForCausalLM.")
-        self.switches["routing"] = is_enabled
-        self.apply_switches()
-
-    @property
-    def is_routing_enabled(self) -> bool:
-        """Whether the model routes: both paths run, and a router makes its logits."""
-        return self.switches["routing"] and self.switches["expansion"]
-
-    def routing_disabled(self) -> AbstractContextManager[None]:
-        """Run the adapt path alone inside a `with` block."""
-        return self._switched_off("routing")
-
-    @contextmanager
-    def _switched_off(self, name: str) -> Iterator[None]:
-        before = self.switches[name]
-        self.switches[name] = False
-        self.apply_switches()
-        try:
-            yield
-        finally:
-            self.switches[name] = before
-            self.apply_switches()
-
-    def apply_switches(self) -> None:
-        """Tell every module which of its forms runs; a cache that generation keeps belongs to another form."""
-        self.__dict__.pop("_cache", None)
-        is_enabled, is_routed = self.is_expansion_enabled, self.is_routing_enabled
-        for module in self.modules():
-            if isinstance(module, ExpandedModule):
-                module.is_enabled, module.is_routed = is_enabled, is_routed and module.can_route
-            if hasattr(module, "modes"):
-                is_two = is_routed and "routed" in module.modes
-                switch_attention(module, "routed" if is_two else "expanded" if is_enabled else "stock")
-            if hasattr(module, "is_forking"):
-                module.is_forking = is_routed
-            if hasattr(module, "is_entered"):
-                module.is_entered = is_enabled
-            if hasattr(module, "is_widening"):
-                routing = self.config.scale_surgery["routing"] if is_routed else {"preserve_width": 0, "fork": None}
-                module.is_widening = is_enabled
-                module.wide = module.wide._replace(preserve=routing["preserve_width"], fork=routing["fork"])
-
-    def trainable_parameters(self) -> dict[str, dict[str, int]]:
-        """Count what trains: for each layer, and for what lies outside the layers, parameters by group."""
-        layers = self.config.scale_surgery["layers"] + "."
-        counts: dict[str, dict[str, int]] = {}
-        for path, module in self.named_modules():
-            for name, parameter in getattr(module, "expansion_parameters", dict)().items():
-                _, _, inside = path.partition(layers)
-                place = f"layer {inside.split('.')[0]}" if inside else "outside"
-                group = module.groups[name]
-                row = counts.setdefault(place, {})
-                row[group] = row.get(group, 0) + parameter.numel() * parameter.requires_grad
-        return counts
-
-    def print_trainable_parameters(self) -> None:
-        """Print what trains as a table: a row a layer, a column a group."""
-        counts = self.trainable_parameters()
-        groups = sorted({group for row in counts.values() for group in row})
-        width = max([10, *(len(place) + 1 for place in counts)])
-        print(" " * width + "".join(f"{group:>12}" for group in groups))
-        for place, row in counts.items():
-            print(f"{place:<{width}}" + "".join(f"{row.get(group, 0):>12,}" for group in groups))
-        total = sum(parameter.numel() for parameter in self.parameters())
-        trained = sum(sum(row.values()) for row in counts.values())
-        print(f"trains {trained:,} of {total:,} parameters ({trained / total:.2%})")
-
-    def expansion_names(self) -> set[str]:
-        """Last parts of the names of this model's expansion tensors."""
-        last_parts = {name.rsplit(".", 1)[-1] for name, _ in self.named_parameters()}
-        return last_parts.intersection(EXPANSION_NAMES)
-
-    def save_pretrained(self, *args, **options):
-        """As transformers; on a quantised base the expansion tensors alone: the base's are not those of its files."""
-        if self.is_base_quantised:
-            found = options.get("state_dict") or self.state_dict()
-            own = {name: tensor for name, tensor in found.items() if name.rsplit(".", 1)[-1] in EXPANSION_NAMES}
-            options["state_dict"] = own
-        super().save_pretrained(*args, **options)
-
-    def resize_token_embeddings(self, *args, **kwargs):
-        """Refuse: embedding and head have an up part that stock code does not resize."""
-        raise NotImplementedError("Resize the base model's embeddings first, then expand it.")
-
-    @classmethod
-    def is_custom_code(cls) -> bool:
-        """What initialises is stock code, which looks at each tensor whether a file gave it; code of others may not.
-
-        transformers would not let it compute the buffers of modules whose own tensors all came from files.
-        """
-        return False
-
-    @classmethod
-    def _can_set_experts_implementation(cls) -> bool:
-        """Whether experts run by kernels that can be chosen, as the stock model's do; transformers 5 alone asks.
-
-        It looks for a word in the source of a class's module, and ours is another: experts would be added up in another
-        order than the base's, unless a stock model was made before.
-        """
-        stock: Any = next(own for own in cls.__mro__ if not issubclass(own, ExpandedPreTrainedModel))
-        return stock._can_set_experts_implementation()
-
-    def initialize_weights(self):
-        """Initialise as the stock model does; expansion tensors that no file gave are zero."""
-        zero_missing(self, super().initialize_weights)
-
-
-@torch.no_grad()
-def zero_missing(model: nn.Module, initialize: Callable[[], None]) -> None:
-    """Initialise a model, and let expansion tensors that no file gave be zero.
-
-    transformers lets the stock base model initialise its own modules, and it knows no expansion tensors.
-
-    Args:
-        model: The model.
-        initialize: What initialises all else.
-    """
-    missing = [
-        parameter
-        for module in model.modules()
-        if isinstance(module, ExpandedModule) and not getattr(module, "_is_hf_initialized", False)
-        for parameter in module.expansion_parameters().values()
-        if not getattr(parameter, "_is_hf_initialized", False)
-    ]
-    initialize()
-    for parameter in missing:
-        parameter.zero_()

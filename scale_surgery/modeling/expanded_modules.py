@@ -1,46 +1,41 @@
-"""Modules of an expanded model: stock modules that also carry an up stream.
-
-An expanded model is a stock transformers model in which some modules were given a second class. Every
-expanded module splits its input into the base part and the up part, calls the stock module's own forward
-on the base part alone, computes the up part from the expansion blocks, and joins the two:
+"""Modules of an expanded model: stock modules, and beside them what each expansion adds.
 
     [ y    ]   [ W    W12 ] [ x    ]      W    pretrained, frozen, used by the stock forward
-    [ y_up ] = [ W21  W22 ] [ x_up ]      W12, W21, W22   expansion blocks (SCALE, arXiv 2511.03270, eq. 1)
+    [ y_up ] = [ W21  W22 ] [ x_up ]      W12, W21, W22   blocks of an expansion (SCALE, arXiv 2511.03270, eq. 1)
 
-Because the stock forward sees the same values in the same shapes as in the base model, its results are
-the base model's, bit for bit. What is expanded, and how wide, stands in `config.scale_surgery`.
+A stock module gets a second class, which takes its input apart into streams (see `expanded_paths`), runs the stock
+forward once on each base stream, lets each expansion compute its up stream from that, and puts all of it together.
+Because the stock forward sees the same values in the same shapes as in the base model, its results are the base
+model's, bit for bit. W12 y is added to a base stream that is the expansion's own, and to no other.
 This file travels with the checkpoint: it opens no file, and needs only torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from inspect import signature
-from threading import get_ident
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from .expanded_paths import Paths, Running
 from .expanded_streams import (
     CACHE_LINE,
-    Streams,
     add_new_product,
     add_product,
     is_row,
-    join,
+    join_streams,
     own_memory,
     product,
     row_up,
-    stack,
     streams_of,
 )
 
 # parameters of a forward that keeps a cache
 CACHES = {"past_key_values", "past_key_value", "layer_past", "cache_params", "cache"}
-EXPANSION_NAMES = ("w12", "w21", "w22", "w11", "up_weight", "up_bias", "bias11")
 
 
 class View:
@@ -55,164 +50,88 @@ class View:
         return getattr(self.viewed, name)
 
 
-class ExpandedModule:
-    """A stock module with an up stream; the second base class of every expanded module.
+class Blocks(nn.Module):
+    """What one expansion adds to a stock module: its tensors, and what becomes of its up stream there.
 
-    Below the first collaborative layer nothing that trains reaches the base stream, so no gradient has to pass
-    through it: there `base_detached` is set, and training costs what the up stream costs. Where `is_enabled` is
-    not set, the module is the stock module.
-
-    From the first collaborative layer on, a routed model carries two paths side by side: [preserve | adapt]. The
-    preserve path is the base stream alone, or with an up stream of its own where `keeps_up` is set; W12 does not
-    exist for it.
+    Attributes:
+        groups: Group of each tensor, by which training is chosen and counted.
+        up_in: Features, or heads, of the up stream that the module reads.
+        up_sections: Widths of what it writes, for each section of a fused projection.
+        replaces_base: Whether a copy of the base weight that trains takes the place of it where W12 exists.
     """
 
-    base_detached = False
-    is_enabled = True
-    # whether two paths pass through the module where the model routes, and whether they do now
-    can_route = False
-    is_routed = False
-    keeps_up = False
-    is_last = False
-    # features of the base stream that the module reads; None where all that it reads is one path
-    base_in: int | None = None
-    # widths of base and up outputs, section by section; only a fused projection has several
-    sections: list[list[int]] = [[]]
-    # some modules see the strides that they see in the base model
-    keeps_strides = False
+    groups: dict[str, str] = {}
+    replaces_base = False
 
-    def forward(self, x: Tensor) -> Tensor:
-        if self.is_enabled:
-            return self.forward_expanded(x)
-        # the last token's features are strided, and torch takes another kernel for them when a weight is frozen
-        return self.forward_stock(x if self.keeps_strides else x.contiguous())
+    def __init__(self, stock: nn.Module, up_in: int = 0, up_sections: Sequence[int] = ()) -> None:
+        super().__init__()
+        # no part of this module: it is the one that this stands in
+        self.__dict__["stock"] = stock
+        self.up_in, self.up_sections = up_in, list(up_sections)
 
-    def forward_stock(self, x: Tensor) -> Tensor:
-        """The stock module's own forward."""
-        return super().forward(x)
+    def forward(self, base: Tensor, up: Tensor, y: Tensor | None, writes: bool) -> tuple[Tensor, Tensor | None]:
+        """Both streams of a path.
 
-    def forward_expanded(self, x: Tensor) -> Tensor:
-        """Each path by itself: no operation sees more of the base stream than in the base model."""
-        paths = self.split(x)
-        adapted = self.forward_streams(*paths[-1])
-        return self.join([self.forward_preserve(*paths[0]), adapted] if self.is_routed else [adapted])
+        Args:
+            base: Base stream that the module reads.
+            up: Up stream that it reads.
+            y: What the stock module gives for the base stream; None where a copy takes its place.
+            writes: Whether W12 exists for this path.
 
-    def forward_preserve(self, base: Tensor, up: Tensor) -> Streams:
-        """The preserve path, in which W12 does not exist."""
-        return self.forward_streams(base, up) if self.keeps_up else (self.forward_stock(base), None)
-
-    def forward_streams(self, base: Tensor, up: Tensor) -> Streams:
-        """One path with both streams."""
-        y_base = self.forward_stock(base)
-        return y_base, self.forward_up(base, up, y_base)
-
-    def forward_up(self, x_base: Tensor, x_up: Tensor, like: Tensor) -> Tensor | None:
-        """Up part of the output without W12, where the base part `like` is known; None where there is none."""
+        Returns:
+            What it gives for the base stream, and up stream or None.
+        """
         raise NotImplementedError
 
-    def join(self, paths: list[Streams]) -> Tensor:
-        """Put the results of all paths side by side; what leaves the last norm is stacked."""
-        return stack(paths) if self.is_last and self.is_routed else join(paths, self.sections)
-
-    def widths(self, width: int) -> list[int]:
-        """Widths of base and up part of each path, of all that the module reads."""
-        base = self.base_in or (width // 2 if self.is_routed else width)
-        if not self.is_routed:
-            return [base, width - base]
-        return [base, width // 2 - base] * 2 if self.keeps_up else [base, 0, base, width - 2 * base]
-
-    def split(self, x: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Split the last axis into base part and up part of each path.
-
-        A base part has memory of its own, because kernels may choose their path by the strides of an operand.
-        """
-        widths = self.widths(x.shape[-1])
-        known = streams_of(x, widths)
-        parts = known or x.split(widths, dim=-1)
-        # a copy of the up part is what backward keeps, and not the joined tensor
-        copied = known or [own_memory(part) if index % 2 else part.clone() for index, part in enumerate(parts)]
-        return self.paired(copied)
-
-    def paired(self, parts: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """Base and up part of each path; no gradient goes where nothing that trains has been."""
-        bases = list(parts[::2])
-        if bases[0].requires_grad and (self.base_detached or self.is_routed):
-            bases[0] = bases[0].detach()
-        return list(zip(bases, parts[1::2], strict=True))
-
-    def add_parameter(self, name: str, *shape: int, dtype: str | None) -> None:
-        """Add one expansion tensor, zero until it is loaded, in `dtype` or in the dtype of the stock weight."""
-        like = self.like()
+    def add_tensors(self, dtype: str | None, shapes: dict[str, tuple[int, ...]]) -> None:
+        """Add tensors, zero until they are loaded, in `dtype` or in that of the stock weight; none that is empty."""
+        like = next((own for own in self.stock.parameters() if own.is_floating_point()), torch.empty(()))
         kind = getattr(torch, dtype) if dtype else like.dtype
-        self.register_parameter(name, nn.Parameter(like.new_zeros(shape, dtype=kind)))
+        for name, shape in shapes.items():
+            made = None if 0 in shape else nn.Parameter(like.new_zeros(shape, dtype=kind))
+            self.register_parameter(name, made)
 
-    def like(self) -> Tensor:
-        """A tensor of the stock module's dtype on its device: a norm may have no weight, and a block many."""
-        floating = (own for own in self.parameters() if own.is_floating_point())
-        return next(floating, torch.empty(()))
-
-    def check_paths(self) -> None:
-        """Refuse, where a model routes, what two paths cannot pass through."""
-
-    def expansion_parameters(self) -> dict[str, nn.Parameter]:
-        """The expansion tensors of this module by name."""
-        own = self._parameters
-        return {name: own[name] for name in EXPANSION_NAMES if own.get(name) is not None}
+    def align(self) -> None:
+        """Put tensors where they are aligned as the base's; loaders leave them where they lie in a file."""
 
 
-class ExpandedLinear(ExpandedModule):
-    """A linear (or Conv1D) with expansion blocks; rows of a block are outputs, in both storage orders.
+class LinearBlocks(Blocks):
+    """Blocks of a linear (or Conv1D); rows of a block are outputs, in both storage orders.
 
-    `in_features` is [base, up], `out_features` one [base, up] for each section of the output. `w12` is there
-    only in collaborative layers: in a preservation layer it is exactly zero by not existing.
+    In a preservation layer W12 is exactly zero by not existing.
     """
 
     groups = {"w12": "w12", "w21": "w21", "w22": "w22", "up_bias": "biases"}
 
-    def configure(self, in_features, out_features, collaborative, dtype):
-        self.base_in, self.sections = in_features[0], out_features
+    def __init__(self, stock, in_features, out_features, collaborative, dtype):
+        super().__init__(stock, in_features[1], [up for _, up in out_features])
         base_out, up_out = (sum(widths) for widths in zip(*out_features, strict=True))
-        up_in = in_features[1]
-        shapes = {
-            "w12": (base_out, up_in if collaborative else 0),
-            "w21": (up_out, in_features[0]),
-            "w22": (up_out, up_in),
-            "up_bias": (up_out,) if self.bias is not None else (0,),
-        }
-        for name, shape in shapes.items():
-            if 0 in shape:
-                self.register_parameter(name, None)
-            else:
-                self.add_parameter(name, *shape, dtype=dtype)
+        self.add_tensors(
+            dtype,
+            {
+                "w12": (base_out, self.up_in if collaborative else 0),
+                "w21": (up_out, in_features[0]),
+                "w22": (up_out, self.up_in),
+                "up_bias": (up_out,) if stock.bias is not None else (0,),
+            },
+        )
 
-    def forward_streams(self, base: Tensor, up: Tensor) -> Streams:
-        y_base, y_up = self.forward_preserve_streams(base, up)
-        if self.w12 is None:
-            return y_base, y_up
-        # in place where nothing remembers what it was
-        add = add_product if not torch.is_grad_enabled() else add_new_product
-        return add(y_base, up, self.w12), y_up
-
-    def forward_preserve(self, base: Tensor, up: Tensor) -> Streams:
-        return self.forward_preserve_streams(base, up) if self.keeps_up else (self.forward_stock(base), None)
-
-    def forward_preserve_streams(self, base: Tensor, up: Tensor) -> Streams:
-        """Both streams without W12."""
-        y_base = self.forward_stock(base)
-        return y_base, self.forward_up(base, up, y_base)
-
-    def forward_up(self, x_base: Tensor, x_up: Tensor, like: Tensor) -> Tensor | None:
-        """Up part of the output, W21 x + W22 x_up + bias, or None where the output is not widened."""
+    def forward(self, base: Tensor, up: Tensor, y: Tensor | None, writes: bool) -> tuple[Tensor, Tensor | None]:
         # each is looked up once: a token at a time, that costs as much as a small product
-        w21, w22, bias = self.w21, self.w22, self.up_bias
+        own = self._parameters
+        w12, w21, w22, bias = own["w12"], own["w21"], own["w22"], own["up_bias"]
         if w21 is None:
-            return None
-        if w21.dtype == like.dtype and is_row(x_base, like):
-            return row_up(x_base.view(-1), x_up.view(-1), w21, w22, bias).view(*like.shape[:-1], -1)
-        y_up = product(x_base, w21, like)
-        if w22 is not None:
-            y_up = add_product(y_up, x_up, w22)
-        return y_up if bias is None else y_up + bias.to(like.dtype)
+            y_up = None
+        elif w21.dtype == y.dtype and is_row(base, y):
+            y_up = row_up(base.view(-1), up.view(-1), w21, w22, bias).view(*y.shape[:-1], -1)
+        else:
+            y_up = product(base, w21, y)
+            y_up = y_up if w22 is None else add_product(y_up, up, w22)
+            y_up = y_up if bias is None else y_up + bias.to(y.dtype)
+        if writes and w12 is not None:
+            # in place where nothing remembers what it was
+            y = (add_new_product if torch.is_grad_enabled() else add_product)(y, up, w12)
+        return y, y_up
 
 
 def aligned(tensor: Tensor, like: Tensor) -> Tensor:
@@ -231,8 +150,8 @@ def aligned(tensor: Tensor, like: Tensor) -> Tensor:
     return memory[start : start + tensor.numel()].view(tensor.shape).copy_(tensor)
 
 
-class GrownLinear(ExpandedLinear):
-    """A linear of a grown MLP (Grow, Don't Overwrite, arXiv 2603.08647): what is new begins as copies of the base.
+class GrownBlocks(LinearBlocks):
+    """Blocks of a grown MLP (Grow, Don't Overwrite, arXiv 2603.08647): what is new begins as copies of the base.
 
         gate, up    y      = W x             a trained copy `w11` (and `bias11`) in place of W where `trains_base`
                     y_up   = W21 x           W21 begins as W, once for each new copy
@@ -242,80 +161,378 @@ class GrownLinear(ExpandedLinear):
     halves are bit for bit those of the base, and halving and adding them rounds nothing.
     """
 
-    groups = ExpandedLinear.groups | {"w11": "w11", "bias11": "biases"}
+    groups = LinearBlocks.groups | {"w11": "w11", "bias11": "biases"}
 
-    def configure(self, in_features, out_features, collaborative, dtype, share=1.0, trains_base=False):
-        super().configure(in_features, out_features, collaborative, dtype)
-        self.share, width = share, sum(base for base, _ in out_features)
-        shapes = {"w11": (width, in_features[0]), "bias11": (width,)} if trains_base else {}
-        for name in ("w11", "bias11"):
-            if name in shapes and not (name == "bias11" and self.bias is None):
-                self.add_parameter(name, *shapes[name], dtype=dtype)
-            else:
-                self.register_parameter(name, None)
+    def __init__(self, stock, in_features, out_features, collaborative, dtype, share=1.0, trains_base=False):
+        super().__init__(stock, in_features, out_features, collaborative, dtype)
+        self.share, self.replaces_base = share, trains_base
+        width = sum(base for base, _ in out_features) if trains_base else 0
+        bias = width if stock.bias is not None else 0
+        self.add_tensors(dtype, {"w11": (width, in_features[0]), "bias11": (bias,)})
 
-    def forward_streams(self, base: Tensor, up: Tensor) -> Streams:
-        y_base = self.forward_stock(base) if self.w11 is None else self.copied(base, self.w11, self.bias11, base)
-        if self.w12 is not None:
-            bias = None if self.bias is None else self.bias * (1 - self.share)
-            y_base = torch.add(self.copied(up, self.w12, bias, y_base), y_base, alpha=self.share)
-        return y_base, self.forward_up(base, up, y_base)
-
-    def forward_up(self, x_base: Tensor, x_up: Tensor, like: Tensor) -> Tensor | None:
-        return None if self.w21 is None else self.copied(x_base, self.w21, self.up_bias, like)
+    def forward(self, base: Tensor, up: Tensor, y: Tensor | None, writes: bool) -> tuple[Tensor, Tensor | None]:
+        if y is None:
+            y = self.copied(base, self.w11, self.bias11, base)
+        if writes and self.w12 is not None:
+            bias = None if self.stock.bias is None else self.stock.bias * (1 - self.share)
+            y = torch.add(self.copied(up, self.w12, bias, y), y, alpha=self.share)
+        return y, None if self.w21 is None else self.copied(base, self.w21, self.up_bias, y)
 
     def copied(self, x: Tensor, block: Tensor, bias: Tensor | None, like: Tensor) -> Tensor:
         """What the stock module would compute with this block, whose rows are outputs, and this bias."""
         x, bias = x.to(block.dtype), None if bias is None else bias.to(block.dtype)
-        if isinstance(self, nn.Linear):
+        if isinstance(self.stock, nn.Linear):
             # some stock classes add the bias in a step of its own
-            stock: Any = type(self).__bases__[1]
-            return stock.forward(View(self, {"weight": block, "bias": bias}), x).to(like.dtype)
+            return stock_class(self.stock).forward(View(self.stock, {"weight": block, "bias": bias}), x).to(like.dtype)
         # Conv1D stores (inputs, outputs), and a product reads its operands in the order in which they lie
-        rows = torch.addmm(bias, x.reshape(-1, x.shape[-1]), aligned(block.t(), self.weight))
+        rows = torch.addmm(bias, x.reshape(-1, x.shape[-1]), aligned(block.t(), self.stock.weight))
         return rows.view(*x.shape[:-1], -1).to(like.dtype)
 
-    def align_copies(self) -> None:
-        """Put the blocks where they are aligned as the base weight: loaders leave tensors where they lie in a file."""
+    def align(self) -> None:
         for name in ("w11", "w12", "w21"):
             block = self._parameters.get(name)
             if block is not None:
-                block.data = aligned(block.data, self.weight)
+                block.data = aligned(block.data, self.stock.weight)
 
 
-def own_thread() -> int:
-    """A number of the running thread; a graph has no threads."""
-    return 0 if torch.compiler.is_compiling() else get_ident()
+class NormBlocks(Blocks):
+    """The norm of an up stream, by its own statistics, computed in float32.
+
+    `style` is "rms" (gain w), "layer" (mean, variance, gain, bias), or one of them with "_plus_one" (gain 1 + w). The
+    stock norm may have no gain; that of the up stream has one.
+    """
+
+    groups = {"up_weight": "norms", "up_bias": "norms"}
+
+    def __init__(self, stock, base, up, style, epsilon, dtype):
+        super().__init__(stock, up)
+        self.style, self.epsilon = style, epsilon
+        has_bias = getattr(stock, "bias", None) is not None
+        self.add_tensors(dtype, {"up_weight": (up,), "up_bias": (up if has_bias else 0,)})
+
+    def forward(self, base: Tensor, up: Tensor, y: Tensor | None, writes: bool) -> tuple[Tensor, Tensor | None]:
+        gain, bias = self.up_weight.float(), None if self.up_bias is None else self.up_bias.float()
+        gain = gain + 1.0 if self.style.endswith("_plus_one") else gain
+        if self.style.startswith("layer"):
+            return y, functional.layer_norm(up.float(), gain.shape, gain, bias, self.epsilon).to(y.dtype)
+        return y, functional.rms_norm(up.float(), gain.shape, gain, self.epsilon).to(y.dtype)
+
+
+class EmbeddingBlocks(Blocks):
+    """Added columns of an embedding, which take the same scale as the stock ones where there is one."""
+
+    groups = {"up_weight": "embedding"}
+
+    def __init__(self, stock, up, dtype):
+        super().__init__(stock)
+        self.add_tensors(dtype, {"up_weight": (stock.weight.shape[0], up)})
+
+    def forward(self, base: Tensor, up: Tensor, y: Tensor | None, writes: bool) -> tuple[Tensor, Tensor | None]:
+        # what it reads are token ids
+        found = functional.embedding(base, self.up_weight, self.stock.padding_idx).to(y.dtype)
+        scale = getattr(self.stock, "embed_scale", None)
+        if scale is None:
+            return y, found
+        return y, found * (scale.to(found.dtype) if isinstance(scale, Tensor) else scale)
+
+
+class HeadBlocks(Blocks):
+    """Added columns of the head: logits + head_up x_up, where head_up is `up_weight`, zero at first, never tied."""
+
+    groups = {"up_weight": "head"}
+
+    def __init__(self, stock, base, up, dtype):
+        super().__init__(stock, up)
+        self.add_tensors(dtype, {"up_weight": (stock.weight.shape[0], up)})
+
+    def forward(self, logits: Tensor, up: Tensor) -> Tensor:
+        """Logits of a path, from those of its base stream, in the memory of these."""
+        return logits if self.up_weight is None else add_product(logits, up, self.up_weight)
+
+
+class SameBlocks(Blocks):
+    """A module that treats an up stream as a base stream: an activation, or a norm inside each head.
+
+    Each runs alone: vector and tail lanes of one kernel may round differently.
+    """
+
+    def forward(self, base: Tensor, up: Tensor, y: Tensor | None, writes: bool) -> tuple[Tensor, Tensor | None]:
+        return y, self.stock.run_stock(up)
+
+
+class PassingBlocks(Blocks):
+    """A module that has no block: it reads the base stream alone, and writes `up_out` zeros beside it.
+
+    So the up stream passes through the residual connection of a layer that was not chosen.
+    """
+
+    def __init__(self, stock, up_in=0, up_out=0, up_sections=()):
+        super().__init__(stock, up_in, up_sections)
+        self.up_out = up_out
+
+    def forward(self, base: Tensor, up: Tensor, y: Tensor | None, writes: bool) -> tuple[Tensor, Tensor | None]:
+        return y, y.new_zeros(*y.shape[:-1], self.up_out) if self.up_out else None
+
+
+class DenseBlocks(Blocks):
+    """A small dense MLP beside a whole block of a layer, which runs as it is on the base stream.
+
+        y = block(x) + W12 h      y_up = V h      h = silu(W21 x + W22 x_up), of `inner` features; V is `up_weight`
+
+    A mixture's router sees the base stream alone.
+    """
+
+    groups = {"w12": "w12", "w21": "w21", "w22": "w22", "up_weight": "w22"}
+
+    def __init__(self, stock, base, up, inner=0, collaborative=False, dtype=None):
+        super().__init__(stock, up)
+        self.up_out = up
+        shapes = {"w12": (base, inner if collaborative else 0), "w21": (inner, base), "w22": (inner, up)}
+        self.add_tensors(dtype, shapes | {"up_weight": (up, inner)})
+
+    def forward(self, base: Tensor, up: Tensor, y: Tensor | None, writes: bool) -> tuple[Tensor, Tensor | None]:
+        if self.w21 is None:
+            return y, y.new_zeros(*y.shape[:-1], self.up_out)
+        h = product(base, self.w21, y)
+        h = functional.silu(h if self.w22 is None else h + product(up, self.w22, y))
+        y_up = y.new_zeros(*y.shape[:-1], 0) if self.up_weight is None else product(h, self.up_weight, y)
+        return add_new_product(y, h, self.w12) if writes and self.w12 is not None else y, y_up
+
+
+class Through(NamedTuple):
+    """A group of streams as it passes through a module.
+
+    Attributes:
+        writes: Whether the base stream is an expansion's own, so that W12 exists there.
+        blocks: For each up stream what the expansion adds to the module, None where that is nothing.
+    """
+
+    writes: bool
+    blocks: tuple[Blocks | None, ...]
+
+
+class Layout(NamedTuple):
+    """How the streams of the chosen paths lie in what a module reads.
+
+    Attributes:
+        groups: The groups of streams, in the order in which they lie.
+        up_in: Widths of all streams, None for a base stream; all of these are equally wide.
+        widths: The same once known, by their sum.
+    """
+
+    groups: tuple[Through, ...]
+    up_in: tuple[int | None, ...]
+    widths: dict[int, list[int]]
+
+    def widths_of(self, width: int) -> list[int]:
+        """Widths of all streams that the module reads, from their sum."""
+        # a token at a time, working them out costs as much as a small product
+        if width not in self.widths:
+            ups = [own for own in self.up_in if own is not None]
+            base = (width - sum(ups)) // (len(self.up_in) - len(ups))
+            self.widths[width] = [base if own is None else own for own in self.up_in]
+        return self.widths[width]
+
+
+class ExpandedModule:
+    """A stock module through which all chosen paths pass; the second base class of every such module.
+
+    Attributes:
+        running: What the model runs.
+        place: Number of its layer; -1 before the first one, and the number of layers after the last.
+        expansions: What each expansion adds to it, by name; those that add nothing are not there.
+        layouts: How streams lie in what it reads, by the paths; None where the stock module runs alone.
+        sections: Widths of the parts of a fused projection; empty where it is none.
+    """
+
+    running: Running
+    sections: tuple[int, ...] = ()
+    # what it reads, or gives out, lies in memory as in the base model
+    keeps_strides = False
+    head_axis: int | None = None
+
+    def layout(self) -> Layout | None:
+        """How streams lie now in what the module reads."""
+        paths = self.running.now().paths
+        if paths not in self.layouts:
+            self.layouts[paths] = self.make_layout(paths)
+        return self.layouts[paths]
+
+    def make_layout(self, paths: Paths) -> Layout | None:
+        """How the streams of these paths lie in what the module reads."""
+        if paths.is_base:
+            return None
+        groups, up_in = [], []
+        for group in paths.groups(self.place):
+            blocks = tuple(self.expansions._modules.get(name) for name in group.ups)
+            groups.append(Through(bool(group.writer), blocks))
+            up_in += [None, *(0 if own is None else own.up_in for own in blocks)]
+        is_stock = len(groups) == 1 and not any(own is not None for own in groups[0].blocks)
+        return None if is_stock else Layout(tuple(groups), tuple(up_in), {})
+
+    def run_stock(self, x: Tensor) -> Tensor:
+        """The stock module's own forward."""
+        return super().forward(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        layout = self.layout()
+        if layout is None:
+            # the last token's features are strided, and torch takes another kernel for them when a weight is frozen
+            return super().forward(x if self.keeps_strides else x.contiguous())
+        return self.through(super().forward, x, layout)
+
+    def through(self, run: Callable[[Tensor], Tensor], x: Tensor, layout: Layout) -> Tensor:
+        """Every path by itself: no operation sees more of a base stream than in the base model."""
+        streams, found = iter(self.split(x, layout)), []
+        for group in layout.groups:
+            base = next(streams)
+            if not group.writes and base.requires_grad:
+                # nothing that trains reaches the base's own stream, so no gradient has to pass through it
+                base = base.detach()
+            blocks = group.blocks
+            is_copied = group.writes and blocks[0] is not None and blocks[0].replaces_base
+            y = None if is_copied else run(base)
+            ups = []
+            for own, up in zip(blocks, streams, strict=False):
+                if own is None:
+                    ups.append(None)
+                else:
+                    y, y_up = own(base, up, y, group.writes)
+                    ups.append(y_up)
+            found.append([y, *ups])
+        return self.join(found, layout)
+
+    def split(self, x: Tensor, layout: Layout) -> Sequence[Tensor]:
+        """Take streams apart, each with memory of its own: kernels choose their way by the strides of an operand."""
+        widths = layout.widths_of(x.shape[-1])
+        if known := streams_of(x, widths):
+            return known
+        parts = x.split_with_sizes(widths, dim=-1)
+        # a chunk of a fused projection is strided in the base model too, and must stay so here
+        return parts if self.keeps_strides and not x.is_contiguous() else [own_memory(part) for part in parts]
+
+    def join(self, found: list[list[Tensor | None]], layout: Layout) -> Tensor:
+        """Put the results of all paths side by side."""
+        if self.sections:
+            return self.join_sections(found, layout)
+        return join_streams(*(own for group in found for own in group if own is not None))
+
+    def join_sections(self, found: list[list[Tensor | None]], layout: Layout) -> Tensor:
+        """A fused projection is joined section by section: q, q_up, k, k_up, ..."""
+        columns = []
+        for (base, *ups), group in zip(found, layout.groups, strict=True):
+            columns.append(base.split(self.sections, dim=-1))
+            columns += [
+                up.split(own.up_sections, dim=-1) for up, own in zip(ups, group.blocks, strict=True) if up is not None
+            ]
+        return torch.cat([part for parts in zip(*columns, strict=True) for part in parts], dim=-1)
+
+
+class ExpandedLast(ExpandedModule):
+    """The last norm: what each group gives leaves it one after the other along the batch, each equally wide.
+
+    Stock code may have noted the width of all streams before the first layer, and expects it there again.
+
+    Attributes:
+        stream_widths: Width of the up stream of each expansion, and of the base stream by the empty name.
+    """
+
+    def join(self, found: list[list[Tensor | None]], layout: Layout) -> Tensor:
+        if len(found) == 1:
+            return super().join(found, layout)
+        names = {path.expansion for path in self.running.now().paths.paths}
+        width = sum(self.stream_widths[name] for name in names | {""})
+        joined = [torch.cat([own for own in group if own is not None], dim=-1) for group in found]
+        return torch.cat([functional.pad(own, (0, width - own.shape[-1])) for own in joined])
+
+
+class ExpandedActivation(ExpandedModule):
+    """An activation; what it reads may be strided in the base model too."""
+
+    keeps_strides = True
+
+
+class ExpandedHeadNorm(ExpandedModule):
+    """A norm inside each head, shared by all heads."""
+
+    # its result lies in memory as its input does, and attention chooses its path by that
+    keeps_strides = True
+
+    def split(self, x: Tensor, layout: Layout) -> Sequence[Tensor]:
+        # clone() keeps the order of strides, so the base's heads lie in memory as they do in the base model
+        return [part.clone() for part in x.split(layout.widths_of(x.shape[self.head_axis]), self.head_axis)]
+
+    def join(self, found: list[list[Tensor | None]], layout: Layout) -> Tensor:
+        parts = [own.movedim(self.head_axis, -2) for group in found for own in group if own is not None]
+        return torch.cat(parts, dim=-2).movedim(-2, self.head_axis)
+
+
+class ExpandedEmbedding(ExpandedModule):
+    """An embedding, which reads ids and no streams."""
+
+    def split(self, x: Tensor, layout: Layout) -> Sequence[Tensor]:
+        return [x] * len(layout.up_in)
+
+    def join(self, found: list[list[Tensor | None]], layout: Layout) -> Tensor:
+        return torch.cat([own for own in found[0] if own is not None], dim=-1)
+
+
+class ExpandedPadding(ExpandedModule):
+    """A module that reads no hidden state, such as a position embedding; zeros stand beside what it gives."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        y, layout = super(ExpandedModule, self).forward(*args, **kwargs), self.layout()
+        if layout is None:
+            return y
+        return functional.pad(y, (0, sum(own.up_out for own in layout.groups[0].blocks if own is not None)))
+
+
+class ExpandedBlock(ExpandedModule):
+    """A whole block of a layer, run as it is on each base stream."""
+
+    def make_layout(self, paths: Paths) -> Layout | None:
+        held = CACHES.intersection(signature(super(ExpandedModule, self).forward).parameters)
+        if held and len(paths.groups(self.place)) > 1:
+            raise ValueError(
+                f"{type(self).__name__}: keeps a cache ({', '.join(sorted(held))}) and runs as a whole, so two base "
+                "streams cannot pass through it. Run one expansion at a time, or expand another part of these layers."
+            )
+        return super().make_layout(paths)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        stock, layout, found = super(ExpandedModule, self).forward, self.layout(), []
+
+        def run(base: Tensor) -> Tensor:
+            found.append(stock(base, *args[1:], **kwargs) if args else stock(**(kwargs | {"hidden_states": base})))
+            y = found[-1][0] if isinstance(found[-1], tuple) else found[-1]
+            # some blocks lay all tokens in a row
+            return y if layout is None else y.view(*base.shape[:-1], -1)
+
+        hidden = args[0] if args else kwargs["hidden_states"]
+        y = run(hidden.contiguous()) if layout is None else self.through(run, hidden, layout)
+        # what else it gives, such as the scores of a mixture's router, is that of the path that runs last
+        return (y, *found[-1][1:]) if isinstance(found[-1], tuple) else y
 
 
 class ExpandedHead(ExpandedModule):
-    """The head: logits = head x + head_up x_up, where head_up is `up_weight`, zero at first, never tied.
+    """The head: it gives the logits of the only path, or what the call asks for from the features of all of them.
 
-    Where a model routes, the head is asked for other than the logits of one path, by each thread for itself: a
-    function in `answers` gets the features of both paths, one after the other along the batch. `softcap` is set where
-    the stock model would cap the logits after the head, which is too late for a router.
+    `softcap` caps logits as the stock model would after the head, which is too late for a router.
     """
 
-    groups = {"up_weight": "head"}
     softcap: float | None = None
 
-    def configure(self, base, up, dtype):
-        self.base_in, self.answers = base, {}
-        if up:
-            self.add_parameter("up_weight", self.weight.shape[0], up, dtype=dtype)
-        else:
-            self.register_parameter("up_weight", None)
-
     def forward(self, x: Tensor) -> Tensor:
-        answer = self.answers.get(own_thread())
-        if answer is not None:
-            return answer(x)
-        logits = self.forward_expanded(x) if self.is_enabled else self.base_logits(x.contiguous(), x)
-        return self.capped_in_place(logits)
-
-    def forward_expanded(self, x: Tensor) -> Tensor:
-        ((base, up),) = self.split(x)
-        return self.add_up(self.base_logits(base, x), up)
+        call = self.running.now()
+        if call.answer is not None:
+            return call.answer(x)
+        layout = self.layout()
+        if layout is None:
+            return self.capped_in_place(self.base_logits(x.contiguous(), x))
+        base, up = self.split(x, layout)
+        group = layout.groups[0]
+        base = base if group.writes else base.detach()
+        return self.capped_in_place(group.blocks[0](self.base_logits(base, x), up))
 
     def base_logits(self, base: Tensor, read: Tensor) -> Tensor:
         """Logits of the base stream, which is contiguous; `read` lies in memory as the base model's features do.
@@ -323,12 +540,8 @@ class ExpandedHead(ExpandedModule):
         Features of last tokens alone are strided, and to their product torch adds a bias in a step of its own.
         """
         if self.bias is None or read.is_contiguous():
-            return self.forward_stock(base)
+            return self.run_stock(base)
         return functional.linear(base, self.weight) + self.bias
-
-    def add_up(self, logits: Tensor, up: Tensor) -> Tensor:
-        """Add head_up x_up to the logits of the base stream."""
-        return logits if self.up_weight is None else add_product(logits, up, self.up_weight)
 
     def capped(self, logits: Tensor) -> Tensor:
         """Cap logits as the stock model does."""
@@ -341,217 +554,19 @@ class ExpandedHead(ExpandedModule):
         return logits.div_(self.softcap).tanh_().mul_(self.softcap)
 
 
-class ExpandedEmbedding(ExpandedModule):
-    """An embedding with added columns, which take the same scale as the stock ones where there is one."""
-
-    groups = {"up_weight": "embedding"}
-
-    def configure(self, up, dtype):
-        self.add_parameter("up_weight", self.weight.shape[0], up, dtype=dtype)
-
-    def forward_expanded(self, ids: Tensor) -> Tensor:
-        base = self.forward_stock(ids)
-        return torch.cat((base, self.forward_up(ids, ids, base)), dim=-1)
-
-    def forward_up(self, x_base: Tensor, x_up: Tensor, like: Tensor) -> Tensor:
-        """The added columns of token ids, which are no stream."""
-        up = functional.embedding(x_base, self.up_weight, self.padding_idx).to(like.dtype)
-        scale = getattr(self, "embed_scale", None)
-        return up if scale is None else up * (scale.to(up.dtype) if isinstance(scale, Tensor) else scale)
-
-
-class ExpandedNorm(ExpandedModule):
-    """A split norm: each stream is normalised by its own statistics.
-
-    `style` is "rms" (gain w), "layer" (mean, variance, gain, bias), or one of them with "_plus_one" (gain 1 + w). The
-    stock norm may have no gain; that of the up stream has one.
-    """
-
-    groups = {"up_weight": "norms", "up_bias": "norms"}
-
-    def configure(self, base, up, style, epsilon, dtype):
-        self.base_in, self.up_style, self.up_epsilon = base, style, epsilon
-        self.add_parameter("up_weight", up, dtype=dtype)
-        if getattr(self, "bias", None) is not None:
-            self.add_parameter("up_bias", up, dtype=dtype)
-
-    def forward_up(self, x_base: Tensor, x_up: Tensor, like: Tensor) -> Tensor:
-        """Norm of the up stream, computed in float32."""
-        bias = self._parameters.get("up_bias")
-        y_up = self.normalise(x_up.float(), self.up_weight.float(), None if bias is None else bias.float())
-        return y_up.to(like.dtype)
-
-    def normalise(self, x: Tensor, gain: Tensor, bias: Tensor | None) -> Tensor:
-        """The norm of one stream, in the style of the stock norm."""
-        gain = gain + 1.0 if self.up_style.endswith("_plus_one") else gain
-        if self.up_style.startswith("layer"):
-            return functional.layer_norm(x, gain.shape, gain, bias, self.up_epsilon)
-        return functional.rms_norm(x, gain.shape, gain, self.up_epsilon)
-
-
-class ExpandedHeadNorm(ExpandedModule):
-    """A norm inside each head, shared by old and new heads; `heads` old ones come first on axis `axis`."""
-
-    # its result lies in memory as its input does, and attention chooses its path by that
-    keeps_strides = True
-
-    def configure(self, heads, axis):
-        self.base_in, self.head_axis = heads, axis
-
-    def split(self, x: Tensor) -> list[tuple[Tensor, Tensor]]:
-        parts = x.split(self.widths(x.shape[self.head_axis]), self.head_axis)
-        # clone() keeps the order of strides, so the old heads lie in memory as they do in the base model
-        return self.paired([part.clone() for part in parts])
-
-    def forward_up(self, x_base: Tensor, x_up: Tensor, like: Tensor) -> Tensor:
-        return self.forward_stock(x_up)
-
-    def join(self, paths: list[Streams]) -> Tensor:
-        parts = [part.movedim(self.head_axis, -2) for path in paths for part in path if part is not None]
-        return torch.cat(parts, dim=-2).movedim(-2, self.head_axis)
-
-
-class ExpandedActivation(ExpandedModule):
-    """An activation run on each stream alone: vector and tail lanes of one kernel may round differently."""
-
-    keeps_strides = True
-
-    def configure(self, base):
-        self.base_in = base
-
-    def forward_up(self, x_base: Tensor, x_up: Tensor, like: Tensor) -> Tensor:
-        return self.forward_stock(x_up)
-
-    def split(self, x: Tensor) -> list[tuple[Tensor, Tensor]]:
-        if x.is_contiguous():
-            return super().split(x)
-        # a chunk of a fused projection is strided in the base model too, and must stay so here
-        return self.paired(x.split(self.widths(x.shape[-1]), dim=-1))
-
-
-class PassingModule(ExpandedModule):
-    """A stock module that has no block of its own.
-
-    At the border of the residual stream in a layer that was not chosen it reads only the `base` features (None: all
-    that it reads is base) and writes `up` zeros, so the up stream passes through the layer's residual connection
-    unchanged. Where a model routes, every module of a layer has to take both paths; `sections` are then the parts of
-    a fused projection.
-    """
-
-    def configure(self, base, up, sections=None):
-        self.base_in, self.up_out = base, up
-        self.sections = [[size, 0] for size in sections] if sections else [[]]
-
-    def forward_expanded(self, x: Tensor) -> Tensor:
-        if self.is_routed:
-            return super().forward_expanded(x)
-        y = self.forward_stock(x if self.base_in is None else self.base_part(x))
-        # padding would fill all of the result with zeros first
-        return torch.cat((y, y.new_zeros(*y.shape[:-1], self.up_out)), dim=-1) if self.up_out else y
-
-    def base_part(self, x: Tensor) -> Tensor:
-        """The base stream of what it reads."""
-        return self.split(x)[0][0]
-
-    def forward_up(self, x_base: Tensor, x_up: Tensor, like: Tensor) -> Tensor | None:
-        return like.new_zeros(*like.shape[:-1], self.up_out) if self.up_out else None
-
-
-class ExpandedBlock(ExpandedModule):
-    """A whole block of a layer, run as it is on the base stream, with a small dense MLP beside it.
-
-        y = block(x) + W12 h      y_up = V h      h = silu(W21 x + W22 x_up), of `inner` features; V is `up_weight`
-
-    Without `inner` the block only lets the up stream pass. A mixture's router sees the base stream alone.
-    """
-
-    groups = {"w12": "w12", "w21": "w21", "w22": "w22", "up_weight": "w22"}
-
-    def configure(self, base, up, inner=0, collaborative=False, dtype=None):
-        self.base_in, self.up_out = base, up
-        shapes = {
-            "w12": (base, inner if collaborative else 0),
-            "w21": (inner, base),
-            "w22": (inner, up),
-            "up_weight": (up, inner),
-        }
-        for name, shape in shapes.items():
-            if 0 in shape:
-                self.register_parameter(name, None)
-            else:
-                self.add_parameter(name, *shape, dtype=dtype)
-
-    def check_paths(self) -> None:
-        held = CACHES.intersection(signature(super(ExpandedModule, self).forward).parameters)
-        if held:
-            raise ValueError(
-                f"config.json: scale_surgery.routing lets two paths pass through {type(self).__name__}, which keeps "
-                f"a cache ({', '.join(sorted(held))}) and runs as a whole, expected none that does. Export the model "
-                "without a router, or expand another part of these layers."
-            )
-
-    def forward(self, *args, **kwargs):
-        stock, found = super(ExpandedModule, self).forward, []
-
-        def run(base: Tensor) -> Tensor:
-            found.append(stock(base, *args[1:], **kwargs) if args else stock(**(kwargs | {"hidden_states": base})))
-            return found[-1][0] if isinstance(found[-1], tuple) else found[-1]
-
-        hidden = args[0] if args else kwargs["hidden_states"]
-        y = self.forward_paths(run, hidden) if self.is_enabled else run(hidden.contiguous())
-        # what else it gives, such as the scores of a mixture's router, is the adapt path's, which runs last
-        return (y, *found[-1][1:]) if isinstance(found[-1], tuple) else y
-
-    def forward_paths(self, run: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
-        """Each path by itself."""
-        *first, (base, up) = self.split(hidden)
-        preserved = [
-            self.stream(run, *path, None) if self.keeps_up else (self.rows(run, path[0]), None) for path in first
-        ]
-        return self.join([*preserved, self.stream(run, base, up, self.w12)])
-
-    def rows(self, run: Callable[[Tensor], Tensor], base: Tensor) -> Tensor:
-        """What the block gives for the base stream, as features of each token: some blocks lay all tokens in a row."""
-        return run(base).view(*base.shape[:-1], -1)
-
-    def forward_up(self, x_base: Tensor, x_up: Tensor, like: Tensor) -> Tensor | None:
-        return self.stream(lambda _: like, x_base, x_up, None)[1]
-
-    def stream(self, run: Callable[[Tensor], Tensor], base: Tensor, up: Tensor, w12: Tensor | None) -> Streams:
-        """Both streams of one path."""
-        y = self.rows(run, base)
-        if self.w21 is None:
-            return y, y.new_zeros(*y.shape[:-1], self.up_out)
-        h = product(base, self.w21, y)
-        h = functional.silu(h if self.w22 is None else h + product(up, self.w22, y))
-        y_up = y.new_zeros(*y.shape[:-1], 0) if self.up_weight is None else product(h, self.up_weight, y)
-        return y if w12 is None else add_new_product(y, h, w12), y_up
-
-
-class ExpandedPadding(ExpandedModule):
-    """A module that reads no hidden state, such as a position embedding; zeros stand beside what it gives."""
-
-    groups = {}
-
-    def configure(self, up):
-        self.up_out = up
-
-    def forward(self, *args, **kwargs):
-        y = super(ExpandedModule, self).forward(*args, **kwargs)
-        return torch.cat((y, y.new_zeros(*y.shape[:-1], self.up_out)), dim=-1) if self.is_enabled else y
-
-
-KINDS = {
-    "block": ExpandedBlock,
-    "padding": ExpandedPadding,
-    "linear": ExpandedLinear,
-    "grown": GrownLinear,
-    "head": ExpandedHead,
-    "embedding": ExpandedEmbedding,
-    "norm": ExpandedNorm,
-    "head_norm": ExpandedHeadNorm,
-    "activation": ExpandedActivation,
-    "passing": PassingModule,
+# kind in config.json: class of the stock module, and what an expansion adds to it
+KINDS: dict[str, tuple[type, type]] = {
+    "linear": (ExpandedModule, LinearBlocks),
+    "grown": (ExpandedModule, GrownBlocks),
+    "norm": (ExpandedModule, NormBlocks),
+    "passing": (ExpandedModule, PassingBlocks),
+    "activation": (ExpandedActivation, SameBlocks),
+    "head_norm": (ExpandedHeadNorm, SameBlocks),
+    "block": (ExpandedBlock, DenseBlocks),
+    "embedding": (ExpandedEmbedding, EmbeddingBlocks),
+    "padding": (ExpandedPadding, PassingBlocks),
+    "head": (ExpandedHead, HeadBlocks),
+    "last": (ExpandedLast, PassingBlocks),
 }
 
 
@@ -561,20 +576,19 @@ def expanded_class(kind: type, stock: type) -> type:
     return type(f"{stock.__name__}WithUpStream", (kind, stock), {"__module__": __name__})
 
 
-def expand_module(module: nn.Module, kind: str | type, **sizes: Any) -> None:
-    """Turn a stock module into an expanded one in place; its stock parameters keep their names.
+def stock_class(module: nn.Module) -> Any:
+    """The class that a module had before it was expanded."""
+    return type(module).__bases__[1] if isinstance(module, ExpandedModule) else type(module)
 
-    Raises:
-        ValueError: If layers share the module, and would expand it in different ways.
-    """
-    expanded = KINDS[kind] if isinstance(kind, str) else kind
+
+def expand_module(module: nn.Module, kind: str, running: Running, place: int) -> None:
+    """Let paths pass through a stock module, in place; its stock parameters keep their names."""
     if isinstance(module, ExpandedModule):
-        # one activation may serve all layers
-        if expanded is ExpandedActivation is type(module).__bases__[0] and sizes == {"base": module.base_in}:
-            return
-        raise ValueError(
-            f"config.json: scale_surgery expands one {type(module).__bases__[1].__name__} in two ways, expected "
-            "layers that share a module to be expanded alike. Was it changed by hand?"
-        )
-    module.__class__ = expanded_class(expanded, type(module))
-    module.configure(**sizes)
+        return
+    module.__class__ = expanded_class(KINDS[kind][0], type(module))
+    module.running, module.place, module.layouts, module.expansions = running, place, {}, nn.ModuleDict()
+
+
+def expanded_modules(model: nn.Module) -> Iterator[ExpandedModule]:
+    """Modules through which paths pass."""
+    return (module for module in model.modules() if isinstance(module, ExpandedModule))

@@ -85,10 +85,6 @@ def own_memory(x: Tensor) -> Tensor:
     return x if is_aligned else x.clone()
 
 
-# base stream and up stream of one path; None where the path has no up stream here
-Streams = tuple[Tensor, Tensor | None]
-
-
 def join_streams(*streams: Tensor) -> Tensor:
     """Join streams; what is joined remembers them, so that the next module need not copy them out of it."""
     if len(streams) == 1:
@@ -108,24 +104,3 @@ def streams_of(x: Any, widths: list[int]) -> list[Tensor] | None:
         return None
     rest = iter(streams)
     return [next(rest) if width else x[..., :0] for width in widths]
-
-
-def stack(paths: list[Streams]) -> Tensor:
-    """Lay paths one after the other along the batch, each as wide as the last one: [base, up], zeros for what lacks.
-
-    That is how they leave the last norm: stock code may have noted the width of the residual stream before the first
-    layer, and expects it there again.
-    """
-    joined = [join_streams(*(stream for stream in path if stream is not None)) for path in paths]
-    return torch.cat([functional.pad(path, (0, joined[-1].shape[-1] - path.shape[-1])) for path in joined])
-
-
-def join(paths: list[Streams], sections: list[list[int]]) -> Tensor:
-    """Join the streams of all paths; a fused projection is joined section by section: q, q_up, k, k_up, ..."""
-    if len(sections) == 1:
-        return join_streams(*(stream for path in paths for stream in path if stream is not None))
-    base_sizes, up_sizes = zip(*sections, strict=True)
-    columns = []
-    for base, up in paths:
-        columns += [base.split(base_sizes, dim=-1)] + ([] if up is None else [up.split(up_sizes, dim=-1)])
-    return torch.cat([part for parts in zip(*columns, strict=True) for part in parts], dim=-1)

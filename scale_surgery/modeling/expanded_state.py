@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
-from scale_surgery.modeling.expanded_routing import find_restarts
-
 
 class RouterState(DynamicLayer):
     """What a router remembers, as one more layer of the KV cache, which reorders and crops it.
@@ -122,3 +120,28 @@ class Tokens:
         # however an older cache was emptied, its next text begins anew
         state.seen = 0 if self.state is None else state.seen
         state.set(*self.result, tokens=self.ids.shape[1])
+
+
+def find_restarts(mask: Tensor | None, positions: Tensor | None, past: int, like: Tensor) -> Tensor:
+    """Find where a sequence begins and where padding stands: there the router knows nothing of what came before.
+
+    Args:
+        mask: 2-dimensional attention mask (b, past + t) or None; any other mask is not read.
+        positions: Position ids (b or 1, t) or None.
+        past: Tokens in the KV cache.
+        like: Features or ids (b, t, ...).
+
+    Returns:
+        (b, t), bool.
+    """
+    rows, length = like.shape[:2]
+    restarts = torch.zeros(rows, length, dtype=torch.bool, device=like.device)
+    if positions is not None and positions.dim() == 2:
+        restarts[:, 1:] |= positions[:, 1:] != positions[:, :-1] + 1
+        restarts[:, 0] |= positions[:, 0] == 0
+    if isinstance(mask, Tensor) and mask.dim() == 2:
+        padded = torch.nn.functional.pad(mask == 0, (1, 0), value=False)
+        restarts |= padded[:, -length:] | padded[:, -length - 1 : -1]
+    if past == 0:
+        restarts[:, 0] = True
+    return restarts

@@ -22,11 +22,10 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from scale_surgery.modeling.expanded_mixture import Mixture, chosen, cosines, follow, in_chunks, normalizers, row_chunks
-from scale_surgery.modeling.expanded_streams import own_memory
-
+from .expanded_mixture import Mixture, chosen, cosines, follow, in_chunks, normalizers, row_chunks
 from .expanded_paths import BASE, Path, Paths
 from .expanded_state import Tokens
+from .expanded_streams import own_memory
 
 # logits of one path that stand in memory at a time: fewer rows make a matrix product slow
 AT_ONCE = 2**22

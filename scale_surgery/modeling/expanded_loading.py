@@ -9,10 +9,17 @@ from typing import Any
 
 import torch
 
-from scale_surgery.modeling.expanded_model import AN_EXTRACT, MOST_NAMED, NO_WEIGHTS
-
 from .expanded_modules import Blocks
 
+# tensors that an error names
+MOST_NAMED = 5
+# what transformers says of a folder or repository without weights, and what such a one may be: this code opens no file
+NO_WEIGHTS = "file named"
+AN_EXTRACT = (
+    "A folder with extract.json in place of weights is an extract: an expansion without its base, which extract.json "
+    "names. Put it on that base: scale-surgery apply EXTRACT --base BASE -o FOLDER writes a model that loads so; or "
+    "scale_surgery.load_expansion(BASE, EXTRACT) makes one in memory."
+)
 # what transformers' own adapters are called by
 ADAPTER_METHODS = (
     *("load_adapter", "add_adapter", "set_adapter", "delete_adapter", "enable_adapters", "disable_adapters"),
