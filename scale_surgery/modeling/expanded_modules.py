@@ -279,14 +279,14 @@ class DenseBlocks(Blocks):
 
         y = block(x) + W12 h      y_up = V h      h = silu(W21 x + W22 x_up), of `inner` features; V is `up_weight`
 
-    A mixture's router sees the base stream alone.
+    A mixture's router sees the base stream alone. Without `inner` the block only lets the up stream pass.
     """
 
     groups = {"w12": "w12", "w21": "w21", "w22": "w22", "up_weight": "w22"}
 
     def __init__(self, stock, base, up, inner=0, collaborative=False, dtype=None):
-        super().__init__(stock, up)
-        self.up_out = up
+        super().__init__(stock, up if inner else 0)
+        self.base_in, self.up_out = base, up
         shapes = {"w12": (base, inner if collaborative else 0), "w21": (inner, base), "w22": (inner, up)}
         self.add_tensors(dtype, shapes | {"up_weight": (up, inner)})
 
@@ -498,6 +498,14 @@ class ExpandedBlock(ExpandedModule):
                 "streams cannot pass through it. Run one expansion at a time, or expand another part of these layers."
             )
         return super().make_layout(paths)
+
+    def split(self, x: Tensor, layout: Layout) -> Sequence[Tensor]:
+        base = next(own.base_in for group in layout.groups for own in group.blocks if own is not None)
+        if layout.widths_of(x.shape[-1])[0] != base:
+            # no norm before it has taken off the up streams that nothing here reads
+            ups = [[0 if own is None else own.up_out for own in group.blocks] for group in layout.groups]
+            layout = layout._replace(up_in=tuple(own for group in ups for own in (None, *group)), widths={})
+        return super().split(x, layout)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         stock, layout, found = super(ExpandedModule, self).forward, self.layout(), []
