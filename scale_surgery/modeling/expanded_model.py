@@ -433,19 +433,21 @@ class ExpandedPreTrainedModel(LoadedModel):
             yield
 
     def path_logits(self, input_ids: Tensor, **inputs: Any) -> list[Tensor]:
-        """Logits of each path of what was chosen alone (b, t, v) each, the base's first.
+        """Logits of the base and of each expansion that was chosen, each alone and (b, t, v), whatever weighs them.
 
         Args:
             input_ids: Token ids (b, t).
             inputs: attention_mask and position_ids, where there are any.
         """
-        found: list[Tensor] = []
+        names, found = self.choice.names, list[Tensor]()
+        if names:
+            self._check_beside(names)
 
         def answer(features: Features) -> Tensor:
             found.extend(features.logits())
             return found[0]
 
-        with self.answering(answer):
+        with self.answering(answer, (BASE, *map(Path, names))):
             super().forward(input_ids=input_ids, use_cache=False, **inputs)
         return found
 
