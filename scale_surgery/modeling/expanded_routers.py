@@ -157,6 +157,11 @@ class Router:
         """The paths that run."""
         return (BASE, *(Path(name) for name in expansions))
 
+    @classmethod
+    def defaults(cls, expansions: int) -> dict[str, Any]:
+        """Numbers that it has for so many expansions where none are given."""
+        return {}
+
     def problems(self, expansions: int) -> list[str]:
         """What is wrong with its numbers for so many expansions."""
         return []
@@ -187,6 +192,10 @@ class PosteriorRouter(Router):
 
     prior: tuple[float, ...]
     switch_rate: float = 0.01
+
+    @classmethod
+    def defaults(cls, expansions: int) -> dict[str, Any]:
+        return {"prior": (1 / (1 + expansions),) * (1 + expansions)}
 
     def problems(self, expansions: int) -> list[str]:
         found = []
@@ -257,23 +266,29 @@ class CosineRouter(Router):
 ROUTERS: dict[str, type] = {"posterior": PosteriorRouter, "cosine": CosineRouter}
 
 
-def make_router(settings: dict[str, Any], expansions: int) -> Router:
-    """Make the router that config.json names.
+def make_router(settings: dict[str, Any], expansions: int, source: str = "") -> Router:
+    """Make the router that settings name, the posterior one where they name none.
+
+    Args:
+        settings: `router`, and its numbers.
+        expansions: How many expansions it weighs beside the base.
+        source: Where the settings are from, if not from a call.
 
     Raises:
         ValueError: If there is no such router, or one of its numbers is out of range.
     """
     numbers = {key: tuple(own) if isinstance(own, list) else own for key, own in settings.items() if key != "router"}
     try:
-        router = ROUTERS[settings["router"]](**numbers)
+        kind = ROUTERS[settings.get("router", "posterior")]
+        router = kind(**kind.defaults(expansions) | numbers)
         problems = router.problems(expansions)
     except (KeyError, TypeError) as error:
         raise ValueError(
-            f"config.json: scale_surgery.router is {settings}, expected one of {', '.join(ROUTERS)} with its numbers "
-            f"({error}). Was it made by another release, or by hand?"
+            f"{source or 'router:'} is {settings}, expected one of {', '.join(ROUTERS)} with its numbers ({error})."
+            + (" Was it made by another release, or by hand?" if source else "")
         ) from error
     if problems:
-        raise ValueError("\n".join(f"config.json: scale_surgery.router.{line}" for line in problems))
+        raise ValueError("\n".join(f"{source}.{line}" if source else line for line in problems))
     return router
 
 
