@@ -422,9 +422,7 @@ def test_embeddings_instead_of_ids(trio_of: Callable[..., Trio], routing: str) -
     with torch.no_grad():
         embeddings = model.get_input_embeddings()(ids)
         if routing == "posterior":
-            with pytest.raises(
-                ValueError, match="inputs_embeds: the router scores tokens, expected input_ids"
-            ):
+            with pytest.raises(ValueError, match="inputs_embeds: the router scores tokens, expected input_ids"):
                 model(inputs_embeds=embeddings)
         else:
             assert torch.equal(model(inputs_embeds=embeddings).logits, model(ids).logits)

@@ -257,7 +257,9 @@ def test_no_cosine_is_above_one(trio_of: Callable[..., Trio]) -> None:
     ids = random_ids(3, 60)
     with torch.no_grad():
         for one in (expanded, model):
-            one.get_parameter("lm_head.expansions.default.up_weight").normal_(generator=torch.Generator().manual_seed(0))
+            one.get_parameter("lm_head.expansions.default.up_weight").normal_(
+                generator=torch.Generator().manual_seed(0)
+            )
         put_router(model, CosineRouter(1.0, strict=True))
         assert torch.equal(model(ids).logits, expanded(ids).logits)
         assert model.score_tokens(ids).weights[..., 1].eq(1).all()
@@ -652,7 +654,9 @@ def test_training_on_the_mixture(trio_of: Callable[..., Trio], family: str, requ
     assert_same_gradients(found, wanted)
     has_w12 = any(name.endswith("w12") for name in trainable)
     assert has_w12 == (request_name != "preserve")
-    assert all(wanted[name].any() for name in trainable if name.endswith(("w12", "lm_head.expansions.default.up_weight")))
+    assert all(
+        wanted[name].any() for name in trainable if name.endswith(("w12", "lm_head.expansions.default.up_weight"))
+    )
     # the control: without the weights the gradient is another
     unweighted = gradients(
         model, functional.cross_entropy(z_a_again(model, ids).flatten(0, 1), labels[:, 1:].flatten())

@@ -111,7 +111,11 @@ def test_without_the_stock_conversion_no_expert_is_found(made, monkeypatch, name
     ("shard", "change", "found"),
     [
         (SHARD, lambda own: own.pop("model.norm.weight"), "model.norm.weight is missing"),
-        (NEW_SHARD, lambda own: own.pop(f"model.layers.1.block_sparse_moe.{OWN}.w12"), f"model.layers.1.mlp.{OWN}.w12 is missing"),
+        (
+            NEW_SHARD,
+            lambda own: own.pop(f"model.layers.1.block_sparse_moe.{OWN}.w12"),
+            f"model.layers.1.mlp.{OWN}.w12 is missing",
+        ),
         (NEW_SHARD, lambda own: own.pop(HEAD_UP), f"{HEAD_UP} is missing"),
         (
             NEW_SHARD,
