@@ -157,12 +157,15 @@ class ExpandedPreTrainedModel(LoadedModel):
     def add_expansion(self, name: str, plan: dict[str, Any]) -> None:
         """Add an expansion, all of whose tensors are zero until they are loaded, and choose it.
 
+        A router of the config that weighs others goes: its numbers are for so many paths as there were.
+
         Args:
             name: Its name.
             plan: What config.json says of it.
         """
         self._add_blocks(name, plan)
-        self.config.scale_surgery["expansions"].append({"name": name, **plan})
+        self.config.scale_surgery["expansions"].append({**plan, "name": name})
+        self.config.scale_surgery.pop("router", None)
         self.set_expansion(name)
 
     def _add_blocks(self, name: str, plan: dict[str, Any]) -> None:
@@ -332,7 +335,7 @@ class ExpandedPreTrainedModel(LoadedModel):
         return self.expansions[0]
 
     def delete_expansion(self, name: str) -> None:
-        """Forget an expansion; where it was chosen, the model is its base from then on."""
+        """Forget an expansion, and a router that weighs it; where it was chosen, the model is its base from then on."""
         self._known([name])
         for module in expanded_modules(self):
             if name in module.expansions:
@@ -343,6 +346,7 @@ class ExpandedPreTrainedModel(LoadedModel):
         del self.plans[name], self.stream_widths[name], self.entering_widths[name]
         said = self.config.scale_surgery
         said["expansions"] = [plan for plan in said["expansions"] if plan["name"] != name]
+        said.pop("router", None)
         self._forget()
         self.default_choice = Choice() if name in self.default_choice.names else self.default_choice
         self.running.chosen = Call(self.paths_of(self.default_choice))

@@ -85,14 +85,22 @@ class Blocks(nn.Module):
 
     def add_tensors(self, dtype: str | None, shapes: dict[str, tuple[int, ...]]) -> None:
         """Add tensors, zero until they are loaded, in `dtype` or in that of the stock weight; none that is empty."""
-        like = next((own for own in self.stock.parameters() if own.is_floating_point()), torch.empty(()))
-        kind = getattr(torch, dtype) if dtype else like.dtype
+        like = next(self.stock.parameters(), torch.empty(()))
+        # a quantised weight may be of whole numbers, and makes no tensors that are not quantised
+        stored = like.dtype if like.dtype.is_floating_point else torch.get_default_dtype()
+        kind = getattr(torch, dtype) if dtype else stored
         for name, shape in shapes.items():
-            made = None if 0 in shape else nn.Parameter(like.new_zeros(shape, dtype=kind))
+            made = None if 0 in shape else nn.Parameter(torch.zeros(shape, dtype=kind, device=like.device))
             self.register_parameter(name, made)
 
     def align(self) -> None:
-        """Put tensors where they are aligned as the base's; loaders leave them where they lie in a file."""
+        """Let each tensor begin at a cache line; loaders leave it where it lies in a file, at any place.
+
+        On a CPU the product of a matrix and a single row may round by where the matrix begins.
+        """
+        for block in self._parameters.values():
+            if block is not None:
+                block.data = own_memory(block.data)
 
 
 class LinearBlocks(Blocks):
@@ -189,6 +197,7 @@ class GrownBlocks(LinearBlocks):
         return rows.view(*x.shape[:-1], -1).to(like.dtype)
 
     def align(self) -> None:
+        super().align()
         for name in ("w11", "w12", "w21"):
             block = self._parameters.get(name)
             if block is not None:
