@@ -163,7 +163,7 @@ def put_expansion(model: Any, stored: StoredExpansion, name: str) -> Any:
     _put_tensors(expanded, stored, name, float32=specs["dtype"] == "float32")
     if expanded is not model and ROUTER_KEY in said:
         expanded.config.scale_surgery[ROUTER_KEY] = dict(said[ROUTER_KEY])
-        expanded.choose_all()
+        expanded.enable_expansion()
     expanded.freeze_base()
     expanded.align()
     if places is not None:
