@@ -298,7 +298,10 @@ class ExpandedPreTrainedModel(LoadedModel):
         if self.get_output_embeddings() is None or (len(names) < 2 and router is None):
             # without a head there is nothing to route
             return self.make_choice(names[0] if names else None)
-        return self.make_choice(names, **(router or {}))
+        if router is None:
+            return self.make_choice(names)
+        self._check_beside(tuple(names))
+        return Choice(tuple(names), make_router(router, len(names), "config.json: scale_surgery.router."))
 
     def enable_expansion(self, is_enabled: bool = True) -> None:
         """Run what the model was loaded for, or its base alone."""

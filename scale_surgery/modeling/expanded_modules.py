@@ -295,7 +295,7 @@ class DenseBlocks(Blocks):
 
     def __init__(self, stock, base, up, inner=0, collaborative=False, dtype=None):
         super().__init__(stock, up)
-        self.up_out = up
+        self.base, self.up_out = base, up
         shapes = {"w12": (base, inner if collaborative else 0), "w21": (inner, base), "w22": (inner, up)}
         self.add_tensors(dtype, shapes | {"up_weight": (up, inner)})
 
@@ -506,7 +506,15 @@ class ExpandedBlock(ExpandedModule):
                 f"{type(self).__name__}: keeps a cache ({', '.join(sorted(held))}) and runs as a whole, so two base "
                 "streams cannot pass through it. Run one expansion at a time, or expand another part of these layers."
             )
-        return super().make_layout(paths)
+        layout = super().make_layout(paths)
+        bases = [] if layout is None else [own.base for group in layout.groups for own in group.blocks if own is not None]
+        if bases:
+            # in a layer that was not chosen, a norm before the block takes the up stream off
+            widths = []
+            for group in layout.groups:
+                widths += [bases[0], *(0 if own is None or own.w21 is None else own.up_in for own in group.blocks)]
+            layout.widths[sum(widths)] = widths
+        return layout
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         stock, layout, found = super(ExpandedModule, self).forward, self.layout(), []
