@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from scale_surgery.composition.paths import MixedPaths
 from scale_surgery.errors import CheckpointError
 from scale_surgery.evidence.subjects import Subject
-from scale_surgery.planning.routing_specs import Routing, router_settings
+from scale_surgery.planning.routing_specs import Routing
 from scale_surgery.progress import Progress, Track, no_progress
 from scale_surgery.routing.noise import estimate
 from scale_surgery.routing.outcome import Outcome, Setting
@@ -218,5 +218,5 @@ class Reference:
 
 def with_numbers(router: Any, routing: Routing) -> Any:
     """A model's router with the numbers of a setting."""
-    numbers = {name: value for name, value in router_settings(routing).items() if name not in ("router", "strict")}
+    numbers = {name: value for name, value in routing.settings.items() if name not in ("router", "strict")}
     return replace(router, **numbers)
