@@ -250,9 +250,9 @@ class ExpandedPreTrainedModel(LoadedModel):
     def paths_of(self, choice: Choice) -> Paths:
         """The paths that run for a choice."""
         paths = choice.paths
-        if BASE in paths and choice.router is None:
-            self._check_blocks()
         if paths not in self.known_paths:
+            if paths == (BASE,):
+                self._check_blocks()
             forks = {name: min(plan["collaborative"]["layers"], default=None) for name, plan in self.plans.items()}
             self.known_paths[paths] = Paths(paths, forks, self.layer_count)
         return self.known_paths[paths]
@@ -269,10 +269,10 @@ class ExpandedPreTrainedModel(LoadedModel):
 
         Raises:
             ValueError: If there is no such expansion, a name stands twice in a list, several cannot run side by side
-                on this architecture, or a setting is out of range, or the model is fused and the base was to be chosen.
+                on this architecture, or a setting is out of range.
         """
-        choice = self.make_choice(names, **router)
-        self.running.chosen, self.default_choice = Call(self.paths_of(choice)), choice
+        self.default_choice = self.make_choice(names, **router)
+        self.running.chosen = Call(self.paths_of(self.default_choice))
 
     def make_choice(self, names: str | Sequence[str] | None, **router: Any) -> Choice:
         """What `set_expansion` chooses."""
