@@ -211,11 +211,15 @@ class NormBlocks(Blocks):
         self.add_tensors(dtype, {"up_weight": (up,), "up_bias": (up if has_bias else 0,)})
 
     def forward(self, base: Tensor, up: Tensor, y: Tensor | None, writes: bool) -> tuple[Tensor, Tensor | None]:
-        gain, bias = self.up_weight.float(), None if self.up_bias is None else self.up_bias.float()
+        bias = None if self.up_bias is None else self.up_bias.float()
+        return y, self.normalise(up.float(), self.up_weight.float(), bias).to(y.dtype)
+
+    def normalise(self, x: Tensor, gain: Tensor, bias: Tensor | None) -> Tensor:
+        """The norm of one stream, in the style of the stock norm."""
         gain = gain + 1.0 if self.style.endswith("_plus_one") else gain
         if self.style.startswith("layer"):
-            return y, functional.layer_norm(up.float(), gain.shape, gain, bias, self.epsilon).to(y.dtype)
-        return y, functional.rms_norm(up.float(), gain.shape, gain, self.epsilon).to(y.dtype)
+            return functional.layer_norm(x, gain.shape, gain, bias, self.epsilon)
+        return functional.rms_norm(x, gain.shape, gain, self.epsilon)
 
 
 class EmbeddingBlocks(Blocks):
