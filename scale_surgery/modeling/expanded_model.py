@@ -406,16 +406,21 @@ class ExpandedPreTrainedModel(LoadedModel):
             tokens.move(features.read.device)
             return by_row(features.at(tokens.keep), choice) if router is None else route(router, features, tokens)
 
-        with self._answering(answer):
+        with self.answering(answer):
             output = stock(**inputs)
         cache = inputs.get("past_key_values")
         tokens.remember(cache_of(output) if cache is None else cache)
         return output
 
     @contextmanager
-    def _answering(self, answer: Any) -> Iterator[None]:
-        """Let the head give what `answer` makes of the features of all paths, inside a `with` block."""
-        head, paths = self.get_output_embeddings(), self.paths_of(self.choice)
+    def answering(self, answer: Callable[[Features], Tensor], choice: Choice | None = None) -> Iterator[None]:
+        """Let the head give what `answer` makes of the features of all paths, inside a `with` block.
+
+        Args:
+            answer: From what leaves the last norm to what the forward gives as its logits.
+            choice: The paths that run; by default what was chosen.
+        """
+        head, paths = self.get_output_embeddings(), self.paths_of(choice or self.choice)
 
         def answer_features(features: Tensor) -> Tensor:
             return answer(Features.of(head, features, paths, self.stream_widths))
@@ -436,7 +441,7 @@ class ExpandedPreTrainedModel(LoadedModel):
             found.extend(features.logits())
             return found[0]
 
-        with self._answering(answer):
+        with self.answering(answer):
             super().forward(input_ids=input_ids, use_cache=False, **inputs)
         return found
 
@@ -458,7 +463,7 @@ class ExpandedPreTrainedModel(LoadedModel):
             found.append(score_tokens(router, features, tokens))
             return found[0].routed
 
-        with self._answering(answer):
+        with self.answering(answer):
             super().forward(input_ids=input_ids, use_cache=False, **inputs)
         return found[0]
 

@@ -49,7 +49,7 @@ def load_to_train(checkpoint: Checkpoint, settings: TrainingSettings, run: RunOp
             "would train: the copies would get equal gradients, stay equal and learn no more than one. Add w12 to "
             "--train-only."
         )
-    if "routing" in checkpoint.config["scale_surgery"]:
+    if "router" in checkpoint.config["scale_surgery"]:
         model.enable_routing(settings.routed)
     if settings.routed and _is_base_everywhere(model):
         raise TrainingError(
@@ -170,7 +170,7 @@ def _is_trapped(model: Any) -> bool:
     from torch import equal, nn
 
     def is_half(down: Any) -> bool:
-        weight = down.weight if isinstance(down, nn.Linear) else down.weight.t()
+        weight = down.stock.weight if isinstance(down.stock, nn.Linear) else down.stock.weight.t()
         return down.w12.shape == weight.shape and equal(down.w12, weight.to(down.w12.dtype) * down.share)
 
     grown = [module for module in model.modules() if getattr(module, "w11", None) is not None]
@@ -189,5 +189,5 @@ def _advice(model: Any) -> str:
 def _is_base_everywhere(model: Any) -> bool:
     """Whether a router gives out the base model's logits alone, whatever trains: both paths are still one."""
     blocks = [module.w12 for module in model.modules() if getattr(module, "w12", None) is not None]
-    is_mute = model.config.scale_surgery["routing"]["router"] == "cosine" and model.router.strict
-    return is_mute and not any(block.count_nonzero() for block in blocks)
+    router = model.config.scale_surgery["router"]
+    return router["router"] == "cosine" and router["strict"] and not any(block.count_nonzero() for block in blocks)

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scale_surgery.modeling.expanded_modules import own_thread
 from scale_surgery.running.freeze import expansion_disabled, expansion_parts
 from scale_surgery.running.sequences import Sequences
 from scale_surgery.running.texts import collate
@@ -117,7 +116,10 @@ def logits_beside_base(model: Any, inside: Any, batch: dict[str, Tensor]) -> tup
         Logits of the base and of the model, (rows, tokens, vocabulary) each.
     """
     if carries_base_logits(inside):
-        with _giving_both(inside.get_output_embeddings()):
+        names = inside.choice.names
+        # both paths share all streams, and the head makes the logits of each, one after the other along the batch
+        both = inside.choice._replace(rows=(None, *names))
+        with inside.answering(lambda features: torch.cat(features.logits()), both):
             base, logits = model(**batch, use_cache=False).logits.chunk(2)
         return base.detach(), logits
     with torch.no_grad(), evaluating(inside), expansion_disabled(inside):
@@ -127,8 +129,10 @@ def logits_beside_base(model: Any, inside: Any, batch: dict[str, Tensor]) -> tup
 
 def carries_base_logits(model: Any) -> bool:
     """Whether the base stream of a model is its base's now: no W12 writes into it, and training disturbs nothing."""
-    head = model.get_output_embeddings()
-    if getattr(head, "up_weight", None) is None or not hasattr(head, "answers") or model.is_routing_enabled:
+    choice = getattr(model, "choice", None)
+    if choice is None or choice.router is not None or len(choice.names) != 1:
+        return False
+    if choice.names[0] not in model.get_output_embeddings().expansions:
         return False
     writes = any(part.group in ("w12", "w11") for part in expansion_parts(model))
     return not writes and not (model.training and any(map(_disturbs, (model.config, *model.modules()))))
@@ -139,27 +143,6 @@ def _disturbs(owner: Any) -> bool:
     named = [own for name, own in vars(owner).items() if "drop" in name or "jitter" in name]
     rates = [*named, owner.p] if isinstance(owner, torch.nn.Dropout) else named
     return any(isinstance(rate, float) and rate > 0 for rate in rates)
-
-
-@contextmanager
-def _giving_both(head: Any) -> Iterator[None]:
-    """Let a head give the logits of the base stream alone and those of both, one after the other along the batch.
-
-    So what the model does with logits afterwards, such as capping them, is done to both.
-    """
-
-    def both(features: Tensor) -> Tensor:
-        ((base, up),) = head.split(features)
-        logits = head.base_logits(base, features)
-        # what is added to the logits is added in their memory
-        given: Tensor = head.capped(torch.cat((logits.detach().clone(), head.add_up(logits, up))))
-        return given
-
-    head.answers[own_thread()] = both
-    try:
-        yield
-    finally:
-        del head.answers[own_thread()]
 
 
 @contextmanager

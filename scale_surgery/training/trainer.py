@@ -191,16 +191,13 @@ class ExpansionTrainer(Trainer):
 
 @contextmanager
 def routing_enabled(model: Any) -> Iterator[None]:
-    """Let a model route inside a `with` block, if it has a router."""
-    if "routing" not in model.config.scale_surgery:
+    """Let a model route inside a `with` block, if it has a router and is not its base alone."""
+    router = model.config.scale_surgery.get("router")
+    if router is None or not model.is_expansion_enabled:
         yield
         return
-    before = model.switches["routing"]
-    model.enable_routing(True)
-    try:
+    with model.use_expansion(model.expansions, **router):
         yield
-    finally:
-        model.enable_routing(before)
 
 
 def load_whole(model: Any, tensors: Mapping[str, Tensor]) -> None:
