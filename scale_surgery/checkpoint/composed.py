@@ -6,6 +6,7 @@ import shlex
 from pathlib import Path
 from typing import Literal
 
+from scale_surgery.checkpoint.expansions import EXPANSIONS_KEY
 from scale_surgery.checkpoint.names import COMPOSED_FILE, CONFIG_FILE
 from scale_surgery.checkpoint.numbering import CONFIG_KEY
 from scale_surgery.checkpoint.reading import parse_json, read_bytes
@@ -43,7 +44,9 @@ def refuse_lost_record(path: Path) -> None:
     Raises:
         CheckpointError: If it is one; its expansions are named.
     """
-    if (path / COMPOSED_FILE).is_file() or not (names := _names(path, CONFIG_FILE, CONFIG_KEY)):
+    names = _names(path, CONFIG_FILE, CONFIG_KEY)
+    # one alone may be what a trainer saved
+    if (path / COMPOSED_FILE).is_file() or len(names) < 2:
         return
     line = _line("compose", "BASE", "EXTRACT")
     raise CheckpointError(
@@ -58,7 +61,8 @@ def _names(path: Path, file: str, *keys: str) -> list[str]:
         content = parse_json(read_bytes(path / file).decode("utf-8"))
         for key in keys:
             content = content[key]
-        return list(map(str, content["expansions"]))
+        found = content[EXPANSIONS_KEY]
+        return [str(own["name"]) for own in found] if isinstance(found, list) else list(map(str, found))
     except (OSError, ValueError, LookupError, TypeError):
         return []
 

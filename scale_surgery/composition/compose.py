@@ -39,7 +39,7 @@ from scale_surgery.composition.record import (
     folder_of,
 )
 from scale_surgery.errors import CheckpointError
-from scale_surgery.planning.architecture import CODE_FILES, COMPOSED_FILES
+from scale_surgery.planning.architecture import CODE_FILES
 from scale_surgery.planning.reserved import check_clashes
 from scale_surgery.progress import Progress, Track, no_track
 from scale_surgery.running.tokenizer import TOKENIZER_CONFIG_FILE, pin_tokenizer_class
@@ -197,7 +197,7 @@ def _write(
             place_files(part.files, partial / folder_of(name), headers, how, advance)
     manifests = {name: part.manifest for name, part in parts.items()}
     architecture = next(iter(manifests.values())).plan.architecture
-    code = modeling.code_texts(architecture, (*CODE_FILES, *COMPOSED_FILES))
+    code = modeling.code_texts(architecture, CODE_FILES)
     for file, text in code.items():
         write_text(partial / file, text)
     members = {name: part.member for name, part in parts.items()}

@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from scale_surgery import modeling
 from scale_surgery.checkpoint.files import plain_json
 from scale_surgery.checkpoint.headers import TensorInfo
-from scale_surgery.checkpoint.numbering import CONFIG_KEY
 from scale_surgery.checkpoint.reading import differing_keys
 from scale_surgery.composition.record import Member, Mixing
-from scale_surgery.planning.routing_specs import build_paths
-from scale_surgery.surgery.config import blocks_config
+from scale_surgery.surgery.config import expansion_specs, model_config
 from scale_surgery.surgery.record import Manifest
 
 
@@ -35,21 +32,9 @@ def composed_config(
     Returns:
         The new config.
     """
-    written = {name: blocks_config(manifest, base, dtype) for name, manifest in manifests.items()}
-    first = next(iter(manifests.values())).plan
-    return {
-        **next(iter(written.values())),
-        "architectures": modeling.composed_architectures(first.architecture),
-        "model_type": modeling.COMPOSED + first.architecture.model_type,
-        "auto_map": {**(base.get("auto_map") or {}), **modeling.composed_auto_map(first.architecture)},
-        CONFIG_KEY: {
-            "paths": build_paths(first.architecture, first.sizes),
-            "mixing": plain_json(mixing.stored),
-            "expansions": {name: config[CONFIG_KEY] for name, config in written.items()},
-            # an older release of transformers may have modules under the names in the files
-            "renamed": {name: dict(member.renamed) for name, member in members.items() if member.renamed},
-        },
-    }
+    plans = {name: manifest.plan for name, manifest in manifests.items()}
+    expansions = [expansion_specs(plan, name) for name, plan in plans.items()]
+    return model_config(base, next(iter(plans.values())), expansions, dtype, plain_json(mixing.stored))
 
 
 def config_problems(written: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:

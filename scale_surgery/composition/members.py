@@ -24,7 +24,7 @@ from scale_surgery.composition.record import Composition, Member, folder_of
 from scale_surgery.errors import CheckpointError
 from scale_surgery.progress import Progress, no_progress
 from scale_surgery.running.stored_names import reading_of
-from scale_surgery.surgery.config import blocks_config
+from scale_surgery.surgery.config import expanded_config
 from scale_surgery.surgery.extract_folder import Extract, name_in_extract, read_record
 from scale_surgery.surgery.record import Manifest, read_manifest
 from scale_surgery.surgery.renumbered import aligned_header, with_length, write_with_header
@@ -96,7 +96,7 @@ def _renamed(extract: Extract, base: Mapping[str, Any]) -> dict[str, str]:
 
     classes = modeling.model_classes(extract.manifest.plan.architecture)
     widest = next(classes[name] for name in modeling.AUTO_CLASSES if name in classes)
-    config = blocks_config(extract.manifest, base, "float32")
+    config = expanded_config(base, extract.manifest.plan, "float32")
     with torch.device("meta"):
         model = widest._from_config(classes["AutoConfig"].from_dict(config))
     reading, prefix = reading_of(model), f"{PREFIX}.name."

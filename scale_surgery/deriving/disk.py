@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from transformers import PreTrainedModel
 
 from scale_surgery import modeling
+from scale_surgery.checkpoint.expansions import DEFAULT_NAME, tensor_name
 from scale_surgery.errors import UnsupportedFamilyError
 from scale_surgery.planning.architecture import Architecture
 from scale_surgery.running.stored_names import Place, Reading
@@ -127,8 +128,10 @@ class _Names:
         """Whether new tensors of a name are read as those of a module."""
         if (module, stored) not in self.known:
             names = {
-                f"{tensor.around}{stored}.{block}": f"{tensor.own_around}{module}.{block}"
-                for block in modeling.expansion_names()
+                tensor_name(tensor.around + stored, DEFAULT_NAME, block): tensor_name(
+                    tensor.own_around + module, DEFAULT_NAME, block
+                )
+                for block in modeling.block_names()
             }
             places = self.reading.places(names)
             self.known[module, stored] = all(places[name].renamed == own for name, own in names.items())

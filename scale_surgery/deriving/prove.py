@@ -19,9 +19,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from scale_surgery import modeling
+from scale_surgery.checkpoint.expansions import BASE_KEY, DEFAULT_NAME, EXPANSIONS_KEY, INFIX
+from scale_surgery.checkpoint.numbering import CONFIG_KEY
 from scale_surgery.deriving.build import SEED, stock_classes, token_ids
 from scale_surgery.errors import UnsupportedFamilyError
 from scale_surgery.planning.architecture import Architecture, Sizes
+from scale_surgery.planning.routing_specs import base_specs
 from scale_surgery.planning.specs import Collaboration, Spec, Widths, build_specs
 from scale_surgery.running.loading import quiet_transformers
 
@@ -156,7 +159,8 @@ def expanded_twin(twin: Twin, specs: Spec) -> Any:
     config = type(twin.stock.config)
     classes = modeling.expanded_classes(stock_classes(twin.stock.config), config)
     widest = next(classes[name] for name in modeling.AUTO_CLASSES if name in classes)
-    plain = copy.deepcopy(twin.stock.config).to_dict() | {"scale_surgery": specs}
+    plain = copy.deepcopy(twin.stock.config).to_dict()
+    plain[CONFIG_KEY] = {BASE_KEY: base_specs(twin.architecture, twin.sizes, plain), EXPANSIONS_KEY: [specs]}
     plain.pop("model_type", None)
     model = widest._from_config(classes["AutoConfig"].from_dict(plain), dtype=torch.float32).eval()
     missing, unexpected = model.load_state_dict(twin.stock.state_dict(), strict=False)
@@ -175,13 +179,13 @@ def expanded_twin(twin: Twin, specs: Spec) -> Any:
 
 def expansion_of(model: nn.Module) -> dict[str, nn.Parameter]:
     """The new tensors of an expanded model."""
-    added = modeling.expansion_names()
-    return {name: own for name, own in model.named_parameters() if name.rpartition(".")[2] in added}
+    return {name: own for name, own in model.named_parameters() if INFIX in name}
 
 
 def head_part(model: Any) -> nn.Parameter | None:
     """The up part of its head."""
-    found: nn.Parameter | None = getattr(model.get_output_embeddings(), "up_weight", None)
+    expansions: Any = getattr(model.get_output_embeddings(), "expansions", {})
+    found: nn.Parameter | None = expansions[DEFAULT_NAME].up_weight if DEFAULT_NAME in expansions else None
     return found
 
 

@@ -8,9 +8,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from scale_surgery.checkpoint.expansions import ROUTER_KEY, specs_of_expansions
 from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.checkpoint.hashes import hash_file
 from scale_surgery.checkpoint.names import MANIFEST_FILE
+from scale_surgery.checkpoint.numbering import CONFIG_KEY
 from scale_surgery.checkpoint.sources import find_source
 from scale_surgery.composition.members import manifest_of
 from scale_surgery.composition.record import Composition, is_composition, read_composition
@@ -146,8 +148,8 @@ def _named_bases(subjects: Sequence[Subject]) -> Iterator[tuple[str, str]]:
 def _open(model: str, revision: str | None, run: RunOptions) -> Subject:
     source = find_source(model, revision)
     checkpoint = open_checkpoint(source.path)
-    specs = checkpoint.config.get("scale_surgery", {})
-    is_fused = specs.get("fused", False)
+    specs = checkpoint.config.get(CONFIG_KEY, {})
+    is_fused = any(own.get("fused", False) for own in specs_of_expansions(specs))
     is_expanded = bool(specs) and not is_fused
     manifest = read_manifest(source.path) if is_expanded and (source.path / MANIFEST_FILE).is_file() else None
     if manifest is not None:
@@ -158,7 +160,7 @@ def _open(model: str, revision: str | None, run: RunOptions) -> Subject:
         name=source.name,
         is_expanded=is_expanded,
         is_fused=is_fused,
-        is_routed="routing" in specs,
+        is_routed=ROUTER_KEY in specs,
         manifest=manifest,
         base=None,
         tokenizer=need_tokenizer(source.path, source.name, run),

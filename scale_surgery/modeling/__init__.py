@@ -11,9 +11,8 @@ from typing import Any, Protocol
 from scale_surgery.planning.architecture import OWN_CODE_FILE
 
 FOLDER = Path(__file__).parent
-# what stands before the model type of a base model: expanded once, or composed of several expansions
+# what stands before the model type of a base model
 EXPANDED = "scale_"
-COMPOSED = "composed_"
 # the widest first: a model that sees images is saved with what sees them
 AUTO_CLASSES = ("AutoModelForImageTextToText", "AutoModelForCausalLM", "AutoModel")
 
@@ -90,10 +89,10 @@ def is_ours(file: str, digest: str, architecture: Described | None = None) -> bo
     return (FOLDER / file).is_file() and digest == code_hash(file)
 
 
-def expansion_names() -> tuple[str, ...]:
+def block_names() -> tuple[str, ...]:
     """Last parts of the names of tensors that an expansion adds."""
-    found: tuple[str, ...] = import_module(f"{__name__}.expanded_modules").EXPANSION_NAMES
-    return found
+    kinds: Any = import_module(f"{__name__}.expanded_modules").KINDS
+    return tuple(dict.fromkeys(name for _, blocks in kinds.values() for name in blocks.groups))
 
 
 def auto_map(architecture: Described) -> dict[str, str]:
@@ -119,22 +118,9 @@ def architectures(architecture: Described) -> list[str]:
     return [names[widest].partition(".")[2]]
 
 
-def composed_auto_map(architecture: Described) -> dict[str, str]:
-    """The `auto_map` of a composed model's config.json: what has a head, on which paths are mixed."""
-    names = {
-        own: name.partition(".")[2].replace("Scale", "Composed", 1) for own, name in auto_map(architecture).items()
-    }
-    return {own: f"modeling_composed.{name}" for own, name in names.items() if own != "AutoModel"}
-
-
-def composed_architectures(architecture: Described) -> list[str]:
-    """The `architectures` of a composed model's config.json."""
-    return [architectures(architecture)[0].replace("Scale", "Composed", 1)]
-
-
 def stock_type(model_type: object) -> str:
     """Model type of the base of a model, by its own model type."""
-    return str(model_type).removeprefix(EXPANDED).removeprefix(COMPOSED)
+    return str(model_type).removeprefix(EXPANDED)
 
 
 def expanded_classes(stock: Mapping[str, type], config: type) -> dict[str, Any]:
@@ -147,10 +133,8 @@ def expanded_classes(stock: Mapping[str, type], config: type) -> dict[str, Any]:
     Returns:
         Auto class to class of the expanded model, AutoConfig included.
     """
-    configuration: Any = import_module(f"{__name__}.configuration_scale")
-    modeling: Any = import_module(f"{__name__}.modeling_scale")
-    models = {auto_class: modeling.model_of(own, config) for auto_class, own in stock.items()}
-    return {"AutoConfig": configuration.config_of(config), **models}
+    config_of, model_of = _makers()
+    return {"AutoConfig": config_of(config), **{auto_class: model_of(own, config) for auto_class, own in stock.items()}}
 
 
 def model_classes(architecture: Described) -> dict[str, Any]:
@@ -167,16 +151,16 @@ def model_classes(architecture: Described) -> dict[str, Any]:
 
 
 class _ExpandedConfigs(dict[str, Any]):
-    """Configuration classes by model type; those of expanded and composed models are made when they are asked for."""
+    """Configuration classes by model type; those of expanded models are made when they are asked for."""
 
     def __contains__(self, key: object) -> bool:
         from transformers import CONFIG_MAPPING
 
-        is_ours = isinstance(key, str) and key.startswith((EXPANDED, COMPOSED))
+        is_ours = isinstance(key, str) and key.startswith(EXPANDED)
         return super().__contains__(key) or (is_ours and stock_type(key) in CONFIG_MAPPING)
 
     def __missing__(self, key: str) -> Any:
-        self[key] = _register_type(stock_type(key), is_composed=key.startswith(COMPOSED))
+        self[key] = _register_type(stock_type(key))
         return self[key]
 
 
@@ -190,15 +174,14 @@ def is_part(stock: Any, stock_config: Any) -> bool:
     return getattr(stock, "config_class", None) in stock_config.sub_configs.values()
 
 
-def _register_type(base_type: str, *, is_composed: bool) -> Any:
+def _register_type(base_type: str) -> Any:
     """Register our form of each stock class that loads models of a type; returns that of the configuration."""
     from transformers import CONFIG_MAPPING, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
 
-    stock_config, (config_of, model_of) = CONFIG_MAPPING[base_type], _makers(is_composed=is_composed)
+    stock_config, (config_of, model_of) = CONFIG_MAPPING[base_type], _makers()
     config = config_of(stock_config)
     config.register_for_auto_class("AutoConfig")
-    # a composed model has a head, on which its paths are mixed
-    for auto_class in (AutoModel, AutoModelForImageTextToText, AutoModelForCausalLM)[is_composed:]:
+    for auto_class in (AutoModel, AutoModelForImageTextToText, AutoModelForCausalLM):
         stock = auto_class._model_mapping.get(stock_config, None)
         if stock is None or getattr(stock, "config_class", None) is None or is_part(stock, stock_config):
             continue
@@ -208,11 +191,8 @@ def _register_type(base_type: str, *, is_composed: bool) -> Any:
     return config
 
 
-def _makers(*, is_composed: bool) -> tuple[Any, Any]:
+def _makers() -> tuple[Any, Any]:
     """What makes configuration and model classes of stock ones."""
-    if is_composed:
-        composed: Any = import_module(f"{__name__}.modeling_composed")
-        return composed.composed_config_of, composed.composed_model_of
     configuration: Any = import_module(f"{__name__}.configuration_scale")
     modeling: Any = import_module(f"{__name__}.modeling_scale")
     return configuration.config_of, modeling.model_of

@@ -5,9 +5,11 @@ This file travels with the checkpoint: it opens no file, and needs only torch an
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import nn
 
 from .expanded_modules import Blocks
 
@@ -101,15 +103,19 @@ class LoadedModel:
         for blocks in self.blocks():
             blocks.align()
 
+    def expansion_parameters(self) -> Iterator[tuple[str, str, nn.Parameter]]:
+        """The tensors of all expansions, frozen ones too: name, group, and the tensor itself."""
+        for path, blocks in self.named_modules():
+            if isinstance(blocks, Blocks):
+                for name, parameter in blocks.named_parameters():
+                    yield f"{path}.{name}", blocks.groups[name], parameter
+
     def trainable_parameters(self) -> dict[str, dict[str, int]]:
         """Count what trains: for each expansion, parameters by group."""
         counts: dict[str, dict[str, int]] = {name: {} for name in self.expansions}
-        for path, blocks in self.named_modules():
-            if isinstance(blocks, Blocks):
-                row = counts[path.rpartition(".")[2]]
-                for name, parameter in blocks.named_parameters():
-                    count = parameter.numel() * parameter.requires_grad
-                    row[blocks.groups[name]] = row.get(blocks.groups[name], 0) + count
+        for name, group, parameter in self.expansion_parameters():
+            row = counts[name.rpartition(".expansions.")[2].partition(".")[0]]
+            row[group] = row.get(group, 0) + parameter.numel() * parameter.requires_grad
         return counts
 
     def print_trainable_parameters(self) -> None:
@@ -129,7 +135,15 @@ class LoadedModel:
         if self.is_base_quantised:
             found = options.get("state_dict") or self.state_dict()
             options["state_dict"] = {name: tensor for name, tensor in found.items() if ".expansions." in name}
-        super().save_pretrained(*args, **options)
+        # the head caps logits in place of stock code: see `begin`
+        facts, config = self.config.scale_surgery["base"], self.config.get_text_config(decoder=True)
+        if facts["softcap_key"]:
+            setattr(config, facts["softcap_key"], facts["softcap"])
+        try:
+            super().save_pretrained(*args, **options)
+        finally:
+            if facts["softcap_key"]:
+                setattr(config, facts["softcap_key"], None)
 
     def resize_token_embeddings(self, *args, **kwargs):
         """Refuse: embedding and head have an up part that stock code does not resize."""

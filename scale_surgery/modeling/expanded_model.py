@@ -105,7 +105,7 @@ class ExpandedPreTrainedModel(LoadedModel):
         for plan in config.scale_surgery["expansions"]:
             self._add_blocks(plan["name"], plan)
         self.post_init()
-        self.choose_all()
+        self.enable_expansion()
         self.freeze_base()
 
     def begin(self) -> None:
@@ -123,7 +123,7 @@ class ExpandedPreTrainedModel(LoadedModel):
         base_model = find_base_model(self, facts["base_model"])
         layers = base_model.get_submodule(facts["layers"])
         self.layer_count = len(layers)
-        self.running = Running(self.paths_of(Choice()))
+        self.running = Running(self.find_paths((BASE,)))
         separate(layers)
         for index, layer in enumerate(layers):
             kind = facts["kinds"][facts["kind_of_layer"][index]]
@@ -227,9 +227,8 @@ class ExpandedPreTrainedModel(LoadedModel):
         names = list(self.choice.names)
         return names if self.choice.router else names[0] if names else None
 
-    def paths_of(self, choice: Choice) -> Paths:
-        """The paths that run for a choice."""
-        paths = choice.paths
+    def find_paths(self, paths: tuple[Path, ...]) -> Paths:
+        """How so many paths lie side by side."""
         if paths not in self.known_paths:
             forks = {name: min(plan["collaborative"]["layers"], default=None) for name, plan in self.plans.items()}
             self.known_paths[paths] = Paths(paths, forks, self.layer_count)
@@ -249,8 +248,10 @@ class ExpandedPreTrainedModel(LoadedModel):
             ValueError: If there is no such expansion, a name stands twice in a list, several cannot run side by side
                 on this architecture, or a setting is out of range.
         """
-        self.default_choice = self.make_choice(names, **router)
-        self.running.chosen = Call(self.paths_of(self.default_choice))
+        self._set_choice(self.make_choice(names, **router))
+
+    def _set_choice(self, choice: Choice) -> None:
+        self.default_choice, self.running.chosen = choice, Call(self.find_paths(choice.paths))
 
     def make_choice(self, names: str | Sequence[str] | None, **router: Any) -> Choice:
         """What `set_expansion` chooses."""
@@ -272,7 +273,7 @@ class ExpandedPreTrainedModel(LoadedModel):
         thread, before = this_thread(), self.choices.get(this_thread())
         self.choices[thread] = choice
         try:
-            with self.running.within(Call(self.paths_of(choice))):
+            with self.running.within(Call(self.find_paths(choice.paths))):
                 yield
         finally:
             if before is None:
@@ -288,18 +289,17 @@ class ExpandedPreTrainedModel(LoadedModel):
         """Run the base model alone inside a `with` block."""
         return self.use_choice(Choice())
 
-    def choose_all(self) -> None:
-        """Choose what the model is when it is loaded: its only expansion, or all that its router weighs."""
+    def whole_choice(self) -> Choice:
+        """What the model is when it is loaded: its only expansion, or all that its router weighs."""
         names, router = self.expansions, self.config.scale_surgery.get("router")
         if self.get_output_embeddings() is None or (len(names) < 2 and router is None):
             # without a head there is nothing to route
-            self.set_expansion(names[0] if names else None)
-        else:
-            self.set_expansion(names, **(router or {}))
+            return self.make_choice(names[0] if names else None)
+        return self.make_choice(names, **(router or {}))
 
     def enable_expansion(self, is_enabled: bool = True) -> None:
         """Run what the model was loaded for, or its base alone."""
-        self.choose_all() if is_enabled else self.set_expansion(None)
+        self._set_choice(self.whole_choice() if is_enabled else Choice())
 
     @property
     def is_expansion_enabled(self) -> bool:
@@ -312,12 +312,16 @@ class ExpandedPreTrainedModel(LoadedModel):
             raise ValueError("This model has no router. Write one that has: scale-surgery route-export.")
         if is_enabled and self.get_output_embeddings() is None:
             raise ValueError("This model has no head, so there is nothing to route. Load it as AutoModelForCausalLM.")
-        self.choose_all() if is_enabled else self.set_expansion(self._only())
+        self._set_choice(self.whole_choice() if is_enabled else self.make_choice(self._only()))
 
     @property
     def is_routing_enabled(self) -> bool:
         """Whether several paths run, and a router makes the logits."""
         return self.choice.router is not None
+
+    def routing_enabled(self) -> AbstractContextManager[None]:
+        """Run what the model was loaded for inside a `with` block: where it has a router, that weighs all paths."""
+        return self.use_choice(self.whole_choice())
 
     def routing_disabled(self) -> AbstractContextManager[None]:
         """Run the only expansion alone inside a `with` block."""
@@ -344,8 +348,7 @@ class ExpandedPreTrainedModel(LoadedModel):
         said = self.config.scale_surgery
         said["expansions"] = [plan for plan in said["expansions"] if plan["name"] != name]
         self._forget()
-        self.default_choice = Choice() if name in self.default_choice.names else self.default_choice
-        self.running.chosen = Call(self.paths_of(self.default_choice))
+        self._set_choice(Choice() if name in self.default_choice.names else self.default_choice)
 
     def _known(self, names: Sequence[str]) -> tuple[str, ...]:
         """Names of a request, refused where one is unknown or stands twice."""
@@ -413,14 +416,14 @@ class ExpandedPreTrainedModel(LoadedModel):
         return output
 
     @contextmanager
-    def answering(self, answer: Callable[[Features], Tensor], choice: Choice | None = None) -> Iterator[None]:
-        """Let the head give what `answer` makes of the features of all paths, inside a `with` block.
+    def answering(self, answer: Callable[[Features], Tensor], paths: tuple[Path, ...] = ()) -> Iterator[None]:
+        """Let this thread's head give what `answer` makes of the features of all paths, inside a `with` block.
 
         Args:
-            answer: From what leaves the last norm to what the forward gives as its logits.
-            choice: The paths that run; by default what was chosen.
+            answer: Makes what the head gives out, such as logits of one path.
+            paths: Paths that run; by default those of the choice.
         """
-        head, paths = self.get_output_embeddings(), self.paths_of(choice or self.choice)
+        head, paths = self.get_output_embeddings(), self.find_paths(paths or self.choice.paths)
 
         def answer_features(features: Tensor) -> Tensor:
             return answer(Features.of(head, features, paths, self.stream_widths))

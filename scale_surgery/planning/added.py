@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from functools import partial
 
+from scale_surgery.checkpoint.expansions import tensor_name
 from scale_surgery.planning.architecture import Architecture, Sizes
 from scale_surgery.planning.specs import Spec, specs_of_layer
 from scale_surgery.planning.stored import module_path
@@ -15,7 +17,7 @@ class NewTensor:
     """A tensor that the expansion adds.
 
     Attributes:
-        name: Name on disk, the stock module's name and one of w12, w21, w22, up_weight, up_bias.
+        name: Name on disk: see `checkpoint.expansions`.
         shape: Its shape; rows of a block are outputs.
         block: Last part of its name.
         kind: Kind of module it belongs to: linear, norm, embedding, head, or block.
@@ -49,10 +51,11 @@ def new_tensors(
     Yields:
         The new tensors.
     """
-    final = architecture.final_norm.name
+    final, called = architecture.final_norm.name, specs["name"]
     for name, spec in specs["model"].items():
         if spec["kind"] in ("embedding", "norm") and name != final:
-            yield from _module_tensors(prefix + architecture.on_disk(name), spec, None, names, sizes.embedded)
+            path = prefix + architecture.on_disk(name)
+            yield from _module_tensors(spec, path, called, None, names, sizes.embedded)
     collaborative = specs["collaborative"]
     for layer in specs["expanded_layers"]:
         groups = collaborative["groups"] if layer in collaborative["layers"] else ()
@@ -60,28 +63,32 @@ def new_tensors(
             path = module_path(architecture, prefix, layer, name)
             has_w12 = spec.get("group") in groups
             if spec["kind"] == "linear":
-                yield from _linear_tensors(spec, path, layer, names, has_w12=has_w12)
+                yield from _linear_tensors(spec, path, called, layer, names, has_w12=has_w12)
             elif spec["kind"] == "block":
-                yield from _block_tensors(spec, path, layer, names, has_w12=has_w12)
+                yield from _block_tensors(spec, path, called, layer, names, has_w12=has_w12)
             elif spec["kind"] == "norm":
-                yield from _module_tensors(path, spec, layer, names)
+                yield from _module_tensors(spec, path, called, layer, names)
     if final in specs["model"]:
-        yield from _module_tensors(prefix + architecture.on_disk(final), specs["model"][final], None, names)
+        path = prefix + architecture.on_disk(final)
+        yield from _module_tensors(specs["model"][final], path, called, None, names)
     if specs["head"]:
-        yield from _module_tensors(head, specs["head"], None, names, sizes.vocabulary)
+        yield from _module_tensors(specs["head"], head, called, None, names, sizes.vocabulary)
 
 
 def _module_tensors(
-    path: str, spec: Spec, layer: int | None, names: Collection[str], rows: int = 0
+    spec: Spec, path: str, expansion: str, layer: int | None, names: Collection[str], rows: int = 0
 ) -> Iterator[NewTensor]:
     is_norm = spec["kind"] == "norm"
     shape = (spec["up"],) if is_norm else (rows, spec["up"])
-    yield NewTensor(f"{path}.up_weight", shape, "up_weight", spec["kind"], layer, f"{path}.weight")
+    named = partial(tensor_name, path, expansion)
+    yield NewTensor(named("up_weight"), shape, "up_weight", spec["kind"], layer, f"{path}.weight")
     if is_norm and f"{path}.bias" in names:
-        yield NewTensor(f"{path}.up_bias", (spec["up"],), "up_bias", "norm", layer, f"{path}.bias")
+        yield NewTensor(named("up_bias"), (spec["up"],), "up_bias", "norm", layer, f"{path}.bias")
 
 
-def _linear_tensors(spec: Spec, path: str, layer: int, names: Collection[str], *, has_w12: bool) -> Iterator[NewTensor]:
+def _linear_tensors(
+    spec: Spec, path: str, expansion: str, layer: int, names: Collection[str], *, has_w12: bool
+) -> Iterator[NewTensor]:
     base_in, up_in = spec["in_features"]
     base_out, up_out = (sum(widths) for widths in zip(*spec["out_features"], strict=True))
     shapes = {
@@ -92,10 +99,12 @@ def _linear_tensors(spec: Spec, path: str, layer: int, names: Collection[str], *
     }
     for block, shape in shapes.items():
         if 0 not in shape:
-            yield NewTensor(f"{path}.{block}", shape, block, "linear", layer, f"{path}.weight")
+            yield NewTensor(tensor_name(path, expansion, block), shape, block, "linear", layer, f"{path}.weight")
 
 
-def _block_tensors(spec: Spec, path: str, layer: int, names: Collection[str], *, has_w12: bool) -> Iterator[NewTensor]:
+def _block_tensors(
+    spec: Spec, path: str, expansion: str, layer: int, names: Collection[str], *, has_w12: bool
+) -> Iterator[NewTensor]:
     """The small MLP beside a block that runs as it is."""
     base, up, inner = spec["base"], spec["up"], spec["inner"]
     shapes = {
@@ -109,4 +118,4 @@ def _block_tensors(spec: Spec, path: str, layer: int, names: Collection[str], *,
     beside = min(own, default=None) or min(name for name in names if name.startswith(f"{path.rpartition('.')[0]}."))
     for block, shape in shapes.items():
         if 0 not in shape:
-            yield NewTensor(f"{path}.{block}", shape, block, "block", layer, beside)
+            yield NewTensor(tensor_name(path, expansion, block), shape, block, "block", layer, beside)

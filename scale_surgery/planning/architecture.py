@@ -25,24 +25,15 @@ CODE_FILES = (
     "configuration_scale.py",
     "modeling_scale.py",
     "expanded_attention.py",
-    "expanded_causal_lm.py",
     "expanded_fused.py",
+    "expanded_loading.py",
     "expanded_mixture.py",
     "expanded_model.py",
     "expanded_modules.py",
-    "expanded_routing.py",
+    "expanded_paths.py",
+    "expanded_routers.py",
+    "expanded_state.py",
     "expanded_streams.py",
-)
-
-# what a composed folder carries beside them
-COMPOSED_FILES = (
-    "expanded_arranged.py",
-    "expanded_choice.py",
-    "expanded_composed.py",
-    "expanded_left_out.py",
-    "expanded_posterior.py",
-    "expanded_side_by_side.py",
-    "modeling_composed.py",
 )
 
 # one more where the classes of the base are its own and not of transformers: it names them

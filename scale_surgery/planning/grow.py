@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
+from scale_surgery.checkpoint.expansions import tensor_name
 from scale_surgery.errors import PlanError
 from scale_surgery.fields import Range
 from scale_surgery.planning.added import NewTensor
@@ -77,7 +78,8 @@ class Grow(Method):
 
     def specs(self, base: Base, request: Request, resolved: Resolved) -> Spec:
         """The inner stream alone is widened, by linears that are copies."""
-        specs = build_specs(base.architecture, base.sizes, resolved.widths, resolved.layers, resolved.collaboration)
+        own = resolved.widths, resolved.layers, resolved.collaboration
+        specs = build_specs(base.architecture, base.sizes, *own, name=request.name)
         trains, copies = request.variant == "grow-train", request.copies or DEFAULT_COPIES
         if "kinds" in specs:
             kinds = [
@@ -94,7 +96,7 @@ class Grow(Method):
             for name, spec in specs_of_layer(specs, layer)["expanded"].items():
                 path = module_path(base.architecture, base.prefix, layer, name)
                 if spec["kind"] == "grown":
-                    yield from _grown_tensors(spec, path, layer, base.checkpoint.tensors)
+                    yield from _grown_tensors(spec, path, specs["name"], layer, base.checkpoint.tensors)
 
     def plan_problems(self, plan: Plan) -> list[str]:
         """Every new tensor is a copy, and the number of copies has to give the widths."""
@@ -198,7 +200,7 @@ def grown_specs(specs: Spec, copies: int, *, trains_base: bool) -> Spec:
     return grown
 
 
-def _grown_tensors(spec: Spec, path: str, layer: int, names: Collection[str]) -> Iterator[NewTensor]:
+def _grown_tensors(spec: Spec, path: str, expansion: str, layer: int, names: Collection[str]) -> Iterator[NewTensor]:
     """Copies of a linear of an MLP; the bias of a down projection is added once, by the base."""
     base_in, up_in = spec["in_features"]
     base_out, up_out = (sum(widths) for widths in zip(*spec["out_features"], strict=True))
@@ -213,4 +215,4 @@ def _grown_tensors(spec: Spec, path: str, layer: int, names: Collection[str]) ->
     for block, shape in shapes.items():
         if 0 not in shape:
             source = f"{path}.{'bias' if 'bias' in block else 'weight'}"
-            yield NewTensor(f"{path}.{block}", shape, block, "linear", layer, source, is_copy=True)
+            yield NewTensor(tensor_name(path, expansion, block), shape, block, "linear", layer, source, is_copy=True)

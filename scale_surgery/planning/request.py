@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Literal
 
+from scale_surgery.checkpoint.expansions import DEFAULT_NAME
 from scale_surgery.errors import PlanError
 from scale_surgery.fields import problems_of
 from scale_surgery.planning.grow import COPIES
@@ -38,6 +39,7 @@ class Request:
         seed: Seed of everything random.
         dtype: Dtype of the new tensors. Default: that of the base tensor beside each.
         copies: MLPs in a grown layer, the original included (grow). Default: 2.
+        name: What the expansion is called in the model: letters, digits and underscores.
     """
 
     layers: str
@@ -56,6 +58,7 @@ class Request:
     seed: int = 0
     dtype: Literal["float32", "float16", "bfloat16"] | None = None
     copies: Annotated[int, COPIES] | None = None
+    name: str = DEFAULT_NAME
 
 
 def complete(request: Request, layers: int | None = None) -> Request:

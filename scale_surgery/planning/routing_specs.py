@@ -1,18 +1,19 @@
-"""From a family's facts to what a routed model needs beside its expansion: where two paths pass, and how wide they are.
+"""From facts about an architecture to what every path passes through, and what a router says in config.json.
 
-What comes out is the content of `scale_surgery.routing` in config.json, which the exported modeling code executes.
+What comes out are `base` and `router` under the key `scale_surgery`, which the exported modeling code executes.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
+from scale_surgery.checkpoint.expansions import ROUTER_KEY
 from scale_surgery.fields import Range
 from scale_surgery.planning.architecture import Architecture, Block, Kind, Linear, Sizes
-from scale_surgery.planning.specs import Spec, Widths, attention_values
+from scale_surgery.planning.specs import Spec, attention_values
 
 
 @dataclass(frozen=True)
@@ -70,68 +71,25 @@ class Routing:
 
     @property
     def settings(self) -> Spec:
-        """The router and the numbers that config.json keeps, as plain JSON values."""
-        return router_settings(self)
-
-
-def router_settings(routing: Routing) -> Spec:
-    """The numbers that config.json keeps: those of the chosen router."""
-    names = ("threshold",) if routing.router == "cosine" else ("prior", "switch_rate")
-    kept = {name: value for name, value in asdict(routing).items() if name in names}
-    return {"router": routing.router, **kept, "strict": routing.is_strict}
+        """The router and its numbers as config.json keeps them, as plain JSON values."""
+        if self.router == "cosine":
+            return {"router": "cosine", "threshold": self.threshold, "strict": self.strict}
+        return {"router": "posterior", "prior": [self.prior, 1 - self.prior], "switch_rate": self.switch_rate}
 
 
 def read_routing(specs: Mapping[str, Any]) -> Routing | None:
-    """How a model routes, by the module specifications in its config.json; None where it does not."""
-    own = specs.get("routing")
-    names = ("router", "threshold", "prior", "switch_rate", "strict")
-    return None if own is None else Routing(**{name: own[name] for name in names if name in own})
+    """How a model of one expansion routes, by the key `scale_surgery` of its config.json; None where it does not."""
+    own = specs.get(ROUTER_KEY)
+    return None if own is None else Routing(**{**own, **({"prior": own["prior"][0]} if "prior" in own else {})})
 
 
-def build_routing(
-    architecture: Architecture, sizes: Sizes, specs: Mapping[str, Any], routing: Routing, softcap: float | None
-) -> Spec:
-    """Say what two paths pass through, beside the modules that are expanded.
+def base_specs(architecture: Architecture, sizes: Sizes, config: Mapping[str, Any]) -> Spec:
+    """Say what the paths of a model pass through, whatever expansions it has.
 
     Args:
         architecture: Facts of the architecture.
         sizes: Sizes of the base model.
-        specs: Module specifications of the expansion.
-        routing: How tokens are routed.
-        softcap: What the base model caps its logits with, or None.
-
-    Returns:
-        The content of `scale_surgery.routing` as plain JSON values; where layers are of several kinds, a list of what
-        is said of each.
-    """
-    widths, keeps_up = Widths(**specs["widths"]), not routing.is_strict
-    final = architecture.final_norm.name
-    fork = min(specs["collaborative"]["layers"], default=None)
-    kinds = [
-        {
-            "modules": {name: _missing_modules(kind, sizes, own[name]) for name in ("expanded", "passing")},
-            "attention": {
-                block.name: _attention(block, widths, keeps_up=keeps_up) for block in kind.blocks if block.query_heads
-            },
-        }
-        for kind, own in zip(_kinds_of(architecture, specs), specs.get("kinds", [specs]), strict=True)
-    ]
-    return router_settings(routing) | {
-        "softcap": softcap,
-        "fork": fork,
-        "keeps_up": keeps_up,
-        "preserve_width": sizes.hidden + (widths.up_width if keeps_up else 0),
-        "last": {final: {} if final in specs["model"] else _stock()},
-        **({"kinds": kinds} if "kinds" in specs else kinds[0]),
-    }
-
-
-def build_paths(architecture: Architecture, sizes: Sizes) -> Spec:
-    """Say what several expansions of a base pass through side by side, whatever these are.
-
-    Args:
-        architecture: Facts of the architecture.
-        sizes: Sizes of the base model.
+        config: Parsed config.json of the base.
 
     Returns:
         Names and sizes as plain JSON values; of each kind of layer the modules that a base stream passes through, and
@@ -139,7 +97,7 @@ def build_paths(architecture: Architecture, sizes: Sizes) -> Spec:
     """
     kinds = [
         {
-            "modules": _missing_modules(kind, sizes, {}),
+            "modules": _modules(kind, sizes),
             "attention": {block.name: _old_heads(block) for block in kind.blocks if block.query_heads},
         }
         for kind in architecture.kinds
@@ -149,7 +107,8 @@ def build_paths(architecture: Architecture, sizes: Sizes) -> Spec:
         "base_model": architecture.base_model,
         "layers": architecture.layers,
         "last": architecture.final_norm.name,
-        "softcap": architecture.softcap[0] if architecture.softcap else None,
+        "softcap": None if architecture.softcap is None else config.get(*architecture.softcap),
+        "softcap_key": None if architecture.softcap is None else architecture.softcap[0],
         "kinds": kinds,
         "kind_of_layer": list(architecture.kind_of_layer),
     }
@@ -158,12 +117,6 @@ def build_paths(architecture: Architecture, sizes: Sizes) -> Spec:
 def _old_heads(block: Block) -> Spec:
     heads = {"heads": block.query_heads, "kv_heads": block.key_value_heads}
     return heads | attention_values(block, block.query_heads)
-
-
-def _kinds_of(architecture: Architecture, specs: Mapping[str, Any]) -> list[Kind]:
-    """The kind of layer of which each part of the specifications speaks."""
-    numbers = specs.get("kind_of_layer", (0,))
-    return [architecture.kind(numbers.index(number)) for number in sorted(set(numbers))]
 
 
 def path_problems(architecture: Architecture, fork: int | None) -> list[str]:
@@ -197,8 +150,8 @@ def _stock(sections: tuple[int, ...] = ()) -> Spec:
     return {"kind": "passing", "base": None, "up": 0} | ({"sections": list(sections)} if sections else {})
 
 
-def _missing_modules(kind: Kind, sizes: Sizes, known: Mapping[str, Any]) -> Spec:
-    """Modules of a layer that no specification names yet; every one has to take two paths."""
+def _modules(kind: Kind, sizes: Sizes) -> Spec:
+    """Modules of a layer through which a base stream passes."""
     specs = {linear.name: _stock(_sections(linear)) for linear in kind.linears}
     specs |= {norm.name: _stock() for norm in (*kind.pre_norms, *kind.post_norms)}
     for block in kind.blocks:
@@ -209,21 +162,9 @@ def _missing_modules(kind: Kind, sizes: Sizes, known: Mapping[str, Any]) -> Spec
         specs |= {name: {"kind": "activation", "base": block.inner} for name in block.activations}
         if block.treatment == "block":
             specs[block.name] = {"kind": "block", "base": sizes.hidden, "up": 0}
-    return {name: spec for name, spec in specs.items() if name not in known}
+    return specs
 
 
 def _sections(linear: Linear) -> tuple[int, ...]:
     is_one = len(linear.roles) == 1 or linear.fused_by == "head"
     return () if is_one else linear.outputs
-
-
-def _attention(block: Block, widths: Widths, *, keeps_up: bool) -> Spec:
-    new, group = widths.up_kv_heads, block.queries_per_key_value
-    added = new * (2 if keeps_up else 1)
-    return {
-        "heads": block.query_heads,
-        "kv_heads": block.key_value_heads,
-        "cached_heads": 2 * block.key_value_heads + added,
-        "expanded": attention_values(block, 2 * block.query_heads + added * group),
-        "passing": attention_values(block, 2 * block.query_heads),
-    }

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from scale_surgery.checkpoint.expansions import tensor_name
 from scale_surgery.errors import PlanError, counted
 from scale_surgery.fields import Range
 from scale_surgery.planning.added import NewTensor, new_tensors
@@ -83,7 +84,8 @@ class Scale(Method):
 
     def specs(self, base: Base, request: Request, resolved: Resolved) -> Spec:
         """Every module that is expanded, and how wide."""
-        specs = build_specs(base.architecture, base.sizes, resolved.widths, resolved.layers, resolved.collaboration)
+        own = resolved.widths, resolved.layers, resolved.collaboration
+        specs = build_specs(base.architecture, base.sizes, *own, name=request.name)
         kept = "float32" if request.dtype == "float32" else None
         return {**specs, "variant": request.variant, "dtype": kept}
 
@@ -166,13 +168,17 @@ def idle_tensors(plan: Plan) -> tuple[TensorPlan, ...]:
         return ()
     norm = kind.blocks[0].norm
     modules: dict[str, tuple[str, ...]] = {norm: ("up_weight",)} if norm else {}
-    has_bias = any(tensor.name.endswith(f".{first}.{kind.on_disk(norm)}.up_bias") for tensor in plan.tensors)
+
+    def named(module: str, part: str) -> str:
+        return tensor_name(f".{first}.{kind.on_disk(module)}", plan.request.name, part)
+
+    has_bias = any(tensor.name.endswith(named(norm, "up_bias")) for tensor in plan.tensors)
     if not has_bias or plan.request.init_w22 == "zero":
         reading = _first_blocks(kind)
         linears = (linear.name for block in reading for linear in block.linears if linear.reads == "residual")
         modules |= {norm: ("up_weight", "up_bias")} | dict.fromkeys(linears, ("w12", "w22"))
         modules |= {block.name: ("w22",) for block in reading if block.treatment == "block"}
-    names = tuple(f".{first}.{kind.on_disk(name)}.{part}" for name, parts in modules.items() for part in parts)
+    names = tuple(named(name, part) for name, parts in modules.items() for part in parts)
     return tuple(tensor for tensor in plan.tensors if tensor.name.endswith(names))
 
 

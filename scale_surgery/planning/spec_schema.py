@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from scale_surgery.checkpoint.expansions import DEFAULT_NAME
 from scale_surgery.checkpoint.schema import misfits
 from scale_surgery.planning.specs import Collaboration, Widths
 
@@ -45,7 +46,8 @@ class StoredSpecs:
     base_model: str
     layers: str
     expanded_layers: tuple[int, ...]
-    format: int = 1
+    format: int = 2
+    name: str = DEFAULT_NAME
     method: str = ""
     variant: str = ""
     dtype: str | None = None
@@ -61,7 +63,7 @@ class StoredSpecs:
     kind_of_layer: tuple[int, ...] = ()
     enter: str = ""
     groups: Mapping[str, str] | None = None
-    routing: Mapping[str, Any] | None = None
+    problems: tuple[str, ...] = ()
     origin: Mapping[str, Any] | None = None
     fused: bool = False
     fused_head: bool = False

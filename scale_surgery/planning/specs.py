@@ -1,7 +1,7 @@
 """From facts about an architecture to module specifications: which stock modules are expanded, and how wide.
 
-What comes out is the content of the key `scale_surgery` in an expanded model's config.json, which the exported modeling
-code executes; the tensors that belong to it are listed in `added`.
+What comes out is what the key `scale_surgery` of config.json says of an expansion, which the exported modeling code
+executes; the tensors that belong to it are listed in `added`.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from scale_surgery.checkpoint.expansions import DEFAULT_NAME
 from scale_surgery.planning.architecture import Architecture, Block, Kind, Linear, Norm, Sizes, Stream
 
-FORMAT = 1
+FORMAT = 2
 # blocks that take the place of base tensors, and add nothing beside them
 REPLACING = ("w11", "bias11")
 # what a specification of one kind of layer is made of
@@ -80,7 +81,12 @@ def linear_widths(block: Block, linear: Linear, widths: Widths) -> LinearWidths:
 
 
 def build_specs(
-    architecture: Architecture, sizes: Sizes, widths: Widths, layers: tuple[int, ...], collaboration: Collaboration
+    architecture: Architecture,
+    sizes: Sizes,
+    widths: Widths,
+    layers: tuple[int, ...],
+    collaboration: Collaboration,
+    name: str = DEFAULT_NAME,
 ) -> Spec:
     """Say for every stock module whether and how it is expanded.
 
@@ -90,6 +96,7 @@ def build_specs(
         widths: What is added.
         layers: The expanded layers.
         collaboration: Where W12 exists.
+        name: What the expansion is called.
 
     Returns:
         The module specifications as plain JSON values; where layers are of several kinds, a list of those of each.
@@ -98,6 +105,7 @@ def build_specs(
     several = {"kinds": kinds, "kind_of_layer": kind_of_layer}
     return {
         "format": FORMAT,
+        "name": name,
         "base_model": architecture.base_model,
         "layers": architecture.layers,
         "expanded_layers": list(layers),

@@ -11,7 +11,7 @@ from typing import Any
 from scale_surgery import modeling
 from scale_surgery.errors import PlanError
 from scale_surgery.planning.plan import Plan
-from scale_surgery.planning.routing_specs import build_paths, path_problems
+from scale_surgery.planning.routing_specs import base_specs, path_problems
 from scale_surgery.running.sharing import descriptions, is_hooked, quantised_modules, spread, unhook
 
 COMPOSED = f"{modeling.__name__}.expanded_composed"
@@ -71,7 +71,7 @@ def compose(model: Any, plan: Plan) -> Any:
     """
     made = _on_same_weights(model, {})
     made.__class__ = import_module(COMPOSED).composed_class(type(model))
-    made.become_composed(build_paths(plan.architecture, plan.sizes))
+    made.become_composed(base_specs(plan.architecture, plan.sizes))
     spread(model, made)
     return made
 

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from scale_surgery.checkpoint.numbering import CONFIG_KEY, Numbering, numbering_of
 from scale_surgery.errors import CheckpointError
-from scale_surgery.running.composing import is_composed
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -55,9 +54,7 @@ def expansion_parts(model: Any) -> Iterator[Part]:
         CheckpointError: If its config names no expansion.
     """
     if (numbering := numbering_of(_specs(model))) is None:
-        for path, module in model.named_modules():
-            for name, parameter in getattr(module, "expansion_parameters", dict)().items():
-                yield Part(f"{path}.{name}", module.groups[name], parameter)
+        yield from (Part(*part) for part in model.expansion_parameters())
         return
     groups = _specs(model).get("groups") or {}
     for path, layer in new_layers(model, numbering).items():
@@ -122,14 +119,13 @@ def expansion_disabled(model: Any) -> Iterator[None]:
     """Run the base alone inside a `with` block; copies of layers pass on what they are given.
 
     Args:
-        model: An expanded model of any method, or a composed one, as `from_pretrained` gives it. A KV cache belongs to
+        model: An expanded model of any method, as `from_pretrained` gives it. A KV cache belongs to
             the state in which it was filled.
 
     Raises:
         CheckpointError: If its config names no expansion.
     """
-    numbering = None if is_composed(model) else numbering_of(_specs(model))
-    if numbering is None:
+    if (numbering := numbering_of(_specs(model))) is None:
         with model.expansion_disabled():
             yield
         return

@@ -116,8 +116,7 @@ def loaded(
     with tempfile.TemporaryDirectory() as offload_folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         options: dict[str, Any] = {"device_map": {"": run.device}} if run.device != "cpu" else {}
-        # the paths of a composed model run side by side, which streaming from files does not see
-        if run.device == "cpu" and size > run.memory_bytes and not _is_composed(checkpoint):
+        if run.device == "cpu" and size > run.memory_bytes:
             options = {"device_map": "auto", "max_memory": {"cpu": run.memory_bytes}, "offload_folder": offload_folder}
         options |= {"dtype": run.dtype or "auto", "trust_remote_code": run.trust_remote_code}
         options |= {"key_mapping": dict(renamed)} if renamed else {}
@@ -222,11 +221,6 @@ def auto_class_of(config: Mapping[str, Any]) -> Any:
 def _is_expanded(checkpoint: Checkpoint) -> bool:
     """Whether a model has modules of ours; one with duplicated layers is a stock one."""
     return CONFIG_KEY in checkpoint.config and numbering_of(checkpoint.config[CONFIG_KEY]) is None
-
-
-def _is_composed(checkpoint: Checkpoint) -> bool:
-    """Whether a model has many expansions."""
-    return str(checkpoint.config.get("model_type")).startswith(modeling.COMPOSED)
 
 
 def _load_problems(info: dict[str, Any]) -> list[str]:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from scale_surgery import modeling
+from scale_surgery.checkpoint.expansions import BASE_KEY, EXPANSIONS_KEY, ROUTER_KEY
 from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.names import CONFIG_FILE, SINGLE_FILE
 from scale_surgery.checkpoint.numbering import CONFIG_KEY, ORIGIN_KEY, stored_name
 from scale_surgery.checkpoint.reading import differing_keys, parse_json
-from scale_surgery.planning.architecture import Architecture
 from scale_surgery.planning.depth import deepened_config
 from scale_surgery.planning.plan import Plan
-from scale_surgery.planning.routing_specs import build_routing
+from scale_surgery.planning.routing_specs import base_specs, path_problems
 from scale_surgery.surgery.joining import has_joined_head
 from scale_surgery.surgery.record import Manifest, routing_of
 
@@ -27,33 +27,81 @@ def stored_shard(shard: str) -> str:
     return NUMBERED_SINGLE_FILE if shard == SINGLE_FILE else shard
 
 
-def expanded_config(config: Mapping[str, Any], plan: Plan, dtype: str) -> dict[str, Any]:
-    """Edit a base model's config.json: own model type and classes, our plan, everything else as it was.
+def expanded_config(
+    config: Mapping[str, Any], plan: Plan, dtype: str, router: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Edit a base model's config.json for the one expansion of a plan.
 
     A model with duplicated layers is a stock one of more layers: see `deepened_config`.
 
     Args:
         config: Parsed config.json of the base.
         plan: The plan.
-        dtype: Dtype of the base model, written where the config names none, since the first shard that a
-            loader opens may now be one of ours.
+        dtype: Dtype of the base model, for a config that names none.
+        router: What config.json keeps of a router, or None.
 
     Returns:
         The new config.
     """
-    specs, architecture = {**plan.specs, ORIGIN_KEY: asdict(plan.origin)}, plan.architecture
     if plan.numbering is not None:
-        edited = deepened_config(config, specs, architecture)
-    else:
-        edited = dict(config) | {
-            "architectures": modeling.architectures(architecture),
-            "model_type": architecture.expanded_type,
-            "auto_map": {**(config.get("auto_map") or {}), **modeling.auto_map(architecture)},
-            CONFIG_KEY: specs,
-        }
-    if not {"dtype", "torch_dtype"}.intersection(config):
-        edited["torch_dtype"] = dtype
-    return edited
+        specs = {**plan.specs, ORIGIN_KEY: asdict(plan.origin)}
+        return _with_dtype(deepened_config(config, specs, plan.architecture), config, dtype)
+    return model_config(config, plan, [expansion_specs(plan)], dtype, router)
+
+
+def model_config(
+    config: Mapping[str, Any],
+    plan: Plan,
+    expansions: Sequence[Mapping[str, Any]],
+    dtype: str,
+    router: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """Edit a base model's config.json: own model type and classes, its expansions, everything else as it was.
+
+    Args:
+        config: Parsed config.json of the base.
+        plan: That of any of the expansions, for what it knows of the base.
+        expansions: What is said of each, in the order of the paths: see `expansion_specs`.
+        dtype: Dtype of the base model, written where the config names none, since the first shard that a loader opens
+            may now be one of ours.
+        router: What config.json keeps of a router, or None.
+
+    Returns:
+        The new config.
+    """
+    architecture = plan.architecture
+    edited = dict(config) | {
+        "architectures": modeling.architectures(architecture),
+        "model_type": architecture.expanded_type,
+        "auto_map": {**(config.get("auto_map") or {}), **modeling.auto_map(architecture)},
+        CONFIG_KEY: {
+            BASE_KEY: base_specs(architecture, plan.sizes, config),
+            EXPANSIONS_KEY: list(expansions),
+            **({} if router is None else {ROUTER_KEY: dict(router)}),
+        },
+    }
+    return _with_dtype(edited, config, dtype)
+
+
+def expansion_specs(plan: Plan, name: str | None = None) -> dict[str, Any]:
+    """What config.json says of an expansion.
+
+    Args:
+        plan: Its plan.
+        name: What it is called; by default as it was made.
+    """
+    problems = path_problems(plan.architecture, min(plan.collaboration.layers, default=None))
+    return {
+        **plan.specs,
+        "name": name or plan.request.name,
+        ORIGIN_KEY: asdict(plan.origin),
+        # why it cannot run beside others
+        **({"problems": problems} if problems else {}),
+    }
+
+
+def _with_dtype(edited: dict[str, Any], config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    return edited if {"dtype", "torch_dtype"}.intersection(config) else {**edited, "torch_dtype": dtype}
 
 
 def planned_index(plan: Plan, checkpoint: Checkpoint) -> dict[str, Any]:
@@ -76,17 +124,6 @@ def make_index(places: Mapping[str, str], specs: Mapping[str, Any], total_bytes:
     return {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
 
 
-def blocks_config(manifest: Manifest, base: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """What config.json of an expanded model says on a base before it is routed or fused.
-
-    Args:
-        manifest: surgery.json.
-        base: Parsed config.json of the base.
-        dtype: Dtype of the base, for a config that names none.
-    """
-    return expanded_config(base, manifest.plan, dtype)
-
-
 def code_texts(plan: Plan) -> dict[str, str]:
     """Texts of the code files that what is made of a plan carries, by their names."""
     return modeling.code_texts(plan.architecture, plan.code_files)
@@ -100,7 +137,9 @@ def hash_texts(texts: Mapping[str, str]) -> dict[str, str]:
 def fused_config(config: Mapping[str, Any], manifest: Manifest) -> dict[str, Any]:
     """Edit an expanded model's config.json: its linears are joined, and its head where that can be."""
     fused = {"fused": True, "fused_head": has_joined_head(manifest)}
-    return {**config, "scale_surgery": {**config["scale_surgery"], **fused}}
+    specs = config[CONFIG_KEY]
+    joined = [{**own, **fused} for own in specs[EXPANSIONS_KEY]]
+    return {**config, CONFIG_KEY: {**specs, EXPANSIONS_KEY: joined}}
 
 
 def written_config(manifest: Manifest, base: Mapping[str, Any], dtype: str) -> dict[str, Any]:
@@ -111,40 +150,12 @@ def written_config(manifest: Manifest, base: Mapping[str, Any], dtype: str) -> d
         base: Parsed config.json of the base.
         dtype: Dtype of the base, for a config that names none.
     """
-    written = blocks_config(manifest, base, dtype)
-    if manifest.routing is not None:
-        written = routed_config(written, manifest)
+    routing = routing_of(manifest)
+    written = expanded_config(base, manifest.plan, dtype, None if routing is None else routing.settings)
     return written if manifest.fused is None else fused_config(written, manifest)
 
 
 def config_problems(manifest: Manifest, config: Mapping[str, Any]) -> list[str]:
     """Keys of config.json that are not what was written, a line each."""
     written = written_config(manifest, parse_json(manifest.replaced[CONFIG_FILE]), config.get("torch_dtype", ""))
-    if ORIGIN_KEY not in config.get(CONFIG_KEY, {}):
-        del written[CONFIG_KEY][ORIGIN_KEY]  # the first folders do not have it
     return [f"{CONFIG_FILE}: {key} is not what the expansion wrote." for key in differing_keys(written, config)]
-
-
-def routed_config(config: Mapping[str, Any], manifest: Manifest) -> dict[str, Any]:
-    """Edit an expanded model's config.json: how it routes, and no cap on what the router gives out.
-
-    Args:
-        config: Parsed config.json of the expanded model.
-        manifest: surgery.json of the routed one.
-
-    Returns:
-        The new config.
-    """
-    routing, architecture = routing_of(manifest), manifest.plan.architecture
-    assert routing is not None
-    sizes, specs = manifest.plan.sizes, manifest.plan.specs
-    cap = softcap_of(architecture, config)
-    own = build_routing(architecture, sizes, specs, routing, cap)
-    # stock code would cap the mixture; the router caps what it mixes
-    uncapped = {} if cap is None or architecture.softcap is None else {architecture.softcap[0]: None}
-    return {**config, **uncapped, "scale_surgery": {**config["scale_surgery"], "routing": own}}
-
-
-def softcap_of(architecture: Architecture, config: Mapping[str, Any]) -> float | None:
-    """What a base model caps its logits with, or None."""
-    return None if architecture.softcap is None else config.get(*architecture.softcap)

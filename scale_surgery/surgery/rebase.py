@@ -27,7 +27,7 @@ from scale_surgery.progress import Track
 from scale_surgery.running.options import RunOptions
 from scale_surgery.running.tokenizer import TOKENIZER_CONFIG_FILE
 from scale_surgery.surgery.around import running_dtype, take_over_shards
-from scale_surgery.surgery.config import blocks_config, make_index, stored_shard, written_config
+from scale_surgery.surgery.config import expanded_config, make_index, stored_shard, written_config
 from scale_surgery.surgery.extract_folder import Extract, name_in_extract
 from scale_surgery.surgery.record import BaseFile, Manifest, tool_versions
 from scale_surgery.surgery.renumbered import renumbered_shards
@@ -189,7 +189,7 @@ def _routing(manifest: Manifest, base: ComparedBase, dtype: str) -> dict[str, An
     """What un-routing gives back: the unrouted model's config.json, made from this base's."""
     if manifest.routing is None:
         return None
-    text = as_json(blocks_config(manifest, base.checkpoint.config, dtype))
+    text = as_json(expanded_config(base.checkpoint.config, manifest.plan, dtype))
     before = manifest.routing["before"]
     changed = {"files": {**before["files"], CONFIG_FILE: text}, "verification": None}
     return {**manifest.routing, "before": {**before, **changed}}

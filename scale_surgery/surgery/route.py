@@ -1,7 +1,7 @@
 """Give an expanded checkpoint a router, take it away again, or set its numbers; no tensor is read or written.
 
 weights and tokenizer  --as files-->  the same
-config.json            --edited-->    scale_surgery.routing: router, its numbers, where the paths part
+config.json            --edited-->    scale_surgery.router: which, and its numbers
 *.py                   --this release's-->
 surgery.json           what was there before, so that `--router none` gives it back
 """
@@ -14,16 +14,18 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from scale_surgery.checkpoint.expansions import ROUTER_KEY
 from scale_surgery.checkpoint.files import BaseWeights, as_json, take_over, write_json, write_text
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint, read_text
 from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE, REPORTS_FOLDER
+from scale_surgery.checkpoint.numbering import CONFIG_KEY
 from scale_surgery.checkpoint.staging import check_space, check_target, staged
 from scale_surgery.errors import CheckpointError, PlanError
 from scale_surgery.fields import problems_of
 from scale_surgery.planning.methods import refuse
-from scale_surgery.planning.routing_specs import Routing, path_problems, router_settings
+from scale_surgery.planning.routing_specs import Routing, path_problems
 from scale_surgery.progress import Track, no_track
-from scale_surgery.surgery.config import code_texts, hash_texts, routed_config
+from scale_surgery.surgery.config import code_texts, hash_texts
 from scale_surgery.surgery.intact import refuse_damaged
 from scale_surgery.surgery.record import (
     Manifest,
@@ -138,7 +140,12 @@ def with_router(checkpoint: Checkpoint, manifest: Manifest, routing: Routing) ->
     code = code_texts(manifest.plan)
     record = {"settings": asdict(routing), "before": _before(checkpoint, manifest, code)}
     changed = replace(manifest, routing=record, code=hash_texts(code), verification=None)
-    return changed, {**code, CONFIG_FILE: as_json(routed_config(checkpoint.config, changed))}
+    return changed, {
+        **code,
+        CONFIG_FILE: as_json(
+            {**checkpoint.config, CONFIG_KEY: {**checkpoint.config[CONFIG_KEY], ROUTER_KEY: routing.settings}}
+        ),
+    }
 
 
 def unroute(
@@ -213,13 +220,13 @@ def set_routing(routed: str | Path, routing: Routing) -> None:
 
 def _with_numbers(checkpoint: Checkpoint, routing: Routing) -> dict[str, Any]:
     """config.json of a routed model with other numbers of the same router."""
-    own = checkpoint.config["scale_surgery"]
-    if not isinstance(known := own.get("routing"), dict):
+    own = checkpoint.config[CONFIG_KEY]
+    if not isinstance(known := own.get(ROUTER_KEY), dict):
         raise CheckpointError(
-            f"{checkpoint.path / CONFIG_FILE}: scale_surgery.routing is {known!r}, expected how the model routes. "
+            f"{checkpoint.path / CONFIG_FILE}: scale_surgery.router is {known!r}, expected how the model routes. "
             "Restore config.json from where you got it."
         )
-    return {**checkpoint.config, "scale_surgery": {**own, "routing": known | router_settings(routing)}}
+    return {**checkpoint.config, CONFIG_KEY: {**own, ROUTER_KEY: routing.settings}}
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from scale_surgery.checkpoint.expansions import ROUTER_KEY
 from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.hashes import hash_tensors
+from scale_surgery.checkpoint.numbering import CONFIG_KEY
 from scale_surgery.errors import TrainingError
 from scale_surgery.planning.methods import refuse
 from scale_surgery.running.freeze import expansion_parts, freeze_base, train_in_float32
@@ -49,7 +51,7 @@ def load_to_train(checkpoint: Checkpoint, settings: TrainingSettings, run: RunOp
             "would train: the copies would get equal gradients, stay equal and learn no more than one. Add w12 to "
             "--train-only."
         )
-    if "router" in checkpoint.config["scale_surgery"]:
+    if ROUTER_KEY in checkpoint.config[CONFIG_KEY]:
         model.enable_routing(settings.routed)
     if settings.routed and _is_base_everywhere(model):
         raise TrainingError(
@@ -188,6 +190,6 @@ def _advice(model: Any) -> str:
 
 def _is_base_everywhere(model: Any) -> bool:
     """Whether a router gives out the base model's logits alone, whatever trains: both paths are still one."""
-    blocks = [module.w12 for module in model.modules() if getattr(module, "w12", None) is not None]
-    router = model.config.scale_surgery["router"]
+    router = model.config.scale_surgery[ROUTER_KEY]
+    blocks = (part.parameter for part in expansion_parts(model) if part.group == "w12")
     return router["router"] == "cosine" and router["strict"] and not any(block.count_nonzero() for block in blocks)

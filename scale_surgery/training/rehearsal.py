@@ -116,10 +116,8 @@ def logits_beside_base(model: Any, inside: Any, batch: dict[str, Tensor]) -> tup
         Logits of the base and of the model, (rows, tokens, vocabulary) each.
     """
     if carries_base_logits(inside):
-        names = inside.choice.names
-        # both paths share all streams, and the head makes the logits of each, one after the other along the batch
-        both = inside.choice._replace(rows=(None, *names))
-        with inside.answering(lambda features: torch.cat(features.logits()), both):
+        # an expansion without W12 leaves the base stream as it is: both paths read the same one
+        with inside.answering(_give_both, (inside.choice.paths[0]._replace(expansion=""), *inside.choice.paths)):
             base, logits = model(**batch, use_cache=False).logits.chunk(2)
         return base.detach(), logits
     with torch.no_grad(), evaluating(inside), expansion_disabled(inside):
@@ -130,11 +128,10 @@ def logits_beside_base(model: Any, inside: Any, batch: dict[str, Tensor]) -> tup
 def carries_base_logits(model: Any) -> bool:
     """Whether the base stream of a model is its base's now: no W12 writes into it, and training disturbs nothing."""
     choice = getattr(model, "choice", None)
-    if choice is None or choice.router is not None or len(choice.names) != 1:
+    if choice is None or len(choice.names) != 1 or choice.router is not None:
         return False
-    if choice.names[0] not in model.get_output_embeddings().expansions:
-        return False
-    writes = any(part.group in ("w12", "w11") for part in expansion_parts(model))
+    own = f".expansions.{choice.names[0]}."
+    writes = any(own in part.name and part.group in ("w12", "w11") for part in expansion_parts(model))
     return not writes and not (model.training and any(map(_disturbs, (model.config, *model.modules()))))
 
 
@@ -143,6 +140,12 @@ def _disturbs(owner: Any) -> bool:
     named = [own for name, own in vars(owner).items() if "drop" in name or "jitter" in name]
     rates = [*named, owner.p] if isinstance(owner, torch.nn.Dropout) else named
     return any(isinstance(rate, float) and rate > 0 for rate in rates)
+
+
+def _give_both(features: Any) -> Tensor:
+    """Logits of the base and of the expansion, one after the other along the batch."""
+    base, logits = features.logits()
+    return torch.cat((base.detach(), logits))
 
 
 @contextmanager

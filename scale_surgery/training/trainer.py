@@ -6,8 +6,8 @@ Everything else is the Trainer's: batches, optimizer, schedule, accumulation, pr
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from scale_surgery.checkpoint.expansions import ROUTER_KEY
 from scale_surgery.checkpoint.files import write_tensors
 from scale_surgery.errors import TrainingError, counted, name_some
 from scale_surgery.progress import Progress
@@ -182,22 +183,14 @@ class ExpansionTrainer(Trainer):
     def measure_side(self, side: str) -> Measurement:
         """Measure on one of the texts, each process on its share; a model with a router routes."""
         share = share_of(self.sides[side], self.accelerator.process_index, self.accelerator.num_processes)
-        with routing_enabled(self.accelerator.unwrap_model(self.model, keep_torch_compile=False)):
+        inside = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+        # the base that forgetting is measured against stays the base
+        routes = ROUTER_KEY in inside.config.scale_surgery and inside.is_expansion_enabled
+        with inside.routing_enabled() if routes else nullcontext():
             found = measure(self.model, share, self.eval_batch)
         sums = torch.tensor([found.nats, found.scored, found.questions, found.answered], dtype=torch.float64)
         nats, *counts = self.accelerator.reduce(sums.to(self.accelerator.device)).tolist()
         return Measurement(nats, *map(int, counts))
-
-
-@contextmanager
-def routing_enabled(model: Any) -> Iterator[None]:
-    """Let a model route inside a `with` block, if it has a router and is not its base alone."""
-    router = model.config.scale_surgery.get("router")
-    if router is None or not model.is_expansion_enabled:
-        yield
-        return
-    with model.use_expansion(model.expansions, **router):
-        yield
 
 
 def load_whole(model: Any, tensors: Mapping[str, Tensor]) -> None:

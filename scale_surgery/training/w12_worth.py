@@ -104,7 +104,7 @@ def find_w12(model: Any, plan: Plan) -> dict[int, list[nn.Parameter]]:
     model.requires_grad_(False)
     layers = model.get_submodule(plan.architecture.layers_path)
     found = {
-        number: [module.w12 for module in layers[number].modules() if getattr(module, "w12", None) is not None]
+        number: [own for name, own in layers[number].named_parameters() if name.endswith(".w12")]
         for number in plan.collaboration.layers
     }
     for own in found.values():

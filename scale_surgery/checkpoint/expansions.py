@@ -1,0 +1,41 @@
+"""Named expansions in files: names of their tensors, and what config.json says of each.
+
+    model.layers.3.mlp.up_proj.weight                     the base's
+    model.layers.3.mlp.up_proj.expansions.medicine.w21    beside it, a block of the expansion `medicine`
+
+Tensors of the base have no `expansions` in their names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+# what an expansion is called where nobody gives it a name
+DEFAULT_NAME = "default"
+INFIX = ".expansions."
+# under the key scale_surgery of config.json
+BASE_KEY, EXPANSIONS_KEY, ROUTER_KEY = "base", "expansions", "router"
+
+
+def tensor_name(module: str, expansion: str, block: str) -> str:
+    """Name of a block of an expansion beside a stock module."""
+    return f"{module}{INFIX}{expansion}.{block}"
+
+
+def expansion_of(tensor: str) -> str | None:
+    """The expansion that a tensor belongs to, by its name; None for one of the base."""
+    _, infix, rest = tensor.partition(INFIX)
+    return rest.partition(".")[0] if infix else None
+
+
+def renamed(tensor: str, expansion: str) -> str:
+    """Name of the same block of an expansion that is called otherwise."""
+    module, _, rest = tensor.partition(INFIX)
+    return tensor_name(module, expansion, rest.partition(".")[2])
+
+
+def specs_of_expansions(specs: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """What the key `scale_surgery` of config.json says of each expansion; one with duplicated layers has but one."""
+    found: Sequence[Mapping[str, Any]] = [specs] if "method" in specs else specs.get(EXPANSIONS_KEY, [])
+    return found
