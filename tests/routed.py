@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from scale_surgery.modeling.expanded_routing import CosineRouter
 from scale_surgery.planning.request import Request
 from scale_surgery.planning.routing_specs import Routing
 from scale_surgery.surgery.expand import expand
@@ -57,9 +56,10 @@ class Trio:
     def routed(self, **options: Any) -> Any:
         """The routed model alone, trained; its threshold sends tokens to both sides."""
         model = train(load(self.path, **options))
-        if isinstance(model.router, CosineRouter):
-            threshold = between(model.score_tokens(random_ids(4, 40, seed=2).to(model.device)).cosine)
-            model.router = CosineRouter(threshold, model.router.strict)
+        router = model.choice.router.settings
+        if router["router"] == "cosine":
+            threshold = between(model.score_tokens(random_ids(4, 40, seed=2).to(model.device)).observed)
+            model.set_expansion(model.expansions, **router | {"threshold": threshold})
         return model
 
 
