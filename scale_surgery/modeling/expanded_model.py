@@ -162,6 +162,8 @@ class ExpandedPreTrainedModel(LoadedModel):
     def add_expansion(self, name: str, plan: dict[str, Any]) -> None:
         """Add an expansion, all of whose tensors are zero until they are loaded, and choose it.
 
+        A router of the config that weighs others goes: its numbers are for so many paths as there were.
+
         Args:
             name: Its name.
             plan: What config.json says of it.
@@ -171,7 +173,8 @@ class ExpandedPreTrainedModel(LoadedModel):
         """
         self._check_blocks()
         self._add_blocks(name, plan)
-        self.config.scale_surgery["expansions"].append({"name": name, **plan})
+        self.config.scale_surgery["expansions"].append({**plan, "name": name})
+        self.config.scale_surgery.pop("router", None)
         self.set_expansion(name)
 
     def _add_blocks(self, name: str, plan: dict[str, Any]) -> None:
@@ -317,7 +320,10 @@ class ExpandedPreTrainedModel(LoadedModel):
         if self.get_output_embeddings() is None or (len(names) < 2 and router is None):
             # without a head there is nothing to route
             return self.make_choice(names[0] if names else None)
-        return self.make_choice(names, **(router or {}))
+        if router is None:
+            return self.make_choice(names)
+        self._check_beside(tuple(names))
+        return Choice(tuple(names), make_router(router, len(names), "config.json: scale_surgery.router."))
 
     def enable_expansion(self, is_enabled: bool = True) -> None:
         """Run what the model was loaded for, or its base alone."""
@@ -358,7 +364,7 @@ class ExpandedPreTrainedModel(LoadedModel):
         return self.expansions[0]
 
     def delete_expansion(self, name: str) -> None:
-        """Forget an expansion; where it was chosen, the model is its base from then on."""
+        """Forget an expansion, and a router that weighs it; where it was chosen, the model is its base from then on."""
         self._known([name])
         self._check_blocks()
         for module in expanded_modules(self):
@@ -370,6 +376,7 @@ class ExpandedPreTrainedModel(LoadedModel):
         del self.plans[name], self.stream_widths[name], self.entering_widths[name]
         said = self.config.scale_surgery
         said["expansions"] = [plan for plan in said["expansions"] if plan["name"] != name]
+        said.pop("router", None)
         self._forget()
         self._set_choice(Choice() if name in self.default_choice.names else self.default_choice)
 
