@@ -1,0 +1,190 @@
+"""Attention of an expanded model: the heads of each path attend by themselves, inside the stock forward.
+
+The base's heads get the shapes, the strides and the alignment that they have in the base model, so their results are
+the base model's, bit for bit. The stock forward runs on a copy of its module that sees as many heads as there are;
+nothing of the module itself changes. This file travels with the checkpoint.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from .expanded_modules import View
+from .expanded_paths import Paths, Running
+from .expanded_streams import CACHE_LINE
+
+
+class Part(NamedTuple):
+    """Heads that attend by themselves.
+
+    Attributes:
+        heads: How many heads of queries.
+        kv_heads: How many of keys and values.
+        is_old: Whether the base has them.
+        is_detached: Whether gradients stop there: nothing that trains has reached the base's own stream.
+    """
+
+    heads: int
+    kv_heads: int
+    is_old: bool
+    is_detached: bool = False
+
+
+class NewHeads(NamedTuple):
+    """Heads that an expansion adds to a layer."""
+
+    heads: int
+    kv_heads: int
+
+
+def own_heads(states: Tensor, sizes: list[int], parts: tuple[Part, ...], is_eager: bool) -> list[Tensor]:
+    """Split queries, keys or values (b, heads, t, head size) into parts of so many heads.
+
+    Old heads get the strides and the alignment that they have in the base model, because matrix kernels
+    choose their path by both. In a cache, where each head lies by itself, nothing needs to be copied for the
+    usual head sizes, except for eager attention, whose batched product would copy them into another order.
+    """
+    batch, _, rows, size = states.shape
+    _, head_stride, row_stride, _ = states.stride()
+    is_transposed = row_stride > head_stride
+    is_unaligned = is_eager or head_stride * states.element_size() % CACHE_LINE
+    found = []
+    for index, (part, own) in enumerate(zip(parts, states.split(sizes, dim=1), strict=True)):
+        own = own.detach() if part.is_detached else own
+        if part.is_old and is_transposed:
+            # a head may be part of a fused projection, at some distance from its start; a graph cannot hold that number
+            start = 0 if torch.compiler.is_compiling() else states.storage_offset() % head_stride
+            beside = states.new_empty(batch, rows, sizes[index], head_stride)
+            own = beside[..., start : start + size].transpose(1, 2).copy_(own)
+        # new heads are aligned the same on one path and on two; a copy of them is what backward keeps
+        elif is_transposed or (is_unaligned and (batch > 1 or index)) or (own.requires_grad and not part.is_old):
+            own = own.clone()
+        found.append(own)
+    return found
+
+
+def joined_parts(parts: tuple[Part, ...], states: Tensor, name: str) -> tuple[Part, ...]:
+    """Parts as they attend together: on one thread of a CPU all heads do, where that is a token at a time.
+
+    There the kernel takes a query of one row head by head, and its bits do not depend on how many there are if each
+    begins at a cache line; on several threads they show which of them took it. A call costs more than it computes.
+    """
+    is_apart = name != "sdpa" or states.device.type != "cpu" or states.shape[-2] > 1 or torch.compiler.is_compiling()
+    is_apart = is_apart or states.shape[-1] * states.element_size() % CACHE_LINE or torch.get_num_threads() > 1
+    if is_apart or len({own.is_detached for own in parts}) > 1:
+        return parts
+    heads, kv_heads = sum(own.heads for own in parts), sum(own.kv_heads for own in parts)
+    return (Part(heads, kv_heads, is_old=False, is_detached=parts[0].is_detached),)
+
+
+def split_attention(module, query, key, value, attention_mask, **kwargs):
+    """Attention of each part of the heads, one after the other, by the kernel that the model's config names."""
+    stock = module.stock
+    name = stock.config._attn_implementation
+    run = stock.eager_attention if name == "eager" else ALL_ATTENTION_FUNCTIONS[name]
+    parts = module.parts
+    if not torch.is_grad_enabled():
+        parts = joined_parts(tuple(part._replace(is_detached=False) for part in parts), query, name)
+    heads, kv_heads = [part.heads for part in parts], [part.kv_heads for part in parts]
+    states = [
+        own_heads(own, sizes, parts, name == "eager")
+        for own, sizes in ((query, heads), (key, kv_heads), (value, kv_heads))
+    ]
+    outputs = [run(stock, *own, attention_mask, **kwargs) for own in zip(*states, strict=True)]
+    attended, weights = zip(*outputs, strict=True)
+    joined = attended[0] if len(attended) == 1 else torch.cat(attended, dim=2)
+    return joined, None if weights[0] is None else torch.cat(weights, dim=1)
+
+
+SPLIT_ATTENTION = "scale_surgery_heads_of_paths"
+ALL_ATTENTION_FUNCTIONS.register(SPLIT_ATTENTION, split_attention)
+
+
+class ExpandedAttention:
+    """Attention of a layer; its stock forward sees the heads of all chosen paths.
+
+    Attributes:
+        running: What the model runs.
+        place: Number of its layer.
+        old: Heads of the base.
+        new_heads: Heads that expansions add, by name.
+        attributes: Names of its attributes that say how many heads there are, or how wide they are together.
+        config_values: Names of such values of its config.
+        parts_of: Heads that attend by themselves, by the paths; None where they are the base's alone.
+    """
+
+    running: Running
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        paths = self.running.now().paths
+        if paths not in self.parts_of:
+            self.parts_of[paths] = self.make_parts(paths)
+        parts = self.parts_of[paths]
+        if parts is None:
+            return super().forward(*args, **kwargs)
+        return type(self).__bases__[1].forward(self.seen(parts), *args, **kwargs)
+
+    def make_parts(self, paths: Paths) -> tuple[Part, ...] | None:
+        """Heads of these paths, in the order in which they lie."""
+        parts = []
+        for group in paths.groups(self.place):
+            parts.append(Part(self.old.heads, self.old.kv_heads, is_old=True, is_detached=not group.writer))
+            parts += [Part(*self.new_heads[name], is_old=False) for name in group.ups if name in self.new_heads]
+        return None if len(parts) == 1 else tuple(parts)
+
+    def seen(self, parts: tuple[Part, ...]) -> nn.Module:
+        """This module as its stock forward sees it: the same tensors and modules, with as many heads as there are."""
+        heads = sum(part.heads for part in parts)
+        config = {name: getattr(self.config, name) * heads // self.old.heads for name in self.config_values}
+        values = {name: getattr(self, name) * heads // self.old.heads for name in self.attributes}
+        found = object.__new__(type(self))
+        found.__dict__.update(self.__dict__, **values, parts=parts, stock=self)
+        found.__dict__["config"] = View(self.config, config | {"_attn_implementation": SPLIT_ATTENTION})
+        return found
+
+
+def find_eager_attention(module: nn.Module) -> Any:
+    """The eager attention function of a module's file; each file of transformers has one of its own.
+
+    Raises:
+        ValueError: If there is none: older releases compute the attention of some models inside the module.
+    """
+    found = vars(import_module(type(module).__module__)).get("eager_attention_forward")
+    if found is None:
+        raise ValueError(
+            f"config.json: scale_surgery adds heads to {type(module).__name__}, which in transformers "
+            f"{transformers.__version__} does not hand queries, keys and values to a function of attention, expected "
+            "one that does. Load the model with the release that surgery.json names."
+        )
+    return found
+
+
+@cache
+def expanded_attention_class(stock: type) -> type:
+    """The class of an attention module that sees the heads of all paths."""
+    return type(f"{stock.__name__}WithNewHeads", (ExpandedAttention, stock), {"__module__": __name__})
+
+
+def expand_attention(module: nn.Module, facts: dict[str, Any], running: Running, place: int) -> None:
+    """Let the heads of all paths attend in a stock module of attention, in place.
+
+    Args:
+        module: The attention module.
+        facts: `heads`, `kv_heads`, and `attributes` and `config`, whose keys name what says how many there are.
+        running: What the model runs.
+        place: Number of its layer.
+    """
+    if isinstance(module, ExpandedAttention):
+        return
+    module.eager_attention = find_eager_attention(module)
+    module.__class__ = expanded_attention_class(type(module))
+    module.running, module.place, module.parts_of, module.new_heads = running, place, {}, {}
+    module.old = NewHeads(facts["heads"], facts["kv_heads"])
+    module.attributes, module.config_values = tuple(facts["attributes"]), tuple(facts["config"])

@@ -1,0 +1,693 @@
+"""The mixin before a stock model class: one base, any number of named expansions, and a choice of what runs.
+
+This file travels with the checkpoint: it opens no file, and needs only torch and transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from difflib import get_close_matches
+from inspect import signature
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+
+from .expanded_attention import ExpandedAttention, NewHeads, expand_attention
+from .expanded_loading import MOST_NAMED, LoadedModel
+from .expanded_modules import KINDS, Blocks, expand_module, expanded_modules
+from .expanded_paths import BASE, Call, Parting, Path, Paths, Running, parting, streams_of_groups, this_thread
+from .expanded_routers import Features, Router, TokenScores, make_router, route, score_tokens
+from .expanded_state import Tokens
+
+# what models that see images add to the hidden state between layers, by the number of a layer: after it, or before it
+ADDED_AFTER, ADDED_BEFORE = "deepstack_visual_embeds", "deepstack_features"
+
+
+A_NAME_A_ROW = "Give expansion_names=, a name or None for each row."
+
+
+class Choice(NamedTuple):
+    """What the model is for now.
+
+    Attributes:
+        names: Expansions that take part; none for the base.
+        router: What weighs the base and these, or None.
+        rows: The expansion of each row of a batch, None for the base's; empty where all rows are alike.
+    """
+
+    names: tuple[str, ...] = ()
+    router: Router | None = None
+    rows: tuple[str | None, ...] = ()
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """The paths that run for it."""
+        if self.router is not None:
+            return self.router.paths(self.names)
+        return (BASE, *map(Path, self.names)) if self.rows or not self.names else (Path(self.names[0]),)
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What a KV cache belongs to."""
+        return self.names, bool(self.rows), self.router
+
+
+def up_in(plan: dict[str, Any], spec: dict[str, Any], attention: dict[str, dict]) -> int:
+    """Features of its up stream, or heads, that a module of an expansion reads, where its kind does not say it.
+
+    Args:
+        plan: What config.json says of the expansion.
+        spec: What it says of the module.
+        attention: What it says of the attention of the layer.
+    """
+    if spec["kind"] == "activation":
+        return plan["widths"]["up_inner_width"]
+    if spec["kind"] == "head_norm":
+        heads = next(iter(attention.values()))
+        new = new_heads(plan, heads)
+        return new.heads if spec["heads"] == heads["heads"] else new.kv_heads
+    return plan["widths"]["up_width"] if spec["base"] is not None else 0
+
+
+def new_heads(plan: dict[str, Any], spec: dict[str, Any]) -> NewHeads:
+    """The heads that an expansion adds to a layer."""
+    kv_heads = plan["widths"]["up_kv_heads"]
+    return NewHeads(kv_heads * (spec["heads"] // spec["kv_heads"]), kv_heads)
+
+
+def make_blocks(module: nn.Module, plan: dict[str, Any], spec: dict[str, Any], attention: dict, groups: list) -> Blocks:
+    """What an expansion adds to a module, as its plan says."""
+    kind, sizes = spec["kind"], {key: own for key, own in spec.items() if key not in ("kind", "group")}
+    if kind in ("activation", "head_norm"):
+        return KINDS[kind][1](module, up_in(plan, spec, attention))
+    if kind in ("passing", "padding"):
+        sections = [0 for _ in spec.get("sections") or ()]
+        return KINDS[kind][1](module, up_in(plan, spec, attention) if kind == "passing" else 0, spec["up"], sections)
+    if kind in ("linear", "grown", "block"):
+        sizes["collaborative"] = spec.get("group") in groups
+    return KINDS[kind][1](module, **sizes, dtype=plan["dtype"])
+
+
+class ExpandedPreTrainedModel(LoadedModel):
+    """Mixin before a stock model class: several expansions of it, each under its name.
+
+    `config.scale_surgery` says of the base through what its paths pass, of each expansion what it adds where, and how
+    a router weighs them.
+    """
+
+    def __init__(self, config, *args, **kwargs):
+        super().__init__(config, *args, **kwargs)
+        self.begin()
+        for plan in config.scale_surgery["expansions"]:
+            self._add_blocks(plan["name"], plan)
+        self.post_init()
+        self.enable_expansion()
+        self.freeze_base()
+
+    def begin(self) -> None:
+        """Let paths pass through the modules of a stock model; it has no expansion yet."""
+        facts = self.config.scale_surgery["base"]
+        self.facts, self.plans = facts, {}
+        # of the base stream, by the empty name, and of the up stream of each expansion; before the first layer, some
+        # have not entered
+        self.stream_widths, self.entering_widths = {"": facts["hidden"]}, {"": facts["hidden"]}
+        self.known_paths: dict[tuple[Path, ...], Paths] = {}
+        self.known_partings: dict[Paths, list[Parting | None]] = {}
+        self.default_choice, self.choices = Choice(), {}
+        # threads in which a forward runs that others put in place of the model's own
+        self.replaced_in: set[int] = set()
+        base_model = find_base_model(self, facts["base_model"])
+        layers = base_model.get_submodule(facts["layers"])
+        self.layer_count = len(layers)
+        self.running = Running(self.find_paths((BASE,)))
+        separate(layers)
+        for index, layer in enumerate(layers):
+            kind = facts["kinds"][facts["kind_of_layer"][index]]
+            for name, spec in kind["modules"].items():
+                self._expand(layer, name, spec, index)
+            for name, heads in kind["attention"].items():
+                expand_attention(layer.get_submodule(name), heads, self.running, index)
+            layer.register_forward_pre_hook(_Rearranging(self, index), with_kwargs=True)
+        self._expand(base_model, facts["last"], {"kind": "last"}, len(layers)).stream_widths = self.stream_widths
+        head = self.get_output_embeddings()
+        if head is not None:
+            expand_module(head, "head", self.running, len(layers))
+            # stock code would cap logits after the head, which is too late for a router: the head does, for all paths
+            head.softcap, config = facts["softcap"], self.config.get_text_config(decoder=True)
+            if facts["softcap_key"]:
+                setattr(config, facts["softcap_key"], None)
+        if {ADDED_AFTER, ADDED_BEFORE}.intersection(signature(base_model.forward).parameters):
+            base_model.register_forward_pre_hook(_Widening(self), with_kwargs=True)
+
+    def _expand(self, parent: nn.Module, name: str, spec: dict[str, Any], place: int) -> nn.Module:
+        """Let paths pass through a module."""
+        module = find_module(parent, name)
+        expand_module(module, spec["kind"], self.running, place)
+        if "axis" in spec:
+            module.head_axis = spec["axis"]
+        sections = spec.get("sections") or [base for base, _ in spec.get("out_features", ())]
+        if len(sections) > 1:
+            module.sections = tuple(sections)
+        return module
+
+    def add_expansion(self, name: str, plan: dict[str, Any]) -> None:
+        """Add an expansion, all of whose tensors are zero until they are loaded, and choose it.
+
+        A router of the config that weighs others goes: its numbers are for so many paths as there were.
+
+        Args:
+            name: Its name.
+            plan: What config.json says of it.
+        """
+        self._add_blocks(name, plan)
+        self.config.scale_surgery["expansions"].append({**plan, "name": name})
+        self.config.scale_surgery.pop("router", None)
+        self.set_expansion(name)
+
+    def _add_blocks(self, name: str, plan: dict[str, Any]) -> None:
+        self._forget()
+        base_model = find_base_model(self, self.facts["base_model"])
+        layers = base_model.get_submodule(self.facts["layers"])
+        last = self.facts["last"]
+        for path, spec in plan["model"].items():
+            self._add(base_model, path, name, plan, spec, {}, [], len(layers) if path == last else -1)
+        head = self.get_output_embeddings()
+        if head is not None and plan["head"]:
+            head.expansions[name] = make_blocks(head, plan, plan["head"], {}, [])
+        for index, layer in enumerate(layers):
+            own = specs_of(plan, plan, index)
+            is_expanded = index in plan["expanded_layers"]
+            groups = plan["collaborative"]["groups"] if index in plan["collaborative"]["layers"] else []
+            attention = own["attention"] if is_expanded else {}
+            for path, spec in own["expanded" if is_expanded else "passing"].items():
+                self._add(layer, path, name, plan, spec, attention, groups, index)
+            for path, spec in attention.items():
+                module = layer.get_submodule(path)
+                expand_attention(module, spec, self.running, index)
+                module.new_heads[name] = new_heads(plan, spec)
+        self.plans[name] = plan
+        width = plan["widths"]["up_width"]
+        self.stream_widths[name], self.entering_widths[name] = width, 0 if plan.get("enter") == "hook" else width
+        if plan["dtype"] == "float32":
+            # new tensors that were asked for in float32 stay so when the base is loaded in half precision, as does what
+            # the stock class keeps
+            kept = self._keep_in_fp32_modules_strict or ()
+            self._keep_in_fp32_modules_strict = {*kept, f"expansions.{name}"}
+
+    def _add(self, parent, path, name, plan, spec, attention, groups, place) -> None:
+        module = self._expand(parent, path, spec, place)
+        module.expansions[name] = make_blocks(module, plan, spec, attention, groups)
+
+    def _forget(self) -> None:
+        """Forget how streams lie: an expansion comes, or goes."""
+        self.known_paths.clear()
+        self.known_partings.clear()
+        for module in expanded_modules(self):
+            module.layouts.clear()
+        for module in self.modules():
+            if isinstance(module, ExpandedAttention):
+                module.parts_of.clear()
+
+    # ---- what runs
+
+    @property
+    def expansions(self) -> list[str]:
+        """Names of the expansions, in the order in which they came."""
+        return list(self.plans)
+
+    @property
+    def choice(self) -> Choice:
+        """What the model is now, in this thread."""
+        return self.choices.get(this_thread(), self.default_choice)
+
+    @property
+    def active_expansion(self) -> str | list[str] | None:
+        """What was chosen: a name, a list that is mixed, or None for the base."""
+        names = list(self.choice.names)
+        return names if self.choice.router else names[0] if names else None
+
+    def find_paths(self, paths: tuple[Path, ...]) -> Paths:
+        """How so many paths lie side by side."""
+        if paths not in self.known_paths:
+            forks = {name: min(plan["collaborative"]["layers"], default=None) for name, plan in self.plans.items()}
+            self.known_paths[paths] = Paths(paths, forks, self.layer_count)
+        return self.known_paths[paths]
+
+    def set_expansion(self, names: str | Sequence[str] | None, **router: Any) -> None:
+        """Choose what the model is from now on, in all threads.
+
+        A KV cache belongs to the choice under which it was filled.
+
+        Args:
+            names: A name: the base with that expansion. None: the base. A list: the base and these, which a router
+                mixes.
+            router: Settings of the router: by default the posterior one, all paths weighing the same at first.
+
+        Raises:
+            ValueError: If there is no such expansion, a name stands twice in a list, several cannot run side by side
+                on this architecture, or a setting is out of range.
+        """
+        self._set_choice(self.make_choice(names, **router))
+
+    def _set_choice(self, choice: Choice) -> None:
+        self.default_choice, self.running.chosen = choice, Call(self.find_paths(choice.paths))
+
+    def make_choice(self, names: str | Sequence[str] | None, **router: Any) -> Choice:
+        """What `set_expansion` chooses."""
+        if names is None or isinstance(names, str):
+            if router:
+                raise ValueError(
+                    f"{', '.join(router)}: is for a list of expansions, but {names!r} is none. Leave it out."
+                )
+            return Choice(self._known([] if names is None else [names]))
+        known = self._known(names)
+        self._check_beside(known)
+        if router.get("router", "posterior") == "posterior" and router.get("prior") is None:
+            router = router | {"prior": (1 / (1 + len(known)),) * (1 + len(known))}
+        return Choice(known, make_router({"router": "posterior"} | router, len(known)))
+
+    @contextmanager
+    def use_choice(self, choice: Choice) -> Iterator[None]:
+        """Let the model be something else in this thread inside a `with` block."""
+        thread, before = this_thread(), self.choices.get(this_thread())
+        self.choices[thread] = choice
+        try:
+            with self.running.within(Call(self.find_paths(choice.paths))):
+                yield
+        finally:
+            if before is None:
+                del self.choices[thread]
+            else:
+                self.choices[thread] = before
+
+    def use_expansion(self, names: str | Sequence[str] | None, **router: Any) -> AbstractContextManager[None]:
+        """Choose as `set_expansion` does inside a `with` block, for this thread alone."""
+        return self.use_choice(self.make_choice(names, **router))
+
+    def expansion_disabled(self) -> AbstractContextManager[None]:
+        """Run the base model alone inside a `with` block."""
+        return self.use_choice(Choice())
+
+    def whole_choice(self) -> Choice:
+        """What the model is when it is loaded: its only expansion, or all that its router weighs."""
+        names, router = self.expansions, self.config.scale_surgery.get("router")
+        if self.get_output_embeddings() is None or (len(names) < 2 and router is None):
+            # without a head there is nothing to route
+            return self.make_choice(names[0] if names else None)
+        if router is None:
+            return self.make_choice(names)
+        self._check_beside(tuple(names))
+        return Choice(tuple(names), make_router(router, len(names), "config.json: scale_surgery.router."))
+
+    def enable_expansion(self, is_enabled: bool = True) -> None:
+        """Run what the model was loaded for, or its base alone."""
+        self._set_choice(self.whole_choice() if is_enabled else Choice())
+
+    @property
+    def is_expansion_enabled(self) -> bool:
+        """Whether an expansion takes part in a forward."""
+        return bool(self.choice.names)
+
+    def enable_routing(self, is_enabled: bool = True) -> None:
+        """Let the router weigh all paths, or run the only expansion without it."""
+        if is_enabled and self.config.scale_surgery.get("router") is None:
+            raise ValueError("This model has no router. Write one that has: scale-surgery route-export.")
+        if is_enabled and self.get_output_embeddings() is None:
+            raise ValueError("This model has no head, so there is nothing to route. Load it as AutoModelForCausalLM.")
+        self._set_choice(self.whole_choice() if is_enabled else self.make_choice(self._only()))
+
+    @property
+    def is_routing_enabled(self) -> bool:
+        """Whether several paths run, and a router makes the logits."""
+        return self.choice.router is not None
+
+    def routing_enabled(self) -> AbstractContextManager[None]:
+        """Run what the model was loaded for inside a `with` block: where it has a router, that weighs all paths."""
+        return self.use_choice(self.whole_choice())
+
+    def routing_disabled(self) -> AbstractContextManager[None]:
+        """Run the only expansion alone inside a `with` block."""
+        return self.use_expansion(self._only())
+
+    def _only(self) -> str:
+        if len(self.expansions) != 1:
+            raise ValueError(
+                f"The model has {len(self.expansions)} expansions ({', '.join(self.expansions)}). Say which is to run: "
+                "model.set_expansion(NAME), or model.use_expansion(NAME) in a with block."
+            )
+        return self.expansions[0]
+
+    def delete_expansion(self, name: str) -> None:
+        """Forget an expansion, and a router that weighs it; where it was chosen, the model is its base from then on."""
+        self._known([name])
+        for module in expanded_modules(self):
+            if name in module.expansions:
+                del module.expansions[name]
+        for module in self.modules():
+            if isinstance(module, ExpandedAttention):
+                module.new_heads.pop(name, None)
+        del self.plans[name], self.stream_widths[name], self.entering_widths[name]
+        said = self.config.scale_surgery
+        said["expansions"] = [plan for plan in said["expansions"] if plan["name"] != name]
+        said.pop("router", None)
+        self._forget()
+        self._set_choice(Choice() if name in self.default_choice.names else self.default_choice)
+
+    def _known(self, names: Sequence[str]) -> tuple[str, ...]:
+        """Names of a request, refused where one is unknown or stands twice."""
+        found = tuple(names)
+        problems = [unknown_name(name, self.expansions) for name in found if name not in self.plans]
+        twice = [name for name in dict.fromkeys(found) if found.count(name) > 1]
+        problems += [f"{name}: is named {found.count(name)} times, expected once." for name in twice]
+        if problems:
+            raise ValueError("\n".join(problems))
+        return found
+
+    def _check_beside(self, names: tuple[str, ...]) -> None:
+        """Refuse what cannot run side by side."""
+        problems = [f"{name}: {line}" for name in names for line in self.plans[name].get("problems", ())]
+        if not names:
+            problems = ["A list of no names: expected at least one. None gives the base."]
+        elif self.get_output_embeddings() is None:
+            problems = [f"{type(self).__name__}: has no head, so nothing mixes its paths. Load the language model."]
+        if problems:
+            raise ValueError("\n".join(problems))
+
+    def rows(self, names: Sequence[str | None]) -> Choice:
+        """A choice for each row of a batch."""
+        if isinstance(names, str):
+            raise ValueError(f"expansion_names: is {names!r}, expected a list, a name or None for each row.")
+        self._known(list({name for name in names if name is not None}))
+        known = tuple(name for name in self.expansions if name in names)
+        if len(set(names)) == 1:
+            return Choice(known)
+        self._check_beside(known)
+        return Choice(known, rows=tuple(names))
+
+    # ---- a forward
+
+    def run(self, **inputs: Any) -> Any:
+        """Run what was chosen; `expansion_names` chooses for each row of the batch."""
+        refuse_adapter_names(inputs, A_NAME_A_ROW)
+        rows = inputs.pop("expansion_names", None)
+        if rows is not None:
+            check_rows(rows, inputs)
+            with self.use_choice(self.rows(rows)):
+                return self.run(**inputs)
+        choice, cache = self.choice, inputs.get("past_key_values")
+        check_cache(cache, choice)
+        stock = super().forward
+        output = stock(**inputs) if choice.router is None and not choice.rows else self._run_beside(stock, inputs)
+        cache = cache_of(output) if cache is None else cache
+        if cache is not None:
+            cache.expansion_choice = choice.key
+        return output
+
+    def _run_beside(self, stock: Any, inputs: dict[str, Any]) -> Any:
+        """Run several paths side by side, and make one set of logits of them."""
+        router, choice = self.choice.router, self.choice
+        tokens = Tokens.of(inputs, reads_tokens=router is not None and router.reads_tokens, is_training=self.training)
+
+        def answer(features: Features) -> Tensor:
+            tokens.move(features.read.device)
+            return by_row(features.at(tokens.keep), choice) if router is None else route(router, features, tokens)
+
+        with self.answering(answer):
+            output = stock(**inputs)
+        cache = inputs.get("past_key_values")
+        tokens.remember(cache_of(output) if cache is None else cache)
+        return output
+
+    @contextmanager
+    def answering(self, answer: Callable[[Features], Tensor], paths: tuple[Path, ...] = ()) -> Iterator[None]:
+        """Let this thread's head give what `answer` makes of the features of all paths, inside a `with` block.
+
+        Args:
+            answer: Makes what the head gives out, such as logits of one path.
+            paths: Paths that run; by default those of the choice.
+        """
+        head, paths = self.get_output_embeddings(), self.find_paths(paths or self.choice.paths)
+
+        def answer_features(features: Tensor) -> Tensor:
+            return answer(Features.of(head, features, paths, self.stream_widths))
+
+        with self.running.within(Call(paths, answer_features)):
+            yield
+
+    def path_logits(self, input_ids: Tensor, **inputs: Any) -> list[Tensor]:
+        """Logits of each path of what was chosen alone (b, t, v) each, the base's first.
+
+        Args:
+            input_ids: Token ids (b, t).
+            inputs: attention_mask and position_ids, where there are any.
+        """
+        found: list[Tensor] = []
+
+        def answer(features: Features) -> Tensor:
+            found.extend(features.logits())
+            return found[0]
+
+        with self.answering(answer):
+            super().forward(input_ids=input_ids, use_cache=False, **inputs)
+        return found
+
+    @torch.no_grad()
+    def score_tokens(self, input_ids: Tensor, **inputs: Any) -> TokenScores:
+        """Log-probability of each token but the first on each path, and how it was routed.
+
+        Args:
+            input_ids: Token ids (b, t).
+            inputs: attention_mask and position_ids, where there are any.
+        """
+        router, found = self.choice.router, []
+        if router is None:
+            raise ValueError("One path runs now. Choose several with set_expansion([...]) first.")
+        tokens = Tokens.of({"input_ids": input_ids, **inputs}, reads_tokens=router.reads_tokens, is_training=False)
+
+        def answer(features: Features) -> Tensor:
+            tokens.move(features.read.device)
+            found.append(score_tokens(router, features, tokens))
+            return found[0].routed
+
+        with self.answering(answer):
+            super().forward(input_ids=input_ids, use_cache=False, **inputs)
+        return found[0]
+
+    def generate(self, *args: Any, expansion_names: Sequence[str | None] | None = None, **options: Any) -> Any:
+        """Generate as transformers does; `expansion_names` chooses for each row of the batch, None for the base."""
+        refuse_adapter_names(options, A_NAME_A_ROW)
+        if expansion_names is None:
+            return super().generate(*args, **options)
+        with self.use_choice(self.rows(expansion_names)):
+            return super().generate(*args, **options)
+
+    def _set_gradient_checkpointing(self, enable: bool = True, **options: Any) -> None:
+        """As transformers; what a backward pass computes again runs the paths that ran the first time."""
+        checkpoint = options.pop("gradient_checkpointing_func", torch.utils.checkpoint.checkpoint)
+
+        def kept(function: Any, *args: Any, **inputs: Any) -> Any:
+            return checkpoint(self.running.kept(function), *args, **inputs)
+
+        super()._set_gradient_checkpointing(enable=enable, gradient_checkpointing_func=kept, **options)
+        if enable:
+            self.enable_input_require_grads()
+
+    def __call__(self, *args: Any, **inputs: Any) -> Any:
+        """Run the model; where others replaced its forward, note that it runs: see `get_output_embeddings`."""
+        if "forward" not in vars(self):
+            return super().__call__(*args, **inputs)
+        self.replaced_in.add(this_thread())
+        try:
+            return super().__call__(*args, **inputs)
+        finally:
+            self.replaced_in.discard(this_thread())
+
+    def get_output_embeddings(self) -> Any:
+        """The head; to a forward that others put in place of the model's own, one matrix over both streams.
+
+        Stock forwards do not ask for it. The trainers of TRL multiply what the base model gives by its weight, to have
+        no logits of a whole batch in memory.
+        """
+        head = super().get_output_embeddings()
+        if this_thread() not in getattr(self, "replaced_in", ()):
+            return head
+        if self.choice.router is not None or self.choice.rows:
+            raise ValueError(
+                "This model routes: no weight of a head gives its logits, which a trainer wants to compute itself. "
+                "Train before you route, or train one expansion alone: model.set_expansion(NAME)."
+            )
+        blocks = [head.expansions[name] for name in self.choice.names if name in head.expansions]
+        if not blocks or blocks[0].up_weight is None:
+            return head
+        return WholeHead(torch.cat((head.weight, blocks[0].up_weight.to(head.weight.dtype)), dim=1), head.bias)
+
+    # ---- hidden states
+
+    def partings(self, paths: Paths) -> list[Parting | None]:
+        """What changes of the hidden state before each layer."""
+        if paths not in self.known_partings:
+            self.known_partings[paths] = [
+                parting(paths, layer, self.entering_widths if layer == 0 else self.stream_widths, self.stream_widths)
+                for layer in range(self.layer_count)
+            ]
+        return self.known_partings[paths]
+
+    def streams_after(self, paths: Paths, layer: int) -> list[tuple[bool, int]]:
+        """The streams that leave a layer: whether each is a base stream, and its width."""
+        widths = self.entering_widths if layer == -1 else self.stream_widths
+        return [(not up, widths[up]) for _, up in streams_of_groups(paths.groups(layer))]
+
+
+class WholeHead(NamedTuple):
+    """The head as one matrix [head, head_up] over what the base model gives, [base stream, up stream]."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
+class _Rearranging:
+    """A hook before a layer, so that no stock forward is touched: streams enter and part."""
+
+    def __init__(self, model: ExpandedPreTrainedModel, layer: int) -> None:
+        self.model, self.layer = model, layer
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        change = self.model.partings(self.model.running.now().paths)[self.layer]
+        return None if change is None else change_hidden(args, kwargs, change)
+
+
+class _Widening:
+    """A hook before the base model: what stock code adds to the hidden state between layers goes to each base stream.
+
+    Models that see images may add features of them once more after each of the first layers, or before some.
+    """
+
+    def __init__(self, model: ExpandedPreTrainedModel) -> None:
+        self.model = model
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        paths = self.model.running.now().paths
+        if paths.is_base:
+            return None
+
+        def wide(features: Tensor, layer: int) -> Tensor:
+            streams = self.model.streams_after(paths, layer)
+            return torch.cat(
+                [features if is_base else features.new_zeros(*features.shape[:-1], own) for is_base, own in streams], -1
+            )
+
+        own: dict[str, Any] = {}
+        if kwargs.get(ADDED_AFTER) is not None:
+            own[ADDED_AFTER] = [wide(features, layer) for layer, features in enumerate(kwargs[ADDED_AFTER])]
+        if kwargs.get(ADDED_BEFORE) is not None:
+            own[ADDED_BEFORE] = {layer: wide(features, layer - 1) for layer, features in kwargs[ADDED_BEFORE].items()}
+        return args, kwargs | own
+
+
+def by_row(features: Features, choice: Choice) -> Tensor:
+    """Logits of each row's own path; beams of one row lie one after the other."""
+    batch, rows = len(features.bases[0]), len(choice.rows)
+    if batch % rows:
+        raise ValueError(f"expansion_names: {rows} names for {batch} rows, expected one for each, None for the base.")
+    numbers = [0 if name is None else 1 + choice.names.index(name) for name in choice.rows]
+    chosen = torch.tensor(numbers, device=features.read.device).repeat_interleave(batch // rows)[:, None, None]
+    found, *others = features.logits()
+    for number, logits in enumerate(others, 1):
+        found = torch.where(chosen == number, logits, found)
+    return found
+
+
+def check_cache(cache: Cache | None, choice: Choice) -> None:
+    """Refuse a KV cache that was filled under another choice: it holds other heads, or other values."""
+    past = 0 if cache is None else int(cache.get_seq_length())
+    if past and getattr(cache, "expansion_choice", choice.key) != choice.key:
+        raise ValueError(
+            f"past_key_values: holds {past} tokens that were read under another choice of expansions than "
+            f"{', '.join(choice.names) or 'none'}. Begin with an empty one."
+        )
+
+
+def check_rows(rows: Sequence[str | None], inputs: dict[str, Any]) -> None:
+    """Refuse another number of names than of rows."""
+    read = inputs.get("input_ids", inputs.get("inputs_embeds"))
+    if read is not None and len(rows) != len(read) and not isinstance(rows, str):
+        raise ValueError(
+            f"expansion_names: {len(rows)} names for {len(read)} rows, expected one for each, None for the base."
+        )
+
+
+def unknown_name(name: str, known: list[str]) -> str:
+    """What is wrong with a name that no expansion has; the nearest ones, or all."""
+    near = get_close_matches(name, known, 3, 0.5) or known[:MOST_NAMED]
+    return f"{name}: is no expansion of this model, expected {' or '.join(near) or 'none, it has none yet'}."
+
+
+def cache_of(output: Any) -> Cache | None:
+    """The KV cache that a forward gave out."""
+    found = output.values() if hasattr(output, "values") else output
+    return next((value for value in found if isinstance(value, Cache)), None)
+
+
+def find_base_model(model: nn.Module, path: str) -> nn.Module:
+    """The module that holds embedding, layers and final norm; a model without a head lacks the first parts of its path.
+
+    Args:
+        model: The whole model, or one without its head.
+        path: Dotted path of that module in the whole model.
+    """
+    while path:
+        try:
+            return model.get_submodule(path)
+        except AttributeError:
+            path = path.partition(".")[2]
+    return model
+
+
+def find_module(parent: nn.Module, name: str) -> nn.Module:
+    """The module that config.json names.
+
+    Raises:
+        ValueError: If there is none of that name: releases of transformers rename modules.
+    """
+    try:
+        return parent.get_submodule(name)
+    except AttributeError as error:
+        raise ValueError(
+            f"config.json: scale_surgery names the module {name}, expected one of {type(parent).__name__} in "
+            f"transformers {transformers.__version__}. Load the model with the release that surgery.json names."
+        ) from error
+
+
+def specs_of(specs: dict[str, Any], plan: dict[str, Any], layer: int) -> dict[str, Any]:
+    """What `specs` say of one layer: the plan itself, or its routing; layers may be of several kinds."""
+    return specs["kinds"][plan["kind_of_layer"][layer]] if "kinds" in specs else specs
+
+
+def separate(layers: nn.Module) -> None:
+    """Give every layer an activation of its own where one serves several: two paths may pass through some of them."""
+    seen: set[nn.Module] = set()
+    for name, module in list(layers.named_modules(remove_duplicate=False)):
+        if module in seen and not (module._modules or module._parameters or module._buffers):
+            parent, _, last = name.rpartition(".")
+            own = module.__class__.__new__(module.__class__)
+            parts = {key: part.copy() if isinstance(part, dict) else part for key, part in vars(module).items()}
+            own.__dict__.update(parts)
+            setattr(layers.get_submodule(parent), last, own)
+        seen.add(module)
+
+
+def change_hidden(args: tuple, kwargs: dict, change: Callable[[Tensor], Tensor]) -> tuple[tuple, dict]:
+    """What a layer is called with, its hidden states changed."""
+    if args:
+        return (change(args[0]), *args[1:]), kwargs
+    return args, kwargs | {"hidden_states": change(kwargs["hidden_states"])}
+
+
+def refuse_adapter_names(inputs: dict[str, Any], instead: str) -> None:
+    """Refuse PEFT's name for what each row runs: stock code would take it and do nothing."""
+    if "adapter_names" in inputs:
+        raise ValueError(f"adapter_names: is PEFT's, and this model has expansions. {instead}")

@@ -1,0 +1,611 @@
+"""Modules of an expanded model: stock modules, and beside them what each expansion adds.
+
+    [ y    ]   [ W    W12 ] [ x    ]      W    pretrained, frozen, used by the stock forward
+    [ y_up ] = [ W21  W22 ] [ x_up ]      W12, W21, W22   blocks of an expansion (SCALE, arXiv 2511.03270, eq. 1)
+
+A stock module gets a second class, which takes its input apart into streams (see `expanded_paths`), runs the stock
+forward once on each base stream, lets each expansion compute its up stream from that, and puts all of it together.
+Because the stock forward sees the same values in the same shapes as in the base model, its results are the base
+model's, bit for bit. W12 y is added to a base stream that is the expansion's own, and to no other.
+This file travels with the checkpoint: it opens no file, and needs only torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from inspect import signature
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from .expanded_paths import Paths, Running
+from .expanded_streams import (
+    CACHE_LINE,
+    add_new_product,
+    add_product,
+    is_row,
+    join_streams,
+    own_memory,
+    product,
+    row_up,
+    streams_of,
+)
+
+# parameters of a forward that keeps a cache
+CACHES = {"past_key_values", "past_key_value", "layer_past", "cache_params", "cache"}
+
+
+class View:
+    """An object seen with some values of its own; everything else is read live from the object."""
+
+    def __init__(self, viewed: Any, own: dict[str, Any]) -> None:
+        self.__dict__.update(own, viewed=viewed)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "viewed":
+            raise AttributeError(name)
+        return getattr(self.viewed, name)
+
+
+class Blocks(nn.Module):
+    """What one expansion adds to a stock module: its tensors, and what becomes of its up stream there.
+
+    Attributes:
+        groups: Group of each tensor, by which training is chosen and counted.
+        up_in: Features, or heads, of the up stream that the module reads.
+        up_sections: Widths of what it writes, for each section of a fused projection.
+        replaces_base: Whether a copy of the base weight that trains takes the place of it where W12 exists.
+    """
+
+    groups: dict[str, str] = {}
+    replaces_base = False
+
+    def __init__(self, stock: nn.Module, up_in: int = 0, up_sections: Sequence[int] = ()) -> None:
+        super().__init__()
+        # no part of this module: it is the one that this stands in
+        self.__dict__["stock"] = stock
+        self.up_in, self.up_sections = up_in, list(up_sections)
+
+    def forward(self, base: Tensor, up: Tensor, y: Tensor | None, writes: bool) -> tuple[Tensor, Tensor | None]:
+        """Both streams of a path.
+
+        Args:
+            base: Base stream that the module reads.
+            up: Up stream that it reads.
+            y: What the stock module gives for the base stream; None where a copy takes its place.
+            writes: Whether W12 exists for this path.
+
+        Returns:
+            What it gives for the base stream, and up stream or None.
+        """
+        raise NotImplementedError
+
+    def add_tensors(self, dtype: str | None, shapes: dict[str, tuple[int, ...]]) -> None:
+        """Add tensors, zero until they are loaded, in `dtype` or in that of the stock weight; none that is empty."""
+        like = next(self.stock.parameters(), torch.empty(()))
+        # a quantised weight may be of whole numbers, and makes no tensors that are not quantised
+        stored = like.dtype if like.dtype.is_floating_point else torch.get_default_dtype()
+        kind = getattr(torch, dtype) if dtype else stored
+        for name, shape in shapes.items():
+            made = None if 0 in shape else nn.Parameter(torch.zeros(shape, dtype=kind, device=like.device))
+            self.register_parameter(name, made)
+
+    def align(self) -> None:
+        """Let each tensor begin at a cache line; loaders leave it where it lies in a file, at any place.
+
+        On a CPU the product of a matrix and a single row may round by where the matrix begins.
+        """
+        for block in self._parameters.values():
+            if block is not None:
+                block.data = own_memory(block.data)
+
+
+class LinearBlocks(Blocks):
+    """Blocks of a linear (or Conv1D); rows of a block are outputs, in both storage orders.
+
+    In a preservation layer W12 is exactly zero by not existing.
+    """
+
+    groups = {"w12": "w12", "w21": "w21", "w22": "w22", "up_bias": "biases"}
+
+    def __init__(self, stock, in_features, out_features, collaborative, dtype):
+        super().__init__(stock, in_features[1], [up for _, up in out_features])
+        base_out, up_out = (sum(widths) for widths in zip(*out_features, strict=True))
+        self.add_tensors(
+            dtype,
+            {
+                "w12": (base_out, self.up_in if collaborative else 0),
+                "w21": (up_out, in_features[0]),
+                "w22": (up_out, self.up_in),
+                "up_bias": (up_out,) if stock.bias is not None else (0,),
+            },
+        )
+
+    def forward(self, base: Tensor, up: Tensor, y: Tensor | None, writes: bool) -> tuple[Tensor, Tensor | None]:
+        # each is looked up once: a token at a time, that costs as much as a small product
+        own = self._parameters
+        w12, w21, w22, bias = own["w12"], own["w21"], own["w22"], own["up_bias"]
+        if w21 is None:
+            y_up = None
+        elif w21.dtype == y.dtype and is_row(base, y):
+            y_up = row_up(base.view(-1), up.view(-1), w21, w22, bias).view(*y.shape[:-1], -1)
+        else:
+            y_up = product(base, w21, y)
+            y_up = y_up if w22 is None else add_product(y_up, up, w22)
+            y_up = y_up if bias is None else y_up + bias.to(y.dtype)
+        if writes and w12 is not None:
+            # in place where nothing remembers what it was
+            y = (add_new_product if torch.is_grad_enabled() else add_product)(y, up, w12)
+        return y, y_up
+
+
+def aligned(tensor: Tensor, like: Tensor) -> Tensor:
+    """The tensor, contiguous, beginning at the same place of a cache line as `like`.
+
+    On a CPU the product of a matrix and a single row takes its elements in another order where the matrix is aligned
+    otherwise, and then rounds otherwise.
+    """
+    has_memory = not torch.compiler.is_compiling() and tensor.device.type == like.device.type == "cpu"
+    is_same = has_memory and (like.data_ptr() - tensor.data_ptr()) % CACHE_LINE == 0
+    if not has_memory or tensor.dtype != like.dtype or (is_same and tensor.is_contiguous()):
+        return tensor.contiguous()
+    size = tensor.element_size()
+    memory = tensor.new_empty(tensor.numel() + CACHE_LINE // size)
+    start = (like.data_ptr() - memory.data_ptr()) % CACHE_LINE // size
+    return memory[start : start + tensor.numel()].view(tensor.shape).copy_(tensor)
+
+
+class GrownBlocks(LinearBlocks):
+    """Blocks of a grown MLP (Grow, Don't Overwrite, arXiv 2603.08647): what is new begins as copies of the base.
+
+        gate, up    y      = W x             a trained copy `w11` (and `bias11`) in place of W where `trains_base`
+                    y_up   = W21 x           W21 begins as W, once for each new copy
+        down        y      = c W x + W12 x_up + b       c = `share`, 1 over the number of copies; W12 begins as c W
+
+    Copies are computed by the stock module's own operation, on memory that is aligned as the base's, so that two equal
+    halves are bit for bit those of the base, and halving and adding them rounds nothing.
+    """
+
+    groups = LinearBlocks.groups | {"w11": "w11", "bias11": "biases"}
+
+    def __init__(self, stock, in_features, out_features, collaborative, dtype, share=1.0, trains_base=False):
+        super().__init__(stock, in_features, out_features, collaborative, dtype)
+        self.share, self.replaces_base = share, trains_base
+        width = sum(base for base, _ in out_features) if trains_base else 0
+        bias = width if stock.bias is not None else 0
+        self.add_tensors(dtype, {"w11": (width, in_features[0]), "bias11": (bias,)})
+
+    def forward(self, base: Tensor, up: Tensor, y: Tensor | None, writes: bool) -> tuple[Tensor, Tensor | None]:
+        if y is None:
+            y = self.copied(base, self.w11, self.bias11, base)
+        if writes and self.w12 is not None:
+            bias = None if self.stock.bias is None else self.stock.bias * (1 - self.share)
+            y = torch.add(self.copied(up, self.w12, bias, y), y, alpha=self.share)
+        return y, None if self.w21 is None else self.copied(base, self.w21, self.up_bias, y)
+
+    def copied(self, x: Tensor, block: Tensor, bias: Tensor | None, like: Tensor) -> Tensor:
+        """What the stock module would compute with this block, whose rows are outputs, and this bias."""
+        x, bias = x.to(block.dtype), None if bias is None else bias.to(block.dtype)
+        if isinstance(self.stock, nn.Linear):
+            # some stock classes add the bias in a step of its own
+            return stock_class(self.stock).forward(View(self.stock, {"weight": block, "bias": bias}), x).to(like.dtype)
+        # Conv1D stores (inputs, outputs), and a product reads its operands in the order in which they lie
+        rows = torch.addmm(bias, x.reshape(-1, x.shape[-1]), aligned(block.t(), self.stock.weight))
+        return rows.view(*x.shape[:-1], -1).to(like.dtype)
+
+    def align(self) -> None:
+        super().align()
+        for name in ("w11", "w12", "w21"):
+            block = self._parameters.get(name)
+            if block is not None:
+                block.data = aligned(block.data, self.stock.weight)
+
+
+class NormBlocks(Blocks):
+    """The norm of an up stream, by its own statistics, computed in float32.
+
+    `style` is "rms" (gain w), "layer" (mean, variance, gain, bias), or one of them with "_plus_one" (gain 1 + w). The
+    stock norm may have no gain; that of the up stream has one.
+    """
+
+    groups = {"up_weight": "norms", "up_bias": "norms"}
+
+    def __init__(self, stock, base, up, style, epsilon, dtype):
+        super().__init__(stock, up)
+        self.style, self.epsilon = style, epsilon
+        has_bias = getattr(stock, "bias", None) is not None
+        self.add_tensors(dtype, {"up_weight": (up,), "up_bias": (up if has_bias else 0,)})
+
+    def forward(self, base: Tensor, up: Tensor, y: Tensor | None, writes: bool) -> tuple[Tensor, Tensor | None]:
+        gain, bias = self.up_weight.float(), None if self.up_bias is None else self.up_bias.float()
+        gain = gain + 1.0 if self.style.endswith("_plus_one") else gain
+        if self.style.startswith("layer"):
+            return y, functional.layer_norm(up.float(), gain.shape, gain, bias, self.epsilon).to(y.dtype)
+        return y, functional.rms_norm(up.float(), gain.shape, gain, self.epsilon).to(y.dtype)
+
+
+class EmbeddingBlocks(Blocks):
+    """Added columns of an embedding, which take the same scale as the stock ones where there is one."""
+
+    groups = {"up_weight": "embedding"}
+
+    def __init__(self, stock, up, dtype):
+        super().__init__(stock)
+        self.add_tensors(dtype, {"up_weight": (stock.weight.shape[0], up)})
+
+    def forward(self, base: Tensor, up: Tensor, y: Tensor | None, writes: bool) -> tuple[Tensor, Tensor | None]:
+        # what it reads are token ids
+        found = functional.embedding(base, self.up_weight, self.stock.padding_idx).to(y.dtype)
+        scale = getattr(self.stock, "embed_scale", None)
+        if scale is None:
+            return y, found
+        return y, found * (scale.to(found.dtype) if isinstance(scale, Tensor) else scale)
+
+
+class HeadBlocks(Blocks):
+    """Added columns of the head: logits + head_up x_up, where head_up is `up_weight`, zero at first, never tied."""
+
+    groups = {"up_weight": "head"}
+
+    def __init__(self, stock, base, up, dtype):
+        super().__init__(stock, up)
+        self.add_tensors(dtype, {"up_weight": (stock.weight.shape[0], up)})
+
+    def forward(self, logits: Tensor, up: Tensor) -> Tensor:
+        """Logits of a path, from those of its base stream, in the memory of these."""
+        return logits if self.up_weight is None else add_product(logits, up, self.up_weight)
+
+
+class SameBlocks(Blocks):
+    """A module that treats an up stream as a base stream: an activation, or a norm inside each head.
+
+    Each runs alone: vector and tail lanes of one kernel may round differently.
+    """
+
+    def forward(self, base: Tensor, up: Tensor, y: Tensor | None, writes: bool) -> tuple[Tensor, Tensor | None]:
+        return y, self.stock.run_stock(up)
+
+
+class PassingBlocks(Blocks):
+    """A module that has no block: it reads the base stream alone, and writes `up_out` zeros beside it.
+
+    So the up stream passes through the residual connection of a layer that was not chosen.
+    """
+
+    def __init__(self, stock, up_in=0, up_out=0, up_sections=()):
+        super().__init__(stock, up_in, up_sections)
+        self.up_out = up_out
+
+    def forward(self, base: Tensor, up: Tensor, y: Tensor | None, writes: bool) -> tuple[Tensor, Tensor | None]:
+        return y, y.new_zeros(*y.shape[:-1], self.up_out) if self.up_out else None
+
+
+class DenseBlocks(Blocks):
+    """A small dense MLP beside a whole block of a layer, which runs as it is on the base stream.
+
+        y = block(x) + W12 h      y_up = V h      h = silu(W21 x + W22 x_up), of `inner` features; V is `up_weight`
+
+    A mixture's router sees the base stream alone.
+    """
+
+    groups = {"w12": "w12", "w21": "w21", "w22": "w22", "up_weight": "w22"}
+
+    def __init__(self, stock, base, up, inner=0, collaborative=False, dtype=None):
+        super().__init__(stock, up)
+        self.base, self.up_out = base, up
+        shapes = {"w12": (base, inner if collaborative else 0), "w21": (inner, base), "w22": (inner, up)}
+        self.add_tensors(dtype, shapes | {"up_weight": (up, inner)})
+
+    def forward(self, base: Tensor, up: Tensor, y: Tensor | None, writes: bool) -> tuple[Tensor, Tensor | None]:
+        if self.w21 is None:
+            return y, y.new_zeros(*y.shape[:-1], self.up_out)
+        h = product(base, self.w21, y)
+        h = functional.silu(h if self.w22 is None else h + product(up, self.w22, y))
+        y_up = y.new_zeros(*y.shape[:-1], 0) if self.up_weight is None else product(h, self.up_weight, y)
+        return add_new_product(y, h, self.w12) if writes and self.w12 is not None else y, y_up
+
+
+class Through(NamedTuple):
+    """A group of streams as it passes through a module.
+
+    Attributes:
+        writes: Whether the base stream is an expansion's own, so that W12 exists there.
+        blocks: For each up stream what the expansion adds to the module, None where that is nothing.
+    """
+
+    writes: bool
+    blocks: tuple[Blocks | None, ...]
+
+
+class Layout(NamedTuple):
+    """How the streams of the chosen paths lie in what a module reads.
+
+    Attributes:
+        groups: The groups of streams, in the order in which they lie.
+        up_in: Widths of all streams, None for a base stream; all of these are equally wide.
+        widths: The same once known, by their sum.
+    """
+
+    groups: tuple[Through, ...]
+    up_in: tuple[int | None, ...]
+    widths: dict[int, list[int]]
+
+    def widths_of(self, width: int) -> list[int]:
+        """Widths of all streams that the module reads, from their sum."""
+        # a token at a time, working them out costs as much as a small product
+        if width not in self.widths:
+            ups = [own for own in self.up_in if own is not None]
+            base = (width - sum(ups)) // (len(self.up_in) - len(ups))
+            self.widths[width] = [base if own is None else own for own in self.up_in]
+        return self.widths[width]
+
+
+class ExpandedModule:
+    """A stock module through which all chosen paths pass; the second base class of every such module.
+
+    Attributes:
+        running: What the model runs.
+        place: Number of its layer; -1 before the first one, and the number of layers after the last.
+        expansions: What each expansion adds to it, by name; those that add nothing are not there.
+        layouts: How streams lie in what it reads, by the paths; None where the stock module runs alone.
+        sections: Widths of the parts of a fused projection; empty where it is none.
+    """
+
+    running: Running
+    sections: tuple[int, ...] = ()
+    # what it reads, or gives out, lies in memory as in the base model
+    keeps_strides = False
+    head_axis: int | None = None
+
+    def layout(self) -> Layout | None:
+        """How streams lie now in what the module reads."""
+        paths = self.running.now().paths
+        if paths not in self.layouts:
+            self.layouts[paths] = self.make_layout(paths)
+        return self.layouts[paths]
+
+    def make_layout(self, paths: Paths) -> Layout | None:
+        """How the streams of these paths lie in what the module reads."""
+        if paths.is_base:
+            return None
+        groups, up_in = [], []
+        for group in paths.groups(self.place):
+            blocks = tuple(self.expansions._modules.get(name) for name in group.ups)
+            groups.append(Through(bool(group.writer), blocks))
+            up_in += [None, *(0 if own is None else own.up_in for own in blocks)]
+        is_stock = len(groups) == 1 and not any(own is not None for own in groups[0].blocks)
+        return None if is_stock else Layout(tuple(groups), tuple(up_in), {})
+
+    def run_stock(self, x: Tensor) -> Tensor:
+        """The stock module's own forward."""
+        return super().forward(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        layout = self.layout()
+        if layout is None:
+            # the last token's features are strided, and torch takes another kernel for them when a weight is frozen
+            return super().forward(x if self.keeps_strides else x.contiguous())
+        return self.through(super().forward, x, layout)
+
+    def through(self, run: Callable[[Tensor], Tensor], x: Tensor, layout: Layout) -> Tensor:
+        """Every path by itself: no operation sees more of a base stream than in the base model."""
+        streams, found = iter(self.split(x, layout)), []
+        for group in layout.groups:
+            base = next(streams)
+            if not group.writes and base.requires_grad:
+                # nothing that trains reaches the base's own stream, so no gradient has to pass through it
+                base = base.detach()
+            blocks = group.blocks
+            is_copied = group.writes and blocks[0] is not None and blocks[0].replaces_base
+            y = None if is_copied else run(base)
+            ups = []
+            for own, up in zip(blocks, streams, strict=False):
+                if own is None:
+                    ups.append(None)
+                else:
+                    y, y_up = own(base, up, y, group.writes)
+                    ups.append(y_up)
+            found.append([y, *ups])
+        return self.join(found, layout)
+
+    def split(self, x: Tensor, layout: Layout) -> Sequence[Tensor]:
+        """Take streams apart, each with memory of its own: kernels choose their way by the strides of an operand."""
+        widths = layout.widths_of(x.shape[-1])
+        if known := streams_of(x, widths):
+            return known
+        parts = x.split_with_sizes(widths, dim=-1)
+        # a chunk of a fused projection is strided in the base model too, and must stay so here
+        return parts if self.keeps_strides and not x.is_contiguous() else [own_memory(part) for part in parts]
+
+    def join(self, found: list[list[Tensor | None]], layout: Layout) -> Tensor:
+        """Put the results of all paths side by side."""
+        if self.sections:
+            return self.join_sections(found, layout)
+        return join_streams(*(own for group in found for own in group if own is not None))
+
+    def join_sections(self, found: list[list[Tensor | None]], layout: Layout) -> Tensor:
+        """A fused projection is joined section by section: q, q_up, k, k_up, ..."""
+        columns = []
+        for (base, *ups), group in zip(found, layout.groups, strict=True):
+            columns.append(base.split(self.sections, dim=-1))
+            columns += [
+                up.split(own.up_sections, dim=-1) for up, own in zip(ups, group.blocks, strict=True) if up is not None
+            ]
+        return torch.cat([part for parts in zip(*columns, strict=True) for part in parts], dim=-1)
+
+
+class ExpandedLast(ExpandedModule):
+    """The last norm: what each group gives leaves it one after the other along the batch, each equally wide.
+
+    Stock code may have noted the width of all streams before the first layer, and expects it there again.
+
+    Attributes:
+        stream_widths: Width of the up stream of each expansion, and of the base stream by the empty name.
+    """
+
+    def join(self, found: list[list[Tensor | None]], layout: Layout) -> Tensor:
+        if len(found) == 1:
+            return super().join(found, layout)
+        names = {path.expansion for path in self.running.now().paths.paths}
+        width = sum(self.stream_widths[name] for name in names | {""})
+        joined = [torch.cat([own for own in group if own is not None], dim=-1) for group in found]
+        return torch.cat([functional.pad(own, (0, width - own.shape[-1])) for own in joined])
+
+
+class ExpandedActivation(ExpandedModule):
+    """An activation; what it reads may be strided in the base model too."""
+
+    keeps_strides = True
+
+
+class ExpandedHeadNorm(ExpandedModule):
+    """A norm inside each head, shared by all heads."""
+
+    # its result lies in memory as its input does, and attention chooses its path by that
+    keeps_strides = True
+
+    def split(self, x: Tensor, layout: Layout) -> Sequence[Tensor]:
+        # clone() keeps the order of strides, so the base's heads lie in memory as they do in the base model
+        return [part.clone() for part in x.split(layout.widths_of(x.shape[self.head_axis]), self.head_axis)]
+
+    def join(self, found: list[list[Tensor | None]], layout: Layout) -> Tensor:
+        parts = [own.movedim(self.head_axis, -2) for group in found for own in group if own is not None]
+        return torch.cat(parts, dim=-2).movedim(-2, self.head_axis)
+
+
+class ExpandedEmbedding(ExpandedModule):
+    """An embedding, which reads ids and no streams."""
+
+    def split(self, x: Tensor, layout: Layout) -> Sequence[Tensor]:
+        return [x] * len(layout.up_in)
+
+    def join(self, found: list[list[Tensor | None]], layout: Layout) -> Tensor:
+        return torch.cat([own for own in found[0] if own is not None], dim=-1)
+
+
+class ExpandedPadding(ExpandedModule):
+    """A module that reads no hidden state, such as a position embedding; zeros stand beside what it gives."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        y, layout = super(ExpandedModule, self).forward(*args, **kwargs), self.layout()
+        if layout is None:
+            return y
+        return functional.pad(y, (0, sum(own.up_out for own in layout.groups[0].blocks if own is not None)))
+
+
+class ExpandedBlock(ExpandedModule):
+    """A whole block of a layer, run as it is on each base stream."""
+
+    def make_layout(self, paths: Paths) -> Layout | None:
+        held = CACHES.intersection(signature(super(ExpandedModule, self).forward).parameters)
+        if held and len(paths.groups(self.place)) > 1:
+            raise ValueError(
+                f"{type(self).__name__}: keeps a cache ({', '.join(sorted(held))}) and runs as a whole, so two base "
+                "streams cannot pass through it. Run one expansion at a time, or expand another part of these layers."
+            )
+        layout = super().make_layout(paths)
+        bases = [] if layout is None else [own.base for group in layout.groups for own in group.blocks if own is not None]
+        if bases:
+            # in a layer that was not chosen, a norm before the block takes the up stream off
+            widths = []
+            for group in layout.groups:
+                widths += [bases[0], *(0 if own is None or own.w21 is None else own.up_in for own in group.blocks)]
+            layout.widths[sum(widths)] = widths
+        return layout
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        stock, layout, found = super(ExpandedModule, self).forward, self.layout(), []
+
+        def run(base: Tensor) -> Tensor:
+            found.append(stock(base, *args[1:], **kwargs) if args else stock(**(kwargs | {"hidden_states": base})))
+            y = found[-1][0] if isinstance(found[-1], tuple) else found[-1]
+            # some blocks lay all tokens in a row
+            return y if layout is None else y.view(*base.shape[:-1], -1)
+
+        hidden = args[0] if args else kwargs["hidden_states"]
+        y = run(hidden.contiguous()) if layout is None else self.through(run, hidden, layout)
+        # what else it gives, such as the scores of a mixture's router, is that of the path that runs last
+        return (y, *found[-1][1:]) if isinstance(found[-1], tuple) else y
+
+
+class ExpandedHead(ExpandedModule):
+    """The head: it gives the logits of the only path, or what the call asks for from the features of all of them.
+
+    `softcap` caps logits as the stock model would after the head, which is too late for a router.
+    """
+
+    softcap: float | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        call = self.running.now()
+        if call.answer is not None:
+            return call.answer(x)
+        layout = self.layout()
+        if layout is None:
+            return self.capped_in_place(self.base_logits(x.contiguous(), x))
+        base, up = self.split(x, layout)
+        group = layout.groups[0]
+        base = base if group.writes else base.detach()
+        return self.capped_in_place(group.blocks[0](self.base_logits(base, x), up))
+
+    def base_logits(self, base: Tensor, read: Tensor) -> Tensor:
+        """Logits of the base stream, which is contiguous; `read` lies in memory as the base model's features do.
+
+        Features of last tokens alone are strided, and to their product torch adds a bias in a step of its own.
+        """
+        if self.bias is None or read.is_contiguous():
+            return self.run_stock(base)
+        return functional.linear(base, self.weight) + self.bias
+
+    def capped(self, logits: Tensor) -> Tensor:
+        """Cap logits as the stock model does."""
+        return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
+
+    def capped_in_place(self, logits: Tensor) -> Tensor:
+        """The same in the memory of the logits, which are large; where they have a gradient, in memory of their own."""
+        if self.softcap is None or logits.requires_grad:
+            return self.capped(logits)
+        return logits.div_(self.softcap).tanh_().mul_(self.softcap)
+
+
+# kind in config.json: class of the stock module, and what an expansion adds to it
+KINDS: dict[str, tuple[type, type]] = {
+    "linear": (ExpandedModule, LinearBlocks),
+    "grown": (ExpandedModule, GrownBlocks),
+    "norm": (ExpandedModule, NormBlocks),
+    "passing": (ExpandedModule, PassingBlocks),
+    "activation": (ExpandedActivation, SameBlocks),
+    "head_norm": (ExpandedHeadNorm, SameBlocks),
+    "block": (ExpandedBlock, DenseBlocks),
+    "embedding": (ExpandedEmbedding, EmbeddingBlocks),
+    "padding": (ExpandedPadding, PassingBlocks),
+    "head": (ExpandedHead, HeadBlocks),
+    "last": (ExpandedLast, PassingBlocks),
+}
+
+
+@cache
+def expanded_class(kind: type, stock: type) -> type:
+    """The class of an expanded module: the stock class with one of KINDS before it."""
+    return type(f"{stock.__name__}WithUpStream", (kind, stock), {"__module__": __name__})
+
+
+def stock_class(module: nn.Module) -> Any:
+    """The class that a module had before it was expanded."""
+    return type(module).__bases__[1] if isinstance(module, ExpandedModule) else type(module)
+
+
+def expand_module(module: nn.Module, kind: str, running: Running, place: int) -> None:
+    """Let paths pass through a stock module, in place; its stock parameters keep their names."""
+    if isinstance(module, ExpandedModule):
+        return
+    module.__class__ = expanded_class(KINDS[kind][0], type(module))
+    module.running, module.place, module.layouts, module.expansions = running, place, {}, nn.ModuleDict()
+
+
+def expanded_modules(model: nn.Module) -> Iterator[ExpandedModule]:
+    """Modules through which paths pass."""
+    return (module for module in model.modules() if isinstance(module, ExpandedModule))

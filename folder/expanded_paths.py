@@ -1,0 +1,199 @@
+"""Paths: what of a model runs, and which streams of the hidden state stand side by side for that.
+
+    base          the model that was expanded
+    medicine      the base with its expansion of that name: the base stream, and an up stream beside it
+
+What runs is a tuple of paths. `(base,)` is the stock model, `(medicine,)` an expanded one, `(base, medicine)` what a
+router needs, `(base, medicine, law)` many expansions at once. Side by side, the hidden state of a token is
+
+    [x | up of medicine | up of law | x' of grown, up of grown]
+
+A path shares the base stream x as long as nothing of it was written there: an expansion without W12 for good, any
+other below its fork, the first layer with W12. From there on it has a base stream of its own, x'. So one stock forward
+carries all paths, and what is the base's is computed once.
+This file travels with the checkpoint: it opens no file, and needs only torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import get_ident
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Path(NamedTuple):
+    """One way through the model.
+
+    Attributes:
+        expansion: Name of the expansion; empty for the base.
+        writes: Whether its W12 exists; without it the base stream stays the base's, and the up stream has its own.
+    """
+
+    expansion: str = ""
+    writes: bool = True
+
+
+BASE = Path()
+
+
+class Group(NamedTuple):
+    """A base stream, and the up streams beside it.
+
+    Attributes:
+        writer: The expansion that wrote into the base stream; empty for the base's own.
+        ups: Expansions whose up streams read it.
+    """
+
+    writer: str
+    ups: tuple[str, ...]
+
+
+class Paths:
+    """Paths that run side by side; equal ones are one object, since modules keep by it how their streams lie.
+
+    Attributes:
+        paths: In the order in which a router weighs them.
+        layers: How many layers the model has.
+    """
+
+    def __init__(self, paths: tuple[Path, ...], forks: dict[str, int | None], layers: int) -> None:
+        self.paths, self.layers = paths, layers
+        self._groups = [self._at(layer, forks) for layer in range(-1, layers)]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Paths:
+        return self
+
+    @property
+    def is_base(self) -> bool:
+        """Whether the stock modules run alone."""
+        return self.paths == (BASE,)
+
+    def groups(self, layer: int) -> tuple[Group, ...]:
+        """The streams of a layer; -1 is what comes before the first one, and what comes after the last has its own."""
+        return self._groups[min(layer, self.layers - 1) + 1]
+
+    def _at(self, layer: int, forks: dict[str, int | None]) -> tuple[Group, ...]:
+        # without W12 so far, a path that is going to write and one that never does are the same
+        shared: dict[str, None] = {}
+        apart = []
+        for path in self.paths:
+            fork = forks.get(path.expansion) if path.writes else None
+            if fork is not None and fork <= layer:
+                apart.append(Group(path.expansion, (path.expansion,)))
+            elif path.expansion:
+                shared[path.expansion] = None
+        return (*([Group("", tuple(shared))] if shared or BASE in self.paths else []), *apart)
+
+    def place_of(self, path: Path, layer: int) -> tuple[int, int | None]:
+        """Where the streams of a path lie: number of its group, and of its up stream in that, None for the base."""
+        groups = self.groups(layer)
+        apart = [number for number, group in enumerate(groups) if path.writes and group.writer == path.expansion != ""]
+        number = apart[0] if apart else 0
+        return number, groups[number].ups.index(path.expansion) if path.expansion else None
+
+
+class Parting(NamedTuple):
+    """How the hidden state changes before a layer: up streams enter as zeros, base streams part.
+
+    Attributes:
+        before: Widths of the streams that arrive.
+        after: For each stream that the layer reads, the number of the one it begins as, None for zeros, and its width.
+    """
+
+    before: list[int]
+    after: list[tuple[int | None, int]]
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        streams = hidden.split(self.before, dim=-1)
+        return torch.cat(
+            [
+                hidden.new_zeros(*hidden.shape[:-1], width) if source is None else streams[source]
+                for source, width in self.after
+            ],
+            dim=-1,
+        )
+
+
+def streams_of_groups(groups: tuple[Group, ...]) -> list[tuple[str, str]]:
+    """Streams in the order in which they lie: the group's writer, and the expansion of an up stream or nothing."""
+    return [(group.writer, up) for group in groups for up in ("", *group.ups)]
+
+
+def parting(paths: Paths, layer: int, arriving: dict[str, int], widths: dict[str, int]) -> Parting | None:
+    """What changes before a layer; None where nothing does.
+
+    Args:
+        paths: What runs.
+        layer: Number of the layer.
+        arriving: Widths of the streams that arrive: of the base, by the empty name, and of each expansion's up stream.
+        widths: The same of those that the layer reads.
+    """
+    streams = {stream: arriving[stream[1]] for stream in streams_of_groups(paths.groups(layer - 1))}
+    before, numbers = list(streams.values()), {stream: number for number, stream in enumerate(streams)}
+    after: list[tuple[int | None, int]] = []
+    for writer, up in streams_of_groups(paths.groups(layer)):
+        number = numbers.get((writer, up), numbers.get(("", up)))
+        after.append((number if number is not None and before[number] == widths[up] else None, widths[up]))
+    return None if [source for source, _ in after] == list(range(len(before))) else Parting(before, after)
+
+
+class Call(NamedTuple):
+    """What one thread runs now.
+
+    Attributes:
+        paths: The paths.
+        answer: What the head gives for the features of all of them; None for the logits of the only one.
+    """
+
+    paths: Paths
+    answer: Callable[[Tensor], Tensor] | None = None
+
+
+class Running:
+    """What a model runs: what was chosen for it, unless a thread is in a call for which something else was.
+
+    Attributes:
+        chosen: What was chosen for the model.
+        calls: What threads run instead, by the thread.
+    """
+
+    def __init__(self, chosen: Paths) -> None:
+        self.chosen = Call(chosen)
+        self.calls: dict[int, Call] = {}
+
+    def now(self) -> Call:
+        """What this thread runs."""
+        return self.calls.get(this_thread(), self.chosen)
+
+    @contextmanager
+    def within(self, call: Call) -> Iterator[None]:
+        """Let this thread run something inside a `with` block."""
+        thread = this_thread()
+        before = self.calls.get(thread)
+        self.calls[thread] = call
+        try:
+            yield
+        finally:
+            if before is None:
+                del self.calls[thread]
+            else:
+                self.calls[thread] = before
+
+    def kept(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, as it runs now, in whatever thread it is called: a backward pass may compute it again."""
+        call = self.now()
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self.within(call):
+                return function(*args, **kwargs)
+
+        return run
+
+
+def this_thread() -> int:
+    """A number of the running thread; a graph has no threads."""
+    return 0 if torch.compiler.is_compiling() else get_ident()

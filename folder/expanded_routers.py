@@ -1,0 +1,461 @@
+"""Routers: from the features of all paths to one set of logits, token by token.
+
+    posterior   log Σ_k w_k p_k, where w_k is the posterior probability that path k explains the tokens read so far:
+
+                    v_k(t) ∝ w_k(t) p_k(y_t)        w_k(t+1) = (1 - r) v_k(t) + (r / K) Σ_{j≠k} v_j(t)
+
+                Bayes' mixture of K + 1 paths with fixed share r (Herbster and Warmuth 1998). With r = 0 no text loses
+                more than -ln of a path's prior against that path.
+    cosine      of two paths, Z_p and Z_a being the logits of their base streams and Z_up what their up streams add:
+                if cos(Z_p, Z_a) > threshold: (Z_p + Z_a) / 2 + Z_up_p, else Z_a + Z_up_a (SCALE, arXiv 2511.03270, eq.
+                5); strict: Z_p alone instead of the first
+
+A router is what `weights` makes of what is known of each token; ROUTERS is all that knows which there are.
+This file travels with the checkpoint: it opens no file, and needs only torch and transformers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .expanded_mixture import Mixture, chosen, cosines, follow, in_chunks, normalizers, row_chunks
+from .expanded_paths import BASE, Path, Paths
+from .expanded_state import Tokens
+from .expanded_streams import own_memory
+
+# logits of one path that stand in memory at a time: fewer rows make a matrix product slow
+AT_ONCE = 2**22
+# log odds beyond this change no probability that float32 can tell from 0 or 1
+MOST_LOG_ODDS = 60.0
+# where generation asks for several positions, it may take some of them back
+MOST_KEPT = 64
+# differences of log-probabilities beyond this would overflow when they are exponentiated
+LARGEST = 80.0
+
+
+class PathFeatures(NamedTuple):
+    """What of the features is one path's.
+
+    Attributes:
+        base: Number of its base stream.
+        up: Its up stream (b, t, u), or None.
+        blocks: What its expansion adds to the head, or None.
+    """
+
+    base: int
+    up: Tensor | None
+    blocks: Any
+
+
+@dataclass(frozen=True)
+class Features:
+    """What leaves the last norm, before the head.
+
+    Attributes:
+        head: The head.
+        bases: The base streams (b, t, d).
+        paths: What is each path's.
+        read: One base stream as it lies in memory: how a bias is added depends on that.
+    """
+
+    head: Any
+    bases: tuple[Tensor, ...]
+    paths: tuple[PathFeatures, ...]
+    read: Tensor
+
+    @classmethod
+    def of(cls, head: Any, features: Tensor, paths: Paths, stream_widths: dict[str, int]) -> Features:
+        """Take apart what leaves the last norm."""
+        groups = paths.groups(paths.layers)
+        stacked, streams = features.chunk(len(groups)), []
+        for whole, group in zip(stacked, groups, strict=True):
+            widths = [stream_widths[name] for name in ("", *group.ups)]
+            streams.append(whole[..., : sum(widths)].split(widths, dim=-1))
+        # nothing that trains reaches the base's own stream
+        bases = (base if group.writer else base.detach() for group, (base, *_) in zip(groups, streams, strict=True))
+        found = []
+        for path in paths.paths:
+            number, up = paths.place_of(path, paths.layers)
+            blocks = head.expansions._modules.get(path.expansion)
+            found.append(PathFeatures(number, None if up is None else streams[number][1 + up], blocks))
+        return cls(head, tuple(bases), tuple(found), stacked[0])
+
+    def at(self, keep: slice | Tensor) -> Features:
+        """The same at some positions."""
+        if isinstance(keep, slice) and keep == slice(None):
+            return self
+        paths = (own if own.up is None else own._replace(up=own.up[:, keep]) for own in self.paths)
+        return replace(
+            self, bases=tuple(base[:, keep] for base in self.bases), paths=tuple(paths), read=self.read[:, keep]
+        )
+
+    def base_logits(self) -> list[Tensor]:
+        """Logits of each base stream, in memory of their own (b, t, v)."""
+        return [self.head.base_logits(own_memory(base), self.read) for base in self.bases]
+
+    def with_up(self, logits: Tensor, path: PathFeatures) -> Tensor:
+        """Logits of a path from those of its base stream, in the memory of these, capped as the stock model does."""
+        whole = logits if path.blocks is None else path.blocks(logits, own_memory(path.up))
+        return self.head.capped_in_place(whole)
+
+    def logits(self) -> list[Tensor]:
+        """Logits of each path alone, in memory of their own (b, t, v)."""
+        bases = self.base_logits()
+        numbers = [path.base for path in self.paths]
+        last = {number: place for place, number in enumerate(numbers)}
+        return [
+            self.with_up(bases[path.base] if last[path.base] == place else bases[path.base].clone(), path)
+            for place, path in enumerate(self.paths)
+        ]
+
+
+class Evidence(NamedTuple):
+    """What a router knows of each token.
+
+    Attributes:
+        likelihoods: Log-probability of the token on each path (b, t, k), float32; 0 where nothing was before it. None
+            for a router that reads no tokens.
+        before: Log weights of the paths after the tokens of earlier calls (b, k), or None where there were none.
+        restarts: Where a sequence begins and where padding stands (b, t).
+        features: Features of all paths there.
+    """
+
+    likelihoods: Tensor | None
+    before: Tensor | None
+    restarts: Tensor
+    features: Features
+
+
+class TokenScores(NamedTuple):
+    """What routing made of each token but the first; natural logarithms.
+
+    Attributes:
+        base: Log-probability of the token under the base model (b, t - 1).
+        sides: The same under what the router weighs, a path each (b, t - 1, k).
+        weights: Weight of each where the token is predicted (b, t - 1, k); they sum to 1.
+        routed: Log-probability of the token under the routed output (b, t - 1).
+    """
+
+    base: Tensor
+    sides: Tensor
+    weights: Tensor
+    routed: Tensor
+
+
+class Router:
+    """What makes one set of logits of several paths.
+
+    Attributes:
+        reads_tokens: Whether it weighs paths by how they predicted the tokens read; it then has a state in the cache.
+        is_hard: Whether it gives all weight to one path, whose logits then come out as they are.
+    """
+
+    reads_tokens: ClassVar[bool] = True
+    is_hard: ClassVar[bool] = False
+
+    def paths(self, expansions: tuple[str, ...]) -> tuple[Path, ...]:
+        """The paths that run."""
+        return (BASE, *(Path(name) for name in expansions))
+
+    def problems(self, expansions: int) -> list[str]:
+        """What is wrong with its numbers for so many expansions."""
+        return []
+
+    def sides(self, features: Features) -> list[Tensor]:
+        """What is weighed: logits of each path (b, t, v)."""
+        return features.logits()
+
+    def weights(self, evidence: Evidence) -> Tensor:
+        """Log weights of the paths after each token (b, t, k), float32."""
+        raise NotImplementedError
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Its numbers, as config.json keeps them."""
+        name = next(name for name, kind in ROUTERS.items() if type(self) is kind)
+        return {"router": name} | {key: list(own) if isinstance(own, tuple) else own for key, own in vars(self).items()}
+
+
+@dataclass(frozen=True)
+class PosteriorRouter(Router):
+    """The Bayes mixture of all paths; see the module.
+
+    Attributes:
+        prior: Weight of the base and of each expansion at the start of a text; they sum to 1.
+        switch_rate: Share of its weight that each path gives to the others at every token.
+    """
+
+    prior: tuple[float, ...]
+    switch_rate: float = 0.01
+
+    def problems(self, expansions: int) -> list[str]:
+        found = []
+        is_whole = len(self.prior) == 1 + expansions and abs(sum(self.prior) - 1) < 1e-6
+        if not is_whole or not all(own > 0 for own in self.prior):
+            found.append(
+                f"prior: is {list(self.prior)}, expected {1 + expansions} positive weights of sum 1, the base's first."
+            )
+        if not 0 <= self.switch_rate < 1:
+            found.append(f"switch_rate: is {self.switch_rate!r}, expected a share of at least 0 and less than 1.")
+        return found
+
+    def weights(self, evidence: Evidence) -> Tensor:
+        known, before = evidence.likelihoods, evidence.before
+        prior = torch.tensor(self.prior, dtype=torch.float32, device=known.device).log()
+        if known.shape[-1] > 2:
+            before = prior.expand(len(known), -1) if before is None else before
+            return follow_paths(before, known, evidence.restarts, prior, self.switch_rate)
+        # all prefixes at once: a text may be long where it is trained on
+        odds = None if before is None else before[:, 0] - before[:, 1]
+        gain = known[..., 0] - known[..., 1]
+        odds = follow(odds, gain, evidence.restarts, self.prior[0], self.switch_rate)
+        return torch.nn.functional.logsigmoid(torch.stack((odds, -odds), -1))
+
+
+@dataclass(frozen=True)
+class CosineRouter(Router):
+    """The paper's router, on the base part of the logits; see the module.
+
+    Attributes:
+        threshold: Cosine above which a token takes the preserve path.
+        strict: Whether that is the base model alone, without an up stream of its own.
+    """
+
+    reads_tokens: ClassVar[bool] = False
+    is_hard: ClassVar[bool] = True
+    threshold: float
+    strict: bool = False
+
+    def paths(self, expansions: tuple[str, ...]) -> tuple[Path, ...]:
+        return tuple(own for name in expansions for own in (BASE if self.strict else Path(name, False), Path(name)))
+
+    def problems(self, expansions: int) -> list[str]:
+        found = [] if expansions == 1 else [f"cosine: decides between the base and one expansion, not {expansions}."]
+        if not -1 <= self.threshold <= 1:
+            found.append(f"threshold: is {self.threshold!r}, expected a cosine, from -1 to 1.")
+        return found
+
+    def sides(self, features: Features) -> list[Tensor]:
+        if self.strict:
+            return features.logits()
+        (preserve, adapt), bases = features.paths, features.base_logits()
+        mean = (bases[0] + bases[-1]) / 2
+        z_a = bases[-1].clone() if bases[-1].requires_grad else bases[-1]
+        return [features.with_up(mean, preserve), features.with_up(z_a, adapt)]
+
+    def weights(self, evidence: Evidence) -> Tensor:
+        with torch.no_grad():
+            is_adapt = self.cosines(evidence.features) <= self.threshold
+        return torch.stack((~is_adapt, is_adapt), -1).float().log()
+
+    def cosines(self, features: Features) -> Tensor:
+        """cos(Z_p, Z_a) at each position (b, t)."""
+        bases = features.base_logits()
+        return cosines(bases[0].detach(), bases[-1].detach())
+
+
+ROUTERS: dict[str, type] = {"posterior": PosteriorRouter, "cosine": CosineRouter}
+
+
+def make_router(settings: dict[str, Any], expansions: int, place: str = "") -> Router:
+    """Make a router.
+
+    Args:
+        settings: Its name under `router`, and its numbers.
+        expansions: How many expansions it weighs, beside the base.
+        place: What stands before a setting in an error, where a file says it.
+
+    Raises:
+        ValueError: If there is no such router, or one of its numbers is out of range.
+    """
+    numbers = {key: tuple(own) if isinstance(own, list) else own for key, own in settings.items() if key != "router"}
+    try:
+        router = ROUTERS[settings["router"]](**numbers)
+        problems = router.problems(expansions)
+    except (KeyError, TypeError) as error:
+        advice = "Was it made by another release, or by hand?" if place else "Leave out what it does not have."
+        raise ValueError(
+            f"{place}router: is {settings}, expected one of {', '.join(ROUTERS)} with its numbers ({error}). {advice}"
+        ) from error
+    if problems:
+        raise ValueError("\n".join(f"{place}{line}" for line in problems))
+    return router
+
+
+def follow_paths(before: Tensor, evidence: Tensor, restarts: Tensor, prior: Tensor, rate: float) -> Tensor:
+    """Log weights of all paths after each token, normalised (b, t, k), float32.
+
+    Each token multiplies the weights by its likelihoods, and then by the shares; a restart sets them to the prior. One
+    token is taken after the other: products of all prefixes at once, as for two paths, grow with the third power of
+    the number of paths.
+
+    Args:
+        before: Log weights before the first token (b, k).
+        evidence: log p(y) of each token on each path (b, t, k), float32.
+        restarts: Where a sequence begins (b, t).
+        prior: Log weights at a start (k,).
+        rate: Fixed-share rate.
+    """
+    # what a path has where all the weight is another's, and where it is its own
+    least, most = (evidence.new_tensor(share) for share in (rate / (evidence.shape[-1] - 1), 1 - rate))
+    weights, found = before, []
+    for known, is_start in zip(evidence.unbind(1), restarts[..., None].unbind(1), strict=True):
+        weights = weights + known
+        # without shares a weight may be too small for a number that is no logarithm
+        weights = torch.lerp(least, most, weights.softmax(-1)).log() if rate > 0 else weights.log_softmax(-1)
+        weights = torch.where(is_start, prior, weights)
+        found.append(weights)
+    return torch.stack(found, 1)
+
+
+def mix(logits: list[Tensor], norms: list[Tensor], weights: Tensor) -> Tensor:
+    """Logits of Σ_k w_k softmax(logits_k), in the dtype of the logits.
+
+    The path with most weight gives the scale, and alone it gives its own logits back: with l_k its log-probabilities
+    and m that path, logits_m + log(1 + Σ_k w_k (exp(l_k - l_m) - 1)). Where all are equal that is exactly zero.
+
+    Args:
+        logits: Logits of each path (b, t, v).
+        norms: Log sum exp of each row of them (b, t).
+        weights: Log weights of the paths (b, t, k).
+    """
+    if len(logits) == 2 and logits[1].requires_grad:
+        odds = (weights[..., 0] - weights[..., 1]).clamp(-MOST_LOG_ODDS, MOST_LOG_ODDS)
+        return Mixture.apply(*logits, norms[0].detach() - norms[1].detach(), odds, norms[1].detach())
+    if any(own.requires_grad for own in logits):
+        whole = [own.log_softmax(-1, torch.float32) + weights[..., k, None] for k, own in enumerate(logits)]
+        return torch.stack(whole).logsumexp(0).to(logits[0].dtype)
+    flat, shares, found = [own.flatten(0, -2) for own in logits], weights.flatten(0, -2), torch.empty_like(logits[0])
+    shifts, heaviest = torch.stack([own.flatten() for own in norms], -1), shares.argmax(-1, keepdim=True)
+    shifts = shifts.gather(-1, heaviest) - shifts
+    for rows in row_chunks(flat[0]):
+        parts = [own[rows].float() for own in flat]
+        anchor = select(parts, heaviest[rows])
+        ahead = [torch.sub(part, anchor).add_(shifts[rows, k, None]) for k, part in enumerate(parts)]
+        # any number may be taken from all of them, and given back after the logarithm
+        beyond = torch.stack([own.amax(-1) for own in ahead]).amax(0).sub_(LARGEST).clamp_(min=0)[:, None]
+        lead = torch.zeros_like(anchor)
+        for k, own in enumerate(ahead):
+            lead.addcmul_(own.sub_(beyond).expm1_(), shares[rows, k, None].exp())
+        found.flatten(0, -2)[rows] = lead.log1p_().add_(anchor).add_(beyond)
+    return found
+
+
+def select(logits: list[Tensor], numbers: Tensor) -> Tensor:
+    """Of each row (..., v) that of the path whose number it has (..., 1)."""
+    found = logits[0]
+    for number, own in enumerate(logits[1:], 1):
+        found = torch.where(numbers == number, own, found)
+    return found
+
+
+def route(router: Router, features: Features, tokens: Tokens) -> Tensor:
+    """Routed logits (b, kept, v); no gradient passes through the weights.
+
+    Positions are taken some at a time, in order: the weights at one depend on what was before it alone, and logits of
+    a whole prompt never stand in memory together.
+    """
+    if not router.reads_tokens:
+        kept = features.at(tokens.keep)
+        return select(
+            router.sides(kept), router.weights(Evidence(None, None, tokens.restarts, kept)).argmax(-1, keepdim=True)
+        )
+    length, is_slice = tokens.ids.shape[1], isinstance(tokens.keep, slice)
+    wanted = range(length)[tokens.keep] if is_slice else range(length)
+    kept = min(len(wanted), MOST_KEPT) if is_slice and tokens.keep != slice(None) else 1
+    call, width = _Reading(router, tokens, length - kept), len(tokens.ids) * features.head.weight.shape[0]
+    # where a text is trained on, its logits stand in memory anyway
+    is_trained = torch.is_grad_enabled() and any(
+        path.up is not None and path.up.requires_grad for path in features.paths
+    )
+    chunks = [slice(0, length)] if is_trained else in_chunks(length, width, AT_ONCE)
+    found = [call.read(features, rows, wanted) for rows in chunks]
+    if tokens.is_cached:
+        tokens.result = torch.cat(call.evidence, 1), torch.cat(call.weights, 1)[..., None]
+    routed = torch.cat([own for own in found if own is not None], 1)
+    return routed if is_slice else routed[:, tokens.keep]
+
+
+class _Reading:
+    """One call of a router that reads tokens, some positions at a time.
+
+    Attributes:
+        evidence: Log-probabilities of every next token at the positions to be remembered (b, some, k, v).
+        weights: Log weights there (b, some, k).
+    """
+
+    def __init__(self, router: Router, tokens: Tokens, remembered: int) -> None:
+        self.router, self.tokens, self.remembered = router, tokens, remembered
+        self.evidence: list[Tensor] = []
+        self.weights: list[Tensor] = []
+        state = tokens.state
+        self.before = None if state is None else state.values[:, :, -1, 0]
+        self.next = None if state is None else state.keys[:, :, -1]
+
+    def read(self, features: Features, rows: slice, wanted: range) -> Tensor | None:
+        """Read the tokens at some positions, and mix where that is wanted; None where it is nowhere."""
+        here = features.at(rows)
+        logits = self.router.sides(here)
+        with torch.no_grad():
+            norms = [normalizers(own) for own in logits]
+            weights = self.follow(rows, [own.detach() for own in logits], norms, here)
+        inside = slice(max(wanted.start - rows.start, 0), max(wanted.stop - rows.start, 0))
+        if not logits[0][:, inside].shape[1]:
+            return None
+        if logits[0][:, inside].shape != logits[0].shape:
+            # never a view of all: through that, autograd would copy the gradient of all logits
+            logits, norms, weights = (
+                [own[:, inside] for own in logits],
+                [own[:, inside] for own in norms],
+                weights[:, inside],
+            )
+        return select(logits, weights.argmax(-1, keepdim=True)) if self.router.is_hard else mix(logits, norms, weights)
+
+    def follow(self, rows: slice, logits: list[Tensor], norms: list[Tensor], features: Features) -> Tensor:
+        """Log weights after each token at some positions (b, some, k)."""
+        ids, paths = self.tokens.ids[:, rows, None], len(logits)
+        first = logits[0].new_zeros(len(ids), 1, paths, dtype=torch.float32)
+        if self.next is not None:
+            first[:, 0] = self.next.gather(-1, ids[:, :1].expand(-1, paths, 1))[..., 0]
+        # position by position, what each path gave for the token after it
+        later = [
+            own[:, :-1].gather(-1, ids[:, 1:])[..., 0].float() - norm[:, :-1]
+            for own, norm in zip(logits, norms, strict=True)
+        ]
+        likelihoods = torch.cat((first, torch.stack(later, -1)), 1)
+        weights = self.router.weights(Evidence(likelihoods, self.before, self.tokens.restarts[:, rows], features))
+        self.remember(rows, logits, norms, weights)
+        return weights
+
+    def remember(self, rows: slice, logits: list[Tensor], norms: list[Tensor], weights: Tensor) -> None:
+        """Note what the next positions, and the next call, begin with."""
+        kept = slice(min(max(self.remembered - rows.start, 0), weights.shape[1] - 1), None)
+        parts = [own[:, kept].float() - norm[:, kept, None] for own, norm in zip(logits, norms, strict=True)]
+        evidence = torch.stack(parts, 2)
+        self.before, self.next = weights[:, -1], evidence[:, -1]
+        if rows.start + weights.shape[1] > self.remembered:
+            self.evidence.append(evidence)
+            self.weights.append(weights[:, kept])
+
+
+def score_tokens(router: Router, features: Features, tokens: Tokens) -> TokenScores:
+    """Score each token but the first on every path; see `TokenScores`."""
+    following, seen = tokens.ids[:, 1:], features.at(slice(None, -1))
+    width = len(tokens.ids) * features.head.weight.shape[0]
+    shape = (len(following), 0)
+    bases, sides = [seen.bases[0].new_zeros(shape, dtype=torch.float32)], []
+    for rows in in_chunks(following.shape[1], width, AT_ONCE):
+        here, ids = seen.at(rows), following[:, rows]
+        own = [chosen(side, ids) for side in router.sides(here)]
+        sides.append(torch.stack(own, -1))
+        bases.append(own[0] if here.paths[0].up is None else chosen(here.head.capped(here.base_logits()[0]), ids))
+    none = bases[0].new_zeros(*shape, len(features.paths))
+    base, scored = torch.cat(bases, 1), torch.cat([none, *sides], 1)
+    # nothing predicts the first token, and the last one predicts nothing
+    likelihoods = torch.nn.functional.pad(scored, (0, 0, 1, 0))
+    weights = router.weights(Evidence(likelihoods, None, tokens.restarts, features))[:, :-1]
+    return TokenScores(base, scored, weights.exp(), (scored + weights).logsumexp(-1))

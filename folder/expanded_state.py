@@ -1,0 +1,147 @@
+"""What a router that reads tokens remembers between calls, and what it must know of a call.
+
+This file travels with the checkpoint: it opens no file, and needs only torch and transformers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicLayer
+
+
+class RouterState(DynamicLayer):
+    """What a router remembers, as one more layer of the KV cache, which reorders and crops it.
+
+    `keys` are the log-probabilities of every possible next token on each path at the last positions (b, k, positions,
+    v), `values` the log weights there (b, k, positions, 1). Without a position it knows nothing.
+    """
+
+    def __init__(self, first: DynamicLayer) -> None:
+        super().__init__()
+        self.first, self.seen = first, 0
+        # masks are made by the first sliding layer and by the first that is not: this must never be either;
+        # and they are left out where not all layers are of a fixed size
+        self.is_sliding, self.is_compileable = getattr(first, "is_sliding", False), first.is_compileable
+
+    def prefetch(self) -> None:
+        """An offloaded cache fetches the layer after the last of the model, and means the first."""
+        self.first.prefetch()
+
+    def set(self, evidence: Tensor, weights: Tensor, tokens: int) -> None:
+        """Remember the state after so many more tokens; evidence (b, positions, k, v), weights (b, positions, k, 1)."""
+        self.keys, self.values = evidence.transpose(1, 2), weights.transpose(1, 2)
+        self.dtype, self.device, self.is_initialized = evidence.dtype, evidence.device, True
+        self.seen += tokens
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last tokens; before transformers 5 the argument is a positive number of tokens to keep."""
+        removed = -tokens_to_remove if tokens_to_remove <= 0 else max(0, self.seen - tokens_to_remove)
+        if removed and self.is_initialized:
+            kept = max(0, self.keys.shape[-2] - removed)
+            self.keys, self.values = self.keys[..., :kept, :], self.values[..., :kept, :]
+            self.seen -= removed
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.keys = self.values = None
+        self.is_initialized, self.seen = False, 0
+
+
+def state_of(cache: Cache | None) -> RouterState | None:
+    """The router's state in a KV cache, or None."""
+    layers = getattr(cache, "layers", [])
+    return next((layer for layer in layers if isinstance(layer, RouterState)), None)
+
+
+@dataclass
+class Tokens:
+    """What a router must know of a call beside the features.
+
+    Attributes:
+        ids: Token ids (b, t), or None.
+        restarts: Where a sequence begins and where padding stands (b, t).
+        state: State after the tokens before, or None where there are none.
+        keep: Positions whose logits are wanted.
+        is_cached: Whether there will be a KV cache to remember the state in.
+        result: State after the last token, made by a router that reads tokens.
+    """
+
+    ids: Tensor | None
+    restarts: Tensor
+    state: RouterState | None
+    keep: slice | Tensor
+    is_cached: bool = True
+    result: tuple[Tensor, Tensor] | None = None
+
+    @classmethod
+    def of(cls, inputs: dict[str, Any], *, reads_tokens: bool, is_training: bool) -> Tokens:
+        """What is known of a call; every position is handed to the head, because a router reads all of them.
+
+        Args:
+            inputs: Arguments of the forward; `logits_to_keep` is taken out.
+            reads_tokens: Whether the router weighs paths by the tokens.
+            is_training: Whether the model trains.
+
+        Raises:
+            ValueError: If there are no ids to read, or the cache holds tokens that this router has not read.
+        """
+        keep, ids, cache = inputs.pop("logits_to_keep", 0), inputs.get("input_ids"), inputs.get("past_key_values")
+        if ids is None and reads_tokens:
+            raise ValueError("inputs_embeds: the router scores tokens, expected input_ids.")
+        past = 0 if cache is None else int(cache.get_seq_length())
+        state = state_of(cache) if past else None
+        if past and reads_tokens and (state is None or state.seen != past or not state.keys.shape[-2]):
+            raise ValueError(
+                f"past_key_values: holds {past} tokens that this router has not read, or from which more were taken "
+                "back than it remembers, expected a cache that it filled itself. Begin with an empty one."
+            )
+        like = inputs["inputs_embeds"] if ids is None else ids
+        restarts = find_restarts(inputs.get("attention_mask"), inputs.get("position_ids"), past, like)
+        kept = slice(-keep or None, None) if isinstance(keep, int) else keep
+        is_cached = cache is not None or not (is_training or inputs.get("use_cache") is False)
+        return cls(ids, restarts, state, kept, is_cached)
+
+    def move(self, device: torch.device) -> None:
+        """Bring what is read to the head's device: a model may lie on several."""
+        self.ids = None if self.ids is None else self.ids.to(device)
+        self.restarts = self.restarts.to(device)
+
+    def remember(self, cache: Cache | None) -> None:
+        """Put the router's state into the KV cache, as one more layer."""
+        if self.result is None or not getattr(cache, "layers", None):
+            return
+        if state_of(cache) is None:
+            cache.layers.append(RouterState(cache.layers[0]))
+        state = state_of(cache)
+        # however an older cache was emptied, its next text begins anew
+        state.seen = 0 if self.state is None else state.seen
+        state.set(*self.result, tokens=self.ids.shape[1])
+
+
+def find_restarts(mask: Tensor | None, positions: Tensor | None, past: int, like: Tensor) -> Tensor:
+    """Find where a sequence begins and where padding stands: there the router knows nothing of what came before.
+
+    Args:
+        mask: 2-dimensional attention mask (b, past + t) or None; any other mask is not read.
+        positions: Position ids (b or 1, t) or None.
+        past: Tokens in the KV cache.
+        like: Features or ids (b, t, ...).
+
+    Returns:
+        (b, t), bool.
+    """
+    rows, length = like.shape[:2]
+    restarts = torch.zeros(rows, length, dtype=torch.bool, device=like.device)
+    if positions is not None and positions.dim() == 2:
+        restarts[:, 1:] |= positions[:, 1:] != positions[:, :-1] + 1
+        restarts[:, 0] |= positions[:, 0] == 0
+    if isinstance(mask, Tensor) and mask.dim() == 2:
+        padded = torch.nn.functional.pad(mask == 0, (1, 0), value=False)
+        restarts |= padded[:, -length:] | padded[:, -length - 1 : -1]
+    if past == 0:
+        restarts[:, 0] = True
+    return restarts

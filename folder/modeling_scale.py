@@ -1,0 +1,128 @@
+"""Expanded models: each a stock class with an expanding mixin before it, made when its name is asked for.
+
+`ScaleQwen3ForCausalLM` is made of `Qwen3ForCausalLM`. Where a model type uses the class of another, as InternLM3 uses
+Llama's, the name says so: `ScaleLlamaForCausalLM_of_InternLM3Config`. This file travels with the checkpoint: it opens
+no file.
+
+What happens to a token
+-----------------------
+1. `ExpandedPreTrainedModel.run` looks at the choice of this thread: which expansions take part, and whether a router
+   mixes them. From that come the paths (`expanded_paths`): the base, an expansion, several of them. Then the stock
+   forward of the model runs, once, for all paths.
+2. The embedding gives x, the base stream. Beside it stands an up stream for each expansion of the choice, from columns
+   of its own or zeros: [x | up of medicine | up of law]. From here on every tensor of hidden states is wider than the
+   stock code knows; stock code adds such tensors up, and does nothing else with them itself.
+3. Each module of a layer was given a second class (`expanded_modules`). It takes its input apart into streams, gives x,
+   and x alone, to the stock module, and lets the blocks of each expansion compute its up stream: W21 x + W22 x_up. It
+   joins the results. A module that has nothing to do with the chosen paths runs as it is.
+4. x stays what it is in the base model, bit for bit: no block writes into it. The stock module sees the same numbers in
+   the same shape at the same place in memory, and that W12 is zero for the base is not a zero in a matrix but a product
+   that nobody computes.
+5. An expansion with W12 writes into a base stream of its own. Before the first layer in which it does, a hook copies x
+   for it (`Parting`): [x | up of medicine | x' of law, up of law]. From there on the stock module runs twice, once on
+   x, once on x'; W12 x_up is added to what it gives for x' and to nothing else.
+6. Attention (`expanded_attention`) sees more heads: those of x, those that each expansion adds, those of x'. Each part
+   attends by itself. One KV cache holds all of them.
+7. After the last norm the paths lie one after the other along the batch, and the head (`ExpandedHead`) makes logits of
+   each: those of its base stream, plus head_up x_up.
+8. A router (`expanded_routers`) weighs the paths, and gives one set of logits out. What it remembers of the tokens read
+   is one more layer of the KV cache (`expanded_state`).
+"""
+
+from __future__ import annotations
+
+from functools import cache, wraps
+from inspect import signature
+from typing import Any
+
+from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
+
+from .configuration_scale import config_of, stock_class
+
+# transformers 4 copies the files that this one imports itself, and no others
+from .expanded_attention import SPLIT_ATTENTION  # noqa: F401
+from .expanded_loading import ADAPTER_METHODS, refusing
+from .expanded_mixture import Mixture  # noqa: F401
+from .expanded_model import ExpandedPreTrainedModel
+from .expanded_modules import Blocks  # noqa: F401
+from .expanded_paths import Paths  # noqa: F401
+from .expanded_routers import Router  # noqa: F401
+from .expanded_state import RouterState  # noqa: F401
+from .expanded_streams import product  # noqa: F401
+
+
+def model_of(stock: type, stock_config: type, module: str = "") -> type:
+    """The expanded form of a stock model; it reads the names on disk that the stock model reads.
+
+    Args:
+        stock: Stock model class.
+        stock_config: Configuration class of the base model.
+        module: Where the class is found if not here, and that of its configuration.
+
+    Returns:
+        The class. One without a head gives hidden states, [base stream, up stream].
+    """
+    return _make(stock, stock_config, config_of(stock_config, module), module or __name__)
+
+
+@cache
+def _make(stock: Any, stock_config: type, config: type, module: str) -> type:
+    suffix = "" if stock_config is stock.config_class else f"_of_{stock_config.__name__}"
+    names = list(signature(stock.forward).parameters)[1:]
+
+    # with the signature of the stock model, from which others learn what it takes
+    @wraps(stock.forward)
+    def forward(self, *args, **inputs):
+        return self.run(**dict(zip(names, args, strict=False)), **inputs)
+
+    own = {"config_class": config, "forward": forward, "__module__": module, "__doc__": ExpandedPreTrainedModel.__doc__}
+    own |= {name: refusing(name) for name in ADAPTER_METHODS if hasattr(stock, name)}
+    # where GenerationMixin is no direct base, transformers makes another class of a remote one that generates
+    generates = (GenerationMixin,) if issubclass(stock, GenerationMixin) else ()
+    made = type(f"Scale{stock.__name__}{suffix}", (ExpandedPreTrainedModel, stock, *generates), own)
+    convert_as(made, stock, stock_config)
+    return made
+
+
+def convert_as(expanded: type, stock: type, stock_config: type) -> None:
+    """Let transformers 5 convert names and tensors on disk as for the stock class; code of others gets no conversion.
+
+    Without it the experts of a mixture, one tensor each on disk, would be initialised anew. transformers 4 reads what
+    it knows of from the class.
+    """
+    try:
+        from transformers.conversion_mapping import (
+            get_checkpoint_conversion_mapping,
+            register_checkpoint_conversion_mapping,
+        )
+    except ImportError:
+        return
+    for own, base in {
+        expanded.__name__: stock.__name__,
+        expanded.config_class.model_type: stock_config.model_type,
+    }.items():
+        if (known := get_checkpoint_conversion_mapping(base)) is not None:
+            register_checkpoint_conversion_mapping(own, known, overwrite=True)
+
+
+def expand_in_memory(model: Any, base: dict[str, Any]) -> Any:
+    """Make an expanded model of a loaded stock model, in place; it has no expansion yet.
+
+    Args:
+        model: The stock model.
+        base: What `config.scale_surgery` says of the base.
+    """
+    stock_config = type(model.config)
+    model.__class__ = model_of(type(model), stock_config)
+    model.config.__class__ = config_of(stock_config)
+    # the class says it; a config that was read from a file may say it too
+    vars(model.config).pop("model_type", None)
+    model.config.scale_surgery = {"base": base, "expansions": []}
+    model.begin()
+    return model
+
+
+def __getattr__(name: str) -> Any:
+    own, _, config = name.partition("_of_")
+    stock = stock_class(own, PreTrainedModel, __name__)
+    return model_of(stock, stock_class(f"Scale{config}", PretrainedConfig, __name__) if config else stock.config_class)
