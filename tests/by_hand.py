@@ -136,7 +136,7 @@ def is_new(name: str) -> bool:
 
 def fresh(name: str, like: torch.Tensor) -> torch.Tensor:
     """A new tensor: W12 and the head are zero."""
-    if name.endswith(("w12", "lm_head.up_weight")):
+    if name.endswith((".w12", "lm_head.expansions.default.up_weight")):
         return torch.zeros_like(like).detach()
     return (torch.randn_like(like) * 0.2 + (like.dim() == 1)).detach()
 
