@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from scale_surgery.modeling.expanded_routers import CosineRouter
 from scale_surgery.planning.request import Request
 from scale_surgery.planning.routing_specs import Routing
 from scale_surgery.surgery.expand import expand
@@ -57,26 +56,11 @@ class Trio:
     def routed(self, **options: Any) -> Any:
         """The routed model alone, trained; its threshold sends tokens to both sides."""
         model = train(load(self.path, **options))
-        router = model.choice.router
-        if isinstance(router, CosineRouter):
-            threshold = between(cosines_of(model, random_ids(4, 40, seed=2).to(model.device))[:, :-1])
-            model.set_expansion(model.expansions, router="cosine", threshold=threshold, strict=router.strict)
+        router = model.choice.router.settings
+        if router["router"] == "cosine":
+            threshold = between(model.score_tokens(random_ids(4, 40, seed=2).to(model.device)).observed)
+            model.set_expansion(model.expansions, **router | {"threshold": threshold})
         return model
-
-
-def cosines_of(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    """The cosines by which a router decides at each position."""
-    found: list[torch.Tensor] = []
-
-    class Noting(CosineRouter):
-        def cosines(self, features: Any) -> torch.Tensor:
-            found.append(super().cosines(features))
-            return found[-1]
-
-    router = model.choice.router
-    with model.use_choice(model.choice._replace(router=Noting(router.threshold, router.strict))):
-        model.score_tokens(ids)
-    return found[0]
 
 
 def between(cosines: torch.Tensor) -> float:

@@ -461,20 +461,26 @@ class ExpandedPreTrainedModel(LoadedModel):
         with self.running.within(Call(paths, answer_features)):
             yield
 
+    def _find_router(self) -> Router:
+        if self.choice.router is None:
+            raise ValueError("One path runs now. Choose several with set_expansion([...]) first.")
+        return self.choice.router
+
     def path_logits(self, input_ids: Tensor, **inputs: Any) -> list[Tensor]:
-        """Logits of each path of what was chosen alone (b, t, v) each, the base's first.
+        """Logits of the base and of each chosen expansion alone, (b, t, v) each, whatever router weighs them.
 
         Args:
             input_ids: Token ids (b, t).
             inputs: attention_mask and position_ids, where there are any.
         """
+        self._find_router()
         found: list[Tensor] = []
 
         def answer(features: Features) -> Tensor:
             found.extend(features.logits())
             return found[0]
 
-        with self.answering(answer):
+        with self.answering(answer, (BASE, *map(Path, self.choice.names))):
             super().forward(input_ids=input_ids, use_cache=False, **inputs)
         return found
 
@@ -486,9 +492,7 @@ class ExpandedPreTrainedModel(LoadedModel):
             input_ids: Token ids (b, t).
             inputs: attention_mask and position_ids, where there are any.
         """
-        router, found = self.choice.router, []
-        if router is None:
-            raise ValueError("One path runs now. Choose several with set_expansion([...]) first.")
+        router, found = self._find_router(), []
         tokens = Tokens.of({"input_ids": input_ids, **inputs}, reads_tokens=router.reads_tokens, is_training=False)
 
         def answer(features: Features) -> Tensor:
