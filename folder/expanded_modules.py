@@ -507,7 +507,9 @@ class ExpandedBlock(ExpandedModule):
                 "streams cannot pass through it. Run one expansion at a time, or expand another part of these layers."
             )
         layout = super().make_layout(paths)
-        bases = [] if layout is None else [own.base for group in layout.groups for own in group.blocks if own is not None]
+        bases = (
+            [] if layout is None else [own.base for group in layout.groups for own in group.blocks if own is not None]
+        )
         if bases:
             # in a layer that was not chosen, a norm before the block takes the up stream off
             widths = []

@@ -453,7 +453,8 @@ class ExpandedPreTrainedModel(LoadedModel):
             answer: Makes what the head gives out, such as logits of one path.
             paths: Paths that run; by default those of the choice.
         """
-        head, paths = self.get_output_embeddings(), self.find_paths(paths or self.choice.paths)
+        # not the one that a forward put in place of the model's own gets
+        head, paths = super().get_output_embeddings(), self.find_paths(paths or self.choice.paths)
 
         def answer_features(features: Tensor) -> Tensor:
             return answer(Features.of(head, features, paths, self.stream_widths))
