@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from .expanded_attention import ExpandedAttention, NewHeads, expand_attention
+from .expanded_fused import fuse
 from .expanded_loading import MOST_NAMED, LoadedModel
 from .expanded_modules import KINDS, Blocks, expand_module, expanded_modules
 from .expanded_paths import BASE, Call, Parting, Path, Paths, Running, parting, streams_of_groups, this_thread
@@ -28,6 +29,10 @@ ADDED_AFTER, ADDED_BEFORE = "deepstack_visual_embeds", "deepstack_features"
 
 
 A_NAME_A_ROW = "Give expansion_names=, a name or None for each row."
+FUSED = (
+    "This model is fused: base weights and blocks are one matrix, so the expansion cannot be switched off. "
+    "Write its blocks again: scale-surgery merge FUSED --to blocks."
+)
 
 
 class Choice(NamedTuple):
@@ -162,7 +167,11 @@ class ExpandedPreTrainedModel(LoadedModel):
         Args:
             name: Its name.
             plan: What config.json says of it.
+
+        Raises:
+            ValueError: If the model is fused.
         """
+        self._check_blocks()
         self._add_blocks(name, plan)
         self.config.scale_surgery["expansions"].append({**plan, "name": name})
         self.config.scale_surgery.pop("router", None)
@@ -190,6 +199,8 @@ class ExpandedPreTrainedModel(LoadedModel):
                 expand_attention(module, spec, self.running, index)
                 module.new_heads[name] = new_heads(plan, spec)
         self.plans[name] = plan
+        if plan.get("fused"):
+            fuse(self, name, has_fused_head=head is not None and plan["fused_head"])
         width = plan["widths"]["up_width"]
         self.stream_widths[name], self.entering_widths[name] = width, 0 if plan.get("enter") == "hook" else width
         if plan["dtype"] == "float32":
@@ -230,9 +241,20 @@ class ExpandedPreTrainedModel(LoadedModel):
         names = list(self.choice.names)
         return names if self.choice.router else names[0] if names else None
 
+    @property
+    def is_fused(self) -> bool:
+        """Whether base weight and blocks of each linear are one matrix."""
+        return any(plan.get("fused") for plan in self.plans.values())
+
+    def _check_blocks(self) -> None:
+        if self.is_fused:
+            raise ValueError(FUSED)
+
     def find_paths(self, paths: tuple[Path, ...]) -> Paths:
         """How so many paths lie side by side."""
         if paths not in self.known_paths:
+            if paths == (BASE,):
+                self._check_blocks()
             forks = {name: min(plan["collaborative"]["layers"], default=None) for name, plan in self.plans.items()}
             self.known_paths[paths] = Paths(paths, forks, self.layer_count)
         return self.known_paths[paths]
@@ -344,6 +366,7 @@ class ExpandedPreTrainedModel(LoadedModel):
     def delete_expansion(self, name: str) -> None:
         """Forget an expansion, and a router that weighs it; where it was chosen, the model is its base from then on."""
         self._known([name])
+        self._check_blocks()
         for module in expanded_modules(self):
             if name in module.expansions:
                 del module.expansions[name]
@@ -430,6 +453,7 @@ class ExpandedPreTrainedModel(LoadedModel):
             answer: Makes what the head gives out, such as logits of one path.
             paths: Paths that run; by default those of the choice.
         """
+        # not the one that a forward put in place of the model's own gets
         head, paths = super().get_output_embeddings(), self.find_paths(paths or self.choice.paths)
 
         def answer_features(features: Tensor) -> Tensor:
@@ -438,20 +462,26 @@ class ExpandedPreTrainedModel(LoadedModel):
         with self.running.within(Call(paths, answer_features)):
             yield
 
+    def _find_router(self) -> Router:
+        if self.choice.router is None:
+            raise ValueError("One path runs now. Choose several with set_expansion([...]) first.")
+        return self.choice.router
+
     def path_logits(self, input_ids: Tensor, **inputs: Any) -> list[Tensor]:
-        """Logits of each path of what was chosen alone (b, t, v) each, the base's first.
+        """Logits of the base and of each chosen expansion alone, (b, t, v) each, whatever router weighs them.
 
         Args:
             input_ids: Token ids (b, t).
             inputs: attention_mask and position_ids, where there are any.
         """
+        self._find_router()
         found: list[Tensor] = []
 
         def answer(features: Features) -> Tensor:
             found.extend(features.logits())
             return found[0]
 
-        with self.answering(answer):
+        with self.answering(answer, (BASE, *map(Path, self.choice.names))):
             super().forward(input_ids=input_ids, use_cache=False, **inputs)
         return found
 
@@ -463,9 +493,7 @@ class ExpandedPreTrainedModel(LoadedModel):
             input_ids: Token ids (b, t).
             inputs: attention_mask and position_ids, where there are any.
         """
-        router, found = self.choice.router, []
-        if router is None:
-            raise ValueError("One path runs now. Choose several with set_expansion([...]) first.")
+        router, found = self._find_router(), []
         tokens = Tokens.of({"input_ids": input_ids, **inputs}, reads_tokens=router.reads_tokens, is_training=False)
 
         def answer(features: Features) -> Tensor:

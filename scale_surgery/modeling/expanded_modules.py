@@ -220,11 +220,15 @@ class NormBlocks(Blocks):
         self.add_tensors(dtype, {"up_weight": (up,), "up_bias": (up if has_bias else 0,)})
 
     def forward(self, base: Tensor, up: Tensor, y: Tensor | None, writes: bool) -> tuple[Tensor, Tensor | None]:
-        gain, bias = self.up_weight.float(), None if self.up_bias is None else self.up_bias.float()
+        bias = None if self.up_bias is None else self.up_bias.float()
+        return y, self.normalise(up.float(), self.up_weight.float(), bias).to(y.dtype)
+
+    def normalise(self, x: Tensor, gain: Tensor, bias: Tensor | None) -> Tensor:
+        """The norm of one stream, in the style of the stock norm."""
         gain = gain + 1.0 if self.style.endswith("_plus_one") else gain
         if self.style.startswith("layer"):
-            return y, functional.layer_norm(up.float(), gain.shape, gain, bias, self.epsilon).to(y.dtype)
-        return y, functional.rms_norm(up.float(), gain.shape, gain, self.epsilon).to(y.dtype)
+            return functional.layer_norm(x, gain.shape, gain, bias, self.epsilon)
+        return functional.rms_norm(x, gain.shape, gain, self.epsilon)
 
 
 class EmbeddingBlocks(Blocks):
@@ -288,7 +292,7 @@ class DenseBlocks(Blocks):
 
         y = block(x) + W12 h      y_up = V h      h = silu(W21 x + W22 x_up), of `inner` features; V is `up_weight`
 
-    A mixture's router sees the base stream alone.
+    A mixture's router sees the base stream alone. Without `inner` the block only lets the up stream pass.
     """
 
     groups = {"w12": "w12", "w21": "w21", "w22": "w22", "up_weight": "w22"}
@@ -507,7 +511,9 @@ class ExpandedBlock(ExpandedModule):
                 "streams cannot pass through it. Run one expansion at a time, or expand another part of these layers."
             )
         layout = super().make_layout(paths)
-        bases = [] if layout is None else [own.base for group in layout.groups for own in group.blocks if own is not None]
+        bases = (
+            [] if layout is None else [own.base for group in layout.groups for own in group.blocks if own is not None]
+        )
         if bases:
             # in a layer that was not chosen, a norm before the block takes the up stream off
             widths = []
