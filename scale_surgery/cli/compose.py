@@ -83,9 +83,7 @@ def compose_command(
     out.show(done, render_composed(done))
 
 
-def read_mixing(
-    base: str, prior: tuple[str, ...] | None, switch_rate: float | None, *, stays: bool
-) -> Mixing | None:
+def read_mixing(base: str, prior: tuple[str, ...] | None, switch_rate: float | None, *, stays: bool) -> Mixing | None:
     """How paths are mixed, from command line options; None where nothing is said.
 
     Args:

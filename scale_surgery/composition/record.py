@@ -1,9 +1,9 @@
 """composed.json: the base of a composed folder, the expansions that lie in it, and how their paths are mixed.
 
 model-*.safetensors, tokenizer, ...   the base's files, as they are
-expansions/NAME/                      an extract, byte for byte; made under another name, its shards name tensors by NAME
+expansions/NAME/                      an extract, byte for byte; its shards name tensors by NAME
 config.json, *.py, index              say which expansions, and load all of it as one model
-composed.json                         sha256 of the base's files and tensors, and headers that shards had before
+composed.json                         sha256 of the base's files and tensors, and headers that shards of extracts had
 """
 
 from __future__ import annotations

@@ -52,7 +52,9 @@ def hostile_texts(model: Any, batch: Batch, device: str, *, write: bool) -> Iter
     written = []
     for name in (None, *model.expansions):
         with model.use_expansion(name):
-            written.append(Texts(_write(model, begun.to(device), length), (f"written by {name or BASE_NAME}",) * len(begun)))
+            written.append(
+                Texts(_write(model, begun.to(device), length), (f"written by {name or BASE_NAME}",) * len(begun))
+            )
     yield from _numbered(written)
     pairs = [own for one, other in pairwise(written) for own in ((one, other), (other, one))]
     half = length // 2

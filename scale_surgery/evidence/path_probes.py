@@ -20,8 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scale_surgery.composition.members import give_out
 from scale_surgery.checkpoint.expansions import BASE_NAME
+from scale_surgery.checkpoint.files import write_json
+from scale_surgery.checkpoint.folder import open_checkpoint
+from scale_surgery.checkpoint.headers import read_header
+from scale_surgery.checkpoint.names import CONFIG_FILE, INDEX_FILE
+from scale_surgery.checkpoint.reading import parse_json
+from scale_surgery.composition.config import index_of
+from scale_surgery.composition.members import known_files, manifest_of
 from scale_surgery.composition.record import Composition
 from scale_surgery.errors import CheckpointError, shorten
 from scale_surgery.evidence.hostile_texts import excess, hostile_texts, prompt_texts
@@ -33,7 +39,6 @@ from scale_surgery.running.probe import same_tokens
 from scale_surgery.running.prompts import Batch, encode_prompts, token_problems
 from scale_surgery.running.tokenizer import load_tokenizer
 from scale_surgery.surgery.config import expansion_specs, model_config
-from scale_surgery.surgery.parts import link_files
 
 
 @dataclass(frozen=True)
@@ -225,11 +230,13 @@ def link_alone(path: Path, record: Composition, name: str, folder: Path) -> None
         name: The expansion.
         folder: Where the links go.
     """
-    link_files(path, folder, record)
     known, plan = known_files(path, name), manifest_of(path, name).plan
-    for file in (file for file in known.sizes if file.endswith(".safetensors")):
-        (folder / file).symlink_to((known.folder / file).resolve())
-    shards = sorted(file.name for file in folder.glob("*.safetensors"))
+    links = {stored: path / stored for file in record.base_files.values() if (stored := file.stored_as) is not None}
+    links |= {file: known.folder / file for file in known.sizes if file.endswith(".safetensors")}
+    for link, file in links.items():
+        (folder / link).parent.mkdir(parents=True, exist_ok=True)
+        (folder / link).symlink_to(file.resolve())
+    shards = sorted(link for link in links if link.endswith(".safetensors"))
     write_json(folder / INDEX_FILE, index_of(info for shard in shards for info in read_header(folder, shard).values()))
     dtype = open_checkpoint(path).config.get("torch_dtype", "")
     base = parse_json(record.replaced[CONFIG_FILE])

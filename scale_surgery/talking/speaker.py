@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.checkpoint.expansions import BASE_NAME, path_names
+from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.composition.paths import MixedPaths, base_name_in
 from scale_surgery.errors import PlanError
 from scale_surgery.evidence.subjects import Subject, open_subjects
