@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from .expanded_attention import ExpandedAttention, NewHeads, expand_attention
+from .expanded_fused import fuse
 from .expanded_loading import MOST_NAMED, LoadedModel
 from .expanded_modules import KINDS, Blocks, expand_module, expanded_modules
 from .expanded_paths import BASE, Call, Parting, Path, Paths, Running, parting, streams_of_groups, this_thread
@@ -28,6 +29,10 @@ ADDED_AFTER, ADDED_BEFORE = "deepstack_visual_embeds", "deepstack_features"
 
 
 A_NAME_A_ROW = "Give expansion_names=, a name or None for each row."
+FUSED = (
+    "This model is fused: base weights and blocks are one matrix, so the expansion cannot be switched off. "
+    "Write its blocks again: scale-surgery merge FUSED --to blocks."
+)
 
 
 class Choice(NamedTuple):
@@ -157,12 +162,19 @@ class ExpandedPreTrainedModel(LoadedModel):
     def add_expansion(self, name: str, plan: dict[str, Any]) -> None:
         """Add an expansion, all of whose tensors are zero until they are loaded, and choose it.
 
+        A router of the config that weighs others goes: its numbers are for so many paths as there were.
+
         Args:
             name: Its name.
             plan: What config.json says of it.
+
+        Raises:
+            ValueError: If the model is fused.
         """
+        self._check_blocks()
         self._add_blocks(name, plan)
-        self.config.scale_surgery["expansions"].append({"name": name, **plan})
+        self.config.scale_surgery["expansions"].append({**plan, "name": name})
+        self.config.scale_surgery.pop("router", None)
         self.set_expansion(name)
 
     def _add_blocks(self, name: str, plan: dict[str, Any]) -> None:
@@ -187,6 +199,8 @@ class ExpandedPreTrainedModel(LoadedModel):
                 expand_attention(module, spec, self.running, index)
                 module.new_heads[name] = new_heads(plan, spec)
         self.plans[name] = plan
+        if plan.get("fused"):
+            fuse(self, name, has_fused_head=head is not None and plan["fused_head"])
         width = plan["widths"]["up_width"]
         self.stream_widths[name], self.entering_widths[name] = width, 0 if plan.get("enter") == "hook" else width
         if plan["dtype"] == "float32":
@@ -227,9 +241,20 @@ class ExpandedPreTrainedModel(LoadedModel):
         names = list(self.choice.names)
         return names if self.choice.router else names[0] if names else None
 
+    @property
+    def is_fused(self) -> bool:
+        """Whether base weight and blocks of each linear are one matrix."""
+        return any(plan.get("fused") for plan in self.plans.values())
+
+    def _check_blocks(self) -> None:
+        if self.is_fused:
+            raise ValueError(FUSED)
+
     def find_paths(self, paths: tuple[Path, ...]) -> Paths:
         """How so many paths lie side by side."""
         if paths not in self.known_paths:
+            if paths == (BASE,):
+                self._check_blocks()
             forks = {name: min(plan["collaborative"]["layers"], default=None) for name, plan in self.plans.items()}
             self.known_paths[paths] = Paths(paths, forks, self.layer_count)
         return self.known_paths[paths]
@@ -295,7 +320,10 @@ class ExpandedPreTrainedModel(LoadedModel):
         if self.get_output_embeddings() is None or (len(names) < 2 and router is None):
             # without a head there is nothing to route
             return self.make_choice(names[0] if names else None)
-        return self.make_choice(names, **(router or {}))
+        if router is None:
+            return self.make_choice(names)
+        self._check_beside(tuple(names))
+        return Choice(tuple(names), make_router(router, len(names), "config.json: scale_surgery.router."))
 
     def enable_expansion(self, is_enabled: bool = True) -> None:
         """Run what the model was loaded for, or its base alone."""
@@ -336,8 +364,9 @@ class ExpandedPreTrainedModel(LoadedModel):
         return self.expansions[0]
 
     def delete_expansion(self, name: str) -> None:
-        """Forget an expansion; where it was chosen, the model is its base from then on."""
+        """Forget an expansion, and a router that weighs it; where it was chosen, the model is its base from then on."""
         self._known([name])
+        self._check_blocks()
         for module in expanded_modules(self):
             if name in module.expansions:
                 del module.expansions[name]
@@ -347,6 +376,7 @@ class ExpandedPreTrainedModel(LoadedModel):
         del self.plans[name], self.stream_widths[name], self.entering_widths[name]
         said = self.config.scale_surgery
         said["expansions"] = [plan for plan in said["expansions"] if plan["name"] != name]
+        said.pop("router", None)
         self._forget()
         self._set_choice(Choice() if name in self.default_choice.names else self.default_choice)
 
@@ -423,7 +453,8 @@ class ExpandedPreTrainedModel(LoadedModel):
             answer: Makes what the head gives out, such as logits of one path.
             paths: Paths that run; by default those of the choice.
         """
-        head, paths = self.get_output_embeddings(), self.find_paths(paths or self.choice.paths)
+        # not the one that a forward put in place of the model's own gets
+        head, paths = super().get_output_embeddings(), self.find_paths(paths or self.choice.paths)
 
         def answer_features(features: Tensor) -> Tensor:
             return answer(Features.of(head, features, paths, self.stream_widths))

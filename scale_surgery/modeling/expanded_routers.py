@@ -264,8 +264,13 @@ class CosineRouter(Router):
 ROUTERS: dict[str, type] = {"posterior": PosteriorRouter, "cosine": CosineRouter}
 
 
-def make_router(settings: dict[str, Any], expansions: int) -> Router:
-    """Make the router that config.json names.
+def make_router(settings: dict[str, Any], expansions: int, place: str = "") -> Router:
+    """Make a router.
+
+    Args:
+        settings: Its name under `router`, and its numbers.
+        expansions: How many expansions it weighs, beside the base.
+        place: What stands before a setting in an error, where a file says it.
 
     Raises:
         ValueError: If there is no such router, or one of its numbers is out of range.
@@ -275,12 +280,12 @@ def make_router(settings: dict[str, Any], expansions: int) -> Router:
         router = ROUTERS[settings["router"]](**numbers)
         problems = router.problems(expansions)
     except (KeyError, TypeError) as error:
+        advice = "Was it made by another release, or by hand?" if place else "Leave out what it does not have."
         raise ValueError(
-            f"config.json: scale_surgery.router is {settings}, expected one of {', '.join(ROUTERS)} with its numbers "
-            f"({error}). Was it made by another release, or by hand?"
+            f"{place}router: is {settings}, expected one of {', '.join(ROUTERS)} with its numbers ({error}). {advice}"
         ) from error
     if problems:
-        raise ValueError("\n".join(f"config.json: scale_surgery.router.{line}" for line in problems))
+        raise ValueError("\n".join(f"{place}{line}" for line in problems))
     return router
 
 

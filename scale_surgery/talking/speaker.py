@@ -17,7 +17,7 @@ from scale_surgery.progress import Track, no_track
 from scale_surgery.routing.settings import Setting, read_setting
 from scale_surgery.routing.token_texts import TextReader
 from scale_surgery.routing.watched import watched
-from scale_surgery.running.composing import expansion_problems
+from scale_surgery.running.expansion_names import expansion_problems
 from scale_surgery.running.freeze import expansion_disabled
 from scale_surgery.running.loading import RUNNING, loaded_whole, translated
 from scale_surgery.running.options import RunOptions
