@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from scale_surgery.checkpoint.numbering import CONFIG_KEY
+
 # what an expansion is called where nobody gives it a name
 DEFAULT_NAME = "default"
 INFIX = ".expansions."
@@ -35,7 +37,18 @@ def renamed(tensor: str, expansion: str) -> str:
     return tensor_name(module, expansion, rest.partition(".")[2])
 
 
+def nameless(tensor: str) -> str:
+    """What a block is called whatever its expansion is: `model.layers.3.mlp.up_proj.w21`."""
+    module, infix, rest = tensor.partition(INFIX)
+    return f"{module}.{rest.partition('.')[2]}" if infix else tensor
+
+
 def specs_of_expansions(specs: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     """What the key `scale_surgery` of config.json says of each expansion; one with duplicated layers has but one."""
-    found: Sequence[Mapping[str, Any]] = [specs] if "method" in specs else specs.get(EXPANSIONS_KEY, [])
-    return found
+    found = [specs] if "method" in specs else specs.get(EXPANSIONS_KEY)
+    return [own for own in found if isinstance(own, Mapping)] if isinstance(found, list) else []
+
+
+def place_of_specs(specs: Mapping[str, Any]) -> str:
+    """Where config.json has what it says of its first expansion, for messages."""
+    return CONFIG_KEY if "method" in specs else f"{CONFIG_KEY}.{EXPANSIONS_KEY}[0]"

@@ -162,6 +162,8 @@ class ExpandedPreTrainedModel(LoadedModel):
     def add_expansion(self, name: str, plan: dict[str, Any]) -> None:
         """Add an expansion, all of whose tensors are zero until they are loaded, and choose it.
 
+        A router of the config that weighs others goes: its numbers are for so many paths as there were.
+
         Args:
             name: Its name.
             plan: What config.json says of it.
@@ -171,7 +173,8 @@ class ExpandedPreTrainedModel(LoadedModel):
         """
         self._check_blocks()
         self._add_blocks(name, plan)
-        self.config.scale_surgery["expansions"].append({"name": name, **plan})
+        self.config.scale_surgery["expansions"].append({**plan, "name": name})
+        self.config.scale_surgery.pop("router", None)
         self.set_expansion(name)
 
     def _add_blocks(self, name: str, plan: dict[str, Any]) -> None:
@@ -317,7 +320,10 @@ class ExpandedPreTrainedModel(LoadedModel):
         if self.get_output_embeddings() is None or (len(names) < 2 and router is None):
             # without a head there is nothing to route
             return self.make_choice(names[0] if names else None)
-        return self.make_choice(names, **(router or {}))
+        if router is None:
+            return self.make_choice(names)
+        self._check_beside(tuple(names))
+        return Choice(tuple(names), make_router(router, len(names), "config.json: scale_surgery.router."))
 
     def enable_expansion(self, is_enabled: bool = True) -> None:
         """Run what the model was loaded for, or its base alone."""
@@ -358,7 +364,7 @@ class ExpandedPreTrainedModel(LoadedModel):
         return self.expansions[0]
 
     def delete_expansion(self, name: str) -> None:
-        """Forget an expansion; where it was chosen, the model is its base from then on."""
+        """Forget an expansion, and a router that weighs it; where it was chosen, the model is its base from then on."""
         self._known([name])
         self._check_blocks()
         for module in expanded_modules(self):
@@ -370,6 +376,7 @@ class ExpandedPreTrainedModel(LoadedModel):
         del self.plans[name], self.stream_widths[name], self.entering_widths[name]
         said = self.config.scale_surgery
         said["expansions"] = [plan for plan in said["expansions"] if plan["name"] != name]
+        said.pop("router", None)
         self._forget()
         self._set_choice(Choice() if name in self.default_choice.names else self.default_choice)
 
@@ -446,7 +453,8 @@ class ExpandedPreTrainedModel(LoadedModel):
             answer: Makes what the head gives out, such as logits of one path.
             paths: Paths that run; by default those of the choice.
         """
-        head, paths = self.get_output_embeddings(), self.find_paths(paths or self.choice.paths)
+        # not the one that a forward put in place of the model's own gets
+        head, paths = super().get_output_embeddings(), self.find_paths(paths or self.choice.paths)
 
         def answer_features(features: Tensor) -> Tensor:
             return answer(Features.of(head, features, paths, self.stream_widths))
@@ -454,20 +462,26 @@ class ExpandedPreTrainedModel(LoadedModel):
         with self.running.within(Call(paths, answer_features)):
             yield
 
+    def _find_router(self) -> Router:
+        if self.choice.router is None:
+            raise ValueError("One path runs now. Choose several with set_expansion([...]) first.")
+        return self.choice.router
+
     def path_logits(self, input_ids: Tensor, **inputs: Any) -> list[Tensor]:
-        """Logits of each path of what was chosen alone (b, t, v) each, the base's first.
+        """Logits of the base and of each chosen expansion alone, (b, t, v) each, whatever router weighs them.
 
         Args:
             input_ids: Token ids (b, t).
             inputs: attention_mask and position_ids, where there are any.
         """
+        self._find_router()
         found: list[Tensor] = []
 
         def answer(features: Features) -> Tensor:
             found.extend(features.logits())
             return found[0]
 
-        with self.answering(answer):
+        with self.answering(answer, (BASE, *map(Path, self.choice.names))):
             super().forward(input_ids=input_ids, use_cache=False, **inputs)
         return found
 
@@ -479,9 +493,7 @@ class ExpandedPreTrainedModel(LoadedModel):
             input_ids: Token ids (b, t).
             inputs: attention_mask and position_ids, where there are any.
         """
-        router, found = self.choice.router, []
-        if router is None:
-            raise ValueError("One path runs now. Choose several with set_expansion([...]) first.")
+        router, found = self._find_router(), []
         tokens = Tokens.of({"input_ids": input_ids, **inputs}, reads_tokens=router.reads_tokens, is_training=False)
 
         def answer(features: Features) -> Tensor:

@@ -19,7 +19,7 @@ from scale_surgery.checkpoint.numbering import CONFIG_KEY
 from scale_surgery.checkpoint.sources import find_source
 from scale_surgery.errors import CheckpointError, PlanError, ServingError
 from scale_surgery.fields import Range, problems_of
-from scale_surgery.running.composing import expansion_problems
+from scale_surgery.running.expansion_names import expansion_problems
 from scale_surgery.running.loading import LOADING_ADVICE, model_class, translated
 from scale_surgery.running.options import RunOptions
 from scale_surgery.running.tokenizer import need_tokenizer

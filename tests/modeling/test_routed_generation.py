@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 import torch
+from scale_surgery.modeling.expanded_routing import PosteriorRouter, RouterState, state_of
 from torch import Tensor
 from transformers import AutoModel, AutoTokenizer, DynamicCache, StaticCache, pipeline
 
 from scale_surgery.modeling import expanded_routing
-from scale_surgery.modeling.expanded_routing import PosteriorRouter, RouterState, state_of
 from scale_surgery.planning.routing_specs import Routing
 from scale_surgery.surgery.expand import expand
 from scale_surgery.surgery.route import route_export

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from scale_surgery.modeling.expanded_routing import CosineRouter, Paths, PosteriorRouter, Tokens, find_restarts
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
@@ -19,7 +20,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from scale_surgery.modeling import expanded_mixture, expanded_modules, expanded_routing
 from scale_surgery.modeling.expanded_mixture import Mixture, follow
 from scale_surgery.modeling.expanded_modules import ExpandedLinear, expand_module
-from scale_surgery.modeling.expanded_routing import CosineRouter, Paths, PosteriorRouter, Tokens, find_restarts
 from scale_surgery.surgery.expand import expand
 from scale_surgery.surgery.route import route_export
 from tests import routed

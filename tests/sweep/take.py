@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from scale_surgery import Request, SurgeryError, expand, merge, plan, register, route_export
-from scale_surgery.modeling.expanded_modules import EXPANSION_NAMES
+from scale_surgery.checkpoint.expansions import expansion_of
 from tests.deriving.configs import OPTIONS
 from tests.sweep.files import BrokenError, check_files
 from tests.sweep.reader import Reader, ids_of
@@ -131,7 +131,7 @@ def check_same(base: dict[str, Any], expanded: dict[str, Any], title: str) -> No
     for name in ("logits", "row", "tokens"):
         if base[name] != expanded[name]:
             raise BrokenError(f"{title}: {name} are not those of the base")
-    if not expanded["trains"] or any(name.rsplit(".", 1)[-1] not in EXPANSION_NAMES for name in expanded["trains"]):
+    if not expanded["trains"] or not all(map(expansion_of, expanded["trains"])):
         raise BrokenError(f"{title}: {expanded['trains'][:2]} trains")
 
 

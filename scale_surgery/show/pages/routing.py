@@ -16,8 +16,7 @@ from scale_surgery.show.palette import DARK, LIGHT, PLACES, Palette, place_of
 from scale_surgery.show.visible import visible, visible_line, visible_text
 
 if TYPE_CHECKING:
-    from scale_surgery.routing.path_records import TokenPaths
-    from scale_surgery.routing.records import FileRoute, RouteReport, TokenRoute, Totals
+    from scale_surgery.routing.records import FileRoute, RouteReport, TokenPaths, TokenRoute, Totals
 
 # difference of log-probabilities, in nats, at which the scale of evidence ends
 EVIDENCE = 4.0
