@@ -158,7 +158,9 @@ def test_a_folder_may_be_cast(base_of, tmp_path, own_dtype):
     extracted = extract(trained(expanded, tmp_path / "trained"), tmp_path / "extract").path
     found = load_expansion(base, extracted, dtype=torch.bfloat16).eval()
     assert_same(found, load(tmp_path / "trained", dtype=torch.bfloat16))
-    assert found.model.layers[0].self_attn.q_proj.expansions.default.w21.dtype == (torch.float32 if own_dtype else torch.bfloat16)
+    assert found.model.layers[0].self_attn.q_proj.expansions.default.w21.dtype == (
+        torch.float32 if own_dtype else torch.bfloat16
+    )
 
 
 def test_rotary_frequencies_reach_as_far_as_the_base_s(tmp_path):
