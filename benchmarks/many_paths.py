@@ -102,7 +102,7 @@ def make_model(folder: Path, shape: str, most: int) -> Any:
         model = load_expansion(model, extracts[name].path, name=name)
     generator = torch.Generator().manual_seed(0)
     for name, parameter in model.named_parameters():
-        if name.endswith(("w12", "lm_head.up_weight")):
+        if name.endswith((".w12", "lm_head.expansions.default.up_weight")):
             parameter.data = torch.randn(parameter.shape, generator=generator) * SPREAD
         elif name.startswith("expanded_models."):
             # loaded from one extract, all would be the same pages of its file, which a processor's cache may hold

@@ -188,7 +188,7 @@ HEAD_UP = f"lm_head.expansions.{DEFAULT_NAME}.up_weight"
 
 def fresh(name: str, like: torch.Tensor) -> torch.Tensor:
     """A new tensor: W12 and the head are zero."""
-    if name.endswith(("w12", HEAD_UP)):
+    if name.endswith((".w12", HEAD_UP)):
         return torch.zeros_like(like).detach()
     return (torch.randn_like(like) * 0.2 + (like.dim() == 1)).detach()
 

@@ -11,8 +11,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from scale_surgery.checkpoint.numbering import CONFIG_KEY
+
 # what an expansion is called where nobody gives it a name
 DEFAULT_NAME = "default"
+# what its base is called among paths
+BASE_NAME = "base"
 INFIX = ".expansions."
 # under the key scale_surgery of config.json
 BASE_KEY, EXPANSIONS_KEY, ROUTER_KEY = "base", "expansions", "router"
@@ -35,7 +39,28 @@ def renamed(tensor: str, expansion: str) -> str:
     return tensor_name(module, expansion, rest.partition(".")[2])
 
 
+def nameless(tensor: str) -> str:
+    """What a block is called whatever its expansion is: `model.layers.3.mlp.up_proj.w21`."""
+    module, infix, rest = tensor.partition(INFIX)
+    return f"{module}.{rest.partition('.')[2]}" if infix else tensor
+
+
 def specs_of_expansions(specs: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     """What the key `scale_surgery` of config.json says of each expansion; one with duplicated layers has but one."""
-    found: Sequence[Mapping[str, Any]] = [specs] if "method" in specs else specs.get(EXPANSIONS_KEY, [])
-    return found
+    found = [specs] if "method" in specs else specs.get(EXPANSIONS_KEY)
+    return [own for own in found if isinstance(own, Mapping)] if isinstance(found, list) else []
+
+
+def path_names(specs: Mapping[str, Any]) -> tuple[str, ...]:
+    """Names by which paths of a model are asked for, the base's first; none where its only expansion was given none.
+
+    Args:
+        specs: What the key `scale_surgery` of config.json says.
+    """
+    names = tuple(str(own.get("name", DEFAULT_NAME)) for own in specs_of_expansions(specs))
+    return (BASE_NAME, *names) if names not in ((), (DEFAULT_NAME,)) else ()
+
+
+def place_of_specs(specs: Mapping[str, Any]) -> str:
+    """Where config.json has what it says of its first expansion, for messages."""
+    return CONFIG_KEY if "method" in specs else f"{CONFIG_KEY}.{EXPANSIONS_KEY}[0]"

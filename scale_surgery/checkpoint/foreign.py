@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from scale_surgery.checkpoint.expansions import specs_of_expansions
 from scale_surgery.checkpoint.names import INDEX_FILE, MANIFEST_FILE, SINGLE_FILE
 from scale_surgery.checkpoint.numbering import CONFIG_KEY, ORIGIN_KEY
 from scale_surgery.errors import CheckpointError
@@ -31,7 +32,8 @@ def adopt_line(path: str | Path, config: Mapping[str, Any]) -> str:
         path: What it saved.
         config: Its parsed config.json, which may name a base that can be looked up.
     """
-    specs = config.get(CONFIG_KEY)
+    key = config.get(CONFIG_KEY)
+    specs = next(iter(specs_of_expansions(key)), None) if isinstance(key, dict) else None
     origin = specs.get(ORIGIN_KEY) if isinstance(specs, dict) else None
     is_found = isinstance(origin, dict) and origin.get("base_revision") is not None
     words = ["scale-surgery", "adopt", str(path), *([] if is_found else ["--expanded", "EXPANDED"]), "-o", "OUT"]

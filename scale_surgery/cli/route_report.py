@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,20 +40,15 @@ def route_report_command(
     Example: scale-surgery route-report ROUTED --text notes.txt -o report.html
     """
     from scale_surgery.checkpoint.staging import check_output_files
-    from scale_surgery.routing.path_records import PathReport
     from scale_surgery.routing.report import route_report, write_jsonl
     from scale_surgery.running.options import RunOptions
     from scale_surgery.show.pages.paths import write_path_page
     from scale_surgery.show.pages.routing import write_page
-    from scale_surgery.show.tables_route_report import render_path_report, render_route_report
+    from scale_surgery.show.tables_route_report import render_route_report
 
     check_output_files(outputs, [model, *texts])
     report = route_report(model, texts, run=take(RunOptions, options), track=out.track, **options)
-    page: Callable[[Path], None]
-    if isinstance(report, PathReport):
-        shown, page = render_path_report(report), partial(write_path_page, report)
-    else:
-        shown, page = render_route_report(report), partial(write_page, report)
-    out.show(report, shown)
+    out.show(report, render_route_report(report))
+    page = partial(write_path_page if report.paths else write_page, report)
     lines = partial(write_jsonl, report)
     write_files(outputs, {".html": page, ".jsonl": lines, ".json": as_result(report)}, out)

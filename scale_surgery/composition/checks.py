@@ -13,7 +13,7 @@ from scale_surgery.errors import PlanError
 from scale_surgery.planning.methods import refuse
 from scale_surgery.planning.routing_specs import path_problems
 from scale_surgery.progress import Track
-from scale_surgery.running.composing import check_name
+from scale_surgery.running.expansion_names import check_name
 from scale_surgery.surgery.extract_folder import Extract, check_own_files
 from scale_surgery.surgery.same_base import find_differing, refuse_differing
 

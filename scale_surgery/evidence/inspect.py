@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from scale_surgery.checkpoint.composed import refuse_lost_record
+from scale_surgery.checkpoint.expansions import expansion_of, specs_of_expansions
 from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.foreign import adopt_line, saved_elsewhere
 from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE
@@ -22,7 +23,7 @@ from scale_surgery.planning.architecture import Architecture, Sizes
 from scale_surgery.planning.base import check_layers, quantisation_of
 from scale_surgery.planning.methods import method_of_variant
 from scale_surgery.planning.routing_specs import Routing, read_routing
-from scale_surgery.planning.spec_schema import spec_problems
+from scale_surgery.planning.spec_schema import key_problems
 from scale_surgery.planning.specs import Widths
 from scale_surgery.planning.treatments import treatment_rows
 from scale_surgery.running.freeze import group_of
@@ -52,7 +53,7 @@ class ExpansionSummary:
             them train.
         is_fused: Whether base weights and blocks are one matrix for each linear, so that nothing trains.
         verified: Date of the last verification that passed or failed, with its result, or None.
-        changed_since: What is known to have changed since then, tensors or the router's numbers; None where nothing is.
+        changed_since: What is known to have changed since then, tensors, the router or its numbers; None where nothing.
         adopt: The command that makes an expanded folder of what another trainer saved; None where it is one.
     """
 
@@ -178,10 +179,11 @@ def _tied_copy(checkpoint: Checkpoint, architecture: Architecture, sizes: Sizes)
 
 
 def _summarise(checkpoint: Checkpoint, title: str) -> ExpansionSummary:
-    specs = checkpoint.config[CONFIG_KEY]
+    key = checkpoint.config[CONFIG_KEY]
     try:
-        if problems := spec_problems(specs, CONFIG_KEY):
+        if problems := key_problems(key, CONFIG_KEY):
             raise PlanError(in_one_line(problems))
+        (specs,) = specs_of_expansions(key)
         return _read_summary(checkpoint, specs, title)
     except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, StopIteration, PlanError) as error:
         raise CheckpointError(
@@ -203,7 +205,7 @@ def _read_summary(checkpoint: Checkpoint, specs: Mapping[str, Any], title: str) 
         new_layers=() if numbering is None else numbering.new,
         collaborative_layers=tuple(collaborative["layers"]),
         collaborative_groups=tuple(collaborative["groups"]),
-        routing=read_routing(specs),
+        routing=read_routing(checkpoint.config[CONFIG_KEY]),
         up_width=widths["up_width"],
         up_kv_heads=widths["up_kv_heads"],
         up_inner_width=widths["up_inner_width"],
@@ -231,8 +233,8 @@ def _read_record(checkpoint: Checkpoint) -> _Record:
 def _count_blocks(checkpoint: Checkpoint) -> dict[str, int]:
     counts = dict.fromkeys(("w12", "w21", "w22", "w11", "up_weight", "up_bias", "bias11"), 0)
     for info in checkpoint.tensors.values():
-        block = info.name.rsplit(".", 1)[-1]
-        if block in counts:
+        block = info.name.rpartition(".")[2]
+        if expansion_of(info.name) and block in counts:
             counts[block] += info.elements
     return {block: count for block, count in counts.items() if count}
 
@@ -266,7 +268,8 @@ def _changed_since(record: _Record, verification: Mapping[str, Any]) -> str | No
     # what another trainer made is no longer verified when it is adopted
     dates = (str(run.get("begun", "")) for run in record.training)
     is_trained = any(date >= str(verification.get("date")) for date in dates)
-    numbers = (record.routing or {}).get("settings")
-    is_routed_otherwise = numbers != verification.get("routing", numbers)
-    changed = ["tensors (by training)"] * is_trained + ["the router's numbers"] * is_routed_otherwise
+    before, now = verification.get("routing"), record.routing
+    is_other = (before is None) != (now is None)
+    changed = ["tensors (by training)"] * is_trained
+    changed += ["the router"] * is_other + ["the router's numbers"] * (not is_other and before != now)
     return f"{' and '.join(changed)} changed since" if changed else None

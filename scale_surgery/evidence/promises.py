@@ -13,7 +13,7 @@ from scale_surgery.errors import counted
 from scale_surgery.evidence.integrity import Integrity
 from scale_surgery.planning.routing_specs import Routing
 from scale_surgery.running.drift import TOLERANCES
-from scale_surgery.surgery.record import Manifest, routing_of
+from scale_surgery.surgery.record import Manifest
 
 if TYPE_CHECKING:
     from scale_surgery.running.probe import Numbers
@@ -57,7 +57,7 @@ def judge(
     Returns:
         The promises, those that are not claimed too.
     """
-    plan, routing = manifest.plan, routing_of(manifest)
+    plan, routing = manifest.plan, manifest.routing
     is_exact, is_initial = plan.method.is_exact_at_init(plan), not integrity.trained
     is_always = plan.variant in plan.method.preserving or routing is not None
     promises: tuple[Promise, ...] = (

@@ -26,7 +26,7 @@ from scale_surgery.evidence.report_records import CURVES, Report, Streams, by_la
 from scale_surgery.evidence.report_streams import compare_streams
 from scale_surgery.progress import Track, no_track
 from scale_surgery.running.options import RunOptions
-from scale_surgery.surgery.record import Manifest, are_numbers, read_manifest, refuse_fused, routing_of
+from scale_surgery.surgery.record import Manifest, are_numbers, read_manifest, refuse_fused
 
 
 def report(
@@ -84,7 +84,7 @@ def report(
         base_name=manifest.base_name,
         method=plan.method.name,
         variant=manifest.plan.variant,
-        routing=routing_of(manifest),
+        routing=manifest.routing,
         state=state,
         parameters=sum(tensor.elements for tensor in plan.tensors),
         tensors=tensors,

@@ -39,7 +39,7 @@ from scale_surgery.progress import Track, no_track
 from scale_surgery.running.loading import needs_own_code
 from scale_surgery.running.options import Probes, RunOptions
 from scale_surgery.surgery.parts import link_base
-from scale_surgery.surgery.record import Manifest, check_numbering, read_manifest, routing_of
+from scale_surgery.surgery.record import Manifest, check_numbering, read_manifest
 
 if TYPE_CHECKING:
     from scale_surgery.running.probe import Numbers
@@ -209,7 +209,7 @@ def _judge(
         path=checkpoint.path,
         base_name=manifest.base_name,
         variant=manifest.plan.variant,
-        routing=routing_of(manifest),
+        routing=manifest.routing,
         state="trained" if integrity.trained else "initial",
         trained_tensors=len(integrity.trained),
         promises=promises,

@@ -20,7 +20,6 @@ from scale_surgery.hub.card_composed import COMPOSED_TAGS, composed_body
 from scale_surgery.hub.card_sections import CardFacts, body
 from scale_surgery.hub.client import Remote, read_text
 from scale_surgery.hub.repository import CARD_FILE, _marked, is_written_card, read_card
-from scale_surgery.planning.routing_specs import Routing
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -101,7 +100,7 @@ def card_facts(
     record, manifest = contents.record, contents.manifest
     name, revision = record.get("base_name"), record.get("base_revision")
     is_on_hub = isinstance(name, str) and revision is not None and HUB_ID.fullmatch(name) is not None
-    routing = None if manifest is None or manifest.routing is None else Routing(**manifest.routing["settings"])
+    routing = None if manifest is None else manifest.routing
     return CardFacts(
         repo=repo,
         form=contents.form,

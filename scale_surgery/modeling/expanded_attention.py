@@ -118,9 +118,11 @@ class ExpandedAttention:
         attributes: Names of its attributes that say how many heads there are, or how wide they are together.
         config_values: Names of such values of its config.
         parts_of: Heads that attend by themselves, by the paths; None where they are the base's alone.
+        is_split: Whether they do; without, all heads attend at once.
     """
 
     running: Running
+    is_split = True
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         paths = self.running.now().paths
@@ -146,7 +148,8 @@ class ExpandedAttention:
         values = {name: getattr(self, name) * heads // self.old.heads for name in self.attributes}
         found = object.__new__(type(self))
         found.__dict__.update(self.__dict__, **values, parts=parts, stock=self)
-        found.__dict__["config"] = View(self.config, config | {"_attn_implementation": SPLIT_ATTENTION})
+        split = {"_attn_implementation": SPLIT_ATTENTION} if self.is_split else {}
+        found.__dict__["config"] = View(self.config, config | split)
         return found
 
 

@@ -91,12 +91,12 @@ class LoadedModel:
         return [module for module in self.modules() if isinstance(module, Blocks)]
 
     def freeze_base(self) -> None:
-        """Let the tensors of the expansions train, and nothing else."""
+        """Let the tensors of the expansions train, and nothing else; in the fused form nothing trains."""
         for parameter in self.parameters():
             parameter.requires_grad_(False)
         for blocks in self.blocks():
             for parameter in blocks.parameters():
-                parameter.requires_grad_(True)
+                parameter.requires_grad_(not self.is_fused)
 
     def align(self) -> None:
         """Let what copies the base's weights lie in memory as these do."""

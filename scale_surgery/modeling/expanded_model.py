@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from .expanded_attention import ExpandedAttention, NewHeads, expand_attention
+from .expanded_fused import fuse
 from .expanded_loading import MOST_NAMED, LoadedModel
 from .expanded_modules import KINDS, Blocks, expand_module, expanded_modules
 from .expanded_paths import BASE, Call, Parting, Path, Paths, Running, parting, streams_of_groups, this_thread
@@ -28,6 +29,10 @@ ADDED_AFTER, ADDED_BEFORE = "deepstack_visual_embeds", "deepstack_features"
 
 
 A_NAME_A_ROW = "Give expansion_names=, a name or None for each row."
+FUSED = (
+    "This model is fused: base weights and blocks are one matrix, so the expansion cannot be switched off. "
+    "Write its blocks again: scale-surgery merge FUSED --to blocks."
+)
 
 
 class Choice(NamedTuple):
@@ -157,12 +162,19 @@ class ExpandedPreTrainedModel(LoadedModel):
     def add_expansion(self, name: str, plan: dict[str, Any]) -> None:
         """Add an expansion, all of whose tensors are zero until they are loaded, and choose it.
 
+        A router of the config that weighs others goes: its numbers are for so many paths as there were.
+
         Args:
             name: Its name.
             plan: What config.json says of it.
+
+        Raises:
+            ValueError: If the model is fused.
         """
+        self._check_blocks()
         self._add_blocks(name, plan)
-        self.config.scale_surgery["expansions"].append({"name": name, **plan})
+        self.config.scale_surgery["expansions"].append({**plan, "name": name})
+        self.config.scale_surgery.pop("router", None)
         self.set_expansion(name)
 
     def _add_blocks(self, name: str, plan: dict[str, Any]) -> None:
@@ -187,6 +199,8 @@ class ExpandedPreTrainedModel(LoadedModel):
                 expand_attention(module, spec, self.running, index)
                 module.new_heads[name] = new_heads(plan, spec)
         self.plans[name] = plan
+        if plan.get("fused"):
+            fuse(self, name, has_fused_head=head is not None and plan["fused_head"])
         width = plan["widths"]["up_width"]
         self.stream_widths[name], self.entering_widths[name] = width, 0 if plan.get("enter") == "hook" else width
         if plan["dtype"] == "float32":
@@ -227,9 +241,20 @@ class ExpandedPreTrainedModel(LoadedModel):
         names = list(self.choice.names)
         return names if self.choice.router else names[0] if names else None
 
+    @property
+    def is_fused(self) -> bool:
+        """Whether base weight and blocks of each linear are one matrix."""
+        return any(plan.get("fused") for plan in self.plans.values())
+
+    def _check_blocks(self) -> None:
+        if self.is_fused:
+            raise ValueError(FUSED)
+
     def find_paths(self, paths: tuple[Path, ...]) -> Paths:
         """How so many paths lie side by side."""
         if paths not in self.known_paths:
+            if paths == (BASE,):
+                self._check_blocks()
             forks = {name: min(plan["collaborative"]["layers"], default=None) for name, plan in self.plans.items()}
             self.known_paths[paths] = Paths(paths, forks, self.layer_count)
         return self.known_paths[paths]
@@ -335,8 +360,9 @@ class ExpandedPreTrainedModel(LoadedModel):
         return self.expansions[0]
 
     def delete_expansion(self, name: str) -> None:
-        """Forget an expansion; where it was chosen, the model is its base from then on."""
+        """Forget an expansion, and a router that weighs it; where it was chosen, the model is its base from then on."""
         self._known([name])
+        self._check_blocks()
         for module in expanded_modules(self):
             if name in module.expansions:
                 del module.expansions[name]
@@ -346,6 +372,7 @@ class ExpandedPreTrainedModel(LoadedModel):
         del self.plans[name], self.stream_widths[name], self.entering_widths[name]
         said = self.config.scale_surgery
         said["expansions"] = [plan for plan in said["expansions"] if plan["name"] != name]
+        said.pop("router", None)
         self._forget()
         self._set_choice(Choice() if name in self.default_choice.names else self.default_choice)
 
@@ -364,7 +391,7 @@ class ExpandedPreTrainedModel(LoadedModel):
         problems = [f"{name}: {line}" for name in names for line in self.plans[name].get("problems", ())]
         if not names:
             problems = ["A list of no names: expected at least one. None gives the base."]
-        elif self.get_output_embeddings() is None:
+        elif super().get_output_embeddings() is None:
             problems = [f"{type(self).__name__}: has no head, so nothing mixes its paths. Load the language model."]
         if problems:
             raise ValueError("\n".join(problems))
@@ -431,6 +458,11 @@ class ExpandedPreTrainedModel(LoadedModel):
         with self.running.within(Call(paths, answer_features)):
             yield
 
+    def _find_router(self) -> Router:
+        if self.choice.router is None:
+            raise ValueError("One path runs now. Choose several with set_expansion([...]) first.")
+        return self.choice.router
+
     def path_logits(self, input_ids: Tensor, **inputs: Any) -> list[Tensor]:
         """Logits of the base and of each expansion that was chosen, each alone and (b, t, v), whatever weighs them.
 
@@ -458,9 +490,7 @@ class ExpandedPreTrainedModel(LoadedModel):
             input_ids: Token ids (b, t).
             inputs: attention_mask and position_ids, where there are any.
         """
-        router, found = self.choice.router, []
-        if router is None:
-            raise ValueError("One path runs now. Choose several with set_expansion([...]) first.")
+        router, found = self._find_router(), []
         tokens = Tokens.of({"input_ids": input_ids, **inputs}, reads_tokens=router.reads_tokens, is_training=False)
 
         def answer(features: Features) -> Tensor:
@@ -492,7 +522,10 @@ class ExpandedPreTrainedModel(LoadedModel):
             self.enable_input_require_grads()
 
     def __call__(self, *args: Any, **inputs: Any) -> Any:
-        """Run the model; where others replaced its forward, note that it runs: see `get_output_embeddings`."""
+        """Run the model; where others replaced its forward, note that it runs: see `get_output_embeddings`.
+
+        Hooks of accelerate replace it too, and call the model's own, which asks its class for the head.
+        """
         if "forward" not in vars(self):
             return super().__call__(*args, **inputs)
         self.replaced_in.add(this_thread())

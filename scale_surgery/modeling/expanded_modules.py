@@ -85,14 +85,22 @@ class Blocks(nn.Module):
 
     def add_tensors(self, dtype: str | None, shapes: dict[str, tuple[int, ...]]) -> None:
         """Add tensors, zero until they are loaded, in `dtype` or in that of the stock weight; none that is empty."""
-        like = next((own for own in self.stock.parameters() if own.is_floating_point()), torch.empty(()))
-        kind = getattr(torch, dtype) if dtype else like.dtype
+        like = next(self.stock.parameters(), torch.empty(()))
+        # a quantised weight may be of whole numbers, and makes no tensors that are not quantised
+        stored = like.dtype if like.dtype.is_floating_point else torch.get_default_dtype()
+        kind = getattr(torch, dtype) if dtype else stored
         for name, shape in shapes.items():
-            made = None if 0 in shape else nn.Parameter(like.new_zeros(shape, dtype=kind))
+            made = None if 0 in shape else nn.Parameter(torch.zeros(shape, dtype=kind, device=like.device))
             self.register_parameter(name, made)
 
     def align(self) -> None:
-        """Put tensors where they are aligned as the base's; loaders leave them where they lie in a file."""
+        """Let each tensor begin at a cache line; loaders leave it where it lies in a file, at any place.
+
+        On a CPU the product of a matrix and a single row may round by where the matrix begins.
+        """
+        for block in self._parameters.values():
+            if block is not None:
+                block.data = own_memory(block.data)
 
 
 class LinearBlocks(Blocks):
@@ -189,6 +197,7 @@ class GrownBlocks(LinearBlocks):
         return rows.view(*x.shape[:-1], -1).to(like.dtype)
 
     def align(self) -> None:
+        super().align()
         for name in ("w11", "w12", "w21"):
             block = self._parameters.get(name)
             if block is not None:
@@ -211,11 +220,15 @@ class NormBlocks(Blocks):
         self.add_tensors(dtype, {"up_weight": (up,), "up_bias": (up if has_bias else 0,)})
 
     def forward(self, base: Tensor, up: Tensor, y: Tensor | None, writes: bool) -> tuple[Tensor, Tensor | None]:
-        gain, bias = self.up_weight.float(), None if self.up_bias is None else self.up_bias.float()
+        bias = None if self.up_bias is None else self.up_bias.float()
+        return y, self.normalise(up.float(), self.up_weight.float(), bias).to(y.dtype)
+
+    def normalise(self, x: Tensor, gain: Tensor, bias: Tensor | None) -> Tensor:
+        """The norm of one stream, in the style of the stock norm."""
         gain = gain + 1.0 if self.style.endswith("_plus_one") else gain
         if self.style.startswith("layer"):
-            return y, functional.layer_norm(up.float(), gain.shape, gain, bias, self.epsilon).to(y.dtype)
-        return y, functional.rms_norm(up.float(), gain.shape, gain, self.epsilon).to(y.dtype)
+            return functional.layer_norm(x, gain.shape, gain, bias, self.epsilon)
+        return functional.rms_norm(x, gain.shape, gain, self.epsilon)
 
 
 class EmbeddingBlocks(Blocks):
@@ -285,8 +298,8 @@ class DenseBlocks(Blocks):
     groups = {"w12": "w12", "w21": "w21", "w22": "w22", "up_weight": "w22"}
 
     def __init__(self, stock, base, up, inner=0, collaborative=False, dtype=None):
-        super().__init__(stock, up if inner else 0)
-        self.base_in, self.up_out = base, up
+        super().__init__(stock, up)
+        self.base, self.up_out = base, up
         shapes = {"w12": (base, inner if collaborative else 0), "w21": (inner, base), "w22": (inner, up)}
         self.add_tensors(dtype, shapes | {"up_weight": (up, inner)})
 
@@ -497,15 +510,17 @@ class ExpandedBlock(ExpandedModule):
                 f"{type(self).__name__}: keeps a cache ({', '.join(sorted(held))}) and runs as a whole, so two base "
                 "streams cannot pass through it. Run one expansion at a time, or expand another part of these layers."
             )
-        return super().make_layout(paths)
-
-    def split(self, x: Tensor, layout: Layout) -> Sequence[Tensor]:
-        base = next(own.base_in for group in layout.groups for own in group.blocks if own is not None)
-        if layout.widths_of(x.shape[-1])[0] != base:
-            # no norm before it has taken off the up streams that nothing here reads
-            ups = [[0 if own is None else own.up_out for own in group.blocks] for group in layout.groups]
-            layout = layout._replace(up_in=tuple(own for group in ups for own in (None, *group)), widths={})
-        return super().split(x, layout)
+        layout = super().make_layout(paths)
+        bases = (
+            [] if layout is None else [own.base for group in layout.groups for own in group.blocks if own is not None]
+        )
+        if bases:
+            # in a layer that was not chosen, a norm before the block takes the up stream off
+            widths = []
+            for group in layout.groups:
+                widths += [bases[0], *(0 if own is None or own.w21 is None else own.up_in for own in group.blocks)]
+            layout.widths[sum(widths)] = widths
+        return layout
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         stock, layout, found = super(ExpandedModule, self).forward, self.layout(), []

@@ -98,9 +98,13 @@ class Features:
         whole = logits if path.blocks is None else path.blocks(logits, own_memory(path.up))
         return self.head.capped_in_place(whole)
 
-    def logits(self) -> list[Tensor]:
-        """Logits of each path alone, in memory of their own (b, t, v)."""
-        bases = self.base_logits()
+    def logits(self, bases: list[Tensor] | None = None) -> list[Tensor]:
+        """Logits of each path alone, in memory of their own (b, t, v).
+
+        Args:
+            bases: What `base_logits` gave, where that is known already; it is written over.
+        """
+        bases = self.base_logits() if bases is None else bases
         numbers = [path.base for path in self.paths]
         last = {number: place for place, number in enumerate(numbers)}
         return [
@@ -117,13 +121,13 @@ class Evidence(NamedTuple):
             for a router that reads no tokens.
         before: Log weights of the paths after the tokens of earlier calls (b, k), or None where there were none.
         restarts: Where a sequence begins and where padding stands (b, t).
-        features: Features of all paths there.
+        observed: What the router reads in the logits at each position (b, t); see `Router.read`.
     """
 
     likelihoods: Tensor | None
     before: Tensor | None
     restarts: Tensor
-    features: Features
+    observed: Tensor | None
 
 
 class TokenScores(NamedTuple):
@@ -134,12 +138,14 @@ class TokenScores(NamedTuple):
         sides: The same under what the router weighs, a path each (b, t - 1, k).
         weights: Weight of each where the token is predicted (b, t - 1, k); they sum to 1.
         routed: Log-probability of the token under the routed output (b, t - 1).
+        observed: What the router read in the logits there (b, t - 1), or None; see `Router.read`.
     """
 
     base: Tensor
     sides: Tensor
     weights: Tensor
     routed: Tensor
+    observed: Tensor | None
 
 
 class Router:
@@ -166,9 +172,9 @@ class Router:
         """What is wrong with its numbers for so many expansions."""
         return []
 
-    def sides(self, features: Features) -> list[Tensor]:
-        """What is weighed: logits of each path (b, t, v)."""
-        return features.logits()
+    def read(self, features: Features) -> tuple[list[Tensor], Tensor | None]:
+        """What is weighed, logits of each path (b, t, v), and what is read in logits to weigh them (b, t), or None."""
+        return features.logits(), None
 
     def weights(self, evidence: Evidence) -> Tensor:
         """Log weights of the paths after each token (b, t, k), float32."""
@@ -244,23 +250,20 @@ class CosineRouter(Router):
             found.append(f"threshold: is {self.threshold!r}, expected a cosine, from -1 to 1.")
         return found
 
-    def sides(self, features: Features) -> list[Tensor]:
+    def read(self, features: Features) -> tuple[list[Tensor], Tensor | None]:
+        bases = features.base_logits()
+        with torch.no_grad():
+            observed = cosines(bases[0].detach(), bases[-1].detach())
         if self.strict:
-            return features.logits()
-        (preserve, adapt), bases = features.paths, features.base_logits()
+            return features.logits(bases), observed
+        preserve, adapt = features.paths
         mean = (bases[0] + bases[-1]) / 2
         z_a = bases[-1].clone() if bases[-1].requires_grad else bases[-1]
-        return [features.with_up(mean, preserve), features.with_up(z_a, adapt)]
+        return [features.with_up(mean, preserve), features.with_up(z_a, adapt)], observed
 
     def weights(self, evidence: Evidence) -> Tensor:
-        with torch.no_grad():
-            is_adapt = self.cosines(evidence.features) <= self.threshold
+        is_adapt = evidence.observed <= self.threshold
         return torch.stack((~is_adapt, is_adapt), -1).float().log()
-
-    def cosines(self, features: Features) -> Tensor:
-        """cos(Z_p, Z_a) at each position (b, t)."""
-        bases = features.base_logits()
-        return cosines(bases[0].detach(), bases[-1].detach())
 
 
 ROUTERS: dict[str, type] = {"posterior": PosteriorRouter, "cosine": CosineRouter}
@@ -283,6 +286,7 @@ def make_router(settings: dict[str, Any], expansions: int, source: str = "") -> 
         router = kind(**kind.defaults(expansions) | numbers)
         problems = router.problems(expansions)
     except (KeyError, TypeError) as error:
+        advice = "Was it made by another release, or by hand?" if place else "Leave out what it does not have."
         raise ValueError(
             f"{source or 'router:'} is {settings}, expected one of {', '.join(ROUTERS)} with its numbers ({error})."
             + (" Was it made by another release, or by hand?" if source else "")
@@ -325,10 +329,9 @@ def route(router: Router, features: Features, tokens: Tokens) -> Tensor:
     a whole prompt never stand in memory together.
     """
     if not router.reads_tokens:
-        kept = features.at(tokens.keep)
-        return select(
-            router.sides(kept), router.weights(Evidence(None, None, tokens.restarts, kept)).argmax(-1, keepdim=True)
-        )
+        sides, observed = router.read(features.at(tokens.keep))
+        weights = router.weights(Evidence(None, None, tokens.restarts, observed))
+        return select(sides, weights.argmax(-1, keepdim=True))
     length, is_slice = tokens.ids.shape[1], isinstance(tokens.keep, slice)
     wanted = range(length)[tokens.keep] if is_slice else range(length)
     kept = min(len(wanted), MOST_KEPT) if is_slice and tokens.keep != slice(None) else 1
@@ -363,11 +366,10 @@ class _Reading:
 
     def read(self, features: Features, rows: slice, wanted: range) -> Tensor | None:
         """Read the tokens at some positions, and mix where that is wanted; None where it is nowhere."""
-        here = features.at(rows)
-        logits = self.router.sides(here)
+        logits, observed = self.router.read(features.at(rows))
         with torch.no_grad():
             norms = [normalizers(own) for own in logits]
-            weights = self.follow(rows, [own.detach() for own in logits], norms, here)
+            weights = self.follow(rows, [own.detach() for own in logits], norms, observed)
         inside = slice(max(wanted.start - rows.start, 0), max(wanted.stop - rows.start, 0))
         if not logits[0][:, inside].shape[1]:
             return None
@@ -380,7 +382,7 @@ class _Reading:
             )
         return select(logits, weights.argmax(-1, keepdim=True)) if self.router.is_hard else mix(logits, norms, weights)
 
-    def follow(self, rows: slice, logits: list[Tensor], norms: list[Tensor], features: Features) -> Tensor:
+    def follow(self, rows: slice, logits: list[Tensor], norms: list[Tensor], observed: Tensor | None) -> Tensor:
         """Log weights after each token at some positions (b, some, k)."""
         ids, paths = self.tokens.ids[:, rows, None], len(logits)
         first = logits[0].new_zeros(len(ids), 1, paths, dtype=torch.float32)
@@ -392,7 +394,7 @@ class _Reading:
             for own, norm in zip(logits, norms, strict=True)
         ]
         likelihoods = torch.cat((first, torch.stack(later, -1)), 1)
-        weights = self.router.weights(Evidence(likelihoods, self.before, self.tokens.restarts[:, rows], features))
+        weights = self.router.weights(Evidence(likelihoods, self.before, self.tokens.restarts[:, rows], observed))
         self.remember(rows, logits, norms, weights)
         return weights
 
@@ -411,16 +413,30 @@ def score_tokens(router: Router, features: Features, tokens: Tokens) -> TokenSco
     """Score each token but the first on every path; see `TokenScores`."""
     following, seen = tokens.ids[:, 1:], features.at(slice(None, -1))
     width = len(tokens.ids) * features.head.weight.shape[0]
-    shape = (len(following), 0)
-    bases, sides = [seen.bases[0].new_zeros(shape, dtype=torch.float32)], []
-    for rows in in_chunks(following.shape[1], width, AT_ONCE):
+    found: list[tuple[Tensor, Tensor, Tensor | None]] = []
+    # where there is one token alone, nothing is predicted, and shapes are all the same
+    for rows in in_chunks(following.shape[1], width, AT_ONCE) if following.shape[1] else [slice(0, 0)]:
         here, ids = seen.at(rows), following[:, rows]
-        own = [chosen(side, ids) for side in router.sides(here)]
-        sides.append(torch.stack(own, -1))
-        bases.append(own[0] if here.paths[0].up is None else chosen(here.head.capped(here.base_logits()[0]), ids))
-    none = bases[0].new_zeros(*shape, len(features.paths))
-    base, scored = torch.cat(bases, 1), torch.cat([none, *sides], 1)
+        sides, observed = router.read(here)
+        own = [chosen(side, ids) for side in sides]
+        base = own[0] if here.paths[0].up is None else chosen(here.head.capped(here.base_logits()[0]), ids)
+        found.append((base, torch.stack(own, -1), observed))
+    base, scored, observed = (None if own[0] is None else torch.cat(own, 1) for own in zip(*found, strict=True))
+    return weigh(router, base, scored, tokens.restarts, observed)
+
+
+def weigh(router: Router, base: Tensor, sides: Tensor, restarts: Tensor, observed: Tensor | None) -> TokenScores:
+    """Let a router weigh tokens that were read; see `TokenScores`.
+
+    Args:
+        router: Any router that gives out these sides.
+        base: Log-probability of each token but the first under the base model (b, t - 1).
+        sides: The same on each side (b, t - 1, k).
+        restarts: Where a sequence begins (b, t).
+        observed: What the router reads in the logits where each is predicted (b, t - 1), or None.
+    """
     # nothing predicts the first token, and the last one predicts nothing
-    likelihoods = torch.nn.functional.pad(scored, (0, 0, 1, 0))
-    weights = router.weights(Evidence(likelihoods, None, tokens.restarts, features))[:, :-1]
-    return TokenScores(base, scored, weights.exp(), (scored + weights).logsumexp(-1))
+    likelihoods = torch.nn.functional.pad(sides, (0, 0, 1, 0))
+    seen = None if observed is None else torch.nn.functional.pad(observed, (0, 1))
+    weights = router.weights(Evidence(likelihoods, None, restarts, seen))[:, :-1]
+    return TokenScores(base, sides, weights.exp(), (sides + weights).logsumexp(-1), observed)

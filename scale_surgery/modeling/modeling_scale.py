@@ -115,6 +115,8 @@ def expand_in_memory(model: Any, base: dict[str, Any]) -> Any:
     stock_config = type(model.config)
     model.__class__ = model_of(type(model), stock_config)
     model.config.__class__ = config_of(stock_config)
+    # the class says it; a config that was read from a file may say it too
+    vars(model.config).pop("model_type", None)
     model.config.scale_surgery = {"base": base, "expansions": []}
     model.begin()
     return model

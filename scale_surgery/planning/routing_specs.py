@@ -11,6 +11,10 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from scale_surgery.checkpoint.expansions import ROUTER_KEY
+from scale_surgery.checkpoint.names import CONFIG_FILE
+from scale_surgery.checkpoint.numbering import CONFIG_KEY
+from scale_surgery.checkpoint.schema import in_one_line, misfits
+from scale_surgery.errors import PlanError
 from scale_surgery.fields import Range
 from scale_surgery.planning.architecture import Architecture, Block, Kind, Linear, Sizes
 from scale_surgery.planning.specs import Spec, attention_values
@@ -78,9 +82,17 @@ class Routing:
 
 
 def read_routing(specs: Mapping[str, Any]) -> Routing | None:
-    """How a model of one expansion routes, by the key `scale_surgery` of its config.json; None where it does not."""
+    """How a model of one expansion routes, by the key `scale_surgery` of its config.json; None where it does not.
+
+    Raises:
+        PlanError: If a value is of another kind than a router has, or out of range.
+    """
     own = specs.get(ROUTER_KEY)
-    return None if own is None else Routing(**{**own, **({"prior": own["prior"][0]} if "prior" in own else {})})
+    if isinstance(own, Mapping) and isinstance(prior := own.get("prior"), list) and len(prior) == 2:
+        own = {**own, "prior": prior[0]}
+    if own is not None and (problems := list(misfits(own, Routing, f"{CONFIG_KEY}.{ROUTER_KEY}"))):
+        raise PlanError(f"{CONFIG_FILE}: {in_one_line(problems)}. Run route-export again.")
+    return None if own is None else Routing(**own)
 
 
 def base_specs(architecture: Architecture, sizes: Sizes, config: Mapping[str, Any]) -> Spec:
@@ -107,11 +119,17 @@ def base_specs(architecture: Architecture, sizes: Sizes, config: Mapping[str, An
         "base_model": architecture.base_model,
         "layers": architecture.layers,
         "last": architecture.final_norm.name,
-        "softcap": None if architecture.softcap is None else config.get(*architecture.softcap),
+        "softcap": None if architecture.softcap is None else _text_part(config).get(*architecture.softcap),
         "softcap_key": None if architecture.softcap is None else architecture.softcap[0],
         "kinds": kinds,
         "kind_of_layer": list(architecture.kind_of_layer),
     }
+
+
+def _text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a config.json says of the language model; that of a model that sees images says it by itself."""
+    text = config.get("text_config")
+    return text if isinstance(text, Mapping) else config
 
 
 def _old_heads(block: Block) -> Spec:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from scale_surgery.checkpoint.expansions import place_of_specs, specs_of_expansions
 from scale_surgery.checkpoint.files import write_json
 from scale_surgery.checkpoint.folder import read_json
 from scale_surgery.checkpoint.headers import FLOAT_DTYPES
@@ -120,22 +121,23 @@ def saved_request(file: Path) -> Request:
 
 
 def saved_origin(config: Mapping[str, Any], title: str) -> Origin:
-    """Read what a config.json keeps of a plan.
+    """Read what a config.json keeps of the plan of its expansion.
 
     Args:
-        config: Parsed config.json of an expanded model.
+        config: Parsed config.json of a model of one expansion.
         title: What the model is called.
 
     Raises:
         PlanError: If it keeps nothing, or a value is of the wrong kind.
     """
-    plain = config[CONFIG_KEY].get(ORIGIN_KEY)
+    specs: Mapping[str, Any] = next(iter(specs_of_expansions(config[CONFIG_KEY])), {})
+    plain = specs.get(ORIGIN_KEY)
     if plain is None:
         raise PlanError(
             f"{title}: its {CONFIG_FILE} does not say how it was expanded. Give the expanded model that was "
             "trained: --expanded EXPANDED."
         )
-    if problems := list(misfits(plain, Origin, f"{CONFIG_KEY}.{ORIGIN_KEY}")):
+    if problems := list(misfits(plain, Origin, f"{place_of_specs(specs)}.{ORIGIN_KEY}")):
         raise PlanError(f"{title}: {CONFIG_FILE}: {in_one_line(problems)}. Restore it from where you got it.")
     origin: Origin = build(plain, Origin)
     return origin

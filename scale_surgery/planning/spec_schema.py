@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from scale_surgery.checkpoint.expansions import DEFAULT_NAME
 from scale_surgery.checkpoint.schema import misfits
+from scale_surgery.fields import Range
 from scale_surgery.planning.specs import Collaboration, Widths
 
 
@@ -28,6 +29,7 @@ class ModuleSpec:
     share: float = 1
     trains_base: bool = False
     inner: int = 0
+    sections: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,59 @@ class StoredSpecs:
     origin: Mapping[str, Any] | None = None
     fused: bool = False
     fused_head: bool = False
+
+
+@dataclass(frozen=True)
+class BaseKind:
+    """What `base` says of a kind of layer."""
+
+    modules: Mapping[str, ModuleSpec]
+    attention: Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class StoredBase:
+    """What `base` says: through what all paths pass."""
+
+    hidden: int
+    base_model: str
+    layers: str
+    last: str
+    softcap: float | None
+    softcap_key: str | None
+    kinds: tuple[BaseKind, ...]
+    kind_of_layer: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StoredRouter:
+    """What `router` says: what weighs the paths, and its numbers; a prior for each path."""
+
+    router: Literal["posterior", "cosine"]
+    prior: tuple[Annotated[float, Range(above=0, below=1, noun="a probability")], ...] = ()
+    switch_rate: Annotated[float, Range(least=0, below=1, noun="a share")] = 0
+    threshold: Annotated[float, Range(least=-1, most=1, noun="a cosine")] = 0
+    strict: bool = False
+
+
+@dataclass(frozen=True)
+class StoredKey:
+    """The key `scale_surgery` of config.json; a model with duplicated layers has its specifications there."""
+
+    base: StoredBase
+    expansions: tuple[StoredSpecs, ...]
+    router: StoredRouter | None = None
+
+
+def key_problems(key: Any, place: str) -> list[str]:
+    """Find what in the key `scale_surgery` of a config.json is of another kind than what is written there.
+
+    Args:
+        key: Plain JSON values.
+        place: What they are called.
+    """
+    is_deepened = isinstance(key, Mapping) and "method" in key
+    return list(misfits(key, StoredSpecs if is_deepened else StoredKey, place))
 
 
 def spec_problems(specs: Any, place: str) -> list[str]:

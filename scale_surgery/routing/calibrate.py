@@ -19,11 +19,10 @@ from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.checkpoint.sources import listed
 from scale_surgery.checkpoint.staging import output_file_problems
 from scale_surgery.composition.mixing import set_mixing
-from scale_surgery.composition.paths import MixedPaths, read_paths
+from scale_surgery.composition.paths import MixedPaths
 from scale_surgery.composition.record import is_composition, read_composition
 from scale_surgery.errors import CheckpointError, DataError, PlanError
 from scale_surgery.evidence.subjects import Subject, choose_lengths, open_subjects, read_texts
-from scale_surgery.planning.routing_specs import read_routing
 from scale_surgery.progress import Track, no_track
 from scale_surgery.routing.choice import (
     CalibrationSettings,
@@ -34,7 +33,8 @@ from scale_surgery.routing.choice import (
     given_options,
     read_limits,
 )
-from scale_surgery.routing.outcome import Outcome, Setting
+from scale_surgery.routing.outcome import Outcome
+from scale_surgery.routing.settings import Setting, read_setting
 from scale_surgery.routing.sweep import Texts, sweep_model
 from scale_surgery.running.options import Dtype, RunOptions
 from scale_surgery.running.sources import NO_OLD_TEXT
@@ -216,7 +216,7 @@ def _open_routing(folder: Path) -> Setting:
             f"{folder}: is no expanded model, expected a routed one. Make one: scale-surgery expand, then "
             "scale-surgery route-export."
         )
-    routing = read_paths(specs) or read_routing(specs)
+    routing = read_setting(specs)
     if routing is None:
         raise CheckpointError(f"{folder}: has no router. Give it one: scale-surgery route-export {folder} -o ROUTED.")
     return routing

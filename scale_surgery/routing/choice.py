@@ -13,7 +13,8 @@ from typing import Annotated, Any
 
 from scale_surgery.errors import PlanError
 from scale_surgery.fields import Range, problems_of
-from scale_surgery.routing.outcome import Outcome, Setting
+from scale_surgery.routing.outcome import Outcome
+from scale_surgery.routing.settings import Setting
 
 # nats per token of old text that are not worth keeping: what may be forgotten, and what is no loss of short prompts
 NEGLIGIBLE = 0.02

@@ -5,13 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from scale_surgery.composition.paths import MixedPaths
-from scale_surgery.planning.routing_specs import Routing
 from scale_surgery.routing.noise import Estimate
+from scale_surgery.routing.settings import Setting, shown_settings
 from scale_surgery.running.loss import Measurement
-
-# of a routed model, or of a composed one
-Setting = Routing | MixedPaths
 
 
 @dataclass(frozen=True)
@@ -92,7 +88,7 @@ class Outcome:
     def to_json(self) -> dict[str, Any]:
         """The outcome as plain JSON values, with what follows from the sums."""
         content = asdict(self) | {"bound": self.bound, "bound_per_token": self.bound_per_token}
-        content["routing"] = None if self.routing is None else self.routing.settings
+        content["routing"] = shown_settings(self.routing)
         for side, found in (("old", self.old), ("new", self.new)):
             content[side] |= {"nats_per_token": found.nats_per_token, "accuracy": found.accuracy}
         return content

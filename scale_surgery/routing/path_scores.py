@@ -1,29 +1,34 @@
-"""What both paths of a routed model say of a text, noted in one pass; from it follows what any router would score.
+"""What all paths of a model say of a text, noted in one pass; from it follows what any router would score.
 
-text   --forward pass-->     log-probability of each token on every side, and cosine   `read_paths`
-these  --no forward pass-->  loss, accuracy and routed share, whatever the router's numbers   `measure`
+text   --forward pass-->     log-probability of each token on every path, and what a router reads  `read_paths`
+these  --no forward pass-->  loss, accuracy and routed share, whatever the router's numbers        `measure`
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from scale_surgery.modeling.expanded_routing import Paths, Tokens, TokenScores, score_tokens
+from scale_surgery.modeling.expanded_mixture import cosines
+from scale_surgery.modeling.expanded_routers import TokenScores, weigh
 from scale_surgery.progress import Progress, no_progress
+from scale_surgery.routing.watched import Observer, observed_by
 from scale_surgery.running.loss import Measurement
 from scale_surgery.running.sequences import PROMPT, Sequences
 from scale_surgery.running.texts import collate, pad
 
+# numbers of windows that are weighed together: each batch costs a walk through its longest window
+TOGETHER = 2**22
+
 
 @dataclass(frozen=True)
 class Answers:
-    """First tokens of answers, and the weights of the adapt path with which each is the most likely token.
+    """First tokens of answers, and the weights of the second of two paths with which each is the most likely token.
 
     Attributes:
         row: Row of each in its batch (answers,).
@@ -40,84 +45,93 @@ class Answers:
     is_known: Tensor
 
     def answered(self, weight: Tensor) -> Tensor:
-        """Whether each is the most likely token (answers,), given weights of the adapt path (b, t - 1)."""
+        """Whether each is the most likely token (answers,), given weights of the second path (b, t - 1)."""
         own = weight[self.row, self.column]
         return (self.least <= own) & (own <= self.most)
 
 
+def joined_answers(parts: Sequence[Answers], rows: Sequence[int] | None = None) -> Answers:
+    """Answers of several parts as one.
+
+    Args:
+        parts: What was found in each.
+        rows: Of each part the number that its first row has now; by default all parts are of the same rows.
+    """
+    moved = [0] * len(parts) if rows is None else rows
+    parts = [replace(part, row=part.row + first) for part, first in zip(parts, moved, strict=True)]
+    if not parts:
+        none = torch.zeros(0)
+        return Answers(none.long(), none.long(), none, none, none.bool())
+    return Answers(*(torch.cat([getattr(part, name) for part in parts]) for name in Answers.__dataclass_fields__))
+
+
 @dataclass(frozen=True)
 class PathBatch:
-    """What both paths say of some windows, on the CPU.
+    """What all paths say of some windows, on the CPU.
 
     Attributes:
-        scores: Scores of each token but the first (b, t - 1), routed to the base model alone.
-        tokens: What a router must know beside them.
+        scores: Scores of each token but the first (b, t - 1), routed as the model's own router does.
         is_scored: Which of them count (b, t - 1).
-        answers: First tokens of answers.
-        paths: Log-probability of each token but the first on each path of a composed model (b, t - 1, k).
+        answers: First tokens of answers; none where there are more than two paths.
     """
 
     scores: TokenScores
-    tokens: Tokens
     is_scored: Tensor
     answers: Answers
-    paths: Tensor | None = None
 
 
-class Observer:
-    """Stands in for a model's router in a forward pass: notes what both paths say, and routes nothing."""
+class PathObserver(Observer):
+    """Notes beside what a router weighs the cosine of two paths, and what decides about first tokens of answers.
 
-    needs_ids = True
+    A mixture of many paths gives the largest probability at weights that no two numbers tell, so there nothing is noted
+    of answers.
+    """
 
     def __init__(self, router: Any, labels: Tensor) -> None:
-        self.router, self.labels = router, labels
-        self.batch: PathBatch | None = None
+        super().__init__(router)
+        self.labels, self.done = labels, 0
+        self.answers: list[Answers] = []
 
-    def logits(self, paths: Paths, tokens: Tokens) -> Tensor:
-        """Note what there is; what comes back is read by nobody."""
-        assert tokens.ids is not None
-        base, preserve, adapt, _, cosine, _ = (part.cpu() for part in score_tokens(self.router, paths, tokens))
-        scores = TokenScores(base, preserve, adapt, base, cosine, torch.zeros_like(base))
-        self.batch = PathBatch(
-            scores,
-            Tokens(tokens.ids.cpu(), tokens.restarts.cpu(), None, slice(None)),
-            self.labels[:, 1:] >= 0,
-            self.find_answers(paths),
-        )
-        return paths.preserve[:, -1:]
+    def read(self, features: Any) -> tuple[list[Tensor], Tensor | None]:
+        """What the router reads, and of two paths the cosine of their base logits."""
+        sides, observed = self.router.read(features)
+        start, self.done = self.done, self.done + sides[0].shape[1]
+        if len(sides) != 2:
+            return sides, observed
+        row, column = self._first_tokens(start)
+        if len(row):
+            self.answers.append(self._compare(features, sides, row, column, start))
+        if observed is None:
+            bases = features.base_logits()
+            observed = cosines(bases[0], bases[-1])
+        return sides, observed
 
-    def find_answers(self, paths: Paths) -> Answers:
+    def _first_tokens(self, start: int) -> tuple[Tensor, Tensor]:
+        """Rows and columns of answers whose scores are made now."""
+        is_first = (self.labels[:, :-1] == PROMPT) & (self.labels[:, 1:] >= 0)
+        is_first[:, :start] = is_first[:, self.done :] = False
+        row, column = is_first.nonzero().unbind(1)
+        return row, column
+
+    def _compare(self, features: Any, sides: list[Tensor], row: Tensor, column: Tensor, start: int) -> Answers:
         """Compare first tokens of answers with every other token."""
-        row, column = ((self.labels[:, :-1] == PROMPT) & (self.labels[:, 1:] >= 0)).nonzero().unbind(1)
-        targets = self.labels[row, column + 1].to(paths.preserve.device)
-        # one tensor where the paths are one
-        preserve = paths.preserve[row, column][None]
-        adapt = preserve if paths.adapt is paths.preserve else paths.adapt[row, column][None]
-        found, start = [torch.zeros(3, 0, dtype=torch.float64)], 0
-        for part in Paths(paths.head, preserve, adapt).chunks(paths.head.weight.shape[0]) if len(row) else ():
-            own = targets[start : start + part.preserve.shape[1]]
-            found.append(torch.stack(self.compare(part, own)).cpu())
-            start += len(own)
-        least, most, is_known = torch.cat(found, 1)
-        return Answers(row, column, least, most, is_known.bool())
-
-    def compare(self, part: Paths, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """`least`, `most` and `is_known` of `Answers`, of some answers; float64."""
-        z_p, z_a = part.base_logits()
-        is_known = part.head.capped(z_p)[0].argmax(-1) == targets
-        side = part.head.capped(self.router.preserve_side(part, z_p, z_a))[0]
-        adapt = part.head.capped(part.head.add_up(z_a, part.up()[1]))[0]
-        return *winning_weights(side, adapt, targets), is_known.double()
+        device = sides[0].device
+        targets, place = self.labels[row, column + 1].to(device), (row.to(device), (column - start).to(device))
+        first, second = (side[place] for side in sides)
+        is_base = features.paths[0].up is None
+        base = first if is_base else features.head.capped(features.base_logits()[0][place])
+        least, most = winning_weights(first, second, targets)
+        return Answers(row, column, least.cpu(), most.cpu(), (base.argmax(-1) == targets).cpu())
 
 
-def winning_weights(preserve: Tensor, adapt: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Find the weights of the adapt path with which a token is the most likely one of the mixture.
+def winning_weights(first: Tensor, second: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Find the weights of the second path with which a token is the most likely one of the mixture.
 
     What the token is ahead of another is a line over the weight, so each other token bounds the weight from one side.
 
     Args:
-        preserve: Logits of the preserve side (n, v).
-        adapt: Logits of the adapt path (n, v).
+        first: Logits of the first path (n, v).
+        second: Logits of the second path (n, v).
         targets: Token ids (n,).
 
     Returns:
@@ -125,7 +139,7 @@ def winning_weights(preserve: Tensor, adapt: Tensor, targets: Tensor) -> tuple[T
     """
     at_zero, at_one = (
         likely.gather(1, targets[:, None]) - likely
-        for likely in (preserve.double().softmax(-1), adapt.double().softmax(-1))
+        for likely in (first.double().softmax(-1), second.double().softmax(-1))
     )
     slope = at_one - at_zero
     crossing = -at_zero / slope
@@ -138,47 +152,71 @@ def winning_weights(preserve: Tensor, adapt: Tensor, targets: Tensor) -> tuple[T
 def read_paths(
     model: Any, sequences: Sequences, batch_size: int, advance: Progress = no_progress
 ) -> tuple[PathBatch, ...]:
-    """Read token sequences once, the longest first, in the batches of `loss.measure`.
+    """Read token sequences once, in the order of `reading_order`, in the batches of `loss.measure`.
 
     Args:
-        model: A routed model in evaluation mode, on any device; its router is given back.
+        model: A model in evaluation mode that routes, on any device.
         sequences: What to read and what to score.
         batch_size: Sequences in one forward pass.
         advance: Called with the tokens done after each pass.
 
     Returns:
-        What both paths say.
+        What the paths say; batches of several passes are joined.
     """
     order = reading_order(sequences)
     batches = []
-    with torch.no_grad(), _observed(model) as router:
-        for start in range(0, len(order), batch_size):
-            rows = [sequences[row] for row in order[start : start + batch_size]]
-            batches.append(_read_batch(model, router, rows))
-            advance(sum(len(row["input_ids"]) for row in rows))
-    return tuple(batches)
+    for start in range(0, len(order), batch_size):
+        rows = [sequences[row] for row in order[start : start + batch_size]]
+        batches.append(_read_batch(model, rows))
+        advance(sum(len(row["input_ids"]) for row in rows))
+    return tuple(_joined(batches))
 
 
 def reading_order(sequences: Sequences) -> list[int]:
-    """Rows in the order in which `read_paths` reads them."""
+    """Rows in the order in which they are read: the longest first, so that memory runs out at once or never."""
     return sorted(range(len(sequences)), key=lambda row: sequences.starts[row] - sequences.starts[row + 1])
 
 
-@contextmanager
-def _observed(model: Any) -> Iterator[Any]:
-    router = model.router
-    try:
-        yield router
-    finally:
-        model.router = router
+def _read_batch(model: Any, rows: Sequence[Mapping[str, Tensor]]) -> PathBatch:
+    batch, labels, device = collate(rows), pad(rows, "labels"), next(model.parameters()).device
+    observer = PathObserver(model.choice.router, labels)
+    with observed_by(model, observer):
+        scores = model.score_tokens(**{name: batch[name].to(device) for name in ("input_ids", "attention_mask")})
+    return PathBatch(
+        _scores_of([scores], lambda parts: parts[0].cpu()), labels[:, 1:] >= 0, joined_answers(observer.answers)
+    )
 
 
-def _read_batch(model: Any, router: Any, rows: Sequence[Mapping[str, Tensor]]) -> PathBatch:
-    batch, device = collate(rows), next(model.parameters()).device
-    model.router = observer = Observer(router, pad(rows, "labels"))
-    model(**{name: batch[name].to(device) for name in ("input_ids", "attention_mask")}, use_cache=False)
-    assert observer.batch is not None
-    return observer.batch
+def _scores_of(scores: Sequence[TokenScores], make: Callable[[Sequence[Tensor]], Tensor]) -> TokenScores:
+    """Scores whose numbers are made of the same ones of others, which may be of a class of the model's folder."""
+    *numbers, observed = zip(*scores, strict=True)
+    base, sides, weights, routed = map(make, numbers)
+    return TokenScores(base, sides, weights, routed, None if observed[0] is None else make(observed))
+
+
+def _joined(batches: Sequence[PathBatch]) -> Iterator[PathBatch]:
+    """Join batches that follow each other, whose windows become ever shorter."""
+    group: list[PathBatch] = []
+    for batch in batches:
+        windows = sum(len(own.is_scored) for own in (*group, batch))
+        if group and windows * group[0].scores.sides[0].numel() > TOGETHER:
+            yield _join(group)
+            group = []
+        group.append(batch)
+    if group:
+        yield _join(group)
+
+
+def _join(batches: Sequence[PathBatch]) -> PathBatch:
+    def whole(parts: Sequence[Tensor]) -> Tensor:
+        return pad_sequence([row for own in parts for row in own], batch_first=True)
+
+    firsts = [sum(len(own.is_scored) for own in batches[:number]) for number in range(len(batches))]
+    return PathBatch(
+        _scores_of([batch.scores for batch in batches], whole),
+        whole([batch.is_scored for batch in batches]),
+        joined_answers([batch.answers for batch in batches], firsts),
+    )
 
 
 @dataclass(frozen=True)
@@ -187,7 +225,7 @@ class Reading:
 
     Attributes:
         total: The sums.
-        routed: Sum of the weights of the adapt path over the scored tokens.
+        routed: Sum of the weights of all paths but the base's over the scored tokens.
         nats: Sum of -log p of each window, or of each text (windows,), float64.
         scored: Scored tokens of each (windows,).
     """
@@ -204,7 +242,7 @@ class Reading:
 
     @property
     def share(self) -> float:
-        """Mean weight of the adapt path over the scored tokens."""
+        """Mean weight of all paths but the base's over the scored tokens."""
         return self.routed / self.total.scored
 
     def by_text(self, numbers: Sequence[int]) -> Reading:
@@ -218,30 +256,62 @@ class Reading:
         return replace(self, nats=nats, scored=scored)
 
 
-# how a batch is routed: its scores with what comes out and the weight of the adapt path
+# how a batch is routed: its scores with what comes out and the weights of the paths
 Weigh = Callable[[PathBatch], TokenScores]
+
+
+def routed_by(router: Any) -> Weigh:
+    """Route as a router does that gives out the same paths, with any numbers."""
+
+    def by_router(batch: PathBatch) -> TokenScores:
+        scores = batch.scores
+        restarts = torch.zeros(len(scores.base), scores.base.shape[1] + 1, dtype=torch.bool)
+        restarts[:, 0] = True
+        return weigh(router, scores.base, scores.sides, restarts, scores.observed)
+
+    return by_router
 
 
 def base_alone(batch: PathBatch) -> TokenScores:
     """Route everything to the base model."""
-    return batch.scores
+    # what a cosine router gives out on the preserve side is not the base model alone
+    return _alone(batch, torch.zeros(len(batch.is_scored), dtype=torch.long))._replace(routed=batch.scores.base)
 
 
 def adapt_alone(batch: PathBatch) -> TokenScores:
-    """Route everything to the adapt path."""
-    return batch.scores._replace(routed=batch.scores.adapt, weight=torch.ones_like(batch.scores.adapt))
+    """Route everything to the last path."""
+    last = batch.scores.sides.shape[-1] - 1
+    return _alone(batch, torch.full((len(batch.is_scored),), last))
 
 
-def routed_by(router: Any) -> Weigh:
-    """Route as a model's router does, with any numbers."""
-    return lambda batch: router.weigh(batch.scores, batch.tokens)
+def best_alone(batch: PathBatch) -> TokenScores:
+    """Route each window to the path that predicts it best."""
+    return _alone(batch, best_of(batch))
+
+
+def _alone(batch: PathBatch, numbers: Tensor) -> TokenScores:
+    """Route each window to the path of a number (windows,)."""
+    sides, places = batch.scores.sides, numbers[:, None, None].expand(-1, batch.scores.sides.shape[1], 1)
+    weights = torch.zeros_like(sides).scatter(-1, places, 1.0)
+    return batch.scores._replace(weights=weights, routed=sides.gather(-1, places)[..., 0])
+
+
+def best_of(batch: PathBatch, first: int = 0) -> Tensor:
+    """The path that predicts each window best (windows,), among those from a number on."""
+    sides = batch.scores.sides[..., first:].double()
+    return first + sides.where(batch.is_scored[..., None], 0.0).sum(1).argmax(-1)
+
+
+def weight_of(scores: TokenScores) -> Tensor:
+    """Weight of all paths but the base's (b, t - 1)."""
+    return scores.weights[..., 1:].sum(-1)
 
 
 def measure(batches: Sequence[PathBatch], weigh: Weigh) -> Reading:
     """What texts that were read score.
 
     Args:
-        batches: What both paths say.
+        batches: What the paths say.
         weigh: How they are routed.
 
     Returns:
@@ -257,14 +327,15 @@ def measure(batches: Sequence[PathBatch], weigh: Weigh) -> Reading:
 
 
 def _measure(batch: PathBatch, scores: TokenScores, *, is_base: bool) -> Reading:
-    # what a cosine router gives out on the preserve side is not the base model alone
-    answered = batch.answers.is_known if is_base else batch.answers.answered(scores.weight)
+    weight = weight_of(scores)
+    answered = batch.answers.is_known if is_base else batch.answers.answered(weight)
     nats = -scores.routed.double().where(batch.is_scored, 0.0).sum(1)
     scored = batch.is_scored.sum(1)
     total = Measurement(float(nats.sum()), int(scored.sum()), len(answered), int(answered.sum()))
-    return Reading(total, float(scores.weight[batch.is_scored].double().sum()), nats, scored)
+    return Reading(total, float(weight[batch.is_scored].double().sum()), nats, scored)
 
 
 def scored_cosines(batches: Sequence[PathBatch]) -> Tensor:
     """Cosines of both paths' base logits where a scored token is predicted, in ascending order (tokens,)."""
-    return torch.cat([batch.scores.cosine[batch.is_scored] for batch in batches]).sort().values
+    found = [(batch.scores.observed, batch.is_scored) for batch in batches]
+    return torch.cat([cosine[is_scored] for cosine, is_scored in found if cosine is not None]).sort().values

@@ -1,12 +1,14 @@
-"""What is known of each token that a routed model read; see `route_report`."""
+"""What is known of each token that a routed or composed model read; see `route_report`."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from scale_surgery.checkpoint.files import plain_json
-from scale_surgery.planning.routing_specs import Routing
+from scale_surgery.composition.paths import MixedPaths
+from scale_surgery.routing.settings import Setting, shown_settings
 
 if TYPE_CHECKING:
     from scale_surgery.running.options import Dtype
@@ -63,6 +65,31 @@ class TokenRoute:
 
 
 @dataclass(frozen=True)
+class TokenPaths:
+    """One token and what each path of a composed model made of it; the first attributes are those of `TokenRoute`.
+
+    Attributes:
+        log_probabilities: Its log-probability on each path alone, the base's first.
+        weights: Weight of each path where it is predicted; they sum to 1.
+        mixed_log_probability: Its log-probability under the mixture.
+    """
+
+    position: int
+    text: str
+    piece: str
+    id: int
+    is_counted: bool
+    log_probabilities: tuple[float, ...] | None = None
+    weights: tuple[float, ...] | None = None
+    mixed_log_probability: float | None = None
+
+    @property
+    def weight(self) -> tuple[float, ...] | None:
+        """By what the token is marked: the weight of each path."""
+        return self.weights
+
+
+@dataclass(frozen=True)
 class DocumentRoute(Generic[OneToken]):
     """The tokens of one document; `source` says where it stands."""
 
@@ -98,6 +125,25 @@ class Totals:
 
 
 @dataclass(frozen=True)
+class PathTotals:
+    """Means over the tokens of a file that count, of a composed model.
+
+    Attributes:
+        documents: Documents of the file.
+        tokens: Tokens that count.
+        nats_per_token: Loss of each path alone, the base's first.
+        shares: Mean weight of each path.
+        mixed_nats_per_token: Loss of the mixture.
+    """
+
+    documents: int
+    tokens: int
+    nats_per_token: tuple[float, ...]
+    shares: tuple[float, ...]
+    mixed_nats_per_token: float
+
+
+@dataclass(frozen=True)
 class FileRoute(Generic[OneToken, Sums]):
     """A file, what was measured on it, and its documents."""
 
@@ -108,7 +154,7 @@ class FileRoute(Generic[OneToken, Sums]):
 
 @dataclass(frozen=True)
 class RouteReport:
-    """The result of `route_report`.
+    """The result of `route_report`; of a composed model its tokens are `TokenPaths`, its totals `PathTotals`.
 
     Attributes:
         model: What the model is called.
@@ -122,16 +168,28 @@ class RouteReport:
 
     model: str
     base: str
-    routing: Routing
+    routing: Setting
     sequence_length: int
     step: int
     dtype: Dtype | None
-    files: tuple[FileRoute[TokenRoute, Totals], ...]
+    files: tuple[FileRoute[Any, Any], ...]
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """Mean weight of each path of a composed model over all files."""
+        tokens = sum(file.totals.tokens for file in self.files)
+        sums = zip(*([file.totals.tokens * share for share in file.totals.shares] for file in self.files), strict=True)
+        return tuple(sum(own) / tokens for own in sums)
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Names of the paths of a composed model, the base's first; none of a model that routes between two."""
+        return self.routing.names if isinstance(self.routing, MixedPaths) else ()
 
     def records(self) -> list[dict[str, Any]]:
         """Each token as plain JSON values, with its file and the number of its document there, from 0."""
         return [
-            plain_json({"file": file.file, "document": number, **self._token_to_json(token)})
+            plain_json({"file": file.file, "document": number, **self._by_name(asdict(token))})
             for file in self.files
             for number, document in enumerate(file.documents)
             for token in document.tokens
@@ -142,11 +200,54 @@ class RouteReport:
         own = {
             field.name: getattr(self, field.name) for field in fields(self) if field.name not in ("files", "routing")
         }
-        files = [{"file": file.file, **asdict(file.totals)} for file in self.files]
-        return {**own, "routing": self.routing.settings, "files": plain_json(files), "tokens": self.records()}
+        files = [{"file": file.file, **self._by_name(asdict(file.totals))} for file in self.files]
+        routing = shown_settings(self.routing)
+        return {**own, "routing": routing, "files": plain_json(files), "tokens": self.records()}
 
-    def _token_to_json(self, token: TokenRoute) -> dict[str, Any]:
-        content = asdict(token)
-        if self.routing.router != "cosine":
-            del content["decision"]
-        return content
+    def _by_name(self, content: dict[str, Any]) -> dict[str, Any]:
+        """What is known of each path of a composed model, by its name; a mixture decides nothing."""
+        return {
+            key: dict(zip(self.paths, value, strict=True)) if isinstance(value, tuple) else value
+            for key, value in content.items()
+            if key != "decision" or self.routing.router == "cosine"
+        }
+
+
+def token_of(
+    place: int, names: tuple[str, str, int], is_counted: bool, scores: Sequence[float], routing: Setting
+) -> TokenRoute | TokenPaths:
+    """What is known of a token.
+
+    Args:
+        place: Its place in the document.
+        names: What it reads as, its piece and its id.
+        is_counted: Whether totals count it.
+        scores: Its log-probability under the base and under what comes out, the cosine, its log-probability on each
+            path, and the weight of each.
+        routing: How the model routes.
+    """
+    is_composed = isinstance(routing, MixedPaths)
+    if not place:
+        return (TokenPaths if is_composed else TokenRoute)(place, *names, is_counted)
+    base, routed, cosine, sides, weights = _parts(list(map(rounded, scores)))
+    if is_composed:
+        return TokenPaths(place, *names, is_counted, sides, weights, routed)
+    (preserve, adapt), (_, weight) = sides, weights
+    decision: Any = None if routing.router != "cosine" else "adapt" if weight == 1 else "preserve"
+    return TokenRoute(place, *names, is_counted, base, preserve, adapt, routed, cosine, weight, decision)
+
+
+def totals_of(documents: int, tokens: int, means: Sequence[float], routing: Setting) -> Totals | PathTotals:
+    """The same of a file, from the means of these numbers."""
+    base, routed, _, sides, weights = _parts(means)
+    losses = tuple(-side for side in sides)
+    if isinstance(routing, MixedPaths):
+        return PathTotals(documents, tokens, losses, weights, -routed)
+    (preserve, adapt), (_, weight) = losses, weights
+    return Totals(documents, tokens, -base, preserve, adapt, -routed, weight)
+
+
+def _parts(numbers: Sequence[float]) -> tuple[float, float, float, tuple[float, ...], tuple[float, ...]]:
+    base, routed, cosine, *paths = numbers
+    half = len(paths) // 2
+    return base, routed, cosine, tuple(paths[:half]), tuple(paths[half:])

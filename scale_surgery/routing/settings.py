@@ -1,4 +1,4 @@
-"""Settings of a router that are worth trying on texts that were read.
+"""How a model routes, and settings of a router that are worth trying on texts that were read.
 
 cosine      the paper's threshold, round ones, and those that part the cosines of the text into shares
 posterior   priors times switch rates
@@ -7,16 +7,20 @@ composed    weights of the base, times ways to split the rest, times switch rate
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from scale_surgery.composition.paths import MixedPaths
-from scale_surgery.planning.routing_specs import Routing
+from scale_surgery.composition.paths import MixedPaths, read_paths
+from scale_surgery.planning.routing_specs import Routing, read_routing
 
 if TYPE_CHECKING:
+    from scale_surgery.modeling.expanded_routers import Router
     from scale_surgery.routing.path_scores import PathBatch
+
+# of a model of one expansion, or of a composed one
+Setting = Routing | MixedPaths
 
 # of settings that score the same the first wins, so defaults and round numbers stand first
 PRIORS = (0.5, 0.2, 0.8, 0.05, 0.95, 0.01, 0.99)
@@ -26,18 +30,46 @@ THRESHOLDS = (0.5, 0.0, -1.0, 1.0, 0.25, 0.75, 0.9, 0.95, 0.98, 0.99, 0.995, 0.9
 SHARES = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
 
 
-def settings_of(present: Routing, old: Sequence[PathBatch], new: Sequence[PathBatch]) -> tuple[Routing, ...]:
+def read_setting(specs: Mapping[str, Any]) -> Setting | None:
+    """How a model routes, by the key `scale_surgery` of its config.json; None where it does not."""
+    return read_paths(specs) or read_routing(specs)
+
+
+def router_of(setting: Setting) -> Router:
+    """The router that a setting describes."""
+    from scale_surgery.modeling.expanded_routers import make_router
+
+    if isinstance(setting, MixedPaths):
+        numbers = {"router": setting.router, "prior": setting.prior, "switch_rate": setting.switch_rate}
+        return make_router(numbers, len(setting.names) - 1)
+    return make_router(setting.settings, 1)
+
+
+def shown_settings(setting: Setting | None) -> dict[str, Any] | None:
+    """The router and its numbers as results name them, plain JSON values."""
+    if setting is None or isinstance(setting, MixedPaths):
+        return None if setting is None else setting.settings
+    names = ("threshold",) if setting.router == "cosine" else ("prior", "switch_rate")
+    return {"router": setting.router, **{name: getattr(setting, name) for name in names}, "strict": setting.is_strict}
+
+
+def settings_of(present: Setting, old: Sequence[PathBatch], new: Sequence[PathBatch]) -> tuple[Setting, ...]:
     """Choose what to try.
 
     Args:
         present: How the model routes now.
-        old: What both paths say of old text, which gives thresholds that are worth trying.
-        new: The same of new text.
+        old: What the paths say of old text, which gives thresholds that are worth trying.
+        new: The same of new text, which also says how to split what is not the base's weight.
 
     Returns:
         Settings of the same router, the present one first, none twice.
     """
-    if present.router == "posterior":
+    tried: list[Setting]
+    if isinstance(present, MixedPaths):
+        pairs = product(_splits(present, new), dict.fromkeys((1 / len(present.names), *PRIORS)))
+        priors = [(base, *((1 - base) * share for share in split)) for split, base in pairs]
+        tried = [replace(present, prior=prior, switch_rate=rate) for prior, rate in product(priors, SWITCH_RATES)]
+    elif present.router == "posterior":
         tried = [replace(present, prior=prior, switch_rate=rate) for prior, rate in product(PRIORS, SWITCH_RATES)]
     else:
         tried = [replace(present, threshold=threshold) for threshold in (*THRESHOLDS, *_parting(old), *_parting(new))]
@@ -57,29 +89,17 @@ def round_threshold(cosine: float) -> float:
     return max(-1.0, min(1.0, round(1 - float(f"{1 - cosine:.2g}"), 12)))
 
 
-def mixings_of(present: MixedPaths, new: Sequence[PathBatch]) -> tuple[MixedPaths, ...]:
-    """Choose what to try: weights of the base, the rest split alike or as new text asks for, times switch rates.
+def _splits(present: MixedPaths, new: Sequence[PathBatch]) -> list[tuple[float, ...]]:
+    """Ways to share what is not the base's: alike, and by the windows of new text that each expansion predicts best.
 
-    Args:
-        present: How the model mixes now.
-        new: What all paths say of new text.
-
-    Returns:
-        Settings, the present one first, none twice.
+    Half a window is added for each.
     """
-    others, even = len(present.names) - 1, 1 / len(present.names)
-    splits = dict.fromkeys([(1 / others,) * others, _wanted(new, others)])
-    pairs = product(splits, dict.fromkeys((even, *PRIORS)))
-    priors = [(base, *((1 - base) * share for share in split)) for split, base in pairs]
-    tried = [replace(present, prior=prior, switch_rate=rate) for prior, rate in product(priors, SWITCH_RATES)]
-    return tuple(dict.fromkeys([present, *tried]))
-
-
-def _wanted(new: Sequence[PathBatch], others: int) -> tuple[float, ...]:
-    """Share of the windows of new text that each expansion predicts best, half a window added for each of them."""
     import torch
 
-    from scale_surgery.routing.many_paths import best_expansions
+    from scale_surgery.routing.path_scores import best_of
 
-    counts = torch.bincount(best_expansions(new), minlength=others).double() + 0.5
-    return tuple((counts / counts.sum()).tolist())
+    others = len(present.names) - 1
+    best = torch.cat([best_of(batch, first=1) for batch in new]) - 1
+    counts = torch.bincount(best, minlength=others).double() + 0.5
+    wanted = tuple((counts / counts.sum()).tolist())
+    return list(dict.fromkeys([(1 / others,) * others, wanted]))

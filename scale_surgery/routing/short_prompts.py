@@ -11,7 +11,7 @@ from torch import Tensor
 
 from scale_surgery.routing.noise import estimate
 from scale_surgery.routing.outcome import ShortPrompt, ShortPrompts
-from scale_surgery.routing.path_scores import PathBatch, Weigh
+from scale_surgery.routing.path_scores import PathBatch, Weigh, weight_of
 from scale_surgery.running.sequences import Sequences
 
 # tokens of the longest short prompt
@@ -25,7 +25,7 @@ class Beginnings:
     Attributes:
         is_read: Where there is a next token.
         lost: How much higher than the base's the loss on it is, nats, float64.
-        weight: Weight of the adapt path there, float64.
+        weight: Weight of all paths but the base's there, float64.
     """
 
     is_read: Tensor
@@ -52,16 +52,16 @@ def read_beginnings(batches: Sequence[PathBatch], weigh: Weigh) -> Beginnings:
     """Route short prompts.
 
     Args:
-        batches: What both paths say of the beginnings of texts.
+        batches: What the paths say of the beginnings of texts.
         weigh: How they are routed.
 
     Returns:
-        Loss and weight of the adapt path, prompt by prompt.
+        Loss, and weight of all paths but the base's, prompt by prompt.
     """
     parts = []
     for batch in batches:
         scores, is_read = weigh(batch), batch.is_scored
-        found = torch.stack((is_read, scores.base - scores.routed, scores.weight)).double().where(is_read, 0.0)
+        found = torch.stack((is_read, scores.base - scores.routed, weight_of(scores))).double().where(is_read, 0.0)
         parts.append(torch.nn.functional.pad(found, (0, LONGEST - is_read.shape[1])))
     is_read, lost, weight = torch.cat(parts, 1)
     return Beginnings(is_read > 0, lost, weight)

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from scale_surgery.composition.paths import MixedPaths
 from scale_surgery.errors import CheckpointError
 from scale_surgery.evidence.subjects import Subject
-from scale_surgery.planning.routing_specs import Routing
 from scale_surgery.progress import Progress, Track, no_progress
 from scale_surgery.routing.noise import estimate
-from scale_surgery.routing.outcome import Outcome, Setting
-from scale_surgery.routing.settings import mixings_of, settings_of
+from scale_surgery.routing.outcome import Outcome
+from scale_surgery.routing.settings import Setting, router_of, settings_of
 from scale_surgery.running.loading import loaded_whole
 from scale_surgery.running.options import RunOptions
 
@@ -73,50 +71,20 @@ def sweep_model(subject: Subject, texts: Texts, present: Setting, run: RunOption
     Raises:
         CheckpointError: If it cannot be loaded, or a loss is not finite.
     """
-    from scale_surgery.routing.many_paths import best_alone, mixed_by, read_many
-    from scale_surgery.routing.path_scores import adapt_alone, read_paths, reading_order
+    from scale_surgery.routing.path_scores import adapt_alone, best_alone, read_paths, reading_order
 
-    read_texts = read_many if isinstance(present, MixedPaths) else read_paths
     numbers = tuple(texts.numbers[row] for row in reading_order(texts.new))
     sides = (texts.old, texts.new, texts.short)
     total = sum(len(side.ids) for side in sides)
     with loaded_whole(subject.path, subject.name, run) as model, track("read", total) as advance:
-        old, new, short = (read_texts(model, side, run.windows(), advance) for side in sides)
+        old, new, short = (read_paths(model, side, run.windows(), advance) for side in sides)
         read = PathTexts(old, new, short, numbers)
-        router = getattr(model, "router", None)
-    settings: Sequence[Setting]
-    ways: Ways
-    if isinstance(present, MixedPaths):
-        settings, ways = mixings_of(present, read.new), Ways("the best path", best_alone, mixed_by)
-    else:
-        settings = settings_of(present, read.old, read.new)
-        ways = Ways("the adapt path", adapt_alone, partial(_routed_by, router))
+    settings = settings_of(present, read.old, read.new)
+    is_composed = isinstance(present, MixedPaths)
     with track("settings", len(settings)) as advance:
-        found = sweep(ways, read, settings, advance)
-    _check_finite(subject, found, ways.name)
+        found = sweep(best_alone if is_composed else adapt_alone, read, settings, advance)
+    _check_finite(subject, found, "the best path" if is_composed else "the adapt path")
     return found
-
-
-@dataclass(frozen=True)
-class Ways:
-    """How a kind of model can be routed.
-
-    Attributes:
-        name: Of what there is beside the base: the adapt path, or the best path of each window.
-        alone: Routes everything to that.
-        by: Routes as a setting says.
-    """
-
-    name: str
-    alone: Weigh
-    by: Callable[[Any], Weigh]
-
-
-def _routed_by(router: Any, routing: Routing) -> Weigh:
-    """Route as a model's router does, with the numbers of a setting."""
-    from scale_surgery.routing.path_scores import routed_by
-
-    return routed_by(with_numbers(router, routing))
 
 
 def _check_finite(subject: Subject, found: Sweep, other: str) -> None:
@@ -131,26 +99,25 @@ def _check_finite(subject: Subject, found: Sweep, other: str) -> None:
                 )
 
 
-def sweep(ways: Ways, texts: PathTexts, settings: Sequence[Setting], advance: Progress = no_progress) -> Sweep:
+def sweep(alone: Weigh, texts: PathTexts, settings: Sequence[Setting], advance: Progress = no_progress) -> Sweep:
     """Measure settings on texts that were read.
 
     Args:
-        ways: How texts can be routed.
-        texts: What both paths say of texts.
+        alone: Routes everything to what there is beside the base.
+        texts: What the paths say of texts.
         settings: What to try, the present setting first.
         advance: Called after each setting.
 
     Returns:
-        What the base model, the adapt path alone and each setting score.
+        What the base model, what there is beside it, and each setting score.
     """
-    from scale_surgery.routing.path_scores import base_alone
+    from scale_surgery.routing.path_scores import base_alone, routed_by
 
-    base, adapt = texts.measure(base_alone), texts.measure(ways.alone)
-    reference = Reference(base, adapt, present=texts.measure(ways.by(settings[0])))
+    base, adapt, present = (texts.measure(own) for own in (base_alone, alone, routed_by(router_of(settings[0]))))
+    reference = Reference(base, adapt, present)
     outcomes = []
-    for routing in settings:
-        own = texts.measure(ways.by(routing))
-        outcomes.append(reference.outcome(routing, own))
+    for setting in settings:
+        outcomes.append(reference.outcome(setting, texts.measure(routed_by(router_of(setting)))))
         advance(1)
     return Sweep(reference.outcome(None, base), reference.outcome(None, adapt), tuple(outcomes))
 
@@ -166,7 +133,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class PathTexts:
-    """What both paths say of old and of new text, and of the beginnings of old texts.
+    """What the paths say of old and of new text, and of the beginnings of old texts.
 
     Attributes:
         old: Windows of old texts.
@@ -214,9 +181,3 @@ class Reference:
             gain=estimate(self.present.new.nats - own.new.nats, own.new.scored),
             short=summarise(own.short, self.present.short),
         )
-
-
-def with_numbers(router: Any, routing: Routing) -> Any:
-    """A model's router with the numbers of a setting."""
-    numbers = {name: value for name, value in routing.settings.items() if name not in ("router", "strict")}
-    return replace(router, **numbers)

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from scale_surgery.running.drift import LogitDrift, compare_logits, cosines, largest_difference
 from scale_surgery.running.freeze import base_states
@@ -111,7 +110,7 @@ def run_model(
             uncached = model.generate(**inputs, **options, use_cache=False).cpu()
     return ProbeRun(
         logits=output.logits.cpu(),
-        base_logits=_base_logits(model, inputs, output.hidden_states[-1], width).cpu(),
+        base_logits=_base_logits(model, output.hidden_states[-1][: len(batch.ids), :, :width]).cpu(),
         # of a routed model, the preserve path comes first, among features and after the last norm in the batch
         hidden=tuple(state[: len(batch.ids), ..., :width].cpu() for state in base_states(model, output.hidden_states)),
         cached=cached,
@@ -122,15 +121,14 @@ def run_model(
     )
 
 
-def _base_logits(model: Any, inputs: dict[str, Tensor], last: Tensor, width: int) -> Tensor:
-    """Logits of the base stream: what the preserve path gives out where the model routes."""
-    if getattr(model, "is_routing_enabled", False):
-        logits: Tensor = model.path_logits(**inputs)[0]
-        return logits
-    # with a zero up stream the head's up part adds zero
-    base_only = functional.pad(last[..., :width], (0, last.shape[-1] - width))
-    found: Tensor = model.get_output_embeddings()(base_only)
-    # some families cap logits after the head, and both paths give out capped ones
+def _base_logits(model: Any, base: Tensor) -> Tensor:
+    """Logits of a base stream (b, t, d); where the model routes, of the one that its preserve path reads."""
+    head = model.get_output_embeddings()
+    if hasattr(head, "capped"):
+        own: Tensor = head.capped(head.base_logits(base.contiguous(), base))
+        return own
+    found: Tensor = head(base.contiguous())
+    # some families cap logits after the head; ours caps them itself
     cap = getattr(model.config, "final_logit_softcapping", None)
     return found if cap is None else torch.tanh(found / cap) * cap
 

@@ -1,12 +1,13 @@
-"""An expanded model around a stock one that is loaded: nothing of the base is copied, and it stays as it is.
+"""An expansion on a model in memory: on a stock one, which stays as it is, or beside those that a model has.
 
-A quantised linear stays the quantiser's module, which multiplies as it does in the base; what is expanded of it is a
-class before its own, as with any other. Where the base is spread over devices, so is the expanded model.
+A stock model is copied, and both have one set of weights. A quantised linear stays the quantiser's module, which
+multiplies as it does in the base. Where the base is spread over devices, so is the copy, and a new tensor lies where
+the module computes that it stands beside.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from importlib import import_module
@@ -14,36 +15,48 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scale_surgery import modeling
+from scale_surgery.checkpoint.expansions import BASE_KEY, EXPANSIONS_KEY, INFIX, ROUTER_KEY, expansion_of, renamed
 from scale_surgery.checkpoint.headers import TensorInfo
+from scale_surgery.checkpoint.numbering import CONFIG_KEY
 from scale_surgery.errors import CheckpointError
 from scale_surgery.planning.architecture import Architecture
 from scale_surgery.running.stored_names import reading_of
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    import torch
 
 # their modules share a weight by sharing the parameter, and multiply by their own forward
 QUANTISERS = ("bitsandbytes", "torchao")
 QUANTISATION_KEY = "quantization_config"
+# by these transformers saves, counts and refuses to train a quantised model; an expansion trains, and is saved alone
+QUANTISED_MARKS = (
+    *("hf_quantizer", "is_loaded_in_8bit", "is_loaded_in_4bit"),
+    *("is_8bit_serializable", "is_4bit_serializable"),
+)
 # what accelerate puts into a module
 HOOKED = ("forward", "_old_forward", "_hf_hook")
 
 
 @dataclass(frozen=True)
-class Blocks:
-    """Expansion tensors in files.
+class StoredExpansion:
+    """An expansion in files.
 
     Attributes:
-        name: What the expansion is called.
-        path: The folder in which they lie.
-        tensors: Where each lies in it.
-        dtype: The dtype that was asked for when they were made; None for the base's.
+        title: What its folder is called.
+        path: The folder.
+        tensors: Where each of its tensors lies in it.
+        config: What config.json says of a model with this expansion alone.
     """
 
-    name: str
+    title: str
     path: Path
     tensors: Mapping[str, TensorInfo]
-    dtype: str | None
+    config: Mapping[str, Any]
+
+
+def is_expanded(model: Any) -> bool:
+    """Whether a model in memory takes up expansions: one of our classes, from this package or from its own folder."""
+    return hasattr(model, "add_expansion")
 
 
 def quantiser_of(model: Any) -> str | None:
@@ -59,20 +72,13 @@ def quantised_modules(model: Any) -> dict[str, Any]:
     """The modules of a loaded model whose weight is quantised, by their names."""
     from torch import nn
 
-    if quantiser_of(model) is None:
+    if quantiser_of(model) is None and not getattr(model, "is_base_quantised", False):
         return {}
     return {
         name: module
         for name, module in model.named_modules()
         if type(module._parameters.get("weight")) not in (nn.Parameter, type(None))
     }
-
-
-def descriptions(module: Any) -> dict[str, Any]:
-    """What describes the weight of a quantised module, to be shared with it: some moves between both as it runs."""
-    from torch import nn
-
-    return {key: value for key, value in vars(module).items() if key not in {*vars(nn.Module()), *HOOKED}}
 
 
 def quantised_shape(module: Any) -> tuple[int, int]:
@@ -114,75 +120,169 @@ def check_shareable(model: Any) -> None:
         )
 
 
-def expanded_class_of(model: Any, architecture: Architecture) -> Any:
-    """The expanded class of a stock model.
+def check_class(model: Any, architecture: Architecture) -> None:
+    """Refuse a model of another class than the stock ones of an architecture, and those that expand them.
 
     Raises:
-        CheckpointError: If the model is of another class than the stock ones of that architecture.
+        CheckpointError: If it is of another.
     """
-    classes = modeling.model_classes(architecture)
-    stock = {expanded.__bases__[1]: expanded for name, expanded in classes.items() if name != "AutoConfig"}
-    if type(model) not in stock:
-        names = " or ".join(sorted(known.__name__ for known in stock))
-        raise CheckpointError(
-            f"model: is a {type(model).__name__}, expected {names} as from_pretrained gives it, or a folder or Hub id."
-        )
-    return stock[type(model)]
+    classes = [own for name, own in modeling.model_classes(architecture).items() if name != "AutoConfig"]
+    stock = {own.__bases__[1] for own in classes}
+    # the code of a model's own folder makes a class of the same name
+    if type(model) in stock or (is_expanded(model) and type(model).__name__ in {own.__name__ for own in classes}):
+        return
+    names = " or ".join(sorted(own.__name__ for own in stock))
+    raise CheckpointError(
+        f"model: is a {type(model).__name__}, expected {names} as from_pretrained gives it, one with expansions, or a "
+        "folder or Hub id."
+    )
 
 
-def share_weights(model: Any, expanded_class: Any, config: Mapping[str, Any], blocks: Blocks) -> Any:
-    """Build an expanded model around the weights of a stock one.
+def put_expansion(model: Any, stored: StoredExpansion, name: str) -> Any:
+    """Put an expansion on a model in memory.
 
     Args:
-        model: The stock model; see `check_shareable`.
-        expanded_class: The expanded class of its own.
-        config: config.json of the expanded model.
-        blocks: The expansion tensors.
+        model: A stock model, which stays as it is; or one that has expansions. See `check_shareable`.
+        stored: The expansion.
+        name: What it is to be called.
 
     Returns:
-        The expanded model; its expansion tensors require gradients, its base does not.
+        A model around the weights of the stock one, routed where the expansion was; or the model itself, in which the
+        expansion is chosen then. Tensors of expansions require gradients, those of the base do not.
 
     Raises:
         CheckpointError: If the model has other tensors than the expansion was made for.
     """
-    import torch
-
-    unquantised = {key: value for key, value in config.items() if key != QUANTISATION_KEY}
-    # transformers' way of giving a dtype and an attention kernel to a model that is not loaded from files
-    with torch.device("meta"):
-        expanded = expanded_class._from_config(
-            expanded_class.config_class.from_dict(unquantised), dtype=model.dtype, **_kernels(model.config)
-        )
-    quantised = quantised_modules(model)
-    base = _plain(model.state_dict(), quantised)
-    own = dict(_own_tensors(blocks, expanded, model.state_dict()))
-    missing, unexpected = expanded.load_state_dict(base | own, strict=False, assign=True)
-    missing = [name for name in missing if name.removesuffix(".weight") not in quantised]
-    if missing or unexpected:
-        found = ", ".join([*missing, *unexpected])
-        raise CheckpointError(
-            f"model: has other tensors than {blocks.name} was made for ({found}). Load it with from_pretrained, and "
-            "change no module before the expansion is added."
-        )
-    for name, module in quantised.items():
-        _take_over(module, expanded.get_submodule(name))
-    expanded.is_base_quantised = bool(quantised)
-    if quantised:
-        # by this transformers knows what cannot be cast
-        expanded.quantization_method = model.quantization_method
-    _copy_buffers(model, expanded)
-    expanded.tie_weights()
+    said, (specs,) = stored.config[CONFIG_KEY], stored.config[CONFIG_KEY][EXPANSIONS_KEY]
+    places, is_spread = getattr(model, "hf_device_map", None), is_hooked(model)
+    expanded = model if is_expanded(model) else _expanded_copy(model, stored.config)
+    # hooks go on calling the forward of the class that a module had
+    unhook(expanded)
+    expanded.add_expansion(name, {key: value for key, value in specs.items() if key != "name"})
+    _put_tensors(expanded, stored, name, float32=specs["dtype"] == "float32")
+    if expanded is not model and ROUTER_KEY in said:
+        expanded.config.scale_surgery[ROUTER_KEY] = dict(said[ROUTER_KEY])
+        expanded.enable_expansion()
     expanded.freeze_base()
-    expanded.align_copies()
-    if getattr(model, "generation_config", None) is not None:
-        expanded.generation_config = deepcopy(model.generation_config)
-    spread(model, expanded)
-    return expanded.train(model.training)
+    expanded.align()
+    if places is not None:
+        spread(expanded, places, is_spread=is_spread)
+    return expanded
 
 
 def is_hooked(model: Any) -> bool:
     """Whether hooks of accelerate carry what a loaded model computes from device to device."""
     return any(hasattr(module, "_hf_hook") for module in model.modules())
+
+
+def unhook(model: Any) -> None:
+    """Take the hooks of accelerate off a model."""
+    from accelerate.hooks import remove_hook_from_module
+
+    for module in model.modules():
+        if hasattr(module, "_hf_hook"):
+            remove_hook_from_module(module)
+            vars(module).pop("forward", None)
+
+
+def spread(model: Any, places: Mapping[str, Any], *, is_spread: bool) -> None:
+    """Let a model compute where its base does.
+
+    Args:
+        model: The model, whose tensors lie there already.
+        places: `hf_device_map` of the base.
+        is_spread: Whether hooks carry what it computes from device to device.
+    """
+    from accelerate import dispatch_model
+
+    if is_spread:
+        skipped = getattr(model, "_skip_keys_device_placement", None)
+        dispatch_model(model, dict(places), skip_keys=skipped, force_hooks=True)
+    model.hf_device_map = dict(places)
+
+
+def _expanded_copy(model: Any, config: Mapping[str, Any]) -> Any:
+    """An expanded model without an expansion yet, on the weights of a stock one."""
+    quantised = quantised_modules(model)
+    for module in quantised.values():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            # bitsandbytes would pack the weight for inference, and then lets no gradient through
+            module.support_avx512bf16_for_cpu = False
+    expanded = _on_same_weights(model, quantised)
+    for key in ("architectures", "auto_map"):
+        setattr(expanded.config, key, config[key])
+    expanded.is_base_quantised = bool(quantised)
+    if quantised:
+        delattr(expanded.config, QUANTISATION_KEY)
+        for mark in QUANTISED_MARKS:
+            vars(expanded).pop(mark, None)
+    unhook(expanded)
+    import_module(f"{modeling.__name__}.modeling_scale").expand_in_memory(expanded, config[CONFIG_KEY][BASE_KEY])
+    return expanded
+
+
+def _on_same_weights(model: Any, quantised: Mapping[str, Any]) -> Any:
+    """A copy whose parameters are frozen views of the model's.
+
+    Args:
+        model: The model.
+        quantised: Its quantised modules: their weights, and what describes these, are shared as they are.
+    """
+    from torch import nn
+
+    known = {id(own): nn.Parameter(own.detach(), requires_grad=False) for own in model.parameters()}
+    shared = [own for module in quantised.values() for own in (module.weight, *_descriptions(module))]
+    return deepcopy(model, {**known, **{id(own): own for own in shared}})
+
+
+def _descriptions(module: Any) -> list[Any]:
+    """What describes the weight of a quantised module: some of it moves between the two as the module runs."""
+    from torch import nn
+
+    return [value for key, value in vars(module).items() if key not in {*vars(nn.Module()), *HOOKED}]
+
+
+def _put_tensors(model: Any, stored: StoredExpansion, name: str, *, float32: bool) -> None:
+    """Give a new expansion its tensors, each on the device of the module that it stands beside, in the base's dtype.
+
+    Args:
+        model: The model.
+        stored: The expansion.
+        name: What it is called there.
+        float32: Whether they stay in float32 where the base is in half precision.
+    """
+    import torch
+    from safetensors import safe_open
+
+    wanted = {key: own for key, own in model.named_parameters() if expansion_of(key) == name}
+    places = reading_of(model).places(renamed(own, name) for own in stored.tensors)
+    found = {own: places[renamed(own, name)].name for own in stored.tensors}
+    # a model without a head has no place for what stands beside that
+    left = sorted(wanted.keys() - set(found.values()))
+    if left:
+        model.delete_expansion(name)
+        raise CheckpointError(
+            f"model: has other tensors than {stored.title} was made for ({', '.join(left)}). Load it with "
+            "from_pretrained, and change no module before the expansion is added."
+        )
+    dtype = torch.float32 if float32 else model.dtype
+    devices = {key: _device_beside(model, key) for key in wanted}
+    for shard in sorted({info.file for info in stored.tensors.values()}):
+        with safe_open(stored.path / shard, framework="pt") as file:
+            for own, key in found.items():
+                if key in wanted and stored.tensors[own].file == shard:
+                    wanted[key].data = file.get_tensor(own).to(device=devices[key], dtype=dtype)
+
+
+def _device_beside(model: Any, tensor: str) -> torch.device:
+    """Where the module computes that a tensor of an expansion stands beside, or what is around it."""
+    path = tensor.partition(INFIX)[0]
+    while True:
+        inside = model.get_submodule(path).named_parameters(prefix=path)
+        device = next((own.device for name, own in inside if expansion_of(name) is None), None)
+        if device is not None:
+            return device
+        path = path.rpartition(".")[0]
 
 
 def _is_inside(module: Any, model: Any) -> bool:
@@ -193,100 +293,3 @@ def _is_inside(module: Any, model: Any) -> bool:
 
 def _is_packed(module: Any) -> bool:
     return getattr(getattr(module.weight, "quant_state", None), "packing_format_for_cpu", False)
-
-
-def _plain(tensors: Mapping[str, Tensor], quantised: Collection[str]) -> dict[str, Tensor]:
-    """Tensors of a state without those of quantised weights; biases are as they were."""
-    inside = tuple(f"{name}." for name in quantised)
-    return {name: own for name, own in tensors.items() if not name.startswith(inside) or name.endswith(".bias")}
-
-
-def _take_over(module: Any, expanded: Any) -> None:
-    """Let a module of the expanded model multiply as a quantised one does, by the same weight."""
-    modules = import_module(f"{modeling.__name__}.expanded_modules")
-    if hasattr(module, "support_avx512bf16_for_cpu"):
-        # bitsandbytes would pack the weight for inference, and then lets no gradient through
-        module.support_avx512bf16_for_cpu = False
-    is_expanded = isinstance(expanded, modules.ExpandedModule)
-    kind = type(expanded).__bases__[0]
-    expanded.__class__ = modules.expanded_class(kind, type(module)) if is_expanded else type(module)
-    vars(expanded).update({**descriptions(module), **vars(expanded)})
-    expanded._parameters["weight"] = module.weight
-
-
-def _kernels(config: Any) -> dict[str, Any]:
-    """How a model computes attention, and what its experts do where there are any."""
-    found = {name: _by_part(config, f"_{name}") for name in ("attn_implementation", "experts_implementation")}
-    return {name: own for name, own in found.items() if own[""] is not None}
-
-
-def _by_part(config: Any, name: str) -> dict[str, Any]:
-    """A setting of a model under "", and of each model inside it, in transformers' form: each may have its own."""
-    parts = {key: getattr(config, key, None) for key in config.sub_configs}
-    inside = {key: _by_part(own, name) for key, own in parts.items() if own is not None}
-    return {"": getattr(config, name, None), **inside}
-
-
-def _own_tensors(blocks: Blocks, expanded: Any, base: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Expansion tensors by their names in memory, each where the stock weight beside it lies, in its dtype."""
-    import torch
-    from safetensors import safe_open
-
-    places = reading_of(expanded).places(blocks.tensors)
-    known = set(expanded.state_dict())
-    names = {name: place.name for name, place in places.items() if place.name in known}
-    # what was asked for in float32 stays so, also in a model in half precision
-    kept = torch.float32 if blocks.dtype == "float32" else None
-    for shard in sorted({info.file for info in blocks.tensors.values()}):
-        with safe_open(blocks.path / shard, framework="pt") as file:
-            for name in (name for name in names if blocks.tensors[name].file == shard):
-                beside = _beside(names[name], base)
-                yield names[name], file.get_tensor(name).to(device=beside.device, dtype=kept or expanded.dtype)
-
-
-def _beside(name: str, base: Mapping[str, Tensor]) -> Tensor:
-    """A base tensor of the same module, or of what is around it: it lies where a new tensor has to lie."""
-    module = name.rpartition(".")[0]
-    while module and f"{module}.weight" not in base:
-        inside = next((own for own in base if own.startswith(f"{module}.")), None)
-        if inside is not None:
-            return base[inside]
-        module = module.rpartition(".")[0]
-    return base[f"{module}.weight"]
-
-
-def _copy_buffers(model: Any, expanded: Any) -> None:
-    """Rotary frequencies and the like, which no file holds, and how long a text they reach."""
-    saved = model.state_dict()
-    for name, buffer in model.named_buffers():
-        module, _, last = name.rpartition(".")
-        expanded.get_submodule(module).register_buffer(last, buffer.clone(), persistent=name in saved)
-    for name, module in model.named_modules():
-        reach = {key: value for key, value in vars(module).items() if key.endswith("max_seq_len_cached")}
-        vars(expanded.get_submodule(name)).update(reach)
-
-
-def unhook(model: Any) -> None:
-    """Take off a copy the hooks of its original: they would go on calling the forward of the class it had then."""
-    from accelerate.hooks import remove_hook_from_module
-
-    for module in model.modules():
-        if hasattr(module, "_hf_hook"):
-            remove_hook_from_module(module)
-            del module.forward
-
-
-def spread(model: Any, expanded: Any) -> None:
-    """Let the expanded model compute where the stock one does: hooks belong to the modules of one model."""
-    from accelerate import dispatch_model
-
-    places = getattr(model, "hf_device_map", None)
-    if places is None:
-        return
-    if is_hooked(model):
-        # what only the expanded model has reads what leaves the base
-        own = {name: list(places.values())[-1] for name, _ in expanded.named_children() if not hasattr(model, name)}
-        own = {} if "" in places else own
-        skipped = getattr(expanded, "_skip_keys_device_placement", None)
-        dispatch_model(expanded, {**places, **own}, skip_keys=skipped, force_hooks=True)
-    expanded.hf_device_map = dict(places)

@@ -15,23 +15,19 @@ from scale_surgery.show.path_colours import Colouring, choose_colours
 from scale_surgery.show.visible import visible
 
 if TYPE_CHECKING:
-    from scale_surgery.routing.path_records import PathReport, TokenPaths
-    from scale_surgery.routing.records import FileRoute, RouteReport, TokenRoute
+    from scale_surgery.routing.records import FileRoute, RouteReport, TokenPaths, TokenRoute
 
 # tokens of a file that are shown; nobody reads more of them in a terminal
 MOST_SHOWN = 1000
 
 
 def render_route_report(report: RouteReport) -> RenderableType:
-    """A route report: tokens of each file, and the totals of all."""
-    return Group(Legend(), *(part for file in report.files for part in _file(file)), Text(), _totals(report))
-
-
-def render_path_report(report: PathReport) -> RenderableType:
-    """The same of a composed model, with all of its paths."""
-    colouring = choose_colours(report.routing.names, report.shares)
+    """A route report: tokens of each file, and the totals of all; of a composed model with all of its paths."""
+    colouring = choose_colours(report.paths, report.shares) if report.paths else None
     files = (part for file in report.files for part in _file(file, colouring))
-    return Group(Legend(colouring=colouring), *files, Text(), _path_totals(report))
+    totals = _path_totals(report) if report.paths else _totals(report)
+    heads = heading("routing", f"{report.routing.description}; losses in nats per token")
+    return Group(Legend(colouring=colouring), *files, Text(), heads, totals)
 
 
 class Tokens:
@@ -71,22 +67,23 @@ def _file(file: FileRoute[Any, Any], colouring: Colouring | None = None) -> Iter
         yield Text(f"... {counted(-left, 'more token')}; -o FILE.html or FILE.jsonl shows all", style="dim")
 
 
-def _totals(report: RouteReport) -> RenderableType:
+def _totals(report: RouteReport) -> NamedRows:
+    """Losses and routed share of each file."""
     table = NamedRows(["tokens", "base", "adapt", "routed", "routed share"])
     for file in report.files:
         own = file.totals
         losses = (own.base_nats_per_token, own.adapt_nats_per_token, own.routed_nats_per_token)
         table.add_row(file.file, f"{own.tokens:,}", *(f"{loss:.4f}" for loss in losses), f"{own.routed_share:.1%}")
-    return Group(heading("routing", f"{report.routing.description}; losses in nats per token"), table)
+    return table
 
 
-def _path_totals(report: PathReport) -> RenderableType:
+def _path_totals(report: RouteReport) -> NamedRows:
     """Loss and share of each path in each file."""
     table = NamedRows(["tokens", "loss alone", "share"])
     for file in report.files:
         own = file.totals
         table.add_row(file.file, f"{own.tokens:,}", "", "")
-        for name, loss, share in zip(report.routing.names, own.nats_per_token, own.shares, strict=True):
+        for name, loss, share in zip(report.paths, own.nats_per_token, own.shares, strict=True):
             table.add_row(f"  {name}", "", f"{loss:.4f}", f"{share:.1%}")
         table.add_row("  mixed", "", f"{own.mixed_nats_per_token:.4f}", "")
-    return Group(heading("routing", f"{report.routing.description}; losses in nats per token"), table)
+    return table

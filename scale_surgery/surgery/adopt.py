@@ -22,9 +22,10 @@ from typing import Final
 
 from scale_surgery.checkpoint.composed import Wanted, refuse_composed
 from scale_surgery.checkpoint.files import BaseWeights, plain_json, write_json, write_text
-from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
+from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint, read_json
 from scale_surgery.checkpoint.hashes import hash_tensors
 from scale_surgery.checkpoint.names import CONFIG_FILE, LOG_FILE, MANIFEST_FILE, TRAINING_FOLDER
+from scale_surgery.checkpoint.numbering import CONFIG_KEY
 from scale_surgery.checkpoint.shards import tensor_bytes, write_shard
 from scale_surgery.checkpoint.sources import Source, find_source
 from scale_surgery.checkpoint.staging import check_space, check_target, staged
@@ -52,7 +53,16 @@ from scale_surgery.surgery.record import (
 )
 from scale_surgery.surgery.route import with_router
 from scale_surgery.surgery.same_base import hash_base
-from scale_surgery.surgery.saved import Saved, Trained, check_specs, fit, open_saved, other_computation, other_settings
+from scale_surgery.surgery.saved import (
+    Saved,
+    Trained,
+    check_specs,
+    fit,
+    open_saved,
+    other_computation,
+    other_settings,
+    specs_in,
+)
 from scale_surgery.surgery.saved_values import Compared, compare_base, new_entries, rounded_dtypes
 
 # what a folder can be that is given to `adopt`
@@ -245,9 +255,11 @@ def _again(saved: Saved, base: str | Path | None, run: RunOptions, track: Track)
     origin = saved_origin(saved.config, saved.name)
     source = _find_base(saved, origin, base)
     checkpoint = open_checkpoint(source.path)
-    plan = make_plan(checkpoint, origin.request, name=source.name, revision=source.revision, run=run, track=track)
+    # one of several may have been given another name before the others were left out
+    request = replace(origin.request, name=specs_in(saved.config).get("name", origin.request.name))
+    plan = make_plan(checkpoint, request, name=source.name, revision=source.revision, run=run, track=track)
     load_base_config(source.path, source.name, run)
-    config = expanded_config(checkpoint.config, plan, running_dtype(checkpoint))
+    config = expanded_config(checkpoint.config, plan, running_dtype(checkpoint), saved.router)
     return Trained(str(base or source.name), checkpoint, plan, checkpoint.tensors, plain_json(config))
 
 
@@ -285,12 +297,9 @@ def _write_again(
     written, _ = write_around(trained.plan, trained.checkpoint, partial, how, run, track)
     manifest = replace(read_manifest(partial), expansion_tensors=_starts(trained, run, track))
     write_json(partial / MANIFEST_FILE, asdict(manifest))
-    if (routing := read_routing(saved.specs)) is None:
-        return written, manifest
-    changed, texts = with_router(open_checkpoint(partial), manifest, routing)
-    for file, text in texts.items():
-        write_text(partial / file, text)
-    return written, changed
+    if (routing := read_routing(saved.config[CONFIG_KEY])) is not None:
+        write_json(partial / CONFIG_FILE, with_router(read_json(partial / CONFIG_FILE), routing))
+    return written, replace(manifest, routing=routing)
 
 
 def _starts(trained: Trained, run: RunOptions, track: Track) -> dict[str, str]:

@@ -17,7 +17,7 @@ from scale_surgery.planning.depth import deepened_config
 from scale_surgery.planning.plan import Plan
 from scale_surgery.planning.routing_specs import base_specs, path_problems
 from scale_surgery.surgery.joining import has_joined_head
-from scale_surgery.surgery.record import Manifest, routing_of
+from scale_surgery.surgery.record import Manifest
 
 NUMBERED_SINGLE_FILE = "model-00001-of-00001.safetensors"
 
@@ -150,7 +150,7 @@ def written_config(manifest: Manifest, base: Mapping[str, Any], dtype: str) -> d
         base: Parsed config.json of the base.
         dtype: Dtype of the base, for a config that names none.
     """
-    routing = routing_of(manifest)
+    routing = manifest.routing
     written = expanded_config(base, manifest.plan, dtype, None if routing is None else routing.settings)
     return written if manifest.fused is None else fused_config(written, manifest)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from scale_surgery.checkpoint.expansions import nameless
 from scale_surgery.checkpoint.folder import Checkpoint, read_tensor
 from scale_surgery.planning.architecture import Block, Linear
 from scale_surgery.planning.plan import Plan
@@ -49,11 +50,16 @@ def _copy(plan: Plan, tensor: TensorPlan, checkpoint: Checkpoint, device: str) -
     if tensor.block == "w11":
         return rows
     if tensor.block == "w12":
-        generator = blocks.seeded_generator(plan.request.seed, tensor.name)
+        generator = _generator(plan, tensor)
         return blocks.copied_w12(rows, new, generator, TORCH_DTYPES[tensor.dtype])
     _, linear = _linear_of(plan, tensor)
     parts = torch.split(rows, list(linear.outputs))
     return torch.cat([part for part in parts for _ in range(new)])
+
+
+def _generator(plan: Plan, tensor: TensorPlan) -> torch.Generator:
+    """Where the randomness of a tensor comes from: what its expansion is called changes no value."""
+    return blocks.seeded_generator(plan.request.seed, nameless(tensor.name))
 
 
 def altered_copies(
@@ -86,7 +92,7 @@ def altered_copies(
 
 
 def _make_float32(plan: Plan, tensor: TensorPlan, checkpoint: Checkpoint, device: str) -> Tensor:
-    generator = blocks.seeded_generator(plan.request.seed, tensor.name)
+    generator = _generator(plan, tensor)
     if tensor.init == "zero":
         return torch.zeros(tensor.shape)
     if tensor.init == "one":

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from scale_surgery.checkpoint.expansions import INFIX, tensor_name
 from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.planning.stored import module_path
 from scale_surgery.surgery.record import Manifest
@@ -88,7 +89,9 @@ def joined_tensors(manifest: Manifest) -> Iterator[Joined]:
             sections = tuple((base, up) for base, up in spec["out_features"])
             share = spec.get("share", 1.0)
             for blocks in (("weight", "w12", "w21", "w22", "w11"), ("bias", "up_bias", "bias11")):
-                pieces = {block: f"{path}.{block}" for block in blocks if f"{path}.{block}" in present}
+                names = {blocks[0]: f"{path}.{blocks[0]}"}
+                names |= {block: tensor_name(path, plan.request.name, block) for block in blocks[1:]}
+                pieces = {block: own for block, own in names.items() if own in present}
                 # a bias without an up part is as long as before
                 if "weight" in pieces or "up_bias" in pieces:
                     yield Joined(f"{path}.{blocks[0]}", pieces, (base_in, up_in), sections, is_transposed, share)
@@ -104,7 +107,7 @@ def _joined_head(manifest: Manifest) -> Iterator[Joined]:
     heads = {tensor.name for tensor in manifest.plan.head_parts}
     names = sorted(heads.intersection(manifest.expansion_tensors))
     for up_weight in names if not (sizes.is_tied or manifest.routing) else ():
-        weight = f"{up_weight.rpartition('.')[0]}.weight"
+        weight = f"{up_weight.partition(INFIX)[0]}.weight"
         sections = ((sizes.vocabulary, 0),)
         yield Joined(
             weight, {"weight": weight, "up_weight": up_weight}, (sizes.hidden, widths.up_width), sections, False

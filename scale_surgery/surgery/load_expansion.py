@@ -1,7 +1,7 @@
 """Put an extracted expansion on a model in memory, without a folder of both.
 
-The expanded model shares the weights of the model that it is made from: nothing of the base is copied, and that model
-stays as it is.
+The expanded model shares the weights of the stock model that it is made from: nothing of the base is copied, and that
+model stays as it is. A model that has expansions takes up one more.
 """
 
 from __future__ import annotations
@@ -12,25 +12,28 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scale_surgery import modeling
+from scale_surgery.checkpoint.expansions import DEFAULT_NAME, expansion_of
 from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.checkpoint.headers import FLOAT_DTYPES
 from scale_surgery.checkpoint.names import CONFIG_FILE
+from scale_surgery.checkpoint.numbering import CONFIG_KEY
 from scale_surgery.checkpoint.reading import parse_json
 from scale_surgery.checkpoint.shards import tensor_bytes
 from scale_surgery.checkpoint.sources import find_source
 from scale_surgery.errors import CheckpointError, PlanError
 from scale_surgery.planning.methods import refuse
 from scale_surgery.progress import Track, no_track
-from scale_surgery.running.composing import add_expansion, base_alone, check_name, compose, is_composed
+from scale_surgery.running.expansion_names import check_name
 from scale_surgery.running.in_memory import InMemory, kept_in_float32
 from scale_surgery.running.loading import auto_class_of, translated
 from scale_surgery.running.sharing import (
-    Blocks,
+    StoredExpansion,
+    check_class,
     check_shareable,
-    expanded_class_of,
+    is_expanded,
+    put_expansion,
     quantised_modules,
     quantised_shape,
-    share_weights,
 )
 from scale_surgery.surgery.config import written_config
 from scale_surgery.surgery.extract_folder import Extract, check_own_files, open_extract
@@ -54,7 +57,7 @@ def load_expansion(
     model: Any,
     extract: str | Path,
     *,
-    name: str | None = None,
+    name: str = DEFAULT_NAME,
     check: bool = True,
     revision: str | None = None,
     extract_revision: str | None = None,
@@ -65,10 +68,10 @@ def load_expansion(
 
     Args:
         model: The base: a stock model as `from_pretrained` gives it, which stays usable and shares its weights with
-            the result, also quantised or spread over devices; or a folder or a Hub id. Or what came of an earlier call
-            with a name.
+            the result, also quantised or spread over devices; or a folder or a Hub id. Or a model with expansions of
+            the same base, which takes up one more.
         extract: A folder that `extract` wrote, or a Hub id.
-        name: What the expansion is called in a model that takes up many of one base; see docs/api.md.
+        name: What the expansion is called in the model; see docs/api.md.
         check: Whether each base tensor is compared with the hash of the one that the expansion was made on; of a
             loaded model each that is not quantised. Without it any values are taken, also cast or fine-tuned ones;
             names and shapes must fit.
@@ -79,8 +82,9 @@ def load_expansion(
             quantization_config, ... Files are compared before they are cast or quantised.
 
     Returns:
-        The expanded model; its expansion tensors require gradients, its base does not. With a name a composed model,
-        in which that expansion is chosen; the model itself where it was one already.
+        The expanded model; its expansion tensors require gradients, its base does not. Where the model had expansions
+        it is the model itself, in which the new one is chosen, and which has no router any more that weighed the
+        others.
 
     Raises:
         CheckpointError: If this is no extract, or the model is not its base: another class, cast, trained, not in
@@ -90,7 +94,7 @@ def load_expansion(
     """
     # the classes then take their code along when the model is saved
     modeling.register()
-    _check_name(model, name)
+    check_name(name, model.expansions if is_expanded(model) else ())
     found = open_extract(extract, extract_revision)
     refuse(found.manifest.plan.method, "load_expansion", extract)
     if found.manifest.plan.architecture.own_code:
@@ -103,26 +107,10 @@ def load_expansion(
         model, check = _load_base(found, model, revision, options, track, check=check), False
     elif options:
         raise PlanError(f"{', '.join(options)}: says how to load a model, but this one is loaded. Leave it out.")
-    base = base_alone(model) if is_composed(model) else model
-    expanded_class = expanded_class_of(base, found.manifest.plan.architecture)
-    _check_model(found, base, track, check=check)
-    expanded = _expand(found, base, expanded_class)
-    if name is None:
-        return expanded
-    composed = model if is_composed(model) else compose(base, found.manifest.plan)
-    return add_expansion(composed, name, expanded, found.manifest.plan)
-
-
-def _check_name(model: Any, name: str | None) -> None:
-    """Refuse an expansion without a name among others, or one that cannot have it."""
-    known = model.expansions if is_composed(model) else []
-    if name is not None:
-        check_name(name, known)
-    elif is_composed(model):
-        raise PlanError(
-            f"name: is missing, but the model takes expansions by name ({', '.join(known) or 'none yet'}). Give one; "
-            "or give the stock model, for an expanded model of its own."
-        )
+    check_class(model, found.manifest.plan.architecture)
+    _check_model(found, model, track, check=check)
+    config = written_config(found.manifest, model.config.to_dict(), str(model.dtype).removeprefix("torch."))
+    return put_expansion(model, StoredExpansion(found.name, found.path, found.tensors, config), name)
 
 
 def _load_base(
@@ -148,17 +136,26 @@ def _check_model(extract: Extract, model: Any, track: Track, *, check: bool) -> 
     if quantised:
         refuse(extract.manifest.plan.method, "quantised", extract.name)
     headers = base.headers([name for name in base.places if name not in quantised])
-    unfed = base.unfed
+    unfed = {name: own for name, own in base.unfed.items() if expansion_of(name) is None}
     if unfed and _is_quantised(extract):
         if check:
             _refuse_dequantised(extract, unfed)
         unfed = {}
     shapes = {name: extract.base_tensors[name].shape for name in base.places}
     given = {name: tuple(tensor.shape) for name, tensor in {**headers, **unfed}.items()} | quantised
-    check_sizes(extract, model.config.to_dict(), shapes, given, "model")
+    check_sizes(extract, _base_config(model), shapes, given, "model")
     if check:
         _check_dtypes(extract, base, headers)
         _check_values(extract, base, headers, track)
+
+
+def _base_config(model: Any) -> dict[str, Any]:
+    """The config of the base of a model in memory."""
+    config: dict[str, Any] = model.config.to_dict()
+    if not is_expanded(model):
+        return config
+    kept = {key: value for key, value in config.items() if key not in (CONFIG_KEY, "auto_map", "architectures")}
+    return kept | {"model_type": modeling.stock_type(model.config.model_type)}
 
 
 def _is_quantised(extract: Extract) -> bool:
@@ -222,13 +219,3 @@ def _as_stored(tensor: Tensor, dtype: str) -> Tensor | None:
         return None
     stored = tensor.to(getattr(torch, name))
     return stored if torch.equal(stored.to(tensor.dtype), tensor) else None
-
-
-def _expand(extract: Extract, model: Any, expanded_class: Any) -> Any:
-    """Build the expanded model around the weights of a stock one."""
-    plan = extract.manifest.plan
-    config = written_config(extract.manifest, model.config.to_dict(), str(model.dtype).removeprefix("torch."))
-    # what was asked for in float32 stays so, also in a model in half precision
-    return share_weights(
-        model, expanded_class, config, Blocks(extract.name, extract.path, extract.tensors, plan.request.dtype)
-    )

@@ -84,7 +84,7 @@ def _state_problems(manifest: Manifest) -> list[str]:
     problems = []
     if manifest.routing:
         problems.append(
-            f"--to stock: the model is routed ({manifest.routing['settings']['router']}), expected one path: a stock "
+            f"--to stock: the model is routed ({manifest.routing.router}), expected one path: a stock "
             "class has no router. Take it away first: scale-surgery route-export --router none."
         )
     if manifest.fused:

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from scale_surgery.checkpoint.files import BaseWeights, as_json, take_over, write_json
+from scale_surgery.checkpoint.files import BaseWeights, take_over, write_json
 from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.hashes import hash_file
 from scale_surgery.checkpoint.names import CONFIG_FILE, INDEX_FILE, MANIFEST_FILE
@@ -27,7 +27,7 @@ from scale_surgery.progress import Track
 from scale_surgery.running.options import RunOptions
 from scale_surgery.running.tokenizer import TOKENIZER_CONFIG_FILE
 from scale_surgery.surgery.around import running_dtype, take_over_shards
-from scale_surgery.surgery.config import expanded_config, make_index, stored_shard, written_config
+from scale_surgery.surgery.config import make_index, stored_shard, written_config
 from scale_surgery.surgery.extract_folder import Extract, name_in_extract
 from scale_surgery.surgery.record import BaseFile, Manifest, tool_versions
 from scale_surgery.surgery.renumbered import renumbered_shards
@@ -102,10 +102,9 @@ def rebase(extract: Extract, base: ComparedBase, folder: Path, how: BaseWeights,
         for name, file in taken.items():
             take_over(file, folder / name, how)
             advance(file.stat().st_size)
-    dtype = running_dtype(base.checkpoint)
-    _write_config(extract, base, folder, dtype, run)
+    _write_config(extract, base, folder, run)
     _write_index(extract, base.checkpoint, folder)
-    write_json(folder / MANIFEST_FILE, asdict(_manifest(extract, base, folder, places, dtype)))
+    write_json(folder / MANIFEST_FILE, asdict(_manifest(extract, base, folder, places)))
 
 
 def _own_names(extract: Extract, base: ComparedBase) -> list[str]:
@@ -122,11 +121,12 @@ def _base_places(extract: Extract, base: ComparedBase) -> dict[str, str]:
     return places | {file: recorded.get(file, file) for file in side_files}
 
 
-def _write_config(extract: Extract, base: ComparedBase, folder: Path, dtype: str, run: RunOptions) -> None:
+def _write_config(extract: Extract, base: ComparedBase, folder: Path, run: RunOptions) -> None:
     from scale_surgery.running.tokenizer import pin_tokenizer_class
 
     # it names the base
-    write_json(folder / CONFIG_FILE, written_config(_named(extract.manifest, base), base.checkpoint.config, dtype))
+    manifest, dtype = _named(extract.manifest, base), running_dtype(base.checkpoint)
+    write_json(folder / CONFIG_FILE, written_config(manifest, base.checkpoint.config, dtype))
     if TOKENIZER_CONFIG_FILE in base.other_files:
         pin_tokenizer_class(base.checkpoint.path, folder, run)
 
@@ -138,7 +138,7 @@ def _write_index(extract: Extract, base: Checkpoint, folder: Path) -> None:
     write_json(folder / INDEX_FILE, make_index(shards, extract.manifest.plan.specs, total))
 
 
-def _manifest(extract: Extract, base: ComparedBase, folder: Path, places: Mapping[str, str], dtype: str) -> Manifest:
+def _manifest(extract: Extract, base: ComparedBase, folder: Path, places: Mapping[str, str]) -> Manifest:
     """surgery.json for this base."""
     before, given = _named(extract.manifest, base), base.checkpoint
     renumbered = renumbered_shards(given, before.plan.numbering)
@@ -159,7 +159,6 @@ def _manifest(extract: Extract, base: ComparedBase, folder: Path, places: Mappin
         replaced=replaced,
         tool=tool_versions(),
         verification=None,
-        routing=_routing(before, base, dtype),
         forced_base=_forced(extract.manifest, base) if base.differing else before.forced_base,
         renumbered={places[shard]: header for shard, header in renumbered.items()},
     )
@@ -183,16 +182,6 @@ def _text(file: Path) -> str:
             f"{file.name}: the expansion has another file of this name, and the base's is no text that surgery.json "
             "could keep. Take it out of the base."
         ) from error
-
-
-def _routing(manifest: Manifest, base: ComparedBase, dtype: str) -> dict[str, Any] | None:
-    """What un-routing gives back: the unrouted model's config.json, made from this base's."""
-    if manifest.routing is None:
-        return None
-    text = as_json(expanded_config(base.checkpoint.config, manifest.plan, dtype))
-    before = manifest.routing["before"]
-    changed = {"files": {**before["files"], CONFIG_FILE: text}, "verification": None}
-    return {**manifest.routing, "before": {**before, **changed}}
 
 
 def _forced(manifest: Manifest, base: ComparedBase) -> dict[str, Any]:

@@ -95,8 +95,8 @@ class Manifest(OnBase):
     verification: Mapping[str, Any] | None = None
     # one entry a training run: settings, data, steps, what was measured
     training: tuple[Mapping[str, Any], ...] = ()
-    # of a routed model: its router, and what config.json and the code were before
-    routing: Mapping[str, Any] | None = None
+    # how it routes, or None
+    routing: Routing | None = None
     # of a fused model: headers and texts of what it was made of, and the drift that was measured
     fused: Mapping[str, Any] | None = None
     # of an expansion that `apply --force` put on another base: the base that it was made on, and what differs
@@ -155,8 +155,7 @@ def read_manifest(path: Path) -> Manifest:
         check_plan(manifest.plan)
         _base_config(manifest)
         _check_plan(file, manifest.plan, manifest.base_tensors)
-        later = [*_routing_names(manifest.routing), *_fused_names(manifest.fused)]
-        _check_names(file, manifest.base_files, manifest.replaced, [*manifest.code, *later])
+        _check_names(file, manifest.base_files, manifest.replaced, [*manifest.code, *_fused_names(manifest.fused)])
         _check_renumbered(manifest)
     except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, PlanError) as error:
         raise CheckpointError(f"{file}: is incomplete ({error}). Restore it from where you got it.") from error
@@ -257,16 +256,6 @@ def _copied(numbering: Numbering | None) -> str:
     return "no layer" if numbering is None else f"layers {', '.join(map(str, numbering.copied))}"
 
 
-def _routing_names(routing: Mapping[str, Any] | None) -> list[str]:
-    """Names of files that un-routing writes."""
-    if routing is None:
-        return []
-    before = routing["before"]
-    if CONFIG_FILE not in before["files"]:
-        raise PlanError(f"routing.before.files.{CONFIG_FILE} is missing")
-    return [*before["files"], *before["code"]]
-
-
 def _fused_names(fused: Mapping[str, Any] | None) -> list[str]:
     """Names of files that un-fusing writes."""
     if fused is None:
@@ -310,8 +299,3 @@ def _check_names(file: Path, files: Mapping[str, BaseFile], replaced: Mapping[st
         )
     if problems:
         raise CheckpointError.from_problems(problems)
-
-
-def routing_of(manifest: Manifest) -> Routing | None:
-    """How a checkpoint routes, as surgery.json says; None where it does not."""
-    return None if manifest.routing is None else Routing(**manifest.routing["settings"])

@@ -1,9 +1,9 @@
-"""What the parts of surgery.json may hold that are kept as plain values: routing, fused, verification and the rest."""
+"""What the parts of surgery.json may hold that are kept as plain values: fused, verification and the rest."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Annotated, Any
 
 from scale_surgery.checkpoint.reading import parse_json
@@ -13,25 +13,6 @@ from scale_surgery.planning.request import Request
 from scale_surgery.planning.routing_specs import Routing
 
 Size = Annotated[int, Range(least=0)]
-
-
-@dataclass(frozen=True)
-class Before:
-    """What un-routing gives back."""
-
-    files: Mapping[str, str]
-    code: Mapping[str, str]
-    keys: tuple[str, ...]
-    training_runs: Size
-    verification: Mapping[str, Any] | None
-
-
-@dataclass(frozen=True)
-class Routed:
-    """`routing`: a router, and what was there before it."""
-
-    settings: Routing
-    before: Before
 
 
 @dataclass(frozen=True)
@@ -118,7 +99,6 @@ class StockRecord:
 
 
 PARTS = {
-    "routing": Routed,
     "fused": Fused,
     "verification": Certificate,
     "forced_base": ForcedBase,
@@ -134,6 +114,9 @@ def part_problems(content: Mapping[str, Any]) -> Iterator[str]:
         yield from known_misfits(run, Run, f"training[{number}]")
     if isinstance(fused := content.get("fused"), dict) and isinstance(fused.get("drift"), dict):
         yield from known_misfits(fused["drift"], MeasuredDrift, "fused.drift")
+    if isinstance(routing := content.get("routing"), dict):
+        # no number is guessed
+        yield from (f"routing.{field.name} is missing" for field in fields(Routing) if field.name not in routing)
 
 
 def header_problems(headers: Mapping[str, str], place: str) -> Iterator[str]:

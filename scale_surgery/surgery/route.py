@@ -1,9 +1,8 @@
-"""Give an expanded checkpoint a router, take it away again, or set its numbers; no tensor is read or written.
+"""Give an expanded checkpoint a router, take it away again, or set its numbers: one key of config.json.
 
-weights and tokenizer  --as files-->  the same
-config.json            --edited-->    scale_surgery.router: which, and its numbers
-*.py                   --this release's-->
-surgery.json           what was there before, so that `--router none` gives it back
+weights, tokenizer, *.py   --as files-->  the same
+config.json                --edited-->    scale_surgery.router: which, and its numbers
+surgery.json               --edited-->    the same; a verification stays, and names the router that it is about
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from scale_surgery.checkpoint.expansions import ROUTER_KEY
-from scale_surgery.checkpoint.files import BaseWeights, as_json, take_over, write_json, write_text
+from scale_surgery.checkpoint.files import BaseWeights, take_over, write_json, write_text
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint, read_text
 from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE, REPORTS_FOLDER
 from scale_surgery.checkpoint.numbering import CONFIG_KEY
@@ -25,16 +24,8 @@ from scale_surgery.fields import problems_of
 from scale_surgery.planning.methods import refuse
 from scale_surgery.planning.routing_specs import Routing, path_problems
 from scale_surgery.progress import Track, no_track
-from scale_surgery.surgery.config import code_texts, hash_texts
 from scale_surgery.surgery.intact import refuse_damaged
-from scale_surgery.surgery.record import (
-    Manifest,
-    check_numbering,
-    read_manifest,
-    refuse_fused,
-    refuse_linked,
-    routing_of,
-)
+from scale_surgery.surgery.record import Manifest, check_numbering, read_manifest, refuse_fused, refuse_linked
 
 
 @dataclass(frozen=True)
@@ -122,30 +113,21 @@ def route_export(
             "scale_surgery.set_routing in Python; for another router take this one away first: --router none."
         )
     _check_paths(manifest, routing)
-    changed, texts = with_router(checkpoint, manifest, routing)
-    return _write(checkpoint, manifest, Path(output), changed, texts, Taking(base_weights, overwrite, track))
+    return _write(checkpoint, manifest, routing, Path(output), Taking(base_weights, overwrite, track))
 
 
-def with_router(checkpoint: Checkpoint, manifest: Manifest, routing: Routing) -> tuple[Manifest, dict[str, str]]:
-    """What a router changes of an expanded checkpoint: its record, and the texts of its config and code.
+def with_router(config: Mapping[str, Any], routing: Routing | None) -> dict[str, Any]:
+    """Edit config.json of an expanded model: its router, or none.
 
     Args:
-        checkpoint: The expanded checkpoint, without a router.
-        manifest: Its surgery.json.
-        routing: How to route.
+        config: Parsed config.json.
+        routing: How to route, or None.
 
     Returns:
-        The new record, and texts by the names of files.
+        The new config.
     """
-    code = code_texts(manifest.plan)
-    record = {"settings": asdict(routing), "before": _before(checkpoint, manifest, code)}
-    changed = replace(manifest, routing=record, code=hash_texts(code), verification=None)
-    return changed, {
-        **code,
-        CONFIG_FILE: as_json(
-            {**checkpoint.config, CONFIG_KEY: {**checkpoint.config[CONFIG_KEY], ROUTER_KEY: routing.settings}}
-        ),
-    }
+    own = {name: value for name, value in config[CONFIG_KEY].items() if name != ROUTER_KEY}
+    return {**config, CONFIG_KEY: own if routing is None else {**own, ROUTER_KEY: routing.settings}}
 
 
 def unroute(
@@ -156,7 +138,7 @@ def unroute(
     overwrite: bool = False,
     track: Track = no_track,
 ) -> Routed:
-    """Write a routed checkpoint without its router: what was there before, and what it has learned since.
+    """Write a routed checkpoint without its router: what was there before it, and what was learned since.
 
     Args:
         routed: Folder of a routed checkpoint.
@@ -175,13 +157,7 @@ def unroute(
     refuse_fused(checkpoint.path, manifest)
     if manifest.routing is None:
         raise CheckpointError(f"{routed}: has no router, expected a model made by scale-surgery route-export.")
-    before = manifest.routing["before"]
-    is_untrained = len(manifest.training) == before["training_runs"]
-    verification = before["verification"] if is_untrained else None
-    changed = replace(manifest, routing=None, code=before["code"], verification=verification)
-    own = {file: read_text(checkpoint, file) for file in before["code"] if file not in before["files"]}
-    take = Taking(base_weights, overwrite, track)
-    return _write(checkpoint, manifest, Path(output), changed, {**own, **before["files"]}, take)
+    return _write(checkpoint, manifest, None, Path(output), Taking(base_weights, overwrite, track))
 
 
 def set_routing(routed: str | Path, routing: Routing) -> None:
@@ -198,19 +174,16 @@ def set_routing(routed: str | Path, routing: Routing) -> None:
     check_routing(routing)
     checkpoint, manifest = open_checkpoint(Path(routed)), read_manifest(Path(routed))
     refuse_fused(checkpoint.path, manifest)
-    known = routing_of(manifest)
+    known = manifest.routing
     if known is None or (known.router, known.is_strict) != (routing.router, routing.is_strict):
         found = "none" if known is None else known.description
         raise CheckpointError(f"{routed}: its router is {found}; it cannot become {routing.description}. Export anew.")
-    record = {**(manifest.routing or {}), "settings": asdict(routing)}
-    # the last verification stays; it names the numbers that it is about
-    changed = replace(manifest, routing=record)
     check_numbering(checkpoint, manifest)
-    config = _with_numbers(checkpoint, routing)
+    _check_router(checkpoint)
     before = read_text(checkpoint, CONFIG_FILE)
     try:
-        write_json(checkpoint.path / CONFIG_FILE, config)
-        write_json(checkpoint.path / MANIFEST_FILE, asdict(changed))
+        write_json(checkpoint.path / CONFIG_FILE, with_router(checkpoint.config, routing))
+        write_json(checkpoint.path / MANIFEST_FILE, asdict(replace(manifest, routing=routing)))
     except OSError as error:
         # the two say the same, or nothing has changed
         with contextlib.suppress(OSError):
@@ -218,15 +191,13 @@ def set_routing(routed: str | Path, routing: Routing) -> None:
         raise CheckpointError(f"{routed}: cannot be written ({error.strerror or error}). Check the folder.") from error
 
 
-def _with_numbers(checkpoint: Checkpoint, routing: Routing) -> dict[str, Any]:
-    """config.json of a routed model with other numbers of the same router."""
-    own = checkpoint.config[CONFIG_KEY]
-    if not isinstance(known := own.get(ROUTER_KEY), dict):
+def _check_router(checkpoint: Checkpoint) -> None:
+    """Refuse a config.json that does not say how a routed model routes."""
+    if not isinstance(known := checkpoint.config[CONFIG_KEY].get(ROUTER_KEY), dict):
         raise CheckpointError(
             f"{checkpoint.path / CONFIG_FILE}: scale_surgery.router is {known!r}, expected how the model routes. "
             "Restore config.json from where you got it."
         )
-    return {**checkpoint.config, CONFIG_KEY: {**own, ROUTER_KEY: routing.settings}}
 
 
 @dataclass(frozen=True)
@@ -238,39 +209,16 @@ class Taking:
     track: Track
 
 
-def _before(checkpoint: Checkpoint, manifest: Manifest, code: Mapping[str, str]) -> dict[str, Any]:
-    """What un-routing has to give back; code that stays the same need not be kept."""
-    files = {file: read_text(checkpoint, file) for file in (CONFIG_FILE, *manifest.code)}
-    return {
-        "files": {file: text for file, text in files.items() if code.get(file) != text},
-        "code": dict(manifest.code),
-        "keys": list(checkpoint.manifest or ()),
-        "training_runs": len(manifest.training),
-        "verification": manifest.verification,
-    }
-
-
-def _manifest_content(changed: Manifest, manifest: Manifest) -> dict[str, Any]:
-    """What surgery.json is to hold; un-routed, no key that it did not have before and that says nothing."""
-    content = asdict(changed)
-    if changed.routing is not None or manifest.routing is None:
-        return content
-    had = manifest.routing["before"]["keys"]
-    return {key: value for key, value in content.items() if key in had or value}
-
-
-def _write(
-    checkpoint: Checkpoint, manifest: Manifest, target: Path, changed: Manifest, texts: Mapping[str, str], take: Taking
-) -> Routed:
-    """Write a checkpoint with other texts; every other file is taken over as a file."""
+def _write(checkpoint: Checkpoint, manifest: Manifest, routing: Routing | None, target: Path, take: Taking) -> Routed:
+    """Write a checkpoint with a router or without; every file but config and record is taken over as a file."""
     refuse_linked(checkpoint.path, manifest)
     files = [file for file in (*checkpoint.shards, *checkpoint.side_files) if not file.startswith(f"{REPORTS_FOLDER}/")]
-    kept = [file for file in files if file not in texts and file not in manifest.code]
-    sizes = {file: (checkpoint.path / file).stat().st_size for file in kept}
+    sizes = {file: (checkpoint.path / file).stat().st_size for file in files if file != CONFIG_FILE}
     check_target(target, [checkpoint.path], overwrite=take.overwrite)
     check_space(target, sum(sizes.values()) if take.base_weights == "copy" else 0)
     refuse_damaged(checkpoint, manifest, take.track)
-    state = {"route": changed.routing, "base_weights": take.base_weights, "texts": texts}
+    config = with_router(checkpoint.config, routing)
+    state = {"route": config, "base_weights": take.base_weights}
     with (
         staged(target, state, checkpoint.stamps, overwrite=take.overwrite) as partial,
         take.track("files", sum(sizes.values())) as advance,
@@ -278,17 +226,15 @@ def _write(
         for file, size in sizes.items():
             take_over(checkpoint.path / file, partial / file, take.base_weights)
             advance(size)
-        for file, text in texts.items():
-            write_text(partial / file, text)
-        write_json(partial / MANIFEST_FILE, _manifest_content(changed, manifest))
+        write_json(partial / CONFIG_FILE, config)
+        write_json(partial / MANIFEST_FILE, asdict(replace(manifest, routing=routing)))
     shards = sum(sizes[file] for file in checkpoint.shards)
-    collaborative = changed.plan.collaboration.layers
     return Routed(
         path=target,
-        base_name=changed.base_name,
-        routing=routing_of(changed),
-        fork=None if changed.routing is None else min(collaborative, default=None),
-        layers=changed.plan.sizes.layers,
+        base_name=manifest.base_name,
+        routing=routing,
+        fork=None if routing is None else min(manifest.plan.collaboration.layers, default=None),
+        layers=manifest.plan.sizes.layers,
         bytes_written=0 if take.base_weights == "link" else shards,
         left_out=checkpoint.left_out,
     )

@@ -16,6 +16,7 @@ from typing import Any
 
 from scale_surgery import modeling
 from scale_surgery.checkpoint.composed import refuse_composed
+from scale_surgery.checkpoint.expansions import BASE_KEY, ROUTER_KEY, place_of_specs, specs_of_expansions
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
 from scale_surgery.checkpoint.headers import FLOAT_DTYPES, TensorInfo
 from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE
@@ -39,8 +40,6 @@ UNIMPORTANT = {
 LEAVES_NUMBERS = re.compile(r"drop|jitter|initializer|init_std|aux_loss|z_loss|token_id$|checkpointing|output_")
 # numbers of these are compared with one another, and rounded to one another; others are no such numbers
 NUMBERS = {"F64", *FLOAT_DTYPES.values()}
-# of config.json's key: where the model is from, and a router, which is no part of the blocks
-APART = (ORIGIN_KEY, "routing")
 
 
 @dataclass(frozen=True)
@@ -95,10 +94,16 @@ class Saved:
     left: LeftBehind
 
     @property
-    def specs(self) -> Mapping[str, Any]:
-        """What its config.json says of the expansion; empty where it has none."""
-        found: Mapping[str, Any] = self.config.get(CONFIG_KEY, {})
+    def router(self) -> Mapping[str, Any] | None:
+        """What its config.json says of a router."""
+        found: Mapping[str, Any] | None = self.config.get(CONFIG_KEY, {}).get(ROUTER_KEY)
         return found
+
+
+def specs_in(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a config.json says of its expansion; empty where it says nothing of one."""
+    found: Mapping[str, Any] = next(iter(specs_of_expansions(config.get(CONFIG_KEY, {}))), {})
+    return found
 
 
 def open_saved(saved: str | Path, expanded: Mapping[str, Any] | None) -> Saved:
@@ -121,8 +126,8 @@ def open_saved(saved: str | Path, expanded: Mapping[str, Any] | None) -> Saved:
 
 
 def _refuse_other(name: str, checkpoint: Checkpoint) -> None:
-    specs = checkpoint.config.get(CONFIG_KEY)
-    if specs is None:
+    specs = specs_in(checkpoint.config)
+    if not specs:
         raise CheckpointError(
             f"{name}: its {CONFIG_FILE} says nothing of an expansion (model_type "
             f"{checkpoint.config.get('model_type')!r}), expected what a trainer saved of an expanded model. "
@@ -151,20 +156,20 @@ def check_specs(saved: Saved, trained: Trained) -> None:
     """
     if not saved.config:
         return
-    mine, theirs = ({key: own for key, own in specs.items() if key not in APART} for specs in _both(saved, trained))
-    keys = [f"{CONFIG_KEY}.{key}" for key in differing_keys(mine, theirs)]
-    asked, wanted = ((specs.get(ORIGIN_KEY) or {}).get("request") for specs in _both(saved, trained))
-    # folders of the first releases do not say what was asked for
+    both = specs_in(saved.config), specs_in(trained.config)
+    mine, theirs = ({key: own for key, own in specs.items() if key != ORIGIN_KEY} for specs in both)
+    place = place_of_specs(both[0])
+    keys = [f"{place}.{key}" for key in differing_keys(mine, theirs)]
+    bases = (own.config[CONFIG_KEY].get(BASE_KEY, {}) for own in (saved, trained))
+    keys += [f"{CONFIG_KEY}.{BASE_KEY}.{key}" for key in differing_keys(*bases)]
+    asked, wanted = ((specs.get(ORIGIN_KEY) or {}).get("request") for specs in both)
+    # a config.json that somebody wrote need not say what was asked for
     if not keys and asked and wanted:
-        keys = [f"{CONFIG_KEY}.{ORIGIN_KEY}.request.{key}" for key in differing_keys(asked, wanted)]
+        keys = [f"{place}.{ORIGIN_KEY}.request.{key}" for key in differing_keys(asked, wanted)]
     if keys:
         head = f"{saved.name}: was saved from another expansion than {trained.name}."
         lines = [f"{CONFIG_FILE}: {key} is another." for key in keys]
         raise CheckpointError.from_problems([head, *shorten(lines), _give(trained)])
-
-
-def _both(saved: Saved, trained: Trained) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    return saved.specs, trained.config[CONFIG_KEY]
 
 
 def _give(trained: Trained) -> str:
@@ -256,7 +261,7 @@ def other_settings(saved: Saved, trained: Trained) -> Iterator[str]:
     if not saved.config:
         return
     yield from (line for key, line in _other_keys(saved, trained) if LEAVES_NUMBERS.search(key))
-    mine, theirs = (specs.get("routing") for specs in _both(saved, trained))
+    mine, theirs = saved.router, trained.config[CONFIG_KEY].get(ROUTER_KEY)
     if mine is not None and theirs != mine:
         stays = "its router's numbers stay" if theirs is not None else "OUT has none: route-export gives it one"
         yield f"the saved model routes in another way than {trained.name}, {stays}"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from scale_surgery.errors import PlanError, SurgeryError, counted
 from scale_surgery.fields import KIND_NAMES, fields_of, problems_of
-from scale_surgery.running.composing import expansion_problems
+from scale_surgery.running.expansion_names import expansion_problems
 from scale_surgery.running.options import RunOptions
 from scale_surgery.show.answers import Marking, choose_marking, render_opening
 from scale_surgery.show.console import Output

@@ -7,8 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from scale_surgery.checkpoint.files import plain_json
-from scale_surgery.composition.paths import MixedPaths
-from scale_surgery.planning.routing_specs import Routing
+from scale_surgery.routing.settings import Setting, shown_settings
 from scale_surgery.talking.settings import GenerationSettings
 
 # end: the model ended its answer. length: there were as many tokens as an answer may have. context: as many as the
@@ -33,13 +32,6 @@ class Token:
     text: str
     adapt_weight: float | None = None
     path_weights: tuple[float, ...] | None = None
-
-    @classmethod
-    def weighed(cls, id_: int, text: str, weight: float | tuple[float, ...] | None) -> Token:
-        """A token, given the weight of the adapt path, or of each path of a composed model."""
-        if isinstance(weight, tuple):
-            return cls(id_, text, 1 - weight[0], weight)
-        return cls(id_, text, weight)
 
     @property
     def weight(self) -> float | tuple[float, ...] | None:
@@ -140,7 +132,7 @@ class Generation:
 
     model: str
     base: str | None
-    routing: Routing | MixedPaths | None
+    routing: Setting | None
     has_template: bool
     settings: GenerationSettings
     answers: tuple[Answer, ...]
@@ -148,7 +140,7 @@ class Generation:
 
     def to_json(self) -> dict[str, Any]:
         """The result as plain JSON values."""
-        routing = None if self.routing is None else self.routing.settings
+        routing = shown_settings(self.routing)
         own = {"model": self.model, "base": self.base, "routing": routing, "has_template": self.has_template}
         answers = {name: [one.to_json() for one in getattr(self, name)] for name in ("answers", "base_answers")}
         return {**own, "settings": asdict(self.settings), **answers}

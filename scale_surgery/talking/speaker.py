@@ -8,16 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from scale_surgery.checkpoint.expansions import BASE_NAME, path_names
 from scale_surgery.checkpoint.folder import open_checkpoint
-from scale_surgery.composition.paths import BASE, MixedPaths, base_name_in, read_paths
+from scale_surgery.composition.paths import MixedPaths, base_name_in
 from scale_surgery.errors import PlanError
 from scale_surgery.evidence.subjects import Subject, open_subjects
 from scale_surgery.fields import problems_of
-from scale_surgery.planning.routing_specs import Routing, read_routing
 from scale_surgery.progress import Track, no_track
+from scale_surgery.routing.settings import Setting, read_setting
 from scale_surgery.routing.token_texts import TextReader
 from scale_surgery.routing.watched import watched
-from scale_surgery.running.composing import expansion_problems
+from scale_surgery.running.expansion_names import expansion_problems
 from scale_surgery.running.freeze import expansion_disabled
 from scale_surgery.running.loading import RUNNING, loaded_whole, translated
 from scale_surgery.running.options import RunOptions
@@ -45,10 +46,13 @@ class Listener:
         self,
         reader: TextReader,
         special: set[int],
-        weights: Sequence[float | tuple[float, ...]] | None,
+        weights: Sequence[tuple[float, ...]] | None,
         tell: Callable[[Token], None],
+        *,
+        names_paths: bool,
     ) -> None:
         self.reader, self.special, self.weights, self.tell = reader, special, weights, tell
+        self.names_paths = names_paths
         self.tokens: list[Token] = []
         self.is_after_prompt = False
 
@@ -59,8 +63,10 @@ class Listener:
             return
         for id_ in ids.flatten().tolist():
             # on some devices tokens come later than the forward pass that follows them
-            weight = None if self.weights is None else self.weights[len(self.tokens)]
-            token = Token.weighed(id_, "" if id_ in self.special else self.reader.read(id_), weight)
+            weights = None if self.weights is None else self.weights[len(self.tokens)]
+            adapt = None if weights is None else sum(weights[1:])
+            text = "" if id_ in self.special else self.reader.read(id_)
+            token = Token(id_, text, adapt, weights if self.names_paths else None)
             self.tokens.append(token)
             self.tell(token)
 
@@ -80,7 +86,7 @@ class Speaker:
 
     subject: Subject
     network: Any
-    routing: Routing | MixedPaths | None
+    routing: Setting | None
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -132,7 +138,8 @@ class Speaker:
         reader = TextReader(tokenizer, [] if has_template(self.subject, settings) else ids[-TOKENS_BEFORE:])
         most = min(settings.max_new_tokens, (self.subject.context or 10**9) - len(ids))
         with watched(self.network) as weights:
-            listener = Listener(reader, set(tokenizer.all_special_ids) | ends, weights, tell)
+            special = set(tokenizer.all_special_ids) | ends
+            listener = Listener(reader, special, weights, tell, names_paths=bool(self.paths))
             try:
                 self._generate(ids, most, settings, listener, is_stopped)
             except StopAtOnce:
@@ -155,7 +162,7 @@ class Speaker:
         if settings.expansion is None:
             yield
             return
-        with self.network.use_expansion(None if settings.expansion == BASE else settings.expansion):
+        with self.network.use_expansion(None if settings.expansion == BASE_NAME else settings.expansion):
             yield
 
     @contextmanager
@@ -263,7 +270,7 @@ def loaded_speaker(subject: Subject, run: RunOptions = RunOptions(), track: Trac
         with track("loading", 1) as advance:
             network = stack.enter_context(loaded_whole(subject.path, subject.name, run))
             advance(1)
-        yield Speaker(subject, network, read_paths(specs) or read_routing(specs))
+        yield Speaker(subject, network, read_setting(specs))
 
 
 def _specs(subject: Subject) -> Any:
@@ -273,8 +280,7 @@ def _specs(subject: Subject) -> Any:
 
 def _problems(subject: Subject, settings: GenerationSettings, *, compare: bool) -> Iterator[str]:
     """What of a model is asked for that it does not have."""
-    composed = read_paths(_specs(subject))
-    yield from expansion_problems(settings.expansion, () if composed is None else composed.names, subject.name)
+    yield from expansion_problems(settings.expansion, path_names(_specs(subject)), subject.name)
     if settings.system is not None and not has_template(subject, settings):
         reason = "--raw uses none" if settings.raw else f"the tokenizer of {subject.name} has none"
         yield f"--system needs a chat template, and {reason}. Put what it says into the prompt."

@@ -17,7 +17,7 @@ from scale_surgery.running.freeze import expansion_parts, freeze_base, train_in_
 from scale_surgery.running.in_memory import InMemory
 from scale_surgery.running.loading import LOADING_ADVICE, auto_class_of, model_class, quiet_transformers, translated
 from scale_surgery.running.options import RunOptions
-from scale_surgery.running.sharing import Blocks, expanded_class_of, share_weights
+from scale_surgery.running.sharing import StoredExpansion, put_expansion
 from scale_surgery.surgery.config import written_config
 from scale_surgery.surgery.parts import link_base
 from scale_surgery.surgery.record import Manifest, read_manifest
@@ -122,10 +122,9 @@ def _load_quantised(checkpoint: Checkpoint, kind: Quantisation, run: RunOptions)
                 device_map={"": PartialState(cpu=is_cpu(run)).device},
             )
     config = written_config(manifest, base.config.to_dict(), str(base.dtype).removeprefix("torch."))
-    plan = manifest.plan
-    own = {name: checkpoint.tensors[name] for name in (tensor.name for tensor in plan.tensors)}
-    blocks = Blocks(checkpoint.path.name, checkpoint.path, own, plan.request.dtype)
-    return share_weights(base, expanded_class_of(base, plan.architecture), config, blocks)
+    own = {tensor.name: checkpoint.tensors[tensor.name] for tensor in manifest.plan.tensors}
+    stored = StoredExpansion(checkpoint.path.name, checkpoint.path, own, config)
+    return put_expansion(base, stored, manifest.plan.request.name)
 
 
 def _quantisation(kind: Quantisation, dtype: str) -> Any:

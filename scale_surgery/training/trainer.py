@@ -184,7 +184,9 @@ class ExpansionTrainer(Trainer):
         """Measure on one of the texts, each process on its share; a model with a router routes."""
         share = share_of(self.sides[side], self.accelerator.process_index, self.accelerator.num_processes)
         inside = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
-        with inside.routing_enabled() if ROUTER_KEY in inside.config.scale_surgery else nullcontext():
+        # the base that forgetting is measured against stays the base
+        routes = ROUTER_KEY in inside.config.scale_surgery and inside.is_expansion_enabled
+        with inside.routing_enabled() if routes else nullcontext():
             found = measure(self.model, share, self.eval_batch)
         sums = torch.tensor([found.nats, found.scored, found.questions, found.answered], dtype=torch.float64)
         nats, *counts = self.accelerator.reduce(sums.to(self.accelerator.device)).tolist()

@@ -50,8 +50,8 @@ COMPARED = mostly(product(FAMILIES, ("adapt", "grow-train", "depth")), lambda on
 COMPARED += [("llama", "preserve"), ("llama", "adapt_without_up_stream"), ("phi3", "grow-freeze")]
 # lines of a log that somebody edited
 TEXTS_FOR_NUMBERS = '{"step": "x", "loss": 1.0}\n{"step": 3, "loss": "y"}'
-W12 = "model.layers.1.self_attn.q_proj.w12"
-W21 = "model.layers.1.self_attn.q_proj.w21"
+W12 = "model.layers.1.self_attn.q_proj.expansions.default.w12"
+W21 = "model.layers.1.self_attn.q_proj.expansions.default.w21"
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +142,7 @@ def test_half_precision_starts_are_made_again_bit_for_bit(made_of, family: str) 
 
 def test_ranks_and_shares_of_one_block(made_of) -> None:
     written, changed = made_of("llama", "adapt")
-    name = "model.layers.2.mlp.gate_proj.w21"
+    name = "model.layers.2.mlp.gate_proj.expansions.default.w21"
     (block,) = parts_of(report(changed, files_only=True))[name]
     now, start = read_all(changed)[name], read_all(written)[name]
     base = read_all(changed)["model.layers.2.mlp.gate_proj.weight"]
@@ -165,9 +165,10 @@ def test_fused_projections_are_taken_apart_by_role(made_of) -> None:
     _, phi3 = made_of("phi3", "adapt")
     tensors = read_all(phi3)
     rows = {
-        part.role: part for part in parts_of(report(phi3, files_only=True))["model.layers.2.self_attn.qkv_proj.w12"]
+        part.role: part
+        for part in parts_of(report(phi3, files_only=True))["model.layers.2.self_attn.qkv_proj.expansions.default.w12"]
     }
-    block, start = tensors["model.layers.2.self_attn.qkv_proj.w12"], 0
+    block, start = tensors["model.layers.2.self_attn.qkv_proj.expansions.default.w12"], 0
     for role, count in (("q", 40), ("k", 20), ("v", 20)):
         assert rows[role].norms.norm == pytest.approx(float(block[start : start + count].norm()))
         assert rows[role].shape == (count, block.shape[1])
@@ -176,7 +177,7 @@ def test_fused_projections_are_taken_apart_by_role(made_of) -> None:
         float(tensors["model.layers.2.self_attn.qkv_proj.weight"][:40].norm())
     )
     _, neox = made_of("gpt_neox", "adapt")
-    name = "gpt_neox.layers.2.attention.query_key_value.w21"
+    name = "gpt_neox.layers.2.attention.query_key_value.expansions.default.w21"
     by_role = {part.role: part for part in parts_of(report(neox, files_only=True))[name]}
     heads = read_all(neox)[name].view(-1, 3, 10, 40)
     for place, role in enumerate(("q", "k", "v")):
@@ -188,7 +189,9 @@ def test_layers_add_up_their_tensors(adapt: Path) -> None:
     tensors = read_all(adapt)
     linears = ("q_proj", "k_proj", "v_proj", "o_proj")
     (layer,) = [one for one in found.layers if (one.layer, one.group, one.block) == (1, "attn", "w12")]
-    whole = torch.cat([tensors[f"model.layers.1.self_attn.{name}.w12"].flatten() for name in linears])
+    whole = torch.cat(
+        [tensors[f"model.layers.1.self_attn.{name}.expansions.default.w12"].flatten() for name in linears]
+    )
     assert layer.norms.norm == pytest.approx(float(whole.norm()))
     assert {(one.layer, one.group) for one in found.layers if one.block == "w12"} == {(1, "attn"), (1, "ffn")}
     assert found.to_json()["layers"][0].keys() >= {"layer", "group", "block", "norm", "relative_norm"}
@@ -235,7 +238,7 @@ def test_a_start_with_another_hash_is_named(spoiled: Path) -> None:
 
 
 def test_a_start_on_another_base_is_not_guessed(spoiled: Path) -> None:
-    differing = [W21.replace("w21", "weight")]
+    differing = [W21.replace("expansions.default.w21", "weight")]
     edit_manifest(
         spoiled, lambda content: content.update(forced_base={"expected_name": "first", "differing": differing})
     )

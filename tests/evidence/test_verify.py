@@ -18,8 +18,8 @@ from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.cli.program import main
 from tests.tiny import save_tiny
 
-W21 = "model.layers.1.self_attn.q_proj.w21"
-W12 = "model.layers.1.self_attn.q_proj.w12"
+W21 = "model.layers.1.self_attn.q_proj.expansions.default.w21"
+W12 = "model.layers.1.self_attn.q_proj.expansions.default.w12"
 SHARD = "expansion-00001-of-00001.safetensors"
 
 
@@ -152,7 +152,7 @@ def test_one_flipped_byte_of_a_base_tensor_is_named(copy) -> None:
 @pytest.mark.parametrize("variant", ["preserve", "adapt"])
 def test_a_non_zero_entry_of_a_frozen_w12_is_named(copy, variant: str) -> None:
     """In a preservation layer, and in the part of a collaborative layer that does not collaborate, no W12 exists."""
-    path, name = copy(variant), "model.layers.1.mlp.gate_proj.w12"
+    path, name = copy(variant), "model.layers.1.mlp.gate_proj.expansions.default.w12"
     block = torch.zeros(52, 20)
     block[3, 4] = 1e-3
     edit_shard(path, lambda tensors: tensors.update({name: block}))
@@ -188,15 +188,10 @@ def test_a_joint_norm_is_caught(copy) -> None:
     """A norm over both streams together changes the base stream; code that does so differs from ours."""
     path = copy("preserve")
     code = (path / "expanded_modules.py").read_text()
-    separate = '        """Norm of the up stream, computed in float32."""\n'
-    start = "    def forward_up(self, x_base: Tensor, x_up: Tensor, like: Tensor) -> Tensor:\n"
-    assert start + separate in code
-    joint = (
-        "    def forward_streams(self, base: Tensor, up: Tensor) -> Streams:\n"
-        "        y_base = self.forward_stock(base) * base.norm() / torch.cat((base, up), -1).norm()\n"
-        "        return y_base, self.forward_up(base, up, y_base)\n\n"
-    )
-    (path / "expanded_modules.py").write_text(code.replace(start + separate, joint + start + separate))
+    separate = "        gain, bias = self.up_weight.float(), None if self.up_bias is None else self.up_bias.float()\n"
+    assert code.count(separate) == 1
+    joint = "        y = y * base.norm() / torch.cat((base, up), -1).norm()\n"
+    (path / "expanded_modules.py").write_text(code.replace(separate, joint + separate))
     unread = verify(path)
     assert not unread.passed and unread.numbers is None
     assert unread.problems == (

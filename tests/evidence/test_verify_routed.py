@@ -123,9 +123,8 @@ def change(file: Path, old: str, new: str) -> None:
 
 def test_a_router_that_gives_the_base_no_weight_is_caught(place: Path, copy: Copy) -> None:
     path = copy("mixture")
-    change(
-        path / "expanded_mixture.py", "one.copy_(_mix_rows(one.float(), other.float(), *numbers))", "one.copy_(other)"
-    )
+    mixed = "lead.log1p_().add_(anchor).add_(beyond)"
+    change(path / "expanded_routers.py", mixed, "parts[1]")
     assert not verify(path).passed
     run = verify(path, run=RunOptions(trust_remote_code=True), probes=Probes(place / "known.txt"))
     assert not run.passed and not promise(run, "bounded_forgetting").holds
@@ -135,8 +134,8 @@ def test_a_router_that_gives_the_base_no_weight_is_caught(place: Path, copy: Cop
 
 def test_a_preserve_path_with_w12_is_caught(copy: Copy) -> None:
     path = copy("strict")
-    old = "return self.forward_preserve_streams(base, up) if self.keeps_up else (self.forward_stock(base), None)"
-    change(path / "expanded_modules.py", old, "y = self.forward_stock(base); return y * 1.001, None")
+    old = "y = None if is_copied else run(base)"
+    change(path / "expanded_modules.py", old, f"{old} * (1 if group.writes else 1.001)")
     run = verify(path, run=RunOptions(trust_remote_code=True))
     assert run.numbers is not None and not run.numbers.base_logits_bit_equal
     assert any("base stream after layer 2" in problem for problem in promise(run, "base_stream_always").problems)
@@ -145,7 +144,7 @@ def test_a_preserve_path_with_w12_is_caught(copy: Copy) -> None:
 def test_a_config_changed_by_hand_is_caught(copy: Copy) -> None:
     path = copy("mixture")
     config = json.loads((path / "config.json").read_text())
-    config["scale_surgery"]["routing"]["prior"] = 0.001
+    config["scale_surgery"]["router"]["prior"] = [0.001, 0.999]
     (path / "config.json").write_text(json.dumps(config))
     result = verify(path)
     assert not result.passed and result.numbers is None

@@ -9,9 +9,9 @@ import pytest
 import transformers
 from torch import nn
 
+from scale_surgery.checkpoint.expansions import expansion_of
 from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.errors import PlanError
-from scale_surgery.modeling.expanded_modules import EXPANSION_NAMES
 from scale_surgery.planning.specs import attention_values
 from scale_surgery.planning.stored import expected_shapes, find_prefix
 from tests.conftest import REQUESTS
@@ -140,7 +140,7 @@ def test_the_plan_lists_exactly_the_tensors_that_the_model_has(pair_of, name, re
     found = {
         parameter_name: tuple(parameter.shape)
         for parameter_name, parameter in pair.expanded.named_parameters()
-        if parameter_name.rsplit(".", 1)[-1] in EXPANSION_NAMES
+        if expansion_of(parameter_name)
     }
     assert planned == found
     stored = open_checkpoint(pair.path).tensors

@@ -25,6 +25,7 @@ from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 from scale_surgery import (
     CheckpointError,
     DataError,
+    PlanError,
     Request,
     Routing,
     RunOptions,
@@ -154,7 +155,7 @@ def test_every_token_is_scored_in_the_first_window_that_holds_it(place: Path) ->
         assert math.isclose(own.adapt_log_probability, float(adapt[own.id]), rel_tol=1e-4)
         routed = model(window).logits[0, at - left - 1].log_softmax(-1)
         assert math.isclose(own.routed_log_probability, float(routed[own.id]), rel_tol=1e-4)
-        weight = float(model.score_tokens(window).weight[0, at - left - 1])
+        weight = float(model.score_tokens(window).weights[0, at - left - 1, 1])
         assert math.isclose(own.adapt_weight, weight, rel_tol=1e-4)
     assert len(tokens) > 2 * length and (report.sequence_length, report.step) == (length, step)
 
@@ -618,10 +619,12 @@ def test_a_text_of_one_token(place: Path, tmp_path: Path) -> None:
 def test_an_unknown_router_in_the_config(place: Path, tmp_path: Path) -> None:
     other = Path(shutil.copytree(place / "posterior", tmp_path / "other"))
     config = json.loads((other / "config.json").read_text())
-    config["scale_surgery"]["routing"]["router"] = "oracle"
+    config["scale_surgery"]["router"]["router"] = "oracle"
     (other / "config.json").write_text(json.dumps(config))
-    message = refusal(other, place / "story.txt", error=CheckpointError)
-    assert message.startswith("other: cannot be loaded (ValueError: config.json: scale_surgery.routing is ")
+    assert refusal(other, place / "story.txt", error=PlanError) == (
+        "config.json: scale_surgery.router.router is 'oracle', expected one of posterior, cosine. Run route-export "
+        "again."
+    )
 
 
 def test_lengths(place: Path) -> None:

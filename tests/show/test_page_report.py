@@ -108,7 +108,7 @@ def test_page_shows_every_section_and_every_tensor(found: Report) -> None:
         "W22, from zeros", "Spectrum of W21", "Every tensor",
     ]  # fmt: skip
     assert len(re.findall("<tr title=", html)) == len(found.tensors)
-    (w12,) = (one for one in found.tensors if one.name == "model.layers.1.mlp.down_proj.w12")
+    (w12,) = (one for one in found.tensors if one.name == "model.layers.1.mlp.down_proj.expansions.default.w12")
     assert f"{w12.norms.relative_norm:.1%}" in html and f"{w12.change_rank:.1f}/{w12.full_rank}" in html
     assert re.findall("<figcaption>(.*?)</figcaption>", html)[-7:] == ["q", "k", "v", "o", "gate", "up_proj", "down"]
 

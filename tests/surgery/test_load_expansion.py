@@ -17,6 +17,7 @@ from scale_surgery.planning.request import Request
 from scale_surgery.surgery.expand import expand
 from scale_surgery.surgery.extract import extract
 from scale_surgery.surgery.load_expansion import load_expansion
+from scale_surgery.surgery.route import route_export
 from tests.conftest import load
 from tests.each import each_shape
 from tests.families import FAMILIES
@@ -85,6 +86,25 @@ def test_it_is_what_the_folder_gives(trio_of, tmp_path, family):  # noqa: F811
     assert frozen == shared, "not a copy"
 
 
+def test_a_model_from_a_folder_takes_up_one_more(pair, tmp_path):
+    """Also one that routes: its router weighed other paths, and goes."""
+    base, folder, extracted = pair
+    found, alone = load(route_export(folder, tmp_path / "routed").path), load(folder)
+    assert found.is_routing_enabled
+    assert load_expansion(found, extracted, name="again") is found
+    assert "router" not in found.config.scale_surgery
+    assert found.expansions == ["default", "again"] and found.active_expansion == "again"
+    for prompt in prompts(SHAPES):
+        for name, model in (("default", alone), ("again", alone), (None, base)):
+            with found.use_expansion(name):
+                assert torch.equal(found(**prompt).logits, model(**prompt).logits)
+    changed = load(folder)
+    with torch.no_grad():
+        changed.model.norm.weight[3] += 1e-3
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight: its bytes differ"):
+        load_expansion(changed, extracted, name="again")
+
+
 def test_generation_and_training(pair):
     base, folder, extracted = pair
     base.generation_config.max_new_tokens = 7
@@ -138,7 +158,9 @@ def test_a_folder_may_be_cast(base_of, tmp_path, own_dtype):
     extracted = extract(trained(expanded, tmp_path / "trained"), tmp_path / "extract").path
     found = load_expansion(base, extracted, dtype=torch.bfloat16).eval()
     assert_same(found, load(tmp_path / "trained", dtype=torch.bfloat16))
-    assert found.model.layers[0].self_attn.q_proj.w21.dtype == (torch.float32 if own_dtype else torch.bfloat16)
+    assert found.model.layers[0].self_attn.q_proj.expansions.default.w21.dtype == (
+        torch.float32 if own_dtype else torch.bfloat16
+    )
 
 
 def test_rotary_frequencies_reach_as_far_as_the_base_s(tmp_path):
@@ -199,12 +221,12 @@ def test_a_folder_with_other_tensors_is_refused(pair, tmp_path):
 
 def test_what_cannot_carry_the_expansion_is_refused(pair, pair_of):
     base, folder, extracted = pair
-    with pytest.raises(
-        CheckpointError, match=r"model: is a ScaleLlamaForCausalLM, expected LlamaForCausalLM or LlamaM"
-    ):
+    with pytest.raises(PlanError, match=r"^name: default is an expansion of this model already, expected a new name"):
         load_expansion(load(folder), extracted)
-    with pytest.raises(CheckpointError, match=r"model: is a GPT2LMHeadModel, expected LlamaForCausalLM or LlamaModel"):
-        load_expansion(pair_of("gpt2").base, extracted)
+    for other in (pair_of("gpt2").base, load(pair_of("gpt2").path)):
+        kind = rf"model: is a {type(other).__name__}, expected LlamaForCausalLM or LlamaModel"
+        with pytest.raises(CheckpointError, match=kind):
+            load_expansion(other, extracted, name="more")
     with pytest.raises(PlanError, match=r"^dtype: says how to load a model, but this one is loaded\. Leave it out\.$"):
         load_expansion(base, extracted, dtype=torch.bfloat16)
     with torch.device("meta"):

@@ -12,6 +12,8 @@ import torch
 import transformers
 
 from scale_surgery import Request, apply, expand, extract, load_expansion
+from scale_surgery.checkpoint import expansions
+from scale_surgery.checkpoint.expansions import expansion_of
 from scale_surgery.errors import CheckpointError, PlanError
 from scale_surgery.planning.routing_specs import Routing
 from scale_surgery.surgery.route import route_export
@@ -31,6 +33,10 @@ GREEDY = {"max_new_tokens": 6, "do_sample": False}
 @pytest.fixture(scope="module")
 def llama(made_of) -> Made:
     return made_of("llama", LLAMA)
+
+
+def renamed(tensor: str, name: str) -> str:
+    return tensor if expansion_of(tensor) is None else expansions.renamed(tensor, name)
 
 
 def weighed(
@@ -54,7 +60,7 @@ def weighed(
 
 def test_one_name_is_the_model_that_apply_writes(llama, tmp_path):
     model, base = llama.composed(), load(llama.base)
-    assert model.expansions == list(LLAMA) and type(model).__name__ == "ComposedLlamaForCausalLM"
+    assert model.expansions == list(LLAMA) and type(model).__name__ == "ScaleLlamaForCausalLM"
     assert isinstance(model, transformers.LlamaForCausalLM)
     outputs = []
     for name in (*LLAMA, None):
@@ -69,8 +75,8 @@ def test_one_name_is_the_model_that_apply_writes(llama, tmp_path):
             if name is not None:
                 for own in (model, alone):
                     own(PROMPTS[0]["input_ids"], labels=PROMPTS[0]["input_ids"]).loss.backward()
-                found = {key: own.grad for key, own in model.expanded_models[name].named_parameters()}
-                expected = {key: own.grad for key, own in alone.named_parameters()}
+                found = {key: own.grad for key, own in model.named_parameters() if expansion_of(key) in (name, None)}
+                expected = {renamed(key, name): own.grad for key, own in alone.named_parameters()}
                 assert found.keys() == expected.keys() and any(own is not None for own in found.values())
                 for key, gradient in expected.items():
                     assert gradient is None if found[key] is None else torch.equal(gradient, found[key]), key
@@ -101,7 +107,8 @@ def test_paths_side_by_side_are_the_models_alone(made_of, family, names, dtype):
         model.set_expansion(list(names), switch_rate=0.05)
         for found, each in zip(model.path_logits(**prompt), expected, strict=True):
             assert torch.equal(found, each)
-        routed, own = model(**prompt).logits, prompt["input_ids"]
+        logits, own = model(**prompt).logits, prompt["input_ids"]
+        routed = logits.log_softmax(-1)
         reference, weights = weighed(expected, own, starts, 0.05)
         scores, following = model.score_tokens(**prompt), own[:, 1:, None]
         for row, start in enumerate(starts):
@@ -111,15 +118,15 @@ def test_paths_side_by_side_are_the_models_alone(made_of, family, names, dtype):
             wanted = [each.log_softmax(-1)[row, start:-1].gather(-1, following[row, start:]) for each in expected]
             mixed = reference[row, start:-1].gather(-1, following[row, start:])[..., 0]
             pairs = (
-                (scores.paths[row, start:], torch.cat(wanted, -1)),
-                (scores.mixed[row, start:], mixed),
+                (scores.sides[row, start:], torch.cat(wanted, -1)),
+                (scores.routed[row, start:], mixed),
                 (scores.weights[row, start:], weights[row, start:-1]),
             )
             for given, right in pairs:
                 assert (given.double() - right).abs().max() < (2e-5 if dtype == "float32" else 0.07)
             assert weights[row, -1].max() - weights[row, -1].min() > 0.01, "the control: they are not all alike"
         last = model(**prompt, logits_to_keep=1).logits
-        assert torch.allclose(last, routed[:, -1:], atol=1e-5 if dtype == "float32" else 0.07)
+        assert torch.allclose(last, logits[:, -1:], atol=1e-5 if dtype == "float32" else 0.07)
         rows = [*reversed(names), None, None][: len(own)]
         found = model(**prompt, expansion_names=rows, use_cache=False).logits
         for row, name in enumerate(rows):
@@ -223,6 +230,19 @@ def test_all_share_the_weights_of_the_base(llama):
     assert pointers().isdisjoint(shared)
 
 
+@torch.no_grad()
+def test_it_is_saved_and_loaded_as_one_model(llama, tmp_path):
+    model = llama.composed()
+    model.save_pretrained(tmp_path / "saved")
+    found, prompt = load(tmp_path / "saved"), PROMPTS[1]
+    assert found.expansions == list(LLAMA) and found.active_expansion == list(LLAMA)
+    model.set_expansion(list(LLAMA))
+    assert torch.equal(found(**prompt).logits, model(**prompt).logits)
+    for name in (None, *LLAMA):
+        with found.use_expansion(name):
+            assert torch.equal(found(**prompt).logits, llama.alone(name)(**prompt).logits)
+
+
 def test_training_under_a_mixture(llama):
     """The loss of the mixture reaches every expansion, and nothing of the base; one step makes it smaller."""
     model, ids = llama.composed("medicine", "law"), random_ids(2, 9)
@@ -232,7 +252,8 @@ def test_training_under_a_mixture(llama):
     trained = [own for own in model.parameters() if own.requires_grad]
     assert all(own.grad is None for own in model.parameters() if not own.requires_grad)
     for name in model.expansions:
-        assert any(own.grad is not None and own.grad.any() for own in model.expanded_models[name].parameters())
+        own = [tensor for key, tensor in model.named_parameters() if expansion_of(key) == name]
+        assert any(tensor.grad is not None and tensor.grad.any() for tensor in own)
     torch.optim.SGD(trained, lr=0.05).step()
     assert model(ids, labels=ids).loss < before
 
@@ -242,9 +263,10 @@ def test_choices(llama):
     ids = random_ids(2, 5)
     law = model(ids).logits
     with model.use_expansion(["law", "medicine"]), torch.no_grad():
-        one = model(ids).logits
-        model.set_expansion(["medicine", "law"])
-        assert torch.allclose(one, model(ids).logits, atol=1e-5)
+        one = model(ids).logits.log_softmax(-1)
+        with model.use_expansion(["medicine", "law"]):
+            assert torch.allclose(one, model(ids).logits.log_softmax(-1), atol=1e-5)
+        assert model.active_expansion == ["law", "medicine"]
     assert torch.equal(model(ids).logits, law)
     assert torch.equal(model(ids, expansion_names=["law", "law"]).logits, law)
     with pytest.raises(ValueError, match="One path runs now"):
@@ -277,26 +299,27 @@ def test_what_cannot_be_asked_for_is_refused(llama, made_of):
         "prior: is [0.5], expected 2 positive weights of sum 1, the base's first.",
         "switch_rate: is 1.0, expected a share of at least 0 and less than 1.",
     ]
-    assert message(model.set_expansion, ValueError, ["law"], prune=1.0, lag=0).splitlines() == [
-        "prune: is 1.0, expected a share of at least 0 and less than 1.",
-        "lag: is 0, expected a whole number of at least 1.",
+    assert message(model.set_expansion, ValueError, ["law"], router="cosine", threshold=2).splitlines() == [
+        "threshold: is 2, expected a cosine, from -1 to 1.",
     ]
+    assert message(model.set_expansion, ValueError, ["law", "medicine"], router="cosine", threshold=0.5) == (
+        "cosine: decides between the base and one expansion, not 2."
+    )
+    for wrong in ({"router": "best"}, {"lag": 2}):
+        found = message(model.set_expansion, ValueError, ["law"], **wrong)
+        assert found.startswith("router: is {") and "expected one of posterior, cosine with its numbers" in found
     # numbers that one name has no use for
-    assert message(model.set_expansion, ValueError, "law", switch_rate=7, prune="a", lag=2.5).splitlines() == [
-        "switch_rate: is 7, expected a share of at least 0 and less than 1.",
-        "prune: is 'a', expected a share of at least 0 and less than 1.",
-        "lag: is 2.5, expected a whole number of at least 1.",
-    ]
+    assert message(model.set_expansion, ValueError, "law", switch_rate=0.1) == (
+        "switch_rate: is for a list of expansions, but 'law' is none. Leave it out."
+    )
     assert message(load_expansion, PlanError, model, law, name="law") == (
         "name: law is an expansion of this model already, expected a new name. Choose another, or take that one off "
         "first: compose --remove, or model.delete_expansion."
     )
     for name in ("a b", "3d", "a.b", "", "base", "keys"):
         assert message(load_expansion, PlanError, model, law, name=name).startswith(f"name: is {name!r}, expected")
-    assert message(load_expansion, PlanError, model, law) == (
-        "name: is missing, but the model takes expansions by name (medicine, law). Give one; or give the stock model, "
-        "for an expanded model of its own."
-    )
+    named = load_expansion(load(llama.base), law)
+    assert message(load_expansion, PlanError, named, law).startswith("name: default is an expansion of this model alre")
     other = made_of("gemma3_text", GEMMA, "bfloat16").extracts["music"]
     assert "expected Gemma3" in message(load_expansion, CheckpointError, model, other, name="music")
     ids = random_ids(3, 4)
@@ -310,7 +333,6 @@ def test_what_cannot_be_asked_for_is_refused(llama, made_of):
         )
     for name in ("load_adapter", "add_adapter", "set_adapter", "delete_adapter", "disable_adapters"):
         assert message(getattr(model, name), NotImplementedError, "law").startswith(f"{name}: is of transformers' adap")
-    assert "expanded_models[name].save_pretrained" in message(model.save_pretrained, NotImplementedError, "folder")
     assert model.expansions == ["medicine", "law"] and model.choice.names == ("law",)
 
 

@@ -6,6 +6,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,12 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
-from scale_surgery import modeling
 from scale_surgery.cli.program import main
 from scale_surgery.errors import CheckpointError, PlanError
+from scale_surgery.evidence.inspect import inspect
 from scale_surgery.planning.routing_specs import Routing
 from scale_surgery.surgery.expand import expand
-from scale_surgery.surgery.record import read_manifest, routing_of
+from scale_surgery.surgery.record import read_manifest
 from scale_surgery.surgery.route import Routed, route_export, set_routing, unroute
 from scale_surgery.surgery.strip import strip
 from tests import routed
@@ -95,38 +96,47 @@ def test_what_config_and_manifest_say(expanded: Path, tmp_path: Path) -> None:
     route = Routing("cosine", threshold=0.25, strict=True)
     path = route_export(expanded, tmp_path / "routed", route).path
     config, manifest = json.loads((path / "config.json").read_text()), read_manifest(path)
-    own = config["scale_surgery"].pop("routing")
+    own = config["scale_surgery"].pop("router")
     assert config == before, "nothing else"
-    assert {name: own[name] for name in ("router", "threshold", "strict", "fork", "softcap")} == {
-        "router": "cosine",
-        "threshold": 0.25,
-        "strict": True,
-        "fork": 0,
-        "softcap": None,
-    }
-    assert "prior" not in own, "numbers of the other router"
-    assert routing_of(manifest) == route
-    assert manifest.verification is None, "what was verified was another model"
+    assert own == {"router": "cosine", "threshold": 0.25, "strict": True}, "no numbers of the other router"
+    assert manifest == replace(read_manifest(expanded), routing=route), "nothing else"
     assert manifest.training == ({"steps": 3},)
-    assert routing_of(read_manifest(expanded)) is None
-    assert manifest.code == {name: modeling.code_hash(name) for name in manifest.code}
+    assert read_manifest(expanded).routing is None
+    posterior = route_export(expanded, tmp_path / "posterior", Routing(prior=0.2, switch_rate=0.0)).path
+    own = json.loads((posterior / "config.json").read_text())["scale_surgery"]["router"]
+    assert own == {"router": "posterior", "prior": [0.2, 0.8], "switch_rate": 0.0}, "a prior for each path"
+
+
+def test_what_was_verified_was_another_model(expanded: Path, tmp_path: Path) -> None:
+    """A verification names the router that it is about."""
+    path = route_export(expanded, tmp_path / "routed").path
+    added, before = inspect(path).expansion, inspect(expanded).expansion
+    assert added is not None and before is not None
+    assert (before.verified, before.changed_since) == ("passed 2026-01-01", None)
+    assert (added.verified, added.changed_since) == ("passed 2026-01-01", "the router changed since")
+    edit_manifest(path, lambda own: own | {"verification": own["verification"] | {"routing": own["routing"]}})
+    assert inspect(path).expansion.changed_since is None  # type: ignore[union-attr]
+    set_routing(path, Routing(prior=0.2))
+    assert inspect(path).expansion.changed_since == "the router's numbers changed since"  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("request_name", ("preserve", "deep", "adapt"))
-def test_where_the_paths_part_and_what_it_costs(trio_of: Callable[..., Trio], request_name: str) -> None:
-    config = json.loads((trio_of("llama", request_name).path / "config.json").read_text())
+def test_where_the_paths_part_and_what_it_costs(
+    trio_of: Callable[..., Trio], tmp_path: Path, request_name: str
+) -> None:
     fork = {"preserve": None, "deep": 1, "adapt": 0}[request_name]
-    assert config["scale_surgery"]["routing"]["fork"] == fork
-    done = Routed(Path("x"), "base", Routing(), fork, 3, 0)
+    done = route_export(trio_of("llama", request_name).expanded_path, tmp_path / "routed")
+    assert done.fork == fork
     assert done.cost == pytest.approx({None: 1.0, 1: 1 + 2 / 3, 0: 2.0}[fork])
 
 
-def test_a_cap_on_the_logits_moves_to_the_router(trio_of: Callable[..., Trio], tmp_path: Path) -> None:
+def test_a_cap_on_the_logits_stays_before_a_router(trio_of: Callable[..., Trio], tmp_path: Path) -> None:
     trio = trio_of("gemma2", "deep")
-    assert json.loads((trio.expanded_path / "config.json").read_text())["final_logit_softcapping"] == 30.0
-    config = json.loads((trio.path / "config.json").read_text())
-    assert config["final_logit_softcapping"] is None, "stock code would cap the mixture"
-    assert config["scale_surgery"]["routing"]["softcap"] == 30.0
+    for path in (trio.expanded_path, trio.path):
+        config = json.loads((path / "config.json").read_text())
+        assert config["final_logit_softcapping"] == 30.0, "as the base has it"
+        facts = config["scale_surgery"]["base"]
+        assert (facts["softcap"], facts["softcap_key"]) == (30.0, "final_logit_softcapping")
     base, unrouted, model = trio.load()
     for one in (base, unrouted, model):
         with torch.no_grad():
@@ -151,7 +161,7 @@ def test_a_base_without_a_cap_gets_none(base_of: Callable[..., Path], tmp_path: 
     base = Path(shutil.copytree(base_of("gemma2"), tmp_path / "base"))
     edit_config(base, lambda own: own | {"final_logit_softcapping": None})
     path = route_export(expand(base, REQUESTS["deep"], tmp_path / "expanded").path, tmp_path / "routed").path
-    assert json.loads((path / "config.json").read_text())["scale_surgery"]["routing"]["softcap"] is None
+    assert json.loads((path / "config.json").read_text())["scale_surgery"]["base"]["softcap"] is None
     ids = random_ids(2, 9)
     with torch.no_grad():
         assert torch.equal(load(path)(ids).logits, load(base)(ids).logits)
@@ -161,7 +171,7 @@ def test_a_cap_that_config_leaves_out_is_the_default(base_of: Callable[..., Path
     base = Path(shutil.copytree(base_of("gemma2"), tmp_path / "base"))
     edit_config(base, lambda own: {name: value for name, value in own.items() if name != "final_logit_softcapping"})
     path = route_export(expand(base, REQUESTS["deep"], tmp_path / "expanded").path, tmp_path / "routed").path
-    assert json.loads((path / "config.json").read_text())["scale_surgery"]["routing"]["softcap"] == 30.0
+    assert json.loads((path / "config.json").read_text())["scale_surgery"]["base"]["softcap"] == 30.0
     ids = random_ids(2, 9)
     with torch.no_grad():
         assert torch.equal(load(path)(ids).logits, load(base)(ids).logits)
@@ -186,49 +196,36 @@ def test_un_routing_gives_back_every_byte(expanded: Path, tmp_path: Path, how: A
             assert file.stat().st_ino == (done.path / name).stat().st_ino
 
 
-def test_a_manifest_of_an_earlier_release_comes_back_too(expanded: Path, tmp_path: Path) -> None:
-    """Before routers its surgery.json had no word of them."""
-    edit_manifest(expanded, lambda own: {name: value for name, value in own.items() if name != "routing"})
-    before = digests(expanded)
-    unroute(route_export(expanded, tmp_path / "routed").path, tmp_path / "back")
-    assert changed_files(before, digests(tmp_path / "back")) == set()
-
-
-def test_code_of_another_release_comes_back(expanded: Path, tmp_path: Path) -> None:
-    """The routed model gets this release's code; some files the other release had not, and some it had besides."""
-    file, gone, besides = "expanded_modules.py", "expanded_routing.py", "expanded_once.py"
+def test_code_of_another_release_stays(expanded: Path, tmp_path: Path) -> None:
+    """One set of files runs a model with a router and without."""
+    file, besides = "expanded_modules.py", "expanded_once.py"
     (expanded / file).write_bytes((expanded / file).read_bytes() + b"# of another release\r\n")
     (expanded / besides).write_bytes(b"# a file that this release has not\n")
-    (expanded / gone).unlink()
     hashes = {name: hashlib.sha256((expanded / name).read_bytes()).hexdigest() for name in (file, besides)}
-    edit_manifest(
-        expanded,
-        lambda own: own | {"code": {n: h for n, h in own["code"].items() if n != gone} | hashes},
-    )
+    edit_manifest(expanded, lambda own: own | {"code": own["code"] | hashes})
     before = digests(expanded)
     path = route_export(expanded, tmp_path / "routed").path
-    assert (path / file).read_text() == modeling.code_text(file)
-    assert (path / gone).read_text() == modeling.code_text(gone)
-    assert not (path / besides).exists()
+    assert changed_files(before, digests(path)) == {"config.json", "surgery.json"}
     assert load(path).is_routing_enabled
     unroute(path, tmp_path / "back")
     assert digests(tmp_path / "back") == before
 
 
 def test_what_was_learned_since_stays(expanded: Path, tmp_path: Path) -> None:
-    """Weights and the record of training are the routed model's; it was not verified since."""
+    """Weights and the record of training are the routed model's."""
     path = route_export(expanded, tmp_path / "routed", base_weights="copy").path
     shard = next(file for name, file in weights(path).items() if name.startswith("expansion"))
     content = bytearray(shard.read_bytes())
     content[-1] ^= 1
     shard.write_bytes(content)
-    edit_manifest(path, lambda own: own | {"training": [*own["training"], {"steps": 5}]})
+    edit_manifest(path, lambda own: own | {"training": [*own["training"], {"steps": 5, "begun": "2026-01-02"}]})
     (path / "note.txt").write_text("new")
     unroute(path, tmp_path / "back")
     assert changed_files(digests(expanded), digests(tmp_path / "back")) == {shard.name, "surgery.json", "note.txt"}
     manifest = read_manifest(tmp_path / "back")
-    assert manifest.training == ({"steps": 3}, {"steps": 5})
-    assert manifest.verification is None and manifest.routing is None
+    assert manifest.training == ({"steps": 3}, {"steps": 5, "begun": "2026-01-02"})
+    assert manifest.routing is None
+    assert inspect(tmp_path / "back").expansion.changed_since == "tensors (by training) changed since"  # type: ignore[union-attr]
 
 
 def test_strip_of_a_routed_model_is_the_base(sharded_base: Path, expanded: Path, tmp_path: Path) -> None:
@@ -257,10 +254,10 @@ def test_set_routing(expanded: Path, tmp_path: Path) -> None:
         other = train(load(path))(ids).logits
     assert changed_files(before, digests(path)) == {"config.json", "surgery.json"}
     assert not torch.equal(one, other)
-    config = json.loads((path / "config.json").read_text())["scale_surgery"]["routing"]
-    assert (config["prior"], config["switch_rate"]) == (0.2, 0.0)
-    assert routing_of(read_manifest(path)) == Routing(prior=0.2, switch_rate=0.0)
-    assert json.loads((path / "surgery.json").read_text())["verification"] is None
+    config = json.loads((path / "config.json").read_text())["scale_surgery"]["router"]
+    assert (config["prior"], config["switch_rate"]) == ([0.2, 0.8], 0.0)
+    assert read_manifest(path).routing == Routing(prior=0.2, switch_rate=0.0)
+    assert read_manifest(path).verification == read_manifest(expanded).verification
     set_routing(path, Routing(prior=0.5))
     assert digests(path) == before
 
@@ -376,20 +373,15 @@ def test_the_target_is_checked_first(trio_of: Callable[..., Trio], tmp_path: Pat
 
 
 @pytest.mark.parametrize("name", ("../outside.txt", "/tmp/outside.txt", "config.json/../../outside.txt"))
-@pytest.mark.parametrize("place", ("files", "code", "code of the model"))
 def test_a_manifest_cannot_write_or_read_outside_the_folder(
-    trio_of: Callable[..., Trio], tmp_path: Path, name: str, place: str
+    trio_of: Callable[..., Trio], tmp_path: Path, name: str
 ) -> None:
     """surgery.json may come from anybody: its names are paths inside the folder, or nothing is written."""
     (tmp_path / "source").mkdir()
     folder = Path(shutil.copytree(trio_of("llama").path, tmp_path / "source" / "routed"))
     name = name.replace("/tmp", str(tmp_path))
 
-    def edit(own: dict[str, Any]) -> dict[str, Any]:
-        (own["code"] if place == "code of the model" else own["routing"]["before"][place])[name] = "boo"
-        return own
-
-    edit_manifest(folder, edit)
+    edit_manifest(folder, lambda own: own | {"code": own["code"] | {name: "boo"}})
     for operation in (unroute, strip):
         with pytest.raises(CheckpointError, match=r"outside\.txt' is said to be .*expected a name inside the folder"):
             operation(folder, tmp_path / "out" / "back")
@@ -402,10 +394,11 @@ def test_a_manifest_cannot_write_or_read_outside_the_folder(
         {},
         [],
         "posterior",
-        {"settings": {"router": "posterior"}},
-        {"settings": {"router": "posterior", "colour": "blue"}, "before": {}},
-        {"settings": {"router": "posterior"}, "before": {"files": {}, "code": {}, "training_runs": 0}},
-        {"settings": {}, "before": {"files": {"config.json": 3}, "code": {}, "training_runs": 0, "verification": None}},
+        {"router": "posterior"},
+        asdict(Routing()) | {"colour": "blue"},
+        asdict(Routing()) | {"router": "oracle"},
+        asdict(Routing()) | {"prior": [0.5, 0.5]},
+        asdict(Routing()) | {"prior": 1},
     ),
     ids=str,
 )
@@ -419,7 +412,7 @@ def test_a_spoiled_record_is_refused(trio_of: Callable[..., Trio], tmp_path: Pat
 
 def test_a_missing_code_file_is_named(expanded: Path, tmp_path: Path) -> None:
     (expanded / "expanded_modules.py").unlink()
-    with pytest.raises(CheckpointError, match=r"^expanded_modules\.py: cannot be read .*Restore it"):
+    with pytest.raises(CheckpointError, match=r"^expanded_modules\.py: code file is missing\."):
         route_export(expanded, tmp_path / "routed")
     assert_nothing_written(tmp_path, "expanded", "sharded")
 
@@ -438,18 +431,18 @@ def test_the_command_and_back(trio_of: Callable[..., Trio], tmp_path: Path) -> N
     text = run(folder, "-o", there, "--prior", "0.25", "--switch-rate", "0", "--base-weights", "link").output
     assert "posterior, prior 0.25, switch rate 0" in text
     assert "from layer 1 of 3 on" in text and "1.67 x" in text
-    assert routing_of(read_manifest(there)) == Routing(prior=0.25, switch_rate=0.0)
+    assert read_manifest(there).routing == Routing(prior=0.25, switch_rate=0.0)
     found = json.loads(run(there, "-o", back, "--router", "none", "--json").output)
     assert found["routing"] is None
     assert digests(back) == digests(folder)
     text = run(folder, "-o", there, "--router", "cosine", "--threshold", "0", "--strict", "--overwrite").output
     assert "cosine, threshold 0, strict" in text
-    assert routing_of(read_manifest(there)) == Routing("cosine", threshold=0.0, strict=True)
+    assert read_manifest(there).routing == Routing("cosine", threshold=0.0, strict=True)
 
 
 def test_by_default_it_is_the_posterior_router(trio_of: Callable[..., Trio], tmp_path: Path) -> None:
     run(trio_of("llama", "deep").expanded_path, "-o", tmp_path / "there", "--quiet")
-    assert routing_of(read_manifest(tmp_path / "there")) == Routing("posterior", prior=0.5, switch_rate=0.01)
+    assert read_manifest(tmp_path / "there").routing == Routing("posterior", prior=0.5, switch_rate=0.01)
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shake(place / "wide")
     route_export(place / "wide", place / "posterior", Routing(switch_rate=0.05))
     # a threshold that sends tokens to both sides
-    cosines = load(place / "posterior").score_tokens(random_ids(4, 64)).cosine
+    model = load(place / "wide")
+    model.set_expansion(["default"], router="cosine", threshold=0.0)
+    cosines = model.score_tokens(random_ids(4, 64)).observed
     route_export(place / "wide", place / "cosine", Routing("cosine", threshold=between(cosines)))
     merge(place / "posterior", place / "fused")
     shake(expand(base, Request("0,2", method="depth"), place / "deep").path)

@@ -151,7 +151,7 @@ def test_the_logits_of_the_base_stream_are_those_of_the_base(pair_of, tmp_path, 
         base = model(**batch).logits
     alone = model(**batch).logits
     assert found.equal(base) and ours.equal(alone) and not found.equal(ours) and not found.requires_grad
-    assert not model.get_output_embeddings().answers
+    assert not model.running.calls, "nothing of the call stays"
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     both, one = (torch.autograd.grad(own.float().square().sum(), trained) for own in (ours, alone))
     torch.testing.assert_close(both, one)
@@ -203,7 +203,7 @@ def test_the_base_writes_samples_whatever_was_trained(place, tokenizer):
     ours, base = load(place / "shaken", dtype=torch.float32), load(place / "adapt", dtype=torch.float32)
     one, other = (sample_base(model, begins, sampling, tokenizer, no_track) for model in (ours, base))
     assert len(one) == 10 and one.fingerprint() == other.fingerprint()
-    assert torch.get_rng_state().equal(state) and ours.switches["expansion"]
+    assert torch.get_rng_state().equal(state) and ours.is_expansion_enabled
     rows = [one[place]["input_ids"].tolist() for place in range(10)]
     assert all(row[0] == tokenizer.bos_token_id and len(row) <= 24 for row in rows)
     assert all(tokenizer.eos_token_id not in row[1:-1] for row in rows)

@@ -220,7 +220,9 @@ def test_only_what_is_chosen_trains(place: Path, tmp_path: Path) -> None:
     start, now = expansion(place / "adapt"), expansion(done.path)
     moved = {name for name in now if not torch.equal(now[name], start[name])}
     assert moved and {name.rsplit(".", 1)[1] for name in moved} <= {"w12", "up_weight"}
-    assert "lm_head.up_weight" in moved and not any("norm" in name or "embed" in name for name in moved)
+    assert "lm_head.expansions.default.up_weight" in moved and not any(
+        "norm" in name or "embed" in name for name in moved
+    )
 
 
 def test_the_same_seed_gives_the_same_bytes_and_another_does_not(place: Path, tmp_path: Path) -> None:
@@ -265,7 +267,7 @@ def test_half_precision_is_trained_in_float32_and_stored_as_it_was(place: Path, 
     done = train(tmp_path / "wide", [place / "texts.jsonl"], tmp_path / "out", settings, track=looking)
     assert {tensor.dtype for tensor in expansion(done.path).values()} == {torch.bfloat16}
     assert seen and {tensor.dtype for tensor in seen[-1].values()} == {torch.float32}
-    name = "model.layers.3.mlp.gate_proj.w21"
+    name = "model.layers.3.mlp.gate_proj.expansions.default.w21"
     assert not torch.equal(seen[-1][name], seen[-1][name].bfloat16().float()), "finer than bfloat16"
     assert verify(done.path, record=False).passed
 
@@ -533,7 +535,11 @@ def test_trained_tensors_find_their_names_on_disk(pair_of: Any, tmp_path: Path, 
 
 def test_names_without_the_prefix_of_the_whole_model(pair_of: Any) -> None:
     model = pair_of("llama", "adapt", "float32", False).expanded
-    names = ("layers.0.self_attn.q_proj.w21", "embed_tokens.up_weight", "layers.9.self_attn.q_proj.w21")
+    names = (
+        "layers.0.self_attn.q_proj.expansions.default.w21",
+        "embed_tokens.expansions.default.up_weight",
+        "layers.9.self_attn.q_proj.expansions.default.w21",
+    )
     places = InMemory(model, names).places
     assert {name: place.name for name, place in places.items()} == {name: f"model.{name}" for name in names[:2]}
 

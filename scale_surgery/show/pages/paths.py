@@ -18,8 +18,7 @@ from scale_surgery.show.path_colours import OTHERS_COLOUR, PATH_COLOURS, Colouri
 from scale_surgery.show.visible import visible_line, visible_text
 
 if TYPE_CHECKING:
-    from scale_surgery.routing.path_records import PathReport, PathTotals, TokenPaths
-    from scale_surgery.routing.records import DocumentRoute, FileRoute
+    from scale_surgery.routing.records import DocumentRoute, FileRoute, PathTotals, RouteReport, TokenPaths
 
 # nats by which a path has to be ahead of every other to be the one that predicted a token best
 LEAD = 0.1
@@ -57,7 +56,7 @@ class File:
     documents: list[Document]
 
 
-def write_path_page(report: PathReport, file: Path) -> None:
+def write_path_page(report: RouteReport, file: Path) -> None:
     """Write a report as a page, whole or not at all; an existing file is replaced.
 
     Raises:
@@ -66,7 +65,7 @@ def write_path_page(report: PathReport, file: Path) -> None:
     write(render_path_page(report), file)
 
 
-def render_path_page(report: PathReport) -> str:
+def render_path_page(report: RouteReport) -> str:
     """Make the page.
 
     Args:
@@ -75,7 +74,7 @@ def render_path_page(report: PathReport) -> str:
     Returns:
         HTML that refers to no other file.
     """
-    colouring = choose_colours(report.routing.names, report.shares)
+    colouring = choose_colours(report.paths, report.shares)
     return fill(
         "path_report.html",
         title=f"Which path gave each token: {report.model}",
@@ -155,7 +154,7 @@ def _best(logs: Sequence[float] | None, colouring: Colouring) -> int | None:
     return colouring.places[list(logs).index(first)] if first - second >= LEAD else None
 
 
-def _data(report: PathReport, colouring: Colouring) -> dict[str, Any]:
+def _data(report: RouteReport, colouring: Colouring) -> dict[str, Any]:
     """The numbers of the tokens, for the page's script."""
     rows = []
     for record in report.records():
@@ -166,7 +165,7 @@ def _data(report: PathReport, colouring: Colouring) -> dict[str, Any]:
     return {"tokens": rows, "paths": list(map(visible_line, colouring.names)), "places": list(colouring.places)}
 
 
-def _notes(report: PathReport) -> Iterator[str]:
+def _notes(report: RouteReport) -> Iterator[str]:
     yield (
         "Losses are in nats per token, over the tokens that count: all but the first of a document, and of a question "
         "its answer alone. Prompts are in italics. A share is the mean weight of a path. A small letter stands where "

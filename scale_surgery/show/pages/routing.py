@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from scale_surgery.planning.routing_specs import Routing
 from scale_surgery.show.pages.filling import fill, write
 from scale_surgery.show.palette import DARK, LIGHT, PLACES, Palette, place_of
 from scale_surgery.show.visible import visible, visible_line, visible_text
 
 if TYPE_CHECKING:
-    from scale_surgery.routing.path_records import TokenPaths
-    from scale_surgery.routing.records import FileRoute, RouteReport, TokenRoute, Totals
+    from scale_surgery.routing.records import FileRoute, RouteReport, TokenPaths, TokenRoute, Totals
 
 # difference of log-probabilities, in nats, at which the scale of evidence ends
 EVIDENCE = 4.0
@@ -147,7 +147,8 @@ def shown_token(token: TokenRoute | TokenPaths, kinds: Sequence[str]) -> Token:
 def _paths(report: RouteReport) -> dict[str, str]:
     """Names of the paths that the card shows, and of their fields; what is the base model's is shown once."""
     base = {"base": "base_log_probability", "preserve side": "preserve_log_probability"}
-    known = {"preserve path (base)": "base_log_probability"} if report.routing.is_strict else base
+    is_strict = isinstance(report.routing, Routing) and report.routing.is_strict
+    known = {"preserve path (base)": "base_log_probability"} if is_strict else base
     return {**known, "adapt path": "adapt_log_probability", "routed": "routed_log_probability"}
 
 

@@ -1,0 +1,47 @@
+"""Names of expansions: which one may have, and which a model has."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from keyword import iskeyword
+
+from scale_surgery.errors import PlanError
+
+
+def check_name(name: str, known: Collection[str]) -> None:
+    """Refuse a name that an expansion cannot have.
+
+    Args:
+        name: The name.
+        known: Names that others have.
+
+    Raises:
+        PlanError: If it is not made of letters, digits and underscores, is a word of ours, or is taken.
+    """
+    from torch import nn
+
+    is_word = isinstance(name, str) and name.isidentifier()
+    if not is_word or iskeyword(name) or name == "base" or hasattr(nn.ModuleDict(), name):
+        raise PlanError(
+            f"name: is {name!r}, expected letters, digits and underscores, no digit first, and no word of Python's or "
+            "ours. Choose another, such as medicine."
+        )
+    if name in known:
+        raise PlanError(
+            f"name: {name} is an expansion of this model already, expected a new name. Choose another, or take that "
+            "one off first: compose --remove, or model.delete_expansion."
+        )
+
+
+def expansion_problems(name: str | None, paths: Sequence[str], model: str) -> Iterator[str]:
+    """What is wrong with the expansion that is asked for.
+
+    Args:
+        name: Its name, or None.
+        paths: Names of the paths of the model; none where it is no composed one.
+        model: What it is called.
+    """
+    if name is not None and not paths:
+        yield f"expansion {name}: {model} has no expansions under names, expected a composed folder. Leave it out."
+    elif name is not None and name not in paths:
+        yield f"expansion {name}: is no path of {model}, expected {' or '.join(paths)}."
