@@ -397,9 +397,10 @@ def test_another_dtype_is_refused_and_every_reason_is_given_at_once(base_of, tmp
     first, second, *others = problems_of(routed)
     assert first.startswith("--to stock: the model is routed")
     assert second.startswith("--to stock: the residual stream is")
+    name = new_name("model.layers.1.mlp.down_proj", "w12")
     assert (
-        f"{new_name('model.layers.1.mlp.down_proj', 'w12')}: is F32, the base tensor beside it BF16; joining copies and "
-        "never casts. Expand without --dtype for a model that can be merged."
+        f"{name}: is F32, the base tensor beside it BF16; joining copies and never casts. Expand without --dtype for a "
+        "model that can be merged."
     ) in others
     new = {tensor for tensor in open_checkpoint(routed).tensors if expansion_of(tensor)}
     assert {line.split(":")[0] for line in others} >= {
