@@ -32,6 +32,7 @@ from typing import Any
 import click
 import torch
 from rich.table import Table
+from scale_surgery.modeling.expanded_left_out import left_out_of
 from torch import Tensor
 from transformers import AutoTokenizer
 
@@ -44,7 +45,6 @@ from benchmarks.streams.learning import Settings, learn
 from benchmarks.streams.methods import METHODS, name_of
 from benchmarks.streams.tasks import about
 from scale_surgery.biographies import SHIPPED_MODEL, SHIPPED_PEOPLE, people
-from scale_surgery.modeling.expanded_left_out import left_out_of
 
 PRUNE, LAGS = 0.01, (8, 16, 32)
 # what is far below the threshold

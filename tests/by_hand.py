@@ -15,8 +15,11 @@ from safetensors.torch import load_file, save_file
 from transformers.core_model_loading import revert_weight_conversion
 
 from scale_surgery import modeling
+from scale_surgery.checkpoint.expansions import DEFAULT_NAME, expansion_of
 from scale_surgery.checkpoint.names import INDEX_FILE
-from scale_surgery.modeling.expanded_modules import EXPANSION_NAMES
+from scale_surgery.modeling.expanded_modules import KINDS, expand_module
+from scale_surgery.modeling.expanded_paths import Path as ModelPath
+from scale_surgery.modeling.expanded_paths import Paths, Running
 from scale_surgery.planning.architecture import CODE_FILES
 
 UP = 6
@@ -96,15 +99,60 @@ def plan_of(width: int, layers: list[int], groups: list[str], **own: Any) -> dic
     }
 
 
-def write_expanded(base: Path, path: Path, specs: Mapping[str, Any], names: Names, load: Any = None) -> Path:
+def config_key(plan: Mapping[str, Any], base: Any = None, **router: Any) -> dict[str, Any]:
+    """Content of scale_surgery in config.json for one expansion.
+
+    Args:
+        plan: What is said of the expansion.
+        base: What is said of the base; without, what the expansion passes through.
+        router: The router and its numbers, if there is one.
+    """
+    said = {"base": base or base_of(plan), "expansions": [{"name": DEFAULT_NAME, **plan}]}
+    return said | ({"router": router} if router else {})
+
+
+def base_of(plan: Mapping[str, Any]) -> dict[str, Any]:
+    """What the paths pass through: every module of which the expansion says something."""
+    kinds = plan.get("kinds") or [plan]
+    return {
+        **{key: plan[key] for key in ("base_model", "layers")},
+        "hidden": plan["head"]["base"],
+        "last": next(reversed(plan["model"])),
+        "softcap": None,
+        "softcap_key": None,
+        "kinds": [{"modules": _passed(kind), "attention": kind["attention"]} for kind in kinds],
+        "kind_of_layer": plan.get("kind_of_layer", [0] * 3),
+    }
+
+
+def _passed(kind: Mapping[str, Any]) -> dict[str, Any]:
+    found = {}
+    for name, spec in (kind["passing"] | kind["expanded"]).items():
+        own = spec["kind"] if spec["kind"] in ("block", "activation", "head_norm") else "passing"
+        found[name] = spec if own == "activation" else {**spec, "kind": own, "up": 0}
+    return found
+
+
+def write_expanded(
+    base: Path,
+    path: Path,
+    plan: Mapping[str, Any],
+    names: Names,
+    load: Any = None,
+    *,
+    base_specs: Any = None,
+    router: Mapping[str, Any] | None = None,
+) -> Path:
     """Expand a base: its file as it is, new tensors beside it, zero where the output must stay the base's.
 
     Args:
         base: Folder of the base, of one shard.
         path: Folder to be.
-        specs: Content of scale_surgery in config.json.
+        plan: What config.json says of the expansion.
         names: Names of its stock classes.
         load: Auto class that loads it.
+        base_specs: What config.json says of the base, where that is not what the expansion passes through.
+        router: The router and its numbers, if there is one.
     """
     load = load or transformers.AutoModelForCausalLM
     shutil.copytree(base, path)
@@ -113,7 +161,7 @@ def write_expanded(base: Path, path: Path, specs: Mapping[str, Any], names: Name
         "architectures": modeling.architectures(names),
         "model_type": f"scale_{names.model_type}",
         "auto_map": modeling.auto_map(names),
-        "scale_surgery": specs,
+        "scale_surgery": config_key(plan, base_specs, **(router or {})),
     }
     (path / "config.json").write_text(json.dumps(config))
     for file in CODE_FILES:
@@ -131,14 +179,35 @@ def write_expanded(base: Path, path: Path, specs: Mapping[str, Any], names: Name
 
 
 def is_new(name: str) -> bool:
-    return name.rsplit(".", 1)[-1] in EXPANSION_NAMES
+    return expansion_of(name) is not None
+
+
+# the part of the head that an expansion adds, by the end of its name
+HEAD_UP = f"lm_head.expansions.{DEFAULT_NAME}.up_weight"
 
 
 def fresh(name: str, like: torch.Tensor) -> torch.Tensor:
     """A new tensor: W12 and the head are zero."""
-    if name.endswith((".w12", "lm_head.expansions.default.up_weight")):
+    if name.endswith((".w12", HEAD_UP)):
         return torch.zeros_like(like).detach()
     return (torch.randn_like(like) * 0.2 + (like.dim() == 1)).detach()
+
+
+def expand_alone(module: Any, kind: str, fork: int | None = 0, **sizes: Any) -> Any:
+    """Expand a module by itself, in place, as in a model of one layer with one expansion, which runs.
+
+    Args:
+        module: A stock module.
+        kind: Key of KINDS.
+        fork: The first layer with W12; None where there is none.
+        sizes: What the blocks of that kind are made of.
+    """
+    paths = Paths((ModelPath(DEFAULT_NAME),), {DEFAULT_NAME: fork}, 1)
+    expand_module(module, kind, Running(paths), 0)
+    module.expansions[DEFAULT_NAME] = KINDS[kind][1](module, **sizes)
+    sections = [base for base, _ in sizes.get("out_features", ())]
+    module.sections = tuple(sections) if len(sections) > 1 else ()
+    return module
 
 
 def write_index(path: Path, places: Mapping[str, str]) -> None:

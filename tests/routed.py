@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from scale_surgery.modeling.expanded_routers import CosineRouter, Router
 from scale_surgery.planning.request import Request
 from scale_surgery.planning.routing_specs import Routing
 from scale_surgery.surgery.expand import expand
@@ -56,11 +57,34 @@ class Trio:
     def routed(self, **options: Any) -> Any:
         """The routed model alone, trained; its threshold sends tokens to both sides."""
         model = train(load(self.path, **options))
-        router = model.choice.router.settings
-        if router["router"] == "cosine":
-            threshold = between(model.score_tokens(random_ids(4, 40, seed=2).to(model.device)).observed)
-            model.set_expansion(model.expansions, **router | {"threshold": threshold})
+        router = model.choice.router
+        if isinstance(router, CosineRouter):
+            threshold = between(cosines_of(model, {"input_ids": random_ids(4, 40, seed=2).to(model.device)}))
+            put_router(model, CosineRouter(threshold, router.strict))
         return model
+
+
+def put_router(model: Any, router: Router) -> None:
+    """Let another router weigh what the model has chosen."""
+    model.set_expansion(list(model.choice.names), **router.settings)
+
+
+def head_features(model: Any, prompt: dict[str, Any]) -> torch.Tensor:
+    """What the head reads: (paths, b, t, d + u), one for each base stream."""
+    kept: list[torch.Tensor] = []
+    handle = model.get_output_embeddings().register_forward_pre_hook(lambda _, args: kept.append(args[0]))
+    model(**prompt)
+    handle.remove()
+    return kept[0].unflatten(0, (-1, len(prompt["input_ids"])))
+
+
+@torch.no_grad()
+def cosines_of(model: Any, prompt: dict[str, Any]) -> torch.Tensor:
+    """Cosine of the logits of the first and the last base stream at each position, float64."""
+    head = model.get_output_embeddings()
+    features = head_features(model, prompt)[..., : head.weight.shape[1]].double()
+    one, other = (features[place] @ head.weight.double().T for place in (0, -1))
+    return (one * other).sum(-1) / (one.norm(dim=-1) * other.norm(dim=-1))
 
 
 def between(cosines: torch.Tensor) -> float:

@@ -130,7 +130,7 @@ def examine(name: str, model: Any, examination: Examination, mixed: Mixed) -> Fi
 def routed_share(model: Any, tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> float:
     """Mean weight of the adapt path over the tokens of texts."""
     batch = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")
-    weight = model.score_tokens(batch["input_ids"], attention_mask=batch["attention_mask"]).weight
+    weight = model.score_tokens(batch["input_ids"], attention_mask=batch["attention_mask"]).weights[..., 1]
     return float(weight[batch["attention_mask"][:, 1:] == 1].mean())
 
 
@@ -149,7 +149,7 @@ def _lost(
     scores = model.score_tokens(batch["input_ids"], attention_mask=batch["attention_mask"])
     # the second text begins with the second <s>
     is_second = (batch["input_ids"] == tokenizer.bos_token_id).cumsum(1)[:, 1:] == 2
-    right = torch.where(is_second == is_old_first, scores.adapt, scores.base)
+    right = torch.where(is_second == is_old_first, scores.sides[..., 1], scores.base)
     return (right - scores.routed)[batch["attention_mask"][:, 1:] == 1]
 
 

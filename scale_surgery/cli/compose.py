@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,17 +46,6 @@ if TYPE_CHECKING:
     help="Share of its weight that each path gives to the others at every token. 0 bounds what a text can lose.  "
     "[default: 0.01; at least 0 and less than 1]",
 )
-@click.option(
-    "--prune",
-    type=float,
-    help="Weight below which a path is left out while tokens are read one by one, until it would weigh more.  "
-    "[default: 0, none; at least 0 and less than 1]",
-)
-@click.option(
-    "--lag",
-    type=int,
-    help="Tokens after which paths that are left out read what they have not.  [default: 32; at least 1]",
-)
 @overwrite_options
 @output_options
 def compose_command(
@@ -67,6 +54,8 @@ def compose_command(
     output: Path,
     names: tuple[str, ...] | None,
     add: tuple[str, ...],
+    prior: tuple[str, ...] | None,
+    switch_rate: float | None,
     out: Output,
     **options: Any,
 ) -> None:
@@ -89,25 +78,23 @@ def compose_command(
     if names is not None and len(set(names)) < len(names):
         raise click.UsageError(f"--names {','.join(names)}: one name stands twice, expected another for each extract.")
     named = given if names is None else dict(zip(names, given, strict=True))
-    numbers = {name: options.pop(name) for name in ("switch_rate", "prune", "lag")}
-    mixing = read_mixing(base, options.pop("prior"), numbers, stays=not (given or options["remove"]))
+    mixing = read_mixing(base, prior, switch_rate, stays=not (given or options["remove"]))
     done = compose(base, named, output, mixing=mixing, track=out.track, **options)
     out.show(done, render_composed(done))
 
 
-def read_mixing(base: str, prior: tuple[str, ...] | None, numbers: Mapping[str, Any], *, stays: bool) -> Mixing | None:
+def read_mixing(base: str, prior: tuple[str, ...] | None, switch_rate: float | None, *, stays: bool) -> Mixing | None:
     """How paths are mixed, from command line options; None where nothing is said.
 
     Args:
         base: What is composed; a composed folder has numbers, which stay where others are given.
         prior: What is said of the prior.
-        numbers: What is said of other fields of `Mixing`, by name.
+        switch_rate: What is said of the switch rate.
         stays: Whether the expansions are those that it has.
     """
     from scale_surgery.composition.record import Mixing, is_composition, read_composed_record
 
-    said = {name: own for name, own in numbers.items() if own is not None}
-    if prior is None and not said:
+    if prior is None and switch_rate is None:
         return None
     try:
         weights = None if prior is None else tuple(map(float, prior))
@@ -116,7 +103,5 @@ def read_mixing(base: str, prior: tuple[str, ...] | None, numbers: Mapping[str, 
             f"--prior {','.join(prior or ())}: expected numbers with commas between them."
         ) from error
     before = read_composed_record(Path(base)).mixing if is_composition(base) else Mixing()
-    mixing = replace(before, prior=before.prior if stays and weights is None else weights, **said)
-    if "lag" in said and not mixing.prune:
-        raise click.UsageError(f"--lag {mixing.lag}: no path is left out without --prune, expected both.")
-    return mixing
+    rate = before.switch_rate if switch_rate is None else switch_rate
+    return Mixing(before.prior if stays and weights is None else weights, rate)

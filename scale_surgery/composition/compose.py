@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from scale_surgery import modeling
+from scale_surgery.checkpoint.expansions import renamed
 from scale_surgery.checkpoint.files import BaseWeights, check_base_weights, take_over, write_json, write_text
 from scale_surgery.checkpoint.folder import open_checkpoint, read_text
 from scale_surgery.checkpoint.headers import TensorInfo, read_header
@@ -20,7 +21,7 @@ from scale_surgery.checkpoint.sources import find_source
 from scale_surgery.checkpoint.staging import check_space, check_target, staged
 from scale_surgery.checkpoint.stamps import Stamps
 from scale_surgery.composition.checks import check_base, check_names, check_runs_beside, named_extracts
-from scale_surgery.composition.config import composed_config, composed_index
+from scale_surgery.composition.config import composed_config, index_of
 from scale_surgery.composition.ground import Ground, base_bytes, ground_in, ground_of, open_base
 from scale_surgery.composition.members import (
     Files,
@@ -30,14 +31,8 @@ from scale_surgery.composition.members import (
     member_of,
     place_files,
     stored_headers,
-    stored_name,
 )
-from scale_surgery.composition.record import (
-    Composition,
-    Member,
-    Mixing,
-    folder_of,
-)
+from scale_surgery.composition.record import Composition, Member, Mixing, folder_of
 from scale_surgery.errors import CheckpointError
 from scale_surgery.planning.architecture import CODE_FILES
 from scale_surgery.planning.reserved import check_clashes
@@ -145,7 +140,7 @@ def compose(
     for name, extract in opened.items():
         check_base(name, extract, ground, track)
     parts = _kept_parts(source.path, before, remove)
-    parts |= {name: _new_part(extract, ground) for name, extract in opened.items()}
+    parts |= {name: _new_part(name, extract) for name, extract in opened.items()}
     mixing = _mixing(mixing, before, list(parts))
     state = {
         "compose": {name: [asdict(part.member), dict(part.files.sizes)] for name, part in parts.items()},
@@ -159,9 +154,8 @@ def compose(
     return Composed(target, ground.base_name, tensors, mixing, added, ground.left_out, remove)
 
 
-def _new_part(extract: Extract, ground: Ground) -> Part:
-    member = member_of(extract, ground.base.config)
-    return Part(files_of(extract), member, extract.manifest, is_stored=False, stamps=extract.stamps)
+def _new_part(name: str, extract: Extract) -> Part:
+    return Part(files_of(extract), member_of(extract, name), extract.manifest, is_stored=False, stamps=extract.stamps)
 
 
 def _bytes_added(path: Path, record: Composition | None, remove: Sequence[str], opened: Mapping[str, Extract]) -> int:
@@ -200,11 +194,10 @@ def _write(
     code = modeling.code_texts(architecture, CODE_FILES)
     for file, text in code.items():
         write_text(partial / file, text)
-    members = {name: part.member for name, part in parts.items()}
-    config = composed_config(ground.base.config, running_dtype(ground.base), manifests, members, mixing)
+    config = composed_config(ground.base.config, running_dtype(ground.base), manifests, mixing)
     write_json(partial / CONFIG_FILE, config)
     replaced = {**ground.replaced, **_pin_tokenizer(ground, partial)}
-    write_json(partial / INDEX_FILE, composed_index(_tensors(partial, ground, parts)))
+    write_json(partial / INDEX_FILE, index_of(_tensors(partial, ground, parts)))
     write_json(partial / COMPOSED_FILE, asdict(_record(ground, parts, mixing, replaced, hash_texts(code))))
     _check_written(partial, ground, parts)
 
@@ -251,16 +244,19 @@ def _pin_tokenizer(ground: Ground, partial: Path) -> dict[str, str]:
 def _tensors(partial: Path, ground: Ground, parts: Mapping[str, Part]) -> Iterator[TensorInfo]:
     """Every tensor, by the name and in the shard that it has in the composed folder."""
     shards = [place for place in ground.taken if place.endswith(".safetensors")]
-    shards += [f"{folder_of(name)}/{shard}" for name, part in parts.items() for shard in part.member.shards]
+    shards += [
+        f"{folder_of(name)}/{file}"
+        for name, part in parts.items()
+        for file in part.files.sizes
+        if file.endswith(".safetensors")
+    ]
     for shard in shards:
         yield from read_header(partial, shard).values()
 
 
 def _check_written(partial: Path, ground: Ground, parts: Mapping[str, Part]) -> None:
     """Refuse a folder in which a loader would find other tensors than those of the base and of the plans."""
-    planned = {
-        stored_name(name, part.member, own.name) for name, part in parts.items() for own in part.manifest.plan.tensors
-    }
+    planned = {renamed(own.name, name) for name, part in parts.items() for own in part.manifest.plan.tensors}
     if set(open_checkpoint(partial).tensors) != {*ground.tensors, *planned}:
         raise CheckpointError(
             f"{ground.name}: the files do not hold the tensors of the base and of the plans. Extract the expansions "

@@ -5,20 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from scale_surgery.checkpoint.files import plain_json
 from scale_surgery.checkpoint.headers import TensorInfo
 from scale_surgery.checkpoint.reading import differing_keys
-from scale_surgery.composition.record import Member, Mixing
+from scale_surgery.composition.record import Mixing
 from scale_surgery.surgery.config import expansion_specs, model_config
 from scale_surgery.surgery.record import Manifest
 
 
 def composed_config(
-    base: Mapping[str, Any],
-    dtype: str,
-    manifests: Mapping[str, Manifest],
-    members: Mapping[str, Member],
-    mixing: Mixing,
+    base: Mapping[str, Any], dtype: str, manifests: Mapping[str, Manifest], mixing: Mixing
 ) -> dict[str, Any]:
     """Edit a base model's config.json: own model type and class, all expansions, everything else as it was.
 
@@ -26,15 +21,14 @@ def composed_config(
         base: Parsed config.json of the base.
         dtype: Dtype of the base, for a config that names none.
         manifests: surgery.json of each expansion, by its name; at least one.
-        members: What composed.json says of each.
         mixing: How the paths are mixed.
 
     Returns:
         The new config.
     """
-    plans = {name: manifest.plan for name, manifest in manifests.items()}
-    expansions = [expansion_specs(plan, name) for name, plan in plans.items()]
-    return model_config(base, next(iter(plans.values())), expansions, dtype, plain_json(mixing.stored))
+    expansions = [expansion_specs(manifest.plan, name) for name, manifest in manifests.items()]
+    first = next(iter(manifests.values())).plan
+    return model_config(base, first, expansions, dtype, mixing.router(len(expansions)))
 
 
 def config_problems(written: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
@@ -42,8 +36,8 @@ def config_problems(written: Mapping[str, Any], config: Mapping[str, Any]) -> li
     return [f"config.json: {key} is not what compose wrote." for key in differing_keys(written, config)]
 
 
-def composed_index(tensors: Iterable[TensorInfo]) -> dict[str, Any]:
-    """The index of a composed folder.
+def index_of(tensors: Iterable[TensorInfo]) -> dict[str, Any]:
+    """The index of a folder.
 
     Args:
         tensors: Every tensor, by the name and in the shard that it has there.

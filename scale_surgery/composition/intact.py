@@ -8,14 +8,14 @@ from functools import partial
 from itertools import chain
 
 from scale_surgery import modeling
+from scale_surgery.checkpoint.expansions import renamed
 from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.hashes import FileHash, Sums, hash_all, hash_file, tensors_by_file
 from scale_surgery.checkpoint.names import CONFIG_FILE, EXTRACT_FILE
-from scale_surgery.checkpoint.numbering import CONFIG_KEY
 from scale_surgery.checkpoint.reading import parse_json
 from scale_surgery.checkpoint.shards import header_bytes
 from scale_surgery.composition.config import composed_config, config_problems
-from scale_surgery.composition.members import check_header, files_in, manifest_of, stored_name, tensors_of
+from scale_surgery.composition.members import check_header, files_in, manifest_of, tensors_of
 from scale_surgery.composition.record import Composition, folder_of
 from scale_surgery.errors import CheckpointError, shorten
 from scale_surgery.progress import Progress, Track, no_progress
@@ -116,8 +116,7 @@ def _member_problems(
     if dict(manifest.base_tensors) != dict(record.base_tensors):
         yield f"{name}: was made on another base than that of this folder."
     yield from _file_problems(checkpoint, record, name, wanted, sums, advance)
-    member = record.expansions[name]
-    planned = {stored_name(name, member, tensor.name): tensor.shape for tensor in manifest.plan.tensors}
+    planned = {renamed(tensor.name, name): tensor.shape for tensor in manifest.plan.tensors}
     found = {tensor: checkpoint.tensors[tensor].shape for tensor in tensors_of(checkpoint, name)}
     for tensor in sorted({*planned, *found}):
         if planned.get(tensor) != found.get(tensor):
@@ -127,15 +126,19 @@ def _member_problems(
 def _file_problems(
     checkpoint: Checkpoint, record: Composition, name: str, wanted: ExtractRecord, sums: Sums, advance: Progress
 ) -> Iterator[str]:
-    path, shards = checkpoint.path, record.expansions[name].shards
+    path, headers = checkpoint.path, record.expansions[name].headers
     for file, entry in wanted.files.items():
         place = f"{folder_of(name)}/{name_in_extract(file)}"
         if not (path / place).is_file():
             yield f"{place}: file is missing."
             continue
-        if file in shards:
+        if file in headers:
             check_header(path, record, name, file)
-            _hash_as_extracted(checkpoint, place, shards[file], sums, advance)
+            _hash_as_extracted(checkpoint, place, headers[file], sums, advance)
+        elif file.endswith(".safetensors"):
+            found = hash_all(checkpoint, [place], advance)
+            sums.files.update(found.files)
+            sums.tensors.update(found.tensors)
         else:
             sums.files[place] = hash_file(path / place, advance)
         if sums.files[place] != entry.sha256:
@@ -166,12 +169,7 @@ def _unknown(checkpoint: Checkpoint, record: Composition) -> Iterator[str]:
 def _config_problems(checkpoint: Checkpoint, record: Composition, manifests: Mapping[str, Manifest]) -> list[str]:
     base = parse_json(record.replaced[CONFIG_FILE])
     dtype = checkpoint.config.get("torch_dtype", "")
-    written = composed_config(base, dtype, manifests, record.expansions, record.mixing)
-    problems = config_problems(written, checkpoint.config)
-    own = checkpoint.config.get(CONFIG_KEY, {}).get("expansions", {})
-    # equal objects may list their keys in another order, which is that of the paths
-    is_reordered = not problems and list(own) != list(record.names)
-    return [*problems, *(["config.json: its expansions stand in another order."] if is_reordered else [])]
+    return config_problems(composed_config(base, dtype, manifests, record.mixing), checkpoint.config)
 
 
 def _code_problems(checkpoint: Checkpoint, record: Composition) -> Iterator[str]:

@@ -1,20 +1,20 @@
-"""The expansions inside a composed folder: extracts, whose shards name tensors by where the composed model has them.
+"""The expansions inside a composed folder: extracts, whose shards name tensors by what the expansion is called there.
 
-    in the extract          [length][header: model.layers.3.mlp.up_proj.w21                          ][data]
-    in the composed folder  [length][header: expanded_models.medicine.model.layers.3.mlp.up_proj.w21 ][data]
+    in the extract          [length][header: model.layers.3.mlp.up_proj.expansions.default.w21 ][data]
+    in the composed folder  [length][header: model.layers.3.mlp.up_proj.expansions.medicine.w21][data]
 
-composed.json keeps the header of the extract, so that the extract comes back byte for byte.
+A shard that names them so already is taken over as a file. Of any other, composed.json keeps the header of the extract,
+so that the extract comes back byte for byte.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from scale_surgery import modeling
+from scale_surgery.checkpoint.expansions import expansion_of, renamed
 from scale_surgery.checkpoint.files import BaseWeights, take_over
 from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.listing import leads_out, list_files
@@ -23,13 +23,9 @@ from scale_surgery.checkpoint.shards import header_bytes
 from scale_surgery.composition.record import Composition, Member, folder_of
 from scale_surgery.errors import CheckpointError
 from scale_surgery.progress import Progress, no_progress
-from scale_surgery.running.stored_names import reading_of
-from scale_surgery.surgery.config import expanded_config
 from scale_surgery.surgery.extract_folder import Extract, name_in_extract, read_record
 from scale_surgery.surgery.record import Manifest, read_manifest
 from scale_surgery.surgery.renumbered import aligned_header, with_length, write_with_header
-
-PREFIX = "expanded_models"
 
 
 @dataclass(frozen=True)
@@ -78,52 +74,26 @@ def _sizes(folder: Path, names: list[str]) -> Files:
     return Files(folder, {name: (folder / name).stat().st_size for name in names})
 
 
-def member_of(extract: Extract, base: Mapping[str, Any]) -> Member:
+def member_of(extract: Extract, name: str) -> Member:
     """What composed.json says of an extract.
 
     Args:
         extract: The extract.
-        base: Parsed config.json of its base.
+        name: What the expansion is called in the composed folder.
     """
-    shards = [name for name in extract.files if name.endswith(".safetensors")]
-    headers = {name: header_bytes(extract.path / name)[8:].decode("utf-8") for name in shards}
-    return Member(headers, _renamed(extract, base))
+    others = sorted({info.file for tensor, info in extract.tensors.items() if renamed(tensor, name) != tensor})
+    return Member({shard: header_bytes(extract.path / shard)[8:].decode("utf-8") for shard in others})
 
 
-def _renamed(extract: Extract, base: Mapping[str, Any]) -> dict[str, str]:
-    """Names in memory where transformers changes those of the files, and would not find them behind a prefix."""
-    import torch
-
-    classes = modeling.model_classes(extract.manifest.plan.architecture)
-    widest = next(classes[name] for name in modeling.AUTO_CLASSES if name in classes)
-    config = expanded_config(base, extract.manifest.plan, "float32")
-    with torch.device("meta"):
-        model = widest._from_config(classes["AutoConfig"].from_dict(config))
-    reading, prefix = reading_of(model), f"{PREFIX}.name."
-    places = reading.places(extract.tensors)
-    composed = replace(reading, tensors=frozenset(prefix + name for name in reading.tensors))
-    behind = composed.places(prefix + name for name in extract.tensors)
-    return {name: place.name for name, place in places.items() if behind[prefix + name].name != prefix + place.name}
-
-
-def stored_name(name: str, member: Member, tensor: str) -> str:
-    """Name that a tensor of an expansion has in a composed folder: where the composed model has it in memory."""
-    return f"{PREFIX}.{name}.{member.renamed.get(tensor, tensor)}"
-
-
-def stored_header(name: str, member: Member, shard: str) -> bytes:
+def stored_header(name: str, header: str) -> bytes:
     """Header of a shard in a composed folder, with its length before it.
 
     Args:
         name: Of the expansion.
-        member: What composed.json says of it.
-        shard: The shard.
+        header: Text of the header that the shard has in its extract.
     """
-    header = member.shards[shard]
-    named = {
-        key if key == "__metadata__" else stored_name(name, member, key): entry
-        for key, entry in json.loads(header).items()
-    }
+    entries = json.loads(header)
+    named = {key if key == "__metadata__" else renamed(key, name): entry for key, entry in entries.items()}
     return aligned_header(named, header)
 
 
@@ -149,8 +119,8 @@ def place_files(
 
 
 def stored_headers(name: str, member: Member) -> dict[str, bytes]:
-    """Headers that the shards of an expansion have in a composed folder, with their lengths before them."""
-    return {shard: stored_header(name, member, shard) for shard in member.shards}
+    """Headers that shards of an expansion get in a composed folder, with their lengths before them."""
+    return {shard: stored_header(name, header) for shard, header in member.headers.items()}
 
 
 def give_out(
@@ -163,25 +133,25 @@ def give_out(
         record: Its composed.json.
         name: The expansion.
         folder: Where the extract goes.
-        how: How files are taken over; shards are written.
+        how: How files are taken over; shards that get another header are written.
         advance: Called with the bytes done.
     """
-    files, shards = known_files(path, name), record.expansions[name].shards
-    for shard in shards:
+    files, headers = known_files(path, name), record.expansions[name].headers
+    for shard in headers:
         if shard in files.sizes:
             check_header(path, record, name, shard)
-    headers = {shard: with_length(text.encode("utf-8")) for shard, text in shards.items()}
-    place_files(files, folder, headers, how, advance)
+    before = {shard: with_length(text.encode("utf-8")) for shard, text in headers.items()}
+    place_files(files, folder, before, how, advance)
 
 
 def check_header(path: Path, record: Composition, name: str, shard: str) -> None:
-    """Check that a shard has the header that `compose` wrote.
+    """Check that a shard has the header that `compose` gave it.
 
     Raises:
         CheckpointError: If not.
     """
     file = path / folder_of(name) / shard
-    if header_bytes(file) != stored_header(name, record.expansions[name], shard):
+    if header_bytes(file) != stored_header(name, record.expansions[name].headers[shard]):
         raise CheckpointError(
             f"{file}: its header is not the one that compose wrote. Restore the file from where you got it."
         )
@@ -194,4 +164,4 @@ def manifest_of(path: Path, name: str) -> Manifest:
 
 def tensors_of(checkpoint: Checkpoint, name: str) -> list[str]:
     """Names of the tensors of an expansion in a composed folder."""
-    return [tensor for tensor in checkpoint.tensors if tensor.startswith(f"{PREFIX}.{name}.")]
+    return [tensor for tensor in checkpoint.tensors if expansion_of(tensor) == name]

@@ -6,7 +6,8 @@ import contextlib
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from scale_surgery.checkpoint.files import plain_json, write_json, write_text
+from scale_surgery.checkpoint.expansions import ROUTER_KEY
+from scale_surgery.checkpoint.files import write_json, write_text
 from scale_surgery.checkpoint.folder import read_text
 from scale_surgery.checkpoint.names import COMPOSED_FILE, CONFIG_FILE
 from scale_surgery.checkpoint.numbering import CONFIG_KEY
@@ -29,7 +30,7 @@ def set_mixing(composed: str | Path, mixing: Mixing) -> None:
     checkpoint, record = read_composition(path)
     if problems := mixing_problems(mixing, record.names):
         raise PlanError.from_problems(problems)
-    own = {**checkpoint.config[CONFIG_KEY], "mixing": plain_json(mixing.stored)}
+    own = {**checkpoint.config[CONFIG_KEY], ROUTER_KEY: mixing.router(len(record.names))}
     before = read_text(checkpoint, CONFIG_FILE)
     try:
         write_json(path / CONFIG_FILE, {**checkpoint.config, CONFIG_KEY: own})

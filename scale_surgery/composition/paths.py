@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from scale_surgery.checkpoint.expansions import ROUTER_KEY, path_names
 from scale_surgery.composition.record import Mixing, is_composition, read_composition
-
-BASE = "base"
 
 
 @dataclass(frozen=True)
@@ -21,15 +20,11 @@ class MixedPaths:
         names: Of all paths: the base, then each expansion.
         prior: Weight of each at the start of a text.
         switch_rate: Share of its weight that each path gives to the others at every token.
-        prune: Weight below which a path is left out while tokens are read one by one; 0 leaves none out.
-        lag: Tokens after which paths that are out read what they have not.
     """
 
     names: tuple[str, ...]
     prior: tuple[float, ...]
     switch_rate: float
-    prune: float = 0.0
-    lag: int = Mixing.lag
     router = "posterior"
 
     @property
@@ -55,7 +50,7 @@ class MixedPaths:
     @property
     def is_default(self) -> bool:
         """Whether the numbers are those that nobody chose."""
-        return self.mixing == Mixing(prune=self.prune, lag=self.lag)
+        return self.mixing == Mixing()
 
     @property
     def numbers(self) -> str:
@@ -78,17 +73,19 @@ class MixedPaths:
     @property
     def mixing(self) -> Mixing:
         """What a composed folder says of them."""
-        return Mixing(None if self.is_even else self.prior, self.switch_rate, self.prune, self.lag)
+        return Mixing(None if self.is_even else self.prior, self.switch_rate)
 
 
 def read_paths(specs: Mapping[str, Any]) -> MixedPaths | None:
-    """The paths of a composed model, by what its config.json says; None where it is none."""
-    if "expansions" not in specs or "mixing" not in specs:
+    """The paths of a model whose posterior router mixes named expansions, by its config.json; None where it is none.
+
+    Args:
+        specs: What the key `scale_surgery` says.
+    """
+    names, router = path_names(specs), specs.get(ROUTER_KEY)
+    if not names or not router or router["router"] != MixedPaths.router:
         return None
-    names, mixing = (BASE, *specs["expansions"]), specs["mixing"]
-    prior = mixing["prior"] or [1 / len(names)] * len(names)
-    own = Mixing(**mixing)
-    return MixedPaths(names, tuple(map(float, prior)), float(own.switch_rate), own.prune, own.lag)
+    return MixedPaths(names, tuple(map(float, router["prior"])), float(router["switch_rate"]))
 
 
 def base_name_in(path: Path) -> str | None:

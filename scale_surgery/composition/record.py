@@ -1,26 +1,27 @@
 """composed.json: the base of a composed folder, the expansions that lie in it, and how their paths are mixed.
 
 model-*.safetensors, tokenizer, ...   the base's files, as they are
-expansions/NAME/                      an extract, byte for byte; but its shards name tensors by where the model has them
+expansions/NAME/                      an extract, byte for byte; its shards name tensors by NAME
 config.json, *.py, index              say which expansions, and load all of it as one model
-composed.json                         sha256 of the base's files and tensors, and of each expansion's shards the header
+composed.json                         sha256 of the base's files and tensors, and headers that shards of extracts had
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 from scale_surgery.checkpoint.code_names import kernel_problems
+from scale_surgery.checkpoint.expansions import EXPANSIONS_KEY, ROUTER_KEY, specs_of_expansions
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint, read_json
 from scale_surgery.checkpoint.names import COMPOSED_FILE, CONFIG_FILE, EXPANSIONS_FOLDER, is_inside
 from scale_surgery.checkpoint.numbering import CONFIG_KEY
 from scale_surgery.checkpoint.reading import parse_json
 from scale_surgery.checkpoint.schema import build, in_one_line, misfits
 from scale_surgery.errors import CheckpointError
-from scale_surgery.fields import Count, Range, fields_of
+from scale_surgery.fields import Range, fields_of
 from scale_surgery.surgery.record import OnBase
 from scale_surgery.surgery.record_schema import header_problems
 
@@ -36,27 +37,21 @@ class Mixing:
     Attributes:
         prior: Weights of the base and of each expansion at the start of a text. Default: all equal.
         switch_rate: Share r of its weight that each path gives to the others at every token.
-        prune: Weight below which a path is left out while tokens are read one by one; 0 leaves none out.
-        lag: Tokens after which paths that are out read what they have not.
     """
 
     prior: tuple[float, ...] | None = None
     switch_rate: Annotated[float, Range(least=0, below=1, noun="a share")] = 0.01
-    prune: Annotated[float, Range(least=0, below=1, noun="a share")] = 0.0
-    lag: Count = 32
 
-    @property
-    def stored(self) -> dict[str, Any]:
-        """As config.json holds it, which says nothing of what is left out where nothing is."""
-        unsaid = () if self.prune else ("prune", "lag")
-        return {name: own for name, own in asdict(self).items() if name not in unsaid}
+    def router(self, expansions: int) -> dict[str, Any]:
+        """What config.json says of the router that mixes the base and so many expansions."""
+        prior = [1 / (1 + expansions)] * (1 + expansions) if self.prior is None else list(self.prior)
+        return {"router": "posterior", "prior": prior, "switch_rate": self.switch_rate}
 
     @property
     def description(self) -> str:
         """The router and its numbers in one line."""
         prior = "all paths alike" if self.prior is None else ", ".join(f"{own:g}" for own in self.prior)
-        left_out = f", left out below {self.prune:g} for {self.lag} tokens" if self.prune else ""
-        return f"posterior, {prior} at the start, switch rate {self.switch_rate:g}{left_out}"
+        return f"posterior, {prior} at the start, switch rate {self.switch_rate:g}"
 
 
 @dataclass(frozen=True)
@@ -64,13 +59,10 @@ class Member:
     """An expansion in a composed folder.
 
     Attributes:
-        shards: Text of the header that each of its shards has in its extract.
-        renamed: Names that tensors have in memory, where these are others than in the files: transformers renames
-            modules of some architectures as it loads them.
+        headers: Text of the header that each of its shards has in its extract, where that was made under another name.
     """
 
-    shards: Mapping[str, str]
-    renamed: Mapping[str, str] = field(default_factory=dict)
+    headers: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -142,11 +134,13 @@ def read_rest(path: Path, removed: Sequence[str]) -> tuple[Checkpoint, Compositi
     """
     record = read_composed_record(path)
     checkpoint = open_checkpoint(path, without=tuple(f"{folder_of(name)}/" for name in removed))
-    specs = dict(checkpoint.config.get(CONFIG_KEY, {}))
-    for key in ("expansions", "renamed"):
-        if isinstance(own := specs.get(key), dict):
-            specs[key] = {name: said for name, said in own.items() if name not in removed}
+    if not removed:
+        return checkpoint, record
     left = {name: member for name, member in record.expansions.items() if name not in removed}
+    specs = dict(checkpoint.config.get(CONFIG_KEY, {}))
+    specs[EXPANSIONS_KEY] = [own for own in specs_of_expansions(specs) if own.get("name") not in removed]
+    if specs.get(ROUTER_KEY) == record.mixing.router(len(record.expansions)):
+        specs[ROUTER_KEY] = record.mixing.router(len(left))
     config = {**checkpoint.config, CONFIG_KEY: specs}
     return replace(checkpoint, config=config), replace(record, expansions=left)
 
@@ -185,10 +179,8 @@ def mixing_problems(mixing: object, names: Sequence[str]) -> list[str]:
     if not isinstance(mixing, Mixing):
         return [f"mixing: is {mixing!r}, expected scale_surgery.Mixing."]
     problems = []
-    for name, called in {"switch_rate": "switch rate", "prune": "prune", "lag": "lag"}.items():
-        value = getattr(mixing, name)
-        if expected := fields_of(Mixing)[name].expects(value):
-            problems.append(f"{called}: is {value}, expected {expected}.")
+    if expected := fields_of(Mixing)["switch_rate"].expects(mixing.switch_rate):
+        problems.append(f"switch rate: is {mixing.switch_rate}, expected {expected}.")
     prior = mixing.prior
     if prior is not None and not _are_weights(prior, len(names) + 1):
         found = ", ".join(map(str, prior)) if isinstance(prior, list | tuple) else prior
@@ -207,20 +199,20 @@ def _content_problems(content: Mapping[str, Any]) -> list[str]:
     """Names of files that lead out of the folder, texts that are missing, and headers that are none."""
     files, replaced = content["base_files"], content["replaced"]
     stored = [entry["stored_as"] for entry in files.values() if entry["stored_as"] is not None]
-    shards = {name: member["shards"] for name, member in content["expansions"].items()}
-    names = [*files, *stored, *content["code"], *(shard for own in shards.values() for shard in own)]
+    headers = {name: member["headers"] for name, member in content["expansions"].items()}
+    names = [*files, *stored, *content["code"], *(shard for own in headers.values() for shard in own)]
     problems = [f"{name!r} is no name inside the folder" for name in names if not is_inside(name)]
-    problems += [f"{name!r} is no name of an expansion" for name in shards if not name.isidentifier()]
+    problems += [f"{name!r} is no name of an expansion" for name in headers if not name.isidentifier()]
     problems += [
         f"the text of {name} is missing"
         for name, entry in files.items()
         if entry["stored_as"] is None and name not in replaced
     ]
-    problems += [problem for name, own in shards.items() for problem in header_problems(own, f"expansions.{name}")]
+    problems += [problem for name, own in headers.items() for problem in header_problems(own, f"expansions.{name}")]
     problems += [] if CONFIG_FILE in files else [f"the base's {CONFIG_FILE} is missing"]
     config = parse_json(replaced.get(CONFIG_FILE, "{}"))
     problems += [] if isinstance(config, dict) else [f"replaced.{CONFIG_FILE} is no object"]
     problems += [f"replaced.{CONFIG_FILE}.{problem}" for problem in kernel_problems(config)]
     problems += [f"replaced.{name} is no file of the base" for name in replaced if name not in files]
-    problems += [] if shards else ["expansions is empty"]
-    return problems + mixing_problems(build(content["mixing"], Mixing), list(shards))
+    problems += [] if headers else ["expansions is empty"]
+    return problems + mixing_problems(build(content["mixing"], Mixing), list(headers))

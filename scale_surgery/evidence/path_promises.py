@@ -3,8 +3,7 @@
 Of the base they are those of an expanded model. `paths_as_alone` says that the path of each expansion gives, bit for
 bit, the logits of the model that it is alone; `bounded_forgetting` that without switching the mixture loses at most
 ln(K + 1) nats on a text that it reads in one context, against the best path for it, and with a prior that is not
-uniform at most -ln of its smallest weight. Where paths are left out while tokens are read one by one, that holds
-against the base, which never is.
+uniform at most -ln of its smallest weight.
 """
 
 from __future__ import annotations
@@ -109,9 +108,6 @@ def _bounded_forgetting(record: Composition, numbers: MixtureNumbers | None, gen
     if each:
         evidence = f"no bound for all lengths: {how} a text and {each:.2g} more a token, by switching"
         problems = (f"switch rate {rate:g}: the bound grows with the text, expected 0.",)
-    if record.mixing.prune:
-        evidence += "; against a path that was left out, what it would have won meanwhile comes on top"
-        problems += (f"prune {record.mixing.prune:g}: the bound is against the base alone, expected 0.",)
     if numbers is not None:
         problems += general
         lose = "lose" if numbers.texts > 1 else "loses"
@@ -126,4 +122,4 @@ def _bounded_forgetting(record: Composition, numbers: MixtureNumbers | None, gen
             )
         problems += tuple(line for path in numbers.paths for line in path.problems)
     holds = None if numbers is None and not problems else not problems
-    return Promise("bounded_forgetting", not (each or record.mixing.prune), holds, evidence, problems)
+    return Promise("bounded_forgetting", not each, holds, evidence, problems)

@@ -10,14 +10,14 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from scale_surgery import modeling
+from scale_surgery.checkpoint.expansions import renamed
 from scale_surgery.checkpoint.files import write_json
 from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.hashes import hash_file
 from scale_surgery.checkpoint.names import COMPOSED_FILE, CONFIG_FILE, EXTRACT_FILE
 from scale_surgery.composition.intact import Damage, bytes_to_check, find_damage
-from scale_surgery.composition.members import manifest_of, stored_name
+from scale_surgery.composition.members import manifest_of
 from scale_surgery.composition.record import Composition, folder_of, read_composition
-from scale_surgery.errors import PlanError
 from scale_surgery.evidence.integrity import asking_warnings, base_config_differences, base_differences, other_base
 from scale_surgery.evidence.path_promises import judge_composed
 from scale_surgery.evidence.verification import OTHER_BASE, Verification, circumstances, decide, says_more
@@ -42,11 +42,8 @@ def verify_composed(
 
     Raises:
         CheckpointError: If this is no composed folder, or it or its base cannot be read.
-        PlanError: If its models are to run in less memory than they take.
     """
     checkpoint, written = read_composition(path)
-    if probes is not None:
-        _check_memory(checkpoint, run)
     total = bytes_to_check(checkpoint, written)
     total += 0 if given is None else sum(info.bytes for info in given.tensors.values())
     with track("bytes", total) as advance:
@@ -87,16 +84,6 @@ def verify_composed(
     return replace(result, recorded=record and _record(path, written, result))
 
 
-def _check_memory(checkpoint: Checkpoint, run: RunOptions) -> None:
-    """Refuse a number of bytes that somebody gave and that cannot be kept to; nothing is streamed here."""
-    size = sum(info.bytes for info in checkpoint.tensors.values())
-    if run.memory_bytes != RunOptions().memory_bytes and size > run.memory_bytes and run.placed().device == "cpu":
-        raise PlanError(
-            f"--memory: is {run.memory_bytes:,} bytes, expected at least {size:,}: the paths of a composed model run "
-            "side by side, so it is in memory whole. Give more, leave it out, or check --files-only."
-        )
-
-
 def _beside(
     damage: Damage, checkpoint: Checkpoint, record: Composition, given: Checkpoint | None, advance: Progress
 ) -> tuple[Damage, bool]:
@@ -116,7 +103,7 @@ def _trained(checkpoint: Checkpoint, record: Composition, damage: Damage) -> int
     if damage.expansions:
         return 0
     started = {
-        stored_name(name, record.expansions[name], tensor): digest
+        renamed(tensor, name): digest
         for name in record.names
         for tensor, digest in manifest_of(checkpoint.path, name).expansion_tensors.items()
     }

@@ -288,9 +288,7 @@ class ExpandedPreTrainedModel(LoadedModel):
             return Choice(self._known([] if names is None else [names]))
         known = self._known(names)
         self._check_beside(known)
-        if router.get("router", "posterior") == "posterior" and router.get("prior") is None:
-            router = router | {"prior": (1 / (1 + len(known)),) * (1 + len(known))}
-        return Choice(known, make_router({"router": "posterior"} | router, len(known)))
+        return Choice(known, make_router(router, len(known)))
 
     @contextmanager
     def use_choice(self, choice: Choice) -> Iterator[None]:
@@ -320,10 +318,8 @@ class ExpandedPreTrainedModel(LoadedModel):
         if self.get_output_embeddings() is None or (len(names) < 2 and router is None):
             # without a head there is nothing to route
             return self.make_choice(names[0] if names else None)
-        if router is None:
-            return self.make_choice(names)
         self._check_beside(tuple(names))
-        return Choice(tuple(names), make_router(router, len(names), "config.json: scale_surgery.router."))
+        return Choice(tuple(names), make_router(router or {}, len(names), "config.json: scale_surgery.router"))
 
     def enable_expansion(self, is_enabled: bool = True) -> None:
         """Run what the model was loaded for, or its base alone."""
@@ -395,7 +391,7 @@ class ExpandedPreTrainedModel(LoadedModel):
         problems = [f"{name}: {line}" for name in names for line in self.plans[name].get("problems", ())]
         if not names:
             problems = ["A list of no names: expected at least one. None gives the base."]
-        elif self.get_output_embeddings() is None:
+        elif super().get_output_embeddings() is None:
             problems = [f"{type(self).__name__}: has no head, so nothing mixes its paths. Load the language model."]
         if problems:
             raise ValueError("\n".join(problems))
@@ -453,7 +449,8 @@ class ExpandedPreTrainedModel(LoadedModel):
             answer: Makes what the head gives out, such as logits of one path.
             paths: Paths that run; by default those of the choice.
         """
-        head, paths = self.get_output_embeddings(), self.find_paths(paths or self.choice.paths)
+        # not the one that a forward put in place of the model's own gets
+        head, paths = super().get_output_embeddings(), self.find_paths(paths or self.choice.paths)
 
         def answer_features(features: Tensor) -> Tensor:
             return answer(Features.of(head, features, paths, self.stream_widths))
@@ -467,20 +464,21 @@ class ExpandedPreTrainedModel(LoadedModel):
         return self.choice.router
 
     def path_logits(self, input_ids: Tensor, **inputs: Any) -> list[Tensor]:
-        """Logits of the base and of each chosen expansion alone, (b, t, v) each, whatever router weighs them.
+        """Logits of the base and of each expansion that was chosen, each alone and (b, t, v), whatever weighs them.
 
         Args:
             input_ids: Token ids (b, t).
             inputs: attention_mask and position_ids, where there are any.
         """
-        self._find_router()
-        found: list[Tensor] = []
+        names, found = self.choice.names, list[Tensor]()
+        if names:
+            self._check_beside(names)
 
         def answer(features: Features) -> Tensor:
             found.extend(features.logits())
             return found[0]
 
-        with self.answering(answer, (BASE, *map(Path, self.choice.names))):
+        with self.answering(answer, (BASE, *map(Path, names))):
             super().forward(input_ids=input_ids, use_cache=False, **inputs)
         return found
 
@@ -524,7 +522,10 @@ class ExpandedPreTrainedModel(LoadedModel):
             self.enable_input_require_grads()
 
     def __call__(self, *args: Any, **inputs: Any) -> Any:
-        """Run the model; where others replaced its forward, note that it runs: see `get_output_embeddings`."""
+        """Run the model; where others replaced its forward, note that it runs: see `get_output_embeddings`.
+
+        Hooks of accelerate replace it too, and call the model's own, which asks its class for the head.
+        """
         if "forward" not in vars(self):
             return super().__call__(*args, **inputs)
         self.replaced_in.add(this_thread())
@@ -629,12 +630,16 @@ def by_row(features: Features, choice: Choice) -> Tensor:
 
 
 def check_cache(cache: Cache | None, choice: Choice) -> None:
-    """Refuse a KV cache that was filled under another choice: it holds other heads, or other values."""
+    """Refuse a KV cache that was filled under another choice: it holds other heads, or other values.
+
+    One that another model filled may fit where a single path runs, and never where several do.
+    """
     past = 0 if cache is None else int(cache.get_seq_length())
-    if past and getattr(cache, "expansion_choice", choice.key) != choice.key:
+    if past and getattr(cache, "expansion_choice", choice.key if len(choice.paths) == 1 else None) != choice.key:
         raise ValueError(
-            f"past_key_values: holds {past} tokens that were read under another choice of expansions than "
-            f"{', '.join(choice.names) or 'none'}. Begin with an empty one."
+            f"past_key_values: holds {past} tokens that were not read under this choice of expansions "
+            f"({', '.join(choice.names) or 'the base'}{', routed' if choice.router else ''}), expected a cache that was "
+            "filled under it. Begin with an empty one."
         )
 
 

@@ -292,7 +292,7 @@ class DenseBlocks(Blocks):
 
         y = block(x) + W12 h      y_up = V h      h = silu(W21 x + W22 x_up), of `inner` features; V is `up_weight`
 
-    A mixture's router sees the base stream alone.
+    A mixture's router sees the base stream alone. Without `inner` the block only lets the up stream pass.
     """
 
     groups = {"w12": "w12", "w21": "w21", "w22": "w22", "up_weight": "w22"}
@@ -511,7 +511,9 @@ class ExpandedBlock(ExpandedModule):
                 "streams cannot pass through it. Run one expansion at a time, or expand another part of these layers."
             )
         layout = super().make_layout(paths)
-        bases = [] if layout is None else [own.base for group in layout.groups for own in group.blocks if own is not None]
+        bases = (
+            [] if layout is None else [own.base for group in layout.groups for own in group.blocks if own is not None]
+        )
         if bases:
             # in a layer that was not chosen, a norm before the block takes the up stream off
             widths = []

@@ -7,7 +7,7 @@ the module computes that it stands beside.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from importlib import import_module
@@ -24,7 +24,6 @@ from scale_surgery.running.stored_names import reading_of
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
 
 # their modules share a weight by sharing the parameter, and multiply by their own forward
 QUANTISERS = ("bitsandbytes", "torchao")

@@ -219,4 +219,3 @@ def _as_stored(tensor: Tensor, dtype: str) -> Tensor | None:
         return None
     stored = tensor.to(getattr(torch, name))
     return stored if torch.equal(stored.to(tensor.dtype), tensor) else None
-

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from scale_surgery.checkpoint.expansions import BASE_NAME, path_names
 from scale_surgery.checkpoint.folder import open_checkpoint
-from scale_surgery.composition.paths import BASE, MixedPaths, base_name_in, read_paths
+from scale_surgery.composition.paths import MixedPaths, base_name_in
 from scale_surgery.errors import PlanError
 from scale_surgery.evidence.subjects import Subject, open_subjects
 from scale_surgery.fields import problems_of
@@ -161,7 +162,7 @@ class Speaker:
         if settings.expansion is None:
             yield
             return
-        with self.network.use_expansion(None if settings.expansion == BASE else settings.expansion):
+        with self.network.use_expansion(None if settings.expansion == BASE_NAME else settings.expansion):
             yield
 
     @contextmanager
@@ -279,8 +280,7 @@ def _specs(subject: Subject) -> Any:
 
 def _problems(subject: Subject, settings: GenerationSettings, *, compare: bool) -> Iterator[str]:
     """What of a model is asked for that it does not have."""
-    composed = read_paths(_specs(subject))
-    yield from expansion_problems(settings.expansion, () if composed is None else composed.names, subject.name)
+    yield from expansion_problems(settings.expansion, path_names(_specs(subject)), subject.name)
     if settings.system is not None and not has_template(subject, settings):
         reason = "--raw uses none" if settings.raw else f"the tokenizer of {subject.name} has none"
         yield f"--system needs a chat template, and {reason}. Put what it says into the prompt."

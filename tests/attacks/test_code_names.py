@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 from jinja2.exceptions import SecurityError
+from scale_surgery.engine.expanded_attention import SPLIT_ATTENTION as PATH_ATTENTION
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, ALL_EXPERTS_FUNCTIONS, ALL_FP8_EXPERTS_FUNCTIONS
 
 from scale_surgery import Probes, Request, RunOptions, expand, inspect, plan, strip, verify
@@ -17,7 +18,6 @@ from scale_surgery.biographies import SHIPPED_MODEL
 from scale_surgery.checkpoint.code_names import BUILT_IN
 from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.cli import main
-from scale_surgery.engine.expanded_attention import SPLIT_ATTENTION as PATH_ATTENTION
 from scale_surgery.errors import CheckpointError
 from scale_surgery.modeling.expanded_attention import SPLIT_ATTENTION
 from scale_surgery.running.loading import loaded

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import pytest
@@ -29,14 +31,26 @@ def gradients(model: Any) -> tuple[dict[str, torch.Tensor], int]:
     return found, len(kept)
 
 
-def set_detached(model: Any, value: dict[str, bool] | bool) -> dict[str, bool]:
-    """Set `base_detached` everywhere, or as it was; returns what it was."""
-    before = {}
-    for name, module in model.named_modules():
-        if hasattr(module, "base_detached"):
-            before[name] = module.base_detached
-            module.base_detached = value if isinstance(value, bool) else value[name]
-    return before
+@contextmanager
+def never_detached() -> Iterator[None]:
+    """Let gradients pass through every base stream inside a `with` block."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "detach", lambda tensor: tensor)
+        yield
+
+
+@contextmanager
+def always_detached() -> Iterator[None]:
+    """Let no gradient pass through a base stream that an expansion writes into either, inside a `with` block."""
+    split = ExpandedModule.split
+
+    def detached(module: Any, x: torch.Tensor, layout: Any) -> list[torch.Tensor]:
+        streams = zip(split(module, x, layout), layout.up_in, strict=True)
+        return [stream.detach() if up is None else stream for stream, up in streams]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ExpandedModule, "split", detached)
+        yield
 
 
 @pytest.mark.parametrize(("family", "request_name"), woven(WAYS, ("preserve", "adapt"), among=FAMILIES))
@@ -44,30 +58,29 @@ def test_detaching_changes_no_gradient_and_keeps_less(pair_of: Any, family: str,
     model = pair_of(family, request_name, "float32", True).load()
     with torch.no_grad():  # as after some training: nothing hides behind a zero
         for name, parameter in model.named_parameters():
-            if parameter.requires_grad and not name.endswith("norm.up_weight"):
+            if parameter.requires_grad and not name.endswith("norm.expansions.default.up_weight"):
                 parameter.add_(torch.randn_like(parameter) * 0.05)
     detached, few = gradients(model)
-    before = set_detached(model, False)
-    attached, many = gradients(model)
-    set_detached(model, before)
+    with never_detached():
+        attached, many = gradients(model)
     assert detached.keys() == attached.keys() and len(detached) > 20
     for name, gradient in detached.items():
         torch.testing.assert_close(gradient, attached[name], rtol=1e-4, atol=1e-6, msg=name)
     if request_name == "preserve":
-        assert all(before.values()) and few < many
+        assert few < many
     else:  # layer 0 collaborates: the base stream can learn everywhere above it
-        assert not any(before.values()) and few == many
+        assert few == many
 
 
 def test_detaching_above_a_collaborative_layer_would_lose_gradients(pair_of: Any) -> None:
     """The negative control: where W12 trains, the base stream must carry gradients."""
     model = pair_of("llama", "adapt", "float32", True).load()
     with torch.no_grad():
-        model.lm_head.up_weight.normal_()
+        model.get_parameter("lm_head.expansions.default.up_weight").normal_()
     right, _ = gradients(model)
-    set_detached(model, True)
-    wrong, _ = gradients(model)
-    name = "model.layers.0.self_attn.o_proj.w12"
+    with always_detached():
+        wrong, _ = gradients(model)
+    name = "model.layers.0.self_attn.o_proj.expansions.default.w12"
     assert right[name].abs().max() > 0
     assert name not in wrong or not torch.allclose(right[name], wrong[name])
 
@@ -76,8 +89,17 @@ def test_the_base_part_of_a_preservation_layer_needs_no_gradient(pair_of: Any) -
     model = pair_of("llama", "preserve", "float32", True).load()
     module = model.get_submodule("model.layers.2.self_attn.q_proj")
     assert isinstance(module, ExpandedModule)
-    ((base, up),) = module.split(torch.randn(1, 2, 60, requires_grad=True))
-    assert not base.requires_grad and up.requires_grad
+    read: list[torch.Tensor] = []
+
+    def run(base: torch.Tensor) -> torch.Tensor:
+        read.append(base)
+        return module.run_stock(base)
+
+    x = torch.randn(1, 2, 60, requires_grad=True)
+    written = module.through(run, x, module.layout())
+    assert [base.requires_grad for base in read] == [False]
+    written.sum().backward()
+    assert x.grad is not None and not x.grad[..., :40].any() and x.grad[..., 40:].any(), "the up stream is read"
 
 
 def unchanged(path: Any) -> set[str]:

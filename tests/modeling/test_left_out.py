@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from scale_surgery.modeling.expanded_left_out import left_out_of
+from scale_surgery.modeling.expanded_routing import state_of
 from torch import Tensor
 from transformers import StaticCache
 
 from scale_surgery.modeling import expanded_composed
-from scale_surgery.modeling.expanded_left_out import left_out_of
-from scale_surgery.modeling.expanded_routing import state_of
 from scale_surgery.routing.watched import watched
 from tests.composed import LLAMA, Made
 from tests.routed import padded, random_ids

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from scale_surgery.modeling.expanded_posterior import follow_paths
+from scale_surgery.modeling.expanded_routing import state_of
+from scale_surgery.modeling.expanded_side_by_side import ComposedNorm
 
 from scale_surgery import Request, expand, extract
 from scale_surgery.modeling.expanded_attention import Part, joined_parts
 from scale_surgery.modeling.expanded_mixture import normalizers
-from scale_surgery.modeling.expanded_posterior import follow_paths
-from scale_surgery.modeling.expanded_routing import state_of
-from scale_surgery.modeling.expanded_side_by_side import ComposedNorm
 from tests.composed import LLAMA, Made
 from tests.conftest import shake
 from tests.routed import random_ids

@@ -255,30 +255,32 @@ def test_one_bit_of_the_base_changes_the_output(pair_of):
 
 
 def test_a_joint_norm_breaks_the_output(pair_of, monkeypatch):
-    def joint(self, x):
-        gain = torch.cat((self.weight, self.up_weight))
-        return torch.nn.functional.rms_norm(x, gain.shape, gain, self.up_epsilon)
+    def joint(self, base, up, y, writes):
+        gain = torch.cat((self.stock.weight, self.up_weight))
+        joined = torch.nn.functional.rms_norm(torch.cat((base, up), -1), gain.shape, gain, self.epsilon)
+        return joined.split([base.shape[-1], up.shape[-1]], dim=-1)
 
     pair = pair_of("llama", "adapt")
-    monkeypatch.setattr(expanded_modules.ExpandedNorm, "forward_expanded", joint)
+    monkeypatch.setattr(expanded_modules.NormBlocks, "forward", joint)
     with torch.no_grad():
         drift = (pair.base(**prompts()[0]).logits - pair.expanded(**prompts()[0]).logits).abs().max()
     assert drift > 1e-2, "not a matter of rounding"
 
 
 def test_an_activation_on_the_joined_tensor_breaks_the_bits(pair_of, monkeypatch):
-    def joint(self, x):
-        return self.forward_stock(x)
+    def joint(self, run, x, layout):
+        return run(x)
 
-    monkeypatch.setattr(expanded_modules.ExpandedActivation, "forward_expanded", joint)
+    monkeypatch.setattr(expanded_modules.ExpandedActivation, "through", joint)
     check_some_family_breaks(pair_of)
 
 
 def test_attention_on_joined_heads_breaks_the_bits(pair_of, monkeypatch):
     def joint(module, *states_and_mask, **kwargs):
-        name = module.config.viewed._attn_implementation
-        run = module.eager_attention if name == "eager" else ALL_ATTENTION_FUNCTIONS[name]
-        return run(module, *states_and_mask, **kwargs)
+        stock = module.stock
+        name = stock.config._attn_implementation
+        run = stock.eager_attention if name == "eager" else ALL_ATTENTION_FUNCTIONS[name]
+        return run(stock, *states_and_mask, **kwargs)
 
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, expanded_attention.SPLIT_ATTENTION, joint)
     check_some_family_breaks(pair_of)

@@ -13,12 +13,26 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM
 
+from scale_surgery.checkpoint.expansions import DEFAULT_NAME
 from scale_surgery.checkpoint.names import INDEX_FILE
-from scale_surgery.modeling.expanded_model import is_head
-from tests.by_hand import IDS, NEW_SHARD, SHARD, block, make_base, names_of, norm, plan_of, reading, write_expanded
+from scale_surgery.modeling.expanded_loading import is_head
+from tests.by_hand import (
+    HEAD_UP,
+    IDS,
+    NEW_SHARD,
+    SHARD,
+    block,
+    make_base,
+    names_of,
+    norm,
+    plan_of,
+    reading,
+    write_expanded,
+)
 from tests.tiny import LLAMA_LIKE, TOKENS
 
 D, UP = 40, 6
+OWN = f"expansions.{DEFAULT_NAME}"
 CONFIG = {
     "mixtral": transformers.MixtralConfig(**LLAMA_LIKE | TOKENS | {"num_local_experts": 4, "intermediate_size": 24}),
     "qwen3_moe": transformers.Qwen3MoeConfig(
@@ -97,12 +111,16 @@ def test_without_the_stock_conversion_no_expert_is_found(made, monkeypatch, name
     ("shard", "change", "found"),
     [
         (SHARD, lambda own: own.pop("model.norm.weight"), "model.norm.weight is missing"),
-        (NEW_SHARD, lambda own: own.pop("model.layers.1.block_sparse_moe.w12"), "model.layers.1.mlp.w12 is missing"),
-        (NEW_SHARD, lambda own: own.pop("lm_head.up_weight"), "lm_head.up_weight is missing"),
         (
             NEW_SHARD,
-            lambda own: own.update({"model.layers.0.mlp.w12": torch.zeros(2)}),
-            "model.layers.0.mlp.w12 is unexpected",
+            lambda own: own.pop(f"model.layers.1.block_sparse_moe.{OWN}.w12"),
+            f"model.layers.1.mlp.{OWN}.w12 is missing",
+        ),
+        (NEW_SHARD, lambda own: own.pop(HEAD_UP), f"{HEAD_UP} is missing"),
+        (
+            NEW_SHARD,
+            lambda own: own.update({f"model.layers.0.mlp.{OWN}.w12": torch.zeros(2)}),
+            f"model.layers.0.mlp.{OWN}.w12 is unexpected",
         ),
         (NEW_SHARD, lambda own: own.update({"stray.weight": torch.zeros(2)}), "stray.weight is unexpected"),
     ],
@@ -142,29 +160,31 @@ def test_a_model_without_a_head_needs_none(made, tied):
     path = made(tie_word_embeddings=tied)
     assert ("lm_head.weight" in load_file(path / SHARD)) != tied
     model, info = AutoModel.from_pretrained(path, output_loading_info=True)
-    assert set(info["unexpected_keys"]) == {"lm_head.up_weight"} | (set() if tied else {"lm_head.weight"})
+    assert set(info["unexpected_keys"]) == {HEAD_UP} | (set() if tied else {"lm_head.weight"})
     assert model.get_output_embeddings() is None
 
 
 def test_a_model_without_a_head_needs_all_else(made):
-    path = made(change=lambda own: own.update({"model.layers.7.mlp.w12": torch.zeros(2)}), shard=NEW_SHARD)
-    with pytest.raises(ValueError, match=r"ScaleMixtralModel.*layers\.7\.mlp\.w12 is unexpected"):
+    path = made(change=lambda own: own.update({f"model.layers.7.mlp.{OWN}.w12": torch.zeros(2)}), shard=NEW_SHARD)
+    with pytest.raises(ValueError, match=rf"ScaleMixtralModel.*layers\.7\.mlp\.{OWN}\.w12 is unexpected"):
         AutoModel.from_pretrained(path)
 
 
 def test_a_head_is_needed_where_it_is_not_tied(made, tmp_path):
     AutoModel.from_pretrained(made()).save_pretrained(tmp_path / "alone")
     assert AutoModel.from_pretrained(tmp_path / "alone")(IDS)[0].shape[-1] == D + UP
-    with pytest.raises(ValueError, match=r"lm_head.up_weight is missing, lm_head.weight is missing"):
+    with pytest.raises(ValueError, match=f"{HEAD_UP} is missing, lm_head.weight is missing"):
         AutoModelForCausalLM.from_pretrained(tmp_path / "alone")
 
 
 @pytest.mark.parametrize(
     ("names", "is_one"),
     [
-        ({"lm_head.weight", "lm_head.up_weight"}, True),
+        ({"lm_head.weight", HEAD_UP}, True),
+        # of several expansions
+        ({"lm_head.weight", HEAD_UP, "lm_head.expansions.law.up_weight"}, True),
         ({"embed_out.weight"}, True),
-        ({"language_model.lm_head.weight", "language_model.lm_head.up_weight"}, True),
+        ({"language_model.lm_head.weight", f"language_model.{HEAD_UP}"}, True),
         ({"lm_head.weight", "other.weight"}, False),
         ({"layers.3.mlp.gate.weight"}, False),
         (set(), False),

@@ -64,7 +64,7 @@ def test_logits_and_gradients_are_those_of_the_model(
 def test_the_head_in_half_precision_is_whole_in_its_dtype(base_of: Callable[..., Path], tmp_path: Path) -> None:
     request = Request("1-2", init_w22="random", dtype="float32")
     model = train(load(expand(base_of("llama", "bfloat16"), request, tmp_path / "expanded").path))
-    assert model.lm_head.up_weight.dtype is torch.float32
+    assert model.lm_head.expansions["default"].up_weight.dtype is torch.float32
     wanted, found = model(IDS).logits, replace_forward(model)(IDS)
     assert found.dtype is wanted.dtype is torch.bfloat16
     torch.testing.assert_close(found, wanted, rtol=0.05, atol=0.05)
@@ -92,7 +92,7 @@ def test_a_routed_model_says_what_to_do(trio_of: Callable[..., Trio]) -> None:
     own = model(IDS).logits
     wanted = expanded(IDS).logits
     replace_forward(model)
-    with pytest.raises(ValueError, match=r"This model routes: .* Train before you route, or .*enable_routing\(False\)"):
+    with pytest.raises(ValueError, match=r"This model routes: .* Train before you route, or .*set_expansion\(NAME\)"):
         model(IDS)
     model.enable_routing(False)
     torch.testing.assert_close(model(IDS), wanted, rtol=1e-4, atol=1e-5)

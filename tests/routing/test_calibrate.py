@@ -37,12 +37,24 @@ from scale_surgery import (
 )
 from scale_surgery.cli.program import main
 from scale_surgery.evidence.meter import Score
+from scale_surgery.modeling import expanded_routers
 from scale_surgery.planning.routing_specs import read_routing
+from scale_surgery.routing import path_scores
 from scale_surgery.routing.calibrate import Calibration, route_calibrate
 from scale_surgery.routing.choice import Limits, choose, given_options, propose, read_limits
 from scale_surgery.routing.noise import Estimate, estimate
 from scale_surgery.routing.outcome import Outcome, ShortPrompt, ShortPrompts
-from scale_surgery.routing.path_scores import Reading, read_paths, scored_cosines, winning_weights
+from scale_surgery.routing.path_scores import (
+    Reading,
+    adapt_alone,
+    base_alone,
+    best_alone,
+    measure,
+    read_paths,
+    routed_by,
+    scored_cosines,
+    winning_weights,
+)
 from scale_surgery.routing.settings import round_threshold, settings_of, shown_settings
 from scale_surgery.routing.short_prompts import Beginnings, beginnings
 from scale_surgery.routing.sweep import Measured, Reference
@@ -258,7 +270,9 @@ def test_routed_share_is_the_mean_weight_of_the_adapt_path(
     is_scored = pad(rows, "labels")[:, 1:] >= 0
     share = calibration_of(router).present.routed_new
     assert math.isclose(share, float(scores.weights[..., 1][is_scored].mean()), rel_tol=1e-4)
-    assert not math.isclose(share, float(scores.weights[..., 1][batch["attention_mask"][:, 1:] == 1].mean()), rel_tol=1e-3)
+    assert not math.isclose(
+        share, float(scores.weights[..., 1][batch["attention_mask"][:, 1:] == 1].mean()), rel_tol=1e-3
+    )
 
 
 def test_the_ends_of_a_cosine_sweep_are_one_side_alone(calibration_of: Callable[[str], Calibration]) -> None:
@@ -318,6 +332,26 @@ def test_a_forward_pass_for_each_batch_and_the_router_is_given_back(place: Path)
     with pytest.raises(IndexError):
         read_paths(model, sequences, 10)
     assert model.choice.router is router
+
+
+@each_router
+def test_how_much_is_read_or_weighed_together_changes_nothing(
+    place: Path, monkeypatch: pytest.MonkeyPatch, router: str
+) -> None:
+    """Windows of several forward passes are weighed as one batch, and logits are made some positions at a time."""
+    model, sequences = load(place / router), tokenize(read_documents(new(place)), letters())
+    ways = (base_alone, adapt_alone, best_alone, routed_by(model.choice.router))
+    (whole,) = read_paths(model, sequences, 10)
+    monkeypatch.setattr(path_scores, "TOGETHER", 200)
+    monkeypatch.setattr(expanded_routers, "AT_ONCE", 7 * 33)
+    parts = read_paths(model, sequences, 7)
+    assert 3 < len(parts) < math.ceil(len(sequences) / 7), "the control: several passes are one batch, but not all"
+    assert len(whole.answers.row) == sum(len(part.answers.row) for part in parts) > 50
+    for way in ways:
+        one, other = measure([whole], way), measure(parts, way)
+        assert same(one.total, other.total) and math.isclose(one.routed, other.routed, rel_tol=1e-4)
+        torch.testing.assert_close(one.nats, other.nats, rtol=1e-4, atol=1e-5)
+    assert len({measure([whole], way).total.answered for way in ways}) > 1
 
 
 def test_winning_weights_are_those_that_a_search_finds() -> None:
@@ -838,12 +872,15 @@ def test_a_loss_that_is_no_number_is_refused(place: Path, tmp_path: Path) -> Non
 def test_a_router_in_config_json_that_makes_no_sense(place: Path, tmp_path: Path) -> None:
     model = Path(shutil.copytree(place / "cosine", tmp_path / "odd"))
     config = json.loads((model / "config.json").read_text())
-    for change in ({"threshold": 7}, {"router": "dice"}):
+    for change, said in (
+        ({"threshold": 7}, "threshold is 7, expected a cosine, from -1 to 1."),
+        ({"router": "dice"}, "router is 'dice', expected one of posterior, cosine."),
+    ):
         router = config["scale_surgery"]["router"] | change
         spoiled = config | {"scale_surgery": config["scale_surgery"] | {"router": router}}
         (model / "config.json").write_text(json.dumps(spoiled))
-        message = refusal(model, old(place), new(place))
-        assert message.startswith("odd: cannot be loaded (ValueError: config.json: scale_surgery.router")
+        message = refusal(model, old(place), new(place), error=PlanError)
+        assert message == f"config.json: scale_surgery.router.{said} Run route-export again."
 
 
 # the table

@@ -15,13 +15,12 @@ from click.testing import CliRunner
 
 from scale_surgery.cli.program import main
 from scale_surgery.composition.paths import MixedPaths
-from scale_surgery.routing.path_records import PathReport, PathTotals, TokenPaths
-from scale_surgery.routing.records import DocumentRoute, FileRoute
+from scale_surgery.routing.records import DocumentRoute, FileRoute, PathTotals, RouteReport, TokenPaths
 from scale_surgery.routing.report import route_report
 from scale_surgery.show.pages.paths import render_path_page
 from scale_surgery.show.palette import DARK, LIGHT, parse_colour
 from scale_surgery.show.path_colours import PATH_COLOURS, choose_colours, leading
-from scale_surgery.show.tables_route_report import render_path_report
+from scale_surgery.show.tables_route_report import render_route_report
 from tests.composed import Made
 from tests.conftest import load
 from tests.routing.test_report import COLOUR_VISION, STORY, contrast, parse, seen_by, shown, strictly, tokens_of
@@ -30,20 +29,20 @@ NAMES = ("base", "medicine", "law", "music")
 
 
 @pytest.fixture(scope="module")
-def report(speaking: tuple[Made, Path], tmp_path_factory: pytest.TempPathFactory) -> PathReport:
+def report(speaking: tuple[Made, Path], tmp_path_factory: pytest.TempPathFactory) -> RouteReport:
     file = tmp_path_factory.mktemp("texts") / "story.txt"
     file.write_text(STORY, encoding="utf-8")
     found = route_report(speaking[1], file, sequence_length=40, step=16)
-    assert isinstance(found, PathReport)
+    assert found.paths == NAMES
     return found
 
 
 @torch.no_grad()
-def test_every_token_is_scored_as_each_path_alone_gives_it(speaking: tuple[Made, Path], report: PathReport) -> None:
+def test_every_token_is_scored_as_each_path_alone_gives_it(speaking: tuple[Made, Path], report: RouteReport) -> None:
     """In the first window that holds it, each path as the model that apply writes, the mixture as the folder loads."""
     made, folder = speaking
     alone, model = [made.alone(name) for name in (None, *made.extracts)], load(folder)
-    tokens: Any = tokens_of(report)  # type: ignore[arg-type]
+    tokens: Any = tokens_of(report)
     ids = torch.tensor([[token.id for token in tokens]])
     for at in range(1, len(tokens), 23):
         left = next(left for left in range(0, len(tokens), 16) if at < left + 40)
@@ -57,10 +56,10 @@ def test_every_token_is_scored_as_each_path_alone_gives_it(speaking: tuple[Made,
     assert tokens[0].weights is None and tokens[0].log_probabilities is None
 
 
-def test_totals_are_means_over_the_tokens_that_count(report: PathReport) -> None:
+def test_totals_are_means_over_the_tokens_that_count(report: RouteReport) -> None:
     (file,) = report.files
     counted = [token for document in file.documents for token in document.tokens if token.is_counted]
-    assert len(counted) == file.totals.tokens == len(tokens_of(report)) - 1  # type: ignore[arg-type]
+    assert len(counted) == file.totals.tokens == len(tokens_of(report)) - 1
     for path in range(len(NAMES)):
         losses = [-(token.log_probabilities or ())[path] for token in counted]
         assert math.isclose(file.totals.nats_per_token[path], sum(losses) / len(losses), rel_tol=1e-5)
@@ -78,11 +77,11 @@ def token(position: int, text: str, *weights: float, best: int = 0) -> TokenPath
     return TokenPaths(position, text, text, 7, position > 0, *known)
 
 
-def handmade(*tokens: TokenPaths, names: tuple[str, ...] = NAMES[:3]) -> PathReport:
+def handmade(*tokens: TokenPaths, names: tuple[str, ...] = NAMES[:3]) -> RouteReport:
     even = (1 / len(names),) * len(names)
     totals = PathTotals(1, len(tokens), (2.0, 1.0, 3.0, *[3.0] * (len(names) - 3)), even, 1.5)
     files = (FileRoute("a.txt", totals, (DocumentRoute("a.txt", tokens),)),)
-    return PathReport("composed", "base", MixedPaths(names, even, 0.01), 64, 32, None, files)
+    return RouteReport("composed", "base", MixedPaths(names, even, 0.01), 64, 32, None, files)
 
 
 TOKENS = (
@@ -97,7 +96,7 @@ TOKENS = (
 
 
 def test_the_terminal_names_paths_where_it_has_no_colours() -> None:
-    text = shown(render_path_report(handmade(*TOKENS))).splitlines()
+    text = shown(render_route_report(handmade(*TOKENS))).splitlines()
     assert text[3:7] == ["a.txt", "<s>An⟦medicine: na Berg⟧ is⟦law: ↵⟧", "⟦law: [b]new⟧", ""]
     assert text[7].startswith("routing  (posterior over 3 paths, prior 0.333 each, switch rate 0.01;")
     assert [line.split() for line in text[-5:]] == [
@@ -107,12 +106,12 @@ def test_the_terminal_names_paths_where_it_has_no_colours() -> None:
 
 
 def test_the_terminal_colours_paths() -> None:
-    text = shown(render_path_report(handmade(*TOKENS)), colours="truecolor")
+    text = shown(render_route_report(handmade(*TOKENS)), colours="truecolor")
     numbers = [";".join(map(str, parse_colour(colour))) for colour in PATH_COLOURS]
     first, second = numbers[1:3]
     assert text.index(f"48;2;{first}") < text.index("medicine") < text.index(f"48;2;{second}") < text.index("law")
     assert f"48;2;{first}mna" in text and f"48;2;{second}m[b]new" in text
-    few = shown(render_path_report(handmade(*TOKENS)), colours="standard")
+    few = shown(render_route_report(handmade(*TOKENS)), colours="standard")
     assert "\x1b[30;43mna" in few and "48;2" not in few
 
 
