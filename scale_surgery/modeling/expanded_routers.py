@@ -286,7 +286,6 @@ def make_router(settings: dict[str, Any], expansions: int, source: str = "") -> 
         router = kind(**kind.defaults(expansions) | numbers)
         problems = router.problems(expansions)
     except (KeyError, TypeError) as error:
-        advice = "Was it made by another release, or by hand?" if place else "Leave out what it does not have."
         raise ValueError(
             f"{source or 'router:'} is {settings}, expected one of {', '.join(ROUTERS)} with its numbers ({error})."
             + (" Was it made by another release, or by hand?" if source else "")

@@ -338,8 +338,8 @@ def test_blocks_in_another_dtype_are_not_cast(base_of: Callable[..., Path], tmp_
     path = expand(base, Request("1", dtype="float32", up_width=0, variant="adapt"), tmp_path / "expanded").path
     text = refusal(lambda: check_fusible(open_checkpoint(path), read_manifest(path)), PlanError)
     assert text.splitlines()[0] == (
-        "model.layers.1.self_attn.q_proj.expansions.default.w21: is F32, the base tensor beside it BF16; joining copies "
-        "and never casts. Expand without --dtype for a model that can be merged."
+        "model.layers.1.self_attn.q_proj.expansions.default.w21: is F32, the base tensor beside it BF16; joining "
+        "copies and never casts. Expand without --dtype for a model that can be merged."
     )
     assert refusal(lambda: merge(path, tmp_path / "fused"), PlanError) == text
 
