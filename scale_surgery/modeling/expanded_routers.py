@@ -389,16 +389,14 @@ class _Reading:
         with torch.no_grad():
             norms = [normalizers(own) for own in logits]
             weights = self.follow(rows, [own.detach() for own in logits], norms, observed)
-        inside = slice(max(wanted.start - rows.start, 0), max(wanted.stop - rows.start, 0))
-        if not logits[0][:, inside].shape[1]:
+        first, last = max(wanted.start, rows.start), min(wanted.stop, rows.start + weights.shape[1])
+        if first >= last:
             return None
-        if logits[0][:, inside].shape != logits[0].shape:
-            # never a view of all: through that, autograd would copy the gradient of all logits
-            logits, norms, weights = (
-                [own[:, inside] for own in logits],
-                [own[:, inside] for own in norms],
-                weights[:, inside],
-            )
+        if last - first < weights.shape[1]:
+            # as many rows at once as the stock model computes, where it is asked for the last ones alone
+            logits, _ = self.router.read(features.at(slice(first, last)))
+            norms = [normalizers(own.detach()) for own in logits]
+            weights = weights[:, first - rows.start : last - rows.start]
         return combine(self.router, logits, weights, norms)
 
     def follow(self, rows: slice, logits: list[Tensor], norms: list[Tensor], observed: Tensor | None) -> Tensor:

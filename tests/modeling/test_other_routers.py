@@ -161,11 +161,7 @@ def test_generation_with_and_without_a_cache(made_of: Callable[..., Any], name: 
             assert torch.equal(cached, model.generate(**prompt, **GREEDY, **options, use_cache=False))
     cache = model(IDS, use_cache=True).past_key_values
     assert (state_of(cache) is not None) == TOYS[name][0].reads_tokens
-    # its state follows when tokens are taken back
-    cache.crop(-1)
-    found = model(IDS[:, -1:], past_key_values=cache).logits if not TOYS[name][0].reads_tokens else None
-    if found is not None:
-        torch.testing.assert_close(found, model(IDS).logits[:, -1:], atol=1e-4, rtol=1e-4)
+    # several tokens are tried at once, and some of them are taken back
     one = {"input_ids": random_ids(1, 4).repeat(1, 3), "max_new_tokens": 10, "do_sample": False}
     assert torch.equal(model.generate(**one, prompt_lookup_num_tokens=3), model.generate(**one))
 
@@ -183,7 +179,9 @@ def test_it_is_saved_and_loaded(
     torch.testing.assert_close(again(IDS).logits, model(IDS).logits, atol=1e-5, rtol=1e-5)
     assert torch.equal(again.generate(IDS, **GREEDY), model.generate(IDS, **GREEDY))
     monkeypatch.delitem(ROUTERS, name)
-    with pytest.raises(ValueError, match=r"^config\.json: scale_surgery\.router is .*expected one of posterior, cosine"):
+    with pytest.raises(
+        ValueError, match=r"^config\.json: scale_surgery\.router is .*expected one of posterior, cosine"
+    ):
         load(tmp_path / "saved")
 
 
