@@ -638,8 +638,8 @@ def check_cache(cache: Cache | None, choice: Choice) -> None:
     if past and getattr(cache, "expansion_choice", choice.key if len(choice.paths) == 1 else None) != choice.key:
         raise ValueError(
             f"past_key_values: holds {past} tokens that were not read under this choice of expansions "
-            f"({', '.join(choice.names) or 'the base'}{', routed' if choice.router else ''}), expected a cache that was "
-            "filled under it. Begin with an empty one."
+            f"({', '.join(choice.names) or 'the base'}{', routed' if choice.router else ''}), expected a cache that "
+            "was filled under it. Begin with an empty one."
         )
 
 

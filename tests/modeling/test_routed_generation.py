@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from scale_surgery.modeling.expanded_routing import PosteriorRouter, RouterState, state_of
 from torch import Tensor
 from transformers import AutoModel, AutoTokenizer, DynamicCache, StaticCache, pipeline
 

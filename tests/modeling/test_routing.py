@@ -12,7 +12,6 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from scale_surgery.modeling.expanded_routing import CosineRouter, Paths, PosteriorRouter, Tokens, find_restarts
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode

@@ -134,7 +134,7 @@ def test_a_routed_model_keeps_its_router(
     assert done.drift is not None and done.drift.share < 1e-5 and done.drift.generation_agreement == 1
     ids = torch.arange(3, 20)[None]
     fused, alone, base = load(done.path), load(expanded), load(base_of(family))
-    with torch.no_grad(), fused.use_expansion(["default"]):
+    with torch.no_grad():
         preserve, adapt = fused.path_logits(ids)
         torch.testing.assert_close(preserve, base(ids).logits, rtol=0, atol=1e-5)
         torch.testing.assert_close(adapt, alone(ids).logits, rtol=0, atol=1e-5)
@@ -338,8 +338,8 @@ def test_blocks_in_another_dtype_are_not_cast(base_of: Callable[..., Path], tmp_
     path = expand(base, Request("1", dtype="float32", up_width=0, variant="adapt"), tmp_path / "expanded").path
     text = refusal(lambda: check_fusible(open_checkpoint(path), read_manifest(path)), PlanError)
     assert text.splitlines()[0] == (
-        "model.layers.1.self_attn.q_proj.expansions.default.w21: is F32, the base tensor beside it BF16; joining copies "
-        "and never casts. Expand without --dtype for a model that can be merged."
+        "model.layers.1.self_attn.q_proj.expansions.default.w21: is F32, the base tensor beside it BF16; joining "
+        "copies and never casts. Expand without --dtype for a model that can be merged."
     )
     assert refusal(lambda: merge(path, tmp_path / "fused"), PlanError) == text
 
