@@ -54,8 +54,6 @@ def compose_command(
     output: Path,
     names: tuple[str, ...] | None,
     add: tuple[str, ...],
-    prior: tuple[str, ...] | None,
-    switch_rate: float | None,
     out: Output,
     **options: Any,
 ) -> None:
@@ -78,7 +76,8 @@ def compose_command(
     if names is not None and len(set(names)) < len(names):
         raise click.UsageError(f"--names {','.join(names)}: one name stands twice, expected another for each extract.")
     named = given if names is None else dict(zip(names, given, strict=True))
-    mixing = read_mixing(base, prior, switch_rate, stays=not (given or options["remove"]))
+    numbers = options.pop("prior"), options.pop("switch_rate")
+    mixing = read_mixing(base, *numbers, stays=not (given or options["remove"]))
     done = compose(base, named, output, mixing=mixing, track=out.track, **options)
     out.show(done, render_composed(done))
 
