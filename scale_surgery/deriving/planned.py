@@ -23,6 +23,7 @@ from scale_surgery.planning.request import Request
 from scale_surgery.planning.reserved import check_clashes
 from scale_surgery.planning.saved import saved_request
 from scale_surgery.progress import Track, no_track
+from scale_surgery.running.expansion_names import check_name
 from scale_surgery.running.options import RunOptions
 
 
@@ -82,6 +83,7 @@ def make_plan(
             name is taken that the expansion needs.
     """
     refuse_expanded(checkpoint)
+    check_name(request.name, ())
     asked = METHODS.get(request.method) if isinstance(request.method, str) else None
     # what cannot be grown so whatever the architecture is said before it is asked for
     if asked is not None and (problems := asked.config_problems(checkpoint.config)):

@@ -93,8 +93,8 @@ def check_shareable(model: Any) -> None:
     """Refuse a loaded model whose weights cannot be another's as they lie.
 
     Raises:
-        CheckpointError: If some are offloaded, joined with those of an expansion, or quantised in a way that no gradient
-            passes, or that is not known.
+        CheckpointError: If some are offloaded, joined with those of an expansion, or quantised in a way that no
+            gradient passes, or that is not known.
     """
     if getattr(model, "is_fused", False):
         raise CheckpointError(
@@ -285,7 +285,7 @@ def _device_beside(model: Any, tensor: str) -> torch.device:
     path = tensor.partition(INFIX)[0]
     while True:
         inside = model.get_submodule(path).named_parameters(prefix=path)
-        device = next((own.device for name, own in inside if expansion_of(name) is None), None)
+        device: torch.device | None = next((own.device for name, own in inside if expansion_of(name) is None), None)
         if device is not None:
             return device
         path = path.rpartition(".")[0]
