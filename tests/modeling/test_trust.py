@@ -71,7 +71,8 @@ def test_releases_that_run_code_of_a_config_are_told(
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("transformers")
-    monkeypatch.setattr(transformers, "__version__", release)
+    # a module of transformers may have put another object in the place of the package meanwhile
+    monkeypatch.setattr(configuration_scale.transformers, "__version__", release)
     monkeypatch.setattr(logger, "handlers", [handler])
     logging.Logger.warning_once.cache_clear()  # type: ignore[attr-defined]
     # classes of modules of their own, which nobody made before; the second says nothing more
