@@ -20,7 +20,7 @@ from .expanded_attention import ExpandedAttention, NewHeads, expand_attention
 from .expanded_fused import fuse
 from .expanded_loading import MOST_NAMED, LoadedModel
 from .expanded_modules import KINDS, Blocks, View, expand_module, expanded_modules
-from .expanded_paths import BASE, Call, Parting, Path, Paths, Running, parting, streams_of_groups, this_thread
+from .expanded_paths import BASE, Call, Parting, Path, Paths, Running, parting, streams_of_groups
 from .expanded_routers import Features, Router, TokenScores, make_router, route, score_tokens
 from .expanded_state import Tokens
 
@@ -122,9 +122,7 @@ class ExpandedPreTrainedModel(LoadedModel):
         self.stream_widths, self.entering_widths = {"": facts["hidden"]}, {"": facts["hidden"]}
         self.known_paths: dict[tuple[Path, ...], Paths] = {}
         self.known_partings: dict[Paths, list[Parting | None]] = {}
-        self.default_choice, self.choices = Choice(), {}
-        # threads in which a forward runs that others put in place of the model's own
-        self.replaced_in: set[int] = set()
+        self.default_choice = Choice()
         base_model = find_base_model(self, facts["base_model"])
         layers = base_model.get_submodule(facts["layers"])
         self.layer_count = len(layers)
@@ -230,7 +228,7 @@ class ExpandedPreTrainedModel(LoadedModel):
     @property
     def choice(self) -> Choice:
         """What the model is now, in this thread."""
-        return self.choices.get(this_thread(), self.default_choice)
+        return self.running.own.choice or self.default_choice
 
     @property
     def active_expansion(self) -> str | list[str] | None:
@@ -290,16 +288,13 @@ class ExpandedPreTrainedModel(LoadedModel):
     @contextmanager
     def use_choice(self, choice: Choice) -> Iterator[None]:
         """Let the model be something else in this thread inside a `with` block."""
-        thread, before = this_thread(), self.choices.get(this_thread())
-        self.choices[thread] = choice
+        own = self.running.own
+        before, own.choice = own.choice, choice
         try:
             with self.running.within(Call(self.find_paths(choice.paths))):
                 yield
         finally:
-            if before is None:
-                del self.choices[thread]
-            else:
-                self.choices[thread] = before
+            own.choice = before
 
     def use_expansion(self, names: str | Sequence[str] | None, **router: Any) -> AbstractContextManager[None]:
         """Choose as `set_expansion` does inside a `with` block, for this thread alone."""
@@ -537,11 +532,12 @@ class ExpandedPreTrainedModel(LoadedModel):
         """
         if "forward" not in vars(self):
             return super().__call__(*args, **inputs)
-        self.replaced_in.add(this_thread())
+        own = self.running.own
+        before, own.is_replaced = own.is_replaced, True
         try:
             return super().__call__(*args, **inputs)
         finally:
-            self.replaced_in.discard(this_thread())
+            own.is_replaced = before
 
     def get_output_embeddings(self) -> Any:
         """The head; to a forward that others put in place of the model's own, one matrix over both streams.
@@ -550,7 +546,7 @@ class ExpandedPreTrainedModel(LoadedModel):
         no logits of a whole batch in memory.
         """
         head = super().get_output_embeddings()
-        if this_thread() not in getattr(self, "replaced_in", ()):
+        if not (hasattr(self, "running") and self.running.own.is_replaced):
             return head
         if self.choice.router is not None or self.choice.rows:
             raise ValueError(

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from threading import get_ident
+from threading import local
 from typing import Any, NamedTuple
 
 import torch
@@ -153,35 +153,53 @@ class Call(NamedTuple):
     answer: Callable[[Tensor], Tensor] | None = None
 
 
+class ThisThread(local):
+    """What one thread runs instead of what was chosen for the model; each thread sees values of its own.
+
+    A compiled graph sees those of the thread that runs it, too.
+
+    Attributes:
+        call: What is running.
+        choice: What was chosen for the thread.
+        is_replaced: Whether a forward runs that others put in place of the model's own.
+    """
+
+    def __init__(self) -> None:
+        self.call: Call | None = None
+        self.choice: Any = None
+        self.is_replaced = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ThisThread:
+        return ThisThread()
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return ThisThread, ()
+
+
 class Running:
     """What a model runs: what was chosen for it, unless a thread is in a call for which something else was.
 
     Attributes:
         chosen: What was chosen for the model.
-        calls: What threads run instead, by the thread.
+        own: What this thread runs instead.
     """
 
     def __init__(self, chosen: Paths) -> None:
-        self.chosen = Call(chosen)
-        self.calls: dict[int, Call] = {}
+        self.chosen, self.own = Call(chosen), ThisThread()
 
     def now(self) -> Call:
         """What this thread runs."""
-        return self.calls.get(this_thread(), self.chosen)
+        call = self.own.call
+        return self.chosen if call is None else call
 
     @contextmanager
     def within(self, call: Call) -> Iterator[None]:
         """Let this thread run something inside a `with` block."""
-        thread = this_thread()
-        before = self.calls.get(thread)
-        self.calls[thread] = call
+        before, self.own.call = self.own.call, call
         try:
             yield
         finally:
-            if before is None:
-                del self.calls[thread]
-            else:
-                self.calls[thread] = before
+            self.own.call = before
 
     def kept(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function, as it runs now, in whatever thread it is called: a backward pass may compute it again."""
@@ -194,6 +212,10 @@ class Running:
         return run
 
 
-def this_thread() -> int:
-    """A number of the running thread; a graph has no threads."""
-    return 0 if torch.compiler.is_compiling() else get_ident()
+def remembered(known: dict[Any, Any], key: Any, make: Callable[[], Any]) -> Any:
+    """What was made for a key before, or is now; a graph remembers nothing, and what it was traced with stays in it."""
+    if torch.compiler.is_compiling():
+        return make()
+    if key not in known:
+        known[key] = make()
+    return known[key]

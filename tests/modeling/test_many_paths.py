@@ -63,7 +63,7 @@ def test_threads_run_their_own_choices(made_of: Callable[..., Any]) -> None:
         for number, found in enumerate(pool.map(run, range(8))):
             assert all(map(torch.equal, found, wanted[number % 4])), choices[number % 4]
     assert model.active_expansion == "chess"
-    assert model.running.calls == model.choices == {}, "nothing is left behind"
+    assert model.running.own.call is model.running.own.choice is None, "nothing is left behind"
 
 
 @torch.no_grad()
