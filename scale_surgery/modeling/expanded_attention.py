@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .expanded_modules import View
-from .expanded_paths import Paths, Running
+from .expanded_paths import Paths, Running, keep
 from .expanded_streams import CACHE_LINE
 
 
@@ -126,9 +126,7 @@ class ExpandedAttention:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         paths = self.running.now().paths
-        if paths not in self.parts_of:
-            self.parts_of[paths] = self.make_parts(paths)
-        parts = self.parts_of[paths]
+        parts = self.parts_of[paths] if paths in self.parts_of else keep(self.parts_of, paths, self.make_parts(paths))
         if parts is None:
             return super().forward(*args, **kwargs)
         return type(self).__bases__[1].forward(self.seen(parts), *args, **kwargs)

@@ -20,7 +20,7 @@ from .expanded_attention import ExpandedAttention, NewHeads, expand_attention
 from .expanded_fused import fuse
 from .expanded_loading import MOST_NAMED, LoadedModel
 from .expanded_modules import KINDS, Blocks, View, expand_module, expanded_modules
-from .expanded_paths import BASE, Call, Parting, Path, Paths, Running, parting, streams_of_groups
+from .expanded_paths import BASE, Call, Parting, Path, Paths, Running, keep, parting, streams_of_groups
 from .expanded_routers import Features, Router, TokenScores, make_router, route, score_tokens
 from .expanded_state import Tokens
 
@@ -562,12 +562,13 @@ class ExpandedPreTrainedModel(LoadedModel):
 
     def partings(self, paths: Paths) -> list[Parting | None]:
         """What changes of the hidden state before each layer."""
-        if paths not in self.known_partings:
-            self.known_partings[paths] = [
-                parting(paths, layer, self.entering_widths if layer == 0 else self.stream_widths, self.stream_widths)
-                for layer in range(self.layer_count)
-            ]
-        return self.known_partings[paths]
+        if paths in self.known_partings:
+            return self.known_partings[paths]
+        found = [
+            parting(paths, layer, self.entering_widths if layer == 0 else self.stream_widths, self.stream_widths)
+            for layer in range(self.layer_count)
+        ]
+        return keep(self.known_partings, paths, found)
 
     def streams_after(self, paths: Paths, layer: int) -> list[tuple[bool, int]]:
         """The streams that leave a layer: whether each is a base stream, and its width."""

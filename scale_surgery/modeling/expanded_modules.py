@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from .expanded_paths import Paths, Running
+from .expanded_paths import Paths, Running, keep
 from .expanded_streams import (
     CACHE_LINE,
     add_new_product,
@@ -341,11 +341,11 @@ class Layout(NamedTuple):
     def widths_of(self, width: int) -> list[int]:
         """Widths of all streams that the module reads, from their sum."""
         # a token at a time, working them out costs as much as a small product
-        if width not in self.widths:
-            ups = [own for own in self.up_in if own is not None]
-            base = (width - sum(ups)) // (len(self.up_in) - len(ups))
-            self.widths[width] = [base if own is None else own for own in self.up_in]
-        return self.widths[width]
+        if width in self.widths:
+            return self.widths[width]
+        ups = [own for own in self.up_in if own is not None]
+        base = (width - sum(ups)) // (len(self.up_in) - len(ups))
+        return keep(self.widths, width, [base if own is None else own for own in self.up_in])
 
 
 class ExpandedModule:
@@ -368,9 +368,7 @@ class ExpandedModule:
     def layout(self) -> Layout | None:
         """How streams lie now in what the module reads."""
         paths = self.running.now().paths
-        if paths not in self.layouts:
-            self.layouts[paths] = self.make_layout(paths)
-        return self.layouts[paths]
+        return self.layouts[paths] if paths in self.layouts else keep(self.layouts, paths, self.make_layout(paths))
 
     def make_layout(self, paths: Paths) -> Layout | None:
         """How the streams of these paths lie in what the module reads."""

@@ -212,10 +212,8 @@ class Running:
         return run
 
 
-def remembered(known: dict[Any, Any], key: Any, make: Callable[[], Any]) -> Any:
-    """What was made for a key before, or is now; a graph remembers nothing, and what it was traced with stays in it."""
-    if torch.compiler.is_compiling():
-        return make()
-    if key not in known:
-        known[key] = make()
-    return known[key]
+def keep(known: dict[Any, Any], key: Any, made: Any) -> Any:
+    """What was made for a key, kept for the next time; a graph keeps its own, and changes nothing for other graphs."""
+    if not torch.compiler.is_compiling():
+        known[key] = made
+    return made

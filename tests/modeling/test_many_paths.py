@@ -327,3 +327,8 @@ def test_a_compiled_forward(model_of: Callable[..., Any]) -> None:
         model.set_expansion(choice)
         wanted = logits(model, prompt, use_cache=False)
         torch.testing.assert_close(logits(compiled, prompt, use_cache=False), wanted, atol=DRIFT, rtol=1e-4)
+    # also one that a thread chose for itself, whatever the model is for others
+    with compiled.use_expansion("law"):
+        wanted = logits(model, prompt, use_cache=False)
+        torch.testing.assert_close(logits(compiled, prompt, use_cache=False), wanted, atol=DRIFT, rtol=1e-4)
+    assert (logits(compiled, prompt, use_cache=False) - wanted).abs().max() > 0.1, "the control: it was for that block"
