@@ -395,7 +395,7 @@ class ExpandedPreTrainedModel(LoadedModel):
         problems = [f"{name}: {line}" for name in names for line in self.plans[name].get("problems", ())]
         if not names:
             problems = ["A list of no names: expected at least one. None gives the base."]
-        elif self.get_output_embeddings() is None:
+        elif super().get_output_embeddings() is None:
             problems = [f"{type(self).__name__}: has no head, so nothing mixes its paths. Load the language model."]
         if problems:
             raise ValueError("\n".join(problems))
@@ -525,7 +525,10 @@ class ExpandedPreTrainedModel(LoadedModel):
             self.enable_input_require_grads()
 
     def __call__(self, *args: Any, **inputs: Any) -> Any:
-        """Run the model; where others replaced its forward, note that it runs: see `get_output_embeddings`."""
+        """Run the model; where others replaced its forward, note that it runs: see `get_output_embeddings`.
+
+        Hooks of accelerate replace it too, and call the model's own, which asks its class for the head.
+        """
         if "forward" not in vars(self):
             return super().__call__(*args, **inputs)
         self.replaced_in.add(this_thread())

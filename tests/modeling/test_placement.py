@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._pytree import tree_map
 
 from scale_surgery.planning.request import Request
 from scale_surgery.surgery.expand import expand
 from tests import routed
+from tests.composed import LLAMA
 from tests.conftest import REQUESTS, Pair, load
 from tests.each import WAYS, mostly, woven
 from tests.routed import Trio
@@ -71,6 +73,30 @@ def test_routed(trio_of: Callable[..., Trio], family: str, routing: str) -> None
 def test_grown(base_of: Callable[..., Any], tmp_path: Any, family: str, variant: str) -> None:
     request = Request("0,2", method="grow", variant=variant)
     run_everywhere(load(expand(base_of(family), request, tmp_path / "grown").path))
+
+
+def move(hook_args: Any, device: str) -> Any:
+    """What a module is called with on another device; a cache stays where its layers are."""
+    return tree_map(lambda own: own.to(device) if isinstance(own, torch.Tensor) else own, hook_args)
+
+
+def test_paths_side_by_side_on_two_devices(made_of: Callable[..., Any]) -> None:
+    """The last layers, the last norm and the head lie elsewhere, as accelerate would have it."""
+    model = made_of("llama", LLAMA).composed()
+    for module in (*model.model.layers[1:], model.model.norm, model.lm_head):
+        module.to("meta")
+        module.register_forward_pre_hook(
+            lambda _, args, kwargs: (move(args, "meta"), move(kwargs, "meta")), with_kwargs=True, prepend=True
+        )
+    ids = torch.ones((2, 9), dtype=torch.long)
+    for names in ("law", None, list(LLAMA)):
+        model.set_expansion(names)
+        with torch.no_grad():
+            cache = model(ids, attention_mask=torch.ones_like(ids)).past_key_values
+            assert model(ids[:, :1], past_key_values=cache).logits.is_meta
+    model.score_tokens(ids)
+    assert all(own.is_meta for own in model.path_logits(ids))
+    assert model(ids, expansion_names=["law", None]).logits.is_meta
 
 
 def test_a_tensor_left_on_the_cpu_is_noticed(pair_of: Callable[..., Pair]) -> None:

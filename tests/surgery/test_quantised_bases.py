@@ -179,7 +179,7 @@ def test_what_was_learned_on_a_quantised_base_is_saved_without_it(base, folders,
     whole = load(folders["adapt"])
     assert not whole.load_state_dict(saved, strict=False).unexpected_keys
     whole.save_pretrained(tmp_path / "whole")
-    name = "model.layers.0.mlp.up_proj.w21"
+    name = "model.layers.0.mlp.up_proj.expansions.default.w21"
     assert torch.equal(load(tmp_path / "whole").get_parameter(name), trained[name])
 
 
@@ -214,7 +214,8 @@ def test_a_base_that_is_spread_over_devices(spread, folders, extracts):
     assert torch.equal(base_logits(found), spread(IDS).logits)
     assert torch.equal(found.generate(IDS, max_new_tokens=4, do_sample=False), expected.generate(IDS, max_new_tokens=4))
     take_steps(found)
-    assert {name for name, own in found.named_modules() if hasattr(own, "_hf_hook")} == {
+    hooked = {name for name, own in found.named_modules() if hasattr(own, "_hf_hook")}
+    assert {name for name in hooked if ".expansions" not in name} == {
         name for name, own in spread.named_modules() if hasattr(own, "_hf_hook")
     }
     seen = watch_hook(found)
@@ -235,16 +236,23 @@ def test_expansions_by_name_on_a_base_that_is_spread_over_devices(spread, base, 
     for name, own in extracts.items():
         found = load_expansion(found, own, name=name)
     for name, alone in expected.items():
-        seen = watch_hook(found if name is None else found.expanded_models[name])
+        seen = watch_hook(found)
         with found.use_expansion(name):
             assert torch.equal(found(IDS).logits, alone(IDS).logits) and seen
             assert torch.equal(
                 found.generate(IDS, max_new_tokens=4, do_sample=False), alone.generate(IDS, max_new_tokens=4)
             )
-    with pytest.raises(
-        ValueError, match=r"^preserve: its base is spread over .* Choose a single name\.\nadapt: its base"
-    ):
-        found.set_expansion(list(extracts))
+    whole = load(base)
+    for name, own in extracts.items():
+        whole = load_expansion(whole, own, name=name)
+    for model in (found, whole):
+        model.set_expansion(list(extracts))
+    assert torch.equal(found(IDS).logits, whole(IDS).logits), "side by side, too"
+    assert all(map(torch.equal, found.path_logits(IDS), (alone(IDS, use_cache=False).logits for alone in expected.values())))
+    assert torch.equal(
+        found.generate(IDS, max_new_tokens=4, do_sample=False), whole.generate(IDS, max_new_tokens=4, do_sample=False)
+    )
+    assert found.hf_device_map == spread.hf_device_map
     assert torch.equal(spread(IDS).logits, expected[None](IDS).logits), "the base stays as it is"
 
 
