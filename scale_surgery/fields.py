@@ -102,8 +102,8 @@ class Field:
             return None
         if self.kind is tuple:
             # which texts they may be is said where they are used
-            are_texts = isinstance(value, tuple | list) and all(isinstance(own, str) for own in value)
-            return None if are_texts else f"some of: {', '.join(self.choices)}"
+            are_values = isinstance(value, tuple | list) and all(isinstance(own, str | int | float) for own in value)
+            return None if are_values else f"some of: {', '.join(self.choices)}"
         if self.kind not in KIND_NAMES:
             return None
         if self.choices:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,7 @@ from scale_surgery.cli.outputs import OUTPUT_FOLDER
 from scale_surgery.errors import counted
 
 if TYPE_CHECKING:
-    from scale_surgery.composition.record import Mixing
+    from scale_surgery.planning.routing_specs import Routing
     from scale_surgery.show.console import Output
 
 
@@ -27,14 +26,14 @@ if TYPE_CHECKING:
     callback=as_list,
     metavar="A,B",
     help="Names of the expansions, letters, digits and underscores, in the order of EXTRACTS.  "
-    "[default: as the folders, qwen3-law becomes qwen3_law]",
+    "[default: as they were made; of one called default as its folder, qwen3-law becomes qwen3_law]",
 )
 @click.option("--add", multiple=True, metavar="EXTRACT", help="The same as one of EXTRACTS. Can be repeated.")
 @click.option(
     "--remove",
     multiple=True,
     metavar="NAME",
-    help="Expansion of BASE, a composed folder, to leave out, damaged or not. Can be repeated.",
+    help="Expansion of BASE, an expanded folder, to leave out, damaged or not. Can be repeated.",
 )
 @click.option(
     "--prior",
@@ -47,17 +46,6 @@ if TYPE_CHECKING:
     type=float,
     help="Share of its weight that each path gives to the others at every token. 0 bounds what a text can lose.  "
     "[default: 0.01; at least 0 and less than 1]",
-)
-@click.option(
-    "--prune",
-    type=float,
-    help="Weight below which a path is left out while tokens are read one by one, until it would weigh more.  "
-    "[default: 0, none; at least 0 and less than 1]",
-)
-@click.option(
-    "--lag",
-    type=int,
-    help="Tokens after which paths that are left out read what they have not.  [default: 32; at least 1]",
 )
 @overwrite_options
 @output_options
@@ -73,13 +61,13 @@ def compose_command(
     """Put many EXTRACTS of one BASE into one folder, which loads as one model.
 
     Its router weighs K + 1 paths, the base and every expansion, by how well each has predicted the text so far. BASE is
-    the base model; or a composed folder, to add expansions or to leave some out.
+    the base model; or an expanded folder, to add expansions or to leave some out.
 
     \b
     Example: scale-surgery compose MODEL MEDICINE LAW -o COMPOSED
     """
-    from scale_surgery.composition.compose import compose
     from scale_surgery.show.tables_forms import render_composed
+    from scale_surgery.surgery.compose import compose
 
     given = (*extracts, *add)
     if names is not None and len(names) != len(given):
@@ -89,25 +77,24 @@ def compose_command(
     if names is not None and len(set(names)) < len(names):
         raise click.UsageError(f"--names {','.join(names)}: one name stands twice, expected another for each extract.")
     named = given if names is None else dict(zip(names, given, strict=True))
-    numbers = {name: options.pop(name) for name in ("switch_rate", "prune", "lag")}
-    mixing = read_mixing(base, options.pop("prior"), numbers, stays=not (given or options["remove"]))
-    done = compose(base, named, output, mixing=mixing, track=out.track, **options)
+    routing = make_routing(base, options.pop("prior"), options.pop("switch_rate"))
+    done = compose(base, named, output, routing=routing, track=out.track, **options)
     out.show(done, render_composed(done))
 
 
-def read_mixing(base: str, prior: tuple[str, ...] | None, numbers: Mapping[str, Any], *, stays: bool) -> Mixing | None:
+def make_routing(base: str, prior: tuple[str, ...] | None, switch_rate: float | None) -> Routing | None:
     """How paths are mixed, from command line options; None where nothing is said.
 
     Args:
-        base: What is composed; a composed folder has numbers, which stay where others are given.
-        prior: What is said of the prior.
-        numbers: What is said of other fields of `Mixing`, by name.
-        stays: Whether the expansions are those that it has.
+        base: What is composed; an expanded folder may have a switch rate, which stays where none is given.
+        prior: Weights of the base and of each expansion.
+        switch_rate: Share of its weight that each path gives to the others at every token.
     """
-    from scale_surgery.composition.record import Mixing, is_composition, read_composed_record
+    from scale_surgery.checkpoint.names import MANIFEST_FILE
+    from scale_surgery.planning.routing_specs import Routing, routing_of_weights
+    from scale_surgery.surgery.record import read_manifest
 
-    said = {name: own for name, own in numbers.items() if own is not None}
-    if prior is None and not said:
+    if prior is None and switch_rate is None:
         return None
     try:
         weights = None if prior is None else tuple(map(float, prior))
@@ -115,8 +102,11 @@ def read_mixing(base: str, prior: tuple[str, ...] | None, numbers: Mapping[str, 
         raise click.UsageError(
             f"--prior {','.join(prior or ())}: expected numbers with commas between them."
         ) from error
-    before = read_composed_record(Path(base)).mixing if is_composition(base) else Mixing()
-    mixing = replace(before, prior=before.prior if stays and weights is None else weights, **said)
-    if "lag" in said and not mixing.prune:
-        raise click.UsageError(f"--lag {mixing.lag}: no path is left out without --prune, expected both.")
-    return mixing
+    before = read_manifest(Path(base)).routing if (Path(base) / MANIFEST_FILE).is_file() else None
+    routing = before or Routing()
+    routing = routing if switch_rate is None else replace(routing, switch_rate=switch_rate)
+    if weights is not None and (len(weights) < 2 or min(weights) <= 0 or abs(sum(weights) - 1) > 1e-6):
+        raise click.UsageError(
+            f"--prior {','.join(prior or ())}: expected positive weights of sum 1, of the base and of each expansion."
+        )
+    return routing if weights is None else routing_of_weights(routing, weights)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scale_surgery.composition.paths import BASE
+from scale_surgery.planning.paths import BASE
 from scale_surgery.running.context import context_of
 from scale_surgery.running.prompts import Batch
 

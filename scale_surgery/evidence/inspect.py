@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from scale_surgery.checkpoint.composed import refuse_lost_record
 from scale_surgery.checkpoint.expansions import expansion_of, specs_of_expansions
 from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.foreign import adopt_line, saved_elsewhere
@@ -15,10 +14,9 @@ from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE
 from scale_surgery.checkpoint.numbering import AFTER, CONFIG_KEY, ORIGIN_KEY, numbering_of
 from scale_surgery.checkpoint.schema import in_one_line, known_misfits
 from scale_surgery.checkpoint.sources import open_model
-from scale_surgery.composition.record import is_composition
 from scale_surgery.deriving.base import base_config, code_folder, derive_config, read_base
 from scale_surgery.errors import CheckpointError, PlanError
-from scale_surgery.evidence.composition_summary import CompositionSummary, summarise_composition
+from scale_surgery.evidence.several import ExpansionsSummary, summarise_expansions
 from scale_surgery.planning.architecture import Architecture, Sizes
 from scale_surgery.planning.base import check_layers, quantisation_of
 from scale_surgery.planning.methods import method_of_variant
@@ -110,7 +108,7 @@ class Inspection:
     bytes: int
     left_out: tuple[str, ...]
     expansion: ExpansionSummary | None
-    composition: CompositionSummary | None = None
+    composition: ExpansionsSummary | None = None
     quantisation: str | None = None
 
 
@@ -127,7 +125,7 @@ def inspect(model: str | Path, *, revision: str | None = None, run: RunOptions =
     """Describe a checkpoint; no weight is read.
 
     Args:
-        model: A folder or a Hub id, a base model, an expanded one or a composed one.
+        model: A folder or a Hub id, a base model or an expanded one.
         revision: Branch, tag or commit of a Hub repository.
         run: Whether its own code may run, where transformers does not have its type: trust_remote_code.
 
@@ -139,8 +137,7 @@ def inspect(model: str | Path, *, revision: str | None = None, run: RunOptions =
         UnsupportedFamilyError: If its architecture is not supported.
     """
     source, checkpoint = open_model(model, revision)
-    refuse_lost_record(source.path)
-    is_composed = is_composition(source.path)
+    is_several = len(specs_of_expansions(checkpoint.config.get(CONFIG_KEY, {}))) > 1 and checkpoint.manifest is not None
     if CONFIG_KEY in checkpoint.config and checkpoint.manifest is None and needs_own_code(checkpoint.config):
         # the record alone names the base's classes
         raise CheckpointError(saved_elsewhere(Path(model), checkpoint.config))
@@ -150,7 +147,7 @@ def inspect(model: str | Path, *, revision: str | None = None, run: RunOptions =
     if (numbering := numbering_of(checkpoint.config.get(CONFIG_KEY))) is not None:
         sizes = replace(sizes, layers=sizes.layers - len(numbering.new))
     check_layers(architecture, sizes.layers, checkpoint.tensors)
-    is_base = CONFIG_KEY not in checkpoint.config and not is_composed
+    is_base = CONFIG_KEY not in checkpoint.config
     stored = sum(info.elements for info in checkpoint.tensors.values())
     shards: dict[str, int] = {}
     for info in checkpoint.tensors.values():
@@ -167,8 +164,8 @@ def inspect(model: str | Path, *, revision: str | None = None, run: RunOptions =
         parameters_unique=stored - _tied_copy(checkpoint, architecture, sizes),
         bytes=sum(shards.values()),
         left_out=checkpoint.left_out,
-        expansion=_summarise(checkpoint, str(model)) if CONFIG_KEY in checkpoint.config and not is_composed else None,
-        composition=summarise_composition(source.path) if is_composed else None,
+        expansion=_summarise(checkpoint, str(model)) if CONFIG_KEY in checkpoint.config and not is_several else None,
+        composition=summarise_expansions(source.path) if is_several else None,
         quantisation=quantisation_of(read_base(checkpoint, run)) if is_base else None,
     )
 

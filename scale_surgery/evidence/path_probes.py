@@ -1,8 +1,8 @@
-"""Numbers of a composed model: each path beside the model that it is alone, and what its mixture loses on any text.
+"""Numbers of several expansions: each path beside the model that it is alone, and what their mixture loses on any text.
 
-base files          --stock class-->                 path 0 alone
-base files, extract --as load_expansion puts it-->   path k alone, bit for bit what apply writes
-the composed folder --as a user loads it-->          the same paths, chosen by name and side by side, and their mixture
+base files          --stock class-->                  path 0 alone
+base files, shards  --as load_expansion puts them-->  path k alone, bit for bit what apply writes
+the whole folder    --as a user loads it-->           the same paths, chosen by name and side by side, and their mixture
 
 The models alone share the weights of one base, which is freed before the composed model is loaded.
 """
@@ -11,26 +11,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from scale_surgery.checkpoint.files import scratch_folder
-from scale_surgery.composition.members import give_out
-from scale_surgery.composition.paths import BASE
-from scale_surgery.composition.record import Composition
+from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.evidence.hostile_texts import excess, hostile_texts, prompt_texts
+from scale_surgery.planning.paths import BASE
 from scale_surgery.progress import Track
 from scale_surgery.running.drift import largest_difference
 from scale_surgery.running.loading import RUNNING, loaded, loaded_whole, translated
 from scale_surgery.running.options import Probes, RunOptions
 from scale_surgery.running.probe import same_tokens
 from scale_surgery.running.prompts import Batch, encode_prompts, token_problems
+from scale_surgery.running.sharing import StoredExpansion, put_expansion
 from scale_surgery.running.tokenizer import load_tokenizer
-from scale_surgery.surgery.load_expansion import load_expansion
+from scale_surgery.surgery.config import written_config
+from scale_surgery.surgery.record import Manifest, only
 
 
 @dataclass(frozen=True)
@@ -114,13 +114,13 @@ class PathRun:
 
 
 def probe_paths(
-    path: Path, record: Composition, base: Path, probes: Probes, run: RunOptions, track: Track
+    checkpoint: Checkpoint, manifest: Manifest, base: Path, probes: Probes, run: RunOptions, track: Track
 ) -> MixtureNumbers:
-    """Run every model alone, then the composed one, on the same prompts, and compare.
+    """Run every model alone, then that of all expansions, on the same prompts, and compare.
 
     Args:
-        path: The composed folder.
-        record: Its composed.json.
+        checkpoint: The folder of several expansions.
+        manifest: Its surgery.json.
         base: A folder that loads as its base.
         probes: Prompts, and tokens to generate for each; without these no text is written either.
         run: How the models run: device, trust_remote_code. They are as they are stored, and whole in memory.
@@ -132,18 +132,17 @@ def probe_paths(
     Raises:
         CheckpointError: If a model cannot be loaded or does not run.
     """
-    run = replace(run.placed(), dtype=None)
-    encoded = encode_prompts(base, probes, run)
-    tokens = token_problems(encoded, load_tokenizer(path, run))
-    with track("probe prompts", 2 * (len(record.names) + 1)) as advance:
+    encoded, names = encode_prompts(base, probes, run), tuple(manifest.expansions)
+    tokens = token_problems(encoded, load_tokenizer(checkpoint.path, run))
+    with track("probe prompts", 2 * (len(names) + 1)) as advance:
         alone = []
-        for found in run_alone(path, record, base, encoded.batch, probes.new_tokens, run):
+        for found in run_alone(checkpoint, manifest, base, encoded.batch, probes.new_tokens, run):
             alone.append(found)
             advance(1)
-        with loaded(path, run) as (model, problems), translated(*RUNNING):
+        with loaded(checkpoint.path, run) as (model, problems), translated(*RUNNING):
             beside = _beside(model, encoded.batch, run.device)
             paths = []
-            for name, own, other in zip((None, *record.names), alone, beside, strict=True):
+            for name, own, other in zip((None, *names), alone, beside, strict=True):
                 with model.use_expansion(name):
                     paths.append(compare(name or BASE, own, run_path(model, encoded.batch, probes.new_tokens), other))
                 advance(1)
@@ -173,13 +172,13 @@ def probe_paths(
 
 
 def run_alone(
-    path: Path, record: Composition, base: Path, batch: Batch, new_tokens: int, run: RunOptions
+    checkpoint: Checkpoint, manifest: Manifest, base: Path, batch: Batch, new_tokens: int, run: RunOptions
 ) -> Iterator[PathRun]:
     """Run the base, and then each model that an expansion is alone, on the base's weights.
 
     Args:
-        path: The composed folder.
-        record: Its composed.json.
+        checkpoint: The folder of several expansions.
+        manifest: Its surgery.json.
         base: A folder that loads as its base.
         batch: The prompts.
         new_tokens: Tokens to generate, 0 for none.
@@ -188,14 +187,14 @@ def run_alone(
     Yields:
         What each made of the prompts, in the order of the paths.
     """
-    with loaded_whole(base, record.base_name, run) as model, translated(*RUNNING):
+    with loaded_whole(base, manifest.base_name, run) as model, translated(*RUNNING):
         yield run_path(model, batch, new_tokens)
-        for name in record.names:
-            with scratch_folder() as extract:
-                give_out(path, record, name, extract, "auto")
-                # its files were compared already
-                expanded = load_expansion(model, extract, check=False)
-                yield run_path(expanded, batch, new_tokens)
+        for name in manifest.expansions:
+            alone, record = only(checkpoint, manifest, name)
+            config = written_config(record, model.config.to_dict(), str(model.dtype).removeprefix("torch."))
+            tensors = {own: info for own, info in alone.tensors.items() if own in record.planned}
+            stored = StoredExpansion(name, checkpoint.path, tensors, config)
+            yield run_path(put_expansion(model, stored, name).eval(), batch, new_tokens)
 
 
 @torch.no_grad()

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from scale_surgery.checkpoint.files import plain_json
-from scale_surgery.composition.record import Mixing
 from scale_surgery.evidence.promises import Promise
 from scale_surgery.planning.routing_specs import Routing
 from scale_surgery.surgery.record import tool_versions
@@ -28,9 +27,9 @@ class Verification:
     """The result of `verify`.
 
     Attributes:
-        path: The expanded or composed folder.
+        path: The expanded folder.
         base_name: What its base model is called.
-        variant: Its variant; of a composed folder "composed".
+        variant: Its variant; of several expansions "composed".
         routing: How it routes, or None.
         state: "initial", or "trained" where expansion tensors changed since the expansion.
         trained_tensors: How many did.
@@ -46,10 +45,10 @@ class Verification:
         versions: Versions that were used.
         machine: Processor architecture and system.
         not_run: Why no model was run, or None.
-        recorded: Whether it stands in the folder's record, surgery.json or composed.json: this result, or one of the
+        recorded: Whether it stands in the folder's record, surgery.json: this result, or one of the
             same bytes that says more.
-        mixing: How the paths of a composed folder are mixed; None of an expanded one.
-        mixture: What the probe prompts showed of a composed folder, or None.
+        expansions: Names of the expansions, in the order of the paths.
+        mixture: What the probe prompts showed of several expansions, or None.
     """
 
     path: Path
@@ -70,7 +69,7 @@ class Verification:
     machine: str
     not_run: str | None = None
     recorded: bool = False
-    mixing: Mixing | None = None
+    expansions: tuple[str, ...] = ()
     mixture: MixtureNumbers | None = None
 
     def to_json(self) -> dict[str, Any]:

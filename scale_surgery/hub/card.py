@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from scale_surgery.checkpoint.licence import read_licence
 from scale_surgery.checkpoint.reading import read_bytes
 from scale_surgery.errors import CheckpointError, HubError
-from scale_surgery.evidence.composition_summary import summarise_composition
+from scale_surgery.evidence.several import summarise_expansions
 from scale_surgery.hub.card_composed import COMPOSED_TAGS, composed_body
 from scale_surgery.hub.card_sections import CardFacts, body
 from scale_surgery.hub.client import Remote, read_text
@@ -72,7 +72,7 @@ def make_card(
     """
     try:
         facts = card_facts(contents, repo, base_file, certificate)
-        held = summarise_composition(contents.path) if contents.form == "composed" else None
+        held = summarise_expansions(contents.path) if contents.form == "composed" else None
         text = body(facts) if held is None else composed_body(facts, held)
         known = read_licence(base_text) or contents.licence
         licence = {"license": license} if license else known

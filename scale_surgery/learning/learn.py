@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 from scale_surgery.checkpoint.beside import locked
-from scale_surgery.checkpoint.composed import refuse_composed
 from scale_surgery.checkpoint.files import UNFINISHED
 from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.names import JOB_FILE
@@ -105,7 +104,6 @@ def resolve_recipe(said: Mapping[str, Any]) -> Recipe:
 
 def _facts(recipe: Recipe) -> Facts:
     source, checkpoint = open_model(recipe.model, recipe.revision)
-    refuse_composed(source.path, "a base model")
     config = checkpoint.config.get("text_config") or checkpoint.config
     layers = int(config.get("num_hidden_layers") or config.get("n_layer") or 0)
     tokenizer = need_tokenizer(checkpoint.path, source.name, recipe.running)

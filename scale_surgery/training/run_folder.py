@@ -17,7 +17,7 @@ import json
 import re
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -153,7 +153,7 @@ class TrainingRun:
         earlier = manifest.training[: self.decisive["earlier_runs"]]
         entry = {**self.record, "steps": log[-1]["step"] if log else 0, "measured": last_measured(log)}
         # the last verification stays: its date tells that it is older than this run
-        changed = replace(manifest, training=(*earlier, entry))
+        changed = manifest.with_expansion(training=(*earlier, entry))
         write_json(self.target / MANIFEST_FILE, asdict(changed))
 
     def draw(self, log: Log) -> None:

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from scale_surgery import (
-    CompositionSummary,
+    ExpansionsSummary,
     Mixing,
     Request,
     compose,
@@ -108,6 +108,6 @@ def test_inspect_and_report_say_what_lies_in_it(place: Path, tmp_path: Path, com
     assert [own["name"] for own in content["promises"]] == [own.name for own in result.promises]
     set_mixing(folder, Mixing(switch_rate=0.01))
     held = report(folder)
-    assert isinstance(held, CompositionSummary) and held.verified.endswith("; the router's numbers changed since")
+    assert isinstance(held, ExpansionsSummary) and held.verified.endswith("; the router's numbers changed since")
     refused = command("report", folder, "--text", place / "known.jsonl")
     assert refused.exit_code == 1 and "is a composed folder, of which report reads the records alone" in refused.output

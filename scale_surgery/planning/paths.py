@@ -1,35 +1,31 @@
-"""The paths of a composed model by name, and the numbers of the router that mixes them."""
+"""The paths of a model with several expansions by name, and the numbers of the router that mixes them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from scale_surgery.composition.record import Mixing, is_composition, read_composition
+from scale_surgery.checkpoint.expansions import specs_of_expansions
+from scale_surgery.planning.routing_specs import Routing, read_routing, routing_of_weights
 
 BASE = "base"
 
 
 @dataclass(frozen=True)
 class MixedPaths:
-    """The paths of a composed model, and how its router mixes them.
+    """The paths of a model with several expansions, and how its router mixes them.
 
     Attributes:
         names: Of all paths: the base, then each expansion.
         prior: Weight of each at the start of a text.
         switch_rate: Share of its weight that each path gives to the others at every token.
-        prune: Weight below which a path is left out while tokens are read one by one; 0 leaves none out.
-        lag: Tokens after which paths that are out read what they have not.
     """
 
     names: tuple[str, ...]
     prior: tuple[float, ...]
     switch_rate: float
-    prune: float = 0.0
-    lag: int = Mixing.lag
     router = "posterior"
 
     @property
@@ -55,7 +51,7 @@ class MixedPaths:
     @property
     def is_default(self) -> bool:
         """Whether the numbers are those that nobody chose."""
-        return self.mixing == Mixing(prune=self.prune, lag=self.lag)
+        return self.routing == Routing()
 
     @property
     def numbers(self) -> str:
@@ -76,21 +72,18 @@ class MixedPaths:
         return {"router": self.router, "prior": prior, "switch_rate": self.switch_rate}
 
     @property
-    def mixing(self) -> Mixing:
-        """What a composed folder says of them."""
-        return Mixing(None if self.is_even else self.prior, self.switch_rate, self.prune, self.lag)
+    def routing(self) -> Routing:
+        """What surgery.json says of them."""
+        return routing_of_weights(Routing(switch_rate=self.switch_rate), self.prior)
+
+
+def paths_of(routing: Routing, names: Mapping[str, Any] | tuple[str, ...]) -> MixedPaths:
+    """How a router mixes the base and expansions of these names."""
+    return MixedPaths((BASE, *names), routing.weights(len(names)), routing.switch_rate)
 
 
 def read_paths(specs: Mapping[str, Any]) -> MixedPaths | None:
-    """The paths of a composed model, by what its config.json says; None where it is none."""
-    if "expansions" not in specs or "mixing" not in specs:
-        return None
-    names, mixing = (BASE, *specs["expansions"]), specs["mixing"]
-    prior = mixing["prior"] or [1 / len(names)] * len(names)
-    own = Mixing(**mixing)
-    return MixedPaths(names, tuple(map(float, prior)), float(own.switch_rate), own.prune, own.lag)
-
-
-def base_name_in(path: Path) -> str | None:
-    """What the base of a composed folder is called, as composed.json says; None where there is none."""
-    return read_composition(path)[1].base_name if is_composition(path) else None
+    """The paths of a model, by the key `scale_surgery` of its config.json; None where it has but one expansion."""
+    names = tuple(own["name"] for own in specs_of_expansions(specs) if "name" in own)
+    routing = read_routing(specs) if len(names) > 1 else None
+    return None if routing is None else paths_of(routing, names)
