@@ -17,6 +17,9 @@ from transformers.core_model_loading import revert_weight_conversion
 from scale_surgery import modeling
 from scale_surgery.checkpoint.expansions import DEFAULT_NAME, expansion_of
 from scale_surgery.checkpoint.names import INDEX_FILE
+from scale_surgery.modeling.expanded_modules import KINDS, expand_module
+from scale_surgery.modeling.expanded_paths import Path as ModelPath
+from scale_surgery.modeling.expanded_paths import Paths, Running
 from scale_surgery.planning.architecture import CODE_FILES
 
 UP = 6
@@ -188,6 +191,23 @@ def fresh(name: str, like: torch.Tensor) -> torch.Tensor:
     if name.endswith((".w12", HEAD_UP)):
         return torch.zeros_like(like).detach()
     return (torch.randn_like(like) * 0.2 + (like.dim() == 1)).detach()
+
+
+def expand_alone(module: Any, kind: str, fork: int | None = 0, **sizes: Any) -> Any:
+    """Expand a module by itself, in place, as in a model of one layer with one expansion, which runs.
+
+    Args:
+        module: A stock module.
+        kind: Key of KINDS.
+        fork: The first layer with W12; None where there is none.
+        sizes: What the blocks of that kind are made of.
+    """
+    paths = Paths((ModelPath(DEFAULT_NAME),), {DEFAULT_NAME: fork}, 1)
+    expand_module(module, kind, Running(paths), 0)
+    module.expansions[DEFAULT_NAME] = KINDS[kind][1](module, **sizes)
+    sections = [base for base, _ in sizes.get("out_features", ())]
+    module.sections = tuple(sections) if len(sections) > 1 else ()
+    return module
 
 
 def write_index(path: Path, places: Mapping[str, str]) -> None:

@@ -69,7 +69,6 @@ def put_router(model: Any, router: Router) -> None:
     model.set_expansion(list(model.choice.names), **router.settings)
 
 
-@torch.no_grad()
 def head_features(model: Any, prompt: dict[str, Any]) -> torch.Tensor:
     """What the head reads: (paths, b, t, d + u), one for each base stream."""
     kept: list[torch.Tensor] = []
@@ -79,6 +78,7 @@ def head_features(model: Any, prompt: dict[str, Any]) -> torch.Tensor:
     return kept[0].unflatten(0, (-1, len(prompt["input_ids"])))
 
 
+@torch.no_grad()
 def cosines_of(model: Any, prompt: dict[str, Any]) -> torch.Tensor:
     """Cosine of the logits of the first and the last base stream at each position, float64."""
     head = model.get_output_embeddings()

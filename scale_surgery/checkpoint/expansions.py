@@ -15,6 +15,8 @@ from scale_surgery.checkpoint.numbering import CONFIG_KEY
 
 # what an expansion is called where nobody gives it a name
 DEFAULT_NAME = "default"
+# what its base is called among paths
+BASE_NAME = "base"
 INFIX = ".expansions."
 # under the key scale_surgery of config.json
 BASE_KEY, EXPANSIONS_KEY, ROUTER_KEY = "base", "expansions", "router"
@@ -47,6 +49,16 @@ def specs_of_expansions(specs: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]
     """What the key `scale_surgery` of config.json says of each expansion; one with duplicated layers has but one."""
     found = [specs] if "method" in specs else specs.get(EXPANSIONS_KEY)
     return [own for own in found if isinstance(own, Mapping)] if isinstance(found, list) else []
+
+
+def path_names(specs: Mapping[str, Any]) -> tuple[str, ...]:
+    """Names by which paths of a model are asked for, the base's first; none where its only expansion was given none.
+
+    Args:
+        specs: What the key `scale_surgery` of config.json says.
+    """
+    names = tuple(str(own.get("name", DEFAULT_NAME)) for own in specs_of_expansions(specs))
+    return (BASE_NAME, *names) if names not in ((), (DEFAULT_NAME,)) else ()
 
 
 def place_of_specs(specs: Mapping[str, Any]) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scale_surgery.planning.paths import BASE
+from scale_surgery.checkpoint.expansions import BASE_NAME
 from scale_surgery.running.context import context_of
 from scale_surgery.running.prompts import Batch
 
@@ -33,12 +33,13 @@ def prompt_texts(batch: Batch) -> Iterator[Texts]:
         yield Texts(ids[mask][None], (f"prompt {number}",))
 
 
-def hostile_texts(model: Any, batch: Batch, *, write: bool) -> Iterator[Texts]:
+def hostile_texts(model: Any, batch: Batch, device: str, *, write: bool) -> Iterator[Texts]:
     """Texts that each path writes greedily, and halves of two of them joined: who has come to be trusted goes wrong.
 
     Args:
         model: The composed model.
         batch: Prompts, whose first tokens the texts begin with.
+        device: Where it computes.
         write: Whether there are any.
 
     Yields:
@@ -51,7 +52,9 @@ def hostile_texts(model: Any, batch: Batch, *, write: bool) -> Iterator[Texts]:
     written = []
     for name in (None, *model.expansions):
         with model.use_expansion(name):
-            written.append(Texts(_write(model, begun, length), (f"written by {name or BASE}",) * len(begun)))
+            written.append(
+                Texts(_write(model, begun.to(device), length), (f"written by {name or BASE_NAME}",) * len(begun))
+            )
     yield from _numbered(written)
     pairs = [own for one, other in pairwise(written) for own in ((one, other), (other, one))]
     half = length // 2
@@ -77,16 +80,16 @@ def _write(model: Any, begun: Tensor, length: int) -> Tensor:
     """What a path writes greedily, to a length in tokens; never an end of text."""
     new = length - begun.shape[1]
     options = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "pad_token_id": 0}
-    found: Tensor = model.generate(begun.to(model.device), **options)
+    found: Tensor = model.generate(begun, **options)
     return found.cpu()
 
 
 @torch.no_grad()
-def excess(model: Any, texts: Texts) -> Iterator[tuple[str, float]]:
+def excess(model: Any, texts: Texts, device: str) -> Iterator[tuple[str, float]]:
     """What the mixture loses on each text above the best path for it, in nats."""
     if texts.ids.shape[1] < 2:
         return
-    ids = texts.ids.to(model.device)
+    ids = texts.ids.to(device)
     best = torch.stack([_losses(own, ids) for own in model.path_logits(ids)]).amin(0)
     lost = _losses(model(ids, use_cache=False).logits, ids) - best
     yield from zip(texts.names, lost.tolist(), strict=True)

@@ -1,35 +1,39 @@
-"""Numbers of several expansions: each path beside the model that it is alone, and what their mixture loses on any text.
+"""Numbers of several expansions: each path beside the model that it is alone, and what their mixture loses.
 
-base files          --stock class-->                  path 0 alone
-base files, shards  --as load_expansion puts them-->  path k alone, bit for bit what apply writes
-the whole folder    --as a user loads it-->           the same paths, chosen by name and side by side, and their mixture
+base files                     --stock class-->           path 0 alone
+base files, shards of NAME     --a folder of links-->     path k alone, the model that apply writes
+the whole folder               --as a user loads it-->    the same paths, chosen by name and side by side, their mixture
 
-The models alone share the weights of one base, which is freed before the composed model is loaded.
+Each is freed before the next is loaded. One that is larger than the memory given to it is streamed from its files.
 """
 
 from __future__ import annotations
 
 import math
+import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from scale_surgery.checkpoint.expansions import BASE_NAME
+from scale_surgery.checkpoint.files import write_json
 from scale_surgery.checkpoint.folder import Checkpoint
+from scale_surgery.checkpoint.names import CONFIG_FILE, INDEX_FILE
+from scale_surgery.errors import CheckpointError, shorten
 from scale_surgery.evidence.hostile_texts import excess, hostile_texts, prompt_texts
-from scale_surgery.planning.paths import BASE
 from scale_surgery.progress import Track
 from scale_surgery.running.drift import largest_difference
-from scale_surgery.running.loading import RUNNING, loaded, loaded_whole, translated
+from scale_surgery.running.loading import RUNNING, loaded, translated
 from scale_surgery.running.options import Probes, RunOptions
 from scale_surgery.running.probe import same_tokens
 from scale_surgery.running.prompts import Batch, encode_prompts, token_problems
-from scale_surgery.running.sharing import StoredExpansion, put_expansion
 from scale_surgery.running.tokenizer import load_tokenizer
-from scale_surgery.surgery.config import written_config
+from scale_surgery.surgery.config import make_index
 from scale_surgery.surgery.record import Manifest, only
 
 
@@ -56,7 +60,7 @@ class PathNumbers:
     @property
     def problems(self) -> tuple[str, ...]:
         """In what it is not that model, a line each."""
-        of = "the base model" if self.name == BASE else f"the model that {self.name} is alone"
+        of = "the base model" if self.name == BASE_NAME else f"the model that {self.name} is alone"
         worst = max((self.drift, self.drift_beside), key=lambda own: math.inf if math.isnan(own) else own)
         drift = f"path {self.name}: logits drift {worst:.3g} from {of}, expected bit-equal."
         greedy = f"path {self.name}: its greedy continuation is not that of {of}, with or without KV cache."
@@ -123,7 +127,7 @@ def probe_paths(
         manifest: Its surgery.json.
         base: A folder that loads as its base.
         probes: Prompts, and tokens to generate for each; without these no text is written either.
-        run: How the models run: device, trust_remote_code. They are as they are stored, and whole in memory.
+        run: How the models run: device, trust_remote_code, memory_bytes. They are as they are stored.
         track: Makes progress bars.
 
     Returns:
@@ -144,10 +148,12 @@ def probe_paths(
             paths = []
             for name, own, other in zip((None, *names), alone, beside, strict=True):
                 with model.use_expansion(name):
-                    paths.append(compare(name or BASE, own, run_path(model, encoded.batch, probes.new_tokens), other))
+                    found = run_path(model, encoded.batch, probes.new_tokens, run.device)
+                paths.append(compare(name or BASE_NAME, own, found, other))
                 advance(1)
-            texts = [*prompt_texts(encoded.batch), *hostile_texts(model, encoded.batch, write=bool(probes.new_tokens))]
-            losses = {name: loss for text in texts for name, loss in excess(model, text)}
+            written = hostile_texts(model, encoded.batch, run.device, write=bool(probes.new_tokens))
+            texts = [*prompt_texts(encoded.batch), *written]
+            losses = {name: loss for text in texts for name, loss in excess(model, text, run.device)}
             attention = str(model.config._attn_implementation)
     worst, longest = max(losses, key=lambda name: losses[name]), max(text.ids.shape[1] for text in texts)
     logits = alone[0].logits
@@ -174,7 +180,7 @@ def probe_paths(
 def run_alone(
     checkpoint: Checkpoint, manifest: Manifest, base: Path, batch: Batch, new_tokens: int, run: RunOptions
 ) -> Iterator[PathRun]:
-    """Run the base, and then each model that an expansion is alone, on the base's weights.
+    """Run the base, and then each model that an expansion is alone.
 
     Args:
         checkpoint: The folder of several expansions.
@@ -186,21 +192,49 @@ def run_alone(
 
     Yields:
         What each made of the prompts, in the order of the paths.
+
+    Raises:
+        CheckpointError: If one cannot be loaded, its tensors do not fit its class, or it does not run.
     """
-    with loaded_whole(base, manifest.base_name, run) as model, translated(*RUNNING):
-        yield run_path(model, batch, new_tokens)
-        for name in manifest.expansions:
-            alone, record = only(checkpoint, manifest, name)
-            config = written_config(record, model.config.to_dict(), str(model.dtype).removeprefix("torch."))
-            tensors = {own: info for own, info in alone.tensors.items() if own in record.planned}
-            stored = StoredExpansion(name, checkpoint.path, tensors, config)
-            yield run_path(put_expansion(model, stored, name).eval(), batch, new_tokens)
+    with _loaded(base, manifest.base_name, run) as model, translated(*RUNNING):
+        yield run_path(model, batch, new_tokens, run.device)
+    for name in manifest.expansions:
+        with tempfile.TemporaryDirectory() as folder:
+            link_alone(only(checkpoint, manifest, name)[0], Path(folder))
+            # no code lies there: this program's own runs
+            own = replace(run, trust_remote_code=False)
+            with _loaded(Path(folder), name, own) as model, translated(*RUNNING):
+                yield run_path(model, batch, new_tokens, run.device)
+
+
+@contextmanager
+def _loaded(path: Path, name: str, run: RunOptions) -> Iterator[Any]:
+    with loaded(path, run, name=name) as (model, problems):
+        if problems:
+            advice = f"{name}: its tensors do not fit its class, so another model would be compared."
+            raise CheckpointError.from_problems([*shorten(problems), advice])
+        yield model
+
+
+def link_alone(checkpoint: Checkpoint, folder: Path) -> None:
+    """Make a folder that loads as the model that an expansion is alone: links to shards, config.json and an index.
+
+    Args:
+        checkpoint: The expanded folder as if it held that expansion alone.
+        folder: Where the links go.
+    """
+    for shard in checkpoint.shards:
+        (folder / shard).symlink_to((checkpoint.path / shard).resolve())
+    places = {name: info.file for name, info in checkpoint.tensors.items()}
+    total = sum(info.bytes for info in checkpoint.tensors.values())
+    write_json(folder / INDEX_FILE, make_index(places, {}, total))
+    write_json(folder / CONFIG_FILE, checkpoint.config)
 
 
 @torch.no_grad()
-def run_path(model: Any, batch: Batch, new_tokens: int) -> PathRun:
+def run_path(model: Any, batch: Batch, new_tokens: int, device: str) -> PathRun:
     """Run a model as it stands: logits of prompts, and greedy continuation with and without KV cache."""
-    inputs = {"input_ids": batch.ids.to(model.device), "attention_mask": batch.mask.to(model.device)}
+    inputs = {"input_ids": batch.ids.to(device), "attention_mask": batch.mask.to(device)}
     logits = model(**inputs, use_cache=False).logits.cpu()[batch.mask.bool()]
     if not new_tokens:
         return PathRun(logits, None, None)

@@ -1,4 +1,4 @@
-"""Arithmetic of routing: numbers of each row of logits, the posterior weights of two paths, and their mixture.
+"""Arithmetic of routing: numbers of each row of logits, the posterior weights of two paths, and mixtures of any number.
 
 Logits are large, so what needs float32 takes them some rows at a time.
 This file travels with the checkpoint: it opens no file, and needs only torch.
@@ -7,7 +7,8 @@ This file travels with the checkpoint: it opens no file, and needs only torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from torch import Tensor
 AT_ONCE_ON_CPU, AT_ONCE = 2**17, 2**22
 # differences of log-probabilities beyond this would overflow when they are exponentiated
 LARGEST = 80.0
+# a smaller weight changes no probability that float32 can tell from 0 or 1
+LEAST_LOG_WEIGHT = -60.0
 
 
 def in_chunks(rows: int, width: int, at_once: int) -> Iterator[slice]:
@@ -96,54 +99,86 @@ def _log(share: float) -> float:
     return math.log(share) if share > 0 else -math.inf
 
 
-def _mix_rows(z_p: Tensor, z_a: Tensor, shift: Tensor, odds: Tensor) -> Tensor:
-    """Mixture of some rows; the path with more weight gives the scale, and alone it gives its own logits back.
+def select(logits: Sequence[Tensor], numbers: Tensor) -> Tensor:
+    """Of each row (..., v) that of the path whose number it has (..., 1)."""
+    found = logits[0]
+    for number, own in enumerate(logits[1:], 1):
+        found = torch.where(numbers == number, own, found)
+    return found
 
-    With k the weight of the lighter path and a its lead in log-probability: log((1 - k) + k exp(a)), added to the
-    logits of the heavier one. Where both are equal that is exactly zero.
+
+def mix(logits: Sequence[Tensor], norms: Sequence[Tensor], weights: Tensor) -> Tensor:
+    """Logits of Σ_k w_k softmax(logits_k), in their dtype; those of the first path are written over.
+
+    The path with most weight gives the scale, and alone it gives its own logits back: with a_k what the
+    log-probabilities of path k are ahead of its own, log(1 + Σ_k w_k (exp(a_k) - 1)) is added to them. Where all are
+    equal that is exactly zero.
+
+    Args:
+        logits: Logits of each path (..., v).
+        norms: Log sum exp of each row of them (...).
+        weights: Log weights of the paths (..., k).
     """
-    is_preserve, lighter = odds >= 0, torch.sigmoid(-odds.abs())
-    sign = torch.where(is_preserve, 1.0, -1.0)
-    ahead = torch.addcmul(shift * sign, z_a - z_p, sign)
-    small = ahead.clamp(max=LARGEST)
-    beyond = ahead.sub_(small)
-    # in few passes and in place: logits are large
-    small = torch.addcmul(-lighter, small.exp_(), lighter, out=small).log1p_()
-    return small.add_(torch.where(is_preserve, z_p, z_a)).add_(beyond)
+    if any(own.requires_grad for own in logits):
+        return Mixture.apply(torch.stack(list(norms), -1), weights, *logits)
+    return _mix(logits, torch.stack(list(norms), -1), weights)
 
 
-def mix(z_p: Tensor, z_a: Tensor, shift: Tensor, odds: Tensor) -> Tensor:
-    """Write the mixture of both paths over z_p; logits (..., v), the others (...)."""
-    flat = [tensor.flatten(0, -2) for tensor in (z_p, z_a, shift[..., None], odds[..., None])]
+def _mix(logits: Sequence[Tensor], norms: Tensor, weights: Tensor) -> Tensor:
+    found = logits[0] if logits[0].is_contiguous() and not logits[0].requires_grad else torch.empty_like(logits[0])
+    flat, (norms, weights) = [own.flatten(0, -2) for own in logits], (own.flatten(0, -2) for own in (norms, weights))
+    heaviest, is_out = weights.argmax(-1, keepdim=True), weights.isneginf()
+    shifts = (norms.gather(-1, heaviest) - norms).masked_fill(is_out, -math.inf)
+    shares = weights.clamp(min=LEAST_LOG_WEIGHT).exp().masked_fill(is_out, 0)
     for rows in row_chunks(flat[0]):
-        one, other, *numbers = (tensor[rows] for tensor in flat)
-        one.copy_(_mix_rows(one.float(), other.float(), *numbers))
-    return z_p
+        parts = [own[rows].float() for own in flat]
+        anchor = select(parts, heaviest[rows])
+        ahead = [torch.sub(part, anchor).add_(shifts[rows, k, None]) for k, part in enumerate(parts)]
+        # in few passes and in place: logits are large. Any number may be taken from all, and given back afterwards
+        beyond = reduce(torch.maximum, ahead).sub(LARGEST).clamp_(min=0)
+        lead = torch.zeros_like(anchor)
+        for k, own in enumerate(ahead):
+            lead.addcmul_(own.sub_(beyond).expm1_(), shares[rows, k, None])
+        found.flatten(0, -2)[rows] = lead.log1p_().add_(anchor).add_(beyond)
+    return found
 
 
 class Mixture(torch.autograd.Function):
-    """Logits of w softmax(z_p) + (1 - w) softmax(z_a), written over z_p; only z_a has a gradient.
+    """The same with gradients for the logits of some paths.
 
-    With r = (1 - w) p_A / mixture, the share of the adapt path in each probability, and the gradient G of the
-    mixture's logits, the gradient of z_a is G r - p_A sum(G r), but for what shifts a whole row of logits, which no
+    With r_k = w_k p_k / mixture, the share of path k in each probability, and the gradient G of the mixture's logits,
+    the gradient of its logits is G r_k - p_k sum(G r_k), but for what shifts a whole row of logits, which no
     cross-entropy sees.
     """
 
     @staticmethod
-    def forward(context: Any, z_p: Tensor, z_a: Tensor, shift: Tensor, odds: Tensor, norm: Tensor) -> Tensor:
+    def forward(context: Any, norms: Tensor, weights: Tensor, *logits: Tensor) -> Tensor:
         # whole tensors, and no views of them: through a view, autograd would copy the gradient of all logits
-        context.mark_dirty(z_p)
-        context.save_for_backward(mix(z_p, z_a, shift, odds), z_a, shift, odds, norm)
-        return z_p
+        mixed = _mix(logits, norms, weights)
+        if mixed is logits[0]:
+            context.mark_dirty(mixed)
+        learning = zip(logits, context.needs_input_grad[2:], strict=True)
+        context.save_for_backward(mixed, norms, weights, *(own if learns else None for own, learns in learning))
+        return mixed
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        mixed, z_a, shift, odds, norm = context.saved_tensors
-        weight = torch.nn.functional.logsigmoid(-odds) + torch.where(odds >= 0, shift, 0)
-        own = torch.empty_like(gradient)
-        flat = [tensor.flatten(0, -2) for tensor in (own, gradient, mixed, z_a, weight[..., None], norm[..., None])]
-        for rows in row_chunks(flat[0]):
-            given, whole, adapt, log_weight, log_norm = (tensor[rows].float() for tensor in flat[1:])
-            share = given * (adapt - whole + log_weight).clamp(max=0).exp()
-            flat[0][rows] = (share - (adapt - log_norm).exp() * share.sum(-1, keepdim=True)).to(own.dtype)
-        return None, own, None, None, None
+        mixed, norms, weights, *logits = context.saved_tensors
+        # of a log-probability of a path to one of the mixture, whose scale is that of the heaviest path
+        shifts = weights - norms + norms.gather(-1, weights.argmax(-1, keepdim=True))
+        found: list[Tensor | None] = [None] * len(logits)
+        for k, own in enumerate(logits):
+            if own is not None:
+                found[k] = _gradient(gradient, mixed, own, shifts[..., k, None], norms[..., k, None])
+        return None, None, *found
+
+
+def _gradient(gradient: Tensor, mixed: Tensor, own: Tensor, shift: Tensor, norm: Tensor) -> Tensor:
+    """The gradient of the logits of one path."""
+    found = torch.empty_like(gradient)
+    flat = [tensor.flatten(0, -2) for tensor in (found, gradient, mixed, own, shift, norm)]
+    for rows in row_chunks(flat[0]):
+        given, whole, logits, log_weight, log_norm = (tensor[rows].float() for tensor in flat[1:])
+        share = given * (logits - whole + log_weight).clamp(max=0).exp()
+        flat[0][rows] = (share - (logits - log_norm).exp() * share.sum(-1, keepdim=True)).to(found.dtype)
+    return found

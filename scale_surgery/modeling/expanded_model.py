@@ -288,9 +288,7 @@ class ExpandedPreTrainedModel(LoadedModel):
             return Choice(self._known([] if names is None else [names]))
         known = self._known(names)
         self._check_beside(known)
-        if router.get("router", "posterior") == "posterior" and router.get("prior") is None:
-            router = router | {"prior": (1 / (1 + len(known)),) * (1 + len(known))}
-        return Choice(known, make_router({"router": "posterior"} | router, len(known)))
+        return Choice(known, make_router(router, len(known)))
 
     @contextmanager
     def use_choice(self, choice: Choice) -> Iterator[None]:
@@ -320,10 +318,8 @@ class ExpandedPreTrainedModel(LoadedModel):
         if self.get_output_embeddings() is None or (len(names) < 2 and router is None):
             # without a head there is nothing to route
             return self.make_choice(names[0] if names else None)
-        if router is None:
-            return self.make_choice(names)
         self._check_beside(tuple(names))
-        return Choice(tuple(names), make_router(router, len(names), "config.json: scale_surgery.router."))
+        return Choice(tuple(names), make_router(router or {}, len(names), "config.json: scale_surgery.router"))
 
     def enable_expansion(self, is_enabled: bool = True) -> None:
         """Run what the model was loaded for, or its base alone."""
@@ -468,20 +464,21 @@ class ExpandedPreTrainedModel(LoadedModel):
         return self.choice.router
 
     def path_logits(self, input_ids: Tensor, **inputs: Any) -> list[Tensor]:
-        """Logits of the base and of each chosen expansion alone, (b, t, v) each, whatever router weighs them.
+        """Logits of the base and of each expansion that was chosen, each alone and (b, t, v), whatever weighs them.
 
         Args:
             input_ids: Token ids (b, t).
             inputs: attention_mask and position_ids, where there are any.
         """
-        self._find_router()
-        found: list[Tensor] = []
+        names, found = self.choice.names, list[Tensor]()
+        if names:
+            self._check_beside(names)
 
         def answer(features: Features) -> Tensor:
             found.extend(features.logits())
             return found[0]
 
-        with self.answering(answer, (BASE, *map(Path, self.choice.names))):
+        with self.answering(answer, (BASE, *map(Path, names))):
             super().forward(input_ids=input_ids, use_cache=False, **inputs)
         return found
 
@@ -633,12 +630,16 @@ def by_row(features: Features, choice: Choice) -> Tensor:
 
 
 def check_cache(cache: Cache | None, choice: Choice) -> None:
-    """Refuse a KV cache that was filled under another choice: it holds other heads, or other values."""
+    """Refuse a KV cache that was filled under another choice: it holds other heads, or other values.
+
+    One that another model filled may fit where a single path runs, and never where several do.
+    """
     past = 0 if cache is None else int(cache.get_seq_length())
-    if past and getattr(cache, "expansion_choice", choice.key) != choice.key:
+    if past and getattr(cache, "expansion_choice", choice.key if len(choice.paths) == 1 else None) != choice.key:
         raise ValueError(
-            f"past_key_values: holds {past} tokens that were read under another choice of expansions than "
-            f"{', '.join(choice.names) or 'none'}. Begin with an empty one."
+            f"past_key_values: holds {past} tokens that were not read under this choice of expansions "
+            f"({', '.join(choice.names) or 'the base'}{', routed' if choice.router else ''}), expected a cache that "
+            "was filled under it. Begin with an empty one."
         )
 
 

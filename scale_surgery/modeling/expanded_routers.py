@@ -22,19 +22,15 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from .expanded_mixture import Mixture, chosen, cosines, follow, in_chunks, normalizers, row_chunks
+from .expanded_mixture import chosen, cosines, follow, in_chunks, mix, normalizers, select
 from .expanded_paths import BASE, Path, Paths
 from .expanded_state import Tokens
 from .expanded_streams import own_memory
 
 # logits of one path that stand in memory at a time: fewer rows make a matrix product slow
 AT_ONCE = 2**22
-# log odds beyond this change no probability that float32 can tell from 0 or 1
-MOST_LOG_ODDS = 60.0
 # where generation asks for several positions, it may take some of them back
 MOST_KEPT = 64
-# differences of log-probabilities beyond this would overflow when they are exponentiated
-LARGEST = 80.0
 
 
 class PathFeatures(NamedTuple):
@@ -167,6 +163,11 @@ class Router:
         """The paths that run."""
         return (BASE, *(Path(name) for name in expansions))
 
+    @classmethod
+    def defaults(cls, expansions: int) -> dict[str, Any]:
+        """Numbers that it has for so many expansions where none are given."""
+        return {}
+
     def problems(self, expansions: int) -> list[str]:
         """What is wrong with its numbers for so many expansions."""
         return []
@@ -197,6 +198,10 @@ class PosteriorRouter(Router):
 
     prior: tuple[float, ...]
     switch_rate: float = 0.01
+
+    @classmethod
+    def defaults(cls, expansions: int) -> dict[str, Any]:
+        return {"prior": (1 / (1 + expansions),) * (1 + expansions)}
 
     def problems(self, expansions: int) -> list[str]:
         found = []
@@ -264,28 +269,29 @@ class CosineRouter(Router):
 ROUTERS: dict[str, type] = {"posterior": PosteriorRouter, "cosine": CosineRouter}
 
 
-def make_router(settings: dict[str, Any], expansions: int, place: str = "") -> Router:
-    """Make a router.
+def make_router(settings: dict[str, Any], expansions: int, source: str = "") -> Router:
+    """Make the router that settings name, the posterior one where they name none.
 
     Args:
-        settings: Its name under `router`, and its numbers.
-        expansions: How many expansions it weighs, beside the base.
-        place: What stands before a setting in an error, where a file says it.
+        settings: `router`, and its numbers.
+        expansions: How many expansions it weighs beside the base.
+        source: Where the settings are from, if not from a call.
 
     Raises:
         ValueError: If there is no such router, or one of its numbers is out of range.
     """
     numbers = {key: tuple(own) if isinstance(own, list) else own for key, own in settings.items() if key != "router"}
     try:
-        router = ROUTERS[settings["router"]](**numbers)
+        kind = ROUTERS[settings.get("router", "posterior")]
+        router = kind(**kind.defaults(expansions) | numbers)
         problems = router.problems(expansions)
     except (KeyError, TypeError) as error:
-        advice = "Was it made by another release, or by hand?" if place else "Leave out what it does not have."
         raise ValueError(
-            f"{place}router: is {settings}, expected one of {', '.join(ROUTERS)} with its numbers ({error}). {advice}"
+            f"{source or 'router:'} is {settings}, expected one of {', '.join(ROUTERS)} with its numbers ({error})."
+            + (" Was it made by another release, or by hand?" if source else "")
         ) from error
     if problems:
-        raise ValueError("\n".join(f"{place}{line}" for line in problems))
+        raise ValueError("\n".join(f"{source}.{line}" if source else line for line in problems))
     return router
 
 
@@ -313,47 +319,6 @@ def follow_paths(before: Tensor, evidence: Tensor, restarts: Tensor, prior: Tens
         weights = torch.where(is_start, prior, weights)
         found.append(weights)
     return torch.stack(found, 1)
-
-
-def mix(logits: list[Tensor], norms: list[Tensor], weights: Tensor) -> Tensor:
-    """Logits of Σ_k w_k softmax(logits_k), in the dtype of the logits.
-
-    The path with most weight gives the scale, and alone it gives its own logits back: with l_k its log-probabilities
-    and m that path, logits_m + log(1 + Σ_k w_k (exp(l_k - l_m) - 1)). Where all are equal that is exactly zero.
-
-    Args:
-        logits: Logits of each path (b, t, v).
-        norms: Log sum exp of each row of them (b, t).
-        weights: Log weights of the paths (b, t, k).
-    """
-    if len(logits) == 2 and logits[1].requires_grad:
-        odds = (weights[..., 0] - weights[..., 1]).clamp(-MOST_LOG_ODDS, MOST_LOG_ODDS)
-        return Mixture.apply(*logits, norms[0].detach() - norms[1].detach(), odds, norms[1].detach())
-    if any(own.requires_grad for own in logits):
-        whole = [own.log_softmax(-1, torch.float32) + weights[..., k, None] for k, own in enumerate(logits)]
-        return torch.stack(whole).logsumexp(0).to(logits[0].dtype)
-    flat, shares, found = [own.flatten(0, -2) for own in logits], weights.flatten(0, -2), torch.empty_like(logits[0])
-    shifts, heaviest = torch.stack([own.flatten() for own in norms], -1), shares.argmax(-1, keepdim=True)
-    shifts = shifts.gather(-1, heaviest) - shifts
-    for rows in row_chunks(flat[0]):
-        parts = [own[rows].float() for own in flat]
-        anchor = select(parts, heaviest[rows])
-        ahead = [torch.sub(part, anchor).add_(shifts[rows, k, None]) for k, part in enumerate(parts)]
-        # any number may be taken from all of them, and given back after the logarithm
-        beyond = torch.stack([own.amax(-1) for own in ahead]).amax(0).sub_(LARGEST).clamp_(min=0)[:, None]
-        lead = torch.zeros_like(anchor)
-        for k, own in enumerate(ahead):
-            lead.addcmul_(own.sub_(beyond).expm1_(), shares[rows, k, None].exp())
-        found.flatten(0, -2)[rows] = lead.log1p_().add_(anchor).add_(beyond)
-    return found
-
-
-def select(logits: list[Tensor], numbers: Tensor) -> Tensor:
-    """Of each row (..., v) that of the path whose number it has (..., 1)."""
-    found = logits[0]
-    for number, own in enumerate(logits[1:], 1):
-        found = torch.where(numbers == number, own, found)
-    return found
 
 
 def route(router: Router, features: Features, tokens: Tokens) -> Tensor:

@@ -7,10 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from scale_surgery.checkpoint.expansions import specs_of_expansions
+from scale_surgery.checkpoint.expansions import BASE_NAME, specs_of_expansions
 from scale_surgery.planning.routing_specs import Routing, read_routing, routing_of_weights
-
-BASE = "base"
 
 
 @dataclass(frozen=True)
@@ -79,7 +77,7 @@ class MixedPaths:
 
 def paths_of(routing: Routing, names: Mapping[str, Any] | tuple[str, ...]) -> MixedPaths:
     """How a router mixes the base and expansions of these names."""
-    return MixedPaths((BASE, *names), routing.weights(len(names)), routing.switch_rate)
+    return MixedPaths((BASE_NAME, *names), routing.weights(len(names)), routing.switch_rate)
 
 
 def read_paths(specs: Mapping[str, Any]) -> MixedPaths | None:

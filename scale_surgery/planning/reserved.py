@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable
 from pathlib import PurePosixPath
 
+from scale_surgery.checkpoint.expansions import INFIX, expansion_of
 from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.names import EXTRACT_FILE, STORED_INDEX, TRAINING_FOLDER
 from scale_surgery.errors import CheckpointError, shorten
@@ -34,6 +35,12 @@ def check_clashes(base: Checkpoint, tensors: Iterable[TensorPlan] = ()) -> None:
     """
     names = [tensor.name for tensor in tensors if tensor.name in base.tensors]
     problems = [f"{name}: the base model has a tensor of this name already." for name in names]
+    problems += [
+        f"{name}: the base model has a tensor with {INFIX!r} in its name, which tells tensors of expansions from "
+        "others. Rename it."
+        for name in base.tensors
+        if expansion_of(name) and name not in names
+    ]
     if problems := [*shorten(problems), *shorten([*map(name_clash, reserved_names(base))])]:
         raise CheckpointError.from_problems(problems)
 

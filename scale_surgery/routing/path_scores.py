@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from scale_surgery.modeling.expanded_mixture import cosines
 from scale_surgery.modeling.expanded_routers import TokenScores, weigh
@@ -181,9 +182,16 @@ def _read_batch(model: Any, rows: Sequence[Mapping[str, Tensor]]) -> PathBatch:
     observer = PathObserver(model.choice.router, labels)
     with observed_by(model, observer):
         scores = model.score_tokens(**{name: batch[name].to(device) for name in ("input_ids", "attention_mask")})
-    # a class of this package, whose code may be another than that of the model's folder
-    known = TokenScores(*(None if part is None else part.cpu() for part in scores))
-    return PathBatch(known, labels[:, 1:] >= 0, joined_answers(observer.answers))
+    return PathBatch(
+        _scores_of([scores], lambda parts: parts[0].cpu()), labels[:, 1:] >= 0, joined_answers(observer.answers)
+    )
+
+
+def _scores_of(scores: Sequence[TokenScores], make: Callable[[Sequence[Tensor]], Tensor]) -> TokenScores:
+    """Scores whose numbers are made of the same ones of others, which may be of a class of the model's folder."""
+    *numbers, observed = zip(*scores, strict=True)
+    base, sides, weights, routed = map(make, numbers)
+    return TokenScores(base, sides, weights, routed, None if observed[0] is None else make(observed))
 
 
 def _joined(batches: Sequence[PathBatch]) -> Iterator[PathBatch]:
@@ -200,17 +208,12 @@ def _joined(batches: Sequence[PathBatch]) -> Iterator[PathBatch]:
 
 
 def _join(batches: Sequence[PathBatch]) -> PathBatch:
-    longest = batches[0].is_scored.shape[1]
-
     def whole(parts: Sequence[Tensor]) -> Tensor:
-        return torch.cat(
-            [torch.cat((own, own.new_zeros(len(own), longest - own.shape[1], *own.shape[2:])), 1) for own in parts]
-        )
+        return pad_sequence([row for own in parts for row in own], batch_first=True)
 
-    scores = zip(*(batch.scores for batch in batches), strict=True)
     firsts = [sum(len(own.is_scored) for own in batches[:number]) for number in range(len(batches))]
     return PathBatch(
-        TokenScores(*(None if parts[0] is None else whole(parts) for parts in scores)),
+        _scores_of([batch.scores for batch in batches], whole),
         whole([batch.is_scored for batch in batches]),
         joined_answers([batch.answers for batch in batches], firsts),
     )
@@ -334,4 +337,5 @@ def _measure(batch: PathBatch, scores: TokenScores, *, is_base: bool) -> Reading
 
 def scored_cosines(batches: Sequence[PathBatch]) -> Tensor:
     """Cosines of both paths' base logits where a scored token is predicted, in ascending order (tokens,)."""
-    return torch.cat([batch.scores.observed[batch.is_scored] for batch in batches]).sort().values
+    found = [(batch.scores.observed, batch.is_scored) for batch in batches]
+    return torch.cat([cosine[is_scored] for cosine, is_scored in found if cosine is not None]).sort().values

@@ -232,8 +232,9 @@ def token_of(
     base, routed, cosine, sides, weights = _parts(list(map(rounded, scores)))
     if is_composed:
         return TokenPaths(place, *names, is_counted, sides, weights, routed)
-    decision: Any = None if routing.router != "cosine" else "adapt" if weights[1] == 1 else "preserve"
-    return TokenRoute(place, *names, is_counted, base, *sides, routed, cosine, weights[1], decision)
+    (preserve, adapt), (_, weight) = sides, weights
+    decision: Any = None if routing.router != "cosine" else "adapt" if weight == 1 else "preserve"
+    return TokenRoute(place, *names, is_counted, base, preserve, adapt, routed, cosine, weight, decision)
 
 
 def totals_of(documents: int, tokens: int, means: Sequence[float], routing: Setting) -> Totals | PathTotals:
@@ -242,7 +243,8 @@ def totals_of(documents: int, tokens: int, means: Sequence[float], routing: Sett
     losses = tuple(-side for side in sides)
     if isinstance(routing, MixedPaths):
         return PathTotals(documents, tokens, losses, weights, -routed)
-    return Totals(documents, tokens, -base, *losses, -routed, weights[1])
+    (preserve, adapt), (_, weight) = losses, weights
+    return Totals(documents, tokens, -base, preserve, adapt, -routed, weight)
 
 
 def _parts(numbers: Sequence[float]) -> tuple[float, float, float, tuple[float, ...], tuple[float, ...]]:

@@ -15,8 +15,9 @@ from typing import Any
 
 from scale_surgery import modeling
 from scale_surgery.checkpoint.code_names import code_elsewhere
+from scale_surgery.checkpoint.files import write_json
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint, read_json
-from scale_surgery.checkpoint.names import CONFIG_FILE
+from scale_surgery.checkpoint.names import CONFIG_FILE, INDEX_FILE
 from scale_surgery.checkpoint.numbering import CONFIG_KEY, numbering_of
 from scale_surgery.errors import CheckpointError, SurgeryError, shorten
 from scale_surgery.running.device import MORE_MEMORY, is_out_of_memory
@@ -111,17 +112,18 @@ def loaded(
     Raises:
         CheckpointError: If it cannot be loaded.
     """
-    checkpoint, run = open_checkpoint(path), run.placed()
+    checkpoint, run, title = open_checkpoint(path), run.placed(), name or path.name
     size = sum(info.bytes for info in checkpoint.tensors.values())
     with tempfile.TemporaryDirectory() as offload_folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         options: dict[str, Any] = {"device_map": {"": run.device}} if run.device != "cpu" else {}
         if run.device == "cpu" and size > run.memory_bytes:
             options = {"device_map": "auto", "max_memory": {"cpu": run.memory_bytes}, "offload_folder": offload_folder}
+            path = link_flat(checkpoint, Path(offload_folder))
         options |= {"dtype": run.dtype or "auto", "trust_remote_code": run.trust_remote_code}
         options |= {"key_mapping": dict(renamed)} if renamed else {}
         with quiet_transformers():
-            with translated(name or path.name, "cannot be loaded", LOADING_ADVICE):
+            with translated(title, "cannot be loaded", LOADING_ADVICE):
                 auto_class = model_class(checkpoint, run)
                 # our classes then load what does not fit, so that all that is wrong is said
                 options |= {"strict_loading": False} if _is_expanded(checkpoint) else {}
@@ -130,6 +132,28 @@ def loaded(
             yield model, _load_problems(info)
             del model
         gc.collect()
+
+
+def link_flat(checkpoint: Checkpoint, folder: Path) -> Path:
+    """Where shards lie in several folders, link all files into one: transformers streams from that of the first shard.
+
+    Args:
+        checkpoint: The model.
+        folder: Where the links go.
+
+    Returns:
+        The folder to load from, that of the model where its shards lie in one.
+    """
+    shards = {shard: shard.replace("/", "-") for shard in checkpoint.shards}
+    if all(shard == flat for shard, flat in shards.items()):
+        return checkpoint.path
+    files = {file.name: file.name for file in checkpoint.path.iterdir() if file.is_file() and file.name != INDEX_FILE}
+    for file, link in {**files, **shards}.items():
+        (folder / link).symlink_to((checkpoint.path / file).resolve())
+    index = read_json(checkpoint.path / INDEX_FILE)
+    places = {name: shards[shard] for name, shard in index["weight_map"].items()}
+    write_json(folder / INDEX_FILE, {**index, "weight_map": places})
+    return folder
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
+from scale_surgery.checkpoint.expansions import path_names
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
 from scale_surgery.checkpoint.numbering import CONFIG_KEY
 from scale_surgery.checkpoint.sources import find_source
@@ -143,8 +144,7 @@ def _need_free(address: Address) -> None:
 
 def _paths(checkpoint: Checkpoint) -> tuple[str, ...]:
     """Names of the paths of a composed model, the base's first; none of another one."""
-    expansions = checkpoint.config.get(CONFIG_KEY, {}).get("expansions")
-    return ("base", *expansions) if expansions else ()
+    return path_names(checkpoint.config.get(CONFIG_KEY, {}))
 
 
 def _check_names(model: str, paths: tuple[str, ...], expansion: str | None, folder: str) -> None:

@@ -13,10 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from scale_surgery.checkpoint.expansions import DEFAULT_NAME, expansion_of, renamed
+from scale_surgery.checkpoint.expansions import BASE_KEY, DEFAULT_NAME, EXPANSIONS_KEY, expansion_of, renamed
 from scale_surgery.checkpoint.files import BaseWeights, check_base_weights, take_over
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
 from scale_surgery.checkpoint.names import MANIFEST_FILE
+from scale_surgery.checkpoint.numbering import CONFIG_KEY
 from scale_surgery.checkpoint.shards import header_bytes
 from scale_surgery.checkpoint.sources import Source, find_source, listed
 from scale_surgery.checkpoint.staging import check_space, check_target, staged
@@ -116,7 +117,7 @@ def compose(
         check_clashes(given)
         hashes: Mapping[str, str] = hash_base(given, track)
     else:
-        refuse_damaged(given, before, track)
+        refuse_damaged(_without_router(given, before), replace(before, routing=None), track)
         hashes = before.base_tensors
     for name, extract in opened.items():
         _check_base(name, extract, given, source.name, hashes, track)
@@ -170,6 +171,15 @@ def _open(source: Source, remove: Sequence[str]) -> tuple[Checkpoint, Manifest |
     checkpoint = open_checkpoint(source.path, without=tuple(f"{SHARD_STEM}{name}-" for name in remove))
     left = {name: own for name, own in manifest.expansions.items() if name not in remove}
     return checkpoint, replace(manifest, expansions=left)
+
+
+def _without_router(checkpoint: Checkpoint, manifest: Manifest) -> Checkpoint:
+    """A folder whose config.json names the expansions of a record alone, and no router: it would weigh others too."""
+    specs = checkpoint.config[CONFIG_KEY]
+    kept = [own for own in specs[EXPANSIONS_KEY] if own.get("name") in manifest.expansions]
+    return replace(
+        checkpoint, config={**checkpoint.config, CONFIG_KEY: {BASE_KEY: specs[BASE_KEY], EXPANSIONS_KEY: kept}}
+    )
 
 
 def _named(extracts: Mapping[str, str | Path] | Sequence[str | Path] | str | Path) -> dict[str, Extract]:

@@ -140,7 +140,7 @@ class Generation:
 
     def to_json(self) -> dict[str, Any]:
         """The result as plain JSON values."""
-        own = {"model": self.model, "base": self.base, "routing": shown_settings(self.routing)}
-        own |= {"has_template": self.has_template}
+        routing = shown_settings(self.routing)
+        own = {"model": self.model, "base": self.base, "routing": routing, "has_template": self.has_template}
         answers = {name: [one.to_json() for one in getattr(self, name)] for name in ("answers", "base_answers")}
         return {**own, "settings": asdict(self.settings), **answers}

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from scale_surgery.checkpoint.expansions import BASE_NAME, path_names
 from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.errors import PlanError
 from scale_surgery.evidence.subjects import Subject, open_subjects
 from scale_surgery.fields import problems_of
-from scale_surgery.planning.paths import BASE, MixedPaths, read_paths
+from scale_surgery.planning.paths import MixedPaths
 from scale_surgery.progress import Track, no_track
 from scale_surgery.routing.settings import Setting, read_setting
 from scale_surgery.routing.token_texts import TextReader
@@ -159,7 +160,7 @@ class Speaker:
         if settings.expansion is None:
             yield
             return
-        with self.network.use_expansion(None if settings.expansion == BASE else settings.expansion):
+        with self.network.use_expansion(None if settings.expansion == BASE_NAME else settings.expansion):
             yield
 
     @contextmanager
@@ -277,8 +278,7 @@ def _specs(subject: Subject) -> Any:
 
 def _problems(subject: Subject, settings: GenerationSettings, *, compare: bool) -> Iterator[str]:
     """What of a model is asked for that it does not have."""
-    composed = read_paths(_specs(subject))
-    yield from expansion_problems(settings.expansion, () if composed is None else composed.names, subject.name)
+    yield from expansion_problems(settings.expansion, path_names(_specs(subject)), subject.name)
     if settings.system is not None and not has_template(subject, settings):
         reason = "--raw uses none" if settings.raw else f"the tokenizer of {subject.name} has none"
         yield f"--system needs a chat template, and {reason}. Put what it says into the prompt."

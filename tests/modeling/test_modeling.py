@@ -14,10 +14,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM
 
-from scale_surgery.modeling.expanded_modules import ExpandedModule, PassingModule, expand_module
+from scale_surgery.modeling.expanded_modules import ExpandedModule, LinearBlocks, PassingBlocks
 from scale_surgery.modeling.expanded_streams import join_streams, streams_of
 from scale_surgery.planning.request import Request
 from scale_surgery.surgery.expand import expand
+from tests.by_hand import expand_alone
 from tests.conftest import Pair, load
 from tests.tiny import save_tiny
 
@@ -110,8 +111,8 @@ def test_copy_and_pickle_free_state(pair_of):
     twin = copy.deepcopy(pair.expanded)
     with torch.no_grad():
         assert torch.equal(twin(IDS).logits, pair.expanded(IDS).logits)
-        twin.get_parameter("model.layers.0.self_attn.q_proj.w21").add_(1.0)
-        twin.get_parameter("lm_head.up_weight").add_(1.0)
+        twin.get_parameter("model.layers.0.self_attn.q_proj.expansions.default.w21").add_(1.0)
+        twin.get_parameter("lm_head.expansions.default.up_weight").add_(1.0)
         assert not torch.equal(twin(IDS).logits, pair.expanded(IDS).logits)
         # the copy's attention has a config of its own
         assert torch.equal(pair.expanded(IDS).logits, pair.base(IDS).logits)
@@ -149,9 +150,10 @@ def test_resizing_the_vocabulary_is_refused(llama):
 
 def test_layers_that_were_not_chosen_work_on_the_base_stream_alone(llama):
     layers = llama.expanded.model.layers
-    assert not any(type(m).__mro__[1].__name__ == "ExpandedLinear" for m in layers[0].modules())
-    assert any(isinstance(module, PassingModule) for module in layers[0].modules())
-    assert not any(isinstance(module, PassingModule) for module in layers[1].modules())
+    assert not any(isinstance(module, LinearBlocks) for module in layers[0].modules())
+    assert any(isinstance(module, PassingBlocks) for module in layers[0].modules())
+    assert not any(isinstance(module, PassingBlocks) for module in layers[1].modules())
+    assert any(isinstance(module, LinearBlocks) for module in layers[1].modules())
     with torch.no_grad():
         states = llama.expanded(IDS, output_hidden_states=True).hidden_states
     width = llama.base.config.hidden_size
@@ -168,30 +170,32 @@ def test_the_up_stream_passes_through_a_layer_that_was_not_chosen(pair_of):
     assert torch.equal(states[1][..., width:], states[2][..., width:])
 
 
-def expanded_linear(inputs: list[int], outputs: list[list[int]], *, collaborative: bool = True) -> nn.Linear:
-    """An expanded linear with random blocks."""
+def expanded_linear(
+    inputs: list[int], outputs: list[list[int]], *, collaborative: bool = True
+) -> tuple[nn.Linear, LinearBlocks]:
+    """An expanded linear and its blocks, of random numbers."""
     torch.manual_seed(2)
     linear = nn.Linear(inputs[0], sum(base for base, _ in outputs))
-    expand_module(linear, "linear", in_features=inputs, out_features=outputs, collaborative=collaborative, dtype=None)
+    expand_alone(linear, "linear", in_features=inputs, out_features=outputs, collaborative=collaborative, dtype=None)
     with torch.no_grad():
         for parameter in linear.parameters():
             parameter.normal_()
-    return linear
+    return linear, linear.expansions["default"]
 
 
 def test_an_expanded_linear_acts_as_the_block_matrix():
-    linear, x = expanded_linear([7, 3], [[5, 2]]), torch.randn(4, 10)
-    matrix = join_blocks(linear.weight, linear.w12, linear.w21, linear.w22)
-    wanted = x @ matrix.T + torch.cat((linear.bias, linear.up_bias))
+    (linear, own), x = expanded_linear([7, 3], [[5, 2]]), torch.randn(4, 10)
+    matrix = join_blocks(linear.weight, own.w12, own.w21, own.w22)
+    wanted = x @ matrix.T + torch.cat((linear.bias, own.up_bias))
     torch.testing.assert_close(linear(x), wanted)
-    swapped = join_blocks(linear.weight, 0 * linear.w12, linear.w21, linear.w22)
-    assert (linear(x) - x @ swapped.T - torch.cat((linear.bias, linear.up_bias))).abs().max() > 0.1
+    swapped = join_blocks(linear.weight, 0 * own.w12, own.w21, own.w22)
+    assert (linear(x) - x @ swapped.T - torch.cat((linear.bias, own.up_bias))).abs().max() > 0.1
 
 
 def test_a_fused_projection_joins_section_by_section():
-    linear, x = expanded_linear([7, 3], [[4, 2], [2, 1], [2, 0]]), torch.randn(4, 10)
-    base = x[:, :7] @ linear.weight.T + linear.bias + x[:, 7:] @ linear.w12.T
-    up = x[:, :7] @ linear.w21.T + x[:, 7:] @ linear.w22.T + linear.up_bias
+    (linear, own), x = expanded_linear([7, 3], [[4, 2], [2, 1], [2, 0]]), torch.randn(4, 10)
+    base = x[:, :7] @ linear.weight.T + linear.bias + x[:, 7:] @ own.w12.T
+    up = x[:, :7] @ own.w21.T + x[:, 7:] @ own.w22.T + own.up_bias
     wanted = torch.cat((base[:, :4], up[:, :2], base[:, 4:6], up[:, 2:3], base[:, 6:]), dim=1)
     torch.testing.assert_close(linear(x), wanted)
 
@@ -201,11 +205,13 @@ def test_a_preservation_layer_never_multiplies_what_flows_up():
     x = torch.randn(4, 10)
     poisoned = x.clone()
     poisoned[:, 7:] = torch.inf
-    preserving, collaborating = (expanded_linear([7, 3], [[5, 2]], collaborative=flag) for flag in (False, True))
-    assert preserving.w12 is None
+    (preserving, without), (collaborating, own) = (
+        expanded_linear([7, 3], [[5, 2]], collaborative=flag) for flag in (False, True)
+    )
+    assert without.w12 is None
     assert torch.equal(preserving(poisoned)[:, :5], preserving(x)[:, :5])
     with torch.no_grad():
-        collaborating.w12.zero_()
+        own.w12.zero_()
     assert collaborating(poisoned)[:, :5].isnan().all()
 
 
@@ -219,8 +225,8 @@ def test_a_base_model_saved_without_its_head_can_be_expanded(tmp_path):
     assert isinstance(expanded.transformer.h[0].attn.c_attn, ExpandedModule)
     with torch.no_grad():
         assert torch.equal(base(IDS).logits, expanded(IDS).logits)
-    w21 = expanded.transformer.h[0].attn.c_attn.w21
-    stored = load_file(expansion.path / expansion.plan.shards[0])["h.0.attn.c_attn.w21"]
+    w21 = expanded.transformer.h[0].attn.c_attn.expansions["default"].w21
+    stored = load_file(expansion.path / expansion.plan.shards[0])["h.0.attn.c_attn.expansions.default.w21"]
     assert torch.equal(w21, stored)
 
 

@@ -14,18 +14,19 @@ from typing import Any
 
 import pytest
 import torch
-from scale_surgery.modeling.expanded_routing import PosteriorRouter, RouterState, state_of
 from torch import Tensor
 from transformers import AutoModel, AutoTokenizer, DynamicCache, StaticCache, pipeline
 
-from scale_surgery.modeling import expanded_routing
+from scale_surgery.modeling import expanded_routers
+from scale_surgery.modeling.expanded_routers import PosteriorRouter
+from scale_surgery.modeling.expanded_state import RouterState, state_of
 from scale_surgery.planning.routing_specs import Routing
 from scale_surgery.surgery.expand import expand
 from scale_surgery.surgery.route import route_export
 from tests import routed
 from tests.conftest import load
 from tests.each import each_way, woven
-from tests.routed import REQUESTS, Trio, padded, random_ids, train
+from tests.routed import REQUESTS, Trio, padded, put_router, random_ids, train
 
 trio_of = routed.trio_of
 DRIFT = 2e-4  # float32: cached and uncached runs multiply matrices of other shapes
@@ -89,7 +90,7 @@ def test_a_router_that_forgets_is_noticed(trio_of: Callable[..., Trio], monkeypa
     torch.testing.assert_close(in_pieces(model, prompt, (1,) * 14), whole, atol=DRIFT, rtol=1e-4)
     remembering = RouterState.set
     monkeypatch.setattr(
-        RouterState, "set", lambda self, evidence, odds, tokens: remembering(self, evidence, odds * 0, tokens)
+        RouterState, "set", lambda self, evidence, weights, tokens: remembering(self, evidence, weights * 0, tokens)
     )
     assert (in_pieces(model, prompt, (1,) * 14) - whole).abs().max() > 10 * DRIFT
 
@@ -210,7 +211,7 @@ def test_logits_to_keep(trio_of: Callable[..., Trio], family: str, routing: str,
         keep = torch.tensor(places)
         torch.testing.assert_close(logits(model, prompt, logits_to_keep=keep), whole[:, keep], atol=DRIFT, rtol=1e-4)
     # what is not kept is scored in pieces
-    monkeypatch.setattr(expanded_routing, "SCORED_AT_ONCE", 7 * 97)
+    monkeypatch.setattr(expanded_routers, "AT_ONCE", 7 * 97)
     torch.testing.assert_close(logits(model, prompt, logits_to_keep=2), whole[:, -2:], atol=DRIFT, rtol=1e-4)
 
 
@@ -249,7 +250,7 @@ def test_prompt_lookup_gives_what_greedy_gives(trio_of: Callable[..., Trio], fam
 def test_assisted_generation(trio_of: Callable[..., Trio], routing: str) -> None:
     base, expanded, model = trio_of("llama", "adapt", routing).trained()
     if routing == "posterior":
-        model.router = PosteriorRouter(0.1, 0.0)
+        put_router(model, PosteriorRouter((0.1, 0.9), 0.0))
     prompt, options = random_ids(1, 9), {"max_new_tokens": 16, "do_sample": False}
     wanted = model.generate(prompt, **options)
     for assistant in (base, expanded):
@@ -390,7 +391,7 @@ def test_a_copy_is_of_its_own(trio_of: Callable[..., Trio], routing: str) -> Non
         assert torch.equal(logits(model, prompt), wanted)
         assert not torch.equal(logits(twin, prompt), wanted)
     with torch.no_grad():
-        twin.get_parameter("lm_head.up_weight").add_(1.0)
+        twin.get_parameter("lm_head.expansions.default.up_weight").add_(1.0)
     assert not torch.equal(logits(twin, prompt), wanted)
     assert torch.equal(logits(model, prompt), wanted)
 
@@ -421,9 +422,7 @@ def test_embeddings_instead_of_ids(trio_of: Callable[..., Trio], routing: str) -
     with torch.no_grad():
         embeddings = model.get_input_embeddings()(ids)
         if routing == "posterior":
-            with pytest.raises(
-                ValueError, match="inputs_embeds: the posterior router scores tokens, expected input_ids"
-            ):
+            with pytest.raises(ValueError, match="inputs_embeds: the router scores tokens, expected input_ids"):
                 model(inputs_embeds=embeddings)
         else:
             assert torch.equal(model(inputs_embeds=embeddings).logits, model(ids).logits)
@@ -441,7 +440,8 @@ def test_a_compiled_forward(trio_of: Callable[..., Trio], routing: str) -> None:
 
 # ---- misuse
 
-FOREIGN = "that this routed model has not read, or from which more were taken back than it remembers"
+FOREIGN = "that were not read under this choice of expansions"
+TOO_FAR = "that this router has not read, or from which more were taken back than it remembers"
 
 
 @EACH_ROUTING
@@ -470,10 +470,9 @@ def test_a_preserve_model_refuses_a_cache_without_a_state(trio_of: Callable[...,
     with pytest.raises(ValueError, match=FOREIGN):
         model(ids[:, :1], past_key_values=expanded(ids, use_cache=True).past_key_values)
     cache = model(ids, use_cache=True).past_key_values
-    with model.routing_disabled():
+    with model.routing_disabled(), pytest.raises(ValueError, match=f"holds 9 tokens {FOREIGN}"):
         model(ids, past_key_values=cache)
-    with pytest.raises(ValueError, match=f"holds 18 tokens {FOREIGN}"):
-        model(ids[:, :1], past_key_values=cache)
+    assert model(ids[:, :1], past_key_values=cache).logits.isfinite().all(), "the control"
 
 
 @torch.no_grad()
@@ -481,53 +480,71 @@ def test_a_cache_cropped_too_far_is_refused(trio_of: Callable[..., Trio]) -> Non
     model, ids = trio_of("llama").routed(), random_ids(2, 40)
     cache = model(ids, use_cache=True).past_key_values
     cache.crop(-30)
-    with pytest.raises(ValueError, match=f"^past_key_values: holds 10 tokens {FOREIGN}"):
+    with pytest.raises(ValueError, match=f"^past_key_values: holds 10 tokens {TOO_FAR}"):
         model(ids[:, :1], past_key_values=cache)
 
 
-def changed(trio: Trio, folder: Path, **numbers: Any) -> Path:
+def changed(trio: Trio, folder: Path, router: dict[str, Any]) -> Path:
     """A copy whose config.json was altered by hand."""
     shutil.copytree(trio.path, folder)
     config = json.loads((folder / "config.json").read_text())
-    config["scale_surgery"]["routing"] |= numbers
+    config["scale_surgery"]["router"] = router
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 
+POSTERIOR, COSINE = {"router": "posterior", "switch_rate": 0.01}, {"router": "cosine", "strict": False}
+
+
 @pytest.mark.parametrize(
-    "numbers",
+    ("router", "wanted"),
     (
-        {"router": "oracle"},
-        {"router": None},
-        {"prior": 0.0},
-        {"prior": 1.0},
-        {"prior": "0.5"},
-        {"switch_rate": 1.0},
-        {"switch_rate": -0.1},
-        {"switch_rate": float("nan")},
-        {"router": "cosine"},
-        {"router": "cosine", "threshold": 1.5},
-        {"router": "cosine", "threshold": None},
-        {"router": "cosine", "threshold": "0.5"},
-        {"router": "cosine", "threshold": 0.5, "strict": False},
+        (POSTERIOR | {"router": "oracle"}, " is {"),
+        (POSTERIOR | {"router": None}, " is {"),
+        (POSTERIOR | {"prior": "0.5"}, ".prior: is ["),
+        (POSTERIOR | {"prior": 0.5}, " is {"),
+        (POSTERIOR | {"prior": [0.0, 1.0]}, ".prior: is [0.0, 1.0], expected 2 positive weights of sum 1"),
+        (POSTERIOR | {"prior": [0.5, 0.6]}, ".prior: is [0.5, 0.6], expected 2 positive weights of sum 1"),
+        (POSTERIOR | {"prior": [0.5]}, ".prior: is [0.5], expected 2 positive weights of sum 1"),
+        (POSTERIOR | {"prior": [0.4, 0.3, 0.3]}, ".prior: is [0.4, 0.3, 0.3], expected 2 positive weights"),
+        (POSTERIOR | {"switch_rate": 1.0}, ".switch_rate: is 1.0, expected a share of at least 0 and less than 1"),
+        (POSTERIOR | {"switch_rate": -0.1}, ".switch_rate: is -0.1, expected a share"),
+        (POSTERIOR | {"switch_rate": float("nan")}, ".switch_rate: is nan, expected a share"),
+        (POSTERIOR | {"threshold": 0.5}, " is {"),
+        (COSINE, " is {"),
+        (COSINE | {"threshold": 1.5}, ".threshold: is 1.5, expected a cosine, from -1 to 1"),
+        (COSINE | {"threshold": None}, " is {"),
+        (COSINE | {"threshold": "0.5"}, " is {"),
+        (COSINE | {"threshold": 0.5, "prior": [0.5, 0.5]}, " is {"),
     ),
     ids=str,
 )
 def test_a_router_altered_by_hand_is_refused(
-    trio_of: Callable[..., Trio], tmp_path: Path, numbers: dict[str, Any]
+    trio_of: Callable[..., Trio], tmp_path: Path, router: dict[str, Any], wanted: str
 ) -> None:
-    folder = changed(trio_of("llama"), tmp_path / "changed", **numbers)
-    with pytest.raises(ValueError, match=r"^config\.json: scale_surgery\.routing is .*expected router cosine") as error:
+    folder = changed(trio_of("llama"), tmp_path / "changed", router)
+    with pytest.raises(ValueError, match=r"^config\.json: scale_surgery\.router") as error:
         load(folder)
-    assert "Was it made by another release, or by hand?" in str(error.value)
+    assert f"config.json: scale_surgery.router{wanted}" in str(error.value)
+    if wanted == " is {":
+        assert "expected one of posterior, cosine with its numbers" in str(error.value)
+        assert "Was it made by another release, or by hand?" in str(error.value)
 
 
-@pytest.mark.parametrize("fork", (0, 2, None))
-def test_a_fork_altered_by_hand_is_refused(trio_of: Callable[..., Trio], tmp_path: Path, fork: int | None) -> None:
-    folder = changed(trio_of("llama", "deep"), tmp_path / "changed", fork=fork)
-    with pytest.raises(ValueError, match=rf"^config\.json: scale_surgery\.routing\.fork is {fork}, expected the first"):
-        load(folder)
-    assert load(changed(trio_of("llama", "deep"), tmp_path / "same", fork=1)).is_routing_enabled, "the control"
+def test_a_router_may_be_altered_by_hand(trio_of: Callable[..., Trio], tmp_path: Path) -> None:
+    """The control of the test above: a router is data, and another one needs no other tensors."""
+    for number, router in enumerate((POSTERIOR, POSTERIOR | {"prior": [0.2, 0.8]}, COSINE | {"threshold": 0.5})):
+        model = load(changed(trio_of("llama"), tmp_path / str(number), router))
+        assert model.is_routing_enabled and router.items() <= model.choice.router.settings.items()
+
+
+def test_settings_of_a_call_are_not_said_to_be_of_a_file(trio_of: Callable[..., Trio]) -> None:
+    model = load(trio_of("llama").path)
+    with pytest.raises(ValueError, match=r"^switch_rate: is 2, expected a share"):
+        model.set_expansion(["default"], switch_rate=2)
+    with pytest.raises(ValueError, match=r"^router: is .*expected one of posterior, cosine with its numbers"):
+        model.set_expansion(["default"], router="oracle")
+    assert model.is_routing_enabled, "what was chosen before"
 
 
 def test_a_model_without_a_router_says_so(trio_of: Callable[..., Trio]) -> None:
@@ -535,14 +552,24 @@ def test_a_model_without_a_router_says_so(trio_of: Callable[..., Trio]) -> None:
     ids = random_ids(1, 5)
     with pytest.raises(ValueError, match=r"This model has no router\. Write one that has: scale-surgery route-export"):
         expanded.enable_routing()
-    for ask in (expanded.path_logits, expanded.score_tokens):
-        with pytest.raises(ValueError, match="it has no router, or routing is disabled"):
-            ask(ids)
     model = load(trio_of("llama").path)
-    for off in (model.routing_disabled, model.expansion_disabled):
-        with off(), pytest.raises(ValueError, match="it has no router, or routing is disabled"):
-            model.path_logits(ids)
-    assert model.path_logits(ids)[0].shape == (1, 5, 97)
+    for one, off in ((expanded, nullcontext), (model, model.routing_disabled), (model, model.expansion_disabled)):
+        with off(), pytest.raises(ValueError, match=r"One path runs now\. Choose several with set_expansion"):
+            one.score_tokens(ids)
+    assert model.score_tokens(ids).base.shape == (1, 4)
+
+
+@torch.no_grad()
+def test_logits_of_paths_need_no_router(trio_of: Callable[..., Trio]) -> None:
+    """The base, and the expansion that was chosen."""
+    base, expanded, model = trio_of("llama", "adapt", "cosine").trained()
+    ids = random_ids(1, 5)
+    wanted = [one(ids, use_cache=False).logits for one in (base, expanded)]
+    for one, off in ((expanded, nullcontext), (model, nullcontext), (model, model.routing_disabled)):
+        with off():
+            assert all(map(torch.equal, one.path_logits(ids), wanted))
+    with model.expansion_disabled():
+        assert len(model.path_logits(ids)) == 1 and torch.equal(model.path_logits(ids)[0], wanted[0])
 
 
 def test_several_threads_are_answered_each_for_itself(trio_of: Callable[..., Trio]) -> None:
@@ -559,7 +586,7 @@ def test_several_threads_are_answered_each_for_itself(trio_of: Callable[..., Tri
 
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(ask, range(64)))
-    assert model.get_output_embeddings().answers == {}, "nothing is left behind"
+    assert model.running.calls == model.choices == {}, "nothing is left behind"
 
 
 @each_way

@@ -87,7 +87,7 @@ def test_what_is_added_outside_the_layers_is_said(base_of):
     made = plan(base_of("llama"), Request("1"))
     outside = [tensor for tensor in made.tensors if tensor.layer is None]
     total = sum(tensor.elements for tensor in outside)
-    assert rows(made)["outside layers"] == f"+{total:,}, of them lm_head.up_weight {97 * 20:,}"
+    assert rows(made)["outside layers"] == f"+{total:,}, of them lm_head.expansions.default.up_weight {97 * 20:,}"
     assert total + made.costs.parameters_per_layer == made.costs.parameters_added
     assert "outside layers" not in rows(plan(base_of("llama"), Request("1", method="grow")))
 
@@ -96,7 +96,9 @@ def test_adapt_collaborates_in_attention_of_all_expanded_layers_by_default(base_
     made = plan(base_of("llama"), Request("0,2", variant="adapt"))
     assert (made.collaboration.layers, made.collaboration.groups) == ((0, 2), ("attn",))
     w12 = {tensor.name for tensor in made.tensors if tensor.block == "w12"}
-    assert w12 == {f"model.layers.{layer}.self_attn.{role}_proj.w12" for layer in (0, 2) for role in "qkvo"}
+    assert w12 == {
+        f"model.layers.{layer}.self_attn.{role}_proj.expansions.default.w12" for layer in (0, 2) for role in "qkvo"
+    }
     assert all(tensor.init == "zero" for tensor in made.tensors if tensor.block == "w12")
     assert (made.costs.up_stream_from, made.costs.base_stream_from) == (0, 0)
 
@@ -106,9 +108,9 @@ def test_without_up_stream_w12_stands_where_something_was_added(base_of):
         made = plan(base_of("llama"), Request("1", variant="adapt", up_width=0, **widths))
         return {tensor.name.removeprefix("model.layers.1.") for tensor in made.tensors if tensor.block == "w12"}
 
-    assert blocks(up_kv_heads=0) == {"mlp.down_proj.w12"}
-    assert blocks(up_inner_width=0) == {"self_attn.o_proj.w12"}
-    assert blocks() == {"mlp.down_proj.w12", "self_attn.o_proj.w12"}
+    assert blocks(up_kv_heads=0) == {"mlp.down_proj.expansions.default.w12"}
+    assert blocks(up_inner_width=0) == {"self_attn.o_proj.expansions.default.w12"}
+    assert blocks() == {"mlp.down_proj.expansions.default.w12", "self_attn.o_proj.expansions.default.w12"}
 
 
 @pytest.mark.parametrize(

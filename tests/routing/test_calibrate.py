@@ -872,12 +872,15 @@ def test_a_loss_that_is_no_number_is_refused(place: Path, tmp_path: Path) -> Non
 def test_a_router_in_config_json_that_makes_no_sense(place: Path, tmp_path: Path) -> None:
     model = Path(shutil.copytree(place / "cosine", tmp_path / "odd"))
     config = json.loads((model / "config.json").read_text())
-    for change in ({"threshold": 7}, {"router": "dice"}):
+    for change, said in (
+        ({"threshold": 7}, "threshold is 7, expected a cosine, from -1 to 1."),
+        ({"router": "dice"}, "router is 'dice', expected one of posterior, cosine."),
+    ):
         router = config["scale_surgery"]["router"] | change
         spoiled = config | {"scale_surgery": config["scale_surgery"] | {"router": router}}
         (model / "config.json").write_text(json.dumps(spoiled))
-        message = refusal(model, old(place), new(place))
-        assert message.startswith("odd: cannot be loaded (ValueError: config.json: scale_surgery.router")
+        message = refusal(model, old(place), new(place), error=PlanError)
+        assert message == f"config.json: scale_surgery.router.{said} Run route-export again."
 
 
 # the table

@@ -139,7 +139,7 @@ def test_the_best_is_written_and_the_folder_stays_whole(place: Path, tmp_path: P
     assert setting is not None and setting.settings == content["proposed"]["routing"]
     assert record.mixing == setting.mixing and not find_damage(checkpoint, record).problems
     model = load(folder)
-    assert model.choice.mixture.prior == pytest.approx(setting.prior)
+    assert model.choice.router.prior == pytest.approx(setting.prior)
     # the control: the folder that it was copied from is another
     assert read_composition(place / "composed")[1].mixing == Mixing(switch_rate=0.05)
 
@@ -150,11 +150,9 @@ def test_numbers_are_set_in_both_files_or_in_none(
     folder = Path(shutil.copytree(place / "composed", tmp_path / "composed"))
     before = {file.name: file.read_bytes() for file in folder.glob("*.json")}
     with pytest.raises(PlanError) as refused:
-        set_mixing(folder, Mixing((0.5, 0.5), 1.5, 1.0, 0))
+        set_mixing(folder, Mixing((0.5, 0.5), 1.5))
     assert str(refused.value).splitlines() == [
         "switch rate: is 1.5, expected a share, at least 0 and less than 1.",
-        "prune: is 1.0, expected a share, at least 0 and less than 1.",
-        "lag: is 0, expected at least 1.",
         "prior: is 0.5, 0.5, expected 4 positive weights of sum 1: the base, medicine, law, music.",
     ]
     refuse_to_write(folder / "composed.json")

@@ -25,6 +25,7 @@ from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 from scale_surgery import (
     CheckpointError,
     DataError,
+    PlanError,
     Request,
     Routing,
     RunOptions,
@@ -620,8 +621,10 @@ def test_an_unknown_router_in_the_config(place: Path, tmp_path: Path) -> None:
     config = json.loads((other / "config.json").read_text())
     config["scale_surgery"]["router"]["router"] = "oracle"
     (other / "config.json").write_text(json.dumps(config))
-    message = refusal(other, place / "story.txt", error=CheckpointError)
-    assert message.startswith("other: cannot be loaded (ValueError: config.json: scale_surgery.router is ")
+    assert refusal(other, place / "story.txt", error=PlanError) == (
+        "config.json: scale_surgery.router.router is 'oracle', expected one of posterior, cosine. Run route-export "
+        "again."
+    )
 
 
 def test_lengths(place: Path) -> None:

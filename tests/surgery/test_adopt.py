@@ -287,7 +287,7 @@ def test_another_expansion_is_named_tensor_by_tensor(pair: Pair, trained: Path, 
     other = expand(pair.base_path, Request("1", variant="adapt"), tmp_path / "other").path
     message = refusal(trained, other, tmp_path / "out").splitlines()
     assert message[0] == f"{trained}: was saved from another expansion than {other}."
-    assert "config.json: scale_surgery.expanded_layers is another." in message
+    assert "config.json: scale_surgery.expansions[0].expanded_layers is another." in message
     assert message[-1] == f"Give the expanded model that was trained: --expanded EXPANDED, not {other}."
     # where nothing names the expansion, its tensors tell
     flat = save_flat(pair.load(), tmp_path / "flat")
@@ -298,7 +298,7 @@ def test_another_expansion_is_named_tensor_by_tensor(pair: Pair, trained: Path, 
     # the same shapes, begun otherwise
     seeded = expand(pair.base_path, Request("0,2", **(asked(pair) | {"seed": 1})), tmp_path / "seeded").path
     message = refusal(trained, seeded, tmp_path / "out")
-    assert "config.json: scale_surgery.origin.request.seed is another." in message
+    assert "config.json: scale_surgery.expansions[0].origin.request.seed is another." in message
 
 
 def asked(pair: Pair) -> dict[str, Any]:
@@ -341,12 +341,12 @@ def test_a_base_that_was_rounded_is_another(pair_of: Callable[..., Pair], tmp_pa
 def test_what_the_dtype_of_the_plan_cannot_hold(base_of: Callable[..., Path], tmp_path: Path) -> None:
     wide = expand(base_of("llama", "float16"), Request("1"), tmp_path / "wide").path
     saved = save_flat(load(wide), tmp_path / "saved", dtype=torch.float32)
-    name = "model.layers.1.self_attn.q_proj.w21"
+    name = "model.layers.1.self_attn.q_proj.expansions.default.w21"
     change(saved, name, lambda own: own[0, 0].fill_(1e6))
     assert f"{name}: holds values up to 1e+06, expected such as F16 has" in refusal(saved, wide, tmp_path / "out")
 
 
-NEW = "model.layers.2.self_attn.q_proj.w21"
+NEW = "model.layers.2.self_attn.q_proj.expansions.default.w21"
 
 
 @pytest.mark.parametrize("name", (NEW, "model.norm.weight"))
@@ -453,6 +453,7 @@ def test_a_routed_model_keeps_its_router(pair: Pair, tmp_path: Path) -> None:
     assert torch.equal(logits(load(done.path)), logits(model)) and not done.other_settings
     again = adopt(saved, None, tmp_path / "again", pair.base_path)
     assert without(digests(again.path), "surgery.json") == without(digests(done.path), "surgery.json")
+    assert not again.other_settings
     unrouted = unroute(again.path, tmp_path / "unrouted").path
     assert without(digests(unrouted), EXPANSION, "surgery.json") == without(
         digests(pair.path), EXPANSION, "surgery.json"
@@ -548,15 +549,22 @@ def test_nothing_says_where_it_is_from(pair: Pair, saved: Path, tmp_path: Path) 
         "--base with --expanded: an expanded model holds its base. Leave out one of the two."
     )
     config = read_json(saved / "config.json")
-    del config["scale_surgery"]["origin"]
+    (added,) = config["scale_surgery"]["expansions"]
+    del added["origin"]
     write_json(saved / "config.json", config)
     assert refusal(saved, None, tmp_path / "out", pair.base_path).startswith(
         f"{saved}: its config.json does not say how it was expanded."
     )
     assert adopt(saved, pair.path, tmp_path / "out").trained_tensors == len(own_new(pair))
-    write_json(saved / "config.json", {**config, "scale_surgery": {**config["scale_surgery"], "origin": {"a": 1}}})
+    added["origin"] = {"a": 1}
+    write_json(saved / "config.json", config)
     message = refusal(saved, None, tmp_path / "other", pair.base_path)
-    assert "scale_surgery.origin.a is unknown; scale_surgery.origin.base_name is missing" in message
+    place = "scale_surgery.expansions[0].origin"
+    assert f"{place}.a is unknown; {place}.base_name is missing" in message
+    config["scale_surgery"]["expansions"].clear()
+    write_json(saved / "config.json", config)
+    message = refusal(saved, None, tmp_path / "other", pair.base_path)
+    assert message.startswith(f"{saved}: its config.json says nothing of an expansion (model_type 'scale_llama')")
     (saved / "config.json").unlink()
     assert f"{saved}: has no config.json" in refusal(saved, None, tmp_path / "other", pair.base_path)
     message = refusal(pair.base_path, pair.path, tmp_path / "other")
@@ -652,7 +660,7 @@ COMMANDS = (
 @pytest.mark.parametrize("revision", (None, "0123abc"))
 def test_every_command_says_what_to_type(saved: Path, tmp_path: Path, command: tuple[str, ...], revision: Any) -> None:
     config = read_json(saved / "config.json")
-    config["scale_surgery"]["origin"]["base_revision"] = revision
+    config["scale_surgery"]["expansions"][0]["origin"]["base_revision"] = revision
     write_json(saved / "config.json", config)
     name, *options = (word.format(out=tmp_path / "out") for word in command)
     result = CliRunner().invoke(main, [name, str(saved), *options], env={"COLUMNS": "300"})

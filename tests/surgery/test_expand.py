@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from scale_surgery import modeling
+from scale_surgery.checkpoint.expansions import expansion_of, nameless
 from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.checkpoint.hashes import hash_tensors
 from scale_surgery.composition.compose import compose
@@ -52,12 +53,14 @@ def test_what_stands_in_the_folder(pair_of):
         "config.json",
         "configuration_scale.py",
         "expanded_attention.py",
-        "expanded_causal_lm.py",
+        "expanded_fused.py",
+        "expanded_loading.py",
         "expanded_mixture.py",
         "expanded_model.py",
-        "expanded_fused.py",
         "expanded_modules.py",
-        "expanded_routing.py",
+        "expanded_paths.py",
+        "expanded_routers.py",
+        "expanded_state.py",
         "expanded_streams.py",
         "expansion-00001-of-00001.safetensors",
         "generation_config.json",
@@ -90,7 +93,9 @@ def test_the_config_keeps_everything_else(pair_of):
     assert {key for key in config if key not in base or base[key] != config[key]} == own
     assert list(base) == [key for key in config if key in base], "in the base's order"
     assert config["model_type"] == "scale_llama"
-    assert config["scale_surgery"]["variant"] == "preserve"
+    assert list(config["scale_surgery"]) == ["base", "expansions"]
+    (added,) = config["scale_surgery"]["expansions"]
+    assert (added["name"], added["variant"]) == ("default", "preserve")
     assert AutoConfig.from_pretrained(pair.path).scale_surgery == config["scale_surgery"]
 
 
@@ -150,13 +155,29 @@ def test_twice_gives_the_same_bytes_and_another_seed_does_not(base_of, tmp_path)
     assert other["model-00001-of-00001.safetensors"] == one["model-00001-of-00001.safetensors"]
 
 
+def test_a_name_changes_no_value(base_of, tmp_path):
+    requests = [Request("1-2", init_w22="random"), Request("1", method="grow", variant="grow-train", copies=3)]
+    for number, request in enumerate(requests):
+        found = []
+        for name in ("default", "law"):
+            made = expand(base_of("llama"), replace(request, name=name), tmp_path / f"{name}{number}")
+            values = load_file(made.path / made.plan.shards[0])
+            assert {expansion_of(own) for own in values} == {name}
+            found.append({nameless(own): value for own, value in values.items()})
+            model = load(made.path)
+            assert (model.expansions, model.active_expansion) == ([name], name)
+        assert found[0].keys() == found[1].keys()
+        assert all(torch.equal(value, found[1][own]) for own, value in found[0].items())
+
+
 def test_initial_values(base_of, tmp_path):
     expansion = expand(base_of("llama"), REQUEST, tmp_path / "expanded")
     values = load_file(expansion.path / expansion.plan.shards[0])
     assert {tensor.name for tensor in expansion.plan.tensors} == set(values)
     base = load_file(base_of("llama") / "model.safetensors")
     for tensor in expansion.plan.tensors:
-        value, is_zero = values[tensor.name], tensor.block in ("w12", "up_bias") or tensor.name == "lm_head.up_weight"
+        value = values[tensor.name]
+        is_zero = tensor.block in ("w12", "up_bias") or tensor.name == "lm_head.expansions.default.up_weight"
         assert bool(value.any()) != is_zero, tensor.name
         assert value.isfinite().all()
         if "norm" in tensor.name:
@@ -171,7 +192,7 @@ def test_ways_to_begin(base_of, tmp_path, init):
     blocks = {name: value for name, value in values.items() if name.endswith(("w21", "w22"))}
     assert len(blocks) == 16
     assert all(bool(value.any()) == (init != "zero") for value in blocks.values())
-    assert not values["gpt_neox.embed_in.up_weight"].any()
+    assert not values["gpt_neox.embed_in.expansions.default.up_weight"].any()
 
 
 @pytest.mark.parametrize("value", (float("nan"), float("inf"), float("-inf")))
@@ -245,16 +266,19 @@ def test_a_disk_without_room_is_noticed_before_any_work(llama_base, tmp_path, mo
 
 
 def test_names_that_the_base_has_already(llama_base, tmp_path):
-    """Also names that are needed later: of a trained, a routed or a composed model, and of an extract."""
-    needed = ("composed.json", "expanded.index.json", "expanded_modules.py", "expanded_posterior.py")
+    """Also names that are needed later: of a trained or a composed model, and of an extract."""
+    needed = ("composed.json", "expanded.index.json", "expanded_modules.py", "expanded_routers.py")
     needed += ("expansions", "training/log.jsonl")
     (llama_base / "training").mkdir()
     for file in (*needed, "training.txt", "sub-expansions"):
         (llama_base / file).write_text("x")
-    shard, name = llama_base / "model.safetensors", "model.layers.0.mlp.up_proj.w21"
-    save_file(load_file(shard) | {name: torch.zeros(2)}, shard)
+    shard, name = llama_base / "model.safetensors", "model.layers.0.mlp.up_proj.expansions.default.w21"
+    other = name.replace("default", "law")
+    save_file(load_file(shard) | {name: torch.zeros(2), other: torch.zeros(2)}, shard)
     lines = [
         f"{name}: the base model has a tensor of this name already.",
+        f"{other}: the base model has a tensor with '.expansions.' in its name, which tells tensors of expansions from "
+        "others. Rename it.",
         *(
             f"{file}: the base model has a file of this name, which the expansion needs. Take it out of the base, or "
             "rename it."

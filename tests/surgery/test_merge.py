@@ -134,7 +134,7 @@ def test_a_routed_model_keeps_its_router(
     assert done.drift is not None and done.drift.share < 1e-5 and done.drift.generation_agreement == 1
     ids = torch.arange(3, 20)[None]
     fused, alone, base = load(done.path), load(expanded), load(base_of(family))
-    with torch.no_grad():
+    with torch.no_grad(), fused.use_expansion(["default"]):
         preserve, adapt = fused.path_logits(ids)
         torch.testing.assert_close(preserve, base(ids).logits, rtol=0, atol=1e-5)
         torch.testing.assert_close(adapt, alone(ids).logits, rtol=0, atol=1e-5)
@@ -148,7 +148,7 @@ def test_joining_copies_every_bit_and_leaves_the_rest_zero(expanded_of: Callable
     path = expanded_of("phi3")
     checkpoint, manifest = open_checkpoint(path), read_manifest(path)
     tensors = {name: tensor for file in checkpoint.shards for name, tensor in load_file(path / file).items()}
-    tensors["model.layers.0.mlp.gate_up_proj.w21"][0, 0] = float("nan")
+    tensors["model.layers.0.mlp.gate_up_proj.expansions.default.w21"][0, 0] = float("nan")
     for item in joined_tensors(manifest):
         whole = join(item, tensors.__getitem__)
         assert whole.shape == item.shape and whole.is_contiguous()
@@ -172,10 +172,21 @@ def test_nothing_trains_and_nothing_can_be_switched_off(fused: Path) -> None:
         "This model is fused: base weights and blocks are one matrix, so the expansion cannot be switched off. Write "
         "its blocks again: scale-surgery merge FUSED --to blocks."
     )
-    for switch_off in (model.expansion_disabled, lambda: model.enable_expansion(False)):
-        with pytest.raises(ValueError) as found:
-            switch_off()
+    for switch_off in (model.expansion_disabled, lambda: model.use_expansion(None)):
+        with pytest.raises(ValueError) as found, switch_off():
+            pass
         assert str(found.value) == text
+    for change_it in (
+        lambda: model.enable_expansion(False),
+        lambda: model.set_expansion(None),
+        lambda: model.delete_expansion("default"),
+        lambda: model.add_expansion("law", model.plans["default"]),
+        lambda: load(fused, expansion_enabled=False),
+    ):
+        with pytest.raises(ValueError) as found:
+            change_it()
+        assert str(found.value) == text
+    assert model.active_expansion == "default" and model.is_expansion_enabled
     found = inspect(fused).expansion
     assert found is not None and found.is_fused and "w12" not in found.parameters_by_block
 
@@ -242,8 +253,8 @@ def test_a_merge_whose_logits_drift_is_not_written(expanded: Path, tmp_path: Pat
     other = Path(shutil.copytree(expanded, tmp_path / "other"))
     code = other / "expanded_modules.py"
     text = code.read_text()
-    assert "        return y_base, self.forward_up(base, up, y_base)\n" in text
-    code.write_text(text.replace("self.forward_up(base, up, y_base)\n", "2 * self.forward_up(base, up, y_base)\n"))
+    assert "            y_up = product(base, w21, y)\n" in text
+    code.write_text(text.replace("y_up = product(base, w21, y)\n", "y_up = 2 * product(base, w21, y)\n"))
     with pytest.raises(CheckpointError) as error:
         merge(other, tmp_path / "fused", run=RunOptions(trust_remote_code=True))
     assert f"{tmp_path / 'fused'}: not written, its logits drift by " in str(error.value)
@@ -327,8 +338,8 @@ def test_blocks_in_another_dtype_are_not_cast(base_of: Callable[..., Path], tmp_
     path = expand(base, Request("1", dtype="float32", up_width=0, variant="adapt"), tmp_path / "expanded").path
     text = refusal(lambda: check_fusible(open_checkpoint(path), read_manifest(path)), PlanError)
     assert text.splitlines()[0] == (
-        "model.layers.1.self_attn.q_proj.w21: is F32, the base tensor beside it BF16; joining copies and never casts. "
-        "Expand without --dtype for a model that can be merged."
+        "model.layers.1.self_attn.q_proj.expansions.default.w21: is F32, the base tensor beside it BF16; joining "
+        "copies and never casts. Expand without --dtype for a model that can be merged."
     )
     assert refusal(lambda: merge(path, tmp_path / "fused"), PlanError) == text
 
@@ -364,7 +375,7 @@ def test_a_missing_or_misshapen_block_is_named_before_anything_is_written(
 ) -> None:
     path = expanded_of("llama", "adapt_without_up_stream")
     (shard,) = path.glob("expansion-*.safetensors")
-    tensors, name = load_file(shard), "model.layers.1.mlp.gate_proj.w21"
+    tensors, name = load_file(shard), "model.layers.1.mlp.gate_proj.expansions.default.w21"
     save_file({**tensors, name: tensors[name][1:].contiguous()}, shard, metadata={"format": "pt"})
     text = refusal(lambda: merge(path, tmp_path / "out", to))
     shape = tuple(tensors[name].shape)
@@ -476,8 +487,8 @@ BLOCKS_SPOILED: dict[str, tuple[str, Callable[[str], str], str]] = {
     "surgery.json": ("surgery.json", lambda text: text.replace('"base_files"', '"base_filez"'), "is incomplete ("),
     "index": (
         "model.safetensors.index.json",
-        lambda text: text.replace("mlp.down_proj.w12", "mlp.down_proj.w13"),
-        "mlp.down_proj.w13",
+        lambda text: text.replace("mlp.down_proj.expansions.default.w12", "mlp.down_proj.expansions.default.w13"),
+        "mlp.down_proj.expansions.default.w13",
     ),
     "config": (
         "config.json",

@@ -248,7 +248,9 @@ def test_expansions_by_name_on_a_base_that_is_spread_over_devices(spread, base, 
     for model in (found, whole):
         model.set_expansion(list(extracts))
     assert torch.equal(found(IDS).logits, whole(IDS).logits), "side by side, too"
-    assert all(map(torch.equal, found.path_logits(IDS), (alone(IDS, use_cache=False).logits for alone in expected.values())))
+    assert all(
+        map(torch.equal, found.path_logits(IDS), (alone(IDS, use_cache=False).logits for alone in expected.values()))
+    )
     assert torch.equal(
         found.generate(IDS, max_new_tokens=4, do_sample=False), whole.generate(IDS, max_new_tokens=4, do_sample=False)
     )

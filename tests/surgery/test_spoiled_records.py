@@ -36,8 +36,9 @@ def edit(path: Path, change: Change) -> Path:
     return path
 
 
-def tensor(content: dict[str, Any], ending: str = ".w12") -> dict[str, Any]:
-    return next(own for own in content["plan"]["tensors"] if own["name"].endswith(ending))
+def tensor(content: dict[str, Any], ending: str = ".w12", beginning: str = "") -> dict[str, Any]:
+    tensors = content["plan"]["tensors"]
+    return next(own for own in tensors if own["name"].endswith(ending) and own["name"].startswith(beginning))
 
 
 def refuse(path: Path, reason: str) -> None:
@@ -57,7 +58,10 @@ def refuse(path: Path, reason: str) -> None:
 
 SPOILED: dict[str, tuple[Change, str]] = {
     "init of W12": (lambda content: tensor(content).update(init="svd"), "init 'svd', expected 'zero'"),
-    "init of the head": (lambda content: tensor(content, "lm_head.up_weight").update(init="svd"), "expected 'zero'"),
+    "init of the head": (
+        lambda content: tensor(content, ".up_weight", "lm_head").update(init="svd"),
+        "expected 'zero'",
+    ),
     "init": (lambda content: tensor(content).update(init=["zero"]), ".init is ['zero'], expected one of svd"),
     "dtype": (lambda content: tensor(content).update(dtype="foo"), "dtype 'foo'"),
     "layer": (lambda content: tensor(content).update(layer="x"), ".layer is 'x', expected a whole number"),
@@ -102,8 +106,8 @@ def test_copies_are_copies(grown: Path) -> None:
 def test_a_router_s_numbers_are_in_their_ranges(adapt: Path, tmp_path: Path) -> None:
     routed = route_export(adapt, tmp_path / "routed", Routing()).path
     refuse(
-        edit(routed, lambda content: content["routing"]["settings"].update(prior=0)),
-        "routing.settings.prior is 0, expected a probability",
+        edit(routed, lambda content: content["routing"].update(prior=0)),
+        "routing.prior is 0, expected a probability",
     )
 
 
@@ -127,7 +131,7 @@ def test_trained_tensors_do_not_pass_for_untrained_ones(adapt: Path) -> None:
 def test_a_w12_that_no_plan_knows_is_looked_at(base_of, tmp_path) -> None:
     wide = expand(base_of("llama"), Request("1-2"), tmp_path / "wide").path
     (shard,) = wide.glob("expansion-*.safetensors")
-    name = "model.layers.1.self_attn.q_proj.w12"
+    name = "model.layers.1.self_attn.q_proj.expansions.default.w12"
     save_file(load_file(shard) | {name: torch.ones(40, 10)}, shard, metadata={"format": "pt"})
     index = json.loads((wide / "model.safetensors.index.json").read_text())
     index["weight_map"][name] = shard.name

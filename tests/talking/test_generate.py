@@ -17,6 +17,7 @@ from scale_surgery.biographies import SHIPPED_MODEL, people, questions
 from scale_surgery.cli.program import main
 from scale_surgery.evidence.subjects import open_subjects
 from scale_surgery.routing.token_texts import TextReader
+from scale_surgery.routing.watched import WeightObserver
 from scale_surgery.talking.conversation import Conversation
 from scale_surgery.talking.records import Answer, Said, Token
 from scale_surgery.talking.settings import USUAL
@@ -105,6 +106,20 @@ def test_weights_are_those_of_the_whole_text(place: Path, kind: str) -> None:
     torch.testing.assert_close(found, scores.weights[0, read.shape[1] - 1 :, 1], atol=DRIFT, rtol=0)
     assert found.max() - found.min() > 100 * DRIFT, "the control: they are not all alike"
     assert answer.routed_share == pytest.approx(float(found.mean()))
+
+
+def test_a_prompt_that_is_read_in_parts_is_one_pass(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (whole,) = generate(place / "posterior", PROMPTS[0], GREEDY).answers
+    calls: list[int] = []
+    weights = WeightObserver.weights
+    monkeypatch.setattr(WeightObserver, "weights", lambda *given: (calls.append(1), weights(*given))[1])
+    # three positions at a time
+    monkeypatch.setattr("scale_surgery.modeling.expanded_routers.AT_ONCE", 3 * 258)
+    (parts,) = generate(place / "posterior", PROMPTS[0], GREEDY).answers
+    assert len(calls) > len(parts.tokens), "the control"
+    assert ids_of(parts) == ids_of(whole)
+    found = [[token.adapt_weight for token in answer.tokens] for answer in (parts, whole)]
+    assert found[0] == pytest.approx(found[1], abs=1e-5)
 
 
 def test_the_base_answers_from_the_same_weights(place: Path) -> None:

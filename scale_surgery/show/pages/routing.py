@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from scale_surgery.planning.routing_specs import Routing
 from scale_surgery.show.pages.filling import fill, write
 from scale_surgery.show.palette import DARK, LIGHT, PLACES, Palette, place_of
 from scale_surgery.show.visible import visible, visible_line, visible_text
@@ -146,7 +147,8 @@ def shown_token(token: TokenRoute | TokenPaths, kinds: Sequence[str]) -> Token:
 def _paths(report: RouteReport) -> dict[str, str]:
     """Names of the paths that the card shows, and of their fields; what is the base model's is shown once."""
     base = {"base": "base_log_probability", "preserve side": "preserve_log_probability"}
-    known = {"preserve path (base)": "base_log_probability"} if report.routing.is_strict else base
+    is_strict = isinstance(report.routing, Routing) and report.routing.is_strict
+    known = {"preserve path (base)": "base_log_probability"} if is_strict else base
     return {**known, "adapt path": "adapt_log_probability", "routed": "routed_log_probability"}
 
 
