@@ -7,6 +7,7 @@ way, on the joined streams; autograd then gives every block the gradient of its 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,18 @@ from torch import Tensor
 from torch.nn import functional
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from scale_surgery.checkpoint.expansions import DEFAULT_NAME
+from scale_surgery.modeling.expanded_attention import ExpandedAttention
+from scale_surgery.modeling.expanded_modules import (
+    EmbeddingBlocks,
+    ExpandedModule,
+    HeadBlocks,
+    LinearBlocks,
+    NormBlocks,
+    PassingBlocks,
+    SameBlocks,
+    stock_class,
+)
 from tests.families import get_family
 
 JOINT_ATTENTION = "joint_attention_of_a_test"
@@ -48,23 +61,24 @@ class SeenConfig:
         return getattr(self.config, name)
 
 
-def block_matrix(module: Any) -> tuple[Tensor, Tensor | None]:
+def block_matrix(module: Any, own: LinearBlocks) -> tuple[Tensor, Tensor | None]:
     """Weight and bias of an expanded linear as one dense layer, rows in the order of its output sections."""
     weight = module.weight.T if type(module).__name__.startswith("Conv1D") else module.weight
-    base_out, up_out = (sum(widths) for widths in zip(*module.sections, strict=True))
-    up_in = next((block.shape[1] for block in (module.w12, module.w22) if block is not None), 0)
-    w12 = weight.new_zeros(base_out, up_in) if module.w12 is None else module.w12
-    w21 = weight.new_zeros(up_out, weight.shape[1]) if module.w21 is None else module.w21
-    w22 = weight.new_zeros(up_out, up_in) if module.w22 is None else module.w22
+    bases, ups = module.sections or (weight.shape[0],), own.up_sections
+    base_out, up_out = sum(bases), sum(ups)
+    up_in = next((block.shape[1] for block in (own.w12, own.w22) if block is not None), 0)
+    w12 = weight.new_zeros(base_out, up_in) if own.w12 is None else own.w12
+    w21 = weight.new_zeros(up_out, weight.shape[1]) if own.w21 is None else own.w21
+    w22 = weight.new_zeros(up_out, up_in) if own.w22 is None else own.w22
     matrix = torch.cat((torch.cat((weight, w12), 1), torch.cat((w21, w22), 1)), 0)
-    rows = section_order(module.sections, base_out)
+    rows = section_order(list(zip(bases, ups, strict=True)), base_out)
     if module.bias is None:
         return matrix[rows], None
-    up_bias = weight.new_zeros(up_out) if module.up_bias is None else module.up_bias
+    up_bias = weight.new_zeros(up_out) if own.up_bias is None else own.up_bias
     return matrix[rows], torch.cat((module.bias, up_bias))[rows]
 
 
-def section_order(sections: list[list[int]], base_out: int) -> list[int]:
+def section_order(sections: list[tuple[int, int]], base_out: int) -> list[int]:
     """Rows of the stacked matrix in the order of the output: first section's base rows, its up rows, and so on."""
     base, up, rows = 0, base_out, []
     for base_size, up_size in sections:
@@ -73,19 +87,20 @@ def section_order(sections: list[list[int]], base_out: int) -> list[int]:
     return rows
 
 
-def linear(module: Any, _: str, x: Tensor) -> Tensor:
-    matrix, bias = block_matrix(module)
+def linear(module: Any, own: LinearBlocks, _: str, x: Tensor) -> Tensor:
+    matrix, bias = block_matrix(module, own)
     # where nothing flows in from the up stream, the matrix has no columns for it
     return functional.linear(x[..., : matrix.shape[1]], matrix, bias)
 
 
-def head(module: Any, _: str, x: Tensor) -> Tensor:
-    weights = [weight for weight in (module.weight, module.up_weight) if weight is not None]
-    return functional.linear(x, torch.cat(weights, 1), module.bias)
+def head(module: Any, own: HeadBlocks, _: str, x: Tensor) -> Tensor:
+    weights = [weight for weight in (module.weight, own.up_weight) if weight is not None]
+    logits = functional.linear(x, torch.cat(weights, 1), module.bias)
+    return logits if module.softcap is None else module.softcap * (logits / module.softcap).tanh()
 
 
-def embedding(module: Any, _: str, ids: Tensor) -> Tensor:
-    joined = functional.embedding(ids, torch.cat((module.weight, module.up_weight), 1), module.padding_idx)
+def embedding(module: Any, own: EmbeddingBlocks, _: str, ids: Tensor) -> Tensor:
+    joined = functional.embedding(ids, torch.cat((module.weight, own.up_weight), 1), module.padding_idx)
     return joined * getattr(module, "embed_scale", 1.0)
 
 
@@ -94,10 +109,10 @@ def norm(module: Any, style: str, x: Tensor) -> Tensor:
     return normalised(x, module.weight, getattr(module, "bias", None), style, epsilon_of(module))
 
 
-def split_norm(module: Any, style: str, x: Tensor) -> Tensor:
-    base, up = x.split([module.weight.shape[0], module.up_weight.shape[0]], dim=-1)
-    up_bias, epsilon = getattr(module, "up_bias", None), epsilon_of(module)
-    return torch.cat((norm(module, style, base), normalised(up, module.up_weight, up_bias, style, epsilon)), -1)
+def split_norm(module: Any, own: NormBlocks, style: str, x: Tensor) -> Tensor:
+    base, up = x.split([module.weight.shape[0], own.up_weight.shape[0]], dim=-1)
+    up = normalised(up, own.up_weight, own.up_bias, style, epsilon_of(module))
+    return torch.cat((norm(module, style, base), up), -1)
 
 
 def normalised(x: Tensor, gain: Tensor, bias: Tensor | None, style: str, epsilon: float) -> Tensor:
@@ -111,42 +126,50 @@ def epsilon_of(module: Any) -> float:
     return module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
 
 
-def activation(module: Any, _: str, x: Tensor) -> Tensor:
-    return stock_class(module).forward(module, x)
+def same(module: Any, _: SameBlocks, style: str, x: Tensor) -> Tensor:
+    """A norm inside each head, or an activation."""
+    return norm(module, style, x) if is_norm(module) else stock_class(module).forward(module, x)
 
 
-def passing(module: Any, style: str, x: Tensor) -> Tensor:
+def passing(module: Any, own: PassingBlocks, style: str, x: Tensor) -> Tensor:
     """A module of a layer that was not chosen: reads the base stream alone, adds nothing to the up stream."""
-    seen = x if module.base_in is None else x[..., : module.base_in]
-    is_norm = "Norm" in stock_class(module).__name__
-    y = norm(module, style, seen) if is_norm else stock_class(module).forward(module, seen)
-    return torch.cat((y, y.new_zeros(*y.shape[:-1], module.up_out)), -1)
+    seen = x[..., : -own.up_in] if own.up_in else x
+    y = norm(module, style, seen) if is_norm(module) else stock_class(module).forward(module, seen)
+    return torch.cat((y, y.new_zeros(*y.shape[:-1], own.up_out)), -1)
 
 
-def stock_class(module: Any) -> type:
-    return type(module).__bases__[1]
+def is_norm(module: Any) -> bool:
+    return "Norm" in stock_class(module).__name__
 
 
-FORWARDS = {
-    "ExpandedLinear": linear,
-    "ExpandedHead": head,
-    "ExpandedEmbedding": embedding,
-    "ExpandedNorm": split_norm,
-    "ExpandedHeadNorm": norm,
-    "ExpandedActivation": activation,
-    "PassingModule": passing,
+FORWARDS: dict[type, Callable[..., Tensor]] = {
+    LinearBlocks: linear,
+    HeadBlocks: head,
+    EmbeddingBlocks: embedding,
+    NormBlocks: split_norm,
+    SameBlocks: same,
+    PassingBlocks: passing,
 }
 
 
+def joint(module: ExpandedAttention, parts: Any) -> Any:
+    """What a stock forward of attention sees, whose heads attend at once."""
+    found = ExpandedAttention.seen(module, parts)
+    found.config = SeenConfig(found.config)
+    return found
+
+
 def dense_reference(model: Any, dtype: torch.dtype) -> Any:
-    """A copy of an expanded model in which every module computes what is written above."""
+    """A copy of a model that runs its one expansion, in which every module computes what is written above."""
     reference = copy.deepcopy(model).to(dtype)
     style = get_family(model.config.model_type.removeprefix("scale_")).norm_style
     for module in list(reference.modules()):
-        kind = type(module).__bases__[0].__name__
-        if kind in FORWARDS:
-            module.forward = partial(FORWARDS[kind], module, style)
-        elif "Norm" in type(module).__name__:
+        if isinstance(module, ExpandedAttention):
+            module.config, module.seen = SeenConfig(module.config), partial(joint, module)
+        elif isinstance(module, ExpandedModule) and DEFAULT_NAME in module.expansions:
+            own = module.expansions[DEFAULT_NAME]
+            module.forward = partial(FORWARDS[type(own)], module, own, style)
+        elif is_norm(module):
             module.forward = partial(norm, module, style)
         elif "Attention" in type(module).__name__:
             module.config = SeenConfig(module.config)

@@ -14,7 +14,7 @@ import transformers
 from transformers.dynamic_module_utils import get_relative_imports
 
 from scale_surgery import Request, extract, modeling, plan
-from scale_surgery.planning.architecture import CODE_FILES, COMPOSED_FILES
+from scale_surgery.planning.architecture import CODE_FILES
 from scale_surgery.planning.saved import save_plan
 from tests.conftest import REQUESTS
 from tests.families import FAMILIES
@@ -170,7 +170,7 @@ def test_registration_replaces_remote_code(said):
     assert said[1] == "scale_surgery.modeling.modeling_scale"
 
 
-@pytest.mark.parametrize("file", [*CODE_FILES, *COMPOSED_FILES])
+@pytest.mark.parametrize("file", CODE_FILES)
 def test_exported_code_stands_alone(file):
     tree = ast.parse(modeling.code_text(file))
     for node in ast.walk(tree):
@@ -181,7 +181,7 @@ def test_exported_code_stands_alone(file):
         elif isinstance(node, ast.ImportFrom):
             # transformers copies a file's relative imports along only in the form `from .x import y`
             assert node.level == 1
-            assert f"{node.module}.py" in (CODE_FILES if file in CODE_FILES else (*CODE_FILES, *COMPOSED_FILES))
+            assert f"{node.module}.py" in CODE_FILES
             continue
         else:
             continue
@@ -191,7 +191,7 @@ def test_exported_code_stands_alone(file):
 
 
 def test_every_code_file_travels():
-    assert {file.name for file in modeling.FOLDER.glob("*.py")} == {"__init__.py", *CODE_FILES, *COMPOSED_FILES}
+    assert {file.name for file in modeling.FOLDER.glob("*.py")} == {"__init__.py", *CODE_FILES}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -201,12 +201,6 @@ def test_classes_are_made_of_the_stock_ones(family):
     for auto_class, stock in FAMILIES[family].classes.items():
         assert classes[auto_class].config_class is classes["AutoConfig"]
         assert classes[auto_class].__bases__[1] is getattr(transformers, stock)
-
-
-def test_the_composed_file_imports_every_file_itself():
-    """transformers 4 copies what a file imports itself, and no more."""
-    file = modeling.FOLDER / "modeling_composed.py"
-    assert {f"{name}.py" for name in get_relative_imports(file)} == {*CODE_FILES, *COMPOSED_FILES} - {file.name}
 
 
 def test_the_modeling_file_imports_every_file_itself():

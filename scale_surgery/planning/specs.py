@@ -205,11 +205,16 @@ def _reads_up(block: Block, widths: Widths, *, has_w12: bool) -> bool:
 
 def _unwritten(kind: Kind, sizes: Sizes, widths: Widths) -> Spec:
     """Norms of what blocks give that run as they are, with no MLP beside them: the up part of that is zero."""
-    if widths.up_inner_width or len(kind.post_norms) != len(kind.blocks):
-        return {}
+    names = [] if widths.up_inner_width else _norms_after_whole(kind)
+    return {name: {"kind": "passing", "base": sizes.hidden, "up": widths.up_width} for name in names}
+
+
+def _norms_after_whole(kind: Kind) -> list[str]:
+    """Norms of what blocks give that run as they are; none where norms are not those of blocks, one each."""
+    if len(kind.post_norms) != len(kind.blocks):
+        return []
     pairs = zip(kind.post_norms, kind.blocks, strict=True)
-    whole = [norm.name for norm, block in pairs if block.treatment == "block"]
-    return {name: {"kind": "passing", "base": sizes.hidden, "up": widths.up_width} for name in whole}
+    return [norm.name for norm, block in pairs if block.treatment == "block"]
 
 
 def _block_specs(block: Block, sizes: Sizes, widths: Widths) -> Spec:
@@ -254,8 +259,7 @@ def _passing_specs(kind: Kind, base: int, up: int) -> Spec:
     specs |= {name: {"kind": "passing", "base": None, "up": up} for name in writers}
     # a block that runs as it is takes off the up stream itself, and a norm after it has zeros beside what it reads
     whole = [block.name for block in kind.blocks if block.treatment == "block"]
-    if whole and kind.post_norms:
-        specs |= {norm.name: {"kind": "passing", "base": base, "up": up} for norm in kind.post_norms}
+    specs |= {name: {"kind": "passing", "base": base, "up": up} for name in _norms_after_whole(kind)}
     return specs | {name: {"kind": "block", "base": base, "up": up} for name in whole}
 
 

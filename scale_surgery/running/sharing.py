@@ -93,8 +93,14 @@ def check_shareable(model: Any) -> None:
     """Refuse a loaded model whose weights cannot be another's as they lie.
 
     Raises:
-        CheckpointError: If some are offloaded, or quantised in a way that no gradient passes, or that is not known.
+        CheckpointError: If some are offloaded, joined with those of an expansion, or quantised in a way that no gradient
+            passes, or that is not known.
     """
+    if getattr(model, "is_fused", False):
+        raise CheckpointError(
+            "model: is fused, base weights and blocks are one matrix, expected a model that has its base's weights. "
+            "Write its blocks again: scale-surgery merge FUSED --to blocks."
+        )
     if any(parameter.is_meta for parameter in model.parameters()):
         raise CheckpointError(
             "model: some of its weights are offloaded, to a disk or from an accelerator to the CPU, expected all in "

@@ -163,7 +163,9 @@ def check_specs(saved: Saved, trained: Trained) -> None:
     asked, wanted = ((specs.get(ORIGIN_KEY) or {}).get("request") for specs in both)
     # a config.json that somebody wrote need not say what was asked for
     if not keys and asked and wanted:
-        keys = [f"{place}.{ORIGIN_KEY}.request.{key}" for key in differing_keys(asked, wanted)]
+        # it may have been given another name since, which both name above
+        others = [key for key in differing_keys(asked, wanted) if key != "name"]
+        keys = [f"{place}.{ORIGIN_KEY}.request.{key}" for key in others]
     if keys:
         head = f"{saved.name}: was saved from another expansion than {trained.name}."
         lines = [f"{CONFIG_FILE}: {key} is another." for key in keys]

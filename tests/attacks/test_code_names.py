@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 from jinja2.exceptions import SecurityError
-from scale_surgery.engine.expanded_attention import SPLIT_ATTENTION as PATH_ATTENTION
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, ALL_EXPERTS_FUNCTIONS, ALL_FP8_EXPERTS_FUNCTIONS
 
 from scale_surgery import Probes, Request, RunOptions, expand, inspect, plan, strip, verify
@@ -105,7 +104,7 @@ def test_implementations_of_transformers_are_kept(llama_base: Path) -> None:
 def test_no_implementation_of_transformers_is_refused() -> None:
     known = {*ALL_ATTENTION_FUNCTIONS.valid_keys(), *ALL_EXPERTS_FUNCTIONS, *ALL_FP8_EXPERTS_FUNCTIONS, "eager"}
     # the three are registered by expanded models and by a test
-    assert known - {SPLIT_ATTENTION, PATH_ATTENTION, JOINT_ATTENTION} <= BUILT_IN
+    assert known - {SPLIT_ATTENTION, JOINT_ATTENTION} <= BUILT_IN
 
 
 def test_every_way_into_a_folder_is_guarded(speaking: tuple[Made, Path], tmp_path: Path) -> None:

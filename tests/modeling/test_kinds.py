@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -19,17 +21,22 @@ from transformers import AutoModel, AutoModelForCausalLM
 from transformers.models.falcon.modeling_falcon import FalconLinear
 
 from scale_surgery.modeling.expanded_attention import expand_attention
-from scale_surgery.modeling.expanded_model import Wide, widen_added
+from scale_surgery.modeling.expanded_model import ExpandedPreTrainedModel, _Widening
 from scale_surgery.modeling.expanded_modules import ExpandedModule, expand_module
+from scale_surgery.modeling.expanded_paths import BASE, Call, Paths, Running
+from scale_surgery.modeling.expanded_paths import Path as ModelPath
 from scale_surgery.modeling.modeling_scale import model_of
-from scale_surgery.planning.architecture import Block, Sizes
-from scale_surgery.planning.routing_specs import Routing, build_routing
+from scale_surgery.planning.architecture import Architecture, Block, Sizes
+from scale_surgery.planning.routing_specs import Routing, base_specs
 from scale_surgery.planning.specs import Collaboration, Widths, build_specs
 from tests.by_hand import (
+    HEAD_UP,
     IDS,
     UP,
     WRITING,
     block,
+    config_key,
+    expand_alone,
     is_new,
     linear,
     make_base,
@@ -244,13 +251,14 @@ def test_every_new_tensor_is_alive_and_nothing_else_trains(made, name):
     if has_w12:
         assert not same_logits(base, shaken(expanded, "w12"))
     before = expanded(IDS).logits.detach()
-    shaken(expanded, "lm_head.up_weight")
+    shaken(expanded, HEAD_UP)
     after = expanded(IDS).logits
     assert not torch.equal(before, after)
     after.float().pow(2).mean().backward()
-    lowest = min(expanded.config.scale_surgery["expanded_layers"])
+    (plan,) = expanded.config.scale_surgery["expansions"]
+    lowest = min(plan["expanded_layers"])
     # where the up stream enters as zeros, nothing has been written to it before the first expanded layer
-    is_late = expanded.config.scale_surgery.get("enter") == "hook"
+    is_late = plan.get("enter") == "hook"
     idle = [
         key
         for key, own in expanded.named_parameters()
@@ -279,9 +287,8 @@ def test_no_gradient_passes_through_experts_below_what_learns(made, name, layer,
 
 
 def test_a_router_reads_two_heads_of_one_stream_where_edges_alone_are_expanded(made, tmp_path):
-    routing = build_routing(LLAMA, SIZES, preserving_specs() | {"expanded": {}, "passing": {}}, Routing(), None)
     path = write_expanded(
-        made("mixtral")[0], tmp_path / "routed", preserving_specs() | {"routing": routing}, names_of(MIXTRAL)
+        made("mixtral")[0], tmp_path / "routed", preserving_specs(), names_of(MIXTRAL), router=Routing().settings
     )
     base, model = load(made("mixtral")[0]), shaken(load(path), "w21", "w22", "up_weight")
     with torch.no_grad():
@@ -323,22 +330,30 @@ SIZES = Sizes(D, 3, HEADS, KV_HEADS, SIZE, INNER, 97, 1e-6, False)
 LLAMA = written_architecture({**SMALL, "model_type": "llama"})
 
 
-def routed_mixtral(groups: tuple[str, ...], router: str = "posterior", kept: str = "mlp") -> dict[str, Any]:
-    """Attention of Llama, split, and a mixture as a block, or another part that stays as it is; and the routing."""
+def mixtral_facts(kept: str = "mlp") -> Architecture:
+    """Attention of Llama, split, and a mixture as a block, or another part that stays as it is."""
     whole = {"mlp": Block("mlp", "", "ffn", "block"), "self_attn": Block("self_attn", "", "attn", "block")}
     parts = tuple(whole[own.name] if own.name in (kept, "mlp") else own for own in LLAMA.kinds[0].blocks)
-    facts = replace(LLAMA, kinds=(replace(LLAMA.kinds[0], blocks=parts),))
-    layers = (1, 2) if groups else ()
-    specs = build_specs(facts, SIZES, Widths(UP, 1, 4), (0, 1, 2), Collaboration(layers, groups)) | {"dtype": None}
-    return specs | {"routing": build_routing(facts, SIZES, specs, Routing(router), None)}
+    return replace(LLAMA, kinds=(replace(LLAMA.kinds[0], blocks=parts),))
 
 
+def write_mixtral(
+    base: Path, path: Path, groups: tuple[str, ...], router: str, layers: tuple[int, ...] = (0, 1, 2), kept: str = "mlp"
+) -> Path:
+    """An expansion of these layers, which collaborates in all but the first, and a router."""
+    facts, collaboration = mixtral_facts(kept), Collaboration(layers[1:] if groups else (), groups)
+    plan = build_specs(facts, SIZES, Widths(UP, 1, 4), layers, collaboration) | {"dtype": None}
+    said, settings = base_specs(facts, SIZES, {}), Routing(router).settings
+    return write_expanded(base, path, plan, names_of(MIXTRAL), base_specs=said, router=settings)
+
+
+@pytest.mark.parametrize("layers", ((0, 1, 2), (0, 2)), ids=("all", "some"))
 @pytest.mark.parametrize(
     ("groups", "router"), (((), "posterior"), (("attn", "ffn"), "posterior"), (("attn", "ffn"), "cosine"))
 )
-def test_two_paths_pass_through_a_mixture(tmp_path, groups, router):
+def test_two_paths_pass_through_a_mixture(tmp_path, groups, router, layers):
     base = make_base(tmp_path / "base", MIXTRAL)
-    path = write_expanded(base, tmp_path / "expanded", routed_mixtral(groups, router), names_of(MIXTRAL))
+    path = write_mixtral(base, tmp_path / "expanded", groups, router, layers)
     stock, model = load(base), shaken(load(path), "w12", "up_weight", "w21")
     with torch.no_grad():
         preserve, adapt = model.path_logits(IDS)
@@ -351,13 +366,16 @@ def test_two_paths_pass_through_a_mixture(tmp_path, groups, router):
 
 
 def test_two_paths_cannot_pass_through_a_block_that_keeps_a_cache(tmp_path):
-    base, specs = make_base(tmp_path / "base", MIXTRAL), routed_mixtral(("attn", "ffn"), kept="self_attn")
-    with pytest.raises(ValueError, match="MixtralAttentionWithUpStream, which keeps a cache \\(past_key_values\\)"):
-        write_expanded(base, tmp_path / "expanded", specs, names_of(MIXTRAL))
+    base = make_base(tmp_path / "base", MIXTRAL)
+    path = write_mixtral(base, tmp_path / "expanded", ("attn", "ffn"), "posterior", kept="self_attn")
+    stock, model = load(base), load(path)
+    with pytest.raises(
+        ValueError, match="MixtralAttentionWithUpStream: keeps a cache \\(past_key_values\\) and runs as"
+    ):
+        model(IDS)
     # without a router the same block runs
-    del specs["routing"]
-    path = write_expanded(base, tmp_path / "alone", specs, names_of(MIXTRAL))
-    assert same_logits(load(base), load(path)) and same_generation(load(base), load(path))
+    with model.routing_disabled():
+        assert same_logits(stock, model) and same_generation(stock, model)
 
 
 def test_one_kind_may_stand_where_it_always_stood(made, tmp_path):
@@ -366,7 +384,8 @@ def test_one_kind_may_stand_where_it_always_stood(made, tmp_path):
     flat = {key: value for key, value in case.specs.items() if key not in ("kinds", "kind_of_layer")}
     path = write_expanded(made("mixtral")[0], tmp_path / "flat", flat | case.specs["kinds"][0], names_of(MIXTRAL))
     assert torch.equal(load(path)(IDS).logits, load(made("mixtral")[1])(IDS).logits)
-    assert sorted(json.loads((path / "config.json").read_text())["scale_surgery"]["expanded"])
+    (plan,) = json.loads((path / "config.json").read_text())["scale_surgery"]["expansions"]
+    assert sorted(plan["expanded"])
 
 
 def test_a_module_that_this_release_does_not_have_is_named(made, tmp_path):
@@ -380,17 +399,16 @@ def test_a_module_that_this_release_does_not_have_is_named(made, tmp_path):
 def test_attention_that_is_computed_inside_its_module_is_refused():
     """As older releases of transformers compute that of some models."""
     with pytest.raises(ValueError, match=r"adds heads to Linear, which in transformers 5\..* does not hand queries"):
-        expand_attention(nn.Linear(2, 2), "expanded", [], {}, {})
+        expand_attention(nn.Linear(2, 2), {"heads": 2, "kv_heads": 2}, Running(Paths((BASE,), {}, 1)), 0)
 
 
-def test_an_activation_that_layers_share_is_expanded_once():
-    activation = nn.GELU()
-    expand_module(activation, "activation", base=4)
-    expand_module(activation, "activation", base=4)
-    assert isinstance(activation, ExpandedModule)
-    assert torch.equal(activation(torch.ones(1, 6)), torch.nn.functional.gelu(torch.ones(1, 6)))
-    with pytest.raises(ValueError, match="expands one GELU in two ways"):
-        expand_module(activation, "activation", base=5)
+def test_a_module_is_expanded_once():
+    activation = expand_alone(nn.GELU(), "activation", up_in=2)
+    own, running = activation.expansions["default"], activation.running
+    expand_module(activation, "activation", running, 0)
+    assert isinstance(activation, ExpandedModule) and activation.expansions["default"] is own
+    x = torch.randn(1, 6)
+    torch.testing.assert_close(activation(x), torch.nn.functional.gelu(x))
 
 
 class OneActivation(transformers.LlamaForCausalLM):
@@ -405,8 +423,8 @@ class OneActivation(transformers.LlamaForCausalLM):
 def routed_llama(stock: type, layers: tuple[int, ...], fork: tuple[int, ...], router: str) -> Any:
     """A routed expansion of a stock class, of random weights."""
     config = transformers.LlamaConfig(**SMALL)
-    specs = build_specs(LLAMA, SIZES, Widths(20, 1, 4), layers, Collaboration(fork, ("attn", "ffn"))) | {"dtype": None}
-    specs["routing"] = build_routing(LLAMA, SIZES, specs, Routing(router), None)
+    plan = build_specs(LLAMA, SIZES, Widths(20, 1, 4), layers, Collaboration(fork, ("attn", "ffn"))) | {"dtype": None}
+    specs = config_key(plan, base_specs(LLAMA, SIZES, {}), **Routing(router).settings)
     own = model_of(stock, transformers.LlamaConfig)
     plain = config.to_dict() | {"scale_surgery": specs}
     del plain["model_type"]
@@ -436,24 +454,23 @@ def test_two_paths_pass_through_layers_that_share_an_activation(layers, fork, ro
 
 @pytest.mark.parametrize("style", ("layer_plus_one", "rms_plus_one"))
 def test_a_norm_whose_gain_begins_at_zero(style):
-    module = nn.LayerNorm(8)
-    expand_module(module, "norm", base=8, up=3, style=style, epsilon=1e-5, dtype=None)
-    plain = nn.LayerNorm(8)
-    expand_module(plain, "norm", base=8, up=3, style=style.removesuffix("_plus_one"), epsilon=1e-5, dtype=None)
+    sizes = {"base": 8, "up": 3, "epsilon": 1e-5, "dtype": None}
+    module = expand_alone(nn.LayerNorm(8), "norm", style=style, **sizes)
+    plain = expand_alone(nn.LayerNorm(8), "norm", style=style.removesuffix("_plus_one"), **sizes)
     with torch.no_grad():
-        module.up_weight.fill_(0.5)
-        plain.up_weight.fill_(1.5)
+        module.expansions["default"].up_weight.fill_(0.5)
+        plain.expansions["default"].up_weight.fill_(1.5)
         x = torch.randn(2, 11)
         assert torch.equal(module(x), plain(x))
 
 
 def test_a_norm_without_a_gain():
     module = nn.LayerNorm(8, elementwise_affine=False)
-    expand_module(module, "norm", base=8, up=3, style="layer", epsilon=1e-5, dtype=None)
-    assert {name: own.shape for name, own in module.named_parameters()} == {"up_weight": (3,)}
+    expand_alone(module, "norm", base=8, up=3, style="layer", epsilon=1e-5, dtype=None)
+    assert {name: own.shape for name, own in module.named_parameters()} == {"expansions.default.up_weight": (3,)}
     with torch.no_grad():
         x = torch.randn(2, 11)
-        module.up_weight.fill_(1)
+        module.expansions["default"].up_weight.fill_(1)
         expected = torch.nn.functional.layer_norm(x[:, :8].contiguous(), (8,))
         assert torch.equal(module(x)[:, :8], expected)
         torch.testing.assert_close(module(x)[:, 8:], torch.nn.functional.layer_norm(x[:, 8:], (3,)))
@@ -467,12 +484,12 @@ def test_an_embedding_scales_its_new_columns_as_the_old_ones(scale):
         def forward(self, ids):
             return super().forward(ids) * self.embed_scale
 
-    module = Scaled(5, 4)
-    expand_module(module, "embedding", up=2, dtype=None)
+    module = expand_alone(Scaled(5, 4), "embedding", up=2, dtype=None)
+    own = module.expansions["default"].up_weight
     with torch.no_grad():
-        module.up_weight.fill_(3)
+        own.fill_(3)
         found = module(torch.arange(5))
-        assert torch.equal(found, torch.cat((module.weight * 2, module.up_weight * 2), dim=-1))
+        assert torch.equal(found, torch.cat((module.weight * 2, own * 2), dim=-1))
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16), ids=str)
@@ -483,8 +500,9 @@ def test_a_head_with_a_bias_sees_last_tokens_as_the_base_does(dtype, is_enabled)
     stock = nn.Linear(64, 97).to(dtype)
     head = nn.Linear(64, 97).to(dtype)
     head.load_state_dict(stock.state_dict())
-    expand_module(head, "head", base=64, up=8, dtype=None)
-    head.requires_grad_(False).is_enabled = is_enabled
+    expand_alone(head, "head", base=64, up=8, dtype=None).requires_grad_(False)
+    if not is_enabled:
+        head.running.chosen = Call(Paths((BASE,), {}, 1))
     features = torch.randn(3, 13, 72).to(dtype)
     base = features[..., :64].contiguous()
     seen = features if is_enabled else base
@@ -502,25 +520,45 @@ def test_copies_are_computed_as_the_stock_class_computes(stock):
     down, up, x = (own.bfloat16() for own in (stock(52, 40), stock(40, 52), torch.randn(2, 13, 40)))
     with torch.no_grad():
         wide, written = up(x), down(up(x))
-        expand_module(up, "grown", in_features=[40, 0], out_features=[[52, 52]], collaborative=False, dtype=None)
-        expand_module(
+        expand_alone(up, "grown", in_features=[40, 0], out_features=[[52, 52]], collaborative=False, dtype=None)
+        expand_alone(
             down, "grown", in_features=[52, 52], out_features=[[40, 0]], collaborative=True, dtype=None, share=0.5
         )
         for name, own in {"w21": up.weight, "up_bias": up.bias}.items():
-            up.get_parameter(name).copy_(own)
-        down.w12.copy_(down.weight / 2)
+            up.expansions["default"].get_parameter(name).copy_(own)
+        down.expansions["default"].w12.copy_(down.weight / 2)
         assert torch.equal(up(x), torch.cat((wide, wide), -1)) and torch.equal(down(up(x)), written)
 
 
-@pytest.mark.parametrize("preserve", (4, 6))
-def test_what_is_added_before_layers_is_as_wide_as_what_enters_them(preserve):
-    """As Granite's vision models add images; the second layer is the first that two paths enter."""
-    model, features = nn.Module(), torch.randn(3, 4)
-    model.is_widening, model.wide = True, Wide(up=2, preserve=preserve, fork=0)
-    args, kwargs = widen_added(model, (), {"deepstack_features": {0: features, 1: features}, "use_cache": False})
-    adapt = torch.nn.functional.pad(features, (0, 2))
-    assert args == () and kwargs["use_cache"] is False
-    assert torch.equal(kwargs["deepstack_features"][0], adapt)
-    assert torch.equal(kwargs["deepstack_features"][1], torch.cat((adapt[:, :preserve], adapt), -1))
-    model.is_widening = False
-    assert widen_added(model, (), {"deepstack_features": {0: features}}) is None
+def widened(entering: int, *expansions: str) -> dict[int, Any]:
+    """What becomes of features that stock code adds before layers, where `writer` writes from the first layer on."""
+    paths = Paths((BASE, *map(ModelPath, expansions)), {"writer": 0, "reader": None}, 2)
+    model = SimpleNamespace(running=Running(paths), stream_widths={"": 4, "writer": 2, "reader": 3})
+    model.entering_widths = {
+        name: width if not name else entering * width for name, width in model.stream_widths.items()
+    }
+    model.streams_after = partial(ExpandedPreTrainedModel.streams_after, model)
+    kwargs = {"deepstack_features": {0: FEATURES, 1: FEATURES}, "use_cache": False}
+    found = _Widening(model)(nn.Module(), (), kwargs)
+    assert found[0] == () and found[1]["use_cache"] is False
+    return found[1]["deepstack_features"]
+
+
+FEATURES = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("entering", (0, 1))
+def test_what_is_added_before_layers_is_as_wide_as_what_enters_them(entering):
+    """As Granite's vision models add images: each base stream gets them, an up stream zeros, where it has entered."""
+    pad = torch.nn.functional.pad
+    one = widened(entering, "writer")
+    assert torch.equal(one[0], pad(FEATURES, (0, 2 * entering)))
+    assert torch.equal(one[1], torch.cat((FEATURES, pad(FEATURES, (0, 2))), -1))
+    several = widened(entering, "writer", "reader")
+    assert torch.equal(several[0], pad(FEATURES, (0, 5 * entering)))
+    assert torch.equal(several[1], torch.cat((pad(FEATURES, (0, 3)), pad(FEATURES, (0, 2))), -1))
+
+
+def test_nothing_is_widened_where_the_base_runs():
+    model = SimpleNamespace(running=Running(Paths((BASE,), {}, 2)))
+    assert _Widening(model)(nn.Module(), (), {"deepstack_features": {0: FEATURES}}) is None

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from scale_surgery.modeling.expanded_modules import ExpandedModule
+from scale_surgery.modeling.expanded_modules import ExpandedHeadNorm, ExpandedModule, LinearBlocks
 from scale_surgery.planning.request import Request
 from scale_surgery.surgery.expand import expand
 from tests.conftest import load
 from tests.dense_reference import dense_gradients
 from tests.each import each_way, mostly
-from tests.modeling.test_gradients import set_detached
+from tests.modeling.test_gradients import always_detached, never_detached
 from tests.tiny import save_tiny
 
 # largest relative error of one tensor's gradient, norm over norm; the largest found in float32 is 1.2e-5
@@ -191,7 +191,7 @@ def test_activation_checkpointing(
     model_of: Any, wanted_of: Any, family: str, request_name: str, options: dict[str, Any] | None
 ) -> None:
     model, runs = model_of(family, request_name), []
-    last_block = [module for module in model.modules() if getattr(module, "w22", None) is not None][-1]
+    last_block = [module for module in model.modules() if isinstance(module, LinearBlocks)][-1]
     last_block.register_forward_pre_hook(lambda *_: runs.append(1))
     enable_checkpointing(model, options)
     found = gradients(model)
@@ -285,7 +285,7 @@ def weights_kept(model: Any, context: Any = None) -> set[str]:
 
     A norm inside each head is left out: the new heads share it, and they do get gradients.
     """
-    shared = {module.weight for module in model.modules() if hasattr(module, "head_axis")}
+    shared = {module.weight for module in model.modules() if isinstance(module, ExpandedHeadNorm)}
     frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad and p not in shared}
     names = {parameter.untyped_storage().data_ptr(): name for name, parameter in frozen.items()}
     kept: set[int] = set()
@@ -306,8 +306,8 @@ def test_below_the_first_collaborative_layer_nothing_passes_through_the_base(mod
     in_layers = {name for name in kept if "layers." in name or ".h." in name}
     assert in_layers and all(".2." in name for name in in_layers)
     model = model_of(family, "preserve")
-    set_detached(model, False)
-    assert any(".1." in name for name in weights_kept(model)), "the control"
+    with never_detached():
+        assert any(".1." in name for name in weights_kept(model)), "the control"
 
 
 @each_kind
@@ -316,25 +316,27 @@ def test_nor_under_checkpointing(
     model_of: Any, monkeypatch: pytest.MonkeyPatch, family: str, options: dict[str, Any] | None
 ) -> None:
     """Checkpointing lets the embedding's output require a gradient, base stream and all."""
-    through: set[str] = set()
-    stock = ExpandedModule.forward_stock
+    read: set[str] = set()
+    stock = ExpandedModule.through
 
-    def noted(module: Any, x: Tensor) -> Tensor:
-        y = stock(module, x)
-        if y.requires_grad and not module.keeps_strides and not hasattr(module, "base_heads"):
-            through.add(module.name)
-        return y
+    def noted(module: Any, run: Any, x: Tensor, layout: Any) -> Tensor:
+        def run_noted(base: Tensor) -> Tensor:
+            if base.requires_grad:
+                read.add(module.name)
+            return run(base)
 
-    monkeypatch.setattr(ExpandedModule, "forward_stock", noted)
+        return stock(module, run_noted, x, layout)
+
+    monkeypatch.setattr(ExpandedModule, "through", noted)
     for request_name, is_allowed in (("preserve", lambda name: False), ("adapt", lambda name: ".2." in name)):
         model = model_of(family, request_name)
         for name, module in model.named_modules():
             module.name = name
         enable_checkpointing(model, options)
         gradients(model)
-        outside = {name for name in through if "layers." in name or ".h." in name or request_name == "preserve"}
+        outside = {name for name in read if "layers." in name or ".h." in name or request_name == "preserve"}
         assert all(is_allowed(name) for name in outside), outside
-    assert through, "the control: what collaborates carries gradients"
+    assert read, "the control: what collaborates carries gradients"
 
 
 @each_kind
@@ -346,8 +348,8 @@ def test_a_wrong_gradient_would_be_noticed(model_of: Any, wanted_of: Any, noise_
     nearly = {**wanted, name: wanted[name] * 1.001}
     with pytest.raises(AssertionError, match="w22: relative error 1"):
         check(nearly, wanted)
-    set_detached(model, True)
-    missing = set(wanted) - set(gradients(model))
+    with always_detached():
+        missing = set(wanted) - set(gradients(model))
     assert missing == set() or all(name.endswith("w12") for name in missing)
     found = {name: gradient.clone() for name, gradient in wanted.items()} | collected(model)
     with pytest.raises(AssertionError, match="relative error"):

@@ -49,6 +49,7 @@ from scale_surgery.progress import no_progress
 from scale_surgery.running.stored_names import reading_of
 from scale_surgery.show.tables_forms import render_adopted
 from scale_surgery.surgery.config import stored_shard
+from scale_surgery.surgery.load_expansion import load_expansion
 from scale_surgery.surgery.record import read_manifest
 from scale_surgery.training.settings import TrainingSettings
 from tests.conftest import Pair, digests, load
@@ -464,6 +465,19 @@ def test_a_routed_model_keeps_its_router(pair: Pair, tmp_path: Path) -> None:
     assert plain.other_settings == (
         f"the saved model routes in another way than {pair.path}, OUT has none: route-export gives it one",
     )
+
+
+def test_an_expansion_that_was_given_another_name(pair: Pair, tmp_path: Path) -> None:
+    """It was taken out of its folder and put on its base under that name; values begin as under any other."""
+    taken = extract(pair.path, tmp_path / "extract").path
+    model = load_expansion(load(pair.base_path), taken, name="law")
+    untrained = adopt(save(model, tmp_path / "untrained"), None, tmp_path / "same", pair.base_path)
+    assert untrained.trained_tensors == 0
+    done = adopt(save(move(model), tmp_path / "saved"), None, tmp_path / "out", pair.base_path)
+    loaded = load(done.path)
+    assert loaded.expansions == ["law"] and torch.equal(logits(loaded), logits(model))
+    assert done.trained_tensors == len(own_new(pair)) and verify(done.path, pair.base_path).passed
+    assert "scale_surgery.expansions[0].name is another" in refusal(tmp_path / "saved", pair.path, tmp_path / "other")
 
 
 def test_settings_that_were_changed_are_told(pair: Pair, saved: Path, tmp_path: Path) -> None:

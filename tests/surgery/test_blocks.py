@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from scale_surgery.checkpoint.expansions import tensor_name
 from scale_surgery.checkpoint.folder import open_checkpoint, read_tensor
 from scale_surgery.demo import SHIPPED_MODEL
 from scale_surgery.deriving.planned import plan
@@ -356,7 +357,7 @@ def test_each_role_is_decomposed_by_itself(base_of, name, fused):
     base = base_of(name)
     made = plan(base, Request("1", svd="exact"))
     checkpoint = open_checkpoint(base)
-    tensor = next(t for t in made.tensors if t.name.endswith(f"{fused}.w21"))
+    tensor = next(t for t in made.tensors if t.name.endswith(tensor_name(fused, "default", "w21")))
     block, weight = make_tensor(made, tensor, checkpoint), read_tensor(checkpoint, tensor.source)
     weight = weight.T if name == "gpt2" else weight
     heads, kv_heads, size = made.sizes.query_heads, made.sizes.key_value_heads, made.sizes.head_size
@@ -408,7 +409,7 @@ def test_grouped_heads_are_decomposed_by_role(base_of, groups):
     block = replace(kind.blocks[0], linears=(GROUPED, kind.blocks[0].linears[1]), **facts)
     architecture = replace(made.architecture, kinds=(replace(kind, blocks=(block, *kind.blocks[1:])),))
     grouped = replace(made, architecture=architecture, widths=Widths(40, groups, 8))
-    tensor = next(own for own in made.tensors if own.name.endswith("query_key_value.w21"))
+    tensor = next(own for own in made.tensors if own.name.endswith(tensor_name("query_key_value", "default", "w21")))
     found = make_tensor(grouped, replace(tensor, shape=(groups * 60, 40)), checkpoint)
     weight = read_tensor(checkpoint, tensor.source)
     for old, new in zip(rows_by_hand(2), rows_by_hand(groups), strict=True):

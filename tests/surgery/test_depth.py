@@ -177,7 +177,7 @@ def test_the_folder_is_a_stock_checkpoint(deep_of, family, dtype, tied):
     origin = after["scale_surgery"].pop("origin")
     assert (origin["base_name"], origin["request"]["layers"]) == (pair.base_path.name, "0,2")
     assert after.pop("scale_surgery") == {
-        "format": 1,
+        "format": 2,
         "method": "depth",
         "variant": "depth",
         "base_model": get_family(family).base_model,

@@ -23,7 +23,7 @@ from scale_surgery.errors import CheckpointError, PlanError, TrainingError
 from scale_surgery.evidence.inspect import inspect
 from scale_surgery.evidence.verification import Verification
 from scale_surgery.evidence.verify import verify
-from scale_surgery.modeling.expanded_modules import GrownLinear
+from scale_surgery.modeling.expanded_modules import ExpandedModule, GrownBlocks
 from scale_surgery.planning.request import Request
 from scale_surgery.planning.routing_specs import Routing
 from scale_surgery.surgery import blocks
@@ -86,7 +86,7 @@ def test_output_at_init(
         # negative control: the copies do compute what is added
         down = FACTS[family].linears[-1].name
         layers = getattr(grown, FACTS[family].base_model).get_submodule(FACTS[family].layers)
-        layers[2].get_submodule(down).w12[3, 4] += 1
+        layers[2].get_submodule(down).expansions.default.w12[3, 4] += 1
         assert not torch.equal(grown(IDS).logits, base(IDS).logits)
 
 
@@ -114,13 +114,13 @@ def test_near_is_not_far(grown_of: Callable[..., Path]) -> None:
     path = grown_of("qwen2", Request("1", method="grow", copies=3))
     shard = path / "expansion-00001-of-00001.safetensors"
     tensors = load_file(shard)
-    tensors["model.layers.1.mlp.down_proj.w12"] *= 1.1
+    name = "model.layers.1.mlp.down_proj.expansions.default.w12"
+    tensors[name] *= 1.1
     save_file(tensors, shard, metadata={"format": "pt"})
     result = verify(path, required=("near_output_at_init",), record=False)
     assert not result.passed
     problems = promise(result, "near_output_at_init").problems
-    copy = "model.layers.1.mlp.down_proj.w12: is not the copy of model.layers.1.mlp.down_proj.weight that it began as."
-    assert copy in problems
+    assert f"{name}: is not the copy of model.layers.1.mlp.down_proj.weight that it began as." in problems
     assert any(problem.startswith("logits: drift") and "expected at most" in problem for problem in problems)
 
 
@@ -131,7 +131,8 @@ def test_small_numbers_of_float16_cannot_be_halved(tmp_path: Path) -> None:
     tensors["model.layers.1.mlp.down_proj.weight"] *= 1e-5
     save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
     grown = expand(base, Request("1", method="grow"), tmp_path / "grown").path
-    half = load_file(grown / "expansion-00001-of-00001.safetensors")["model.layers.1.mlp.down_proj.w12"]
+    new = load_file(grown / "expansion-00001-of-00001.safetensors")
+    half = new["model.layers.1.mlp.down_proj.expansions.default.w12"]
     assert not torch.equal(2 * half, tensors["model.layers.1.mlp.down_proj.weight"])
 
 
@@ -159,8 +160,9 @@ def trained_layer(path: Path, steps: int = 5, frozen: tuple[str, ...] = ()) -> I
 
 def separation(mlp: Any) -> Tensor:
     """Norm of the difference of the copies of the up projection."""
-    old = mlp.up_proj.weight if mlp.up_proj.w11 is None else mlp.up_proj.w11
-    return (mlp.up_proj.w21 - old).norm()
+    new = mlp.up_proj.expansions.default
+    old = mlp.up_proj.weight if new.w11 is None else new.w11
+    return (new.w21 - old).norm()
 
 
 @pytest.mark.parametrize("request_", [FREEZE, TRAIN], ids=["freeze", "train"])
@@ -173,7 +175,7 @@ def test_symmetry_trap(grown_of: Callable[..., Path]) -> None:
     """Negative control: where both halves of the down projection are frozen, the trained copies stay equal for ever."""
     with trained_layer(grown_of("llama", TRAIN), steps=20, frozen=(".w12",)) as mlp:
         start = load(grown_of("llama", TRAIN)).model.layers[2].mlp
-        assert not torch.equal(mlp.up_proj.w11, start.up_proj.w11)
+        assert not torch.equal(mlp.up_proj.expansions.default.w11, start.up_proj.expansions.default.w11)
         assert separation(mlp) == 0
 
 
@@ -185,7 +187,7 @@ def test_several_new_copies_separate(
     monkeypatch.setattr(blocks, "COPY_NOISE", noise)
     grown = expand(base_of("llama"), Request("2", method="grow", copies=3), tmp_path / "grown").path
     with trained_layer(grown, steps=20) as mlp:
-        one, other = mlp.up_proj.w21.chunk(2)
+        one, other = mlp.up_proj.expansions.default.w21.chunk(2)
         apart, moved = (one - other).norm(), (one - mlp.up_proj.weight).norm()
     assert moved > 1
     # without noise, kernels may round rows of one matrix differently by where they lie
@@ -337,13 +339,15 @@ def test_a_preserve_path_that_counts_half_is_noticed(
 ) -> None:
     """Negative control: on the preserve path the base product must count whole."""
     routed = route_export(shake(grown_of("llama")), tmp_path / "routed", Routing(switch_rate=0)).path
-    stock = GrownLinear.forward_preserve
+    join = ExpandedModule.join
 
-    def halved(self: Any, base: Tensor, up: Tensor) -> Any:
-        y_base, y_up = stock(self, base, up)
-        return y_base * self.share, y_up
+    def halved(self: Any, found: Any, layout: Any) -> Any:
+        for grown in (own for own in self.expansions.values() if isinstance(own, GrownBlocks)):
+            for streams, group in zip(found, layout.groups, strict=True):
+                streams[0] = streams[0] if group.writes else streams[0] * grown.share
+        return join(self, found, layout)
 
-    monkeypatch.setattr(GrownLinear, "forward_preserve", halved)
+    monkeypatch.setattr(ExpandedModule, "join", halved)
     result = verify(routed, record=False)
     assert not result.passed
     assert not promise(result, "base_stream_always").holds

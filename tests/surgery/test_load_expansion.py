@@ -123,6 +123,26 @@ def test_generation_and_training(pair):
     assert torch.equal(base(ids).logits, before)
 
 
+@torch.no_grad()
+def test_where_a_header_ends_decides_no_bit(pair, tmp_path):
+    """Tensors are read from where they lie in a file; single rows may round by that, so they are moved."""
+    base, folder, _ = pair
+    shifted = Path(shutil.copytree(folder, tmp_path / "shifted"))
+    for shard in shifted.glob("expansion-*.safetensors"):
+        content = shard.read_bytes()
+        length = int.from_bytes(content[:8], "little")
+        shard.write_bytes(
+            (length + 24).to_bytes(8, "little") + content[8 : 8 + length] + b" " * 24 + content[8 + length :]
+        )
+    one, other = load(folder), load(shifted)
+    options = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    found, wanted = (own.generate(random_ids(1, 5), **options).logits for own in (other, one))
+    assert all(map(torch.equal, found, wanted))
+    for model in (one, other):
+        blocks = [own for name, own in model.named_parameters() if ".expansions." in name]
+        assert blocks and all(own.data_ptr() % 64 == 0 for own in blocks)
+
+
 def test_it_is_saved_like_any_expanded_model(pair, tmp_path):
     base, _, extracted = pair
     found = load_expansion(base, extracted)

@@ -134,7 +134,7 @@ def test_a_routed_model_keeps_its_router(
     assert done.drift is not None and done.drift.share < 1e-5 and done.drift.generation_agreement == 1
     ids = torch.arange(3, 20)[None]
     fused, alone, base = load(done.path), load(expanded), load(base_of(family))
-    with torch.no_grad(), fused.use_expansion(["default"]):
+    with torch.no_grad():
         preserve, adapt = fused.path_logits(ids)
         torch.testing.assert_close(preserve, base(ids).logits, rtol=0, atol=1e-5)
         torch.testing.assert_close(adapt, alone(ids).logits, rtol=0, atol=1e-5)

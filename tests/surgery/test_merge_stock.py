@@ -18,6 +18,7 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from scale_surgery.biographies import SHIPPED_MODEL
+from scale_surgery.checkpoint.expansions import expansion_of, tensor_name
 from scale_surgery.checkpoint.folder import open_checkpoint, read_tensor
 from scale_surgery.cli.program import main
 from scale_surgery.deriving.base import derive_config
@@ -150,15 +151,16 @@ def test_a_single_file_stays_one_and_a_shard_without_a_larger_tensor_is_taken_ov
     assert 0 < sum(before[name] == after[name] for name in shards) < len(shards)
 
 
+def new_name(path: str, block: str) -> str:
+    return tensor_name(path, "default", block)
+
+
 def expected_of(
     checkpoint: Any, path: str, rows: list[tuple[int, int, int]], columns: tuple[int, int, int]
 ) -> torch.Tensor:
     """A joined weight built by hand; rows of each section, and columns, are old, new and padded widths."""
-    found = {
-        name: read_tensor(checkpoint, f"{path}.{name}")
-        for name in ("weight", "w12", "w21")
-        if f"{path}.{name}" in checkpoint.tensors
-    }
+    places = {"weight": f"{path}.weight", "w12": new_name(path, "w12"), "w21": new_name(path, "w21")}
+    found = {name: read_tensor(checkpoint, own) for name, own in places.items() if own in checkpoint.tensors}
     whole = torch.zeros(sum(map(sum, rows)), sum(columns))
     start = old_at = new_at = 0
     for old, new, padded in rows:
@@ -192,7 +194,7 @@ def test_old_and_new_values_stand_where_they_belong(stock_of):
                 rows, columns = [unexpanded(*row) for row in rows], unexpanded(*columns)
             assert torch.equal(read_tensor(other, f"{path}.weight"), expected_of(one, path, rows, columns)), path
             ((_, new, padded),) = rows
-            added = [read_tensor(one, f"{path}.up_bias")] if new else []
+            added = [read_tensor(one, new_name(path, "up_bias"))] if new else []
             bias = torch.cat((read_tensor(one, f"{path}.bias"), *added, torch.zeros(padded)))
             assert torch.equal(read_tensor(other, f"{path}.bias"), bias), path
 
@@ -217,9 +219,9 @@ def test_a_transposed_linear_is_joined_as_it_is_stored(stock_of):
     _, expanded, path = stock_of("gpt2", INNER)
     one, other = open_checkpoint(expanded), open_checkpoint(path)
     down, up = "transformer.h.0.mlp.c_proj", "transformer.h.0.mlp.c_fc"
-    expected = torch.cat((read_tensor(one, f"{down}.weight"), read_tensor(one, f"{down}.w12").T))
+    expected = torch.cat((read_tensor(one, f"{down}.weight"), read_tensor(one, new_name(down, "w12")).T))
     assert torch.equal(read_tensor(other, f"{down}.weight"), expected)
-    expected = torch.cat((read_tensor(one, f"{up}.weight"), read_tensor(one, f"{up}.w21").T), dim=1)
+    expected = torch.cat((read_tensor(one, f"{up}.weight"), read_tensor(one, new_name(up, "w21")).T), dim=1)
     assert torch.equal(read_tensor(other, f"{up}.weight"), expected)
     zeros = read_tensor(other, "transformer.h.1.mlp.c_fc.weight")[:, 52:]
     assert zeros.shape == (40, 12)
@@ -395,12 +397,15 @@ def test_another_dtype_is_refused_and_every_reason_is_given_at_once(base_of, tmp
     first, second, *others = problems_of(routed)
     assert first.startswith("--to stock: the model is routed")
     assert second.startswith("--to stock: the residual stream is")
+    name = new_name("model.layers.1.mlp.down_proj", "w12")
     assert (
-        "model.layers.1.mlp.down_proj.w12: is F32, the base tensor beside it BF16; joining copies and never casts. "
-        "Expand without --dtype for a model that can be merged."
+        f"{name}: is F32, the base tensor beside it BF16; joining copies and never casts. Expand without --dtype for a "
+        "model that can be merged."
     ) in others
-    new = {tensor for tensor in open_checkpoint(routed).tensors if ".layers.1." in tensor and ".w" in tensor[-5:]}
-    assert {line.split(":")[0] for line in others} >= {name for name in new if not name.endswith("weight")}
+    new = {tensor for tensor in open_checkpoint(routed).tensors if expansion_of(tensor)}
+    assert {line.split(":")[0] for line in others} >= {
+        name for name in new if name.rpartition(".")[2] in ("w12", "w21", "w22")
+    }
 
 
 # facts, both ways
