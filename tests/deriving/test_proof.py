@@ -102,7 +102,9 @@ def test_what_fails_without_w12_alone_fails(model_type):
     own = twin(model_type)
     assert failure_of(own) is None
     failure = failure_of(without_norms(own, "edges"))
-    assert failure is not None and failure.endswith(f"{tensor_name('input_layernorm', 'default', 'up_weight')}: gets no gradient")
+    assert failure is not None and failure.endswith(
+        f"{tensor_name('input_layernorm', 'default', 'up_weight')}: gets no gradient"
+    )
 
 
 def test_what_fails_in_a_layer_that_is_passed_by_alone_fails():

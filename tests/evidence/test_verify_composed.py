@@ -18,7 +18,6 @@ from rich.console import Console
 
 from scale_surgery import (
     CheckpointError,
-    Mixing,
     PlanError,
     Probes,
     RunOptions,
@@ -29,13 +28,13 @@ from scale_surgery import (
 )
 from scale_surgery.checkpoint.hashes import hash_tensors
 from scale_surgery.cli.program import main
-from scale_surgery.composition.intact import Damage, find_damage
-from scale_surgery.composition.record import read_composition
 from scale_surgery.evidence.path_probes import MixtureNumbers, PathNumbers, compare, run_alone
 from scale_surgery.evidence.path_promises import COMPOSED_PROMISES, judge_composed
 from scale_surgery.running.prompts import Batch
 from scale_surgery.show.tables_verify import render_verification
-from tests.composed import LLAMA, Made
+from scale_surgery.surgery.intact import Damage, find_damage
+from scale_surgery.surgery.record import open_expansion
+from tests.composed import LLAMA, Made, mixed
 from tests.conftest import digests, load
 from tests.routed import random_ids
 
@@ -52,7 +51,7 @@ def llama(made_of: Callable[..., Made]) -> Made:
 def folder(llama: Made, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("verified") / "all"
     own = {name: llama.extracts[name] for name in NAMES}
-    return compose(llama.base, own, path, mixing=Mixing(switch_rate=0)).path
+    return compose(llama.base, own, path, routing=mixed(switch_rate=0)).path
 
 
 @pytest.fixture
@@ -81,12 +80,12 @@ def test_it_keeps_what_it_promises(llama: Made, folder: Path) -> None:
     assert found.texts == 4 + 2 * 4 + 2 * 2 * 3
     assert 0.5 < found.excess <= math.log(4) + found.rounding < 1.5
     assert promise(result, "bounded_forgetting").evidence.startswith("at most ln 4 = 1.39 nats a text; 24 texts lose")
-    assert result.mixing == Mixing(switch_rate=0) and result.state == "trained" and result.trained_tensors > 30
+    assert result.routing == mixed(switch_rate=0) and result.state == "trained" and result.trained_tensors > 30
     # what is found stands in the record, and in no other file
     after = digests(folder)
     assert {name for name in after if after[name] != before[name]} == {"composed.json"} and len(after) == len(before)
     assert verify(folder, probes=None).recorded, "which says less, so what the models showed stays"
-    assert read_composition(folder)[1].verification == result.to_json()
+    assert open_expansion(folder)[1].verification == result.to_json()
     assert extract(folder, folder.parent / "law", name="law").tensors
 
 
@@ -101,14 +100,14 @@ def test_one_of_a_kind_and_nothing_lost(folder: Path) -> None:
     assert "probes      1 prompt, 1 token, float32, sdpa, cpu" in text
     assert "mixture     1 text of up to 1 token" in text and "1 greedy token\n" in text
     assert "worst loss  0 nats against the best path" in text and "trained (1 tensor changed)" in text
-    promises = judge_composed(*read_composition(folder), Damage((), (), (), ()), mixture, ())
+    promises = judge_composed(*open_expansion(folder), Damage((), (), (), ()), mixture, ())
     assert promises[-1].evidence.endswith("; 1 text loses at most 0 against its best path")
 
 
 def test_a_path_that_is_another_model_is_found(llama: Made, folder: Path) -> None:
     """The control of `paths_as_alone`: no two of the models are equal."""
     batch = Batch(random_ids(2, 9), torch.ones(2, 9, dtype=torch.long))
-    runs = list(run_alone(folder, read_composition(folder)[1], llama.base, batch, 4, RunOptions("cpu")))
+    runs = list(run_alone(folder, open_expansion(folder)[1], llama.base, batch, 4, RunOptions("cpu")))
     assert torch.equal(runs[2].logits, llama.alone("law")(batch.ids).logits.flatten(0, 1))
     for one in range(4):
         for other in range(4):
@@ -139,7 +138,7 @@ def test_with_switching_there_is_no_bound_for_all_lengths(llama: Made, tmp_path:
 def test_who_begins_with_less_may_lose_more(llama: Made, tmp_path: Path) -> None:
     """The bound is that of the smallest weight; with all paths alike it would be broken."""
     own = {name: llama.extracts[name] for name in NAMES}
-    result = verify(compose(llama.base, own, tmp_path / "out", mixing=Mixing((0.333, 0.333, 0.001, 0.333), 0)).path)
+    result = verify(compose(llama.base, own, tmp_path / "out", routing=mixed((0.333, 0.333, 0.001, 0.333), 0)).path)
     assert result.passed and result.mixture is not None
     assert math.log(4) + 1 < result.mixture.excess <= -math.log(0.001) + result.mixture.rounding
     assert promise(result, "bounded_forgetting").evidence.startswith("at most 6.91 nats by the prior a text; ")
@@ -255,7 +254,7 @@ def test_each_byte_is_read_once(folder: Path) -> None:
     total, read = told["bytes"]
     # headers of shards are read as they are in the extract, which names tensors shorter
     assert 0.9 * total < read <= total
-    checkpoint, record = read_composition(folder)
+    checkpoint, record = open_expansion(folder)
     own = [name for name in checkpoint.tensors if name not in record.base_tensors]
     assert own and find_damage(checkpoint, record).hashes == hash_tensors(checkpoint, own)
 
@@ -312,7 +311,7 @@ def test_other_architectures(
     made_of: Callable[..., Made], tmp_path: Path, family: str, names: tuple[str, ...], dtype: str
 ) -> None:
     made = made_of(family, names, dtype)
-    result = verify(compose(made.base, made.extracts, tmp_path / "out", mixing=Mixing(switch_rate=0)).path)
+    result = verify(compose(made.base, made.extracts, tmp_path / "out", routing=mixed(switch_rate=0)).path)
     assert result.passed and result.required == COMPOSED_PROMISES
     assert result.mixture is not None and result.mixture.dtype == dtype
     assert all(path.is_bit_equal and path.generation_equal for path in result.mixture.paths)

@@ -24,9 +24,6 @@ from rich.console import Console
 
 from scale_surgery import Probes
 from scale_surgery.cli.program import main
-from scale_surgery.composition.compose import compose
-from scale_surgery.composition.separate import extract as take_out
-from scale_surgery.composition.separate import strip
 from scale_surgery.errors import CheckpointError, HubError
 from scale_surgery.evidence.verify import verify
 from scale_surgery.hub import client as asking
@@ -36,10 +33,13 @@ from scale_surgery.hub.repository import is_same_base, is_written_card
 from scale_surgery.planning.request import Request
 from scale_surgery.show.tables_push import render_pushed
 from scale_surgery.surgery.apply import apply
+from scale_surgery.surgery.compose import compose
 from scale_surgery.surgery.expand import expand
 from scale_surgery.surgery.extract import extract
+from scale_surgery.surgery.extract import extract as take_out
 from scale_surgery.surgery.merge import merge
 from scale_surgery.surgery.route import route_export
+from scale_surgery.surgery.strip import strip
 from tests.conftest import DEEPENED, REQUESTS, digests, load, shake
 from tests.hub_server import Fault, Hub, Repository, account, running
 

@@ -18,8 +18,6 @@ from scale_surgery import modeling
 from scale_surgery.checkpoint.expansions import expansion_of, nameless
 from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.checkpoint.hashes import hash_tensors
-from scale_surgery.composition.compose import compose
-from scale_surgery.composition.separate import strip
 from scale_surgery.deriving.planned import load_plan, plan
 from scale_surgery.errors import CheckpointError, PlanError
 from scale_surgery.evidence.verify import verify
@@ -29,11 +27,13 @@ from scale_surgery.planning.saved import save_plan
 from scale_surgery.running.options import RunOptions
 from scale_surgery.surgery.adopt import adopt
 from scale_surgery.surgery.apply import apply
+from scale_surgery.surgery.compose import compose
 from scale_surgery.surgery.expand import expand
 from scale_surgery.surgery.extract import extract
 from scale_surgery.surgery.merge import merge
 from scale_surgery.surgery.record import read_manifest
 from scale_surgery.surgery.route import route_export
+from scale_surgery.surgery.strip import strip
 from tests.conftest import digests, load
 from tests.families import FAMILIES
 

@@ -16,15 +16,15 @@ from click.testing import CliRunner
 from transformers import AutoModelForCausalLM
 
 import scale_surgery
-from scale_surgery import Mixing, Request, apply, compose, expand, extract, load_expansion, route_export, strip
+from scale_surgery import Request, apply, compose, expand, extract, load_expansion, route_export, strip
 from scale_surgery.cli.program import main
-from scale_surgery.composition.intact import find_damage
-from scale_surgery.composition.record import read_composition
 from scale_surgery.errors import CheckpointError, PlanError
 from scale_surgery.modeling import register
 from scale_surgery.running.loading import loaded
 from scale_surgery.running.options import RunOptions
-from tests.composed import LLAMA, REQUESTS, Made
+from scale_surgery.surgery.intact import find_damage
+from scale_surgery.surgery.record import open_expansion
+from tests.composed import LLAMA, REQUESTS, Made, mixed
 from tests.conftest import load, shake
 from tests.routed import padded, random_ids
 from tests.surgery import test_images as images
@@ -42,7 +42,7 @@ def llama(made_of) -> Made:
 @pytest.fixture(scope="module")
 def folder(llama: Made, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("composed") / "all"
-    return compose(llama.base, llama.extracts, path, mixing=Mixing(switch_rate=0.05)).path
+    return compose(llama.base, llama.extracts, path, routing=mixed(switch_rate=0.05)).path
 
 
 def files_of(path: Path) -> dict[str, bytes]:
@@ -105,10 +105,10 @@ def test_all_of_it_comes_back(llama: Made, folder: Path, tmp_path: Path) -> None
 def test_one_more_and_one_less(llama: Made, folder: Path, tmp_path: Path) -> None:
     """The bytes of the others stay; what comes and goes leaves the folder as if it had been made so."""
     two = {name: llama.extracts[name] for name in LLAMA[:2]}
-    first = compose(llama.base, two, tmp_path / "two", mixing=Mixing((0.5, 0.3, 0.2), 0.05)).path
+    first = compose(llama.base, two, tmp_path / "two", routing=mixed((0.5, 0.3, 0.2), 0.05)).path
     more = compose(first, {name: llama.extracts[name] for name in LLAMA[2:]}, tmp_path / "more").path
     assert files_of(more) == files_of(folder), "and all paths are alike again"
-    less = compose(more, {}, tmp_path / "less", remove=LLAMA[2:], mixing=Mixing((0.5, 0.3, 0.2), 0.05)).path
+    less = compose(more, {}, tmp_path / "less", remove=LLAMA[2:], routing=mixed((0.5, 0.3, 0.2), 0.05)).path
     assert files_of(less) == files_of(first)
     assert files_of(first).keys() < files_of(folder).keys()
 
@@ -155,9 +155,9 @@ def test_what_cannot_be_composed(llama: Made, folder: Path, tmp_path: Path, made
     assert "remove: x is no expansion of this folder, expected medicine or law or music or chess." in str(refused.value)
     with pytest.raises(PlanError, match=r"prior: is 0.5, 0.5, expected 3 positive weights of sum 1: the base, law"):
         own = {name: llama.extracts[name] for name in ("law", "music")}
-        compose(llama.base, own, tmp_path / "out", mixing=Mixing((0.5, 0.5)))
+        compose(llama.base, own, tmp_path / "out", routing=mixed((0.5, 0.5)))
     with pytest.raises(PlanError) as refused:
-        compose(llama.base, own, tmp_path / "out", mixing=Mixing((0.5, math.nan, 0.5), math.nan))
+        compose(llama.base, own, tmp_path / "out", routing=mixed((0.5, math.nan, 0.5), math.nan))
     assert refused.value.lines[0].startswith("switch rate: is nan") and "prior: is 0.5, nan, 0.5" in str(refused.value)
     with pytest.raises(PlanError, match=r"expected an expansion of .*: medicine or law or music or chess"):
         extract(folder, tmp_path / "out", name="history")
@@ -172,8 +172,8 @@ def test_what_cannot_be_composed(llama: Made, folder: Path, tmp_path: Path, made
 def test_what_python_gives_otherwise(llama: Made, folder: Path, tmp_path: Path) -> None:
     """One name or one extract by itself is meant; what cannot be meant is named."""
     own = Path(shutil.copytree(llama.extracts["law"], tmp_path / "law"))
-    one = compose(llama.base, own, tmp_path / "one", mixing=Mixing([0.5, 0.5])).path
-    many = compose(llama.base, (path for path in [str(own)]), tmp_path / "many", mixing=Mixing((0.5, 0.5))).path
+    one = compose(llama.base, own, tmp_path / "one", routing=mixed([0.5, 0.5])).path
+    many = compose(llama.base, (path for path in [str(own)]), tmp_path / "many", routing=mixed((0.5, 0.5))).path
     assert files_of(one) == files_of(many)
     less = compose(folder, {}, tmp_path / "less", remove="law")
     assert less.removed == ("law",) and "law" not in less.expansions
@@ -184,8 +184,8 @@ def test_what_python_gives_otherwise(llama: Made, folder: Path, tmp_path: Path) 
         r"extracts: 3 is no folder, expected the path of one or a Hub id": {"extracts": {"law": 3}},
         r"base_weights: is 'symlink', expected one of: auto, copy, link": {"base_weights": "symlink"},
         r"mixing: is {'prior': None}, expected scale_surgery.Mixing": {"mixing": {"prior": None}},
-        r"prior: is a, b, expected 2 positive weights of sum 1": {"mixing": Mixing(("a", "b"))},
-        r"prior: is 0.5, expected 2 positive weights of sum 1": {"mixing": Mixing(0.5)},
+        r"prior: is a, b, expected 2 positive weights of sum 1": {"routing": mixed(("a", "b"))},
+        r"prior: is 0.5, expected 2 positive weights of sum 1": {"routing": mixed(0.5)},
     }
     for message, wrong in refused.items():
         with pytest.raises(PlanError, match=message):
@@ -215,9 +215,9 @@ def flip(file: Path, place: int) -> None:
 )
 def test_damage_is_found(folder: Path, tmp_path: Path, file: str, expected: str) -> None:
     spoiled = Path(shutil.copytree(folder, tmp_path / "spoiled"))
-    assert not find_damage(*read_composition(spoiled)).problems, "the negative control"
+    assert not find_damage(*open_expansion(spoiled)).problems, "the negative control"
     flip(spoiled / file, -2)
-    assert any(expected in problem for problem in find_damage(*read_composition(spoiled)).problems)
+    assert any(expected in problem for problem in find_damage(*open_expansion(spoiled)).problems)
     with pytest.raises(CheckpointError, match="is not what was written"):
         compose(spoiled, {}, tmp_path / "out", remove=["music"])
 
@@ -227,7 +227,7 @@ def test_a_config_that_says_something_else(folder: Path, tmp_path: Path) -> None
     config = json.loads((spoiled / "config.json").read_text())
     config["scale_surgery"]["router"]["switch_rate"] = 0.5
     (spoiled / "config.json").write_text(json.dumps(config))
-    assert find_damage(*read_composition(spoiled)).config == ("config.json: scale_surgery is not what compose wrote.",)
+    assert find_damage(*open_expansion(spoiled)).config == ("config.json: scale_surgery is not what compose wrote.",)
 
 
 def test_the_dtype_of_an_expansion_stays(made_of, tmp_path: Path) -> None:
@@ -372,7 +372,7 @@ def test_a_damaged_expansion_can_be_left_out(llama: Made, folder: Path, tmp_path
 
 
 def test_all_can_be_taken_out_for_others(llama: Made, folder: Path, tmp_path: Path) -> None:
-    one = compose(folder, {"law": llama.extracts["law"]}, tmp_path / "one", remove=LLAMA, mixing=Mixing()).path
+    one = compose(folder, {"law": llama.extracts["law"]}, tmp_path / "one", remove=LLAMA, routing=mixed()).path
     assert files_of(one) == files_of(compose(llama.base, {"law": llama.extracts["law"]}, tmp_path / "new").path)
     spoiled = Path(shutil.copytree(folder, tmp_path / "spoiled"))
     flip(spoiled / "model-00001-of-00001.safetensors", -2)
@@ -424,7 +424,7 @@ def test_a_record_that_was_spoiled(folder: Path, tmp_path: Path, key: str, value
     content = json.loads((spoiled / "composed.json").read_text())
     (spoiled / "composed.json").write_text(json.dumps(content | {key: value}))
     with pytest.raises(CheckpointError, match="is incomplete") as refused:
-        read_composition(spoiled)
+        open_expansion(spoiled)
     assert expected in str(refused.value)
 
 
@@ -433,7 +433,7 @@ def test_paths_in_another_order_are_noticed(folder: Path, tmp_path: Path) -> Non
     config = json.loads((spoiled / "config.json").read_text())
     config["scale_surgery"]["expansions"].reverse()
     (spoiled / "config.json").write_text(json.dumps(config))
-    found = find_damage(*read_composition(spoiled)).config
+    found = find_damage(*open_expansion(spoiled)).config
     assert found == ("config.json: scale_surgery is not what compose wrote.",)
 
 
@@ -451,12 +451,12 @@ def test_the_command_keeps_what_is_not_said(llama: Made, tmp_path: Path) -> None
     assert load(first).config.scale_surgery["router"] == router
     assert load(first).choice.router.settings == router
     assert run(first, "--switch-rate", "0.5", "-o", tmp_path / "rate").exit_code == 0
-    assert read_composition(tmp_path / "rate")[1].mixing == Mixing((0.6, 0.2, 0.2), 0.5)
+    assert open_expansion(tmp_path / "rate")[1].routing == mixed((0.6, 0.2, 0.2), 0.5)
     assert run(first, "--remove", "law", "--prior", "0.7,0.3", "-o", tmp_path / "prior").exit_code == 0
-    assert read_composition(tmp_path / "prior")[1].mixing == Mixing((0.7, 0.3), 0.0)
+    assert open_expansion(tmp_path / "prior")[1].routing == mixed((0.7, 0.3), 0.0)
     assert run(first, "--switch-rate", "0.2", "-o", tmp_path / "rate").exit_code == 1
     assert run(first, "--switch-rate", "0.2", "-o", tmp_path / "rate", "--overwrite").exit_code == 0
-    assert read_composition(tmp_path / "rate")[1].mixing == Mixing((0.6, 0.2, 0.2), 0.2)
+    assert open_expansion(tmp_path / "rate")[1].routing == mixed((0.6, 0.2, 0.2), 0.2)
     assert load(tmp_path / "rate").choice.router.switch_rate == 0.2
     for name in ("training", "class", "_modules", "base"):
         refused = run(llama.base, two[0], "--names", name, "-o", tmp_path / "out")
