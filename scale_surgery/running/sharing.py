@@ -93,8 +93,8 @@ def check_shareable(model: Any) -> None:
     """Refuse a loaded model whose weights cannot be another's as they lie.
 
     Raises:
-        CheckpointError: If some are offloaded, joined with those of an expansion, or quantised in a way that no gradient
-            passes, or that is not known.
+        CheckpointError: If some are offloaded, joined with those of an expansion, or quantised in a way that no
+            gradient passes, or that is not known.
     """
     if getattr(model, "is_fused", False):
         raise CheckpointError(

@@ -26,7 +26,6 @@ from scale_surgery.surgery.expand import expand
 from scale_surgery.surgery.route import route_export
 from tests import routed
 from tests.by_hand import expand_alone
-from tests.composed import mixed
 from tests.conftest import load
 from tests.each import WAYS, woven
 from tests.routed import (

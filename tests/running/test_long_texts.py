@@ -14,7 +14,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from scale_surgery.biographies import SHIPPED_MODEL, biography, people
 from scale_surgery.running import long_texts
 from scale_surgery.running.long_texts import tokenize_long
-from tests.composed import mixed
 
 GPT_SPLIT = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 PEOPLE = [biography(person, style) for person in people(30, start=400) for style in range(3)]

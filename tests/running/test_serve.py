@@ -46,7 +46,7 @@ from scale_surgery.errors import CheckpointError, PlanError
 from scale_surgery.running import serve as serving
 from scale_surgery.running.options import RunOptions
 from scale_surgery.show.tables_push import render_served
-from tests.composed import Made, mixed
+from tests.composed import Made
 from tests.conftest import shake
 from tests.routed import random_ids
 from tests.show.test_console import shown

@@ -126,7 +126,7 @@ def test_generation_and_training(pair):
 @torch.no_grad()
 def test_where_a_header_ends_decides_no_bit(pair, tmp_path):
     """Tensors are read from where they lie in a file; single rows may round by that, so they are moved."""
-    base, folder, _ = pair
+    _, folder, _ = pair
     shifted = Path(shutil.copytree(folder, tmp_path / "shifted"))
     for shard in shifted.glob("expansion-*.safetensors"):
         content = shard.read_bytes()
