@@ -24,6 +24,9 @@ REQUESTS = {
     "chess": Request("1-2", method="grow"),
     "whole": Request("all", init_w22="random"),
     "late": Request("all", variant="adapt", collaborative_layers="1", init_w22="random"),
+    # of two layers one
+    "first": Request("0", variant="adapt", collaborate="both", init_w22="random"),
+    "second": Request("1", init_w22="random", seed=1),
 }
 LLAMA = ("medicine", "law", "music", "chess")
 
@@ -55,9 +58,15 @@ class Made:
 
 
 def make_expansions(
-    base_of: Callable[..., Path], folder: Path, family: str, names: tuple[str, ...], dtype: str = "float32"
+    base_of: Callable[..., Path],
+    folder: Path,
+    family: str,
+    names: tuple[str, ...],
+    dtype: str = "float32",
+    *,
+    is_trained: bool = True,
 ) -> Made:
-    """Expand a base as some of REQUESTS say, and let all that trains move."""
+    """Expand a base as some of REQUESTS say, and let all that trains move, unless they are to be as they were made."""
     if family in CONFIGS:
         base = make_base(folder / "base", CONFIGS[family]())
     elif family == "gptj":
@@ -67,7 +76,9 @@ def make_expansions(
         base = base_of(family, dtype, dtype == "bfloat16")
     folders, extracts = {}, {}
     for seed, name in enumerate(names):
-        folders[name] = shake(expand(base, REQUESTS[name], folder / name).path, seed)
+        folders[name] = expand(base, REQUESTS[name], folder / name).path
+        if is_trained:
+            shake(folders[name], seed)
         extracts[name] = extract(folders[name], folder / f"{name}.extract").path
     return Made(base, folders, extracts)
 

@@ -59,7 +59,8 @@ class Trio:
         model = train(load(self.path, **options))
         router = model.choice.router
         if isinstance(router, CosineRouter):
-            threshold = between(cosines_of(model, {"input_ids": random_ids(4, 40, seed=2).to(model.device)}))
+            prompt = {"input_ids": random_ids(4, 40, seed=2).to(model.device)}
+            threshold = between(cosines_of(model, prompt)[:, :-1])
             put_router(model, CosineRouter(threshold, router.strict))
         return model
 

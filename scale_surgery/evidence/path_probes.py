@@ -243,6 +243,7 @@ def run_path(model: Any, batch: Batch, new_tokens: int, device: str) -> PathRun:
     return PathRun(logits, cached, uncached)
 
 
+@torch.no_grad()
 def _beside(model: Any, batch: Batch, device: str) -> list[Tensor]:
     """Logits of each path beside all others, without padding."""
     found = model.path_logits(batch.ids.to(device), attention_mask=batch.mask.to(device))

@@ -26,6 +26,7 @@ from .expanded_streams import (
     CACHE_LINE,
     add_new_product,
     add_product,
+    dense,
     is_row,
     join_streams,
     own_memory,
@@ -391,7 +392,7 @@ class ExpandedModule:
         layout = self.layout()
         if layout is None:
             # the last token's features are strided, and torch takes another kernel for them when a weight is frozen
-            return super().forward(x if self.keeps_strides else x.contiguous())
+            return super().forward(x if self.keeps_strides else dense(x))
         return self.through(super().forward, x, layout)
 
     def through(self, run: Callable[[Tensor], Tensor], x: Tensor, layout: Layout) -> Tensor:
@@ -532,7 +533,7 @@ class ExpandedBlock(ExpandedModule):
             return y if layout is None else y.view(*base.shape[:-1], -1)
 
         hidden = args[0] if args else kwargs["hidden_states"]
-        y = run(hidden.contiguous()) if layout is None else self.through(run, hidden, layout)
+        y = run(dense(hidden)) if layout is None else self.through(run, hidden, layout)
         # what else it gives, such as the scores of a mixture's router, is that of the path that runs last
         return (y, *found[-1][1:]) if isinstance(found[-1], tuple) else y
 

@@ -122,12 +122,14 @@ class Evidence(NamedTuple):
         before: Log weights of the paths after the tokens of earlier calls (b, k), or None where there were none.
         restarts: Where a sequence begins and where padding stands (b, t).
         observed: What the router reads in the logits at each position (b, t); see `Router.read`.
+        paths: How many are weighed, k.
     """
 
     likelihoods: Tensor | None
     before: Tensor | None
     restarts: Tensor
     observed: Tensor | None
+    paths: int
 
 
 class TokenScores(NamedTuple):
@@ -286,9 +288,10 @@ def make_router(settings: dict[str, Any], expansions: int, source: str = "") -> 
         router = kind(**kind.defaults(expansions) | numbers)
         problems = router.problems(expansions)
     except (KeyError, TypeError) as error:
+        advice = "Was it made by another release, or by hand?" if source else "Leave out what it does not have."
         raise ValueError(
-            f"{source or 'router:'} is {settings}, expected one of {', '.join(ROUTERS)} with its numbers ({error})."
-            + (" Was it made by another release, or by hand?" if source else "")
+            f"{source or 'router:'} is {settings}, expected one of {', '.join(ROUTERS)} with its numbers ({error}). "
+            + advice
         ) from error
     if problems:
         raise ValueError("\n".join(f"{source}.{line}" if source else line for line in problems))
@@ -321,6 +324,22 @@ def follow_paths(before: Tensor, evidence: Tensor, restarts: Tensor, prior: Tens
     return torch.stack(found, 1)
 
 
+def combine(router: Router, logits: list[Tensor], weights: Tensor, norms: list[Tensor] | None = None) -> Tensor:
+    """One set of logits of all paths, which may be written over.
+
+    Args:
+        router: Says whether one path is taken, or all are mixed.
+        logits: Logits of each path (b, t, v).
+        weights: Log weights of the paths (b, t, k).
+        norms: Log sum exp of each row of logits (b, t), where that is known.
+    """
+    if router.is_hard:
+        return select(logits, weights.argmax(-1, keepdim=True))
+    if norms is None:
+        norms = [normalizers(own.detach()) for own in logits]
+    return mix(logits, norms, weights)
+
+
 def route(router: Router, features: Features, tokens: Tokens) -> Tensor:
     """Routed logits (b, kept, v); no gradient passes through the weights.
 
@@ -329,8 +348,9 @@ def route(router: Router, features: Features, tokens: Tokens) -> Tensor:
     """
     if not router.reads_tokens:
         sides, observed = router.read(features.at(tokens.keep))
-        weights = router.weights(Evidence(None, None, tokens.restarts, observed))
-        return select(sides, weights.argmax(-1, keepdim=True))
+        with torch.no_grad():
+            weights = router.weights(Evidence(None, None, tokens.restarts[:, tokens.keep], observed, len(sides)))
+        return combine(router, sides, weights)
     length, is_slice = tokens.ids.shape[1], isinstance(tokens.keep, slice)
     wanted = range(length)[tokens.keep] if is_slice else range(length)
     kept = min(len(wanted), MOST_KEPT) if is_slice and tokens.keep != slice(None) else 1
@@ -369,17 +389,15 @@ class _Reading:
         with torch.no_grad():
             norms = [normalizers(own) for own in logits]
             weights = self.follow(rows, [own.detach() for own in logits], norms, observed)
-        inside = slice(max(wanted.start - rows.start, 0), max(wanted.stop - rows.start, 0))
-        if not logits[0][:, inside].shape[1]:
+        first, last = max(wanted.start, rows.start), min(wanted.stop, rows.start + weights.shape[1])
+        if first >= last:
             return None
-        if logits[0][:, inside].shape != logits[0].shape:
-            # never a view of all: through that, autograd would copy the gradient of all logits
-            logits, norms, weights = (
-                [own[:, inside] for own in logits],
-                [own[:, inside] for own in norms],
-                weights[:, inside],
-            )
-        return select(logits, weights.argmax(-1, keepdim=True)) if self.router.is_hard else mix(logits, norms, weights)
+        if last - first < weights.shape[1]:
+            # as many rows at once as the stock model computes, where it is asked for the last ones alone
+            logits, _ = self.router.read(features.at(slice(first, last)))
+            norms = [normalizers(own.detach()) for own in logits]
+            weights = weights[:, first - rows.start : last - rows.start]
+        return combine(self.router, logits, weights, norms)
 
     def follow(self, rows: slice, logits: list[Tensor], norms: list[Tensor], observed: Tensor | None) -> Tensor:
         """Log weights after each token at some positions (b, some, k)."""
@@ -393,7 +411,8 @@ class _Reading:
             for own, norm in zip(logits, norms, strict=True)
         ]
         likelihoods = torch.cat((first, torch.stack(later, -1)), 1)
-        weights = self.router.weights(Evidence(likelihoods, self.before, self.tokens.restarts[:, rows], observed))
+        restarts = self.tokens.restarts[:, rows]
+        weights = self.router.weights(Evidence(likelihoods, self.before, restarts, observed, paths))
         self.remember(rows, logits, norms, weights)
         return weights
 
@@ -437,5 +456,5 @@ def weigh(router: Router, base: Tensor, sides: Tensor, restarts: Tensor, observe
     # nothing predicts the first token, and the last one predicts nothing
     likelihoods = torch.nn.functional.pad(sides, (0, 0, 1, 0))
     seen = None if observed is None else torch.nn.functional.pad(observed, (0, 1))
-    weights = router.weights(Evidence(likelihoods, None, restarts, seen))[:, :-1]
+    weights = router.weights(Evidence(likelihoods, None, restarts, seen, sides.shape[-1]))[:, :-1]
     return TokenScores(base, sides, weights.exp(), (sides + weights).logsumexp(-1), observed)

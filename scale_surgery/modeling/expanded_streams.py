@@ -74,13 +74,22 @@ def row_up(x: Tensor, x_up: Tensor, w21: Tensor, w22: Tensor | None, bias: Tenso
 CACHE_LINE = 64
 
 
+def dense(x: Tensor) -> Tensor:
+    """x, or a copy whose elements lie in the order in which they lay, without what lay between them.
+
+    What a block transposed has to stay so: a product of transposed features may round in another way, as that of
+    recurrent blocks with a bias does in bfloat16.
+    """
+    return x if x.is_contiguous() else x.clone()
+
+
 def own_memory(x: Tensor) -> Tensor:
-    """x, contiguous and aligned as memory of its own is.
+    """x, dense and aligned as memory of its own is.
 
     A slice of a single row is contiguous where it lies, and on a CPU the product of a matrix and one row may round by
     where that begins.
     """
-    x = x.contiguous()
+    x = dense(x)
     is_aligned = torch.compiler.is_compiling() or x.device.type != "cpu" or x.data_ptr() % CACHE_LINE == 0
     return x if is_aligned else x.clone()
 

@@ -41,6 +41,7 @@ from .configuration_scale import config_of, stock_class
 
 # transformers 4 copies the files that this one imports itself, and no others
 from .expanded_attention import SPLIT_ATTENTION  # noqa: F401
+from .expanded_fused import fuse  # noqa: F401
 from .expanded_loading import ADAPTER_METHODS, refusing
 from .expanded_mixture import Mixture  # noqa: F401
 from .expanded_model import ExpandedPreTrainedModel

@@ -285,7 +285,7 @@ def _device_beside(model: Any, tensor: str) -> torch.device:
     path = tensor.partition(INFIX)[0]
     while True:
         inside = model.get_submodule(path).named_parameters(prefix=path)
-        device = next((own.device for name, own in inside if expansion_of(name) is None), None)
+        device: torch.device | None = next((own.device for name, own in inside if expansion_of(name) is None), None)
         if device is not None:
             return device
         path = path.rpartition(".")[0]

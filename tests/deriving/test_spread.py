@@ -25,6 +25,8 @@ EXPECTED = {
     "qwen3_next": ["edges block", "split block"],
     "dbrx": ["split block"],
     "nemotron_h": ["edges", "block", "split", "split"],
+    # features that a block transposed, in bfloat16, beside a bias
+    "recurrent_gemma": ["edges split", "split split"],
 }
 REFUSED = {
     "minimax": "the residual is what the norm post_attention_layernorm gives",

@@ -13,6 +13,7 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
+from scale_surgery.checkpoint.expansions import expansion_of
 from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.cli.program import main
 from scale_surgery.deriving.base import read_base
@@ -501,3 +502,11 @@ def test_an_adaptation_that_could_write_nothing_is_refused(nemotron):
         "written into the base stream. Use --collaborate ffn, other --collaborative-layers, or --variant preserve."
     )
     assert plan(nemotron, Request("1,3", variant="adapt", collaborate="ffn")).collaboration.layers == (1, 3)
+
+
+@pytest.mark.parametrize("name", ("base", "a.b", "2nd", "class", "forward", ""))
+def test_a_name_that_an_expansion_cannot_have(base_of, name):
+    with pytest.raises(PlanError, match=rf"name: is '{re.escape(name)}', expected letters, digits and underscores"):
+        plan(base_of("llama"), Request("1", name=name))
+    made = plan(base_of("llama"), Request("1", name="law"))
+    assert {expansion_of(tensor.name) for tensor in made.tensors} == {"law"}

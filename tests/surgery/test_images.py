@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -161,3 +162,20 @@ def test_a_model_whose_language_model_transformers_lists_alone_is_taken_whole(tm
     found = verify(made.path, base)
     assert found.passed and found.numbers is not None
     assert type(load(made.path)).__name__ == "ScaleLlama4ForConditionalGeneration"
+
+
+def test_a_cap_on_the_logits_that_the_part_for_language_names(tmp_path: Path) -> None:
+    config = CONFIG_MAPPING["gemma4"].from_dict(dict(derive(CONFIG_MAPPING["gemma4"]()).twins[0]))
+    config.text_config.final_logit_softcapping = 0.5
+    base = write_base(config, torch.float32, tmp_path / "base")
+    made = expand(base, Request("last:1", variant="adapt"), tmp_path / "wide").path
+    ids = torch.randint(50, 90, (2, 9), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        wanted = load(base)(input_ids=ids).logits
+        assert 0.4 < wanted.abs().max() <= 0.5, "it caps"
+        model = load(made)
+        assert torch.equal(model(input_ids=ids).logits, wanted)
+    model.save_pretrained(tmp_path / "saved")
+    with torch.no_grad():
+        assert torch.equal(load(tmp_path / "saved")(input_ids=ids).logits, wanted)
+    assert json.loads((tmp_path / "saved" / "config.json").read_text())["text_config"]["final_logit_softcapping"] == 0.5

@@ -329,7 +329,7 @@ def test_what_cannot_be_asked_for_is_refused(llama, made_of):
     cache = model(ids, use_cache=True).past_key_values
     with model.use_expansion("medicine"):
         assert message(model, ValueError, ids, past_key_values=cache).startswith(
-            "past_key_values: holds 4 tokens that were read under another choice of expansions than medicine."
+            "past_key_values: holds 4 tokens that were not read under this choice of expansions (medicine), expected a"
         )
     for name in ("load_adapter", "add_adapter", "set_adapter", "delete_adapter", "disable_adapters"):
         assert message(getattr(model, name), NotImplementedError, "law").startswith(f"{name}: is of transformers' adap")

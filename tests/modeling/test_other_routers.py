@@ -1,0 +1,207 @@
+"""A router that somebody adds: one class, one row of ROUTERS, and everything that runs a model runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from scale_surgery.modeling.expanded_routers import ROUTERS, Evidence, Router
+from scale_surgery.modeling.expanded_state import state_of
+from tests.composed import LLAMA
+from tests.conftest import load
+from tests.routed import padded, random_ids
+
+GREEDY = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+IDS = random_ids(2, 13)
+
+
+@dataclass(frozen=True)
+class Newest(Router):
+    """The newest expansion, always; it reads nothing."""
+
+    reads_tokens: ClassVar[bool] = False
+    is_hard: ClassVar[bool] = True
+
+    def weights(self, evidence: Evidence) -> Tensor:
+        found = torch.full((*evidence.restarts.shape, evidence.paths), -torch.inf, device=evidence.restarts.device)
+        found[..., -1] = 0
+        return found
+
+
+@dataclass(frozen=True)
+class Shares(Router):
+    """Shares that never change: it reads nothing, and mixes."""
+
+    reads_tokens: ClassVar[bool] = False
+    shares: tuple[float, ...]
+
+    def problems(self, expansions: int) -> list[str]:
+        return [] if len(self.shares) == 1 + expansions else [f"shares: are {len(self.shares)}"]
+
+    def weights(self, evidence: Evidence) -> Tensor:
+        shares = torch.tensor(self.shares, device=evidence.restarts.device).log()
+        return shares.expand(*evidence.restarts.shape, -1)
+
+
+@dataclass(frozen=True)
+class LastToken(Router):
+    """Weighs by how well each path predicted the last token alone, and begins with equal weights."""
+
+    sharpness: float = 2.0
+
+    def weights(self, evidence: Evidence) -> Tensor:
+        assert evidence.likelihoods is not None
+        known = (self.sharpness * evidence.likelihoods).log_softmax(-1)
+        return torch.where(evidence.restarts[..., None], torch.zeros_like(known).log_softmax(-1), known)
+
+
+@dataclass(frozen=True)
+class BestOfLastToken(LastToken):
+    """The path that predicted the last token best, and no other."""
+
+    is_hard: ClassVar[bool] = True
+
+
+TOYS: dict[str, tuple[type, dict[str, Any]]] = {
+    "newest": (Newest, {}),
+    "shares": (Shares, {"shares": [0.1, 0.2, 0.3, 0.25, 0.15]}),
+    "last_token": (LastToken, {"sharpness": 3.0}),
+    "best_of_last_token": (BestOfLastToken, {}),
+}
+each_toy = pytest.mark.parametrize("name", TOYS)
+
+
+@pytest.fixture(autouse=True)
+def added(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, (kind, _) in TOYS.items():
+        monkeypatch.setitem(ROUTERS, name, kind)
+
+
+def choose(model: Any, name: str) -> Any:
+    model.set_expansion(list(LLAMA), router=name, **TOYS[name][1])
+    return model
+
+
+@torch.no_grad()
+def defined(model: Any, name: str, prompt: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of the routed output and weights of the paths, written down, from the logits of each path."""
+    ids, paths = prompt["input_ids"], model.path_logits(**prompt)
+    log_p = torch.stack([own.double().log_softmax(-1) for own in paths], -1)
+    mask = prompt.get("attention_mask", torch.ones_like(ids))
+    is_start = (mask.cumsum(-1) == 1) & mask.bool()
+    weights = torch.full((*ids.shape, len(paths)), 1 / len(paths), dtype=torch.float64)
+    if name == "newest":
+        weights = torch.nn.functional.one_hot(torch.tensor(len(paths) - 1), len(paths)).expand_as(weights).double()
+    elif name == "shares":
+        weights = torch.tensor(TOYS[name][1]["shares"], dtype=torch.float64).expand_as(weights)
+    else:
+        known = log_p[:, :-1].gather(2, ids[:, 1:, None, None].expand(-1, -1, 1, len(paths)))[:, :, 0]
+        sharpness = TOYS[name][1].get("sharpness", 2.0)
+        later = (sharpness * known).softmax(-1)
+        weights = torch.cat((weights[:, :1], torch.where(is_start[:, 1:, None], weights[:, 1:], later)), 1)
+    if TOYS[name][0].is_hard:
+        best = weights.argmax(-1)
+        return log_p.gather(-1, best[..., None, None].expand(*log_p.shape[:-1], 1))[..., 0], weights
+    return (log_p + weights[:, :, None].log()).logsumexp(-1), weights
+
+
+@each_toy
+@torch.no_grad()
+def test_it_gives_what_it_was_defined_to_give(made_of: Callable[..., Any], name: str) -> None:
+    model = choose(made_of("llama", LLAMA).composed(), name)
+    for prompt in ({"input_ids": IDS}, padded(random_ids(3, 12), (0, 5, 2))):
+        mask = prompt.get("attention_mask", torch.ones_like(prompt["input_ids"])).bool()
+        wanted, weights = defined(model, name, prompt)
+        found = model(**prompt).logits.double().log_softmax(-1)
+        torch.testing.assert_close(found[mask], wanted[mask], atol=1e-4, rtol=1e-4)
+        last = model(**prompt, logits_to_keep=1).logits[:, -1].double().log_softmax(-1)
+        torch.testing.assert_close(last, wanted[:, -1], atol=1e-4, rtol=1e-4)
+        scores, kept = model.score_tokens(**prompt), mask[:, :-1] & mask[:, 1:]
+        torch.testing.assert_close(scores.weights[kept].double(), weights[:, :-1][kept], atol=1e-4, rtol=1e-4)
+        following = prompt["input_ids"][:, 1:, None]
+        assert_of_paths(model, scores, prompt, kept)
+        if not TOYS[name][0].is_hard:
+            routed = wanted[:, :-1].gather(-1, following)[..., 0]
+            torch.testing.assert_close(scores.routed[kept].double(), routed[kept], atol=1e-4, rtol=1e-4)
+    with model.use_expansion(list(LLAMA)):
+        posterior = model(**prompt).logits.log_softmax(-1)
+    assert not torch.allclose(posterior[mask].double(), wanted[mask], atol=0.1), "the control: it is no other router"
+
+
+def assert_of_paths(model: Any, scores: Any, prompt: dict[str, Tensor], kept: Tensor) -> None:
+    """Scores of the sides are those of the paths alone, the base's first."""
+    following = prompt["input_ids"][:, 1:, None]
+    for number, logits in enumerate(model.path_logits(**prompt)):
+        own = logits.log_softmax(-1)[:, :-1].gather(-1, following)[..., 0]
+        torch.testing.assert_close(scores.sides[..., number][kept], own[kept], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(scores.base, scores.sides[..., 0])
+
+
+@torch.no_grad()
+def test_the_newest_is_that_expansion_bit_for_bit(made_of: Callable[..., Any]) -> None:
+    made = made_of("llama", LLAMA)
+    model, alone = choose(made.composed(), "newest"), made.alone(LLAMA[-1])
+    assert torch.equal(model(IDS).logits, alone(IDS).logits)
+    assert torch.equal(model.generate(IDS, **GREEDY), alone.generate(IDS, **GREEDY))
+    assert not torch.equal(model(IDS).logits, made.alone(LLAMA[0])(IDS).logits), "the control"
+
+
+@each_toy
+@torch.no_grad()
+def test_generation_with_and_without_a_cache(made_of: Callable[..., Any], name: str) -> None:
+    model = choose(made_of("llama", LLAMA).composed(), name)
+    for prompt in ({"input_ids": random_ids(2, 6)}, padded(random_ids(2, 9), (0, 4))):
+        for options in ({}, {"num_beams": 3}):
+            cached = model.generate(**prompt, **GREEDY, **options)
+            assert torch.equal(cached, model.generate(**prompt, **GREEDY, **options, use_cache=False))
+    cache = model(IDS, use_cache=True).past_key_values
+    assert (state_of(cache) is not None) == TOYS[name][0].reads_tokens
+    # several tokens are tried at once, and some of them are taken back
+    one = {"input_ids": random_ids(1, 4).repeat(1, 3), "max_new_tokens": 10, "do_sample": False}
+    assert torch.equal(model.generate(**one, prompt_lookup_num_tokens=3), model.generate(**one))
+
+
+@each_toy
+@torch.no_grad()
+def test_it_is_saved_and_loaded(
+    made_of: Callable[..., Any], tmp_path: Any, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    model = choose(made_of("llama", LLAMA).composed(), name)
+    model.config.scale_surgery["router"] = model.choice.router.settings
+    model.save_pretrained(tmp_path / "saved")
+    again = load(tmp_path / "saved")
+    assert again.choice.router == model.choice.router and type(again.choice.router) is TOYS[name][0]
+    torch.testing.assert_close(again(IDS).logits, model(IDS).logits, atol=1e-5, rtol=1e-5)
+    assert torch.equal(again.generate(IDS, **GREEDY), model.generate(IDS, **GREEDY))
+    monkeypatch.delitem(ROUTERS, name)
+    with pytest.raises(
+        ValueError, match=r"^config\.json: scale_surgery\.router is .*expected one of posterior, cosine"
+    ):
+        load(tmp_path / "saved")
+
+
+@each_toy
+def test_gradients_reach_the_expansions_that_it_weighs(made_of: Callable[..., Any], name: str) -> None:
+    model = choose(made_of("llama", LLAMA).composed(), name).train()
+    model(IDS, labels=IDS).loss.backward()
+    reached = {
+        own
+        for own in LLAMA
+        for key, tensor in model.named_parameters()
+        if f".expansions.{own}." in key and tensor.grad is not None and tensor.grad.any()
+    }
+    assert reached == ({LLAMA[-1]} if name == "newest" else set(LLAMA))
+    assert all(tensor.grad is None for tensor in model.parameters() if not tensor.requires_grad)
+
+
+def test_its_numbers_are_checked(made_of: Callable[..., Any]) -> None:
+    model = made_of("llama", LLAMA).composed("law")
+    with pytest.raises(ValueError, match=r"^shares: are 3$"):
+        model.set_expansion(["law"], router="shares", shares=[0.2, 0.3, 0.5])
+    with pytest.raises(ValueError, match=r"^router: is .*'sharpness'"):
+        model.set_expansion(["law"], router="newest", sharpness=1)
