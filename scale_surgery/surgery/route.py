@@ -74,10 +74,10 @@ def route_export(
     overwrite: bool = False,
     track: Track = no_track,
 ) -> Routed:
-    """Write a checkpoint whose model computes both paths in one forward pass and routes each token.
+    """Write a checkpoint whose model computes all paths in one forward pass and routes each token.
 
     Args:
-        expanded: Folder of an expanded checkpoint without a router.
+        expanded: Folder of an expanded checkpoint. A router that it has is replaced.
         output: Folder to be.
         routing: How to route; by default the posterior router with its defaults.
         base_weights: How base shards are taken over: "auto", "copy" or "link".
@@ -88,20 +88,17 @@ def route_export(
         What was done.
 
     Raises:
-        PlanError: If the numbers make no sense, or the router cannot tell the two paths of this model apart.
-        CheckpointError: If this is no expanded checkpoint, it routes already, or the output cannot be written.
+        PlanError: If the numbers make no sense, or the router cannot tell the paths of this model apart.
+        CheckpointError: If this is no expanded checkpoint, or the output cannot be written.
     """
     routing = routing or Routing()
     checkpoint, manifest = open_checkpoint(Path(expanded)), read_manifest(Path(expanded))
     check_routing(routing, len(manifest.expansions))
     refuse_fused(checkpoint.path, manifest)
-    _check_two_paths(manifest, expanded)
+    # several expansions are only written where all can pass
+    if len(manifest.expansions) == 1:
+        _check_two_paths(manifest, expanded)
     check_numbering(checkpoint, manifest)
-    if manifest.routing is not None:
-        raise CheckpointError(
-            f"{expanded}: is a routed model already. Its numbers are changed by route-calibrate --write, or by "
-            "scale_surgery.set_routing in Python; for another router take this one away first: --router none."
-        )
     _check_paths(manifest, routing)
     return _write(checkpoint, manifest, routing, Path(output), Taking(base_weights, overwrite, track))
 
