@@ -101,7 +101,8 @@ def test_one_of_a_kind_and_nothing_lost(folder: Path) -> None:
     assert "probes      1 prompt, 1 token, float32, sdpa, cpu" in text
     assert "mixture     1 text of up to 1 token" in text and "1 greedy token\n" in text
     assert "worst loss  0 nats against the best path" in text and "trained (1 tensor changed)" in text
-    promises = judge_composed(*open_expansion(folder), Damage((), (), (), ()), mixture, ())
+    checkpoint, record = open_expansion(folder)
+    promises = judge_paths(record, check_files(checkpoint, record, None), mixture, ())
     assert promises[-1].evidence.endswith("; 1 text loses at most 0 against its best path")
 
 
