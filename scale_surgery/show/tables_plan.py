@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from scale_surgery.checkpoint.expansions import nameless
 from scale_surgery.errors import counted
 from scale_surgery.planning.routing_specs import path_problems
 from scale_surgery.planning.selection import format_layers
@@ -67,7 +68,7 @@ def _outside_layers(plan: Plan) -> list[tuple[str, str]]:
     if not added:
         return []
     largest = max(added, key=lambda name: added[name])
-    return [("outside layers", f"+{sum(added.values()):,}, of them {largest} {added[largest]:,}")]
+    return [("outside layers", f"+{sum(added.values()):,}, of them {nameless(largest)} {added[largest]:,}")]
 
 
 def _fused_form(plan: Plan) -> str:
@@ -129,5 +130,5 @@ def _render_tensors(plan: Plan, tensors: tuple[TensorPlan, ...], note: str) -> R
     table = NamedRows(["shape", "dtype", "init"], name="name", left=(2, 3))
     for tensor in tensors:
         shape = " x ".join(map(str, tensor.shape))
-        table.add_row(plan.stored_name(tensor.name), shape, tensor.dtype, tensor.init)
+        table.add_row(nameless(plan.stored_name(tensor.name)), shape, tensor.dtype, tensor.init)
     return Group(heading("new tensors", note), table)

@@ -20,7 +20,7 @@ from tests.tiny import save_tiny
 
 W21 = "model.layers.1.self_attn.q_proj.expansions.default.w21"
 W12 = "model.layers.1.self_attn.q_proj.expansions.default.w12"
-SHARD = "expansion-00001-of-00001.safetensors"
+SHARD = "expansion-default-00001-of-00001.safetensors"
 
 
 @pytest.fixture(scope="module")
@@ -386,24 +386,24 @@ EDITS = {
 def test_a_recorded_fact_that_was_edited_is_named(copy, place: str) -> None:
     path = copy("preserve")
     part, key = place.split(".")
-    edit_record(path, lambda manifest: manifest["plan"][part].update({key: EDITS[place]}))
+    edit_record(path, lambda manifest: manifest["expansions"]["default"]["plan"][part].update({key: EDITS[place]}))
     result = verify(path, probes=None, record=False)
-    expected = f"surgery.json: plan.{place} is not what the base's config.json gives. Restore it from where you got it."
+    expected = f"surgery.json: expansions.default.plan.{place} is not what the base's config.json gives. Restore it from where you got it."
     assert not result.passed and expected in result.problems
 
 
 def test_a_recorded_name_on_disk_that_was_edited_is_named(copy) -> None:
     path, renamed = copy("preserve"), {"stored_as": {"input_layernorm": "other"}}
-    edit_record(path, lambda manifest: manifest["plan"]["architecture"]["kinds"][0].update(renamed))
+    edit_record(path, lambda manifest: manifest["expansions"]["default"]["plan"]["architecture"]["kinds"][0].update(renamed))
     result = verify(path, probes=None, record=False)
     assert not result.passed
-    assert any(line.startswith("surgery.json: plan.architecture.kinds is not what") for line in result.problems)
+    assert any(line.startswith("surgery.json: expansions.default.plan.architecture.kinds is not what") for line in result.problems)
 
 
 @pytest.mark.parametrize("change", ({"mute": []}, {"reason": "said in other words"}))
 def test_how_a_block_is_treated_is_what_was_proved_there_and_then(copy, change: dict[str, object]) -> None:
     path = copy("preserve")
-    edit_record(path, lambda manifest: manifest["plan"]["architecture"]["kinds"][0]["blocks"][0].update(change))
+    edit_record(path, lambda manifest: manifest["expansions"]["default"]["plan"]["architecture"]["kinds"][0]["blocks"][0].update(change))
     assert verify(path, probes=None, record=False).passed
 
 
