@@ -565,7 +565,9 @@ def test_command_notes(place: Path, tmp_path: Path) -> None:
     assert "note: unstarted: reads other tokens than base;" in shown
     wide = Path(shutil.copytree(place / "wide", tmp_path / "kept"))
     record = json.loads((wide / "surgery.json").read_text())
-    record["expansions"]["default"]["training"] = [{"steps": 1, "settings": {"rehearse": texts}} for texts in (["self"], ["a.txt"], [])]
+    record["expansions"]["default"]["training"] = [
+        {"steps": 1, "settings": {"rehearse": texts}} for texts in (["self"], ["a.txt"], [])
+    ]
     (wide / "surgery.json").write_text(json.dumps(record))
     shown = " ".join(run(wide, "--old", place / "old.txt").stdout.split())
     on = "on text that the base wrote itself and other text"

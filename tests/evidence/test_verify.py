@@ -394,16 +394,26 @@ def test_a_recorded_fact_that_was_edited_is_named(copy, place: str) -> None:
 
 def test_a_recorded_name_on_disk_that_was_edited_is_named(copy) -> None:
     path, renamed = copy("preserve"), {"stored_as": {"input_layernorm": "other"}}
-    edit_record(path, lambda manifest: manifest["expansions"]["default"]["plan"]["architecture"]["kinds"][0].update(renamed))
+    edit_record(
+        path, lambda manifest: manifest["expansions"]["default"]["plan"]["architecture"]["kinds"][0].update(renamed)
+    )
     result = verify(path, probes=None, record=False)
     assert not result.passed
-    assert any(line.startswith("surgery.json: expansions.default.plan.architecture.kinds is not what") for line in result.problems)
+    assert any(
+        line.startswith("surgery.json: expansions.default.plan.architecture.kinds is not what")
+        for line in result.problems
+    )
 
 
 @pytest.mark.parametrize("change", ({"mute": []}, {"reason": "said in other words"}))
 def test_how_a_block_is_treated_is_what_was_proved_there_and_then(copy, change: dict[str, object]) -> None:
     path = copy("preserve")
-    edit_record(path, lambda manifest: manifest["expansions"]["default"]["plan"]["architecture"]["kinds"][0]["blocks"][0].update(change))
+    edit_record(
+        path,
+        lambda manifest: manifest["expansions"]["default"]["plan"]["architecture"]["kinds"][0]["blocks"][0].update(
+            change
+        ),
+    )
     assert verify(path, probes=None, record=False).passed
 
 

@@ -81,7 +81,12 @@ def test_it_keeps_what_it_promises(llama: Made, folder: Path) -> None:
     assert found.texts == 4 + 2 * 4 + 2 * 2 * 3
     assert 0.5 < found.excess <= math.log(4) + found.rounding < 1.5
     assert promise(result, "bounded_forgetting").evidence.startswith("at most ln 4 = 1.39 nats a text; 24 texts lose")
-    assert result.routing == mixed(switch_rate=0) and result.expansions == NAMES and result.state == "trained" and result.trained_tensors > 30
+    assert (
+        result.routing == mixed(switch_rate=0)
+        and result.expansions == NAMES
+        and result.state == "trained"
+        and result.trained_tensors > 30
+    )
     # what is found stands in the record, and in no other file
     after = digests(folder)
     assert {name for name in after if after[name] != before[name]} == {"surgery.json"} and len(after) == len(before)
