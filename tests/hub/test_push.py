@@ -240,7 +240,7 @@ def test_files_go_in_parts_where_the_hub_wants_that(hub: Hub, expanded: Path) ->
     hub.part_bytes = 10_000
     send(hub, expanded)
     assert any(path.count("/") == 3 for path in hub.received)
-    name = "expansion-00001-of-00001.safetensors"
+    name = "expansion-default-00001-of-00001.safetensors"
     assert hub.files(REPO)[name] == (expanded / name).read_bytes()
 
 
@@ -384,11 +384,11 @@ def test_an_extract_has_the_licence_and_is_checked(hub: Hub, expanded: Path, tmp
     assert "license: mit\n" in done.card and not any("license" in note for note in done.notes)
     edit_json(folder / "extract.json", licence={"tags": ["x"]})
     assert "license" not in send(hub, folder, dry_run=True).card
-    flip_last_byte(folder / "expansion-00001-of-00001.safetensors")
+    flip_last_byte(folder / "expansion-default-00001-of-00001.safetensors")
     hub.requests.clear()
     with pytest.raises(CheckpointError) as error:
         send(hub, folder, check=True)
-    assert str(error.value).startswith("expansion-00001-of-00001.safetensors: sha256 ")
+    assert str(error.value).startswith("expansion-default-00001-of-00001.safetensors: sha256 ")
     assert changing(hub) == []
 
 
@@ -397,7 +397,7 @@ def test_an_extract_has_the_licence_and_is_checked(hub: Hub, expanded: Path, tmp
 
 def test_a_second_push_sends_only_what_is_missing(hub: Hub, expanded: Path) -> None:
     wanted = {f"/lfs/{digests(expanded)[file.name]}" for file in expanded.glob("*.safetensors")}
-    lost = f"/lfs/{digests(expanded)['expansion-00001-of-00001.safetensors']}"
+    lost = f"/lfs/{digests(expanded)['expansion-default-00001-of-00001.safetensors']}"
     hub.faults = [Fault(f"PUT {lost}", 403, message="Request has expired")]
     found = message(hub, expanded)
     advice = "The token may not do that: take one with write access there, see https://huggingface.co/settings/tokens."
@@ -414,14 +414,14 @@ def test_a_connection_that_breaks_is_taken_up_again(hub: Hub, expanded: Path, mo
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     hub.faults = [Fault(PUTS, break_after=1000), Fault(r"POST .*/batch", 503), Fault(r"POST .*/preupload/main", 429)]
     send(hub, expanded)
-    assert hub.files(REPO)["expansion-00001-of-00001.safetensors"] and not hub.faults
+    assert hub.files(REPO)["expansion-default-00001-of-00001.safetensors"] and not hub.faults
 
 
 def test_a_network_that_stays_down_is_one_line_and_a_second_push_continues(
     hub: Hub, expanded: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
-    lost = digests(expanded)["expansion-00001-of-00001.safetensors"]
+    lost = digests(expanded)["expansion-default-00001-of-00001.safetensors"]
     hub.faults = [Fault(f"PUT /lfs/{lost}", break_after=1000, times=99)]
     found = message(hub, expanded)
     assert found.startswith(f"{REPO}: not pushed (") and "\n" not in found
@@ -477,7 +477,7 @@ def test_a_file_that_does_not_arrive_is_named(hub: Hub, expanded: Path) -> None:
 
 def test_a_file_of_another_size_or_content_is_named(hub: Hub, own: Path) -> None:
     """The Hub keeps what it has of a file that a .gitignore covers."""
-    name = "expansion-00001-of-00001.safetensors"
+    name = "expansion-default-00001-of-00001.safetensors"
     send(hub, own)
     before = digests(own)[name]
     shake(own)
@@ -830,7 +830,7 @@ def test_the_command_lists_what_it_sends(hub: Hub, own: Path, monkeypatch: pytes
     assert sent.exit_code == 0, sent.output
     assert f"see {hub.address}/{REPO} " in " ".join(sent.output.split())
     hub.repositories.clear()
-    flip_last_byte(own / "expansion-00001-of-00001.safetensors")
+    flip_last_byte(own / "expansion-default-00001-of-00001.safetensors")
     assert run(own, REPO, "--token", "hf_writer", "--no-verify").exit_code == 0, "trained, for all that files show"
     hub.repositories.clear()
     flip_last_byte(next(own.glob("model-*.safetensors")))

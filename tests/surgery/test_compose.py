@@ -30,7 +30,7 @@ from tests.conftest import load, shake
 from tests.routed import padded, random_ids
 from tests.surgery import test_images as images
 
-SHARD = "expansions/law/expansion-00001-of-00001.safetensors"
+SHARD = "expansions/law/expansion-default-00001-of-00001.safetensors"
 PROMPTS = ({"input_ids": random_ids(2, 9)}, padded(random_ids(3, 13), (5, 2, 0)))
 GREEDY = {"max_new_tokens": 6, "do_sample": False}
 

@@ -62,7 +62,7 @@ def test_what_stands_in_the_folder(pair_of):
         "expanded_routers.py",
         "expanded_state.py",
         "expanded_streams.py",
-        "expansion-00001-of-00001.safetensors",
+        "expansion-default-00001-of-00001.safetensors",
         "generation_config.json",
         "model-00001-of-00001.safetensors",
         "model.safetensors.index.json",
@@ -150,7 +150,7 @@ def test_twice_gives_the_same_bytes_and_another_seed_does_not(base_of, tmp_path)
     one, two = (digests(expand(base_of("llama"), REQUEST, tmp_path / name).path) for name in ("one", "two"))
     assert one == two
     other = digests(expand(base_of("llama"), replace(REQUEST, seed=1), tmp_path / "other").path)
-    shard = "expansion-00001-of-00001.safetensors"
+    shard = "expansion-default-00001-of-00001.safetensors"
     assert other[shard] != one[shard]
     assert other["model-00001-of-00001.safetensors"] == one["model-00001-of-00001.safetensors"]
 
@@ -292,7 +292,7 @@ def test_names_that_the_base_has_already(llama_base, tmp_path):
     assert str(found.value).splitlines() == lines
 
 
-@pytest.mark.parametrize("name", ["expansion-00001-of-00001.safetensors", "fused-00001-of-00001.safetensors"])
+@pytest.mark.parametrize("name", ["expansion-default-00001-of-00001.safetensors", "fused-00001-of-00001.safetensors"])
 def test_shards_that_are_called_like_ours(sharded_base, tmp_path, name):
     index = sharded_base / "model.safetensors.index.json"
     places = json.loads(index.read_text())["weight_map"]

@@ -134,7 +134,7 @@ def stopping_at(step: int, label: str, total: int) -> Iterator[Callable[..., Non
 def test_the_base_stays_files_and_the_expansion_moves(place: Path, trained: Path) -> None:
     before, after = digests(place / "preserve"), digests(trained)
     changed = {name for name in before.keys() & after.keys() if before[name] != after[name]}
-    assert changed == {"expansion-00001-of-00001.safetensors", "surgery.json"}
+    assert changed == {"expansion-default-00001-of-00001.safetensors", "surgery.json"}
     assert set(after) - set(before) == {f"training/{name}" for name in ("settings.json", "log.jsonl", "curves.png")}
     assert set(before) <= set(after), "the index still says which shards count"
     start = expansion(place / "preserve")
@@ -201,7 +201,7 @@ def test_base_shards_can_be_links(place: Path, tmp_path: Path) -> None:
     )
     shard = "model-00001-of-00001.safetensors"
     assert (done.path / shard).samefile(tmp_path / "in" / shard)
-    own = "expansion-00001-of-00001.safetensors"
+    own = "expansion-default-00001-of-00001.safetensors"
     assert not (done.path / own).samefile(tmp_path / "in" / own)
 
 
