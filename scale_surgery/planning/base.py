@@ -125,13 +125,24 @@ def base_in(checkpoint: Checkpoint, name: str) -> Checkpoint:
     Raises:
         CheckpointError: If the folder has such an expansion, or is one to which none can be added.
     """
+    base = base_alone(checkpoint)
+    if checkpoint.manifest is not None and name in checkpoint.manifest["expansions"]:
+        raise CheckpointError(
+            f"{checkpoint.path}: has an expansion called {name} already. Give the new one another name (--name), or "
+            "strip the model first (scale-surgery strip)."
+        )
+    return base
+
+
+def base_alone(checkpoint: Checkpoint) -> Checkpoint:
+    """Config and tensors of the base of a folder to which expansions can be added; its errors are those of `base_in`."""
     record, path = checkpoint.manifest, checkpoint.path
     if record is None and CONFIG_KEY not in checkpoint.config:
         return checkpoint
     if record is None:
         raise CheckpointError(f"{path}: this model is expanded already. Expand its base model.")
     try:
-        known, files = list(record["expansions"]), record["base_files"].values()
+        files = record["base_files"].values()
         config, names = parse_json(record["replaced"][CONFIG_FILE]), record["base_tensors"]
         stored = {file["stored_as"] for file in files} - {None}
     except (LookupError, TypeError, AttributeError, ValueError) as error:
@@ -141,11 +152,6 @@ def base_in(checkpoint: Checkpoint, name: str) -> Checkpoint:
         raise CheckpointError(
             f"{path}: {found}, expected a base model, or one with blocks beside it. Strip it first (scale-surgery "
             "strip), or expand its base model."
-        )
-    if name in known:
-        raise CheckpointError(
-            f"{path}: has an expansion called {name} already. Give the new one another name (--name), or strip the "
-            "model first (scale-surgery strip)."
         )
     return replace(
         checkpoint,

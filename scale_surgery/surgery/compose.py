@@ -22,6 +22,7 @@ from scale_surgery.checkpoint.shards import header_bytes
 from scale_surgery.checkpoint.sources import Source, find_source, listed
 from scale_surgery.checkpoint.staging import check_space, check_target, staged
 from scale_surgery.errors import CheckpointError, PlanError
+from scale_surgery.planning.base import base_alone
 from scale_surgery.planning.plan import SHARD_STEM, Plan, renamed_plan
 from scale_surgery.planning.reserved import check_clashes
 from scale_surgery.planning.routing_specs import Routing
@@ -101,10 +102,10 @@ def compose(
     opened = _named(extracts)
     kept = {} if before is None else dict(before.expansions)
     check_target(target, [source.path, *(own.path for own in opened.values())], overwrite=overwrite)
-    for extract in opened.values():
-        check_fit(extract, given, source.name)
     # whether torch has a name for itself is known seconds later
     _check_names(opened, kept)
+    for extract in opened.values():
+        check_fit(extract, base_alone(given), source.name)
     plans = {name: _plan_here(extract, name, source, before) for name, extract in opened.items()}
     check_beside([*(own.plan for own in kept.values()), *plans.values()])
     added = {name: _record(extract, plans[name]) for name, extract in opened.items()}
@@ -225,6 +226,8 @@ def _check_names(wanted: Mapping[str, Extract], kept: Mapping[str, ExpansionReco
 
 
 def _check_routing(routing: Routing | None, names: Sequence[str]) -> None:
+    if routing is not None and not isinstance(routing, Routing):
+        raise PlanError(f"routing: is {routing!r}, expected scale_surgery.Routing.")
     problems = [] if routing is None else routing.problems(len(names))
     if problems:
         raise PlanError.from_problems(f"{problem} The expansions are {', '.join(names)}." for problem in problems)

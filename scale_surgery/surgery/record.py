@@ -355,6 +355,11 @@ def _check_names(file: Path, files: Mapping[str, BaseFile], replaced: Mapping[st
         for name, entry in files.items()
         if entry.stored_as is None and not isinstance(replaced.get(name), str)
     ]
+    problems += [
+        f"{file}: is incomplete, replaced.{name} is no file of the base. Restore it from where you got it."
+        for name in replaced
+        if name not in files
+    ]
     if CONFIG_FILE not in files:
         problems.append(
             f"{file}: is incomplete, the base's {CONFIG_FILE} is missing. Restore it from where you got it."

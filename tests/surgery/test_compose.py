@@ -115,12 +115,13 @@ def test_one_more_and_one_less(llama: Made, folder: Path, tmp_path: Path) -> Non
 
 
 def test_expansions_are_called_as_their_folders_are(llama: Made, tmp_path: Path) -> None:
-    """With underscores for what no name may have: folders have hyphens, dots and digits."""
+    """Where nobody named them; with underscores for what no name may have, as hyphens, dots and digits of folders."""
+    made = extract(expand(llama.base, Request("1-2"), tmp_path / "made").path, tmp_path / "plain").path
     folders = [tmp_path / name / "v2" / f"{number}qwen3.5-{name}" for number, name in (("", "law"), ("7", "music"))]
-    for folder, name in zip(folders, ("law", "music"), strict=True):
-        shutil.copytree(llama.extracts[name], folder)
-    done = compose(llama.base, folders, tmp_path / "two")
-    assert list(done.expansions) == ["qwen3_5_law", "_7qwen3_5_music"]
+    for folder in folders:
+        shutil.copytree(made, folder)
+    done = compose(llama.base, [*folders, llama.extracts["chess"]], tmp_path / "three")
+    assert list(done.expansions) == ["qwen3_5_law", "_7qwen3_5_music", "chess"]
     assert load(done.path).expansions == list(done.expansions)
     same = [Path(shutil.copytree(folders[0], tmp_path / name)) for name in ("my-law", "my_law")]
     with pytest.raises(PlanError, match=r"^names: my_law would be the name of several extracts, .* Give --names\.$"):
@@ -283,16 +284,14 @@ def test_names_that_transformers_changes_on_load(tmp_path: Path) -> None:
 
 @torch.no_grad()
 def test_the_router_of_a_composition_takes_the_place_of_its_own(llama: Made, tmp_path: Path) -> None:
-    """A routed model brings its expansion alone; its extract comes back with the router."""
+    """A routed model brings its expansion alone, without the router."""
     routed = route_export(llama.folders["law"], tmp_path / "routed").path
     taken = extract(routed, tmp_path / "law").path
     composed = compose(llama.base, [taken], tmp_path / "composed").path
-    model = load(composed)
-    with model.use_expansion("law"):
-        found = model(**PROMPTS[0]).logits
+    found = load(composed)(**PROMPTS[0]).logits
     assert torch.equal(found, llama.alone("law")(**PROMPTS[0]).logits)
     assert not torch.equal(found, load(routed)(**PROMPTS[0]).logits), "the negative control"
-    assert files_of(extract(composed, tmp_path / "back", name="law").path) == files_of(taken)
+    assert files_of(extract(composed, tmp_path / "back", name="law").path) == files_of(llama.extracts["law"])
 
 
 NAME = "--name: is missing, and the model has 4 expansions: medicine, law, music, chess. Say which: --name medicine."
