@@ -147,7 +147,7 @@ def test_a_composed_folder_arrives_and_comes_apart(hub: Hub, base: Path, expande
         (taken,) = map(load_file, one.glob("expansion-*.safetensors"))
         assert taken.keys() == {renamed(block, name) for block in blocks}
         assert all(torch.equal(taken[renamed(block, name)], blocks[block]) for block in blocks)
-        assert verify(apply(one, base, tmp_path / f"applied-{name}").path, base, probes=None, record=False).passed
+        assert verify(apply(one, tmp_path / f"applied-{name}", base).path, base, probes=None, record=False).passed
     assert done.form == "composed" and done.card_origin == "written"
     assert {file.origin for file in done.files if file.name.startswith("expansion-")} == {"model"}
     card = (found / "README.md").read_text()
@@ -162,9 +162,15 @@ def test_a_composed_folder_arrives_and_comes_apart(hub: Hub, base: Path, expande
     with pytest.raises(CheckpointError, match="holds the expansions law, art, --extract-only needs a folder of one"):
         send(hub, folder, extract_only=True)
     spoiled = Path(shutil.copytree(folder, tmp_path / "spoiled"))
-    flip_last_byte(next(spoiled.glob("expansion-law-*.safetensors")))
+    flip_last_byte(next(spoiled.glob("model-*.safetensors")))
     with pytest.raises(CheckpointError, match="not pushed, it does not verify"):
         send(hub, spoiled, repo="me/spoiled", check=True)
+    holed = Path(shutil.copytree(folder, tmp_path / "holed"))
+    shard = next(holed.glob("expansion-law-*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match=shard.name):
+        send(hub, holed, repo="me/spoiled", check=True)
+    assert "me/spoiled" not in hub.repositories
 
 
 @pytest.mark.parametrize("form", ("expanded", "routed", "fused"))
