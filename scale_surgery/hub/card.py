@@ -98,6 +98,8 @@ def card_facts(
 ) -> CardFacts:
     """Take the facts of a card from the records of a folder."""
     record, manifest = contents.record, contents.manifest
+    expansions = () if manifest is None else tuple(manifest.expansions.values())
+    own = expansions[0] if len(expansions) == 1 else None
     name, revision = record.get("base_name"), record.get("base_revision")
     is_on_hub = isinstance(name, str) and revision is not None and HUB_ID.fullmatch(name) is not None
     routing = None if manifest is None else manifest.routing
@@ -108,12 +110,12 @@ def card_facts(
         base_revision=revision if is_on_hub else None,
         base_fingerprint=str(record.get("base_fingerprint")),
         record=record,
-        plan=None if manifest is None else manifest.plan,
+        plan=None if own is None else own.plan,
         routing=routing,
         is_fused=record.get("fused") is not None,
-        forced=record.get("forced_base"),
+        forced=None if own is None else own.forced_base,
         drift=(record.get("fused") or record).get("drift"),
-        training=tuple(record.get("training", ())),
+        training=tuple(record.get("training", ()) if own is None else own.training),
         certificate=certificate,
         code=contents.code if contents.form == "stock" or (manifest is not None and not manifest.code) else (),
         base_file=base_file,

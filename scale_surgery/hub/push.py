@@ -195,6 +195,12 @@ def _extract(contents: Contents, place: Path, track: Track) -> Contents:
     """The expansion of a folder alone, in a temporary folder, without a copy where the file system allows that."""
     from scale_surgery.surgery.extract import extract
 
+    if contents.form == "composed":
+        names = tuple(contents.manifest.expansions) if contents.manifest is not None else ()
+        raise CheckpointError(
+            f"{contents.path}: holds the expansions {', '.join(names)}, --extract-only needs a folder of one. Take one "
+            f"out and push that: scale-surgery extract {contents.path} --name {names[0]} -o {names[0]}."
+        )
     if contents.form != "expanded":
         raise CheckpointError(f"{contents.path}: is no expanded folder, --extract-only needs one. Leave it out.")
     try:

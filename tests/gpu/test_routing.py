@@ -12,13 +12,12 @@ from transformers import DynamicCache
 
 from scale_surgery import Probes, RunOptions, expand, route_export, strip, verify
 from scale_surgery.biographies import SHIPPED_MODEL
-from scale_surgery.modeling.expanded_modules import ExpandedLinear
 from scale_surgery.planning.request import Request
 from scale_surgery.planning.routing_specs import Routing
 from tests import routed
 from tests.conftest import digests
 from tests.modeling.test_routed_generation import assert_same_generation
-from tests.modeling.test_routing import check_bounded_forgetting, check_paths, unequal_paths
+from tests.modeling.test_routing import check_bounded_forgetting, check_paths, read_what_w12_wrote, unequal_paths
 from tests.routed import Trio, padded, random_ids
 from tests.tiny import FAMILIES
 
@@ -47,12 +46,12 @@ def test_each_path_with_eager_attention(trio_of: Callable[..., Trio], device: st
     check_paths(trio_of(family), device_map=device, attn_implementation="eager")
 
 
-def test_a_preserve_path_that_reads_w12_is_noticed(
+def test_a_base_path_that_reads_what_w12_wrote_is_noticed(
     trio_of: Callable[..., Trio], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     models = trio_of("llama", "adapt", "cosine").trained(device_map=device)
     assert unequal_paths(models) == []
-    monkeypatch.setattr(ExpandedLinear, "forward_preserve", ExpandedLinear.forward_streams)
+    read_what_w12_wrote(monkeypatch)
     assert {name.split()[0] for name in unequal_paths(models)} == {"preserve"}
 
 

@@ -21,8 +21,10 @@ import torch
 from click.testing import CliRunner
 from huggingface_hub import constants
 from rich.console import Console
+from safetensors.torch import load_file
 
 from scale_surgery import Probes
+from scale_surgery.checkpoint.expansions import renamed
 from scale_surgery.cli.program import main
 from scale_surgery.errors import CheckpointError, HubError
 from scale_surgery.evidence.verify import verify
@@ -130,31 +132,45 @@ def message(hub: Hub, folder: Path, **options: Any) -> str:
 
 
 def test_a_composed_folder_arrives_and_comes_apart(hub: Hub, base: Path, expanded: Path, tmp_path: Path) -> None:
-    """The download verifies; its base and its expansion come back; its card says what lies in it."""
+    """The download verifies; its base and its expansions come back; its card says what lies in it."""
     own = extract(expanded, tmp_path / "own").path
-    folder = compose(base, {"law": own}, tmp_path / "composed").path
+    folder = compose(base, {"law": own, "art": own}, tmp_path / "composed").path
     done = send(hub, folder, check=True)
     found = download(hub, tmp_path / "found")
     assert verify(found, base, probes=None).passed
     assert digests(strip(found, tmp_path / "back").path) == digests(base)
-    assert digests(take_out(found, tmp_path / "law", name="law").path) == digests(own)
+    records = dict.fromkeys((".gitattributes", "README.md", "surgery.json", "extract.json"), "")
+    (blocks,) = map(load_file, own.glob("expansion-*.safetensors"))
+    for name in ("law", "art"):
+        one, other = (take_out(path, tmp_path / f"{name}-{path.name}", name=name).path for path in (found, folder))
+        assert digests(one) | records == digests(other) | records
+        (taken,) = map(load_file, one.glob("expansion-*.safetensors"))
+        assert taken.keys() == {renamed(block, name) for block in blocks}
+        assert all(torch.equal(taken[renamed(block, name)], blocks[block]) for block in blocks)
+        assert verify(apply(one, tmp_path / f"applied-{name}", base).path, base, probes=None, record=False).passed
     assert done.form == "composed" and done.card_origin == "written"
-    assert {file.origin for file in done.files if file.name.startswith("expansions/")} == {"model"}
+    assert {file.origin for file in done.files if file.name.startswith("expansion-")} == {"model"}
     card = (found / "README.md").read_text()
-    assert "| paths | 2: the base, law |" in card and "| `law` | adapt | 0,2 |" in card
-    assert "| router | posterior, all paths alike at the start, switch rate 0.01 |" in card
-    assert "| `recoverable` | holds |" in card and "`composed.json` holds the hashes" in card
+    assert "| paths | 3: the base, law, art |" in card and "| `law` | adapt | 0,2 |" in card
+    assert "| router | posterior, all paths alike, switch rate 0.01 |" in card
+    assert "| `recoverable` | holds |" in card and "`surgery.json` holds the hashes" in card
     assert 'model.set_expansion("law")' in card and "extract composed --name law -o law" in card
     assert "license: mit" in card and "- composed" in card
     # once more sends nothing, and another model on the same base is not this one
     assert send(hub, folder, check=True).is_unchanged
     assert "holds model files that the folder does not have" in message(hub, expanded)
-    with pytest.raises(CheckpointError, match="composed folder of law, expected an expanded model"):
+    with pytest.raises(CheckpointError, match="holds the expansions law, art, --extract-only needs a folder of one"):
         send(hub, folder, extract_only=True)
     spoiled = Path(shutil.copytree(folder, tmp_path / "spoiled"))
-    flip_last_byte(next((spoiled / "expansions" / "law").glob("*.safetensors")))
+    flip_last_byte(next(spoiled.glob("model-*.safetensors")))
     with pytest.raises(CheckpointError, match="not pushed, it does not verify"):
         send(hub, spoiled, repo="me/spoiled", check=True)
+    holed = Path(shutil.copytree(folder, tmp_path / "holed"))
+    shard = next(holed.glob("expansion-law-*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match=shard.name):
+        send(hub, holed, repo="me/spoiled", check=True)
+    assert "me/spoiled" not in hub.repositories
 
 
 @pytest.mark.parametrize("form", ("expanded", "routed", "fused"))
@@ -213,7 +229,9 @@ def test_a_second_push_of_the_same_folder_makes_no_commit(hub: Hub, expanded: Pa
 def test_a_downloaded_push_is_pushed_again_with_a_new_card(hub: Hub, expanded: Path, tmp_path: Path) -> None:
     send(hub, expanded)
     found = download(hub, tmp_path / "found")
-    edit_json(found / "surgery.json", training=[])
+    record = json.loads((found / "surgery.json").read_text())
+    record["expansions"]["default"]["training"] = [{"steps": 3, "trained_parameters": 5, "begun": "2026-01-02"}]
+    edit_json(found / "surgery.json", expansions=record["expansions"])
     send(hub, found, repo="me/other")
     files = hub.files("me/other")
     assert files["README.md"].startswith(b"---\n") and b"# other\n" in files["README.md"]
@@ -575,7 +593,7 @@ def test_a_folder_that_is_no_work_of_ours(hub: Hub, base: Path) -> None:
     with pytest.raises(CheckpointError) as error:
         send(hub, base)
     assert str(error.value) == (
-        f"{base}: has neither surgery.json, extract.json, composed.json nor merge.json, expected a folder that "
+        f"{base}: has neither surgery.json, extract.json nor merge.json, expected a folder that "
         "scale-surgery expand, train, route-export, merge, extract or compose made. Another model is pushed by hf "
         "upload."
     )
