@@ -218,7 +218,7 @@ def test_one_process_makes_tokens(done: Callable[..., Path], place: Path) -> Non
 @pytest.mark.slow
 def test_from_kept_tokens_both_learn_the_same_bits(done: Callable[..., Path], place: Path) -> None:
     done("ddp"), done("kept")
-    shard = "expansion-00001-of-00001.safetensors"
+    shard = "expansion-default-00001-of-00001.safetensors"
     assert (place / "kept" / shard).read_bytes() == (place / "ddp" / shard).read_bytes()
 
 
