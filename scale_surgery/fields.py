@@ -102,8 +102,8 @@ class Field:
             return None
         if self.kind is tuple:
             # which texts they may be is said where they are used
-            are_values = isinstance(value, tuple | list) and all(isinstance(own, str | int | float) for own in value)
-            return None if are_values else f"some of: {', '.join(self.choices)}"
+            are_texts = isinstance(value, tuple | list) and all(isinstance(own, str) for own in value)
+            return None if are_texts else f"some of: {', '.join(self.choices)}"
         if self.kind not in KIND_NAMES:
             return None
         if self.choices:
@@ -160,7 +160,7 @@ def _read_field(field: dataclasses.Field[Any], hint: Any, line: str) -> Field:
     return Field(
         name=field.name,
         option=field.metadata.get("option", field.name.replace("_", "-")),
-        kind=str if kind is Literal else kind,
+        kind=str if kind is Literal else own if listed is float else kind,
         list_choices=field.metadata.get("choices", lambda: get_args(listed)),
         range=allowed,
         default=field.default,

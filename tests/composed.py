@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +76,7 @@ def make_expansions(
         base = base_of(family, dtype, dtype == "bfloat16")
     folders, extracts = {}, {}
     for seed, name in enumerate(names):
-        folders[name] = expand(base, REQUESTS[name], folder / name).path
+        folders[name] = expand(base, replace(REQUESTS[name], name=name), folder / name).path
         if is_trained:
             shake(folders[name], seed)
         extracts[name] = extract(folders[name], folder / f"{name}.extract").path

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from scale_surgery.checkpoint.sources import open_model
 from scale_surgery.deriving.base import base_config, code_folder, derive_config, read_base
 from scale_surgery.errors import CheckpointError, PlanError
 from scale_surgery.evidence.several import ExpansionsSummary, summarise_expansions
+from scale_surgery.evidence.verification import changed_since
 from scale_surgery.planning.architecture import Architecture, Sizes
 from scale_surgery.planning.base import check_layers, quantisation_of
 from scale_surgery.planning.methods import method_of_variant
@@ -113,11 +114,16 @@ class Inspection:
 
 
 @dataclass(frozen=True)
+class _Runs:
+    training: tuple[Mapping[str, Any], ...] = ()
+
+
+@dataclass(frozen=True)
 class _Record:
     base_name: str | None = None
     base_revision: str | None = None
     verification: Mapping[str, Any] | None = None
-    training: tuple[Mapping[str, Any], ...] = ()
+    expansions: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     routing: Mapping[str, Any] | None = None
 
 
@@ -218,12 +224,15 @@ def _read_summary(checkpoint: Checkpoint, specs: Mapping[str, Any], title: str) 
 def _read_record(checkpoint: Checkpoint) -> _Record:
     """What surgery.json says of the base and of the last verification; empty where there is none."""
     content = checkpoint.manifest or {}
-    if problems := list(known_misfits(content, _Record)):
+    problems = list(known_misfits(content, _Record))
+    for name, own in {} if problems else content.get("expansions", {}).items():
+        problems += known_misfits(own, _Runs, f"expansions.{name}")
+    if problems:
         raise CheckpointError(
             f"{checkpoint.path / MANIFEST_FILE}: is incomplete ({in_one_line(problems)}). Restore it from where you "
             "got it."
         )
-    known = {field.name: content[field.name] for field in fields(_Record) if field.name in content}
+    known = {own.name: content[own.name] for own in fields(_Record) if own.name in content}
     return _Record(**known)
 
 
@@ -260,13 +269,5 @@ def _verified(verification: Mapping[str, Any] | None) -> str | None:
 
 
 def _changed_since(record: _Record, verification: Mapping[str, Any]) -> str | None:
-    """What the records tell to be newer than a verification; no tensor is read."""
-    # dates in UTC, written in one way, are ordered as texts
-    # what another trainer made is no longer verified when it is adopted
-    dates = (str(run.get("begun", "")) for run in record.training)
-    is_trained = any(date >= str(verification.get("date")) for date in dates)
-    before, now = verification.get("routing"), record.routing
-    is_other = (before is None) != (now is None)
-    changed = ["tensors (by training)"] * is_trained
-    changed += ["the router"] * is_other + ["the router's numbers"] * (not is_other and before != now)
-    return f"{' and '.join(changed)} changed since" if changed else None
+    runs = [run for own in record.expansions.values() for run in own.get("training", ())]
+    return changed_since(verification, runs, record.routing)

@@ -24,6 +24,7 @@ from scale_surgery.checkpoint.expansions import BASE_NAME
 from scale_surgery.checkpoint.files import write_json
 from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.names import CONFIG_FILE, INDEX_FILE
+from scale_surgery.checkpoint.reading import parse_json
 from scale_surgery.errors import CheckpointError, shorten
 from scale_surgery.evidence.hostile_texts import excess, hostile_texts, prompt_texts
 from scale_surgery.progress import Track
@@ -33,7 +34,7 @@ from scale_surgery.running.options import Probes, RunOptions
 from scale_surgery.running.probe import same_tokens
 from scale_surgery.running.prompts import Batch, encode_prompts, token_problems
 from scale_surgery.running.tokenizer import load_tokenizer
-from scale_surgery.surgery.config import make_index
+from scale_surgery.surgery.config import make_index, written_config
 from scale_surgery.surgery.record import Manifest, only
 
 
@@ -200,7 +201,7 @@ def run_alone(
         yield run_path(model, batch, new_tokens, run.device)
     for name in manifest.expansions:
         with tempfile.TemporaryDirectory() as folder:
-            link_alone(only(checkpoint, manifest, name)[0], Path(folder))
+            link_alone(*only(checkpoint, manifest, name), Path(folder))
             # no code lies there: this program's own runs
             own = replace(run, trust_remote_code=False)
             with _loaded(Path(folder), name, own) as model, translated(*RUNNING):
@@ -216,11 +217,12 @@ def _loaded(path: Path, name: str, run: RunOptions) -> Iterator[Any]:
         yield model
 
 
-def link_alone(checkpoint: Checkpoint, folder: Path) -> None:
+def link_alone(checkpoint: Checkpoint, manifest: Manifest, folder: Path) -> None:
     """Make a folder that loads as the model that an expansion is alone: links to shards, config.json and an index.
 
     Args:
         checkpoint: The expanded folder as if it held that expansion alone.
+        manifest: Its surgery.json, from which config.json is made again: the one in the folder may be another.
         folder: Where the links go.
     """
     for shard in checkpoint.shards:
@@ -228,7 +230,8 @@ def link_alone(checkpoint: Checkpoint, folder: Path) -> None:
     places = {name: info.file for name, info in checkpoint.tensors.items()}
     total = sum(info.bytes for info in checkpoint.tensors.values())
     write_json(folder / INDEX_FILE, make_index(places, {}, total))
-    write_json(folder / CONFIG_FILE, checkpoint.config)
+    base = parse_json(manifest.replaced[CONFIG_FILE])
+    write_json(folder / CONFIG_FILE, written_config(manifest, base, checkpoint.dtype))
 
 
 @torch.no_grad()

@@ -11,6 +11,7 @@ from scale_surgery.checkpoint.files import plain_json
 from scale_surgery.checkpoint.names import MANIFEST_FILE
 from scale_surgery.errors import CheckpointError
 from scale_surgery.evidence.promises import Promise
+from scale_surgery.evidence.verification import changed_since
 from scale_surgery.planning.routing_specs import Routing
 from scale_surgery.surgery.record import ExpansionRecord, Manifest, read_manifest
 
@@ -112,7 +113,8 @@ def _verification(manifest: Manifest) -> tuple[str, tuple[Promise, ...], tuple[s
     promises = tuple(Promise(**{**own, "problems": tuple(own["problems"])}) for own in found["promises"])
     said = f"{'passed' if found['passed'] else 'FAILED'} {found['date']}"
     routing = None if manifest.routing is None else plain_json(asdict(manifest.routing))
-    said += "; the router's numbers changed since" if found["routing"] != routing else ""
+    runs = [run for own in manifest.expansions.values() for run in own.training]
+    said = "; ".join(filter(None, [said, changed_since(found, runs, routing)]))
     return said, promises, tuple(found["required"])
 
 

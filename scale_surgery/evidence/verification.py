@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -93,6 +93,29 @@ def says_more(recorded: Mapping[str, Any] | None, found: Verification) -> bool:
         return False
     has_run = recorded.get("numbers") is not None or recorded.get("mixture") is not None
     return has_run and recorded.get("fingerprint") == found.fingerprint
+
+
+def changed_since(
+    verification: Mapping[str, Any], runs: Iterable[Mapping[str, Any]], routing: Mapping[str, Any] | None
+) -> str | None:
+    """What records tell to be newer than a verification; no tensor is read.
+
+    Args:
+        verification: What was recorded of it.
+        runs: Training runs of all expansions.
+        routing: How the folder routes now, as plain values, or None.
+
+    Returns:
+        That it is, in words; None where nothing is.
+    """
+    # dates in UTC, written in one way, are ordered as texts
+    # what another trainer made is no longer verified when it is adopted
+    is_trained = any(str(run.get("begun", "")) >= str(verification.get("date")) for run in runs)
+    before = verification.get("routing")
+    is_other = (before is None) != (routing is None)
+    changed = ["tensors (by training)"] * is_trained
+    changed += ["the router"] * is_other + ["the router's numbers"] * (not is_other and before != routing)
+    return f"{' and '.join(changed)} changed since" if changed else None
 
 
 def decide(

@@ -99,7 +99,7 @@ def compose(
     remove = (remove,) if isinstance(remove, str) else tuple(dict.fromkeys(remove))
     given, before = _open(source, remove)
     opened = _named(extracts)
-    kept = {} if before is None else before.expansions
+    kept = {} if before is None else dict(before.expansions)
     check_target(target, [source.path, *(own.path for own in opened.values())], overwrite=overwrite)
     for extract in opened.values():
         check_fit(extract, given, source.name)
@@ -133,7 +133,9 @@ def compose(
                 _place(extract, plans[name], partial, base_weights, advance)
         if before is None:
             routing = routing or (Routing() if len(added) > 1 else None)
-            write_around(added, given, partial, base_weights, RunOptions(), track, routing)
+            # the record says where the tensors were computed, as the extracts do
+            run = RunOptions(next(iter(opened.values())).manifest.tool.get("device", "cpu"))
+            write_around(added, given, partial, base_weights, run, track, routing)
         else:
             composed = with_expansions(before, {**kept, **added}, routing)
             routing = composed.routing

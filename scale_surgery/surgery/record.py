@@ -285,7 +285,7 @@ def _check_plan(file: Path, name: str, plan: Plan, base_tensors: Mapping[str, st
     for tensor in plan.tensors:
         # outside the layers a tied head has no tensor of its own in the base
         if tensor.layer is not None and tensor.source not in base_tensors and tensor.init != "one":
-            raise PlanError(f"plan.tensors, {tensor.name}: init {tensor.init!r} of {tensor.source!r}")
+            raise PlanError(f"expansions.{name}.plan.tensors, {tensor.name}: init {tensor.init!r} of {tensor.source!r}")
     both = [tensor.name for tensor in plan.tensors if tensor.name in base_tensors]
     if both:
         raise CheckpointError.from_problems(

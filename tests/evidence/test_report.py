@@ -428,7 +428,10 @@ def test_missing_and_damaged_tensors_are_all_named(spoiled: Path) -> None:
 
 def test_a_spoiled_plan_is_refused(spoiled: Path) -> None:
     edit_expansion(spoiled, lambda content: content["plan"].pop("widths"))
-    with pytest.raises(CheckpointError, match=r"surgery\.json: is incomplete \(expansions\.default\.plan\.widths is missing\)\. Restore it"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"surgery\.json: is incomplete \(expansions\.default\.plan\.widths is missing\)\. Restore it",
+    ):
         report(spoiled)
 
 
@@ -444,7 +447,10 @@ def test_a_spoiled_plan_is_refused(spoiled: Path) -> None:
             lambda content: content.update(training=[{"steps": 1, "measured": {"learning": "x"}}]),
             "expansions.default.training[0].measured.learning is 'x', expected a number",
         ),
-        (lambda content: tensor_of(content).update(source="foo"), f"expansions.default.plan.tensors, {W21}: init 'svd' of 'foo'"),
+        (
+            lambda content: tensor_of(content).update(source="foo"),
+            f"expansions.default.plan.tensors, {W21}: init 'svd' of 'foo'",
+        ),
         (lambda content: tensor_of(content).update(init="foo"), ".init is 'foo', expected one of svd, "),
     ],
 )
