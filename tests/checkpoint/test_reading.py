@@ -234,10 +234,14 @@ def test_a_number_that_stands_for_no_limit_is_read() -> None:
     assert parse_json('{"model_max_length": 1000000000000000019884624838656}')["model_max_length"] > 1e29
 
 
+def first(record: dict[str, Any]) -> dict[str, Any]:
+    return record["expansions"]["default"]
+
+
 WRONG_KINDS: dict[str, tuple[Callable[[dict[str, Any]], object], tuple[str, ...]]] = {
     "base_name": (lambda own: own.update(base_name=True), ("base_name is True, expected a text",)),
     "several": (
-        lambda own: own.update(base_name=True, left_out="x", base_tensors={"a": 1}) or own["expansions"]["default"].update(training=[3]),
+        lambda own: own.update(base_name=True, left_out="x", base_tensors={"a": 1}) or first(own).update(training=[3]),
         (
             "base_name is True, expected a text",
             "base_tensors.a is 1, expected a text",
@@ -250,11 +254,11 @@ WRONG_KINDS: dict[str, tuple[Callable[[dict[str, Any]], object], tuple[str, ...]
         ("base_files.config.json.bytes is 1.5, expected a whole number",),
     ),
     "a flag as a number": (
-        lambda own: own["expansions"]["default"]["plan"]["sizes"].update(hidden=True),
+        lambda own: first(own)["plan"]["sizes"].update(hidden=True),
         ("expansions.default.plan.sizes.hidden is True, expected a whole number",),
     ),
     "a module": (
-        lambda own: own["expansions"]["default"]["plan"]["specs"]["expanded"]["self_attn.q_proj"].update(in_features=3),
+        lambda own: first(own)["plan"]["specs"]["expanded"]["self_attn.q_proj"].update(in_features=3),
         ("expansions.default.plan.specs.expanded.self_attn.q_proj.in_features is 3, expected a list of 2",),
     ),
     "what is missing": (lambda own: own.pop("code"), ("code is missing",)),

@@ -519,8 +519,9 @@ def test_trained_tensors_find_their_names_on_disk(pair_of: Any, tmp_path: Path, 
     tensors = {name: p.data.clone() for name, p in model.named_parameters() if p.requires_grad}
     save_file(tensors, tmp_path / "trained.safetensors")
     # what a kill leaves in the middle of a shard
-    (tmp_path / "out" / f"{UNFINISHED}x1y2z3").mkdir()
-    (tmp_path / "out" / f"{UNFINISHED}x1y2z3" / "expansion-default-step-3-00001-of-00001.safetensors").write_bytes(b"half")
+    left = tmp_path / "out" / f"{UNFINISHED}x1y2z3"
+    left.mkdir()
+    (left / "expansion-default-step-3-00001-of-00001.safetensors").write_bytes(b"half")
     (tmp_path / "out" / "notes.tmp").write_text("a file of the base")
     stored = InMemory(model, open_checkpoint(pair.path).tensors)
     publish_tensors(tmp_path / "out", "default", tmp_path / "trained.safetensors", "step-7-", stored)
