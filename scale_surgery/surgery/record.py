@@ -18,7 +18,7 @@ from scale_surgery.checkpoint.code_names import kernel_problems
 from scale_surgery.checkpoint.expansions import BASE_KEY, EXPANSIONS_KEY, expansion_of
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint, read_json
 from scale_surgery.checkpoint.foreign import saved_elsewhere
-from scale_surgery.checkpoint.listing import check_folder, is_left_link
+from scale_surgery.checkpoint.listing import check_folder, is_left_link, unfit
 from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE, is_inside
 from scale_surgery.checkpoint.numbering import CONFIG_KEY, Numbering, numbering_of
 from scale_surgery.checkpoint.reading import parse_json
@@ -189,6 +189,8 @@ def read_manifest(path: Path) -> Manifest:
     """
     file = path / MANIFEST_FILE
     check_folder(path)
+    if file.exists() and (problem := unfit(path, MANIFEST_FILE)):
+        raise CheckpointError(problem)
     if not file.is_file() and (path / STOCK_RECORD_FILE).is_file():
         raise CheckpointError(
             f"{path}: is a plain checkpoint that scale-surgery merge --to stock made, it has no blocks. Give the "
@@ -213,7 +215,7 @@ def read_manifest(path: Path) -> Manifest:
         if not manifest.expansions:
             raise PlanError("expansions is empty")
         for name, plan in manifest.plans.items():
-            check_plan(plan)
+            check_plan(plan, f"expansions.{name}.")
             _check_plan(file, name, plan, manifest.base_tensors)
         _check_names(file, manifest.base_files, manifest.replaced, [*manifest.code, *_fused_names(manifest.fused)])
         _check_renumbered(manifest)

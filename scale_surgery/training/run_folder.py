@@ -1,7 +1,7 @@
 """The folder of a training run: an expanded checkpoint that always is the last whole one, and a log beside it.
 
     OUT/                                   loads, verifies and strips like any expanded checkpoint
-      expansion-step-200-00001-of-...      the expansion tensors of the last whole checkpoint; at the end without step
+      expansion-NAME-step-200-00001-of-... the expansion tensors of the last whole checkpoint; at the end without step
       model-*, config.json, ...            taken over from the expanded checkpoint, as files
       training/
         settings.json  log.jsonl  curves.png

@@ -340,7 +340,7 @@ def test_an_unknown_model_type_says_what_is_expected(llama_base, model_type):
 
 def test_an_expanded_model_is_expanded_again_under_another_name_only(pair_of, base_of, llama_base):
     expanded = pair_of("llama").path
-    with pytest.raises(CheckpointError, match=r"has an expansion called default already\..*--name.*scale-surgery strip"):
+    with pytest.raises(CheckpointError, match=r"has an expansion called default already\..*--name.*strip"):
         plan(expanded, Request("0"))
     request = Request("0", name="second")
     assert plan(expanded, request).tensors == plan(base_of("llama"), request).tensors

@@ -237,7 +237,7 @@ def test_fsdp2_yaml_makes_a_unit_of_each_decoder_layer(
     assert plugin.fsdp_version == 2 and plugin.reshard_after_forward and plugin.cpu_ram_efficient_loading
     plugin.set_auto_wrap_policy(model)
     is_unit = fsdp2_prepare_auto_wrap_policy(plugin, model)
-    plan = model.config.scale_surgery
+    plan = model.config.scale_surgery["base"]
     layers = model.get_submodule(f"{plan['base_model']}.{plan['layers']}")
     assert [module for module in model.modules() if is_unit(module)] == list(layers)
 
