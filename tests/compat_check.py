@@ -87,11 +87,10 @@ def check_expanded(model: Any, base: Any, ids: torch.Tensor) -> list[str]:
     # without a cache, as path_logits runs: with one, keys lie otherwise in memory, and the base may differ from itself
     own = model.path_logits(ids)[0] if model.is_routing_enabled else model(ids, use_cache=False).logits
     same_as_base = torch.equal(base(ids, use_cache=False).logits, own)
-    is_fused = model.config.scale_surgery.get("fused", False)
+    is_fused = any(own.get("fused") for own in model.config.scale_surgery["expansions"])
     if not (same_as_base or is_fused):
         problems.append("logits are not bit-equal to the base model's in this release")
-    names = ("w11", "w12", "w21", "w22", "up_weight", "up_bias", "bias11")
-    if any(p.requires_grad != (n.endswith(names) and not is_fused) for n, p in model.named_parameters()):
+    if any(p.requires_grad != (".expansions." in n and not is_fused) for n, p in model.named_parameters()):
         problems.append("requires_grad is not that of the variant")
     if not (is_fused or model.is_routing_enabled):
         problems += check_whole_head(model, ids)
@@ -100,7 +99,8 @@ def check_expanded(model: Any, base: Any, ids: torch.Tensor) -> list[str]:
 
 def check_whole_head(model: Any, ids: torch.Tensor) -> list[str]:
     """Problems where a forward in place of the model's own multiplies by the head's weight itself, as in TRL."""
-    own, base_model = model(ids, use_cache=False).logits, model.get_submodule(model.config.scale_surgery["base_model"])
+    name = model.config.scale_surgery["base"]["base_model"]
+    own, base_model = model(ids, use_cache=False).logits, model.get_submodule(name)
 
     def forward(ids: torch.Tensor) -> torch.Tensor:
         hidden, head = base_model(ids, use_cache=False).last_hidden_state, model.get_output_embeddings()

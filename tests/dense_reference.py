@@ -95,8 +95,7 @@ def linear(module: Any, own: LinearBlocks, _: str, x: Tensor) -> Tensor:
 
 def head(module: Any, own: HeadBlocks, _: str, x: Tensor) -> Tensor:
     weights = [weight for weight in (module.weight, own.up_weight) if weight is not None]
-    logits = functional.linear(x, torch.cat(weights, 1), module.bias)
-    return logits if module.softcap is None else module.softcap * (logits / module.softcap).tanh()
+    return functional.linear(x, torch.cat(weights, 1), module.bias)
 
 
 def embedding(module: Any, own: EmbeddingBlocks, _: str, ids: Tensor) -> Tensor:

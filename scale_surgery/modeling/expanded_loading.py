@@ -135,15 +135,7 @@ class LoadedModel:
         if self.is_base_quantised:
             found = options.get("state_dict") or self.state_dict()
             options["state_dict"] = {name: tensor for name, tensor in found.items() if ".expansions." in name}
-        # the head caps logits in place of stock code: see `begin`
-        facts, config = self.config.scale_surgery["base"], self.config.get_text_config(decoder=True)
-        if facts["softcap_key"]:
-            setattr(config, facts["softcap_key"], facts["softcap"])
-        try:
-            super().save_pretrained(*args, **options)
-        finally:
-            if facts["softcap_key"]:
-                setattr(config, facts["softcap_key"], None)
+        super().save_pretrained(*args, **options)
 
     def resize_token_embeddings(self, *args, **kwargs):
         """Refuse: embedding and head have an up part that stock code does not resize."""

@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache
 from .expanded_attention import ExpandedAttention, NewHeads, expand_attention
 from .expanded_fused import fuse
 from .expanded_loading import MOST_NAMED, LoadedModel
-from .expanded_modules import KINDS, Blocks, expand_module, expanded_modules
+from .expanded_modules import KINDS, Blocks, View, expand_module, expanded_modules
 from .expanded_paths import BASE, Call, Parting, Path, Paths, Running, parting, streams_of_groups, this_thread
 from .expanded_routers import Features, Router, TokenScores, make_router, route, score_tokens
 from .expanded_state import Tokens
@@ -141,10 +141,7 @@ class ExpandedPreTrainedModel(LoadedModel):
         head = self.get_output_embeddings()
         if head is not None:
             expand_module(head, "head", self.running, len(layers))
-            # stock code would cap logits after the head, which is too late for a router: the head does, for all paths
-            head.softcap, config = facts["softcap"], self.config.get_text_config(decoder=True)
-            if facts["softcap_key"]:
-                setattr(config, facts["softcap_key"], None)
+            head.softcap = facts["softcap"]
         if {ADDED_AFTER, ADDED_BEFORE}.intersection(signature(base_model.forward).parameters):
             base_model.register_forward_pre_hook(_Widening(self), with_kwargs=True)
 
@@ -419,14 +416,26 @@ class ExpandedPreTrainedModel(LoadedModel):
                 return self.run(**inputs)
         choice, cache = self.choice, inputs.get("past_key_values")
         check_cache(cache, choice)
-        stock = super().forward
-        output = stock(**inputs) if choice.router is None and not choice.rows else self._run_beside(stock, inputs)
+        output = self._run_stock(inputs) if choice.router is None and not choice.rows else self._run_beside(inputs)
         cache = cache_of(output) if cache is None else cache
         if cache is not None:
             cache.expansion_choice = choice.key
         return output
 
-    def _run_beside(self, stock: Any, inputs: dict[str, Any]) -> Any:
+    def _run_stock(self, inputs: dict[str, Any]) -> Any:
+        """Run the stock forward, which caps the logits of some models after the head.
+
+        That is too late where the head gives what is made of several paths: then it caps the logits of each itself, and
+        the stock forward sees a config without the cap.
+        """
+        stock, key = super().forward, self.facts["softcap_key"]
+        if key is None or self.running.now().answer is None:
+            return stock(**inputs)
+        seen = object.__new__(type(self))
+        seen.__dict__.update(self.__dict__, config=without(self.config, key))
+        return stock.__func__(seen, **inputs)
+
+    def _run_beside(self, inputs: dict[str, Any]) -> Any:
         """Run several paths side by side, and make one set of logits of them."""
         router, choice = self.choice.router, self.choice
         tokens = Tokens.of(inputs, reads_tokens=router is not None and router.reads_tokens, is_training=self.training)
@@ -436,7 +445,7 @@ class ExpandedPreTrainedModel(LoadedModel):
             return by_row(features.at(tokens.keep), choice) if router is None else route(router, features, tokens)
 
         with self.answering(answer):
-            output = stock(**inputs)
+            output = self._run_stock(inputs)
         cache = inputs.get("past_key_values")
         tokens.remember(cache_of(output) if cache is None else cache)
         return output
@@ -479,7 +488,7 @@ class ExpandedPreTrainedModel(LoadedModel):
             return found[0]
 
         with self.answering(answer, (BASE, *map(Path, names))):
-            super().forward(input_ids=input_ids, use_cache=False, **inputs)
+            self._run_stock({"input_ids": input_ids, "use_cache": False, **inputs})
         return found
 
     @torch.no_grad()
@@ -499,7 +508,7 @@ class ExpandedPreTrainedModel(LoadedModel):
             return found[0].routed
 
         with self.answering(answer):
-            super().forward(input_ids=input_ids, use_cache=False, **inputs)
+            self._run_stock({"input_ids": input_ids, "use_cache": False, **inputs})
         return found[0]
 
     def generate(self, *args: Any, expansion_names: Sequence[str | None] | None = None, **options: Any) -> Any:
@@ -641,6 +650,15 @@ def check_cache(cache: Cache | None, choice: Choice) -> None:
             f"({', '.join(choice.names) or 'the base'}{', routed' if choice.router else ''}), expected a cache that "
             "was filled under it. Begin with an empty one."
         )
+
+
+def without(config: Any, key: str) -> View:
+    """A config in which a value of the language model's part is None."""
+    text = config.get_text_config(decoder=True)
+    part = View(text, {key: None})
+    whole = part if text is config else View(config, {name: part for name, own in vars(config).items() if own is text})
+    whole.get_text_config = lambda **_: part
+    return whole
 
 
 def check_rows(rows: Sequence[str | None], inputs: dict[str, Any]) -> None:

@@ -541,7 +541,7 @@ class ExpandedBlock(ExpandedModule):
 class ExpandedHead(ExpandedModule):
     """The head: it gives the logits of the only path, or what the call asks for from the features of all of them.
 
-    `softcap` caps logits as the stock model would after the head, which is too late for a router.
+    `softcap` caps logits as the stock model does after the head, where that is too late: see `_run_stock`.
     """
 
     softcap: float | None = None
@@ -552,11 +552,11 @@ class ExpandedHead(ExpandedModule):
             return call.answer(x)
         layout = self.layout()
         if layout is None:
-            return self.capped_in_place(self.base_logits(x.contiguous(), x))
+            return self.base_logits(x.contiguous(), x)
         base, up = self.split(x, layout)
         group = layout.groups[0]
         base = base if group.writes else base.detach()
-        return self.capped_in_place(group.blocks[0](self.base_logits(base, x), up))
+        return group.blocks[0](self.base_logits(base, x), up)
 
     def base_logits(self, base: Tensor, read: Tensor) -> Tensor:
         """Logits of the base stream, which is contiguous; `read` lies in memory as the base model's features do.

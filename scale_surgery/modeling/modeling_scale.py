@@ -14,19 +14,22 @@ What happens to a token
    stock code knows; stock code adds such tensors up, and does nothing else with them itself.
 3. Each module of a layer was given a second class (`expanded_modules`). It takes its input apart into streams, gives x,
    and x alone, to the stock module, and lets the blocks of each expansion compute its up stream: W21 x + W22 x_up. It
-   joins the results. A module that has nothing to do with the chosen paths runs as it is.
+   joins the results. A module that has nothing to do with the chosen paths runs as it is. In the fused form
+   (`expanded_fused`) base weight and blocks of a linear are one matrix, and the results equal up to rounding alone.
 4. x stays what it is in the base model, bit for bit: no block writes into it. The stock module sees the same numbers in
    the same shape at the same place in memory, and that W12 is zero for the base is not a zero in a matrix but a product
    that nobody computes.
 5. An expansion with W12 writes into a base stream of its own. Before the first layer in which it does, a hook copies x
    for it (`Parting`): [x | up of medicine | x' of law, up of law]. From there on the stock module runs twice, once on
-   x, once on x'; W12 x_up is added to what it gives for x' and to nothing else.
+   x, once on x'; W12 x_up is added to what it gives for x' and to nothing else. Where law runs alone, x' is all there
+   is, and the stock module runs once.
 6. Attention (`expanded_attention`) sees more heads: those of x, those that each expansion adds, those of x'. Each part
    attends by itself. One KV cache holds all of them.
-7. After the last norm the paths lie one after the other along the batch, and the head (`ExpandedHead`) makes logits of
-   each: those of its base stream, plus head_up x_up.
+7. The last norm puts base streams, each with the up streams beside it, one after the other along the batch, and the
+   head (`ExpandedHead`) makes logits of each path: those of its base stream, plus head_up x_up.
 8. A router (`expanded_routers`) weighs the paths, and gives one set of logits out. What it remembers of the tokens read
-   is one more layer of the KV cache (`expanded_state`).
+   is one more layer of the KV cache (`expanded_state`). Without a router there is one path, or each row of the batch
+   takes the logits of its own.
 """
 
 from __future__ import annotations

@@ -125,16 +125,15 @@ def _base_logits(model: Any, base: Tensor) -> Tensor:
     """Logits of a base stream (b, t, d); where the model routes, of the one that its preserve path reads."""
     head = model.get_output_embeddings()
     if getattr(model, "is_fused", False):
-        own: Tensor = head.capped(head.base_logits(base.contiguous(), base))
-        return own
-    if hasattr(head, "capped"):
+        found: Tensor = head.base_logits(base.contiguous(), base)
+    elif hasattr(head, "capped"):
         # where a model is streamed, a module has its weights only while it runs
         with model.expansion_disabled():
-            alone: Tensor = head(base.contiguous())
-        return alone
-    found: Tensor = head(base.contiguous())
-    # some families cap logits after the head; ours caps them itself
-    cap = getattr(model.config, "final_logit_softcapping", None)
+            found = head(base.contiguous())
+    else:
+        found = head(base.contiguous())
+    # some families cap logits after the head
+    cap = getattr(model.config.get_text_config(decoder=True), "final_logit_softcapping", None)
     return found if cap is None else torch.tanh(found / cap) * cap
 
 

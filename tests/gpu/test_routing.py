@@ -16,12 +16,14 @@ from scale_surgery.planning.request import Request
 from scale_surgery.planning.routing_specs import Routing
 from tests import routed
 from tests.conftest import digests
+from tests.modeling import test_promises_of_paths
+from tests.modeling.test_promises_of_paths import COUNTS, Models, broken
 from tests.modeling.test_routed_generation import assert_same_generation
 from tests.modeling.test_routing import check_bounded_forgetting, check_paths, read_what_w12_wrote, unequal_paths
 from tests.routed import Trio, padded, random_ids
 from tests.tiny import FAMILIES
 
-trio_of = routed.trio_of
+trio_of, models_of = routed.trio_of, test_promises_of_paths.models_of
 GREEDY = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
 
 each_family = pytest.mark.parametrize("family", FAMILIES)
@@ -59,6 +61,15 @@ def test_a_base_path_that_reads_what_w12_wrote_is_noticed(
 @each_family
 def test_bounded_forgetting(trio_of: Callable[..., Trio], device: str, family: str, request_name: str) -> None:
     check_bounded_forgetting(trio_of(family, request_name), device_map=device)
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@each_dtype
+@each_family
+def test_the_promises_of_several_expansions(
+    models_of: Callable[..., Models], device: str, family: str, dtype: str, count: int
+) -> None:
+    assert broken(models_of(family, count, dtype, device)) == set()
 
 
 @each_routing

@@ -194,7 +194,7 @@ def test_what_was_not_chosen_does_not_move(tmp_path: Path, texts: Path, device: 
     path = grow(SHIPPED_MODEL, GROWN["adapt"], tmp_path)
     settings = replace(SETTINGS, groups=groups)
     trained = train(path, [texts / "learn.jsonl"], tmp_path / "trained", settings, run=place_of(device)).path
-    ends = {"lm_head.up_weight" if group == "head" else group for group in groups}
+    ends = {"lm_head.expansions.default.up_weight" if group == "head" else group for group in groups}
     names = moved(path, trained)
     assert {next(end for end in ends if name.endswith(end)) for name in names} == ends
 

@@ -6,8 +6,10 @@ with one; values decide nothing here.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,12 +17,14 @@ import torch
 from torch.utils._pytree import tree_map
 
 from scale_surgery.planning.request import Request
+from scale_surgery.running.loading import loaded
+from scale_surgery.running.options import RunOptions
 from scale_surgery.surgery.expand import expand
 from tests import routed
 from tests.composed import LLAMA
-from tests.conftest import REQUESTS, Pair, load
+from tests.conftest import REQUESTS, Pair, load, shake
 from tests.each import WAYS, mostly, woven
-from tests.routed import Trio
+from tests.routed import Trio, padded, random_ids
 from tests.tiny import FAMILIES
 
 trio_of = routed.trio_of
@@ -97,6 +101,27 @@ def test_paths_side_by_side_on_two_devices(made_of: Callable[..., Any]) -> None:
     model.score_tokens(ids)
     assert all(own.is_meta for own in model.path_logits(ids))
     assert model(ids, expansion_names=["law", None]).logits.is_meta
+
+
+@pytest.mark.parametrize(("family", "request_name"), (("llama", "adapt"), ("gemma2", "preserve"), ("gpt2", "deep")))
+@torch.no_grad()
+def test_a_model_is_streamed_from_its_files(
+    trio_of: Callable[..., Trio], tmp_path: Path, family: str, request_name: str
+) -> None:
+    """Module by module where it is larger than the memory that it gets: the same bits, routed, alone, and disabled."""
+    path = shake(Path(shutil.copytree(trio_of(family, request_name).path, tmp_path / "shaken")))
+    whole, prompt = load(path), padded(random_ids(2, 7), (0, 3))
+    with loaded(path, RunOptions(memory_bytes=60_000)) as (model, problems):
+        assert not problems and any(own.is_meta for own in model.parameters())
+        for choice in (["default"], "default", None):
+            with model.use_expansion(choice), whole.use_expansion(choice):
+                assert torch.equal(model(**prompt).logits, whole(**prompt).logits)
+                options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "num_beams": 2}
+                assert torch.equal(model.generate(**prompt, **options), whole.generate(**prompt, **options))
+                assert all(map(torch.equal, model.path_logits(**prompt), whole.path_logits(**prompt)))
+        rows = {"expansion_names": ["default", None]}
+        assert torch.equal(model(**prompt, **rows).logits, whole(**prompt, **rows).logits)
+        assert not torch.equal(*whole.path_logits(**prompt)), "the control"
 
 
 def test_a_tensor_left_on_the_cpu_is_noticed(pair_of: Callable[..., Pair]) -> None:

@@ -34,10 +34,9 @@ NAMES = ("law", "medicine", "music", "chess")
 # mixtures beside which an MLP stands in some of the layers
 MOE = ("first", "second", "late", "whole")
 COUNTS = (1, 2, 4)
-PROMPTS = ({"input_ids": random_ids(2, 9)}, {"input_ids": random_ids(1, 1)}, padded(random_ids(3, 13), (5, 2, 0)))
 GREEDY = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
 # what rounding logits may cost on a text of this length, in nats
-ROOM = {torch.float32: 1e-3, torch.bfloat16: 0.5}
+ROOM = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.5}
 
 
 @dataclass(frozen=True)
@@ -72,13 +71,20 @@ def models_of(base_of: Callable[..., Path], tmp_path_factory: pytest.TempPathFac
         folder = tmp_path_factory.mktemp(f"{family}_{'trained' if is_trained else 'fresh'}")
         return make_expansions(base_of, folder, family, names, dtype, is_trained=is_trained)
 
-    def make(family: str, count: int, dtype: str = "float32") -> Models:
+    def make(family: str, count: int, dtype: str = "float32", device: str = "cpu") -> Models:
         names = (MOE if family == "qwen3_moe" else NAMES)[:count]
         fresh, trained = (made_of(family, MOE if family == "qwen3_moe" else NAMES, dtype, own) for own in (False, True))
-        alone = {name: trained.alone(name) for name in (None, *names)}
-        return Models(names, alone, fresh.composed(*names), trained.composed(*names))
+        alone = {name: trained.alone(name).to(device) for name in (None, *names)}
+        return Models(names, alone, fresh.composed(*names).to(device), trained.composed(*names).to(device))
 
     return make
+
+
+def prompts(model: Any) -> tuple[dict[str, Tensor], ...]:
+    """Prompts where a model is: a batch, a single token, and a batch that is padded on the left."""
+    device = model.device
+    padding = padded(random_ids(3, 13).to(device), (5, 2, 0))
+    return {"input_ids": random_ids(2, 9).to(device)}, {"input_ids": random_ids(1, 1).to(device)}, padding
 
 
 # ---- the one function
@@ -99,10 +105,10 @@ def broken(models: Models, **router: Any) -> set[str]:
         found.add("output_at_init")
     for settings in ROUTERS if len(names) == 1 else ROUTERS[:1]:
         trained.set_expansion(names, **settings)
-        if not all(has_base_stream(models.alone[None], trained, prompt) for prompt in PROMPTS):
+        if not all(has_base_stream(models.alone[None], trained, prompt) for prompt in prompts(trained)):
             found.add("base_stream_always")
         for number, (name, own) in enumerate(models.alone.items()):
-            if not all(is_alone(own, trained, name, number, prompt) for prompt in PROMPTS):
+            if not all(is_alone(own, trained, name, number, prompt) for prompt in prompts(trained)):
                 found.add(f"paths_as_alone: {name}")
     trained.set_expansion(names, **router)
     if most_lost(trained, models.texts) > math.log(1 + len(names)) + ROOM[trained.dtype]:
@@ -120,11 +126,11 @@ ROUTERS: tuple[dict[str, Any], ...] = (
 def is_base(base: Any, model: Any, choice: Any) -> bool:
     """Whether a choice gives the base's logits, whole and token by token with a cache."""
     with model.use_expansion(choice):
-        for prompt in PROMPTS:
+        for prompt in prompts(model):
             if not torch.equal(base(**prompt).logits, model(**prompt).logits):
                 return False
         options = GREEDY | {"output_logits": True, "return_dict_in_generate": True}
-        one, other = (own.generate(**PROMPTS[-1], **options) for own in (base, model))
+        one, other = (own.generate(**prompts(model)[-1], **options) for own in (base, model))
     return torch.equal(one.sequences, other.sequences) and all(map(torch.equal, one.logits, other.logits))
 
 
@@ -156,7 +162,7 @@ def is_alone_in_pieces(own: Any, model: Any, number: int) -> bool:
     """The same of what the router remembers of a path, where it reads tokens."""
     if not model.choice.router.reads_tokens:
         return True
-    ids, caches, start = random_ids(2, 9), [None, None], 0
+    ids, caches, start = random_ids(2, 9).to(model.device), [None, None], 0
     for size in (6, 1, 2):
         now, start = ids[:, start : start + size], start + size
         outputs = [
@@ -177,8 +183,8 @@ def most_lost(model: Any, ids: Tensor) -> float:
 
 def hostile_texts(model: Any) -> list[Tensor]:
     """Texts that each path writes, halves of them put together, random ones, and some that are made to mislead."""
-    names, starts = model.choice.names, random_ids(2, 1, seed=5)
-    found = [random_ids(4, 24, seed=6)]
+    names, starts = model.choice.names, random_ids(2, 1, seed=5).to(model.device)
+    found = [random_ids(4, 24, seed=6).to(model.device)]
     for name in (None, *names):
         with model.use_expansion(name):
             found.append(model.generate(starts, max_new_tokens=23, min_new_tokens=23, do_sample=False))
@@ -188,7 +194,7 @@ def hostile_texts(model: Any) -> list[Tensor]:
 
 def misleading(model: Any, number: int) -> Tensor:
     """A text in which each token is the one that a path expects most beside what all others expect."""
-    ids = random_ids(1, 1, seed=number)
+    ids = random_ids(1, 1, seed=number).to(model.device)
     for _ in range(23):
         log_p = torch.stack([own[:, -1].double().log_softmax(-1) for own in model.path_logits(ids)])
         others = torch.cat((log_p[:number], log_p[number + 1 :])).amax(0)

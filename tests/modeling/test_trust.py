@@ -58,7 +58,7 @@ def test_exported_code_is_the_code_of_the_package(llama: Pair) -> None:
 
 
 def test_exported_code_is_small() -> None:
-    assert sum(len(modeling.code_text(file).splitlines()) for file in CODE_FILES) < 3200
+    assert sum(len(modeling.code_text(file).splitlines()) for file in CODE_FILES) < 3300
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,8 @@ def test_releases_that_run_code_of_a_config_are_told(
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("transformers")
-    monkeypatch.setattr(transformers, "__version__", release)
+    # a module of transformers may have put another object in the place of the package meanwhile
+    monkeypatch.setattr(configuration_scale.transformers, "__version__", release)
     monkeypatch.setattr(logger, "handlers", [handler])
     logging.Logger.warning_once.cache_clear()  # type: ignore[attr-defined]
     # classes of modules of their own, which nobody made before; the second says nothing more

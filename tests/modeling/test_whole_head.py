@@ -26,12 +26,14 @@ IDS = random_ids(2, 11)
 
 
 def replace_forward(model: Any) -> Any:
-    """Let the model take logits as TRL does: what the base model gives, by the weight of the head."""
+    """Let the model take logits as TRL does: what the base model gives, by the weight of the head, and then the cap."""
+    cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
 
     def forward(self: Any, input_ids: Tensor) -> Tensor:
         hidden = self.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
         head = self.get_output_embeddings()
-        return torch.nn.functional.linear(hidden, head.weight, head.bias)
+        logits = torch.nn.functional.linear(hidden, head.weight, head.bias)
+        return logits if cap is None else torch.tanh(logits / cap) * cap
 
     model.forward = types.MethodType(forward, model)
     return model
@@ -42,10 +44,15 @@ def logits_and_gradients(model: Any, logits: Tensor) -> dict[str, Tensor]:
     return {"logits": logits, **{name: p.grad for name, p in model.named_parameters() if p.grad is not None}}
 
 
-# untied, tied, and one without an up stream, whose head is its base's
+# untied, tied, one without an up stream, whose head is its base's, and one whose logits are capped
 @pytest.mark.parametrize(
     ("family", "request_name", "tied"),
-    [("gpt2", "preserve", False), ("llama", "adapt", True), ("llama", "adapt_without_up_stream", False)],
+    [
+        ("gpt2", "preserve", False),
+        ("llama", "adapt", True),
+        ("llama", "adapt_without_up_stream", False),
+        ("gemma2", "adapt", True),
+    ],
 )
 def test_logits_and_gradients_are_those_of_the_model(
     pair_of: Callable[..., Pair], family: str, request_name: str, tied: bool
@@ -99,6 +106,20 @@ def test_a_routed_model_says_what_to_do(trio_of: Callable[..., Trio]) -> None:
     del model.forward
     model.enable_routing()
     assert torch.equal(model(IDS).logits, own)
+
+
+@torch.no_grad()
+def test_a_cap_on_logits_is_said_where_others_look_for_it(trio_of: Callable[..., Trio]) -> None:
+    """Also while a router mixes logits that are capped already, and in what is saved."""
+    base, _, model = trio_of("gemma2").trained()
+    assert base.config.final_logit_softcapping == model.config.final_logit_softcapping == 30.0
+    model.get_decoder().register_forward_hook(lambda *_: seen.append(model.config.final_logit_softcapping))
+    seen: list[float] = []
+    model(IDS)
+    model.path_logits(IDS)
+    model.score_tokens(IDS)
+    assert seen == [30.0] * 3
+    assert model.config.to_dict()["final_logit_softcapping"] == 30.0
 
 
 @torch.no_grad()
